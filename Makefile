@@ -1,0 +1,68 @@
+# The commands a newcomer and CI run. Each makes what it needs in .venv; a second call finds it made.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= 2.13.0
+ARGS   ?=
+
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test bench lint format wheel clean
+
+help:  ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  ARGS="…" is passed on: make demo ARGS="--requests 40", make test ARGS="-k ring"'
+
+demo: $(VENV)/.demo  ## make a tiny model, serve it instrumented, load it, print where the time went
+	@$(BIN)/otel-infer demo $(ARGS)
+
+test: lint  ## format, lint, types, import contracts, tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## everything of `make test` but the tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict otel_infer
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.dev  ## rewrite the files the way `make test` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev  ## what it costs, measured here, with controls
+	$(BIN)/python -m benchmarks $(ARGS)
+
+wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
+	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
+$(BIN)/python:
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "python's venv module is missing; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@$(PIP) --upgrade pip
+
+# torch comes first and alone: asked for as somebody's dependency it is the CUDA build, gigabytes that nothing here runs.
+$(VENV)/.torch: | $(BIN)/python
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+	  echo "installing torch for the GPU that is here"; $(PIP) torch; \
+	else \
+	  echo "installing torch $(TORCH) for the CPU"; \
+	  $(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || $(PIP) "torch==$(TORCH)"; \
+	fi
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	@echo "installing otel-infer and what the demo serves with"
+	@$(PIP) -e ".[demo,igzip]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.demo
+	@echo "installing what the tests need"
+	@$(PIP) -e ".[demo,igzip,dev]"
+	@touch $@

@@ -1,0 +1,262 @@
+"""The composition root: the only module that knows every part by name.
+
+`instrument()` binds the integrations and starts nothing: the rings are made, and the sidecar started, when an engine is
+imported or the first fact is stated, and only if something is to be exported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from otel_infer import clock, config, ingress
+from otel_infer.config import Config
+from otel_infer.integrations import registry
+from otel_infer.integrations._base import Integration, Status
+from otel_infer.ring import layout, place
+from otel_infer.ring.recorder import recorder
+from otel_infer.ring.write import Arena, FileArena, MemoryArena, RingRefused
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    from otel_infer.inprocess import InProcess
+
+log = logging.getLogger("otel_infer")
+
+BYTES_PER_STEP_SPAN = 125
+BYTES_PER_STEP_SPAN_SENT = 20
+
+
+class _Wiring:
+    """What is installed in this process, and who reads its rings."""
+
+    def __init__(self) -> None:
+        self.settings = Config()
+        self.installed: list[Integration] = []
+        self.provider: TracerProvider | None = None
+        self.folder: Path | None = None
+        self.sidecar: Any = None
+        self.reader: InProcess | None = None
+        self.why_in_process = ""
+        self._said = False
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._forked)
+
+    # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
+
+    def instrument(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
+        """Binds hooks; False if there is nothing to do here or it was done before."""
+        if self.installed:
+            return False
+        self.settings, complaints = config.from_env_leniently()
+        for complaint in complaints:
+            _say(f"otel_infer: {complaint}")
+        self.provider = provider
+        if config.is_sidecar() or not (self.settings.exports or (provider and not self.settings.switched_off)):
+            return False
+        ingress.opener = _opener(provider)
+        recorder.start(self._arena, self._tend, self._refused)
+        registry.configure(self.settings, self._engine_imported)
+        wanted = set(names or self.settings.integrations)
+        for integration in registry.load():
+            off = {integration.name, f"otel_infer_{integration.name}"} & set(self.settings.disabled_integrations)
+            if (not wanted or integration.name in wanted) and not off:
+                self.installed.append(integration)
+                integration.install()
+        return True
+
+    def uninstrument(self) -> None:
+        """Takes the hooks off again and lets the reader finish."""
+        for integration in reversed(self.installed):
+            integration.remove()
+        self.installed.clear()
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            reader.close()
+        recorder.stop()
+        ingress.opener = None
+        if self.folder is not None:
+            config.forget_rings(str(self.folder))
+        self.folder = self.sidecar = None
+        self._said = False
+
+    def statuses(self) -> list[Status]:
+        """What is bound of each integration."""
+        return [integration.status for integration in self.installed]
+
+    def flush(self, timeout: float) -> bool:
+        """Has everything stated so far sent; False if `timeout` s were not enough."""
+        if self.reader is not None:
+            return self.reader.flush(timeout)
+        writer = recorder.requests
+        if writer is None:
+            return True
+        asked = writer.words[layout.W_FLUSH_ASKED] = writer.words[layout.W_FLUSH_ASKED] + 1
+        deadline = clock.now() + int(timeout * 1e9)
+        wait = threading.Event()
+        while clock.now() < deadline:
+            if writer.words[layout.W_FLUSH_DONE] >= asked:
+                return True
+            wait.wait(0.02)
+        return False
+
+    # ── rings and their reader ───────────────────────────────────────────────────────────────────────────────────
+
+    def _arena(self) -> Arena:
+        if self.provider is not None:
+            return self._in_process("a tracer_provider was given")
+        if self.settings.mode == "in-process":
+            return self._in_process("OTEL_INFER_MODE=in-process")
+        if not sys.executable or getattr(sys, "frozen", False):
+            return self._in_process("the interpreter is frozen or embedded")
+        if self.settings.rings:
+            self.folder = place.private_folder(Path(self.settings.rings))
+        else:
+            self.folder = place.new_server_folder()
+        if not place.is_tmpfs(self.folder):
+            folder, self.folder = self.folder, None
+            raise RingRefused(f"{folder} is not on tmpfs")
+        config.export_to_children(rings=str(self.folder))
+        return FileArena(self.folder)
+
+    def _refused(self, reason: str) -> Arena | None:
+        if self.settings.mode == "sidecar":
+            _say(f"otel_infer: off, since OTEL_INFER_MODE=sidecar and there is no shared memory: {reason}")
+            return None
+        return self._in_process(reason)
+
+    def _in_process(self, reason: str) -> Arena:
+        self.folder, self.why_in_process = None, reason
+        return MemoryArena()
+
+    def _tend(self) -> None:
+        """Called when rings were made, and then at most once a second while requests arrive."""
+        with self._lock:
+            if isinstance(recorder.arena, MemoryArena):
+                self._tend_thread(recorder.arena)
+            elif self.folder is not None:
+                self._tend_sidecar(self.folder)
+        if not self._said:
+            self._said = True
+            _say(self.start_line())
+
+    def _tend_thread(self, arena: MemoryArena) -> None:
+        if self.reader is None:
+            from otel_infer.inprocess import InProcess
+
+            self.reader = InProcess(self.settings, arena, self.provider, resource())
+            self.reader.start()
+            atexit.register(self.reader.close)
+
+    def _tend_sidecar(self, folder: Path) -> None:
+        if self.sidecar is not None and self.sidecar.poll() is None:
+            return
+        if place.is_held(folder / place.SIDECAR_LOCK) or place.is_held(folder / place.OWNER_LOCK):
+            return
+        from otel_infer import launch
+
+        try:
+            self.sidecar = launch.sidecar(folder, self.settings, resource())
+        except launch.CannotStart as reason:
+            _say(f"otel_infer: the sidecar cannot be started ({reason}); set OTEL_INFER_MODE=in-process")
+
+    def _engine_imported(self, integration: Integration) -> None:
+        status = integration.status
+        recorder.report_hooks(status.name, status.hooks_active, status.hooks_total)
+        if integration.is_engine:
+            recorder.ensure()
+
+    def _forked(self) -> None:
+        self._lock = threading.Lock()
+        self.reader = self.sidecar = None
+
+    # ── what we say ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start_line(self) -> str:
+        """One line: version, hooks, destination, mode, volume, how to switch off."""
+        from otel_infer.version import VERSION
+
+        statuses = [status for status in self.statuses() if status.hooks_total]
+        bound = sum(status.hooks_active for status in statuses)
+        total = sum(status.hooks_total for status in statuses)
+        names = ", ".join(status.name for status in statuses if status.hooks_active) or "no engine yet"
+        drifted = [f"{status.name}: {status.drift}" for status in statuses if status.drift]
+        parts = [
+            f"otel_infer {VERSION}: {bound} of {total} hooks bound ({names})",
+            self._destination(),
+            f"in-process, since {self.why_in_process}" if self.why_in_process else "sidecar",
+            self._volume(),
+            "off: OTEL_INFER_ENABLED=off",
+        ]
+        if drifted:
+            parts.insert(1, "drifted: " + "; ".join(drifted) + " (see `otel-infer doctor`)")
+        return " · ".join(parts)
+
+    def _destination(self) -> str:
+        if self.provider is not None:
+            return "spans to the given tracer_provider"
+        places = []
+        if self.settings.sends_spans or self.settings.sends_metrics:
+            places.append(f"OTLP to {self.settings.endpoint or 'localhost'} ({self.settings.traces_protocol})")
+        if self.settings.console:
+            places.append("console")
+        if self.settings.tape:
+            places.append(f"tape {self.settings.tape}")
+        return ", ".join(places) or "nothing is exported"
+
+    def _volume(self) -> str:
+        if self.settings.steps == "off":
+            return "no step spans"
+        if self.settings.steps == "all":
+            return "every step of every request, without a budget"
+        daily = self.settings.step_budget * 86400 / 1e9
+        stored, sent = daily * BYTES_PER_STEP_SPAN, daily * BYTES_PER_STEP_SPAN_SENT
+        return f"≤ {stored:.0f} GB/day of step spans ({sent:.1f} sent) at {self.settings.step_budget} spans/s"
+
+
+wiring = _Wiring()
+
+
+def resource() -> dict[str, Any]:
+    """The resource of this server by the standard variables and detectors; `service.name` only if it was given."""
+    from opentelemetry.sdk.resources import Resource
+
+    attributes = dict(Resource.create().attributes)
+    if str(attributes.get("service.name", "")).startswith("unknown_service"):
+        del attributes["service.name"]
+    return attributes
+
+
+def _opener(provider: TracerProvider | None) -> ingress.Opener:
+    if provider is not None:
+        return ingress.ProviderOpener(provider.get_tracer("otel_infer"))
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+
+    # Sampler and id generator exactly as the standard variables configure them; nothing is exported by this one.
+    standard = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False)
+    limits = SpanLimits()
+    return ingress.IdOpener(
+        standard.sampler,
+        standard.id_generator,
+        ingress.Limits(
+            limits.max_span_attributes or 128,
+            limits.max_events or 128,
+            limits.max_links or 128,
+            limits.max_span_attribute_length,
+        ),
+    )
+
+
+def _say(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass

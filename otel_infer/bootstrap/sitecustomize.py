@@ -1,0 +1,46 @@
+"""Found first on PYTHONPATH by every Python that `otel-infer run` starts: instruments it, then lets others have their turn.
+
+Nothing in here may stop the interpreter from starting.
+"""
+
+import os
+import sys
+
+
+def _next_sitecustomize() -> None:
+    """Runs the `sitecustomize` that ours hides, if there is one."""
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    rest = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    spec = PathFinder.find_spec("sitecustomize", rest)
+    if spec is not None and spec.loader is not None:
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+def _instrument() -> None:
+    arguments = " ".join(getattr(sys, "orig_argv", ()))
+    if "OTEL_INFER_SIDECAR" in os.environ or "multiprocessing.resource_tracker" in arguments:
+        return
+    try:
+        import otel_infer
+    except ImportError:
+        print(
+            f"otel_infer: not installed for {sys.executable}; install it there, or run `otel-infer` from that environment",
+            file=sys.stderr,
+        )
+        return
+    otel_infer.instrument()
+
+
+try:
+    _next_sitecustomize()
+except Exception as reason:
+    print(f"otel_infer: another sitecustomize failed: {type(reason).__name__}: {reason}", file=sys.stderr)
+try:
+    _instrument()
+except Exception as reason:
+    print(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}", file=sys.stderr)

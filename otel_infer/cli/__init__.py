@@ -1,0 +1,54 @@
+"""The `otel-infer` command. One module per subcommand, each with `add_arguments` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from otel_infer.config import SETTINGS, BadSetting
+from otel_infer.version import VERSION
+
+COMMANDS = {
+    "run": "start a server instrumented: otel-infer run -- CMD …",
+    "demo": "make a tiny model, serve it instrumented, load it, show where the time goes",
+    "doctor": "what binds here, what has drifted, what the destination answers, and what to do",
+    "replay": "read a tape: print its requests, or send them",
+    "sidecar": "read the rings of servers in another container",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    whole = argparse.ArgumentParser(
+        prog="otel-infer",
+        description="Every stage of every inference request as an OpenTelemetry trace.",
+        epilog="environment:\n" + "\n".join(f"  {s.variable:<32}{s.meaning}" for s in SETTINGS.values()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    whole.add_argument("--version", action="version", version=f"otel-infer {VERSION}")
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"otel_infer.cli.{name}")
+        one = commands.add_parser(name, help=summary, description=module.__doc__)
+        one.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(one)
+    return whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status."""
+    whole = parser()
+    parsed = whole.parse_args(arguments)
+    if parsed.command is None:
+        whole.print_help()
+        return 2
+    try:
+        status: int = importlib.import_module(f"otel_infer.cli.{parsed.command}").run(parsed)
+    except BadSetting as bad:
+        print(f"otel-infer: {bad}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status

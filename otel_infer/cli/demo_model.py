@@ -1,0 +1,123 @@
+"""A tiny language model made on the spot, so that the demo and the tests need no download.
+
+Its weights are random and its text is nonsense; its shape, its tokenizer and its chat template are those of a real
+Llama. It never ends by itself and every token it emits is readable text of its own, so that a client that asks for n
+tokens sees n pieces arrive.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SEED = 0
+VOCABULARY = 2048
+POSITIONS = 4096
+CORPUS_BYTES = 1_500_000
+SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<unk>", "<mask>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PROSE = "The quick brown fox jumps over the lazy dog. Hello world, how are you today? I am well, thank you. "
+
+
+def make_demo_model(folder: Path, *, layers: int = 4, hidden: int = 256) -> Path:
+    """Write a random Llama of `layers` × `hidden` with its tokenizer into `folder`, the same one every time.
+
+    Returns the folder, which `from_pretrained` and `transformers serve` take as a model name. `hidden` is a multiple of 64.
+    Raises ImportError when torch, transformers or tokenizers is missing.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=POSITIONS,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = LlamaForCausalLM(config).eval()
+    _speak_plainly(model, tokenizer)
+    save(folder, model, tokenizer)
+    return folder
+
+
+def save(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Write both into `folder` without transformers' progress bar, which would draw over ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def make_tokenizer() -> Any:
+    """A byte-level BPE tokenizer with a chat template, trained here in about a second."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_corpus(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        model_max_length=POSITIONS,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _corpus() -> Iterator[str]:
+    """Python's own library as text: on every machine, and words enough for 2,000 merges."""
+    yield PROSE * 50
+    left = CORPUS_BYTES
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")[:left]
+        yield text
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _speak_plainly(model: Any, tokenizer: Any) -> None:
+    """Keep the model from ending and from emitting half a character.
+
+    Spreading the logits and zeroing a token's row puts that token some three deviations below the best ones.
+    """
+    import torch
+
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    half = [token for token, text in enumerate(texts) if not text.isprintable() or "\ufffd" in text]
+    unspeakable = half + list(range(len(SPECIAL)))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10)
+        model.lm_head.weight[unspeakable] = 0

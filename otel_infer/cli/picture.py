@@ -1,0 +1,121 @@
+"""Records as a person reads them: percentiles per stage, and one request as a waterfall with every decode step as a bar.
+
+`rich` draws colours on a terminal; piped, the same is plain lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from otel_infer import facts, semconv
+from otel_infer.records import RequestRecord, Stage
+from otel_infer.sinks.console import milliseconds
+from otel_infer.sinks.tree import request_name
+
+BARS = "▁▂▃▄▅▆▇█"
+QUANTILES = (50, 95, 99)
+COLOURS = {
+    semconv.SPAN_INGRESS: "cyan",
+    semconv.SPAN_TOKENIZE: "blue",
+    semconv.SPAN_QUEUE: "yellow",
+    semconv.SPAN_PREFILL: "magenta",
+    semconv.SPAN_DECODE: "green",
+    semconv.SPAN_POSTPROCESS: "cyan",
+}
+
+
+def console() -> Console:
+    """Where to print; width is bounded so that a waterfall stays readable."""
+    here = Console(highlight=False)
+    return here if here.is_terminal else Console(highlight=False, width=110, no_color=True)
+
+
+def stages_table(records: Sequence[RequestRecord]) -> Table:
+    """p50, p95, p99 of each stage, and each stage's share of all time."""
+    table = _table("where the time went", "stage", "requests", "p50", "p95", "p99", "max", "share of all time")
+    total = sum(record.duration_ns for record in records) or 1
+    by_name: dict[str, list[int]] = {}
+    for record in records:
+        for stage in record.stages:
+            by_name.setdefault(stage.name, []).append(stage.ended_at - stage.started_at)
+    ordered = [name for name in semconv.STAGES if name in by_name]
+    for name in ordered + sorted(set(by_name) - set(ordered)):
+        lengths = by_name[name]
+        share = f"{100 * sum(lengths) / total:.1f} %"
+        table.add_row(name, str(len(lengths)), *_quantiles(lengths), milliseconds(max(lengths)), share)
+    return table
+
+
+def latency_table(records: Sequence[RequestRecord]) -> Table:
+    """TTFT, time between tokens, end to end; of successful requests."""
+    good = [record for record in records if record.outcome == facts.OK]
+    gaps = [gap for record in good if record.steps is not None for gap in np.diff(record.steps.ended_at).tolist()]
+    table = _table("what the reader felt", "latency", "values", "p50", "p95", "p99", "max")
+    rows = (
+        ("time to first token", [record.ttft_ns for record in good if record.ttft_ns]),
+        ("between tokens", gaps),
+        ("end to end", [record.duration_ns for record in good]),
+    )
+    for name, values in rows:
+        if values:
+            table.add_row(name, str(len(values)), *_quantiles(values), milliseconds(max(values)))
+    return table
+
+
+def waterfall(record: RequestRecord, width: int = 64) -> Iterable[Text]:
+    """One request: a line per stage on a common scale, and a strip with one bar per decode step."""
+    head = f"{request_name(record)}  trace {record.trace_id.hex()}  {milliseconds(record.duration_ns)}"
+    yield Text(f"{head}  {record.input_tokens} → {record.output_tokens} tokens", style="bold")
+    for stage in record.stages:
+        yield _bar(record, stage, width)
+    yield from _strip(record, width)
+
+
+def _bar(record: RequestRecord, stage: Stage, width: int) -> Text:
+    scale = width / max(record.duration_ns, 1)
+    begin = min(int((stage.started_at - record.arrived_at) * scale), width - 1)
+    length = max(round((stage.ended_at - stage.started_at) * scale), 1)
+    length = min(length, width - begin)
+    bar = " " * begin + "█" * length + " " * (width - begin - length)
+    line = Text(f"  {stage.name[:14]:<14} ")
+    line.append(bar, COLOURS.get(stage.name, "white"))
+    return line.append(f" {milliseconds(stage.ended_at - stage.started_at):>8}")
+
+
+def _strip(record: RequestRecord, width: int) -> Iterable[Text]:
+    """Every decode step as a bar; height is its length, red where it is over twice the median."""
+    if record.steps is None or len(record.steps) < 2:
+        return
+    rows = record.steps
+    lengths = (rows.ended_at - rows.started_at)[1:]
+    others = rows.others_prefill_tokens[1:]
+    median, longest = float(np.median(lengths)), int(lengths.max())
+    caption = f"{len(lengths)} decode steps, one bar each: median {milliseconds(median)}, longest {milliseconds(longest)}"
+    if others.max() > 0:
+        caption += "; ▲ = somebody else's prompt was in the same step"
+    yield Text("  " + caption)
+    for begin in range(0, len(lengths), width):
+        bars, marks = Text("                 "), Text("                 ")
+        for length, prompt in zip(lengths[begin : begin + width].tolist(), others[begin : begin + width].tolist()):
+            height = BARS[min(int(length / max(longest, 1) * (len(BARS) - 1) + 0.5), len(BARS) - 1)]
+            bars.append(height, "red" if length > 2 * median else "green")
+            marks.append("▲" if prompt else " ", "yellow")
+        yield bars
+        if marks.plain.strip():
+            yield marks
+
+
+def _quantiles(values: Sequence[int]) -> list[str]:
+    return [milliseconds(value) for value in np.percentile(np.array(values), QUANTILES).tolist()]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table

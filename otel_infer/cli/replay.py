@@ -1,0 +1,101 @@
+"""Read a tape: print its requests, one line each, or send them where the standard variables say.
+
+The same rooms as live: what is sent has the same trace and span ids as when it was recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from otel_infer import config, semconv, tape
+from otel_infer.assembler import GRACE_NS, Assembler
+from otel_infer.records import RequestRecord
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `replay`."""
+    parser.add_argument("tape", help="a file that `otel-infer run --tape` wrote")
+    parser.add_argument("--send", action="store_true", help="export spans over OTLP instead of printing")
+    parser.add_argument("--json", action="store_true", help="one JSON object per request")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replays one tape."""
+    try:
+        if arguments.send:
+            return _send(Path(arguments.tape))
+        for record in records(Path(arguments.tape)):
+            print(json.dumps(described(record)) if arguments.json else _line(record))
+    except (tape.BadTape, OSError) as reason:
+        print(f"otel-infer replay: {reason}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def records(path: Path) -> Iterator[RequestRecord]:
+    """The finished requests of a tape, in the order in which they ended."""
+    assembler = Assembler()
+    horizon = 0
+    for passage in tape.read(path):
+        horizon = passage.horizon
+        assembler.feed(passage.said)
+        yield from assembler.concluded(horizon)
+    yield from assembler.concluded(horizon + GRACE_NS)
+
+
+def described(record: RequestRecord) -> dict[str, Any]:
+    """A request as plain data; lengths in ms."""
+    steps = record.steps
+    return {
+        "trace_id": record.trace_id.hex(),
+        "operation": record.operation,
+        "model": record.model,
+        "duration_ms": record.duration_ns / 1e6,
+        "ttft_ms": record.ttft_ns / 1e6 or None,
+        "error_type": record.error_type or None,
+        "died_in": record.died_in or None,
+        "input_tokens": record.input_tokens,
+        "output_tokens": record.output_tokens,
+        "stages": {s.name: (s.ended_at - s.started_at) / 1e6 for s in record.stages},
+        "decode_steps": max(len(steps) - 1, 0) if steps is not None else 0,
+        semconv.TELEMETRY_LOST: record.telemetry_lost,
+    }
+
+
+def _line(record: RequestRecord) -> str:
+    from otel_infer.sinks.console import line
+
+    return line(record)
+
+
+def _send(path: Path) -> int:
+    from otel_infer import clock
+    from otel_infer._wiring import resource
+    from otel_infer.ring.folder import Rings
+    from otel_infer.sidecar import make_pipeline
+
+    settings = config.from_env(config.child_environment(enabled="on"))
+    pipeline = make_pipeline(settings, resource(), Rings(), show=False)
+    horizon = 0
+    for passage in tape.read(path):
+        horizon = passage.horizon
+        pipeline.assembler.feed(passage.said)
+        pipeline.conclude(horizon)
+    pipeline.settle(horizon)
+    pipeline.flush(30.0)
+    pipeline.wake(clock.now(), final=True)
+    pipeline.close(30.0)
+    sender = pipeline.sender
+    if sender is None:
+        print("otel-infer replay: OTEL_TRACES_EXPORTER is none, nothing was sent", file=sys.stderr)
+        return 2
+    refused = sum(sender.lost.values())
+    print(f"{pipeline.requests} requests, {sender.accepted} spans accepted, {refused} refused")
+    if refused:
+        print(f"otel-infer replay: the destination said: {sender.last_refusal}", file=sys.stderr)
+    return 1 if refused else 0

@@ -1,0 +1,175 @@
+"""Start a server instrumented: `otel-infer run -- transformers serve MODEL`, or any other Python server.
+
+Every Python process that it starts is instrumented too. This command is the parent (and inside a container the init) of
+what it runs: it forwards signals, reaps, waits until everything recorded was sent, and returns the server's exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from otel_infer import config, launch
+from otel_infer._wiring import resource
+from otel_infer.config import Config
+from otel_infer.ring import place
+from otel_infer.ring.write import RingRefused
+
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+FLUSH_S = 10.0
+LOOK_S = 0.1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `run`."""
+    parser.add_argument("--show", action="store_true", help="print a line for each finished request")
+    parser.add_argument("--tape", metavar="FILE", help="save all facts to FILE, for `otel-infer replay`")
+    parser.add_argument("server", nargs=argparse.REMAINDER, metavar="-- CMD …", help="the server and its arguments")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the server to its end."""
+    command = arguments.server[1:] if arguments.server[:1] == ["--"] else arguments.server
+    if not command:
+        print("otel-infer run: what? For example: otel-infer run -- transformers serve MODEL", file=sys.stderr)
+        return 2
+    changes = {"enabled": "on"}
+    if arguments.tape:
+        changes["tape"] = os.path.abspath(arguments.tape)
+    settings = config.from_env(config.child_environment(**changes))
+    return Supervisor(settings, show=arguments.show).run(command, changes)
+
+
+class Supervisor:
+    """Owns a server's folder, its sidecar and the server itself."""
+
+    def __init__(self, settings: Config, *, show: bool = False) -> None:
+        self._settings, self._show = settings, show
+        self._folder: Path | None = None
+        self._owner: place.Lock | None = None
+        self._sidecar: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self.status: int | None = None
+
+    def run(self, command: list[str], changes: dict[str, str]) -> int:
+        """Starts everything, waits for the server, then for the flush."""
+        status = self.start(command, changes)
+        if status is not None:
+            return status
+        while self.status is None:
+            self._reap()
+            time.sleep(LOOK_S)
+            self._tend()
+        self.finish()
+        return self.status
+
+    def start(
+        self, command: list[str], changes: dict[str, str], *, log: Path | None = None, **variables: str
+    ) -> int | None:
+        """Starts sidecar and server (its output into `log`); the exit status if it could not."""
+        _become_reaper()
+        for number in FORWARDED:
+            signal.signal(number, self._forward)
+        try:
+            self._folder = place.new_server_folder()
+            self._owner = place.Lock(self._folder / place.OWNER_LOCK)
+            self._owner.acquire()
+            self._sidecar = launch.sidecar(self._folder, self._settings, resource(), show=self._show)
+            changes = {**changes, "rings": str(self._folder)}
+        except (RingRefused, OSError, launch.CannotStart) as reason:
+            print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
+            changes = {**changes, "mode": "in-process"}
+        environment = {**server_environment(changes), **variables}
+        try:
+            with open(log, "wb") if log else contextlib.nullcontext() as output:
+                self._server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        except OSError as reason:
+            print(f"otel-infer run: {command[0]}: {reason.strerror}", file=sys.stderr)
+            self.finish()
+            return 127 if isinstance(reason, FileNotFoundError) else 126
+        return None
+
+    def alive(self) -> bool:
+        """Whether the server still runs."""
+        self._reap()
+        self._tend()
+        return self.status is None
+
+    def stop(self, number: int, timeout: float) -> None:
+        """Asks the server to end, insists after `timeout` s, and waits for the flush."""
+        deadline = time.monotonic() + timeout
+        while self._server is not None and self.alive():
+            late = time.monotonic() > deadline
+            os.kill(self._server.pid, signal.SIGKILL if late else number)
+            number = 0
+            time.sleep(LOOK_S)
+        self.finish()
+
+    def finish(self) -> None:
+        """Lets the sidecar go and waits until it has sent what there was."""
+        if self._owner is not None:
+            self._owner.release()
+        if self._sidecar is not None:
+            try:
+                self._sidecar.wait(FLUSH_S)
+            except subprocess.TimeoutExpired:
+                self._sidecar.kill()
+
+    def _forward(self, number: int, frame: object) -> None:
+        # A terminal's Ctrl-C reaches the whole foreground group; passing it on would be a second one.
+        if self._server is not None and not (number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
+            try:
+                os.kill(self._server.pid, number)
+            except ProcessLookupError:
+                pass
+
+    def _reap(self) -> None:
+        """Collects every child that ended: the server, the sidecar, and orphans that fell to us."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                if self.status is None:
+                    self.status = 0
+                return
+            if pid == 0:
+                return
+            if self._server is not None and pid == self._server.pid:
+                code = os.waitstatus_to_exitcode(status)
+                self.status = code if code >= 0 else 128 - code
+                self._server.returncode = code
+            elif self._sidecar is not None and pid == self._sidecar.pid:
+                self._sidecar.returncode = os.waitstatus_to_exitcode(status)
+
+    def _tend(self) -> None:
+        """Starts the sidecar again if it died."""
+        dead = self._sidecar is not None and self._sidecar.returncode is not None
+        if dead and self.status is None and self._folder is not None:
+            try:
+                self._sidecar = launch.sidecar(self._folder, self._settings, resource(), show=self._show)
+            except launch.CannotStart:
+                self._sidecar = None
+
+
+def server_environment(changes: dict[str, str]) -> dict[str, str]:
+    """What the server is started with: our variables, and our `sitecustomize` first on its path."""
+    environment = config.child_environment(**changes)
+    bootstrap = str(Path(__file__).parent.parent / "bootstrap")
+    environment["PYTHONPATH"] = config.python_path(environment, bootstrap)
+    return environment
+
+
+def _become_reaper() -> None:
+    """Orphans of the server become our children, so that nobody stays a zombie (Linux)."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    except (OSError, AttributeError):
+        pass

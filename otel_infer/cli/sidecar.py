@@ -1,0 +1,46 @@
+"""Read the rings of servers in another container: `otel-infer sidecar --rings /rings`.
+
+DIR is a folder on a memory volume that both containers mount and that is set as OTEL_INFER_RINGS for the server. Runs
+until it is told to stop; what a dead server left behind is told as requests that died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from otel_infer import config
+from otel_infer._wiring import resource
+from otel_infer.ring import place
+from otel_infer.ring.write import RingRefused
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `sidecar`."""
+    parser.add_argument("--rings", metavar="DIR", required=True, help="the folder that the server writes to")
+    parser.add_argument("--show", action="store_true", help="print a line for each finished request")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves the folder until a signal comes."""
+    from otel_infer.sidecar import Sidecar
+
+    settings = config.from_env(config.child_environment(enabled="on"))
+    folder = Path(arguments.rings)
+    try:
+        place.private_folder(folder)
+        lock = place.Lock(folder / place.SIDECAR_LOCK)
+        taken = lock.acquire()
+    except (RingRefused, OSError) as reason:
+        print(f"otel-infer sidecar: {reason}", file=sys.stderr)
+        return 2
+    if not taken:
+        print(f"otel-infer sidecar: {folder} already has a sidecar", file=sys.stderr)
+        return 2
+    sidecar = Sidecar(folder, settings, resource(), show=arguments.show, stays=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sidecar.stop())
+    sidecar.run()
+    return 0

@@ -1,0 +1,280 @@
+"""Every setting, read once from the environment and frozen. Nobody else reads or writes `os.environ`.
+
+A bad value raises `BadSetting`, which names the variable and what it accepts. It stops our own commands; in the user's
+server the caller reports it in one line and goes on with the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+
+class BadSetting(ValueError):
+    """A variable has a value that it does not accept."""
+
+
+class Setting(NamedTuple):
+    """One row of the configuration table."""
+
+    variable: str
+    default: str
+    meaning: str
+    parse: Callable[[str], Any]
+
+
+def _choice(*accepted: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in accepted:
+            raise ValueError("one of " + ", ".join(accepted))
+        return text.lower()
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    known = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+    if text.lower() not in known:
+        raise ValueError("on or off")
+    return known[text.lower()]
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError("a whole number, 0 or more")
+    return int(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+SETTINGS: dict[str, Setting] = {
+    "enabled": Setting(
+        "OTEL_INFER_ENABLED",
+        "auto",
+        "`on`: record and export, to the default endpoint if none is named; `off`: do nothing; `auto`: on if an OTLP "
+        "endpoint is configured",
+        _choice("auto", "on", "off", "1", "0", "true", "false"),
+    ),
+    "mode": Setting(
+        "OTEL_INFER_MODE",
+        "auto",
+        "`sidecar`: a process of its own reads and exports; `in-process`: a thread of the server does, costlier; "
+        "`auto`: sidecar where one can be had",
+        _choice("auto", "sidecar", "in-process"),
+    ),
+    "steps": Setting(
+        "OTEL_INFER_STEPS",
+        "auto",
+        "decode-step spans: `all`, `auto` (inside the budget), `off`",
+        _choice("all", "auto", "off"),
+    ),
+    "step_budget": Setting(
+        "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans a second and server, in `auto`", _count
+    ),
+    "keep_unsampled": Setting(
+        "OTEL_INFER_KEEP_UNSAMPLED",
+        "off",
+        "export requests whose context says not sampled, marked `infer.unsampled`",
+        _switch,
+    ),
+    "rings": Setting(
+        "OTEL_INFER_RINGS",
+        "",
+        "folder on tmpfs for the shared memory of one server; by default a private one under /dev/shm",
+        str,
+    ),
+    "console": Setting("OTEL_INFER_CONSOLE", "off", "print one line for each finished request", _switch),
+    "tape": Setting("OTEL_INFER_TAPE", "", "file to save all facts to, for `otel-infer replay`", str),
+    "integrations": Setting(
+        "OTEL_INFER_INTEGRATIONS", "", "comma-separated: only these integrations; by default all that are found", _names
+    ),
+    "latency_attributes": Setting(
+        "OTEL_INFER_LATENCY_ATTRIBUTES",
+        "off",
+        "also put the `gen_ai.latency.*` attributes of vLLM and SGLang on the request span, with vLLM's meaning",
+        _switch,
+    ),
+    "log": Setting("OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", str),
+}
+"""Field of `Config` → its variable. The table in the docs is generated from this."""
+
+_DISABLED_NAMES = ("otel_infer", "*")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What was configured. Standard variables of OpenTelemetry are here too, so that they are read in one place."""
+
+    enabled: str = "auto"
+    mode: str = "auto"
+    steps: str = "auto"
+    step_budget: int = 2000
+    keep_unsampled: bool = False
+    rings: str = ""
+    console: bool = False
+    tape: str = ""
+    integrations: tuple[str, ...] = ()
+    latency_attributes: bool = False
+    log: str = ""
+    sdk_disabled: bool = False
+    disabled_integrations: tuple[str, ...] = ()
+    traces_exporter: str = "otlp"
+    metrics_exporter: str = "otlp"
+    endpoint: str = ""
+    traces_protocol: str = "http/protobuf"
+    metrics_protocol: str = "http/protobuf"
+    service_name: str = ""
+    excluded_urls: str = ""
+    metric_interval_ms: int = 10_000
+    temporality: str = "cumulative"
+    exponential: bool = False
+    exemplars: bool = True
+    sampler: str = "parentbased_always_on"
+    sampler_argument: str = ""
+
+    @property
+    def exports(self) -> bool:
+        """Whether anything is to be sent anywhere."""
+        if self.switched_off:
+            return False
+        return self.enabled in ("on", "1", "true") or bool(self.endpoint) or self.console or bool(self.tape)
+
+    @property
+    def switched_off(self) -> bool:
+        """Whether somebody said no."""
+        off = self.enabled in ("off", "0", "false") or self.sdk_disabled
+        return off or any(name in _DISABLED_NAMES for name in self.disabled_integrations)
+
+    @property
+    def sends_spans(self) -> bool:
+        """Whether spans leave over OTLP."""
+        return self.exports and self.traces_exporter == "otlp"
+
+    @property
+    def sends_metrics(self) -> bool:
+        """Whether metrics leave over OTLP."""
+        return self.exports and self.metrics_exporter == "otlp"
+
+    @property
+    def ratio_sampling(self) -> bool:
+        """Whether the sampler was set to a ratio."""
+        return "ratio" in self.sampler
+
+
+def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The standard variables, each with its standard meaning and default (but for the export interval)."""
+
+    def get(*names: str, default: str = "") -> str:
+        return next((environ[name].strip() for name in names if environ.get(name, "").strip()), default)
+
+    protocol = "OTEL_EXPORTER_OTLP_PROTOCOL"
+    interval = get("OTEL_METRIC_EXPORT_INTERVAL", default="10000")
+    aggregation = get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION")
+    return {
+        "sdk_disabled": get("OTEL_SDK_DISABLED").lower() == "true",
+        "disabled_integrations": _names(get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS")),
+        "traces_exporter": _exporter(get("OTEL_TRACES_EXPORTER", default="otlp")),
+        "metrics_exporter": _exporter(get("OTEL_METRICS_EXPORTER", default="otlp")),
+        "endpoint": get(
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+        ),
+        "traces_protocol": get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol, default="http/protobuf"),
+        "metrics_protocol": get("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", protocol, default="http/protobuf"),
+        "service_name": _service_name(get("OTEL_SERVICE_NAME"), get("OTEL_RESOURCE_ATTRIBUTES")),
+        "excluded_urls": get("OTEL_PYTHON_OTEL_INFER_EXCLUDED_URLS", "OTEL_PYTHON_EXCLUDED_URLS"),
+        "metric_interval_ms": int(interval) if interval.isdigit() and int(interval) > 0 else 10_000,
+        "temporality": get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", default="cumulative").lower(),
+        "exponential": "exponential" in aggregation,
+        "exemplars": get("OTEL_METRICS_EXEMPLAR_FILTER", default="trace_based").lower() != "always_off",
+        "sampler": get("OTEL_TRACES_SAMPLER", default="parentbased_always_on").lower(),
+        "sampler_argument": get("OTEL_TRACES_SAMPLER_ARG"),
+    }
+
+
+def _exporter(text: str) -> str:
+    """`otlp` if it is among the exporters asked for (`otlp_proto_http` and `otlp_proto_grpc` count), else `none`."""
+    return "otlp" if any(name.startswith("otlp") for name in _names(text.lower())) else "none"
+
+
+def _service_name(name: str, attributes: str) -> str:
+    if name:
+        return name
+    pairs = (pair.partition("=") for pair in attributes.split(","))
+    return next((value.strip() for key, _, value in pairs if key.strip() == "service.name"), "")
+
+
+def from_env(environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration of this process; raises `BadSetting` for the first value that is not accepted."""
+    environ = os.environ if environ is None else environ
+    values = _standard(environ)
+    for name, setting in SETTINGS.items():
+        text = environ.get(setting.variable, "").strip()
+        if text:
+            try:
+                values[name] = setting.parse(text)
+            except ValueError as expected:
+                raise BadSetting(f"{setting.variable}={text!r}: expected {expected}") from None
+    return Config(**values)
+
+
+def from_env_leniently(environ: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
+    """As `from_env`, for the user's server: bad values fall back to their defaults, and are said."""
+    remaining = dict(os.environ if environ is None else environ)
+    complaints: list[str] = []
+    for setting in SETTINGS.values():
+        try:
+            from_env({setting.variable: remaining.get(setting.variable, "")})
+        except BadSetting as bad:
+            complaints.append(f"{bad}; using {setting.default or 'the default'}")
+            del remaining[setting.variable]
+    return from_env(remaining), complaints
+
+
+def from_plain(values: Mapping[str, Any]) -> Config:
+    """The configuration that a parent process read, as it came through JSON."""
+    return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def export_to_children(**values: str) -> None:
+    """Sets variables of ours (by field name) for the processes that this one will start."""
+    for name, value in values.items():
+        os.environ[SETTINGS[name].variable] = value
+
+
+def forget_rings(folder: str) -> None:
+    """Takes back what was exported for children, if it is still ours."""
+    variable = SETTINGS["rings"].variable
+    if os.environ.get(variable) == folder:
+        del os.environ[variable]
+
+
+def is_sidecar() -> bool:
+    """Whether this process is a sidecar of ours, or one of its helpers: nothing is instrumented there."""
+    return SIDECAR_GUARD in os.environ
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with variables of ours (by field name) changed, for a child to be started."""
+    return {**os.environ, **{SETTINGS[name].variable: value for name, value in changes.items()}}
+
+
+def python_path(environ: Mapping[str, str], first: str) -> str:
+    """PYTHONPATH with `first` in front of what it holds."""
+    return os.pathsep.join([first, *filter(None, [environ.get("PYTHONPATH", "")])])
+
+
+assert set(SETTINGS) <= {field.name for field in fields(Config)}
+
+
+SIDECAR_GUARD = "OTEL_INFER_SIDECAR"
+_NOT_FOR_THE_SIDECAR = ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "PYTHONPATH")
+
+
+def sidecar_environment() -> dict[str, str]:
+    """The environment of the sidecar: ours, but nothing is injected into it and it instruments nothing."""
+    kept = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_THE_SIDECAR}
+    return {SIDECAR_GUARD: "1", **kept, "OTEL_INFER_ENABLED": "off", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,367 @@
+"""What an integration may state: one class per fact, named noun + past verb, and its layout in shared memory.
+
+The writer (`ring.write`) packs these layouts, the reader (`ring.read`) unpacks them, the assembler consumes them; nobody
+else knows a byte. `at` is always the instant the fact is about, monotonic ns, and facts are ordered by it.
+
+Two families:
+
+* request facts name one request by its `handle` (a slot of the live table and its generation, u32; 0 = unknown) and
+  travel in fixed 64-byte cells of the request ring;
+* step facts describe one engine step and its whole batch and travel as variable-length records of a step ring.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Union
+
+Value = Union[str, bool, int, float, Sequence[str], Sequence[bool], Sequence[int], Sequence[float]]
+"""What OpenTelemetry allows as an attribute value."""
+
+NONE = 0
+"""String id of "not said"."""
+OTHER = "_OTHER"
+"""What stands for a string when the string table is full (the word of the OpenTelemetry conventions)."""
+
+# Flags of RequestArrived.
+SAMPLED = 1
+REMOTE_PARENT = 2
+OWN_SERVER_SPAN = 4
+NON_GENERATIVE = 8
+
+# Outcomes of RequestEnded.
+OK = 0
+ERROR = 1
+ABORTED = 2
+
+
+class RequestArrived(NamedTuple):
+    """A request began; `wall_at` (unix ns) pairs with `at`. Ids are zero bytes where there is none."""
+
+    at: int
+    wall_at: int
+    trace_id: bytes
+    span_id: bytes
+    parent_span_id: bytes
+    server_span_id: bytes
+    flags: int
+    operation: str
+    provider: str
+    model: str
+    name: str
+
+
+class StageEnded(NamedTuple):
+    """A named interval of a request, stated when it is over."""
+
+    at: int
+    started_at: int
+    stage: str
+    items: int
+
+
+class RequestSubmitted(NamedTuple):
+    """Handed over to the engine. `input_tokens`, `max_tokens`: 0 = not known. `sequences` ≥ 1."""
+
+    at: int
+    sequences: int
+    input_tokens: int
+    max_tokens: int
+    engine: str
+
+
+class RequestReceived(NamedTuple):
+    """The engine's scheduler saw the request: what came before was a hidden queue."""
+
+    at: int
+
+
+class RequestScheduled(NamedTuple):
+    """First scheduled, for engines whose steps are not recorded. With a step log this follows from the steps."""
+
+    at: int
+
+
+class RequestPreempted(NamedTuple):
+    """Put back into the queue to free KV blocks. `kind`: `offload` (KV kept elsewhere) or `recompute`."""
+
+    at: int
+    kind: str
+
+
+class TokenReached(NamedTuple):
+    """The first token reached the part of the server that talks to the reader (`at`), nearer to them than the step."""
+
+    at: int
+
+
+class FirstTokenSent(NamedTuple):
+    """The first chunk with a token in it is about to be handed to the socket."""
+
+    at: int
+
+
+class ResponseStarted(NamedTuple):
+    """The first byte of the response body is about to be handed to the socket."""
+
+    at: int
+
+
+class EngineFinished(NamedTuple):
+    """The engine is done with one sequence. `reason`: stop, length, abort, error. Tokens: 0 = take them from steps."""
+
+    at: int
+    reason: str
+    output_tokens: int
+
+
+class RequestEnded(NamedTuple):
+    """The last byte was handed over, or the request died. Lengths in ns; `status_code` 0 = no HTTP."""
+
+    at: int
+    outcome: int
+    error_type: str
+    status_code: int
+    chunks: int
+    send_wait_ns: int
+    detokenize_ns: int
+
+
+class AttributeSet(NamedTuple):
+    """User code set an attribute on the live request span (limits already honoured)."""
+
+    at: int
+    key: str
+    value: Value
+
+
+class EventAdded(NamedTuple):
+    """User code added an event to the live request span."""
+
+    at: int
+    name: str
+    attributes: Mapping[str, Value]
+
+
+class SpanLinked(NamedTuple):
+    """User code linked the live request span to another."""
+
+    at: int
+    trace_id: bytes
+    span_id: bytes
+
+
+class NameUpdated(NamedTuple):
+    """User code renamed the live request span."""
+
+    at: int
+    name: str
+
+
+class HooksReported(NamedTuple):
+    """How many hooks of one integration are bound in this process."""
+
+    at: int
+    integration: str
+    active: int
+    total: int
+
+
+class StepScheduled(NamedTuple):
+    """A batch was composed. `members` is the ordered batch as handles; only its change travels.
+
+    `left` (positions, each in the batch as earlier removals left it) and `joined` (handles, at the end) turn the
+    previous batch into this one; `keyframe` says that `joined` is the whole batch. `tokens` holds (position, tokens) of the members whose scheduled tokens are not 1.
+    KV numbers are blocks, 0 of 0 = not known; `waiting` counts requests the scheduler knows and has not scheduled.
+    """
+
+    at: int
+    step: int
+    keyframe: bool
+    size: int
+    left: Sequence[int]
+    joined: Sequence[int]
+    tokens: Sequence[tuple[int, int]]
+    kv_used: int
+    kv_total: int
+    running: int
+    waiting: int
+
+
+class StepDone(NamedTuple):
+    """The tokens of a step are known to the engine.
+
+    Every member got one token, but for `delivered`: (position, tokens), 0 tokens = a chunk of a prefill or a discard.
+    `discarded` counts sequences whose result was thrown away.
+    """
+
+    at: int
+    step: int
+    delivered: Sequence[tuple[int, int]]
+    discarded: int
+
+
+class StepsLost(NamedTuple):
+    """Said by the reader: facts of this step ring were overwritten or torn before `at`; wait for a keyframe."""
+
+    at: int
+    lost: int
+
+
+class FactsLost(NamedTuple):
+    """Said by the reader: facts of this process were overwritten (`lost`) or torn before `at`."""
+
+    at: int
+    lost: int
+    torn: int
+
+
+class ProcessSeen(NamedTuple):
+    """Said by the reader: a process of the server, with what its header says.
+
+    `concluded_at`: what an earlier reader concluded before this instant is not to be concluded again; 0 = no such reader.
+    """
+
+    at: int
+    pid: int
+    role: str
+    concluded_at: int
+
+
+class EngineSeen(NamedTuple):
+    """Said by the reader: this ring holds the steps of an engine in the process of ring `process`."""
+
+    at: int
+    process: int
+    pid: int
+    engine: str
+
+
+class ProcessDied(NamedTuple):
+    """Said by the reader: a writer is gone, with whatever was in flight."""
+
+    at: int
+
+
+class LiveListed(NamedTuple):
+    """Said by the reader after a loss: the handles in the live table; whatever else was open has ended unseen."""
+
+    at: int
+    live: Sequence[int]
+
+
+class LiveRecovered(NamedTuple):
+    """Said by the reader, from the live table: a request whose arrival was overwritten or happened before us."""
+
+    at: int
+    wall_at: int
+    trace_id: bytes
+    span_id: bytes
+    parent_span_id: bytes
+    flags: int
+
+
+class RingFact(NamedTuple):
+    """A fact with its origin: ring number (one process or engine), the request's handle (0 for steps)."""
+
+    ring: int
+    handle: int
+    fact: Any
+
+
+# ── request facts: layout ────────────────────────────────────────────────────────────────────────────────────────
+# S in a layout below is a string id (u32) of the process's string table.
+
+
+class Layout(NamedTuple):
+    """How one fact lies in bytes: `struct` format of its fields, and which fields are string ids."""
+
+    code: int
+    fact: type
+    packed: struct.Struct
+    strings: tuple[int, ...]
+
+
+def _layout(code: int, fact: type, fields: str) -> Layout:
+    strings = tuple(i for i, f in enumerate(fields.split()) if f == "S")
+    return Layout(code, fact, struct.Struct("<" + fields.replace("S", "I").replace(" ", "")), strings)
+
+
+REQUEST_LAYOUTS: tuple[Layout, ...] = (
+    _layout(1, RequestArrived, "q q 16s 8s 8s 8s H S S S S"),
+    _layout(2, StageEnded, "q q S q"),
+    _layout(3, RequestSubmitted, "q I I I S"),
+    _layout(4, RequestReceived, "q"),
+    _layout(5, RequestScheduled, "q"),
+    _layout(6, RequestPreempted, "q S"),
+    _layout(7, TokenReached, "q"),
+    _layout(8, FirstTokenSent, "q"),
+    _layout(9, ResponseStarted, "q"),
+    _layout(10, EngineFinished, "q S I"),
+    _layout(11, RequestEnded, "q H S H I q q"),
+    _layout(12, SpanLinked, "q 16s 8s"),
+    _layout(13, HooksReported, "q S H H"),
+)
+BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
+BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
+
+# Facts with free text (set by user code) travel as JSON and never through the string table.
+TEXT_CODES: Mapping[type, int] = {AttributeSet: 32, EventAdded: 33, NameUpdated: 34}
+_TEXT_FACTS: Mapping[int, Callable[..., Any]] = {code: fact for fact, code in TEXT_CODES.items()}
+
+
+def pack_text(fact: AttributeSet | EventAdded | NameUpdated) -> bytes:
+    """A free-text fact as bytes; what JSON cannot say is said by its `str`."""
+    return json.dumps(fact, default=str, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any:
+    """The request fact with this code in `body` (which may be longer); raises `ValueError` for what is not one."""
+    if code in _TEXT_FACTS:
+        return _TEXT_FACTS[code](*json.loads(body.rstrip(b"\0")))
+    layout = BY_CODE.get(code)
+    if layout is None:
+        raise ValueError(f"unknown fact code {code}")
+    fields = list(layout.packed.unpack_from(body))
+    for i in layout.strings:
+        fields[i] = text_of(fields[i])
+    return layout.fact(*fields)
+
+
+# ── step facts: layout ───────────────────────────────────────────────────────────────────────────────────────────
+SCHEDULED_CODE = 1
+DONE_CODE = 2
+
+
+COLUMN = 0xFFFF
+"""In place of a count of (position, tokens) pairs: a whole column follows, one u32 per member."""
+SCHEDULED_HEAD = struct.Struct("<qQBxHHHIIIII")
+"""at, step, keyframe, left, joined, tokens (counts), size, kv used, kv total, running, waiting."""
+DONE_HEAD = struct.Struct("<qQHxxII")
+"""at, step, delivered (count), size, discarded."""
+
+
+def _exceptions(body: bytes, offset: int, count: int, size: int) -> tuple[tuple[int, int], ...]:
+    """(position, tokens) of the members whose tokens are not 1, from pairs or from a whole column."""
+    if count == COLUMN:
+        column = struct.unpack_from(f"<{size}I", body, offset)
+        return tuple((i, tokens) for i, tokens in enumerate(column) if tokens != 1)
+    pairs = struct.unpack_from(f"<{2 * count}I", body, offset)
+    return tuple(zip(pairs[::2], pairs[1::2]))
+
+
+def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
+    """The step fact with this code in `body`; raises `ValueError` for what is not one."""
+    if code == SCHEDULED_CODE:
+        head = SCHEDULED_HEAD.unpack_from(body)
+        at, step, keyframe, n_left, n_joined, n_tokens, size, used, total, running, waiting = head
+        change = struct.unpack_from(f"<{n_left + n_joined}I", body, SCHEDULED_HEAD.size)
+        tokens = _exceptions(body, SCHEDULED_HEAD.size + 4 * len(change), n_tokens, size)
+        left, joined = change[:n_left], change[n_left:]
+        return StepScheduled(at, step, bool(keyframe), size, left, joined, tokens, used, total, running, waiting)
+    if code == DONE_CODE:
+        at, step, count, size, discarded = DONE_HEAD.unpack_from(body)
+        return StepDone(at, step, _exceptions(body, DONE_HEAD.size, count, size), discarded)
+    raise ValueError(f"unknown step fact code {code}")

@@ -1,0 +1,347 @@
+"""The one span that is live while the request is, and its context to and from other processes.
+
+Everything below it is written afterwards, with the instants that the facts had. This one is opened on arrival, because
+other processes and other instrumentations need its id as their parent. It is a span of the OpenTelemetry API that holds
+no data: what user code sets on it goes to the ring, limits honoured first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from opentelemetry import context as otel_context
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
+from opentelemetry.util import types
+
+from otel_infer import clock, facts, semconv
+from otel_infer.ring import layout
+from otel_infer.ring.recorder import recorder
+
+_KEY = otel_context.create_key("otel_infer-request")
+
+
+class Limits(NamedTuple):
+    """Of the SDK's span limits, what applies to the live span."""
+
+    attributes: int = 128
+    events: int = 128
+    links: int = 128
+    length: int | None = None
+
+
+class Opened(NamedTuple):
+    """The identity of a new request. `inner`: a provider's own live spans, (server span or None, request span)."""
+
+    request: SpanContext
+    server: SpanContext | None
+    parent: SpanContext | None
+    inner: tuple[trace.Span | None, trace.Span] | None
+
+
+class Opener(Protocol):
+    """Makes identities: from the SDK's sampler and id generator, or from a user's provider."""
+
+    limits: Limits
+
+    def open(self, name: str, parent: Context, own_server: bool, wall_at: int) -> Opened:
+        """A request span named `name`, below a server span of ours if `own_server`."""
+        ...
+
+
+class IdOpener:
+    """Identities by the SDK's sampler and id generator, as configured by the standard variables."""
+
+    def __init__(self, sampler: Any, ids: Any, limits: Limits) -> None:
+        self._sampler, self._ids, self.limits = sampler, ids, limits
+
+    def open(self, name: str, parent: Context, own_server: bool, wall_at: int) -> Opened:
+        above = trace.get_current_span(parent).get_span_context()
+        trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
+        kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
+        result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)
+        flags = TraceFlags(TraceFlags.SAMPLED if result.decision.is_sampled() else TraceFlags.DEFAULT)
+        state = result.trace_state
+
+        def make() -> SpanContext:
+            return SpanContext(trace_id, self._ids.generate_span_id(), False, flags, state)
+
+        return Opened(make(), make() if own_server else None, above if above.is_valid else None, None)
+
+
+class ProviderOpener:
+    """Identities of spans that a user's provider starts; they are ended when the request has been assembled."""
+
+    limits = Limits(1 << 30, 1 << 30, 1 << 30)
+
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+
+    def open(self, name: str, parent: Context, own_server: bool, wall_at: int) -> Opened:
+        above = trace.get_current_span(parent).get_span_context()
+        server = None
+        if own_server:
+            server = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=wall_at)
+            parent = trace.set_span_in_context(server, parent)
+        span = self._tracer.start_span(name, parent, SpanKind.INTERNAL, start_time=wall_at)
+        own = server.get_span_context() if server is not None else None
+        return Opened(span.get_span_context(), own, above if above.is_valid else None, (server, span))
+
+
+class LiveRequest(trace.Span):
+    """A request in flight: a live span for everybody else, and for integrations the place where its facts are stated.
+
+    All `*_at` are monotonic ns; 0 = not yet.
+    """
+
+    def __init__(self, opened: Opened, handle: int, arrived_at: int, owner: str) -> None:
+        self._context = opened.request
+        self.server = opened.server
+        self.inner = opened.inner
+        self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
+        self.packed = handle.to_bytes(4, "little")
+        self.ended = False
+        self.operation = ""
+        self.engine = ""
+        self.sequences_left = 1
+        self.responding = False
+        self.tokens_reached = False
+        self.first_token_sent = False
+        self.chunks = 0
+        self.send_wait_ns = 0
+        self.detokenize_ns = 0
+        self._room = opener.limits if opener is not None else Limits()
+        self._attributes = self._events = self._links = 0
+        self._failed = ""
+
+    # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self, fact: Any) -> None:
+        """States a fact about this request."""
+        recorder.state(self.handle, fact)
+
+    def stage(self, name: str, started_at: int, items: int = 0, at: int = 0) -> None:
+        """A stage of this name is over (at `at`, or now)."""
+        recorder.state(self.handle, facts.StageEnded(at or clock.now(), started_at, name, items))
+
+    def submitted(self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0) -> None:
+        """Handed over to the engine."""
+        self.engine = engine
+        self.sequences_left = sequences
+        fact = facts.RequestSubmitted(clock.now(), sequences, input_tokens, max_tokens, engine)
+        recorder.state(self.handle, fact)
+        recorder.reached(self.handle, layout.STATE_SUBMITTED)
+
+    def name(self, operation: str = "", provider: str = "", model: str = "") -> None:
+        """What became known after arrival: operation, provider (engine), served model."""
+        said = ((semconv.OPERATION_NAME, operation), (semconv.PROVIDER_NAME, provider), (semconv.REQUEST_MODEL, model))
+        for key, value in said:
+            if value:
+                recorder.state(self.handle, facts.AttributeSet(clock.now(), key, value))
+
+    def say(self, key: str, value: facts.Value) -> None:
+        """An attribute of ours on the request span, outside the limits of user code."""
+        recorder.state(self.handle, facts.AttributeSet(clock.now(), key, value))
+
+    def failed(self, error_type: str) -> None:
+        """The engine failed it; whoever closes it will say so."""
+        self._failed = self._failed or error_type
+
+    def token_reached(self) -> None:
+        """A token reached the side of the server that talks to the reader."""
+        if not self.tokens_reached:
+            self.tokens_reached = True
+            recorder.state(self.handle, facts.TokenReached(clock.now()))
+
+    def close(self, outcome: int = facts.OK, error_type: str = "", status_code: int = 0, at: int = 0) -> None:
+        """The request is over; the second call does nothing."""
+        if self.ended:
+            return
+        self.ended = True
+        if outcome == facts.OK and self._failed:
+            outcome, error_type = facts.ERROR, self._failed
+        ended = facts.RequestEnded(
+            at or clock.now(),
+            outcome,
+            error_type,
+            status_code,
+            self.chunks,
+            self.send_wait_ns,
+            self.detokenize_ns,
+        )
+        recorder.close(self.handle, ended)
+
+    def __deepcopy__(self, memo: Any) -> LiveRequest:
+        """Engines copy their own objects, which may carry this one: it stays one request."""
+        return self
+
+    # ── the API's span ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def get_span_context(self) -> SpanContext:
+        return self._context
+
+    def is_recording(self) -> bool:
+        return not self.ended and self.handle != 0
+
+    def set_attribute(self, key: str, value: types.AttributeValue) -> None:
+        if self.is_recording() and self._attributes < self._room.attributes:
+            self._attributes += 1
+            self.say(key, _limited(value, self._room.length))
+
+    def set_attributes(self, attributes: Mapping[str, types.AttributeValue]) -> None:
+        for key, value in attributes.items():
+            self.set_attribute(key, value)
+
+    def add_event(
+        self, name: str, attributes: types.Attributes = None, timestamp: int | None = None
+    ) -> None:
+        if self.is_recording() and self._events < self._room.events:
+            self._events += 1
+            limited = {k: _limited(v, self._room.length) for k, v in (attributes or {}).items()}
+            self.state(facts.EventAdded(_monotonic(timestamp), name, limited))
+
+    def add_link(self, context: SpanContext, attributes: types.Attributes = None) -> None:
+        if self.is_recording() and context.is_valid and self._links < self._room.links:
+            self._links += 1
+            self.state(facts.SpanLinked(clock.now(), _trace_bytes(context), _span_bytes(context)))
+
+    def update_name(self, name: str) -> None:
+        if self.is_recording():
+            self.state(facts.NameUpdated(clock.now(), name))
+
+    def set_status(self, status: Any, description: str | None = None) -> None:
+        code = getattr(status, "status_code", status)
+        if code is trace.StatusCode.ERROR:
+            self._failed = self._failed or semconv.OTHER
+        elif code is trace.StatusCode.OK:
+            self._failed = ""
+
+    def record_exception(
+        self,
+        exception: BaseException,
+        attributes: types.Attributes = None,
+        timestamp: int | None = None,
+        escaped: bool = False,
+    ) -> None:
+        """Notes the exception's type; its message never leaves the process."""
+        self.add_event("exception", {"exception.type": type(exception).__qualname__}, timestamp)
+
+    def end(self, end_time: int | None = None) -> None:
+        """The span ends with its request, which whoever opened it closes."""
+
+    # ── current ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def attach(self) -> Any:
+        """Makes the request current here; give the token to `detach`."""
+        here = otel_context.set_value(_KEY, self)
+        return otel_context.attach(trace.set_span_in_context(self if self.inner is None else self.inner[1], here))
+
+
+opener: Opener | None = None
+"""Set by the composition root."""
+
+
+def detach(token: Any) -> None:
+    """Ends what `attach` began; a token of another task is no error of the user's."""
+    try:
+        otel_context.detach(token)
+    except Exception:  # noqa: BLE001 - detaching in another task is a wart of contextvars, not of the request
+        pass
+
+
+def current() -> LiveRequest | None:
+    """The request that this code works for, if any."""
+    found = otel_context.get_value(_KEY)
+    return found if isinstance(found, LiveRequest) and not found.ended else None
+
+
+def open_request(
+    name: str,
+    *,
+    owner: str,
+    headers: Mapping[str, str] | None = None,
+    server: bool = False,
+    operation: str = "",
+    provider: str = "",
+    model: str = "",
+    arrived_at: int = 0,
+    generative: bool = True,
+) -> LiveRequest | None:
+    """A new request, child of `headers` (W3C and OTEL_PROPAGATORS) or of the current span; None while nothing records.
+
+    `server`: a SERVER span of ours goes above it, unless one is current. `owner` is who will close it.
+    """
+    if opener is None or not recorder.active:
+        return None
+    now, wall_now = clock.wall_pair()
+    arrived_at = arrived_at or now
+    wall_at = wall_now - (now - arrived_at)
+    here = otel_context.get_current()
+    local = trace.get_current_span(here).get_span_context()
+    own_server = server and not (local.is_valid and not local.is_remote)
+    parent = propagate.extract(headers, here) if headers and own_server else here
+    opened = opener.open(name, parent, own_server, wall_at)
+    flags = _flags(opened, generative)
+    arrived = facts.RequestArrived(
+        arrived_at,
+        wall_at,
+        _trace_bytes(opened.request),
+        _span_bytes(opened.request),
+        _span_bytes(opened.parent) if opened.parent else bytes(8),
+        _span_bytes(opened.server) if opened.server else bytes(8),
+        flags,
+        operation,
+        provider,
+        model,
+        name,
+    )
+    request = LiveRequest(opened, recorder.open(arrived), arrived_at, owner)
+    if opened.inner is not None:
+        _inner[arrived.span_id] = opened.inner
+    return request
+
+
+_inner: dict[bytes, tuple[trace.Span | None, trace.Span]] = {}
+
+
+def claim(span_id: bytes) -> tuple[trace.Span | None, trace.Span] | None:
+    """A provider's live spans of the request with this span id, once; who claims them ends them."""
+    return _inner.pop(span_id, None)
+
+
+def to_headers(request: LiveRequest) -> dict[str, str]:
+    """What to hand to another process so that it can be a child of this request."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, trace.set_span_in_context(NonRecordingSpan(request.get_span_context())))
+    return carrier
+
+
+def _flags(opened: Opened, generative: bool) -> int:
+    flags = facts.SAMPLED if opened.request.trace_flags.sampled else 0
+    flags |= facts.REMOTE_PARENT if opened.parent is not None and opened.parent.is_remote else 0
+    flags |= facts.OWN_SERVER_SPAN if opened.server is not None else 0
+    return flags | (0 if generative else facts.NON_GENERATIVE)
+
+
+def _trace_bytes(context: SpanContext) -> bytes:
+    return context.trace_id.to_bytes(16, "big")
+
+
+def _span_bytes(context: SpanContext) -> bytes:
+    return context.span_id.to_bytes(8, "big")
+
+
+def _monotonic(wall_at: int | None) -> int:
+    now, wall_now = clock.wall_pair()
+    return now if wall_at is None else now - (wall_now - wall_at)
+
+
+def _limited(value: Any, length: int | None) -> Any:
+    """The value cut to the attribute length limit."""
+    if isinstance(value, str):
+        return value[:length]
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_limited(item, length) for item in value]
+    return value

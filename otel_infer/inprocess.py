@@ -1,0 +1,92 @@
+"""The in-process mode: the sidecar's rooms as a thread of the server. The compatible, costlier way.
+
+Used when a tracer provider is given, when no child process or shared memory is to be had, and in tests.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from otel_infer import clock, ingress
+from otel_infer.config import Config
+from otel_infer.facts import Value
+from otel_infer.pipeline import WAKE_NS, Pipeline
+from otel_infer.ring.folder import Rings
+from otel_infer.ring.write import MemoryArena
+from otel_infer.sidecar import make_pipeline
+from otel_infer.sinks.provider import ProviderSink
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+FLUSH_S = 5.0
+
+
+class InProcess(threading.Thread):
+    """Reads the rings of this process and hands spans to its provider, or sends them itself where there is none."""
+
+    def __init__(
+        self,
+        settings: Config,
+        arena: MemoryArena,
+        provider: TracerProvider | None,
+        resource: dict[str, Value],
+    ) -> None:
+        super().__init__(name="otel_infer", daemon=True)
+        self._resource = resource
+        self._arena, self._settings, self._provider = arena, settings, provider
+        self._rings = Rings()
+        self._stopping = threading.Event()
+        self._turn = threading.Lock()
+        self._closed = False
+        self._made: Pipeline | None = None
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        """Made on the thread, since what it imports takes longer than a request should wait."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def run(self) -> None:
+        with self._turn:
+            self._wake()
+        while not self._stopping.wait(WAKE_NS / 1e9):
+            with self._turn:
+                self._wake()
+
+    def flush(self, timeout: float) -> bool:
+        """Concludes everything that has ended and has it sent; False if `timeout` s were not enough."""
+        with self._turn:
+            self._wake()
+            self._wake()
+            self._pipeline.settle(clock.now())
+        return self._pipeline.flush(timeout)
+
+    def close(self) -> None:
+        """Flushes and stops; the second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stopping.set()
+        with self._turn:
+            self._discover()
+            self._pipeline.wake(clock.now(), final=True)
+        self._pipeline.close(FLUSH_S)
+
+    def _make(self) -> Pipeline:
+        if self._provider is None:
+            return make_pipeline(self._settings, self._resource, self._rings, show=False)
+        sink = ProviderSink(
+            self._provider.get_tracer("otel_infer"), ingress.claim, self._settings.latency_attributes
+        )
+        return Pipeline(self._settings, self._rings, [sink], None, {}, None, clock.wall_pair()[1])
+
+    def _wake(self) -> None:
+        self._discover()
+        self._pipeline.wake(clock.now())
+
+    def _discover(self) -> None:
+        for name, memory in list(self._arena.buffers):
+            self._rings.add(name, memory, clock.now())

@@ -1,0 +1,301 @@
+"""One HTTP request, from the outermost place where it is seen to its last byte, and the verdict on how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from opentelemetry import trace
+
+from otel_infer import clock, facts, ingress
+from otel_infer.integrations.asgi.parent import Tokens, enter_remote, is_traced, leave
+from otel_infer.patching import Hook
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[..., Awaitable[Any]]
+
+KEY = "otel_infer"
+"""In a scope: the `Exchange` of a request, None if it is excluded; in that of the lifespan, the front's `Door`."""
+KNOWN_METHODS = frozenset(("POST", "PUT", "PATCH", "QUERY"))
+"""Of those that are watched, what is said as it is."""
+CLIENT_DISCONNECT, TIMEOUT, CANCELLED = "client_disconnect", "timeout", "cancelled"
+TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # one and the same from Python 3.11 on
+
+_now = clock.now
+
+
+class Door:
+    """What was learned of the way in. `inside`: an application that we hook is behind it; `traced`: so is a tracer."""
+
+    __slots__ = ("inside", "traced")
+    deferred = False
+
+    def __init__(self) -> None:
+        self.inside = self.traced = False
+
+    def entered(self, app: Any) -> Tokens:
+        """The lifespan has come to an application that we hook."""
+        self.inside = True
+        return ()
+
+
+class _Silent:
+    """Stands for a server that does not say whether its client is still there."""
+
+    disconnected = False
+
+
+_SILENT = _Silent()
+
+
+class Exchange:
+    """One HTTP request and what is sent in return. Nothing of it raises but what the server or the application does.
+
+    `deferred`: to be opened further in. `left_at`, `completed_at`: when the client was seen to be gone, and the last
+    byte was handed over; 0 = not yet.
+    """
+
+    __slots__ = (
+        "_receive",
+        "_send",
+        "_server",
+        "arrived_at",
+        "completed_at",
+        "deferred",
+        "door",
+        "finishing",
+        "hook",
+        "inside",
+        "left_at",
+        "mounted",
+        "request",
+        "root",
+        "route",
+        "scope",
+        "status",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, hook: Hook, door: Door | None) -> None:
+        self.arrived_at = _now()
+        self.hook, self.door, self.scope = hook, door, scope
+        self.request: ingress.LiveRequest | None = None
+        self.deferred = self.inside = self.finishing = False
+        self.status = self.left_at = self.completed_at = 0
+        self.root, self.mounted = scope.get("root_path") or "", ""
+        self.route: Any = None
+        self._receive, self._send = receive, send
+        # uvicorn drops what is sent to a client that has left, and tells only those who ask `receive`.
+        server = getattr(send, "__self__", None)
+        self._server: Any = server if type(getattr(server, "disconnected", None)) is bool else _SILENT
+
+    async def run(self, call: App, ambient: bool) -> Any:
+        """Calls the application. `ambient`: the span that is current is the parent."""
+        tokens = () if self.deferred else self.open(ambient)
+        try:
+            result = await call(self.scope, self.receive, self.send)
+        except BaseException as exc:
+            self.finish(exc)
+            raise
+        finally:
+            leave(tokens)
+            self.scope.pop(KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
+        self.finish(None)
+        return result
+
+    def open(self, ambient: bool) -> Tokens:
+        """Opens the request and makes it current, until `leave` is given what this returns."""
+        self.deferred = False
+        tokens: Tokens = ()
+        try:
+            if not ambient:
+                tokens = enter_remote(self.scope.get("headers") or ())
+            method = self.scope.get("method")
+            name = method if method in KNOWN_METHODS else facts.OTHER
+            request = ingress.open_request(name, owner="asgi", server=True, arrived_at=self.arrived_at)
+            if request is not None:
+                self.request = request
+                return (*tokens, request.attach())
+        except BaseException as exc:
+            self.hook.fail(exc)
+        leave(tokens)
+        return ()
+
+    # ── on the way in ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def entered(self, app: Any) -> Tokens:
+        """The request has come to an application that we hook; of several, the outermost one counts."""
+        if self.inside:
+            return ()
+        try:
+            self.inside = True
+            self.root = getattr(app, "root_path", "") or self.root
+            if self.deferred:
+                return self.open(ambient=True) if is_traced() else ()
+            if self.door is not None:
+                self.door.inside = True
+                self.door.traced = self.door.traced or not self._is_current()
+        except BaseException as exc:
+            self.hook.fail(exc)
+        return ()
+
+    def _is_current(self) -> bool:
+        """Whether nobody has started a span since the request was opened."""
+        if self.request is None:
+            return True
+        return trace.get_current_span().get_span_context().span_id == self.request.get_span_context().span_id
+
+    def _template(self) -> str:
+        """The route with the names of its parameters; empty if there was none."""
+        if self.route is not None:
+            path = getattr(self.route, "path_format", None) or getattr(self.route, "path", None)
+        else:
+            path = "/{path}" if self.mounted else None
+        return self.root.rstrip("/") + self.mounted + path if isinstance(path, str) else ""
+
+    # ── on the way out ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def receive(self) -> Message:
+        """The server's `receive`, seen."""
+        message = await self._receive()
+        try:
+            # With the last byte on its way, servers say "disconnect" of clients that have all they wanted.
+            if message["type"] == "http.disconnect" and not self.finishing:
+                self.left_at = self.left_at or _now()
+        except BaseException as exc:
+            self._give_up(exc)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """The server's `send`, seen and timed."""
+        began = self._sends(message)
+        try:
+            await self._send(message)
+        except BaseException as exc:
+            self._sent(began, exc)
+            raise
+        if began:
+            self._sent(began, None)
+
+    def _sends(self, message: Message) -> int:
+        """The instant from which the client may make us wait; 0: it will not with this message."""
+        try:
+            kind, request = message["type"], self.request
+            if kind == "http.response.body" and request is not None:
+                began = _now()
+                if self._server.disconnected:
+                    self.left_at = self.left_at or began
+                elif message.get("body"):
+                    if not request.first_token_sent and (request.tokens_reached or not request.responding):
+                        self._say_first(request, began)
+                    request.chunks += 1
+                self.finishing = not message.get("more_body", False)
+                return began
+            if kind == "http.response.start":
+                self._starts(message)
+            elif kind == "http.response.pathsend":
+                self.finishing = True
+                return _now()
+        except BaseException as exc:
+            self._give_up(exc)
+        return 0
+
+    def _sent(self, began: int, exc: BaseException | None) -> None:
+        try:
+            request, ended = self.request, _now()
+            if request is not None and began:
+                request.send_wait_ns += ended - began
+            if exc is not None:
+                if isinstance(exc, OSError) or type(exc).__name__ == "ClientDisconnect":
+                    self.left_at = self.left_at or ended
+            elif self.finishing:
+                self._complete(ended)
+        except BaseException as ours:
+            self._give_up(ours)
+
+    def _say_first(self, request: ingress.LiveRequest, at: int) -> None:
+        if not request.responding:
+            request.responding = True
+            request.state(facts.ResponseStarted(at))
+        if request.tokens_reached:
+            request.first_token_sent = True
+            request.state(facts.FirstTokenSent(at))
+
+    def _starts(self, message: Message) -> None:
+        if self.deferred:  # middleware answers
+            self.deferred = False
+            if not is_traced():
+                leave(self.open(ambient=False))
+        if self._server.disconnected:
+            self.left_at = self.left_at or _now()
+        if not self.left_at:
+            self.status = int(message["status"])
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _complete(self, at: int) -> None:
+        """The last byte was handed over. What is done after it (background tasks) is no part of the request."""
+        if self._server.disconnected:
+            self.left_at = self.left_at or at
+        self.completed_at = at
+        if self.status < 500 or self.left_at:
+            self.finish(None)  # otherwise the exception that was answered with this status is still to come
+
+    def finish(self, exc: BaseException | None) -> None:
+        """Closes the request; `exc` is what left the application. The second call does nothing."""
+        request, self.request = self.request, None
+        if request is None:
+            return
+        try:
+            outcome, error_type = self._verdict(_only(exc))
+            if request.server is not None:
+                self._describe(request)
+            request.close(outcome, error_type, self.status, self.left_at or self.completed_at)
+        except BaseException as ours:
+            self.hook.fail(ours)
+
+    def _verdict(self, exc: BaseException | None) -> tuple[int, str]:
+        """Outcome and error type."""
+        if not self.completed_at and self._server.disconnected:
+            self.left_at = self.left_at or _now()
+        if self.left_at or type(exc).__name__ == "ClientDisconnect":
+            return facts.ABORTED, CLIENT_DISCONNECT
+        if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
+            # A server that would say that the client has left cancels because it is shutting down.
+            return facts.ABORTED, CLIENT_DISCONNECT if self._server is _SILENT else CANCELLED
+        if exc is None and self.completed_at and self.status < 500:
+            return facts.OK, ""
+        cut_short = bool(self.status) and not self.completed_at
+        self.status = self.status or 500  # as servers answer where the application has not
+        if isinstance(exc, TIMEOUTS):
+            return facts.ABORTED, TIMEOUT
+        if exc is not None:
+            return facts.ERROR, type(exc).__qualname__
+        return facts.ERROR, facts.OTHER if cut_short else str(self.status)
+
+    def _describe(self, request: ingress.LiveRequest) -> None:
+        """What belongs to the SERVER span, where that is ours."""
+        method, scheme, route = self.scope.get("method"), self.scope.get("scheme"), self._template()
+        request.say("http.request.method", method if method in KNOWN_METHODS else facts.OTHER)
+        if scheme in ("http", "https"):
+            request.say("url.scheme", scheme)
+        if route:
+            request.say("http.route", route)
+
+    def _give_up(self, exc: BaseException) -> None:
+        """Code of ours has raised: the request counts neither as a success nor as an error, and its slot is freed."""
+        request, self.request = self.request, None
+        try:
+            if request is not None:
+                request.close(facts.ABORTED, CANCELLED)
+        finally:
+            self.hook.fail(exc)
+
+
+def _only(exc: BaseException | None) -> BaseException | None:
+    """The one exception in a group of one, as a task group raises it."""
+    inner = getattr(exc, "exceptions", None)
+    return _only(inner[0]) if isinstance(inner, tuple) and len(inner) == 1 else exc

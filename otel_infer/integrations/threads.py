@@ -1,0 +1,43 @@
+"""Threads that work for a request: `Thread(target=model.generate)` and pools carry the current request along.
+
+    Thread.start ─ run in a copy of the caller's context        ThreadPoolExecutor.submit ─ likewise
+
+Only while a request of ours is current; everything else is passed through untouched. Newer Pythons may be told to do
+the same (`-X thread_inherit_context`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import ingress
+from otel_infer.integrations._base import Integration
+from otel_infer.patching import Hook
+
+integration = Integration("threads", "python", ("threading",))
+
+
+@integration.step_hook("threading:Thread.start")
+def start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def start(self: Any) -> Any:
+        if hook.alive and ingress.current() is not None:
+            try:
+                self.run = functools.partial(contextvars.copy_context().run, self.run)
+            except Exception as exc:
+                hook.fail(exc)
+        return original(self)
+
+    return start
+
+
+@integration.step_hook("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
+def submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if hook.alive and ingress.current() is not None:
+            return original(self, contextvars.copy_context().run, fn, *args, **kwargs)
+        return original(self, fn, *args, **kwargs)
+
+    return submit

@@ -1,0 +1,103 @@
+"""`transformers serve`: which operation a route is, the queue in front of the generating thread, and the way back.
+
+    handler ─▶ InferenceThread.submit ─▶ (queue) ─▶ generate ─▶ DirectStreamer.put ─▶ SSE      without continuous batching
+    handler ─▶ add_request (see `batching`) ─▶ CBStreamer.put ─▶ SSE                           with it
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import clock, facts, ingress
+from otel_infer.integrations.transformers._integration import ENGINE, integration
+from otel_infer.patching import Hook
+
+_SERVING = "transformers.cli.serving"
+PART = "serve"
+OPERATIONS = {
+    "chat_completion:ChatCompletionHandler": "chat",
+    "completion:CompletionHandler": "text_completion",
+    "response:ResponseHandler": "chat",
+}
+
+
+def _naming(operation: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
+    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        async def handle_request(self: Any, body: Any, request_id: str) -> Any:
+            request = ingress.current()
+            if request is not None and hook.alive:
+                try:
+                    request.operation = operation
+                    request.say("infer.request.id", str(request_id))
+                except Exception as exc:
+                    hook.fail(exc)
+            return await original(self, body, request_id)
+
+        return handle_request
+
+    return make
+
+
+for _path, _operation in OPERATIONS.items():
+    integration.step_hook(f"{_SERVING}.{_path}.handle_request", reads=("body", "request_id"), part=PART)(
+        _naming(_operation)
+    )
+
+
+def _queueing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def submit(self: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        request = ingress.current() if hook.alive else None
+        if request is None:
+            return original(self, fn, *args, **kwargs)
+        if not request.engine:
+            request.submitted(ENGINE)
+        return original(self, _carried(request, fn), *args, **kwargs)
+
+    return submit
+
+
+def _carried(request: ingress.LiveRequest, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, run in the request's context; its start is when the engine took the request up."""
+    context = contextvars.copy_context()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        request.state(facts.RequestReceived(clock.now()))
+        return context.run(fn, *args, **kwargs)
+
+    return run
+
+
+for _name in ("submit", "async_submit"):
+    integration.step_hook(f"{_SERVING}.utils:InferenceThread.{_name}", reads=("fn",), part=PART)(_queueing)
+
+
+def _made_for(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._otel_infer = ingress.current()
+
+    return init
+
+
+def _delivering(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Tokens become text here, one call per token: two clock readings and an addition."""
+
+    def put(self: Any, value: Any) -> Any:
+        request = getattr(self, "_otel_infer", None)
+        if request is None:
+            return original(self, value)
+        started_at = clock.now()
+        result = original(self, value)
+        request.detokenize_ns += clock.now() - started_at
+        if not request.tokens_reached:
+            request.token_reached()
+        return result
+
+    return put
+
+
+for _class in ("CBStreamer", "DirectStreamer"):
+    integration.step_hook(f"{_SERVING}.utils:{_class}.__init__", part=PART)(_made_for)
+    integration.step_hook(f"{_SERVING}.utils:{_class}.put", part=PART)(_delivering)

@@ -1,0 +1,96 @@
+"""Tokenizers: text → tokens is the stage `tokenize`, tokens → text adds to the request's detokenize time.
+
+Only the outermost call counts (`apply_chat_template` calls the tokenizer, `batch_decode` calls `decode`), and only while
+a request is current.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import clock, ingress
+from otel_infer.integrations.transformers._integration import integration
+from otel_infer.patching import Hook
+
+_TOKENIZER = "transformers.tokenization_utils_base:PreTrainedTokenizerBase"
+_PROCESSOR = "transformers.processing_utils:ProcessorMixin"
+
+
+class _Inside(threading.local):
+    """Whether this thread is in a call that is being timed."""
+
+    busy = False
+
+
+_inside = _Inside()
+
+
+def _tokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def tokenize(*args: Any, **kwargs: Any) -> Any:
+        request = ingress.current() if hook.alive and not _inside.busy else None
+        if request is None:
+            return original(*args, **kwargs)
+        started_at = clock.now()
+        _inside.busy = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            _inside.busy = False
+        try:
+            request.stage("tokenize", started_at, _token_count(result))
+        except Exception as exc:
+            hook.fail(exc)
+        return result
+
+    return tokenize
+
+
+def _detokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def detokenize(*args: Any, **kwargs: Any) -> Any:
+        request = ingress.current() if hook.alive and not _inside.busy else None
+        if request is None:
+            return original(*args, **kwargs)
+        started_at = clock.now()
+        _inside.busy = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _inside.busy = False
+            request.detokenize_ns += clock.now() - started_at
+
+    return detokenize
+
+
+def _token_count(result: Any) -> int:
+    """How many tokens came out; 0 where the shape is not one we know."""
+    ids = result["input_ids"] if hasattr(result, "keys") and "input_ids" in result else result
+    if hasattr(ids, "shape"):
+        return int(ids.numel()) if hasattr(ids, "numel") else int(ids.size)
+    if isinstance(ids, list):
+        return sum(len(row) for row in ids) if ids and isinstance(ids[0], list) else len(ids)
+    return 0
+
+
+for _method in ("__call__", "apply_chat_template", "encode"):
+    integration.step_hook(f"{_TOKENIZER}.{_method}", part="tokenizer")(_tokenizing)
+for _method in ("decode", "batch_decode"):
+    integration.step_hook(f"{_TOKENIZER}.{_method}", part="tokenizer")(_detokenizing)
+integration.step_hook(f"{_PROCESSOR}.apply_chat_template", part="processor")(_tokenizing)
+
+
+@integration.step_hook("transformers.tokenization_utils_base:BatchEncoding.to", reads=("device",), part="tokenizer")
+def to(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """The inputs' way to the device: the stage `h2d`, host time of the copy."""
+
+    def to(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        request = ingress.current() if hook.alive and not str(device).startswith("cpu") else None
+        if request is None:
+            return original(self, device, *args, **kwargs)
+        started_at = clock.now()
+        result = original(self, device, *args, **kwargs)
+        request.stage("h2d", started_at)
+        return result
+
+    return to

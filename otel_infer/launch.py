@@ -1,0 +1,58 @@
+"""Starting the sidecar from a process that must not import what the sidecar imports (numpy, exporters)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from otel_infer import config
+from otel_infer.config import Config
+
+NAME = "otel_infer-sidecar"
+_BOOT = (
+    "import sys, json; boot = json.load(sys.stdin); sys.path += [p for p in boot['path'] if p not in sys.path]; "
+    "from otel_infer.sidecar import main; main(boot)"
+)
+
+
+class CannotStart(Exception):
+    """No child process can be started here; the message says why."""
+
+
+def sidecar(
+    folder: Path, settings: Config, resource: dict[str, Any], *, show: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts the sidecar of the server whose rings are in `folder`; raises `CannotStart`.
+
+    Isolated (`-I`), in a session of its own, without the server's descriptors; what it needs goes through its standard
+    input, never through argv.
+    """
+    boot = {
+        "folder": str(folder),
+        "config": dataclasses.asdict(settings),
+        "resource": resource,
+        "path": [os.path.abspath(entry) for entry in sys.path if entry],
+        "show": show,
+    }
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", _BOOT, NAME],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=None if show or settings.console else subprocess.DEVNULL,
+            close_fds=True,
+            start_new_session=True,
+            env=config.sidecar_environment(),
+            cwd="/",
+        )
+        assert child.stdin is not None
+        with child.stdin:
+            child.stdin.write(json.dumps(boot).encode())
+    except OSError as reason:
+        raise CannotStart(str(reason)) from None
+    return child

@@ -1,0 +1,36 @@
+"""Records as OTLP bytes, without span objects and without protobuf.
+
+Two ways in. `encode_span` writes one span of any shape exactly as the stock protobuf classes would. `StepEncoder` writes
+thousands of decode-step spans at once. `envelope` makes a request of what either wrote.
+
+Refuses: clocks, names of its own (they come from `semconv` through the caller), batching, sending.
+"""
+
+from otel_infer.facts import Value as AttributeValue
+from otel_infer.otlp.spans import (
+    Event,
+    Link,
+    Span,
+    encode_resource,
+    encode_scope,
+    encode_span,
+    envelope,
+    gzip1,
+)
+from otel_infer.otlp.steps import StepColumns, StepEncoder, StepOwners, step_span_ids
+
+__all__ = [
+    "AttributeValue",
+    "Event",
+    "Link",
+    "Span",
+    "StepColumns",
+    "StepEncoder",
+    "StepOwners",
+    "encode_resource",
+    "encode_scope",
+    "encode_span",
+    "envelope",
+    "gzip1",
+    "step_span_ids",
+]

@@ -1,0 +1,189 @@
+"""One span at a time, field by field, and the envelope around many: canonical protobuf by plain joins."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from otel_infer.facts import Value as AttributeValue
+
+deflate: Any
+try:  # the same format for a tenth of the CPU
+    from isal import isal_zlib as deflate
+except ImportError:
+    import zlib as deflate
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+_GZIP_CONTAINER = 31
+_NONE: Mapping[str, AttributeValue] = MappingProxyType({})
+
+
+class Event(NamedTuple):
+    """Something that happened in a span; `at`: unix ns."""
+
+    at: int
+    name: str
+    attributes: Mapping[str, AttributeValue] = _NONE
+
+
+class Link(NamedTuple):
+    """To another span, by its ids (16 and 8 bytes)."""
+
+    trace_id: bytes
+    span_id: bytes
+    attributes: Mapping[str, AttributeValue] = _NONE
+
+
+class Span(NamedTuple):
+    """One span of the ordinary kind. `start`, `end`: unix ns. `status`: 0 unset, 1 ok, 2 error; never with a message.
+
+    `kind` and `flags` are numbers of the protocol; `parent_span_id` is empty for a root.
+    """
+
+    trace_id: bytes
+    span_id: bytes
+    parent_span_id: bytes
+    name: str
+    kind: int
+    start: int
+    end: int
+    attributes: Mapping[str, AttributeValue] = _NONE
+    events: Sequence[Event] = ()
+    links: Sequence[Link] = ()
+    status: int = 0
+    trace_state: str = ""
+    flags: int = 0
+
+
+def varint(value: int) -> bytes:
+    """Canonical; a negative number is its two's complement in 64 bits."""
+    value &= _U64
+    if value < 128:
+        return bytes((value,))
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def field(number: int, payload: bytes) -> bytes:
+    """A length-delimited field, there even if empty."""
+    return varint(number << 3 | 2) + varint(len(payload)) + payload
+
+
+def string(number: int, text: str) -> bytes:
+    """A string field, left out if empty as proto3 does."""
+    return _bytes(number, _utf8(text))
+
+
+def number(tag: int, value: int) -> bytes:
+    """A varint field, left out if 0."""
+    return varint(tag << 3) + varint(value) if value else b""
+
+
+def _bytes(number: int, payload: bytes) -> bytes:
+    return field(number, payload) if payload else b""
+
+
+def _fixed64(number: int, value: int) -> bytes:
+    return varint(number << 3 | 1) + struct.pack("<Q", value & _U64) if value else b""
+
+
+def _utf8(text: str) -> bytes:
+    """Lone surrogates become `?`: a string that is not UTF-8 makes receivers refuse the whole batch."""
+    return text.encode("utf-8", "replace")
+
+
+def _any_value(value: object) -> bytes:
+    """What no kind of AnyValue holds, an integer past 64 bits among them, is sent as its text."""
+    match value:
+        case str():
+            return field(1, _utf8(value))
+        case bool() | np.bool_():
+            return b"\x10\x01" if value else b"\x10\x00"
+        case int() | np.integer():
+            whole = int(value)
+            return b"\x18" + varint(whole) if -1 << 63 <= whole < 1 << 63 else field(1, str(whole).encode())
+        case float() | np.floating():
+            return b"\x21" + struct.pack("<d", value)
+        case bytes():
+            return field(7, value)
+        case Sequence():
+            return field(5, b"".join(field(1, _any_value(item)) for item in value))
+        case None:
+            return b""
+    return field(1, _utf8(str(value)))
+
+
+@lru_cache(maxsize=1024)
+def key(name: str) -> bytes:
+    """The key field of a KeyValue; names recur in every span."""
+    return string(1, name)
+
+
+def _attributes(number: int, attributes: Mapping[str, AttributeValue]) -> bytes:
+    """Repeated KeyValue fields."""
+    return b"".join(
+        [field(number, key(name) + field(2, _any_value(value))) for name, value in attributes.items()]
+    )
+
+
+def _event(event: Event) -> bytes:
+    return field(11, _fixed64(1, event.at) + string(2, event.name) + _attributes(3, event.attributes))
+
+
+def _link(link: Link) -> bytes:
+    return field(13, _bytes(1, link.trace_id) + _bytes(2, link.span_id) + _attributes(4, link.attributes))
+
+
+def encode_span(span: Span) -> bytes:
+    """One span as an entry of `ScopeSpans`, byte for byte what the stock classes would write."""
+    parts = [
+        _bytes(1, span.trace_id),
+        _bytes(2, span.span_id),
+        string(3, span.trace_state),
+        _bytes(4, span.parent_span_id),
+        string(5, span.name),
+        number(6, span.kind),
+        _fixed64(7, span.start),
+        _fixed64(8, span.end),
+        _attributes(9, span.attributes),
+        *map(_event, span.events),
+        *map(_link, span.links),
+    ]
+    if span.status:
+        parts.append(field(15, number(3, span.status)))
+    if span.flags:
+        parts.append(b"\x85\x01" + struct.pack("<I", span.flags))
+    return field(2, b"".join(parts))
+
+
+def encode_resource(attributes: Mapping[str, AttributeValue]) -> bytes:
+    """The resource, for `envelope`."""
+    return field(1, _attributes(1, attributes))
+
+
+def encode_scope(name: str, version: str, schema_url: str = "") -> bytes:
+    """The instrumentation scope and the schema of its spans, for `envelope`."""
+    return field(1, string(1, name) + string(2, version)) + string(3, schema_url)
+
+
+def envelope(resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes:
+    """An ExportTraceServiceRequest of already encoded parts; each of `spans` may hold any number of spans."""
+    length = sum(map(len, spans))
+    inner = b"\x12" + varint(len(scope) + length) + scope
+    outer = b"\x0a" + varint(len(resource) + len(inner) + length) + resource
+    return b"".join([outer, inner, *spans])
+
+
+def gzip1(parts: Sequence[bytes]) -> bytes:
+    """All parts as one gzip member, level 1; the same bytes each time, for it has no time stamp."""
+    stream = deflate.compressobj(1, deflate.DEFLATED, _GZIP_CONTAINER)
+    return b"".join([*map(stream.compress, parts), stream.flush()])

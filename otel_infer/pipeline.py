@@ -1,0 +1,216 @@
+"""One wake of the reading side: rings → assembler → keeper → sinks. The same in the sidecar and in a thread.
+
+Who wakes it, and how often, is the owner's business. Nothing here blocks: sinks queue, senders send.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource as rusage
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any, Protocol
+
+from otel_infer import clock, keeper, semconv, tape
+from otel_infer.assembler import GRACE_NS, Assembler
+from otel_infer.config import Config
+from otel_infer.facts import Value
+from otel_infer.records import RequestRecord
+from otel_infer.ring.folder import Rings
+from otel_infer.sinks.metrics import MetricsSink, metric_exporter
+from otel_infer.sinks.spans import Sender
+
+log = logging.getLogger(__name__)
+
+WAKE_NS = 50_000_000
+
+
+class RequestSink(Protocol):
+    """Takes finished requests: all of them, or only those that are exported."""
+
+    exported_only: bool
+
+    def request(self, record: RequestRecord, decision: keeper.Decision) -> None: ...
+
+    def flush(self, now: int) -> None: ...
+
+
+class MetricsOutlet(threading.Thread):
+    """Sends collected metrics by the SDK's exporter; a collection that finds the last one still being sent is skipped,
+    since the next one says it all again (cumulative) or carries it along (delta is collected only when free)."""
+
+    def __init__(self, protocol: str) -> None:
+        super().__init__(name="otel_infer-metrics", daemon=True)
+        self._exporter = metric_exporter(protocol)
+        self._condition = threading.Condition()
+        self._data: Any = None
+        self._busy = self._closing = False
+        self.failed = 0
+
+    @property
+    def free(self) -> bool:
+        """Whether the last collection has been sent."""
+        return self._data is None and not self._busy
+
+    def put(self, data: Any) -> None:
+        """Hands over one collection."""
+        with self._condition:
+            self._data = data
+            self._condition.notify()
+
+    def run(self) -> None:
+        while True:
+            with self._condition:
+                while self._data is None and not self._closing:
+                    self._condition.wait()
+                if self._data is None:
+                    return
+                data, self._data, self._busy = self._data, None, True
+            try:
+                result = self._exporter.export(data)
+                self.failed += getattr(result, "name", "SUCCESS") != "SUCCESS"
+            except Exception:  # noqa: BLE001 - an exporter's bug must not end the thread
+                self.failed += 1
+                log.warning("metrics were not exported", exc_info=True)
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
+
+    def close(self, timeout: float) -> None:
+        """Sends what is left, for at most `timeout` s."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.free, timeout)
+            self._closing = True
+            self._condition.notify_all()
+
+
+class Pipeline:
+    """Everything between rings and senders. `resource` may gain a service name when the engine is known."""
+
+    def __init__(
+        self,
+        config: Config,
+        rings: Rings,
+        sinks: list[RequestSink],
+        sender: Sender | None,
+        resource: dict[str, Value],
+        metrics_outlet: MetricsOutlet | None,
+        started_wall_ns: int,
+    ) -> None:
+        self.config, self.rings, self.sinks, self.sender = config, rings, sinks, sender
+        self.assembler = Assembler()
+        self.keeper = keeper.Keeper(config.steps, config.step_budget, config.keep_unsampled, config.ratio_sampling)
+        self.resource = resource
+        self.requests = 0
+        self._outlet = metrics_outlet
+        self._metrics: MetricsSink | None = None
+        self._started_wall_ns = started_wall_ns
+        self._collected_at = 0
+        self._tape = tape.TapeWriter(Path(config.tape)) if config.tape else None
+
+    def wake(self, now: int, final: bool = False) -> None:
+        """Reads, concludes and hands on. `final`: there will be no other wake."""
+        said = self.rings.poll(now, final)
+        horizon = now + GRACE_NS if final else self.rings.horizon
+        if self._tape is not None and said:
+            self._tape.write(said, horizon)
+        self.assembler.feed(said)
+        self.conclude(horizon)
+        self.rings.conclude(horizon)
+        for sink in self.sinks:
+            sink.flush(0 if final else now)
+        if final or now - self._collected_at >= self.config.metric_interval_ms * 1_000_000:
+            self._collect(now)
+
+    def conclude(self, horizon: int) -> None:
+        """Hands on the requests that ended before `horizon`."""
+        steps = self.assembler.drain_steps()
+        if steps:
+            self.metrics.steps(steps)
+        for record in self.assembler.concluded(horizon):
+            self.requests += 1
+            decision = self.keeper.decide(record)
+            self._name_service(record)
+            self.metrics.request(record, exported=decision.export, reason=decision.reason)
+            for sink in self.sinks:
+                if decision.export or not sink.exported_only:
+                    sink.request(record, decision)
+
+    @property
+    def metrics(self) -> MetricsSink:
+        """Made when first needed, so that the service has its name by then."""
+        if self._metrics is None:
+            self._metrics = MetricsSink(
+                resource=self.resource,
+                temporality=self.config.temporality,
+                exponential=self.config.exponential,
+                started_at_unix_ns=self._started_wall_ns,
+                exemplars=self.config.exemplars,
+            )
+        return self._metrics
+
+    def close(self, timeout: float) -> None:
+        """Sends what is queued for at most `timeout` s, then lets go."""
+        if self.sender is not None:
+            self.sender.close(timeout)
+        if self._outlet is not None:
+            self._outlet.close(timeout)
+        if self._tape is not None:
+            self._tape.close()
+
+    def settle(self, now: int) -> None:
+        """Concludes what has ended without waiting for stragglers: somebody wants everything sent."""
+        self.conclude(now + GRACE_NS)
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until what was handed on so far has been tried."""
+        for sink in self.sinks:
+            sink.flush(0)
+        return self.sender.flush(timeout) if self.sender is not None else True
+
+    def _name_service(self, record: RequestRecord) -> None:
+        engine = record.engine or record.provider
+        if engine and semconv.SERVICE_NAME not in self.resource:
+            self.resource[semconv.SERVICE_NAME] = engine
+
+    def _collect(self, now: int) -> None:
+        if self._outlet is None or not self._outlet.free or not self.rings.seen_any:
+            return
+        self._collected_at = now
+        self._state_of_self()
+        self._outlet.put(self.metrics.collect(clock.wall_pair()[1]))
+
+    def _state_of_self(self) -> None:
+        metrics = self.metrics
+        for state, count in self.assembler.active().items():
+            metrics.set(semconv.REQUEST_ACTIVE, {semconv.REQUEST_STATE: state}, count)
+        hooks: Counter[tuple[str, str]] = Counter()
+        for (_, integration), (active, total) in self.assembler.hooks.items():
+            hooks[integration, "active"] += active
+            hooks[integration, "missing"] += total - active
+        for (integration, state), count in hooks.items():
+            attributes = {semconv.INTEGRATION: integration, semconv.HOOK_STATE: state}
+            metrics.set(semconv.SELF_HOOKS, attributes, count)
+        for reason, count in self.losses().items():
+            metrics.set(semconv.SELF_LOST, {semconv.LOSS_REASON: reason}, count)
+        metrics.set(semconv.SELF_ERRORS, {}, self.rings.errors())
+        if self.sender is not None:
+            metrics.set(semconv.SELF_SPANS, {}, self.sender.accepted)
+            metrics.set(semconv.SELF_BYTES, {}, self.sender.bytes_sent)
+        usage = rusage.getrusage(rusage.RUSAGE_SELF)
+        metrics.set(semconv.SELF_CPU, {semconv.CPU_MODE: "user"}, usage.ru_utime)
+        metrics.set(semconv.SELF_CPU, {semconv.CPU_MODE: "system"}, usage.ru_stime)
+        metrics.set(semconv.SELF_MEMORY, {}, usage.ru_maxrss * 1024)
+
+    def losses(self) -> dict[str, int]:
+        """What did not arrive, by reason."""
+        lost = {
+            "facts_overwritten": self.assembler.facts_lost,
+            "facts_torn": self.assembler.facts_torn,
+            "steps_over_budget": self.keeper.left_out,
+        }
+        if self.sender is not None:
+            lost.update(self.sender.lost)
+        return lost
+

@@ -1,0 +1,138 @@
+"""What the assembler concludes from facts: requests with their stages and steps. Instants are monotonic ns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from otel_infer.facts import Value
+
+
+class Stage(NamedTuple):
+    """A named interval of a request, as it was seen; `attributes` keyed by names on the wire."""
+
+    name: str
+    started_at: int
+    ended_at: int
+    attributes: dict[str, Value]
+
+
+class UserEvent(NamedTuple):
+    """An event that user code added to the live request span."""
+
+    at: int
+    name: str
+    attributes: dict[str, Value]
+
+
+class StepRows(NamedTuple):
+    """The steps that delivered tokens to one request, one numpy column each (int64, equal length), in order.
+
+    `started_at`, `ended_at`: the step scheduled, its tokens known. `tokens`: delivered to this request.
+    `others_prefill_tokens`: prompt tokens of other requests in the same step.
+    """
+
+    step: Any
+    started_at: Any
+    ended_at: Any
+    tokens: Any
+    batch_size: Any
+    others_prefill_tokens: Any
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+class PrefillStep(NamedTuple):
+    """One chunk of a prompt."""
+
+    step: int
+    started_at: int
+    ended_at: int
+    tokens: int
+    batch_size: int
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns."""
+
+    trace_id: bytes
+    span_id: bytes
+    parent_span_id: bytes
+    server_span_id: bytes
+    sampled: bool
+    remote_parent: bool
+    name: str
+    operation: str
+    provider: str
+    model: str
+    engine: str
+    arrived_at: int
+    ended_at: int
+    wall_offset: int
+    generative: bool = True
+    outcome: int = 0
+    error_type: str = ""
+    died_in: str = ""
+    status_code: int = 0
+    stages: list[Stage] = field(default_factory=list)
+    prefill_steps: list[PrefillStep] = field(default_factory=list)
+    steps: StepRows | None = None
+    steps_forgotten: int = 0
+    discarded: int = 0
+    first_token_at: int = 0
+    last_token_at: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    max_tokens: int = 0
+    sequences: int = 1
+    finish_reasons: tuple[str, ...] = ()
+    preemptions: int = 0
+    chunks: int = 0
+    telemetry_lost: bool = False
+    attributes: dict[str, Value] = field(default_factory=dict)
+    events: list[UserEvent] = field(default_factory=list)
+    links: list[tuple[bytes, bytes]] = field(default_factory=list)
+    span_name: str = ""
+    ring: int = 0
+    handle: int = 0
+
+    @property
+    def duration_ns(self) -> int:
+        """Arrival to last byte."""
+        return self.ended_at - self.arrived_at
+
+    @property
+    def ttft_ns(self) -> int:
+        """Arrival to first token; 0 = there was none."""
+        return self.first_token_at - self.arrived_at if self.first_token_at else 0
+
+    def stage(self, name: str) -> Stage | None:
+        """The first stage of this name."""
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One engine step, for metrics. Tokens are those scheduled."""
+
+    engine: str
+    pid: int
+    step: int
+    started_at: int
+    ended_at: int
+    size: int
+    prefill_tokens: int
+    decode_tokens: int
+    kv_used: int
+    kv_total: int
+    running: int
+    waiting: int
+
+    @property
+    def kind(self) -> str:
+        """`prefill`, `decode` or `mixed`."""
+        if self.prefill_tokens == 0:
+            return "decode"
+        return "mixed" if self.decode_tokens else "prefill"

@@ -1,0 +1,206 @@
+"""All rings of one server as one stream of facts, in order of time.
+
+A poll hands out what happened before the previous poll: by then every process has committed it. Files appear when a
+process states its first fact and are removed when it is dead and read to the end. Whether a writer lives is asked of
+its file lock, never of a pid: pids lie across namespaces and are reused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from otel_infer import facts
+from otel_infer.ring import layout
+from otel_infer.ring.read import NotARing, RequestReader, StepReader
+
+LIVENESS_NS = 250_000_000
+
+
+class _Process:
+    """The rings of one writing process. `descriptor` is −1 for rings in our own memory."""
+
+    def __init__(self, ring: int, reader: RequestReader, descriptor: int, path: Path | None) -> None:
+        self.ring, self.reader, self.descriptor, self.path = ring, reader, descriptor, path
+        self.engines: list[tuple[StepReader, int, Path | None]] = []
+        self.gone = False
+
+    def is_dead(self) -> bool:
+        if self.descriptor < 0:
+            return False
+        try:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+
+class Rings:
+    """Every ring that was added, read together."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, _Process] = {}
+        self._numbers = iter(range(1, 1 << 31))
+        self._pending: list[facts.RingFact] = []
+        self._previous = 0
+        self._checked_at = 0
+        self._names: set[str] = set()
+        self.refused: list[str] = []
+        self.seen_any = False
+        self.horizon = 0
+        """Facts up to here were handed out."""
+
+    # ── finding rings ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def discover(self, folder: Path, now: int) -> None:
+        """Opens ring files that appeared; those that are no ring of ours are named in `refused`."""
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError:
+            return
+        for name in sorted(names, key=lambda n: n.endswith(layout.SUFFIX_STEPS)):
+            key = str(folder / name)
+            if key not in self._names and name.endswith((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)):
+                self._open(folder / name, key, now)
+
+    def add(self, name: str, memory: mmap.mmap, now: int) -> None:
+        """Adds a ring in our own memory."""
+        if name not in self._names:
+            self._adopt(Path(name), name, memory, -1, None, now)
+
+    def _open(self, path: Path, key: str, now: int) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as refusal:
+            self.refused.append(f"{path.name}: {refusal.strerror}")
+            self._names.add(key)
+            return
+        try:
+            memory = mmap.mmap(descriptor, 0)
+            self._adopt(path, key, memory, descriptor, path, now)
+        except (NotARing, ValueError, OSError) as reason:
+            os.close(descriptor)
+            if "not written yet" not in str(reason) and "empty" not in str(reason):
+                self.refused.append(f"{path.name}: {reason}")
+                self._names.add(key)
+
+    def _adopt(
+        self, path: Path, key: str, memory: mmap.mmap, descriptor: int, file: Path | None, now: int
+    ) -> None:
+        prefix = path.name.removesuffix(layout.SUFFIX_REQUESTS).removesuffix(layout.SUFFIX_STEPS)
+        if path.name.endswith(layout.SUFFIX_REQUESTS):
+            requests = RequestReader(memory, next(self._numbers))
+            if requests.header.text.get("boot_id", "") != layout.boot_id():
+                raise NotARing("of another boot")
+            process = self._processes[prefix] = _Process(requests.ring, requests, descriptor, file)
+            self._greet(process, now)
+        else:
+            owner = self._processes.get(prefix.rpartition("-")[0])
+            if owner is None:
+                raise NotARing("not written yet: its process is not there")
+            steps = StepReader(memory, next(self._numbers))
+            owner.engines.append((steps, descriptor, file))
+            said = facts.EngineSeen(0, owner.ring, steps.header.pid, steps.engine)
+            self._pending.append(facts.RingFact(steps.ring, 0, said))
+        self._names.add(key)
+        self.seen_any = True
+
+    def _greet(self, process: _Process, now: int) -> None:
+        header = process.reader.header
+        concluded_at = int(header.words[layout.W_CONCLUDED_AT])
+        seen = facts.ProcessSeen(0, header.pid, str(header.text.get("role", "")), concluded_at)
+        self._pending.append(facts.RingFact(process.ring, 0, seen))
+        if concluded_at:  # a reader before us died: arrivals may have been overwritten meanwhile
+            self._pending += self._survey(process, now)
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def poll(self, now: int, final: bool = False) -> list[facts.RingFact]:
+        """The facts up to the instant of the previous poll (`final`: all there are), ordered by time."""
+        for process in self._processes.values():
+            # Steps first: whatever a step refers to was stated before it, so it is found in the requests read after.
+            for steps, _, _ in process.engines:
+                self._pending += steps.poll(now, final)
+            found = list(process.reader.poll(now, final))
+            self._pending += found
+            if any(isinstance(said.fact, facts.FactsLost) for said in found):
+                self._pending += self._survey(process, now)
+                listed = facts.LiveListed(now, [handle for handle, _ in process.reader.live()])
+                self._pending.append(facts.RingFact(process.ring, 0, listed))
+        if now - self._checked_at > LIVENESS_NS or final:
+            self._checked_at = now
+            self._bury(now)
+        return self._released(None if final else self._previous, now)
+
+    def alive(self) -> int:
+        """How many writers live."""
+        return len(self._processes)
+
+    def conclude(self, horizon: int) -> None:
+        """Notes in every ring that what ended before `horizon` was handed on."""
+        for process in self._processes.values():
+            process.reader.header.words[layout.W_CONCLUDED_AT] = np.uint64(max(horizon, 0))
+
+    def flushes_asked(self) -> list[tuple[int, int]]:
+        """(process, request number) of every flush that a writer waits for."""
+        asked = []
+        for process in self._processes.values():
+            words = process.reader.header.words
+            if words[layout.W_FLUSH_ASKED] != words[layout.W_FLUSH_DONE]:
+                asked.append((process.ring, int(words[layout.W_FLUSH_ASKED])))
+        return asked
+
+    def flush_done(self, asked: list[tuple[int, int]]) -> None:
+        """Tells the writers that their flush is done."""
+        numbers = dict(asked)
+        for process in self._processes.values():
+            if process.ring in numbers:
+                process.reader.header.words[layout.W_FLUSH_DONE] = np.uint64(numbers[process.ring])
+
+    def errors(self) -> int:
+        """Probes that raised, in all living processes."""
+        return sum(int(p.reader.header.words[layout.W_ERRORS]) for p in self._processes.values())
+
+    def close(self, remove: bool) -> None:
+        """Lets go of everything; `remove` deletes the files of the living too."""
+        for prefix in list(self._processes):
+            self._drop(prefix, remove)
+
+    def _released(self, upto: int | None, now: int) -> list[facts.RingFact]:
+        self._pending.sort(key=lambda said: said.fact.at)
+        cut = len(self._pending)
+        if upto is not None:
+            ats = [said.fact.at for said in self._pending]
+            cut = int(np.searchsorted(np.array(ats, np.int64), upto, side="right")) if ats else 0
+        released, self._pending = self._pending[:cut], self._pending[cut:]
+        self.horizon = now if upto is None else upto
+        self._previous = now
+        return released
+
+    def _survey(self, process: _Process, now: int) -> Iterator[facts.RingFact]:
+        for handle, recovered in process.reader.live():
+            yield facts.RingFact(process.ring, handle, recovered)
+
+    def _bury(self, now: int) -> None:
+        for prefix, process in list(self._processes.items()):
+            if process.is_dead():
+                for steps, _, _ in process.engines:
+                    self._pending += steps.poll(now, final=True)
+                self._pending += process.reader.poll(now, final=True)
+                self._pending += self._survey(process, now)
+                self._pending.append(facts.RingFact(process.ring, 0, facts.ProcessDied(now)))
+                self._drop(prefix, remove=True)
+
+    def _drop(self, prefix: str, remove: bool) -> None:
+        process = self._processes.pop(prefix)
+        rings = [(process.descriptor, process.path), *((fd, path) for _, fd, path in process.engines)]
+        for descriptor, path in rings:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if remove and path is not None:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,143 @@
+"""Where every byte of a ring file lies. The one page that writer and reader share.
+
+Two kinds of file, each of fixed size, each beginning with one header page:
+
+    NAME.requests   header | request ring: cells of 64 B | live table: 80 B a slot | string table: 128 B a string
+    NAME.steps      header | step ring: records of n × 64 B
+
+A *cell* is written by one `pack_into`: sequence, code, part, parts, handle, 40 bytes of body, the sequence again. A fact
+longer than a cell takes several; the first 4 bytes of each body are then the low word of its first cell's sequence.
+
+A *record* is the cell counter + 1 of its first cell, its length in bytes, its code, its body, and in its last 8 bytes
+the counter again. A record never wraps: the rest of the ring is padded with a record of code 0.
+
+Whoever reads checks both ends. No barriers exist in Python, so the reader also leaves alone what is younger than its
+previous wake, and rechecks after copying.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+MAGIC = 0x4F54454C_494E4652  # "OTELINFR"
+VERSION = 1
+PAGE = 4096
+SUFFIX_REQUESTS = ".requests"
+SUFFIX_STEPS = ".steps"
+
+# ── header: u64 words, then a JSON text ──────────────────────────────────────────────────────────────────────────
+W_MAGIC, W_VERSION, W_PID, W_STARTED_AT, W_STARTED_WALL = range(5)
+W_CELLS = 5
+W_LIVE_SLOTS = 6
+W_STRINGS = 7
+W_LOST = 8
+"""Facts the writer could not state: live table or string table full."""
+W_ERRORS = 9
+"""Probes of this process that raised."""
+W_KEYFRAME_ASKED = 10
+"""Written by the reader: counts its requests for a keyframe."""
+W_STEP_PATH_NS = 11
+"""Time spent by our own code on the engine's thread, sampled, ns."""
+W_STEP_PATH_COUNT = 12
+W_CONCLUDED_AT = 13
+"""Written by the reader: what ended well before this instant was handed on; the next reader does not hand it on again."""
+W_FLUSH_ASKED = 14
+"""Written by the writer: counts its requests to have everything sent."""
+W_FLUSH_DONE = 15
+"""Written by the reader: the last such request that it fulfilled."""
+HEADER_WORDS = 32
+TEXT_OFFSET = HEADER_WORDS * 8
+TEXT_LENGTH = struct.Struct("<I")
+TEXT_MAX = PAGE - TEXT_OFFSET - TEXT_LENGTH.size
+
+# ── request ring ─────────────────────────────────────────────────────────────────────────────────────────────────
+CELL = struct.Struct("<QBBBxI40sQ")
+CELL_BYTES = 64
+BODY_BYTES = 40
+PART_BYTES = 36
+PART = struct.Struct("<I36s")
+MAX_PARTS = 64
+
+# ── live table ───────────────────────────────────────────────────────────────────────────────────────────────────
+LIVE = struct.Struct("<IHHqq16s8s8s8sqI")
+"""handle, flags, state, arrived_at, wall_at, trace id, span id, parent id, server span id, state_at, handle again."""
+LIVE_BYTES = 80
+LIVE_STATE = struct.Struct("<H")
+LIVE_STATE_OFFSET = 6
+LIVE_STATE_AT = struct.Struct("<q")
+LIVE_STATE_AT_OFFSET = 64
+SLOT_BITS = 12
+SLOT_MASK = (1 << SLOT_BITS) - 1
+GENERATIONS = 1 << (32 - SLOT_BITS)
+
+# ── string table ─────────────────────────────────────────────────────────────────────────────────────────────────
+STRING = struct.Struct("<126sH")
+STRING_BYTES = 128
+STRING_MAX = 126
+STRING_OTHER = 0xFFFFFFFF
+"""The id of what found the table full; read as `_OTHER`."""
+
+# ── step ring ────────────────────────────────────────────────────────────────────────────────────────────────────
+RECORD_HEAD = struct.Struct("<QHBx")
+RECORD_TAIL = struct.Struct("<Q")
+RECORD_OVERHEAD = RECORD_HEAD.size + RECORD_TAIL.size
+RECORD_MAX = 0xFFFF
+PAD_CODE = 0
+
+
+def record(cells: int) -> struct.Struct:
+    """A record of so many cells: counter, length, code, body (zero-padded), counter."""
+    return struct.Struct(f"<QHBx{max(cells * CELL_BYTES - RECORD_OVERHEAD, 0)}sQ")
+
+
+
+
+class Sizes(NamedTuple):
+    """How big the rings of one process are: cells (64 B), live slots (80 B), strings (128 B), step cells (64 B)."""
+
+    cells: int = 8192
+    live_slots: int = 4096
+    strings: int = 1024
+    step_cells: int = 16384
+
+    def shrunk(self, halvings: int) -> Sizes:
+        """The same proportions, 2^halvings times smaller."""
+        return Sizes(*(size >> halvings for size in self))
+
+    @property
+    def requests_bytes(self) -> int:
+        return PAGE + self.cells * CELL_BYTES + self.live_slots * LIVE_BYTES + self.strings * STRING_BYTES
+
+    @property
+    def steps_bytes(self) -> int:
+        return PAGE + self.step_cells * CELL_BYTES
+
+
+class RequestsMap(NamedTuple):
+    """Byte offsets inside a `.requests` file."""
+
+    ring: int
+    live: int
+    strings: int
+    end: int
+
+
+def requests_map(cells: int, live_slots: int, strings: int) -> RequestsMap:
+    """The offsets that follow from the sizes in the header."""
+    live = PAGE + cells * CELL_BYTES
+    table = live + live_slots * LIVE_BYTES
+    return RequestsMap(PAGE, live, table, table + strings * STRING_BYTES)
+
+
+def boot_id() -> str:
+    """This boot of this kernel; rings of another boot are garbage. Empty where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+# Last states in the live table.
+STATE_ARRIVED, STATE_SUBMITTED, STATE_SCHEDULED, STATE_RESPONDING = range(4)

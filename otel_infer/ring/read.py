@@ -1,0 +1,289 @@
+"""The reading side of the rings: what was complete at the previous wake, checked at both ends, in order of time.
+
+A reader never waits for a writer and never trusts a byte twice: it copies, then looks again whether what it copied is
+still there. What was overwritten or torn is counted and said as a fact (`FactsLost`, `StepsLost`), never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otel_infer import facts
+from otel_infer.ring import layout
+
+Words = NDArray[np.uint64]
+
+HOLE_WAKES = 8
+"""Wakes for which a reserved but unwritten cell is waited for before it counts as torn."""
+PENDING_CELLS = 4096
+"""Cells after which the missing part of a fact of several cells counts as torn."""
+
+
+class NotARing(Exception):
+    """The memory does not hold a ring of this layout version; the message says why."""
+
+
+class Header:
+    """The header page of a ring file."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        if len(memory) < layout.PAGE:
+            raise NotARing("shorter than a header")
+        self.words: Words = np.frombuffer(memory, np.uint64, layout.HEADER_WORDS)
+        if int(self.words[layout.W_MAGIC]) != layout.MAGIC:
+            raise NotARing("not written yet, or not a ring")
+        version = int(self.words[layout.W_VERSION])
+        if version != layout.VERSION:
+            raise NotARing(f"layout version {version}, this reader knows {layout.VERSION}: use one otel-infer version")
+        (length,) = layout.TEXT_LENGTH.unpack_from(memory, layout.TEXT_OFFSET)
+        begin = layout.TEXT_OFFSET + layout.TEXT_LENGTH.size
+        try:
+            self.text: dict[str, Any] = json.loads(memory[begin : begin + min(length, layout.TEXT_MAX)])
+        except ValueError as broken:
+            raise NotARing("header text is broken") from broken
+        self.pid = int(self.words[layout.W_PID])
+        self.cells = int(self.words[layout.W_CELLS])
+
+
+class RequestReader:
+    """Reads the request ring, live table and string table of one process."""
+
+    def __init__(self, memory: mmap.mmap, ring: int) -> None:
+        self.header = Header(memory)
+        self.ring = ring
+        self._memory = memory
+        cells = self.header.cells
+        slots, strings = int(self.header.words[layout.W_LIVE_SLOTS]), int(self.header.words[layout.W_STRINGS])
+        self._offsets = layout.requests_map(cells, slots, strings)
+        if cells < 1 or self._offsets.end > len(memory):
+            raise NotARing("sizes in the header exceed the file")
+        words = np.frombuffer(memory, np.uint64, cells * 8, layout.PAGE)
+        self._cells: Words = words.reshape(cells, 8)
+        self._slots = slots
+        self._strings: dict[int, str] = {0: ""}
+        self._next = 0
+        self._complete = 0
+        self._hole_wakes = 0
+        self._pending: dict[int, tuple[int, dict[int, bytes]]] = {}
+        self._lost_by_writer = 0
+        self.lost = 0
+        self.torn = 0
+
+    def poll(self, now: int, final: bool = False) -> Iterator[facts.RingFact]:
+        """What is new and was complete at the previous poll; `final`: everything that is complete now."""
+        newest = int(self._cells[:, 0].max())
+        upto, self._complete = (newest if final else min(self._complete, newest)), newest
+        lost, torn = self.lost, self.torn
+        # A quarter of the ring is left to the writer, who may be overtaking us while we copy.
+        oldest = newest - self.header.cells + self.header.cells // 4
+        if oldest > self._next:
+            self.lost += oldest - self._next
+            self._next = oldest
+        found = list(self._take(upto, final))
+        by_writer = int(self.header.words[layout.W_LOST])
+        self.lost += by_writer - self._lost_by_writer
+        self._lost_by_writer = by_writer
+        if (self.lost, self.torn) != (lost, torn):
+            said = facts.FactsLost(now, self.lost - lost, self.torn - torn)
+            yield facts.RingFact(self.ring, 0, said)
+        yield from found
+
+    def live(self) -> Iterator[tuple[int, facts.LiveRecovered]]:
+        """(handle, arrival) of every request in flight."""
+        base, size = self._offsets.live, layout.LIVE_BYTES
+        table = self._memory[base : base + self._slots * size]
+        for slot in range(self._slots):
+            fields = layout.LIVE.unpack_from(table, slot * size)
+            handle, flags, _, at, wall_at, trace, span, parent, _, _, again = fields
+            if handle and handle == again:
+                yield handle, facts.LiveRecovered(at, wall_at, trace, span, parent, flags)
+
+    def text_of(self, index: int) -> str:
+        """The string with this id, or `_OTHER` where the table does not hold it."""
+        known = self._strings.get(index)
+        if known is None:
+            offset = self._offsets.strings + (index - 1) * layout.STRING_BYTES
+            if index < 1 or offset + layout.STRING_BYTES > self._offsets.end:
+                return facts.OTHER
+            text, length = layout.STRING.unpack_from(self._memory, offset)
+            if length == 0:
+                return facts.OTHER
+            known = self._strings[index] = text[:length].decode("utf-8", "replace")
+        return known
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        del self._cells, self.header.words
+        self._memory = mmap.mmap(-1, 1)
+
+    def _take(self, upto: int, final: bool) -> Iterator[facts.RingFact]:
+        count = upto - self._next
+        if count <= 0:
+            return
+        counters = np.arange(self._next + 1, upto + 1, dtype=np.uint64)
+        index = (counters - np.uint64(1)) % np.uint64(self.header.cells)
+        copy = self._cells[index]
+        whole = (copy[:, 0] == counters) & (copy[:, 7] == counters) & (self._cells[index, 0] == counters)
+        for i in range(count):
+            if not whole[i]:
+                if int(copy[i, 0]) > int(counters[i]):
+                    self.lost += 1
+                elif self._hole_wakes < HOLE_WAKES and not final:
+                    self._hole_wakes += 1
+                    return
+                else:
+                    self.torn += 1
+                self._hole_wakes = 0
+                self._next += 1
+                continue
+            self._next += 1
+            self._hole_wakes = 0
+            fact = self._decode(copy[i].tobytes())
+            if fact is not None:
+                yield fact
+        self._expire_pending()
+
+    def _decode(self, cell: bytes) -> facts.RingFact | None:
+        counter, code, part, parts, handle, body, _ = layout.CELL.unpack(cell)
+        if parts > 1:
+            whole = self._join(counter, part, parts, body)
+            if whole is None:
+                return None
+            body = whole
+        try:
+            return facts.RingFact(self.ring, handle, facts.unpack_request(code, body, self.text_of))
+        except (ValueError, TypeError, struct.error):
+            self.torn += 1
+            return None
+
+    def _join(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
+        first, piece = layout.PART.unpack(body)
+        seen = self._pending.setdefault(first, (counter, {}))[1]
+        seen[part] = piece
+        if len(seen) < parts:
+            return None
+        del self._pending[first]
+        return b"".join(seen[i] for i in sorted(seen))
+
+    def _expire_pending(self) -> None:
+        stale = [first for first, (counter, _) in self._pending.items() if counter + PENDING_CELLS < self._next]
+        for first in stale:
+            del self._pending[first]
+            self.torn += 1
+
+
+class StepReader:
+    """Reads the step ring of one engine thread."""
+
+    def __init__(self, memory: mmap.mmap, ring: int) -> None:
+        self.header = Header(memory)
+        self.ring = ring
+        self._memory = memory
+        if layout.PAGE + self.header.cells * layout.CELL_BYTES > len(memory):
+            raise NotARing("sizes in the header exceed the file")
+        words = np.frombuffer(memory, np.uint64, self.header.cells * 8, layout.PAGE)
+        self._heads: Words = words.reshape(self.header.cells, 8)[:, 0]
+        self._next = 0
+        self._complete = 0
+        self.lost = 0
+        self.ask_for_keyframe()
+
+    @property
+    def engine(self) -> str:
+        """The engine's name, as the writer said it."""
+        return str(self.header.text.get("engine", ""))
+
+    def ask_for_keyframe(self) -> None:
+        """Has the writer state the whole batch at its next step."""
+        self.header.words[layout.W_KEYFRAME_ASKED] += np.uint64(1)
+
+    def poll(self, now: int, final: bool = False) -> Iterator[facts.RingFact]:
+        """What is new and was complete at the previous poll; `final`: everything that is complete now."""
+        if final:
+            self._complete = self._scan(self._complete)
+        while self._next < self._complete:
+            record = self._record(self._next)
+            if record is None:
+                yield self._resynced(now)
+                break
+            cells, code, body = record
+            self._next += cells
+            if code != layout.PAD_CODE:
+                try:
+                    yield facts.RingFact(self.ring, 0, facts.unpack_step(code, body))
+                except (ValueError, struct.error):
+                    yield self._resynced(now)
+                    break
+        if self._overrun():
+            yield self._resynced(now)
+        self._complete = self._scan(max(self._complete, self._next))
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        del self._heads, self.header.words
+        self._memory = mmap.mmap(-1, 1)
+
+    def _overrun(self) -> bool:
+        """Whether the writer has lapped us: a younger record is complete while ours is not."""
+        if self._shape(self._next) is not None:
+            return False
+        return self._newest() > self._next
+
+    def _starts(self) -> list[int]:
+        """Counters at which a record may begin, oldest first; bodies can look like heads, so check each."""
+        heads = self._heads.astype(np.int64)
+        cells = self.header.cells
+        own = np.flatnonzero((heads > 0) & ((heads - 1) % cells == np.arange(cells)))
+        return list(np.sort(heads[own] - 1).tolist())
+
+    def _newest(self) -> int:
+        return next((c for c in reversed(self._starts()) if self._shape(c) is not None), -1)
+
+    def _scan(self, counter: int) -> int:
+        """The counter up to which records are complete now."""
+        while True:
+            record = self._shape(counter)
+            if record is None:
+                return counter
+            counter += record[0]
+
+    def _shape(self, counter: int) -> tuple[int, int, int, int] | None:
+        """(cells, code, begin, length) of the record at this counter, or None unless both ends are there."""
+        position = counter % self.header.cells
+        begin = layout.PAGE + (position << 6)
+        head, length, code = layout.RECORD_HEAD.unpack_from(self._memory, begin)
+        if head != counter + 1 or length < layout.RECORD_OVERHEAD:
+            return None
+        cells = self.header.cells - position if code == layout.PAD_CODE else (length + 63) >> 6
+        if position + cells > self.header.cells:
+            return None
+        (tail,) = layout.RECORD_TAIL.unpack_from(self._memory, begin + (cells << 6) - 8)
+        return (cells, code, begin, length) if tail == counter + 1 else None
+
+    def _record(self, counter: int) -> tuple[int, int, bytes] | None:
+        shape = self._shape(counter)
+        if shape is None:
+            return None
+        cells, code, begin, length = shape
+        body = self._memory[begin + layout.RECORD_HEAD.size : begin + length - layout.RECORD_TAIL.size]
+        return (cells, code, body) if self._shape(counter) == shape else None
+
+    def _resynced(self, now: int) -> facts.RingFact:
+        """Goes on at the oldest record that is safe from being overwritten, and says what was skipped."""
+        cells = self.header.cells
+        starts = [counter for counter in self._starts() if self._shape(counter) is not None]
+        newest = starts[-1] if starts else self._next
+        safe = max(newest - cells + cells // 4, self._next + 1)
+        resumed = next((counter for counter in starts if counter >= safe), max(newest, self._next + 1))
+        lost = resumed - self._next
+        self.lost += lost
+        self._next = self._complete = resumed
+        self.ask_for_keyframe()
+        return facts.RingFact(self.ring, 0, facts.StepsLost(now, lost))

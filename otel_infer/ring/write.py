@@ -1,0 +1,281 @@
+"""The writing side of the rings: stating a fact makes no system call, takes no lock, and never grows.
+
+Cells and slots are reserved with `next(itertools.count())` and `deque.popleft()`: single C calls, so they are atomic
+under the GIL and safe when a garbage-collection hook re-enters the writer in the middle of a fact. Memory is allocated
+with `posix_fallocate` before it is mapped, because a store into a full tmpfs is an uncatchable SIGBUS.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from otel_infer import clock, facts
+from otel_infer.ring import layout
+from otel_infer.ring.layout import Sizes
+
+MAX_TOTAL_BYTES = 16 << 20
+MAX_SHARE_OF_FREE = 4
+SMALLEST = 4
+
+
+class RingRefused(Exception):
+    """No shared memory to be had; the message says where, why, and what to change."""
+
+
+class Arena(Protocol):
+    """Where rings are made: files on tmpfs, or memory of this process."""
+
+    def allocate(self, name: str, size: int) -> mmap.mmap:
+        """Zeroed, writable, prefaulted memory of exactly `size` bytes; raises `RingRefused`."""
+        ...
+
+    def fits(self, size: int) -> bool:
+        """Whether so many more bytes stay inside what we allow ourselves."""
+        ...
+
+    def close(self) -> None:
+        """No more writing: the reader may take this process for gone."""
+        ...
+
+
+class FileArena:
+    """Ring files in one 0700 directory, each locked by its writer for as long as the writer lives."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._descriptors: list[int] = []
+
+    def fits(self, size: int) -> bool:
+        """At most 16 MiB in all, and at most a quarter of what the file system has free."""
+        try:
+            used = sum(entry.stat().st_size for entry in os.scandir(self.directory))
+            free = os.statvfs(self.directory)
+        except OSError as refusal:
+            raise RingRefused(f"{self.directory}: {refusal.strerror}") from None
+        available = free.f_bavail * free.f_frsize
+        return used + size <= MAX_TOTAL_BYTES and size <= available // MAX_SHARE_OF_FREE
+
+    def allocate(self, name: str, size: int) -> mmap.mmap:
+        path = self.directory / name
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as refusal:
+            raise RingRefused(f"{path}: {refusal.strerror}") from None
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            # The lock dies with the writer, whatever kills it; the descriptor must stay the only one of this file.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except OSError as refusal:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise RingRefused(f"{path}: {refusal.strerror}") from None
+        self._descriptors.append(descriptor)
+        return memory
+
+    def close(self) -> None:
+        """Releases the locks: from here on the reader takes this writer for dead."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+class MemoryArena:
+    """Rings in this process's own memory, for the in-process mode; the reader is handed the buffers."""
+
+    def __init__(self) -> None:
+        self.buffers: list[tuple[str, mmap.mmap]] = []
+
+    def fits(self, size: int) -> bool:
+        return sum(len(memory) for _, memory in self.buffers) + size <= MAX_TOTAL_BYTES
+
+    def allocate(self, name: str, size: int) -> mmap.mmap:
+        memory = mmap.mmap(-1, size)
+        self.buffers.append((name, memory))
+        return memory
+
+    def close(self) -> None:
+        """Nothing to release: the reader lives in the same process."""
+
+
+def fitting(arena: Arena, size_of: Callable[[Sizes], int]) -> Sizes:
+    """The largest sizes that fit; raises `RingRefused` when even the smallest do not."""
+    for halvings in range(SMALLEST):
+        sizes = Sizes().shrunk(halvings)
+        if arena.fits(size_of(sizes)):
+            return sizes
+    need = size_of(Sizes().shrunk(SMALLEST - 1)) * MAX_SHARE_OF_FREE >> 10
+    raise RingRefused(f"less than {need} KiB of shared memory is free (Docker: --shm-size, pod: emptyDir Memory)")
+
+
+def write_header(memory: mmap.mmap, sizes: Sizes, text: dict[str, Any]) -> memoryview:
+    """Fills the header page and returns it as u64 words; the magic goes last, since it says that the rest is there."""
+    words = memoryview(memory)[: layout.HEADER_WORDS * 8].cast("Q")
+    started_at, wall = clock.wall_pair()
+    encoded = json.dumps(text).encode()[: layout.TEXT_MAX]
+    layout.TEXT_LENGTH.pack_into(memory, layout.TEXT_OFFSET, len(encoded))
+    begin = layout.TEXT_OFFSET + layout.TEXT_LENGTH.size
+    memory[begin : begin + len(encoded)] = encoded
+    words[layout.W_VERSION] = layout.VERSION
+    words[layout.W_PID] = os.getpid()
+    words[layout.W_STARTED_AT] = started_at
+    words[layout.W_STARTED_WALL] = wall
+    words[layout.W_CELLS] = sizes.cells
+    words[layout.W_LIVE_SLOTS] = sizes.live_slots
+    words[layout.W_STRINGS] = sizes.strings
+    words[layout.W_MAGIC] = layout.MAGIC
+    return words
+
+
+class RequestWriter:
+    """Request ring, live table and string table of one process; any thread may state a fact."""
+
+    def __init__(self, arena: Arena, name: str, role: str, sizes: Sizes | None = None) -> None:
+        sizes = sizes or fitting(arena, lambda s: s.requests_bytes)
+        self.memory = arena.allocate(name + layout.SUFFIX_REQUESTS, sizes.requests_bytes)
+        self.words = write_header(self.memory, sizes, {"role": role, "boot_id": layout.boot_id()})
+        offsets = layout.requests_map(sizes.cells, sizes.live_slots, sizes.strings)
+        self._cells, self._live, self._text = sizes.cells, offsets.live, offsets.strings
+        self._strings_max = sizes.strings
+        self._next_cell = itertools.count().__next__
+        self._next_string = itertools.count().__next__
+        self._strings: dict[str, int] = {"": facts.NONE}
+        self._free = deque(range(sizes.live_slots))
+        self._generations = [1] * sizes.live_slots
+
+    # ── requests in flight ───────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, arrived: facts.RequestArrived) -> int:
+        """Gives the request a slot of the live table, states its arrival, and returns its handle (0 = table full)."""
+        try:
+            slot = self._free.popleft()
+        except IndexError:
+            self.words[layout.W_LOST] += 1
+            return 0
+        handle = slot | self._generations[slot] << layout.SLOT_BITS
+        layout.LIVE.pack_into(
+            self.memory,
+            self._live + slot * layout.LIVE_BYTES,
+            handle,
+            arrived.flags,
+            0,
+            arrived.at,
+            arrived.wall_at,
+            arrived.trace_id,
+            arrived.span_id,
+            arrived.parent_span_id,
+            arrived.server_span_id,
+            arrived.at,
+            handle,
+        )
+        self.state(handle, arrived)
+        return handle
+
+    def reached(self, handle: int, state: int, at: int) -> None:
+        """Notes the last state of a request in flight, so that it is known when the server dies."""
+        offset = self._live + (handle & layout.SLOT_MASK) * layout.LIVE_BYTES
+        layout.LIVE_STATE.pack_into(self.memory, offset + layout.LIVE_STATE_OFFSET, state)
+        layout.LIVE_STATE_AT.pack_into(self.memory, offset + layout.LIVE_STATE_AT_OFFSET, at)
+
+    def close(self, handle: int, ended: facts.RequestEnded) -> None:
+        """States the end and gives the slot back; the oldest free slot is used next, so generations last long."""
+        self.state(handle, ended)
+        slot = handle & layout.SLOT_MASK
+        if handle == 0 or handle >> layout.SLOT_BITS != self._generations[slot]:
+            return
+        offset = self._live + slot * layout.LIVE_BYTES
+        self.memory[offset : offset + layout.LIVE_BYTES] = bytes(layout.LIVE_BYTES)
+        self._generations[slot] = (self._generations[slot] + 1) % layout.GENERATIONS or 1
+        self._free.append(slot)
+
+    # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self, handle: int, fact: Any) -> None:
+        """States one request fact. Raises only for what is not a fact."""
+        known = facts.BY_FACT.get(type(fact))
+        if known is None:
+            self._write(facts.TEXT_CODES[type(fact)], handle, facts.pack_text(fact))
+            return
+        if known.strings:
+            fields = list(fact)
+            for i in known.strings:
+                fields[i] = self._strings.get(fields[i]) or self._intern(fields[i])
+            self._write(known.code, handle, known.packed.pack(*fields))
+        else:
+            self._write(known.code, handle, known.packed.pack(*fact))
+
+    def _write(self, code: int, handle: int, body: bytes) -> None:
+        if len(body) <= layout.BODY_BYTES:
+            cell = self._next_cell()
+            offset = layout.PAGE + cell % self._cells * layout.CELL_BYTES
+            layout.CELL.pack_into(self.memory, offset, cell + 1, code, 0, 1, handle, body, cell + 1)
+            return
+        size = layout.PART_BYTES
+        chunks = [body[i : i + size] for i in range(0, len(body), size)][: layout.MAX_PARTS]
+        first = 0
+        for part, chunk in enumerate(chunks):
+            cell = self._next_cell()
+            first = first or cell + 1
+            piece = layout.PART.pack(first & 0xFFFFFFFF, chunk)
+            offset = layout.PAGE + cell % self._cells * layout.CELL_BYTES
+            layout.CELL.pack_into(self.memory, offset, cell + 1, code, part, len(chunks), handle, piece, cell + 1)
+
+    def _intern(self, text: str) -> int:
+        if text == "":
+            return facts.NONE
+        index = self._next_string()
+        if index >= self._strings_max:
+            self.words[layout.W_LOST] += 1
+            return layout.STRING_OTHER
+        encoded = text.encode("utf-8", "replace")[: layout.STRING_MAX]
+        layout.STRING.pack_into(self.memory, self._text + index * layout.STRING_BYTES, encoded, len(encoded))
+        self._strings[text] = index + 1
+        return index + 1
+
+
+class StepWriter:
+    """The step ring of one engine thread: one writer, records of any length."""
+
+    def __init__(self, arena: Arena, name: str, engine: str, sizes: Sizes | None = None) -> None:
+        sizes = sizes or fitting(arena, lambda s: s.steps_bytes)
+        self.memory = arena.allocate(name + layout.SUFFIX_STEPS, sizes.steps_bytes)
+        self.words = write_header(self.memory, sizes._replace(cells=sizes.step_cells), {"engine": engine})
+        self.cells = sizes.step_cells
+        self.cell = 0
+        self._longest = min(layout.RECORD_MAX, self.cells // 4 * layout.CELL_BYTES)
+
+    def write(self, code: int, body: bytes) -> None:
+        """States one step fact; a body that no ring of this size can hold is counted as lost."""
+        length = len(body) + layout.RECORD_OVERHEAD
+        cells = (length + 63) >> 6
+        if length > self._longest:
+            self.words[layout.W_LOST] += 1
+            return
+        counter = self.cell
+        position = counter % self.cells
+        if position + cells > self.cells:
+            self._pad(position)
+            counter, position = self.cell, 0
+        record = _RECORDS[cells] if cells < len(_RECORDS) else layout.record(cells)
+        self.cell = counter + cells
+        counter += 1
+        # One call: it zeroes the record first and stores the counter at its end last.
+        record.pack_into(self.memory, layout.PAGE + (position << 6), counter, length, code, body, counter)
+
+    def _pad(self, position: int) -> None:
+        counter, cells = self.cell + 1, self.cells - position
+        begin = layout.PAGE + (position << 6)
+        layout.RECORD_HEAD.pack_into(self.memory, begin, counter, layout.RECORD_OVERHEAD, layout.PAD_CODE)
+        layout.RECORD_TAIL.pack_into(self.memory, begin + (cells << 6) - layout.RECORD_TAIL.size, counter)
+        self.cell += cells
+
+
+_RECORDS = tuple(layout.record(cells) for cells in range(64))

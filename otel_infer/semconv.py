@@ -1,0 +1,275 @@
+"""Every span, attribute and metric name on the wire, once, with unit, buckets and meaning.
+
+Names of the OpenTelemetry conventions are used as they are (semantic-conventions v1.44 for `http.*`, `error.*`, `hw.*`,
+`server.*`; semantic-conventions-genai for `gen_ai.*`, all of it in development). What no convention has is ours, under
+`infer.*`. Dashboards, alerts, docs and tests take names from here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SCOPE = "otel_infer"
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+
+# ── span names ───────────────────────────────────────────────────────────────────────────────────────────────────
+SPAN_INGRESS = "ingress"
+SPAN_TOKENIZE = "tokenize"
+SPAN_QUEUE = "queue"
+SPAN_H2D = "h2d"
+SPAN_PREFILL = "prefill"
+SPAN_PREFILL_STEP = "prefill step"
+SPAN_DECODE = "decode"
+SPAN_DECODE_STEP = "decode step"
+SPAN_D2H = "d2h"
+SPAN_FORWARD = "forward"
+SPAN_POSTPROCESS = "postprocess"
+STAGES = (
+    SPAN_INGRESS,
+    SPAN_TOKENIZE,
+    SPAN_QUEUE,
+    SPAN_H2D,
+    SPAN_PREFILL,
+    SPAN_DECODE,
+    SPAN_FORWARD,
+    SPAN_D2H,
+    SPAN_POSTPROCESS,
+)
+"""The built-in stages of a request, in the order in which they happen."""
+
+# ── conventions ──────────────────────────────────────────────────────────────────────────────────────────────────
+OPERATION_NAME = "gen_ai.operation.name"
+PROVIDER_NAME = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+RESPONSE_ID = "gen_ai.response.id"
+RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
+REQUEST_STREAM = "gen_ai.request.stream"
+USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+ERROR_TYPE = "error.type"
+HTTP_REQUEST_METHOD = "http.request.method"
+HTTP_ROUTE = "http.route"
+HTTP_RESPONSE_STATUS_CODE = "http.response.status_code"
+URL_SCHEME = "url.scheme"
+SERVICE_NAME = "service.name"
+SERVICE_INSTANCE_ID = "service.instance.id"
+PROCESS_PID = "process.pid"
+
+OPERATION_CHAT = "chat"
+OPERATION_TEXT_COMPLETION = "text_completion"
+OPERATION_GENERATE = "generate_content"
+OPERATION_EMBEDDINGS = "embeddings"
+OPERATION_INFERENCE = "inference"
+OTHER = "_OTHER"
+UNKNOWN_SERVICE = "unknown_service:python"
+
+ERROR_CLIENT_DISCONNECT = "client_disconnect"
+ERROR_TIMEOUT = "timeout"
+ERROR_PROCESS_DIED = "process_died"
+ERROR_CANCELLED = "cancelled"
+
+# Compatibility: names that vLLM and SGLang put on their request span, with vLLM's meaning. Off by default.
+LATENCY_QUEUE = "gen_ai.latency.time_in_queue"
+LATENCY_TTFT = "gen_ai.latency.time_to_first_token"
+LATENCY_E2E = "gen_ai.latency.e2e"
+LATENCY_PREFILL = "gen_ai.latency.time_in_model_prefill"
+LATENCY_DECODE = "gen_ai.latency.time_in_model_decode"
+
+# ── ours: attributes ─────────────────────────────────────────────────────────────────────────────────────────────
+STAGE = "infer.stage"
+CLOCK = "infer.clock"
+KEEP_REASON = "infer.keep.reason"
+REQUEST_ID = "infer.request.id"
+REQUEST_STATE = "infer.request.state"
+DIED_IN = "infer.died_in"
+UNSAMPLED = "infer.unsampled"
+TELEMETRY_LOST = "infer.telemetry.lost"
+TTFT = "infer.time_to_first_token"
+SEQUENCES = "infer.sequences"
+PREEMPTIONS = "infer.preemptions"
+QUEUE_HIDDEN = "infer.queue.hidden"
+QUEUE_SCHEDULER = "infer.queue.scheduler"
+SEND_WAIT = "infer.send.wait"
+DETOKENIZE = "infer.detokenize"
+RESPONSE_STARTED = "infer.response.started"
+CHUNKS = "infer.response.chunks"
+ITEMS = "infer.items"
+STEP_ID = "infer.step.id"
+STEP_KIND = "infer.step.kind"
+STEP_TOKENS = "infer.step.tokens"
+BATCH_SIZE = "infer.batch.size"
+OTHERS_PREFILL_TOKENS = "infer.others.prefill.tokens"
+STEPS_COUNT = "infer.steps.count"
+STEPS_SUM = "infer.steps.duration.sum"
+STEPS_P50 = "infer.steps.duration.p50"
+STEPS_P95 = "infer.steps.duration.p95"
+STEPS_MAX = "infer.steps.duration.max"
+STEPS_SLOWEST = "infer.steps.slowest.id"
+STEPS_DISCARDED = "infer.steps.discarded"
+STEPS_LEFT_OUT = "infer.steps.left_out"
+ITL_MAX = "infer.inter_token_latency.max"
+BATCH_SIZE_MAX = "infer.batch.size.max"
+KV_UTILIZATION_START = "infer.kv_cache.utilization.start"
+KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
+ENGINE = "infer.engine"
+PROCESS_ROLE = "infer.process.role"
+INTEGRATION = "infer.integration"
+HOOK_STATE = "infer.hook.state"
+LOSS_REASON = "infer.loss.reason"
+CPU_MODE = "cpu.mode"
+
+# ── metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# A superset of the recommended bounds that resolves 1 ms between tokens and 60 s to the first one.
+DURATION_BOUNDS = (
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68,
+)  # fmt: skip
+TTFT_BOUNDS = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.35, 0.5, 0.75, 1.0,
+    1.5, 2.5, 3.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+TPOT_BOUNDS = (
+    0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2,
+    0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
+)  # fmt: skip
+STAGE_BOUNDS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75,
+    1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+BATCH_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+
+HISTOGRAM, COUNTER, UP_DOWN, GAUGE = "histogram", "counter", "updowncounter", "gauge"
+
+
+class Metric(NamedTuple):
+    """One metric on the wire. `bounds` only for histograms; `attributes` are all that it may carry."""
+
+    name: str
+    instrument: str
+    unit: str
+    description: str
+    attributes: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+
+_REQUEST = (OPERATION_NAME, PROVIDER_NAME, REQUEST_MODEL)
+_ENGINE = (ENGINE, PROCESS_PID)
+
+REQUEST_DURATION = Metric(
+    "gen_ai.server.request.duration",
+    HISTOGRAM,
+    "s",
+    "Arrival to last byte, every request; failed and aborted ones carry error.type.",
+    (*_REQUEST, ERROR_TYPE),
+    DURATION_BOUNDS,
+)
+TIME_TO_FIRST_TOKEN = Metric(
+    "gen_ai.server.time_to_first_token",
+    HISTOGRAM,
+    "s",
+    "Arrival to first token, as near the reader as the server sees; successful requests only.",
+    _REQUEST,
+    TTFT_BOUNDS,
+)
+TIME_PER_OUTPUT_TOKEN = Metric(
+    "gen_ai.server.time_per_output_token",
+    HISTOGRAM,
+    "s",
+    "(last token - first token) / (tokens - 1), one value per successful request.",
+    _REQUEST,
+    TPOT_BOUNDS,
+)
+INTER_TOKEN_LATENCY = Metric(
+    "infer.inter_token_latency",
+    HISTOGRAM,
+    "s",
+    "Time between two steps that delivered tokens to one request, one value per gap.",
+    _REQUEST,
+    TPOT_BOUNDS,
+)
+STAGE_DURATION = Metric(
+    "infer.stage.duration",
+    HISTOGRAM,
+    "s",
+    "Time of a request in one stage.",
+    (STAGE, CLOCK, *_REQUEST),
+    STAGE_BOUNDS,
+)
+REQUEST_ABANDONED = Metric(
+    "infer.request.abandoned",
+    HISTOGRAM,
+    "s",
+    "How long an aborted request had waited, by the stage it was in.",
+    (STAGE, ERROR_TYPE, *_REQUEST),
+    STAGE_BOUNDS,
+)
+REQUEST_KEPT = Metric(
+    "infer.request.kept",
+    COUNTER,
+    "{request}",
+    "Requests whose decode steps were kept, by reason; `none`: exported without them, `unsampled`: not exported.",
+    (KEEP_REASON,),
+)
+REQUEST_ACTIVE = Metric(
+    "infer.request.active",
+    UP_DOWN,
+    "{request}",
+    "Requests in flight: queued or running.",
+    (REQUEST_STATE,),
+)
+REQUEST_PREEMPTIONS = Metric(
+    "infer.request.preemptions",
+    COUNTER,
+    "{preemption}",
+    "How often a running sequence was put back to free KV blocks.",
+    _REQUEST,
+)
+STEP_DURATION = Metric(
+    "infer.step.duration",
+    HISTOGRAM,
+    "s",
+    "One engine step, scheduled to tokens known.",
+    (STEP_KIND, CLOCK, *_ENGINE),
+    STAGE_BOUNDS,
+)
+STEP_BATCH_SIZE = Metric(
+    "infer.step.batch.size",
+    HISTOGRAM,
+    "{sequence}",
+    "Sequences in one engine step.",
+    (STEP_KIND, *_ENGINE),
+    BATCH_BOUNDS,
+)
+STEP_TOKENS_TOTAL = Metric(
+    "infer.step.tokens",
+    COUNTER,
+    "{token}",
+    "Tokens scheduled in engine steps: of prompts (prefill) and one per running sequence (decode).",
+    (STEP_KIND, *_ENGINE),
+)
+KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
+KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)
+KV_UTILIZATION = Metric("infer.kv_cache.utilization", GAUGE, "1", "KV-cache usage / limit, 0 to 1.", _ENGINE)
+SELF_HOOKS = Metric(
+    "infer.self.hooks",
+    UP_DOWN,
+    "{hook}",
+    "Hooks of each integration that are bound (active) or not (missing).",
+    (INTEGRATION, HOOK_STATE),
+)
+SELF_LOST = Metric(
+    "infer.self.lost",
+    COUNTER,
+    "{item}",
+    "Telemetry that did not arrive, by reason: facts overwritten or torn, step spans over budget, spans refused.",
+    (LOSS_REASON,),
+)
+SELF_ERRORS = Metric("infer.self.errors", COUNTER, "{error}", "Probes of ours that raised and were disabled.")
+SELF_SPANS = Metric("infer.self.spans", COUNTER, "{span}", "Spans that the destination accepted.")
+SELF_BYTES = Metric("infer.self.export.size", COUNTER, "By", "Bytes of spans handed to the exporter, uncompressed.")
+SELF_CPU = Metric("infer.self.cpu.time", COUNTER, "s", "CPU time of the sidecar.", (CPU_MODE,))
+SELF_MEMORY = Metric("infer.self.memory.usage", UP_DOWN, "By", "Resident memory of the sidecar.")
+
+METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+"""All of them, in the order in which docs show them."""

@@ -1,0 +1,1 @@
+"""Where records go: OTLP spans, a provider's spans, metrics, the console."""

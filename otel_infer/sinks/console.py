@@ -1,0 +1,56 @@
+"""One line for each finished request, for `otel-infer run --show`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from otel_infer import facts, keeper, semconv
+from otel_infer.records import RequestRecord
+from otel_infer.sinks import tree
+
+
+def milliseconds(ns: float) -> str:
+    """`0.4 ms`, `12 ms`, `3.2 s`: as many digits as say something."""
+    value = ns / 1e6
+    if value >= 10_000:
+        return f"{value / 1000:.1f} s"
+    return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
+
+
+def line(record: RequestRecord) -> str:
+    """What a person wants to know of one request at a glance."""
+    outcome = {facts.OK: "ok", facts.ERROR: "error", facts.ABORTED: "aborted"}[record.outcome]
+    if record.error_type:
+        outcome += f" ({record.error_type} in {record.died_in})"
+    stages = " · ".join(
+        f"{stage.name} {milliseconds(stage.ended_at - stage.started_at)}"
+        for stage in record.stages
+        if stage.name in semconv.STAGES or stage.ended_at - stage.started_at > 0
+    )
+    parts = [record.trace_id.hex()[:8], tree.request_name(record), outcome, milliseconds(record.duration_ns)]
+    if record.first_token_at:
+        parts.append(f"first token {milliseconds(record.ttft_ns)}")
+    if record.output_tokens:
+        parts.append(f"{record.input_tokens} → {record.output_tokens} tokens")
+    return f"{'  '.join(parts)}  [{stages}]"
+
+
+class ConsoleSink:
+    """Prints a line for every request, exported or not."""
+
+    exported_only = False
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out or sys.stderr
+
+    def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
+        """Prints one request; a closed terminal is no reason to stop."""
+        try:
+            self._out.write(line(record) + "\n")
+            self._out.flush()
+        except (OSError, ValueError):
+            pass
+
+    def flush(self, now: int) -> None:
+        """Nothing waits here."""

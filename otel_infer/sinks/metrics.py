@@ -1,0 +1,294 @@
+"""Records → counts → the SDK's `MetricsData`, which the SDK's own OTLP exporter sends.
+
+There are no instruments: every value is counted here, whether its request is exported or not, and becomes a
+data point when somebody collects. Exemplars name exported requests only. One thread calls all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from opentelemetry.sdk.metrics import export
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from otel_infer import facts, semconv
+from otel_infer.facts import Value
+from otel_infer.records import RequestRecord, StepRecord
+from otel_infer.sinks.histograms import (
+    MAX_SERIES,
+    OVERFLOW_KEY,
+    Histograms,
+    Key,
+    Label,
+    Source,
+    attributes_of,
+)
+from otel_infer.version import VERSION
+
+MAX_MODELS = 50
+MAX_NAMES = 64
+
+CLOCK_HOST = "host"
+STAGE_DETOKENIZE = "detokenize"
+TOKENS_PREFILL, TOKENS_DECODE = "prefill", "decode"
+
+_DELTA, _CUMULATIVE = export.AggregationTemporality.DELTA, export.AggregationTemporality.CUMULATIVE
+
+
+class FirstCome:
+    """Lets the first so many different names through; those that come later are `_OTHER`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def admit(self, name: str) -> str | None:
+        """The name, as it may be said; None for no name."""
+        if name in self._known:
+            return name
+        if not name:
+            return None
+        if len(self._known) >= self._limit:
+            return semconv.OTHER
+        self._known.add(name)
+        return name
+
+
+class Numbers:
+    """The points of a counter, an up-down counter or a gauge."""
+
+    def __init__(self, metric: semconv.Metric) -> None:
+        self._metric = metric
+        self._values: dict[Key, float] = {}
+        self._reported: dict[Key, float] = {}
+
+    def key(self, attributes: Mapping[str, Value]) -> Key:
+        """Attributes that the metric does not have are left out."""
+        return tuple(_label(attributes.get(name)) for name in self._metric.attributes)
+
+    def set(self, key: Key, value: float) -> None:
+        """The value, or the total, from now on."""
+        self._values[self._admitted(key)] = value
+
+    def add(self, key: Key, value: float) -> None:
+        """Adds to what was counted."""
+        key = self._admitted(key)
+        self._values[key] = self._values.get(key, 0) + value
+
+    def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
+        """The SDK's data of this metric, or None if there are no points."""
+        delta = temporality is _DELTA
+        points = [
+            export.NumberDataPoint(
+                attributes=attributes_of(self._metric, key),
+                start_time_unix_nano=since,
+                time_unix_nano=now,
+                value=max(value - self._reported.get(key, 0), 0) if delta else value,
+            )
+            for key, value in self._values.items()
+        ]
+        self._reported = dict(self._values)
+        if not points:
+            return None
+        if self._metric.instrument == semconv.GAUGE:
+            return export.Gauge(data_points=points)
+        monotonic = self._metric.instrument == semconv.COUNTER
+        return export.Sum(data_points=points, aggregation_temporality=temporality, is_monotonic=monotonic)
+
+    def _admitted(self, key: Key) -> Key:
+        return key if key in self._values or len(self._values) < MAX_SERIES else OVERFLOW_KEY
+
+
+class MetricsSink:
+    """Counts finished requests and engine steps.
+
+    `temporality`: `cumulative`, `delta` or `lowmemory`. `resource` is read at each collection, so it may still
+    gain names.
+    """
+
+    def __init__(
+        self,
+        *,
+        resource: Mapping[str, Value],
+        temporality: str = "cumulative",
+        exponential: bool = False,
+        started_at_unix_ns: int,
+        exemplars: bool = True,
+    ) -> None:
+        self._resource = resource
+        self._delta = temporality in ("delta", "lowmemory")  # they differ in asynchronous instruments only
+        self._exemplars = exemplars
+        self._started_at = self._collected_at = started_at_unix_ns
+        self._histograms = {
+            metric.name: Histograms(metric, exponential)
+            for metric in semconv.METRICS
+            if metric.instrument == semconv.HISTOGRAM
+        }
+        self._numbers = {
+            metric.name: Numbers(metric) for metric in semconv.METRICS if metric.name not in self._histograms
+        }
+        self._served: set[str] = set()
+        self._operations, self._providers = FirstCome(MAX_MODELS), FirstCome(MAX_MODELS)
+        self._stages, self._errors = FirstCome(MAX_NAMES), FirstCome(MAX_NAMES)
+
+    def serve(self, model: str) -> None:
+        """This model is served, so metrics may name it; the first 50 are. Every other model is `_OTHER`."""
+        if model and len(self._served) < MAX_MODELS:
+            self._served.add(model)
+
+    def request(self, record: RequestRecord, *, exported: bool, reason: str) -> None:
+        """Counts a finished request, kept or not; only an exported one becomes an exemplar."""
+        who = self._who(record)
+        source = _source(record) if exported and self._exemplars else None
+        error = self._errors.admit(record.error_type or semconv.OTHER) if record.outcome != facts.OK else None
+        self._record(semconv.REQUEST_DURATION, (*who, error), record.duration_ns, source)
+        self._count_stages(record, who, source)
+        self._numbers[semconv.REQUEST_KEPT.name].add((reason,), 1)
+        if not record.generative:
+            return
+        if record.outcome == facts.ABORTED:
+            key = (self._stages.admit(record.died_in), error, *who)
+            self._record(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
+        if record.preemptions:
+            self._numbers[semconv.REQUEST_PREEMPTIONS.name].add(who, record.preemptions)
+        self._count_tokens(record, who, source)
+
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        """Counts engine steps, and takes over the KV usage that each engine said last."""
+        groups: dict[Key, list[StepRecord]] = {}
+        latest: dict[Key, StepRecord] = {}
+        for record in records:
+            engine = (record.engine or None, record.pid)
+            groups.setdefault((record.kind, *engine), []).append(record)
+            if record.kv_total:
+                latest[engine] = record
+        for key, group in groups.items():
+            self._count_steps(key[0], key[1:], group)
+        for key, record in latest.items():
+            self._numbers[semconv.KV_USAGE.name].set(key, record.kv_used)
+            self._numbers[semconv.KV_LIMIT.name].set(key, record.kv_total)
+            self._numbers[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
+
+    def set(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
+        """The value of a gauge or an up-down counter, or the total of a counter, from now on."""
+        numbers = self._numbers[metric.name]
+        numbers.set(numbers.key(attributes), value)
+
+    def add(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
+        """Adds to a counter or an up-down counter."""
+        numbers = self._numbers[metric.name]
+        numbers.add(numbers.key(attributes), value)
+
+    def collect(self, now_unix_ns: int) -> export.MetricsData:
+        """All data points there are; where it is delta, those of the time since the last collection."""
+        metrics = []
+        for metric in semconv.METRICS:
+            series = self._histograms.get(metric.name) or self._numbers[metric.name]
+            delta = self._delta and metric.instrument in (semconv.HISTOGRAM, semconv.COUNTER)
+            since = self._collected_at if delta else self._started_at
+            data = series.data(_DELTA if delta else _CUMULATIVE, since, now_unix_ns)
+            if data is not None:
+                name, meaning, unit = metric.name, metric.description, metric.unit
+                metrics.append(export.Metric(name=name, description=meaning, unit=unit, data=data))
+        self._collected_at = now_unix_ns
+        named: Any = {semconv.SERVICE_NAME: semconv.UNKNOWN_SERVICE, **self._resource}
+        scope = export.ScopeMetrics(
+            scope=InstrumentationScope(semconv.SCOPE, VERSION, semconv.SCHEMA_URL),
+            metrics=metrics,
+            schema_url=semconv.SCHEMA_URL,
+        )
+        resource = export.ResourceMetrics(resource=Resource(named), scope_metrics=[scope], schema_url="")
+        return export.MetricsData(resource_metrics=[resource])
+
+    def _who(self, record: RequestRecord) -> Key:
+        """What every metric of requests carries: operation, provider, model."""
+        model = record.model if record.model in self._served else semconv.OTHER
+        return (
+            self._operations.admit(record.operation),
+            self._providers.admit(record.provider),
+            model if record.model else None,
+        )
+
+    def _record(self, metric: semconv.Metric, key: Key, length_ns: float, source: Source | None) -> None:
+        self._histograms[metric.name].at(key).record(length_ns / 1e9, source)
+
+    def _count_stages(self, record: RequestRecord, who: Key, source: Source | None) -> None:
+        for stage in record.stages:
+            key = (self._stages.admit(stage.name), CLOCK_HOST, *who)
+            self._record(semconv.STAGE_DURATION, key, stage.ended_at - stage.started_at, source)
+            detokenize = stage.attributes.get(semconv.DETOKENIZE)
+            if stage.name == semconv.SPAN_POSTPROCESS and isinstance(detokenize, (int, float)):
+                key = (STAGE_DETOKENIZE, CLOCK_HOST, *who)
+                self._record(semconv.STAGE_DURATION, key, detokenize * 1e9, source)
+
+    def _count_tokens(self, record: RequestRecord, who: Key, source: Source | None) -> None:
+        if record.outcome == facts.ERROR:
+            return
+        gaps, tokens = _gaps(record)
+        if len(gaps):
+            self._histograms[semconv.INTER_TOKEN_LATENCY.name].at(who).record_many(gaps / 1e9, source)
+        if record.outcome != facts.OK:
+            return
+        if record.ttft_ns:
+            self._record(semconv.TIME_TO_FIRST_TOKEN, who, record.ttft_ns, source)
+        if tokens > 0:
+            seen = record.steps is not None
+            decode_ns = int(gaps.sum()) if seen else record.last_token_at - record.first_token_at
+            self._record(semconv.TIME_PER_OUTPUT_TOKEN, who, decode_ns / tokens, source)
+
+    def _count_steps(self, kind: Label, engine: Key, group: list[StepRecord]) -> None:
+        lengths = np.array([record.ended_at - record.started_at for record in group]) / 1e9
+        sizes = np.array([record.size for record in group], float)
+        self._histograms[semconv.STEP_DURATION.name].at((kind, CLOCK_HOST, *engine)).record_many(lengths)
+        self._histograms[semconv.STEP_BATCH_SIZE.name].at((kind, *engine)).record_many(sizes)
+        tokens = self._numbers[semconv.STEP_TOKENS_TOTAL.name]
+        for of, count in (
+            (TOKENS_PREFILL, sum(record.prefill_tokens for record in group)),
+            (TOKENS_DECODE, sum(record.decode_tokens for record in group)),
+        ):
+            if count:
+                tokens.add((of, *engine), count)
+
+
+def metric_exporter(protocol: str) -> export.MetricExporter:
+    """The SDK's OTLP exporter: `grpc`, or HTTP for anything else; it reads all its settings itself."""
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
+
+        return GrpcExporter()
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpExporter
+
+    return HttpExporter()
+
+
+def _gaps(record: RequestRecord) -> tuple[Any, int]:
+    """The ns between steps that delivered tokens, and how many tokens came in that time.
+
+    Where facts were lost, a request may seem to wait from one step to a much later one: that gap was never seen.
+    """
+    rows = record.steps
+    if rows is None:
+        return (), record.output_tokens - 1 if record.last_token_at else 0
+    gaps = rows.ended_at[1:] - rows.ended_at[:-1]
+    if record.telemetry_lost:
+        seen = rows.step[1:] - rows.step[:-1] == 1
+        return gaps[seen], int(rows.tokens[1:][seen].sum())
+    if record.steps_forgotten:
+        return gaps, int(rows.tokens[1:].sum())
+    return gaps, record.output_tokens - 1 if len(gaps) else 0
+
+
+def _source(record: RequestRecord) -> Source | None:
+    """The span that stands for this request in a trace: its own, or the server's if it was no inference."""
+    span_id = record.span_id if record.operation else record.server_span_id or record.span_id
+    if not any(record.trace_id) or not any(span_id):
+        return None
+    ended_at = record.ended_at + record.wall_offset
+    return Source(int.from_bytes(record.trace_id, "big"), int.from_bytes(span_id, "big"), ended_at)
+
+
+def _label(value: Value | None) -> Label:
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)

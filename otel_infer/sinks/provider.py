@@ -1,0 +1,87 @@
+"""Records → spans of a user's own TracerProvider, through the public API only: the in-process mode's last step.
+
+The request span (and the server span, if it is ours) were started live by the provider; here they get their attributes
+and end when the request ended. Everything below is started and ended with explicit times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from otel_infer import keeper, otlp, semconv
+from otel_infer.records import RequestRecord
+from otel_infer.sinks import tree
+from otel_infer.sinks.spans import chosen_steps
+
+Inner = tuple["trace.Span | None", trace.Span]
+
+
+class ProviderSink:
+    """`claim` gives the live spans of a request by its span id, once; None for one that is not this process's."""
+
+    exported_only = False
+
+    def __init__(
+        self, tracer: trace.Tracer, claim: Callable[[bytes], Inner | None], latency_attributes: bool
+    ) -> None:
+        self._tracer, self._claim, self._latency_attributes = tracer, claim, latency_attributes
+
+    def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
+        """Ends the live spans and writes those below them."""
+        inner = self._claim(record.span_id)
+        if inner is None:
+            return
+        server, request = inner
+        made: dict[bytes, trace.Span] = {record.span_id: request}
+        if server is not None:
+            made[record.server_span_id] = server
+        spans = tree.spans_of(record, decision, self._latency_attributes)
+        if decision.export:
+            for span in spans:
+                if span.span_id not in made:
+                    made[span.span_id] = self._start(span, made.get(span.parent_span_id, request))
+            decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
+            if decode is not None and decision.steps:
+                self._steps(record, made[decode.span_id], decision.steps)
+        described = {span.span_id: span for span in spans}
+        for span_id in reversed(list(made)):
+            self._finish(made[span_id], described.get(span_id), record)
+
+    def flush(self, now: int) -> None:
+        """Nothing waits here."""
+
+    def _start(self, span: otlp.Span, parent: trace.Span) -> trace.Span:
+        context = trace.set_span_in_context(parent)
+        return self._tracer.start_span(
+            span.name, context, SpanKind.INTERNAL, dict(span.attributes), start_time=span.start
+        )
+
+    def _steps(self, record: RequestRecord, parent: trace.Span, granted: int) -> None:
+        assert record.steps is not None
+        context = trace.set_span_in_context(parent)
+        columns = (column.tolist() for column in chosen_steps(record.steps, granted))
+        for step, started_at, ended_at, tokens, size, prefill in zip(*columns):
+            attributes = {semconv.STEP_ID: step, semconv.BATCH_SIZE: size}
+            if tokens != 1:
+                attributes[semconv.STEP_TOKENS] = tokens
+            if prefill:
+                attributes[semconv.OTHERS_PREFILL_TOKENS] = prefill
+            start = started_at + record.wall_offset
+            span = self._tracer.start_span(
+                semconv.SPAN_DECODE_STEP, context, SpanKind.INTERNAL, attributes, start_time=start
+            )
+            span.end(ended_at + record.wall_offset)
+
+    @staticmethod
+    def _finish(span: trace.Span, described: otlp.Span | None, record: RequestRecord) -> None:
+        if described is not None:
+            span.update_name(described.name)
+            span.set_attributes(dict(described.attributes))
+            for event in described.events:
+                span.add_event(event.name, dict(event.attributes), event.at)
+            if described.status == tree.STATUS_ERROR:
+                span.set_status(Status(StatusCode.ERROR))
+        span.end(described.end if described is not None else record.ended_at + record.wall_offset)

@@ -1,0 +1,165 @@
+"""The way for ready bytes into the SDK's OTLP exporters, which take spans and encode them: all we know of their insides.
+
+* HTTP: the module's global `encode_spans`, which `export` calls; a ready batch passes through it untouched.
+* gRPC: the exporter's `_translate_data`, and `_stub`, from which it makes the client of each channel.
+
+None of these is public, so the way is rehearsed without a network before it is used: `SeamDrift` says that bytes do not
+come out as they went in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module, metadata
+from types import ModuleType
+from typing import Any
+
+_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_CREDENTIALS = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"
+_REHEARSAL = b"rehearsal"
+
+
+class SeamDrift(RuntimeError):
+    """The installed exporter no longer has what we send bytes through; says which release and what is missing."""
+
+
+class Ready:
+    """An encoded batch where exporters expect spans (their number) and where they expect a message (its bytes)."""
+
+    def __init__(self, body: bytes, count: int) -> None:
+        self.body, self._count = body, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def SerializePartialToString(self) -> bytes:  # noqa: N802
+        return self.body
+
+    SerializeToString = SerializePartialToString
+
+
+def http_exporter(compression: str, session: Any) -> Any:
+    """The SDK's exporter, taking `Ready` batches, sending with this `requests.Session`; `compression`: `none` or
+    `deflate`. Raises ImportError and `SeamDrift`."""
+    module = _exporter_module("http")
+    _let_ready_batches_pass(module)
+    names = import_module("opentelemetry.exporter.otlp.proto.http").Compression
+    _rehearse_http(functools.partial(module.OTLPSpanExporter, compression=names.NoCompression))
+    return module.OTLPSpanExporter(compression=names(compression), session=session)
+
+
+def http_session() -> Any:
+    """The `requests.Session` of the user's credential provider, which only newer releases know, else a new one."""
+    load = getattr(_exporter_module("http"), "_load_session_from_envvar", None)
+    return (load(_CREDENTIALS) if load else None) or import_module("requests").Session()
+
+
+def grpc_exporter(compression: str, called: Callable[[Callable[[], bytes]], bytes]) -> Any:
+    """The SDK's exporter, taking `Ready` batches; `compression`: `none`, `gzip` or `deflate`. `called` is handed every
+    single call, to make it and return its answer. Raises ImportError and `SeamDrift`."""
+    module = _exporter_module("grpc")
+    names = import_module("grpc").Compression
+    _rehearse_grpc(module)
+    chosen = {"none": names.NoCompression, "gzip": names.Gzip, "deflate": names.Deflate}[compression]
+    return _ready_exporter(module, functools.partial(_Stub, called))(compression=chosen)
+
+
+class _Stub:
+    """In the place of the generated stub, whose serializer wants a message: sends bytes as they are."""
+
+    def __init__(self, called: Callable[[Callable[[], bytes]], bytes], channel: Any) -> None:
+        self._called = called
+        self._call = channel.unary_unary(_EXPORT)
+
+    def Export(self, request: bytes, **options: Any) -> bytes:  # noqa: N802
+        return self._called(functools.partial(self._call, request, **options))
+
+
+def _ready_exporter(module: ModuleType, make_stub: Callable[[Any], Any]) -> Any:
+    """The exporter's class, sending what is ready through stubs of ours."""
+
+    class ReadyExporter(module.OTLPSpanExporter):  # type: ignore[misc, name-defined]
+        # Old releases read a class attribute; newer ones first set it on the instance, and are not heard.
+        _stub = property(lambda self: make_stub, lambda self, generated: None)
+
+        def _translate_data(self, data: Ready) -> bytes:
+            return data.body
+
+    return ReadyExporter
+
+
+def _let_ready_batches_pass(module: ModuleType) -> None:
+    """Once in a process, for all exporters in it: real spans are encoded as before."""
+    encode = getattr(module, "encode_spans", None)
+    if encode is None:
+        raise _drift("http", "its module trace_exporter has no `encode_spans`")
+    if hasattr(encode, "lets_ready_batches_pass"):
+        return
+
+    @functools.wraps(encode)
+    def encode_or_pass(spans: Any) -> Any:
+        return spans if hasattr(spans, "SerializePartialToString") else encode(spans)
+
+    encode_or_pass.lets_ready_batches_pass = True  # type: ignore[attr-defined]
+    module.encode_spans = encode_or_pass  # type: ignore[attr-defined]
+
+
+def _rehearse_http(make: Callable[..., Any]) -> None:
+    """Exports to a session that sends nothing."""
+    requests = import_module("requests")
+    session, came_out = requests.Session(), []
+
+    def send(request: Any, **options: Any) -> Any:
+        came_out.append(request.body)
+        response = requests.Response()
+        response.status_code = 200
+        return response
+
+    # No trust in the environment: no proxies and no .netrc are looked up.
+    session.send, session.trust_env = send, False
+    make = functools.partial(make, endpoint="http://rehearsal.invalid", session=session)
+    _rehearse("http", make, came_out, "`export` calls no `encode_spans`, or takes no `session`")
+
+
+def _rehearse_grpc(module: ModuleType) -> None:
+    """Exports to a stub that sends nothing; a channel connects at its first call only."""
+    came_out: list[bytes] = []
+
+    class Stub:
+        def Export(self, request: bytes, **options: Any) -> None:  # noqa: N802
+            came_out.append(request)
+
+    make = functools.partial(_ready_exporter(module, lambda channel: Stub()), insecure=True)
+    make = functools.partial(make, endpoint="http://rehearsal.invalid")
+    _rehearse("grpc", make, came_out, "`export` uses no `_translate_data`, or no `_stub`")
+
+
+def _rehearse(protocol: str, make: Callable[[], Any], came_out: list[bytes], missing: str) -> None:
+    try:
+        exporter = make()
+        exporter.export(Ready(_REHEARSAL, 0))
+        exporter.shutdown()
+    except Exception as error:
+        raise _drift(protocol, f"{missing} ({type(error).__name__}: {error})") from error
+    if came_out != [_REHEARSAL]:
+        raise _drift(protocol, missing)
+
+
+def _exporter_module(protocol: str) -> ModuleType:
+    try:
+        return import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter")
+    except ImportError as error:
+        raise ImportError(f"sending OTLP over {protocol} needs {_package(protocol)}: {error}") from error
+
+
+def _package(protocol: str) -> str:
+    return f"opentelemetry-exporter-otlp-proto-{protocol}"
+
+
+def _drift(protocol: str, missing: str) -> SeamDrift:
+    try:
+        release = metadata.version(_package(protocol))
+    except metadata.PackageNotFoundError:
+        release = "(release unknown)"
+    return SeamDrift(f"{_package(protocol)} {release} cannot send ready bytes: {missing}")

@@ -1,0 +1,193 @@
+"""Records → OTLP bytes → a bounded queue → a thread that sends them.
+
+The reader encodes and never waits: when the queue is full the new batch is counted as lost. Batches are capped in bytes
+and flushed once a second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from otel_infer import keeper, otlp, semconv
+from otel_infer.facts import Value
+from otel_infer.records import RequestRecord, StepRows
+from otel_infer.sinks import transport, tree
+from otel_infer.version import VERSION
+
+BATCH_BYTES = 3 << 20
+QUEUE_BYTES = 24 << 20
+FLUSH_NS = 1_000_000_000
+STEP_ROWS = 8192
+
+LOST_QUEUE = "queue_full"
+LOST_REFUSED = "refused"
+
+
+class Batch(NamedTuple):
+    """One request to the destination: encoded spans and how many they are."""
+
+    parts: list[bytes]
+    spans: int
+    size: int
+
+
+class Sender(threading.Thread):
+    """Compresses and sends batches, one at a time; retries, TLS and timeouts are the SDK exporter's."""
+
+    def __init__(self, outlet: transport.Transport, identity: Callable[[], tuple[bytes, bytes]]) -> None:
+        super().__init__(name="otel_infer-sender", daemon=True)
+        self._outlet, self._identity = outlet, identity
+        self._queue: deque[Batch] = deque()
+        self._queued = 0
+        self._wake = threading.Condition()
+        self._busy = self._closing = False
+        self.accepted = 0
+        self.bytes_sent = 0
+        self.lost: Counter[str] = Counter()
+        self.last_refusal = ""
+
+    def put(self, batch: Batch) -> None:
+        """Queues a batch, or counts it as lost."""
+        with self._wake:
+            if self._queued + batch.size > QUEUE_BYTES:
+                self.lost[LOST_QUEUE] += batch.spans
+                return
+            self._queued += batch.size
+            self._queue.append(batch)
+            self._wake.notify()
+
+    def run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closing:
+                    self._wake.wait()
+                if not self._queue:
+                    return
+                batch = self._queue.popleft()
+                self._busy = True
+            self._send(batch)
+            with self._wake:
+                self._queued -= batch.size
+                self._busy = False
+                self._wake.notify_all()
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until everything queued was tried; False if `timeout` s were not enough."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._queue and not self._busy, timeout)
+
+    def close(self, timeout: float) -> None:
+        """Flushes for at most `timeout` s, then counts what is left as lost."""
+        done = self.flush(timeout)
+        with self._wake:
+            if not done:
+                self.lost[LOST_REFUSED] += sum(batch.spans for batch in self._queue)
+                self._queue.clear()
+            self._closing = True
+            self._wake.notify_all()
+        if done:
+            self.join(1.0)
+            self._outlet.shutdown()
+
+    def _send(self, batch: Batch) -> None:
+        body = otlp.envelope(*self._identity(), batch.parts)
+        sent = self._outlet.send_spans(body, batch.spans)
+        self.accepted += sent.accepted
+        self.bytes_sent += batch.size
+        if sent.rejected:
+            self.lost[LOST_REFUSED] += sent.rejected
+            self.last_refusal = sent.reason or ""
+
+
+class SpanSink:
+    """Encodes what was decided to be exported."""
+
+    exported_only = True
+
+    def __init__(self, sender: Sender, latency_attributes: bool) -> None:
+        self._sender = sender
+        self._latency_attributes = latency_attributes
+        self._steps = otlp.StepEncoder(
+            semconv.SPAN_DECODE_STEP,
+            semconv.STEP_ID,
+            semconv.BATCH_SIZE,
+            semconv.STEP_TOKENS,
+            semconv.OTHERS_PREFILL_TOKENS,
+        )
+        self._parts: list[bytes] = []
+        self._count = self._size = 0
+        self._rows: list[tuple[StepRows, int]] = []
+        self._owners: list[tuple[bytes, bytes, bytes]] = []
+        self._row_count = 0
+        self._flushed_at = 0
+
+    def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
+        """Takes one request whose decision is to export."""
+        spans = tree.spans_of(record, decision, self._latency_attributes)
+        for span in spans:
+            self._add(otlp.encode_span(span), 1)
+        if decision.steps and record.steps is not None:
+            decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
+            if decode is not None:
+                self._add_steps(record, record.steps, decode.span_id, decision.steps)
+        if self._size + self._row_count * 130 > BATCH_BYTES:
+            self.flush(0)
+
+    def flush(self, now: int) -> None:
+        """Hands what there is to the sender; with `now` only if a second has passed since."""
+        if now and now - self._flushed_at < FLUSH_NS:
+            return
+        self._flushed_at = now or self._flushed_at
+        self._encode_steps()
+        if self._count:
+            self._sender.put(Batch(self._parts, self._count, self._size))
+            self._parts, self._count, self._size = [], 0, 0
+
+    def _add(self, encoded: bytes, count: int) -> None:
+        self._parts.append(encoded)
+        self._count += count
+        self._size += len(encoded)
+
+    def _add_steps(self, record: RequestRecord, rows: StepRows, parent: bytes, granted: int) -> None:
+        chosen = chosen_steps(rows, granted)
+        offset = record.wall_offset
+        shifted = chosen._replace(started_at=chosen.started_at + offset, ended_at=chosen.ended_at + offset)
+        self._rows.append((shifted, len(self._owners)))
+        self._owners.append((record.trace_id, parent, record.span_id))
+        self._row_count += len(chosen)
+        if self._row_count >= STEP_ROWS:
+            self._encode_steps()
+
+    def _encode_steps(self) -> None:
+        if not self._row_count:
+            return
+        owner = np.concatenate([np.full(len(rows), i, np.uint32) for rows, i in self._rows])
+        step, start, end, tokens, size, prefill = (np.concatenate(c) for c in zip(*(rows for rows, _ in self._rows)))
+        trace, parent, request = (np.frombuffer(b"".join(c), np.uint8) for c in zip(*self._owners))
+        owners = otlp.StepOwners(trace.reshape(-1, 16), parent.reshape(-1, 8), request.reshape(-1, 8))
+        encoded, count = self._steps.encode(
+            otlp.StepColumns(owner, start, end, step, size, tokens, prefill), owners
+        )
+        self._rows, self._owners, self._row_count = [], [], 0
+        self._add(encoded, count)
+
+
+def chosen_steps(rows: StepRows, granted: int) -> StepRows:
+    """The decode steps that become spans: all, or the slowest ones, in order of time. The first row is the prefill's."""
+    decode = StepRows(*(column[1:] for column in rows))
+    if granted >= len(decode):
+        return decode
+    lengths = decode.ended_at - decode.started_at
+    slowest = np.sort(np.argpartition(lengths, len(lengths) - granted)[len(lengths) - granted :])
+    return StepRows(*(column[slowest] for column in decode))
+
+
+def encoded_identity(resource: Mapping[str, Value]) -> tuple[bytes, bytes]:
+    """Resource and instrumentation scope, ready for an envelope."""
+    named = {semconv.SERVICE_NAME: semconv.UNKNOWN_SERVICE, **resource}
+    return otlp.encode_resource(named), otlp.encode_scope(semconv.SCOPE, VERSION, semconv.SCHEMA_URL)

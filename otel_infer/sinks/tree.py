@@ -1,0 +1,180 @@
+"""The spans of one request, as `docs/read-a-trace.md` draws them: server, request, stages, prefill steps.
+
+Decode steps are not here: there are too many to be objects, `sinks.spans` writes them from columns. Span ids below the
+request are derived from its id, so that sending again sends the same spans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from otel_infer import facts, keeper, semconv
+from otel_infer.facts import Value
+from otel_infer.otlp import Event, Link, Span
+from otel_infer.records import RequestRecord, Stage, StepRows
+
+SERVER, INTERNAL = 2, 1
+STATUS_UNSET, STATUS_ERROR = 0, 2
+_SERVER_ATTRIBUTES = ("http.", "url.", "server.", "client.", "network.", "user_agent.")
+_NOT_ERRORS = (semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
+
+
+def derived_id(span_id: bytes, name: str, number: int) -> bytes:
+    """The id of a span below the request with this id; never zero."""
+    digest = hashlib.blake2b(f"{name}/{number}".encode(), digest_size=8, key=span_id).digest()
+    return digest if any(digest) else b"\1" * 8
+
+
+def spans_of(record: RequestRecord, decision: keeper.Decision, latency_attributes: bool = False) -> list[Span]:
+    """Server span (if it is ours), request span and stage spans, in this order."""
+    spans = []
+    parent = record.parent_span_id
+    http = {k: v for k, v in record.attributes.items() if k.startswith(_SERVER_ATTRIBUTES)}
+    if record.status_code:
+        http.setdefault(semconv.HTTP_RESPONSE_STATUS_CODE, record.status_code)
+    if record.server_span_id:
+        spans.append(_span(record, record.server_span_id, parent, _server_name(record, http), SERVER, http))
+        parent, http = record.server_span_id, {}
+    attributes = request_attributes(record, decision)
+    attributes.update(http)
+    if latency_attributes:
+        attributes.update(_latency(record))
+    if record.operation or not spans:
+        events = [Event(event.at + record.wall_offset, event.name, event.attributes) for event in record.events]
+        links = [Link(trace_id, span_id) for trace_id, span_id in record.links]
+        name = record.span_name or request_name(record)
+        request = _span(record, record.span_id, parent, name, INTERNAL, attributes)
+        spans.append(request._replace(events=events, links=links))
+        spans += _stages(record, decision)
+    return spans
+
+
+def request_name(record: RequestRecord) -> str:
+    """`chat llama-3-8b`, `inference`, …; the route for a request that reached no engine."""
+    if not record.operation:
+        return record.name
+    return f"{record.operation} {record.model}" if record.model else record.operation
+
+
+def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict[str, Value]:
+    """Everything that is said of the request itself; usage stands here only."""
+    said: dict[str, Value | None] = {
+        semconv.OPERATION_NAME: record.operation,
+        semconv.PROVIDER_NAME: record.provider,
+        semconv.REQUEST_MODEL: record.model,
+        semconv.REQUEST_MAX_TOKENS: record.max_tokens,
+        semconv.USAGE_INPUT_TOKENS: record.input_tokens,
+        semconv.USAGE_OUTPUT_TOKENS: record.output_tokens,
+        semconv.RESPONSE_FINISH_REASONS: list(record.finish_reasons),
+        semconv.SEQUENCES: record.sequences if record.sequences > 1 else 0,
+        semconv.PREEMPTIONS: record.preemptions,
+        semconv.TTFT: record.ttft_ns / 1e9,
+        semconv.ENGINE: record.engine,
+        semconv.DIED_IN: record.died_in,
+        semconv.ERROR_TYPE: record.error_type,
+        semconv.KEEP_REASON: decision.reason,
+        semconv.UNSAMPLED: decision.export and not record.sampled,
+        semconv.TELEMETRY_LOST: record.telemetry_lost,
+    }
+    attributes = {key: value for key, value in said.items() if value}
+    own = {k: v for k, v in record.attributes.items() if not k.startswith(_SERVER_ATTRIBUTES)}
+    return {**own, **attributes}
+
+
+def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
+    """Aggregates of all steps, whichever of them are written as spans. Lengths in s."""
+    rows = record.steps
+    if rows is None or len(rows) < 2:
+        return {}
+    decode = StepRows(*(column[1:] for column in rows))
+    lengths = (decode.ended_at - decode.started_at) / 1e9
+    gaps = np.diff(rows.ended_at) / 1e9
+    p50, p95 = np.percentile(lengths, (50, 95)).tolist()
+    attributes: dict[str, Value] = {
+        semconv.STEPS_COUNT: len(decode),
+        semconv.STEPS_SUM: float(lengths.sum()),
+        semconv.STEPS_P50: p50,
+        semconv.STEPS_P95: p95,
+        semconv.STEPS_MAX: float(lengths.max()),
+        semconv.STEPS_SLOWEST: int(decode.step[int(lengths.argmax())]),
+        semconv.ITL_MAX: float(gaps.max()),
+        semconv.BATCH_SIZE_MAX: int(decode.batch_size.max()),
+    }
+    left_out = len(decode) - granted + record.steps_forgotten
+    if left_out > 0:
+        attributes[semconv.STEPS_LEFT_OUT] = left_out
+    if record.discarded:
+        attributes[semconv.STEPS_DISCARDED] = record.discarded
+    return attributes
+
+
+def _stages(record: RequestRecord, decision: keeper.Decision) -> list[Span]:
+    spans = []
+    for number, stage in enumerate(record.stages):
+        attributes = dict(stage.attributes)
+        if stage.name == semconv.SPAN_DECODE:
+            attributes.update(decode_attributes(record, decision.steps))
+        span_id = derived_id(record.span_id, stage.name, number)
+        spans.append(_interval(record, span_id, record.span_id, stage, attributes))
+        if stage.name == semconv.SPAN_PREFILL and len(record.prefill_steps) > 1 and decision.steps:
+            spans += _prefill_steps(record, span_id)
+    return spans
+
+
+def _prefill_steps(record: RequestRecord, parent: bytes) -> list[Span]:
+    spans = []
+    for chunk in record.prefill_steps:
+        attributes: dict[str, Value] = {
+            semconv.STEP_ID: chunk.step,
+            semconv.STEP_TOKENS: chunk.tokens,
+            semconv.BATCH_SIZE: chunk.batch_size,
+        }
+        stage = Stage(semconv.SPAN_PREFILL_STEP, chunk.started_at, chunk.ended_at, attributes)
+        span_id = derived_id(record.span_id, stage.name, chunk.step)
+        spans.append(_interval(record, span_id, parent, stage, attributes))
+    return spans
+
+
+def _interval(
+    record: RequestRecord, span_id: bytes, parent: bytes, stage: Stage, attributes: dict[str, Value]
+) -> Span:
+    start, end = stage.started_at + record.wall_offset, stage.ended_at + record.wall_offset
+    return Span(record.trace_id, span_id, parent, stage.name, INTERNAL, start, end, attributes)
+
+
+def _span(
+    record: RequestRecord, span_id: bytes, parent: bytes, name: str, kind: int, attributes: dict[str, Value]
+) -> Span:
+    failed = record.outcome == facts.ERROR or (
+        record.outcome == facts.ABORTED and record.error_type not in _NOT_ERRORS
+    )
+    status = STATUS_ERROR if failed else STATUS_UNSET
+    if record.error_type and kind == SERVER:
+        attributes = {**attributes, semconv.ERROR_TYPE: record.error_type}
+    start, end = record.arrived_at + record.wall_offset, record.ended_at + record.wall_offset
+    return Span(record.trace_id, span_id, parent, name, kind, start, end, attributes, status=status)
+
+
+def _server_name(record: RequestRecord, http: dict[str, Value]) -> str:
+    route = http.get(semconv.HTTP_ROUTE)
+    method = http.get(semconv.HTTP_REQUEST_METHOD)
+    return f"{method} {route}" if route and method else record.name
+
+
+def _latency(record: RequestRecord) -> dict[str, Value]:
+    """The attributes of vLLM's request span (0.33 `OutputProcessor.do_tracing`), with its meaning; s."""
+    pairs = (
+        (semconv.LATENCY_QUEUE, semconv.SPAN_QUEUE),
+        (semconv.LATENCY_PREFILL, semconv.SPAN_PREFILL),
+        (semconv.LATENCY_DECODE, semconv.SPAN_DECODE),
+    )
+    attributes: dict[str, Value] = {semconv.LATENCY_E2E: record.duration_ns / 1e9}
+    if record.ttft_ns:
+        attributes[semconv.LATENCY_TTFT] = record.ttft_ns / 1e9
+    for key, name in pairs:
+        stage = record.stage(name)
+        if stage is not None:
+            attributes[key] = (stage.ended_at - stage.started_at) / 1e9
+    return attributes

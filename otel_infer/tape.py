@@ -1,0 +1,91 @@
+"""Facts saved to a file: record where the GPU is, replay anywhere. Gzipped JSON lines, readable without us.
+
+    {"otel_infer tape": 1, …}                          the first line: format, who wrote it
+    [ring, handle, "StepDone", field, field, …]        one fact; bytes as {"hex": "…"}
+    ["@", 123456789]                                   everything before this instant (monotonic ns) has been told
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from otel_infer import facts
+
+FORMAT = 1
+_HEAD = "otel_infer tape"
+_FACTS: Mapping[str, type] = {
+    name: fact
+    for name, fact in vars(facts).items()
+    if isinstance(fact, type) and hasattr(fact, "_fields") and name not in ("Layout", "RingFact")
+}
+
+
+class BadTape(ValueError):
+    """The file is not a tape that we can read; the message says why."""
+
+
+class Passage(NamedTuple):
+    """Facts in order of time, and the instant up to which they are complete."""
+
+    said: list[facts.RingFact]
+    horizon: int
+
+
+class TapeWriter:
+    """Appends facts to a tape; raises `OSError` where the file cannot be written."""
+
+    def __init__(self, path: Path, **about: Any) -> None:
+        self._file = gzip.open(path, "wt", encoding="utf-8", compresslevel=1)
+        self._file.write(json.dumps({_HEAD: FORMAT, **about}) + "\n")
+
+    def write(self, said: Iterable[facts.RingFact], horizon: int) -> None:
+        """Adds facts and the instant up to which they are complete."""
+        for ring, handle, fact in said:
+            fields = [{"hex": f.hex()} if isinstance(f, bytes) else f for f in fact]
+            self._file.write(json.dumps([ring, handle, type(fact).__name__, *fields], default=str) + "\n")
+        self._file.write(json.dumps(["@", horizon]) + "\n")
+
+    def close(self) -> None:
+        """Finishes the file."""
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[Passage]:
+    """The passages of a tape; a tape whose end is missing is read as far as it goes."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            head = json.loads(next(lines, "null"))
+            if not isinstance(head, dict) or head.get(_HEAD) != FORMAT:
+                raise BadTape(f"{path}: not an otel_infer tape of format {FORMAT}")
+            yield from _passages(lines)
+    except EOFError:
+        return
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as reason:
+        raise BadTape(f"{path}: {reason}") from None
+
+
+def _passages(lines: Iterable[str]) -> Iterator[Passage]:
+    said: list[facts.RingFact] = []
+    try:
+        for line in lines:
+            first, *rest = json.loads(line)
+            if first == "@":
+                yield Passage(said, rest[0])
+                said = []
+            else:
+                said.append(_fact(first, *rest))
+    except EOFError:
+        pass
+    if said:
+        yield Passage(said, max(fact.fact.at for fact in said))
+
+
+def _fact(ring: int, handle: int, name: str, *fields: Any) -> facts.RingFact:
+    if name not in _FACTS:
+        raise BadTape(f"unknown fact {name!r}: recorded by a newer otel_infer?")
+    values = [bytes.fromhex(f["hex"]) if isinstance(f, dict) and set(f) == {"hex"} else f for f in fields]
+    return facts.RingFact(ring, handle, _FACTS[name](*values))

@@ -1,0 +1,85 @@
+"""What every test shares: tiny models, and a session that says what it did not run."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Models are made here; whatever asks the hub by mistake fails at once instead of waiting for a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A machine shared with others has no honest deadline per example.
+settings.register_profile("shared-machine", deadline=None)
+settings.load_profile("shared-machine")
+
+NO_REASON = {"", "unconditional skip", "<Skipped instance>"}
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny causal language model."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.tiny import make_model
+
+    return make_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny encoder."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.tiny import make_encoder
+
+    return make_encoder(tmp_path_factory.mktemp("models") / "tiny-encoder")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wants_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not wants_gpu:
+        return
+    reason = _why_no_gpu()
+    for item in wants_gpu:
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str | None:
+    """Asked only when a gpu test was collected: importing torch takes seconds."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _skipped(reporter: pytest.TerminalReporter) -> list[tuple[str, str]]:
+    """(test, reason) of everything skipped, a module skipped at import included."""
+    found = []
+    for report in reporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        found.append((report.nodeid, re.sub(r"^Skipped:?\s*", "", reason).strip()))
+    return found
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A skip that does not say why fails the session."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and any(reason in NO_REASON for _, reason in _skipped(reporter)):
+        session.exitstatus = max(session.exitstatus, pytest.ExitCode.TESTS_FAILED)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = _skipped(terminalreporter)
+    terminalreporter.write_line("")
+    terminalreporter.write_line(f"skipped: {len(skipped)}", yellow=bool(skipped))
+    for test, reason in skipped:
+        if reason in NO_REASON:
+            terminalreporter.write_line(f"  {test} — NO REASON GIVEN, which fails the session", red=True)
+        else:
+            terminalreporter.write_line(f"  {test} — {reason}")

@@ -1,0 +1,671 @@
+"""HTTP requests as a server without a network sees them: hand-written applications, every way to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry import baggage, trace
+from opentelemetry import context as otel_context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+
+from otel_infer import clock, facts, ingress, semconv
+from otel_infer.integrations import asgi
+from otel_infer.integrations.asgi import exchange
+from otel_infer.patching import Hook
+from otel_infer.ring import write
+from otel_infer.ring.read import RequestReader
+from otel_infer.ring.recorder import recorder
+
+Message = dict[str, Any]
+START: Message = {"type": "http.response.start", "status": 200, "headers": []}
+LAST: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+DISCONNECT: Message = {"type": "http.disconnect"}
+TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = (b"traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01".encode())
+
+
+def chunk(body: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def start(status: int) -> Message:
+    return {**START, "status": status}
+
+
+class Seen:
+    """One request, as its facts tell it."""
+
+    def __init__(self, said: list[Any]) -> None:
+        self.said = said
+        self.arrived: facts.RequestArrived = self.every(facts.RequestArrived)[0]
+        self.attributes = {fact.key: fact.value for fact in self.every(facts.AttributeSet)}
+
+    def every(self, kind: type) -> list[Any]:
+        return [fact for fact in self.said if type(fact) is kind]
+
+    @property
+    def ended(self) -> facts.RequestEnded:
+        (ended,) = self.every(facts.RequestEnded)
+        return ended
+
+    @property
+    def verdict(self) -> tuple[int, str, int]:
+        return self.ended.outcome, self.ended.error_type, self.ended.status_code
+
+
+class Watched:
+    """What was said of requests in this process."""
+
+    def __init__(self, arena: write.MemoryArena) -> None:
+        self.arena = arena
+        self._reader: RequestReader | None = None
+        self._by_handle: dict[int, list[Any]] = {}
+
+    @property
+    def requests(self) -> list[Seen]:
+        if self._reader is None and self.arena.buffers:
+            self._reader = RequestReader(self.arena.buffers[0][1], 1)
+        for said in self._reader.poll(clock.now(), final=True) if self._reader else ():
+            if said.handle:
+                self._by_handle.setdefault(said.handle, []).append(said.fact)
+        return [Seen(said) for said in self._by_handle.values()]
+
+    @property
+    def one(self) -> Seen:
+        (request,) = self.requests
+        return request
+
+    @property
+    def bytes(self) -> bytes:
+        return b"".join(memory[:] for _, memory in self.arena.buffers)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    arena = write.MemoryArena()
+    opener = ingress.IdOpener(ParentBased(ALWAYS_ON), RandomIdGenerator(), ingress.Limits())
+    monkeypatch.setattr(ingress, "opener", opener)
+    recorder.start(lambda: arena, lambda: None, lambda reason: None)
+    yield Watched(arena)
+    recorder.stop()
+    asgi.configure("")
+
+
+class Client:
+    """One request of a client, and the server's `receive` and `send` for it."""
+
+    def __init__(self, *received: Message, method: str = "POST", headers: Any = (), **scope: Any) -> None:
+        self.received = list(received) or [{"type": "http.request", "body": b"{}", "more_body": False}]
+        self.sent: list[Message] = []
+        self.scope: Message = {
+            "type": "http",
+            "method": method,
+            "scheme": "http",
+            "path": "/v1/chat",
+            "root_path": "",
+            "query_string": b"user=someone",
+            "server": ("127.0.0.1", 8000),
+            "headers": list(headers),
+            **scope,
+        }
+
+    async def receive(self) -> Message:
+        return self.received.pop(0) if self.received else DISCONNECT
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def ask(self, app: Any) -> Any:
+        return await app(self.scope, self.receive, self.send)
+
+
+class Uvicorn(Client):
+    """Drops what it is given once the client has left, and says so to those who ask `receive`."""
+
+    disconnected = False
+
+    async def send(self, message: Message) -> None:
+        if not self.disconnected:
+            self.sent.append(message)
+
+
+def sending(*messages: Message) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in messages:
+            await send(message)
+
+    return app
+
+
+def raising(exc: BaseException, *before: Message) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in before:
+            await send(message)
+        raise exc
+
+    return app
+
+
+async def asked(app: Any, client: Client | None = None) -> BaseException | None:
+    """Runs one request; returns what left the application."""
+    try:
+        await (client or Client()).ask(asgi.wrap(app))
+    except BaseException as exc:
+        return exc
+    return None
+
+
+# ── what is watched ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_request_lasts_from_its_arrival_to_its_last_byte(watched: Watched) -> None:
+    client = Client()
+    before = clock.now()
+    await asked(sending(START, chunk(b"a"), chunk(b"b", more=False)), client)
+    after = clock.now()
+    seen = watched.one
+    assert before <= seen.arrived.at <= seen.ended.at <= after
+    assert seen.verdict == (facts.OK, "", 200)
+    assert seen.ended.chunks == 2
+    assert seen.arrived.flags & facts.OWN_SERVER_SPAN
+    assert client.sent == [START, chunk(b"a"), chunk(b"b", more=False)]
+    assert asgi.KEY not in client.scope
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        {"method": "GET"},
+        {"method": "HEAD"},
+        {"method": "OPTIONS"},
+        {"method": "DELETE"},
+        {"type": "websocket"},
+        {"type": "lifespan"},
+    ],
+    ids=lambda scope: next(iter(scope.values())),
+)
+async def test_what_asks_for_no_inference_is_passed_through(watched: Watched, scope: Message) -> None:
+    client = Client(**scope)
+    given: list[Any] = []
+
+    async def app(*args: Any) -> str:
+        given.extend(args)
+        return "whatever"
+
+    assert await client.ask(asgi.wrap(app)) == "whatever"
+    assert given == [client.scope, client.receive, client.send]
+    assert watched.requests == []
+
+
+async def test_nothing_is_watched_while_nothing_records(watched: Watched) -> None:
+    recorder.stop()
+    client = Client()
+    await asked(sending(START, LAST), client)
+    assert client.sent == [START, LAST]
+    assert watched.requests == []
+
+
+@pytest.mark.parametrize("pattern", ["/v1/chat", "health, chat$", r"https?://inference\.example"])
+async def test_excluded_urls_are_passed_through(watched: Watched, pattern: str) -> None:
+    asgi.configure(pattern)
+    await asked(asgi.wrap(sending(START, LAST)), Client(headers=[(b"host", b"inference.example")]))
+    assert watched.requests == []
+
+
+@pytest.mark.parametrize("pattern", ["", ",", "/v2", "user=someone"])
+async def test_a_url_is_excluded_by_what_is_found_in_it_but_for_its_query(
+    watched: Watched, pattern: str
+) -> None:
+    asgi.configure(pattern)
+    await asked(sending(START, LAST))
+    assert len(watched.requests) == 1
+
+
+async def test_an_excluded_url_that_is_no_pattern_is_ignored_and_named(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    asgi.configure("([, chat")
+    await asked(sending(START, LAST))
+    assert watched.requests == []
+    assert "'(['" in caplog.text
+
+
+async def test_one_request_is_one_request_however_many_wrappers(watched: Watched) -> None:
+    app = sending(START, chunk(b"a"), LAST)
+    await asked(asgi.wrap(asgi.wrap(app)))
+    assert watched.one.ended.chunks == 1
+
+
+async def test_an_unknown_method_is_not_told(watched: Watched) -> None:
+    await asked(sending(START, LAST), Client(method="BREW"))
+    assert watched.one.arrived.name == facts.OTHER
+    assert watched.one.attributes["http.request.method"] == facts.OTHER
+    assert b"BREW" not in watched.bytes
+
+
+async def test_what_is_said_of_a_request_is_method_and_scheme_and_nothing_of_its_client(
+    watched: Watched,
+) -> None:
+    client = Client(headers=[(b"authorization", b"canary")], path="/v1/canary", client=("203.0.113.7", 1))
+    await asked(sending(START, LAST), client)
+    assert watched.one.attributes == {"http.request.method": "POST", "url.scheme": "http"}
+    assert watched.one.arrived.name == "POST"
+    for outside in (b"canary", b"someone", b"203.0.113.7"):
+        assert outside not in watched.bytes
+
+
+def test_every_name_and_error_type_is_in_the_conventions() -> None:
+    assert semconv.HTTP_REQUEST_METHOD == "http.request.method"
+    assert semconv.URL_SCHEME == "url.scheme"
+    assert semconv.HTTP_ROUTE == "http.route"
+    assert exchange.CLIENT_DISCONNECT == semconv.ERROR_CLIENT_DISCONNECT
+    assert exchange.TIMEOUT == semconv.ERROR_TIMEOUT
+    assert exchange.CANCELLED == semconv.ERROR_CANCELLED
+
+
+# ── first byte, first token, backpressure ────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_response_starts_just_before_its_first_byte_is_handed_over(watched: Watched) -> None:
+    handed: list[int] = []
+
+    class Slow(Client):
+        async def send(self, message: Message) -> None:
+            handed.append(clock.now())
+            await asyncio.sleep(0.01)
+
+    await asked(sending(START, chunk(b""), chunk(b"a"), chunk(b"b"), LAST), Slow())
+    (started,) = watched.one.every(facts.ResponseStarted)
+    assert 0 <= handed[2] - started.at < 5_000_000
+
+
+async def test_the_first_token_is_sent_with_the_first_chunk_after_it_was_reached(watched: Watched) -> None:
+    instants: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await send(chunk(b"role"))
+        instants.append(clock.now())
+        request = ingress.current()
+        assert request is not None
+        request.token_reached()
+        await send(chunk(b"first"))
+        instants.append(clock.now())
+        await send(chunk(b"second"))
+        await send(LAST)
+
+    await asked(app)
+    (sent,) = watched.one.every(facts.FirstTokenSent)
+    assert instants[0] <= sent.at <= instants[1]
+    assert len(watched.one.every(facts.ResponseStarted)) == 1
+    assert watched.one.ended.chunks == 3
+
+
+async def test_no_first_token_is_sent_where_nobody_speaks_of_tokens(watched: Watched) -> None:
+    await asked(sending(START, chunk(b"a"), chunk(b"b"), LAST))
+    assert watched.one.every(facts.FirstTokenSent) == []
+
+
+async def test_a_client_that_does_not_read_shows_as_send_wait(watched: Watched) -> None:
+    class Stuck(Client):
+        async def send(self, message: Message) -> None:
+            await asyncio.sleep(0.02)
+
+    await asked(sending(START, chunk(b"a"), chunk(b"b"), LAST), Stuck())
+    assert 60e6 <= watched.one.ended.send_wait_ns < 80e6
+
+
+async def test_the_wait_for_a_client_that_then_leaves_is_counted(watched: Watched) -> None:
+    class Leaving(Client):
+        async def send(self, message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(0.02)
+                raise BrokenPipeError
+
+    await asked(sending(START, chunk(b"a")), Leaving())
+    assert watched.one.ended.send_wait_ns >= 20e6
+
+
+async def test_what_is_done_after_the_last_byte_is_no_part_of_the_request(watched: Watched) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await send(chunk(b"a", more=False))
+        assert ingress.current() is None
+        await asyncio.sleep(0.02)
+        assert await receive() != DISCONNECT
+        assert await receive() == DISCONNECT
+        raise ValueError("in a background task")
+
+    assert isinstance(await asked(app), ValueError)
+    assert watched.one.verdict == (facts.OK, "", 200)
+    assert watched.one.ended.at - watched.one.arrived.at < 20_000_000
+
+
+# ── how it ends ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "error_type"), [(404, facts.OK, ""), (429, facts.OK, ""), (503, facts.ERROR, "503")]
+)
+async def test_an_error_is_the_servers_from_500_on(
+    watched: Watched, status: int, outcome: int, error_type: str
+) -> None:
+    await asked(sending(start(status), chunk(b"no", more=False)))
+    assert watched.one.verdict == (outcome, error_type, status)
+
+
+async def test_an_exception_before_the_response_is_a_500_by_its_type(watched: Watched) -> None:
+    failure = ValueError("canary prompt")
+    assert await asked(raising(failure)) is failure
+    assert failure.__context__ is None and failure.__cause__ is None
+    assert watched.one.verdict == (facts.ERROR, "ValueError", 500)
+    assert b"canary" not in watched.bytes
+
+
+async def test_an_exception_in_mid_stream_keeps_the_status_that_was_sent(watched: Watched) -> None:
+    failure = ValueError()
+    assert await asked(raising(failure, START, chunk(b"a"))) is failure
+    assert watched.one.verdict == (facts.ERROR, "ValueError", 200)
+
+
+async def test_an_exception_that_middleware_answered_with_500_is_told_by_its_type(watched: Watched) -> None:
+    failure = ZeroDivisionError()
+    instants: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start(500))
+        await send(chunk(b"oops", more=False))
+        instants.append(clock.now())
+        await asyncio.sleep(0.01)
+        raise failure
+
+    assert await asked(app) is failure
+    assert watched.one.verdict == (facts.ERROR, "ZeroDivisionError", 500)
+    assert watched.one.ended.at <= instants[0]
+
+
+@pytest.mark.parametrize("failure", [TimeoutError(), asyncio.TimeoutError()])
+async def test_a_timeout_is_an_abort(watched: Watched, failure: BaseException) -> None:
+    assert await asked(raising(failure)) is failure
+    assert watched.one.verdict == (facts.ABORTED, "timeout", 500)
+
+
+async def test_a_failure_is_told_as_itself_when_a_task_group_wraps_it(watched: Watched) -> None:
+    class Group(Exception):
+        def __init__(self, *inner: BaseException) -> None:
+            self.exceptions = inner
+
+    await asked(raising(Group(Group(KeyError())), START))
+    assert watched.one.verdict == (facts.ERROR, "KeyError", 200)
+
+
+async def test_a_cancelled_request_is_aborted(watched: Watched) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(Client().ask(asgi.wrap(app)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert watched.one.verdict == (facts.ABORTED, "client_disconnect", 200)
+
+
+async def test_a_server_that_would_say_so_has_not_lost_the_client_whose_request_it_cancels(
+    watched: Watched,
+) -> None:
+    await asked(raising(asyncio.CancelledError()), Uvicorn())
+    assert watched.one.verdict == (facts.ABORTED, "cancelled", 0)
+
+
+async def test_a_client_that_leaves_before_its_body_is_complete_is_an_abort(watched: Watched) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await send(start(400))
+        await send(LAST)
+
+    part: Message = {"type": "http.request", "body": b"{", "more_body": True}
+    await asked(app, Client(part))
+    assert watched.one.verdict == (facts.ABORTED, "client_disconnect", 0)
+
+
+async def test_a_stream_closed_early_is_aborted_even_if_the_application_swallows_it(watched: Watched) -> None:
+    left: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send(START)
+        await send(chunk(b"a"))
+        await receive()
+        left.append(clock.now())
+        await asyncio.sleep(0.01)
+        await send(chunk(b"b", more=False))
+
+    await asked(app)
+    assert watched.one.verdict == (facts.ABORTED, "client_disconnect", 200)
+    assert watched.one.ended.at <= left[0]
+
+
+@pytest.mark.parametrize("name", ["BrokenPipeError", "ClientDisconnect"])
+async def test_a_send_that_fails_for_want_of_a_client_is_an_abort(watched: Watched, name: str) -> None:
+    failure = BrokenPipeError() if name == "BrokenPipeError" else type(name, (Exception,), {})()
+
+    class Gone(Client):
+        async def send(self, message: Message) -> None:
+            if message.get("body") == b"b":
+                raise failure
+
+    async def swallowing(scope: Any, receive: Any, send: Any) -> None:
+        with contextlib.suppress(type(failure)):
+            await sending(START, chunk(b"a"), chunk(b"b"), chunk(b"c"), LAST)(scope, receive, send)
+
+    await asked(swallowing, Gone())
+    assert watched.one.verdict == (facts.ABORTED, "client_disconnect", 200)
+
+
+async def test_a_client_that_leaves_unnoticed_by_the_application_is_an_abort(watched: Watched) -> None:
+    client = Uvicorn()
+    left: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await send(chunk(b"a"))
+        client.disconnected = True
+        await send(chunk(b"b"))
+        left.append(clock.now())
+        await asyncio.sleep(0.01)
+        await send(chunk(b"c"))
+        await send(LAST)
+
+    await asked(app, client)
+    assert watched.one.verdict == (facts.ABORTED, "client_disconnect", 200)
+    assert watched.one.ended.at <= left[0]
+    assert watched.one.ended.chunks == 1
+
+
+async def test_a_client_that_left_before_an_unstreamed_answer_is_an_abort(watched: Watched) -> None:
+    client = Uvicorn()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        client.disconnected = True
+        await send(START)
+        await send(chunk(b"answer", more=False))
+
+    await asked(app, client)
+    assert watched.one.verdict == (facts.ABORTED, "client_disconnect", 0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "verdict"), [([], ("500", 500)), ([START, chunk(b"a")], (facts.OTHER, 200))]
+)
+async def test_an_answer_that_is_not_finished_is_an_error(
+    watched: Watched, sent: list[Message], verdict: tuple[str, int]
+) -> None:
+    await asked(sending(*sent))
+    assert watched.one.verdict == (facts.ERROR, *verdict)
+
+
+async def test_a_file_that_the_server_sends_ends_the_request(watched: Watched) -> None:
+    await asked(sending(START, {"type": "http.response.pathsend", "path": "/somewhere"}))
+    assert watched.one.verdict == (facts.OK, "", 200)
+
+
+async def test_the_slot_of_a_request_is_free_again_however_it_ended(watched: Watched) -> None:
+    for app in (sending(START, LAST), sending(), raising(ValueError()), raising(asyncio.CancelledError())):
+        await asked(app)
+    await asyncio.gather(*(asked(sending(START, LAST)) for _ in range(20)))
+    assert len(watched.requests) == 24
+    assert list(RequestReader(watched.arena.buffers[0][1], 2).live()) == []
+
+
+# ── the application notices nothing ──────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_application_is_called_once_and_what_it_returns_comes_back(watched: Watched) -> None:
+    calls: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> str:
+        calls.append(scope)
+        return "not None"
+
+    client = Client()
+    assert await client.ask(asgi.wrap(app)) == "not None"
+    assert calls == [client.scope]
+
+
+@pytest.mark.parametrize("broken", ["state", "say", "close", "attach"])
+async def test_code_of_ours_that_raises_is_logged_once_and_disabled(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("canary")
+
+    monkeypatch.setattr(ingress.LiveRequest, broken, fail)
+    app = asgi.wrap(sending(START, chunk(b"a"), chunk(b"b"), LAST))
+    clients = [Client() for _ in range(3)]
+    with caplog.at_level(logging.ERROR):
+        for client in clients:
+            await client.ask(app)
+    assert all(client.sent == [START, chunk(b"a"), chunk(b"b"), LAST] for client in clients)
+    assert len([record for record in caplog.records if record.name == "otel_infer.patching"]) == 1
+    assert "canary" not in caplog.text
+    assert len(watched.requests) == 1
+
+
+async def test_messages_that_are_none_are_the_servers_business(watched: Watched) -> None:
+    class Strict(Client):
+        async def send(self, message: Message) -> None:
+            raise TypeError("what is this?")
+
+    with pytest.raises(TypeError, match="what is this"):
+        await Strict().ask(asgi.wrap(sending({"no": "type"})))
+
+
+async def test_an_application_that_is_no_longer_watched_is_only_called(watched: Watched) -> None:
+    hook = Hook("test")
+    app = asgi._front(sending(START, LAST), hook)
+    hook.alive = False
+    await Client().ask(app)
+    assert watched.requests == []
+
+
+# ── whose child it is ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_request_is_the_child_of_the_span_in_its_headers(watched: Watched) -> None:
+    carried: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        carried.append(baggage.get_baggage("tenant"))
+
+    await asked(app, Client(headers=[TRACEPARENT, (b"baggage", b"tenant=a"), (b"baggage", b"tier=b")]))
+    seen = watched.one
+    assert seen.arrived.trace_id.hex() == TRACE_ID
+    assert seen.arrived.parent_span_id.hex() == SPAN_ID
+    assert seen.arrived.flags & facts.REMOTE_PARENT and seen.arrived.flags & facts.OWN_SERVER_SPAN
+    assert carried == ["a"]
+
+
+@pytest.mark.parametrize("headers", [[], [(b"traceparent", b"nonsense")], [TRACEPARENT, TRACEPARENT]])
+async def test_headers_that_name_no_parent_begin_a_trace(watched: Watched, headers: Any) -> None:
+    await asked(sending(START, LAST), Client(headers=headers))
+    assert watched.one.arrived.trace_id.hex() != TRACE_ID
+    assert not any(watched.one.arrived.parent_span_id)
+
+
+async def test_what_is_current_around_the_server_is_no_parent(watched: Watched) -> None:
+    with TracerProvider().get_tracer("test").start_as_current_span("main"):
+        await asked(sending(START, LAST), Client(headers=[TRACEPARENT]))
+    assert watched.one.arrived.parent_span_id.hex() == SPAN_ID
+
+
+async def test_values_that_others_put_into_the_context_stay_there(watched: Watched) -> None:
+    key = otel_context.create_key("theirs")
+    kept: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        kept.append(otel_context.get_value(key))
+
+    token = otel_context.attach(otel_context.set_value(key, "kept"))
+    await asked(app, Client(headers=[TRACEPARENT]))
+    otel_context.detach(token)
+    assert kept == ["kept"]
+
+
+async def test_the_request_is_current_in_the_application_its_tasks_and_its_threads(watched: Watched) -> None:
+    found: list[Any] = []
+    threads: list[int] = []
+
+    async def look() -> None:
+        found.append(ingress.current())
+
+    def look_from_thread() -> None:
+        threads.append(threading.get_ident())
+        found.append(ingress.current())
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await look()
+        await asyncio.create_task(look())
+        await asyncio.to_thread(look_from_thread)
+        found.append(trace.get_current_span())
+
+    before = otel_context.get_current()
+    await asked(app)
+    assert threads != [threading.get_ident()]
+    assert found[0] is not None and all(each is found[0] for each in found)
+    assert otel_context.get_current() == before
+
+
+@pytest.mark.parametrize("ending", [asyncio.CancelledError(), ValueError()])
+async def test_nothing_stays_current_after_a_failure(watched: Watched, ending: BaseException) -> None:
+    before = otel_context.get_current()
+    await asked(raising(ending))
+    assert otel_context.get_current() == before
+
+
+async def test_requests_at_the_same_time_keep_to_themselves(watched: Watched) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.001 * scope["number"])
+        request = ingress.current()
+        assert request is not None
+        request.say("number", scope["number"])
+        await send(START)
+        await send(chunk(b"x" * scope["number"], more=False))
+
+    async def one(number: int) -> None:
+        await Client(number=number).ask(wrapped)
+
+    wrapped = asgi.wrap(app)
+    await asyncio.gather(*(one(number) for number in range(1, 20)))
+    assert sorted(seen.attributes["number"] for seen in watched.requests) == list(range(1, 20))
+    assert all(seen.verdict == (facts.OK, "", 200) for seen in watched.requests)
