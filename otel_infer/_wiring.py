@@ -186,10 +186,11 @@ class _Wiring:
         statuses = [status for status in self.statuses() if status.hooks_total]
         bound = sum(status.hooks_active for status in statuses)
         total = sum(status.hooks_total for status in statuses)
-        names = ", ".join(status.name for status in statuses if status.hooks_active) or "no engine yet"
+        names = ", ".join(status.name for status in statuses if status.hooks_active) or "none yet"
+        later = "" if bound == total else ", the others when their modules are imported"
         drifted = [f"{status.name}: {status.drift}" for status in statuses if status.drift]
         parts = [
-            f"otel_infer {VERSION}: {bound} of {total} hooks bound ({names})",
+            f"otel_infer {VERSION}: {bound} of {total} hooks bound ({names}){later}",
             self._destination(),
             f"in-process, since {self.why_in_process}" if self.why_in_process else "sidecar",
             self._volume(),

@@ -202,7 +202,7 @@ def _adopt_steps(record: RequestRecord, request: Request) -> None:
         rows = joined_rows(parts)
         if record.outcome == facts.ABORTED:  # what the engine still computed after the reader had gone
             in_time = rows.ended_at <= record.ended_at
-            rows = type(rows)(*(column[in_time] for column in rows))
+            rows = rows.take(in_time)
         if len(rows):
             record.steps = rows
             record.first_token_at = int(rows.ended_at[0]) if not record.steps_forgotten else 0

@@ -236,7 +236,8 @@ def from_env_leniently(environ: Mapping[str, str] | None = None) -> tuple[Config
 
 def from_plain(values: Mapping[str, Any]) -> Config:
     """The configuration that a parent process read, as it came through JSON."""
-    return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return Config(**plain)
 
 
 def export_to_children(**values: str) -> None:

@@ -103,6 +103,7 @@ class Pipeline:
         self.keeper = keeper.Keeper(config.steps, config.step_budget, config.keep_unsampled, config.ratio_sampling)
         self.resource = resource
         self.requests = 0
+        self.failed = 0
         self._outlet = metrics_outlet
         self._metrics: MetricsSink | None = None
         self._started_wall_ns = started_wall_ns
@@ -130,12 +131,21 @@ class Pipeline:
             self.metrics.steps(steps)
         for record in self.assembler.concluded(horizon):
             self.requests += 1
-            decision = self.keeper.decide(record)
-            self._name_service(record)
-            self.metrics.request(record, exported=decision.export, reason=decision.reason)
-            for sink in self.sinks:
-                if decision.export or not sink.exported_only:
-                    sink.request(record, decision)
+            try:
+                self._hand_on(record)
+            except Exception:  # noqa: BLE001 - one request that we cannot describe must not cost all others
+                self.failed += 1
+                log.exception("a request is not exported: trace %s", record.trace_id.hex())
+
+    def _hand_on(self, record: RequestRecord) -> None:
+        self._name_service(record)
+        if record.engine and record.model:
+            self.metrics.serve(record.model)
+        decision = self.keeper.decide(record)
+        self.metrics.request(record, exported=decision.export, reason=decision.reason)
+        for sink in self.sinks:
+            if decision.export or not sink.exported_only:
+                sink.request(record, decision)
 
     @property
     def metrics(self) -> MetricsSink:
@@ -209,6 +219,7 @@ class Pipeline:
             "facts_overwritten": self.assembler.facts_lost,
             "facts_torn": self.assembler.facts_torn,
             "steps_over_budget": self.keeper.left_out,
+            "requests_not_described": self.failed,
         }
         if self.sender is not None:
             lost.update(self.sender.lost)

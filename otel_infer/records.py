@@ -25,7 +25,8 @@ class UserEvent(NamedTuple):
     attributes: dict[str, Value]
 
 
-class StepRows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StepRows:
     """The steps that delivered tokens to one request, one numpy column each (int64, equal length), in order.
 
     `started_at`, `ended_at`: the step scheduled, its tokens known. `tokens`: delivered to this request.
@@ -41,6 +42,16 @@ class StepRows(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.step)
+
+    def columns(self) -> tuple[Any, ...]:
+        """Every column, in the order of the fields."""
+        return (
+            self.step, self.started_at, self.ended_at, self.tokens, self.batch_size, self.others_prefill_tokens,
+        )  # fmt: skip
+
+    def take(self, selection: Any) -> StepRows:
+        """The rows of a slice, a mask or an index array."""
+        return StepRows(*(column[selection] for column in self.columns()))
 
 
 class PrefillStep(NamedTuple):

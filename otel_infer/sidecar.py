@@ -89,19 +89,18 @@ class Sidecar:
     def run(self) -> None:
         """Until the last writer is gone."""
         self._recover()
-        try:
-            while True:
-                began = clock.now()
-                self._wake(began)
-                if self._is_over(began):
-                    break
-                time.sleep(max(WAKE_NS - (clock.now() - began), WAKE_NS // 10) / 1e9)
-        finally:
-            self._pipeline.wake(clock.now(), final=True)
-            self._pipeline.close(FLUSH_S)
-            self._rings.close(remove=not self._stays)
-            if not self._stays:
-                place.remove(self._folder)
+        while True:
+            began = clock.now()
+            self._wake(began)
+            if self._is_over(began):
+                break
+            time.sleep(max(WAKE_NS - (clock.now() - began), WAKE_NS // 10) / 1e9)
+        # Only a sidecar that ended well removes rings: the next one goes on with those of one that broke.
+        self._pipeline.wake(clock.now(), final=True)
+        self._pipeline.close(FLUSH_S)
+        self._rings.close(remove=not self._stays)
+        if not self._stays:
+            place.remove(self._folder)
 
     def stop(self) -> None:
         """Ends a sidecar that stays."""

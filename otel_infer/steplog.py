@@ -6,7 +6,7 @@ A request remembers only the runs of steps it was a member of, so a step that ch
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -210,6 +210,5 @@ def joined_rows(parts: list[StepRows]) -> StepRows:
     """Rows of several engines as one, in order of time."""
     if len(parts) == 1:
         return parts[0]
-    columns: list[Any] = [np.concatenate(column) for column in zip(*parts)]
-    order = np.argsort(columns[2], kind="stable")
-    return StepRows(*(column[order] for column in columns))
+    whole = StepRows(*(np.concatenate(column) for column in zip(*(part.columns() for part in parts))))
+    return whole.take(np.argsort(whole.ended_at, kind="stable"))

@@ -87,7 +87,7 @@ class Demo:
             if self.arguments.serve:
                 self.serve()
         finally:
-            self.supervisor.stop(signal.SIGINT, STOP_S)
+            self.supervisor.stop(STOP_S)
         return self.show(observed)
 
     def command(self) -> list[str]:

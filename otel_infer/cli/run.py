@@ -25,6 +25,7 @@ from otel_infer.ring.write import RingRefused
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 FLUSH_S = 10.0
 LOOK_S = 0.1
+RESTART_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -58,6 +59,7 @@ class Supervisor:
         self._sidecar: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self.status: int | None = None
+        self._started_sidecar_at = time.monotonic()
 
     def run(self, command: list[str], changes: dict[str, str]) -> int:
         """Starts everything, waits for the server, then for the flush."""
@@ -103,13 +105,17 @@ class Supervisor:
         self._tend()
         return self.status is None
 
-    def stop(self, number: int, timeout: float) -> None:
-        """Asks the server to end, insists after `timeout` s, and waits for the flush."""
-        deadline = time.monotonic() + timeout
+    def stop(self, timeout: float) -> None:
+        """Asks the server to end, again every second (some hang after they have shut down), and insists after `timeout` s.
+
+        Then waits for the flush.
+        """
+        began = asked = time.monotonic()
         while self._server is not None and self.alive():
-            late = time.monotonic() > deadline
-            os.kill(self._server.pid, signal.SIGKILL if late else number)
-            number = 0
+            now = time.monotonic()
+            if asked == began or now - asked > 1.0:
+                asked = now
+                os.kill(self._server.pid, signal.SIGKILL if now - began > timeout else signal.SIGTERM)
             time.sleep(LOOK_S)
         self.finish()
 
@@ -152,7 +158,9 @@ class Supervisor:
     def _tend(self) -> None:
         """Starts the sidecar again if it died."""
         dead = self._sidecar is not None and self._sidecar.returncode is not None
-        if dead and self.status is None and self._folder is not None:
+        late = time.monotonic() - self._started_sidecar_at > RESTART_S
+        if dead and late and self.status is None and self._folder is not None:
+            self._started_sidecar_at = time.monotonic()
             try:
                 self._sidecar = launch.sidecar(self._folder, self._settings, resource(), show=self._show)
             except launch.CannotStart:

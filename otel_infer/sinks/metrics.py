@@ -119,7 +119,7 @@ class MetricsSink:
         exemplars: bool = True,
     ) -> None:
         self._resource = resource
-        self._delta = temporality in ("delta", "lowmemory")  # they differ in asynchronous instruments only
+        self._delta = temporality in ("delta", "lowmemory")  # the same, but for observable counters
         self._exemplars = exemplars
         self._started_at = self._collected_at = started_at_unix_ns
         self._histograms = {

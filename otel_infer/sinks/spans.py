@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -156,7 +157,8 @@ class SpanSink:
     def _add_steps(self, record: RequestRecord, rows: StepRows, parent: bytes, granted: int) -> None:
         chosen = chosen_steps(rows, granted)
         offset = record.wall_offset
-        shifted = chosen._replace(started_at=chosen.started_at + offset, ended_at=chosen.ended_at + offset)
+        started_at, ended_at = chosen.started_at + offset, chosen.ended_at + offset
+        shifted = replace(chosen, started_at=started_at, ended_at=ended_at)
         self._rows.append((shifted, len(self._owners)))
         self._owners.append((record.trace_id, parent, record.span_id))
         self._row_count += len(chosen)
@@ -167,7 +169,9 @@ class SpanSink:
         if not self._row_count:
             return
         owner = np.concatenate([np.full(len(rows), i, np.uint32) for rows, i in self._rows])
-        step, start, end, tokens, size, prefill = (np.concatenate(c) for c in zip(*(rows for rows, _ in self._rows)))
+        step, start, end, tokens, size, prefill = (
+            np.concatenate(column) for column in zip(*(rows.columns() for rows, _ in self._rows))
+        )
         trace, parent, request = (np.frombuffer(b"".join(c), np.uint8) for c in zip(*self._owners))
         owners = otlp.StepOwners(trace.reshape(-1, 16), parent.reshape(-1, 8), request.reshape(-1, 8))
         encoded, count = self._steps.encode(
@@ -179,12 +183,12 @@ class SpanSink:
 
 def chosen_steps(rows: StepRows, granted: int) -> StepRows:
     """The decode steps that become spans: all, or the slowest ones, in order of time. The first row is the prefill's."""
-    decode = StepRows(*(column[1:] for column in rows))
+    decode = rows.take(slice(1, None))
     if granted >= len(decode):
         return decode
     lengths = decode.ended_at - decode.started_at
     slowest = np.sort(np.argpartition(lengths, len(lengths) - granted)[len(lengths) - granted :])
-    return StepRows(*(column[slowest] for column in decode))
+    return decode.take(slowest)
 
 
 def encoded_identity(resource: Mapping[str, Value]) -> tuple[bytes, bytes]:

@@ -13,7 +13,7 @@ import numpy as np
 from otel_infer import facts, keeper, semconv
 from otel_infer.facts import Value
 from otel_infer.otlp import Event, Link, Span
-from otel_infer.records import RequestRecord, Stage, StepRows
+from otel_infer.records import RequestRecord, Stage
 
 SERVER, INTERNAL = 2, 1
 STATUS_UNSET, STATUS_ERROR = 0, 2
@@ -88,7 +88,7 @@ def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
     rows = record.steps
     if rows is None or len(rows) < 2:
         return {}
-    decode = StepRows(*(column[1:] for column in rows))
+    decode = rows.take(slice(1, None))
     lengths = (decode.ended_at - decode.started_at) / 1e9
     gaps = np.diff(rows.ended_at) / 1e9
     p50, p95 = np.percentile(lengths, (50, 95)).tolist()

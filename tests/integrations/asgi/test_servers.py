@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import threading
 import time
@@ -119,6 +120,13 @@ class Connection:
             got += part
         return got
 
+    def read_all(self) -> bytes:
+        got = []
+        with contextlib.suppress(ConnectionError):
+            while part := self.socket.recv(1 << 20):
+                got.append(part)
+        return b"".join(got)
+
     def leave(self) -> None:
         self.socket.close()
 
@@ -126,12 +134,10 @@ class Connection:
 def posted(port: int, path: str, body: bytes = b"{}", method: str = "POST", headers: str = "") -> bytes:
     """The whole answer to one request."""
     connection = Connection(port).ask(path, body, method, f"connection: close\r\n{headers}")
-    got = b""
-    with contextlib.suppress(ConnectionError):
-        while part := connection.socket.recv(65536):
-            got += part
-    connection.leave()
-    return got
+    try:
+        return connection.read_all()
+    finally:
+        connection.leave()
 
 
 def infer(request: ingress.LiveRequest | None) -> None:
@@ -341,10 +347,11 @@ def test_a_client_that_waits_with_its_body_shows_before_the_first_touch_of_the_e
 def test_a_client_that_does_not_read_shows_as_send_wait_and_nowhere_else(
     watched: Watched, serve: Callable[..., int]
 ) -> None:
-    connection = Connection(serve(make_app())).ask("/v1/models/a/stream?chunks=64&size=1000000")
+    path = "/v1/models/a/stream?chunks=32&size=1000000"
+    connection = Connection(serve(make_app())).ask(path, headers="connection: close\r\n")
     until(lambda: watched.requests and watched.one.every(facts.FirstTokenSent))
     time.sleep(0.3)
-    connection.read_until(b"0\r\n\r\n")
+    connection.read_all()
     (seen,) = ended(watched)
     assert seen.verdict == (facts.OK, "", 200)
     (first,) = seen.every(facts.FirstTokenSent)
@@ -352,15 +359,29 @@ def test_a_client_that_does_not_read_shows_as_send_wait_and_nowhere_else(
     assert 250e6 < seen.ended.send_wait_ns < seen.ended.at - first.at
 
 
+@pytest.mark.parametrize("late", [False, True])
 def test_large_bodies_on_one_connection_do_not_make_the_next_request_a_child(
-    watched: Watched, serve: Callable[..., int]
+    watched: Watched, serve: Callable[..., int], late: bool
 ) -> None:
-    connection = Connection(serve(make_app()))
+    if late:  # without a front
+        asgi.integration.remove()
+    port = serve(make_app())
+    asgi.integration.install()
+    connection = Connection(port)
     for _ in range(3):
         connection.ask("/v1/json", body=b"x" * 1_000_000).read_until(b"found")
     requests = ended(watched, 3)
     assert len({seen.arrived.trace_id for seen in requests}) == 3
     assert all(seen.arrived.flags & facts.OWN_SERVER_SPAN for seen in requests)
+
+
+def test_pipelined_requests_are_requests_of_their_own(watched: Watched, serve: Callable[..., int]) -> None:
+    connection = Connection(serve(make_app()))
+    connection.ask("/v1/json").ask("/v1/json")
+    until(lambda: len(watched.requests) == 2)
+    first, second = ended(watched, 2)
+    assert first.arrived.trace_id != second.arrived.trace_id
+    assert not any(second.arrived.parent_span_id)
 
 
 def test_an_application_that_was_loaded_before_we_came_is_watched(
@@ -645,3 +666,28 @@ def test_a_request_that_asks_another_application_in_this_process_is_its_parent(
     other = next(seen for seen in requests if seen is not outer)
     assert other.arrived.parent_span_id == outer.arrived.span_id
     assert not other.arrived.flags & facts.OWN_SERVER_SPAN
+
+
+def test_requests_leave_no_garbage_in_circles(watched: Watched) -> None:
+    httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+    left: dict[bool, int] = {}
+
+    async def ask(count: int) -> int:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://inner") as client:
+            await client.post("/v1/slow")
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(count):
+                    await client.post("/v1/slow")
+                return gc.collect()
+            finally:
+                gc.enable()
+
+    app = make_app()
+    for installed in (False, True):
+        (asgi.integration.install if installed else asgi.integration.remove)()
+        left[installed] = asyncio.run(ask(5))
+    assert len(watched.requests) == 6
+    assert left[True] <= left[False] + 5

@@ -1,4 +1,4 @@
-"""Our histograms against the SDK's own aggregations, and what the SDK has not: whole arrays, chosen exemplars."""
+"""Our histograms against the SDK's own, and what the SDK has not: whole arrays, chosen exemplars."""
 
 from __future__ import annotations
 
@@ -125,6 +125,14 @@ def test_the_index_is_that_of_the_sdk_even_at_the_edge_of_a_bucket(scale: int, d
     assert expected == indexes_of(np.array(values), scale).tolist()
 
 
+@pytest.mark.parametrize("scale", [1, 3, 5, 8, 12, 20])
+def test_a_whole_array_has_the_indexes_of_its_values_at_every_edge(scale: int) -> None:
+    step = max(1, (60 << scale) // 4000)
+    at_edges = 2.0 ** np.ldexp(np.arange(-30 << scale, 30 << scale, step).astype(float), -scale)
+    values = np.concatenate([at_edges, np.nextafter(at_edges, 0), np.nextafter(at_edges, np.inf)])
+    assert [index_of(value, scale) for value in values.tolist()] == indexes_of(values, scale).tolist()
+
+
 @pytest.mark.parametrize("scale", range(-10, 1))
 @given(value=st.floats(5e-324, sys.float_info.max))
 def test_the_index_is_that_of_the_sdk_at_coarse_scales(scale: int, value: float) -> None:
@@ -196,11 +204,30 @@ def test_where_buckets_merge_the_later_exemplar_stays() -> None:
     assert [8.02] == [exemplar.value for exemplar in histogram.point({}, 1, 2).exemplars]
 
 
+def test_zeroes_keep_their_own_exemplar_at_every_scale() -> None:
+    histogram = ExponentialHistogram()
+    for value, at in ((0.0, 10), (1.0, 20), (100.0, 30), (0.0, 40)):
+        histogram.record(value, Source(1, 1, at))
+    said = histogram.point({}, 1, 2)
+    assert 2 == said.zero_count
+    expected = [(1.0, 20), (100.0, 30), (0.0, 40)]
+    assert expected == [(exemplar.value, exemplar.time_unix_nano) for exemplar in said.exemplars]
+
+
 def test_exemplars_are_in_order_of_time() -> None:
     histogram = ExponentialHistogram()
     for value, at in ((1.0, 30), (2.0, 10), (3.0, 20)):
         histogram.record(value, Source(1, 1, at))
     assert [10, 20, 30] == [exemplar.time_unix_nano for exemplar in histogram.point({}, 1, 2).exemplars]
+
+
+@pytest.mark.parametrize("histogram", [ExplicitHistogram((1.0,)), ExponentialHistogram()])
+def test_an_sdk_that_knows_no_exemplars_gets_points_without(
+    histogram: histograms.Histogram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(histograms, "Exemplar", None)
+    histogram.record(0.5, Source(1, 2, 3))
+    assert [] == histogram.point({}, 1, 2).exemplars
 
 
 def test_attribute_sets_over_the_limit_share_one_marked_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What leaves as metrics, decoded from OTLP bytes: names, units, attributes, values, temporality, exemplars."""
+"""What leaves as metrics, decoded from OTLP bytes: names, units, attributes, values, exemplars."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def record(**changes: Any) -> RequestRecord:
 
 
 def generation(**changes: Any) -> RequestRecord:
-    """Five tokens: the first after 50 ms at the reader (and 48 at the engine), then 10, 10, 20 and 60 ms apart."""
+    """Five tokens: the first after 50 ms at the reader (48 at the engine), then 10, 10, 20 and 60 ms apart."""
     steps = rows(148, 158, 168, 188, 248)
     said = {"steps": steps, "first_token_at": 150 * MS, "last_token_at": 248 * MS, "output_tokens": 5}
     return record(**{**said, **changes})
@@ -559,6 +559,10 @@ def test_deltas_add_up_to_what_cumulative_says(lengths: list[list[int]], exponen
 
 def test_nothing_counted_is_nothing_said() -> None:
     assert {} == sent(sink())
+
+
+def test_a_length_that_cannot_be_makes_no_empty_point() -> None:
+    assert {"infer.request.kept"} == set(counted(sink(), record(ended_at=0)))
 
 
 def test_exponential_histograms_where_they_are_asked_for() -> None:
