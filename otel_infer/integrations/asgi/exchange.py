@@ -20,8 +20,7 @@ App = Callable[..., Awaitable[Any]]
 
 KEY = "otel_infer"
 """In a scope: the `Exchange` of a request, None if it is excluded; in that of the lifespan, the front's `Door`."""
-KNOWN_METHODS = frozenset(("POST", "PUT", "PATCH", "QUERY"))
-"""Of those that are watched, what is said as it is."""
+KNOWN_METHODS = frozenset(("POST", "PUT", "PATCH", "QUERY"))  # of those that are watched
 CLIENT_DISCONNECT, TIMEOUT, CANCELLED = "client_disconnect", "timeout", "cancelled"
 TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # one and the same from Python 3.11 on
 
@@ -238,8 +237,6 @@ class Exchange:
 
     def _complete(self, at: int) -> None:
         """The last byte was handed over. What is done after it (background tasks) is no part of the request."""
-        if self._server.disconnected:
-            self.left_at = self.left_at or at
         self.completed_at = at
         if self.status < 500 or self.left_at:
             self.finish(None)  # otherwise the exception that was answered with this status is still to come

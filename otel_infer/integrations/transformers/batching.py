@@ -1,7 +1,7 @@
 """Continuous batching: requests are added in any thread, one thread of the manager runs all steps.
 
-    add_request ─▶ RequestState ─▶ add_waiting_request ─▶ schedule_batch ─▶ forward ─▶ update_batch ─▶ finish_request
-    submitted      (carries it)    received               scheduled                    done            finished
+    add_request ─▶ RequestState ─▶ add_waiting_request ─▶ schedule_batch ─▶ forward ─▶ prepare_batch_update ─▶ finish_request
+    submitted      (carries it)    received               scheduled                    done                    finished
 
 A `RequestState` carries its live request as an attribute, so nothing is looked up by id. With asynchronous batching two
 steps are in flight, and what was scheduled for a request that finished meanwhile is discarded.
@@ -9,6 +9,7 @@ steps are in flight, and what was scheduled for a request that finished meanwhil
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator
@@ -79,9 +80,9 @@ class _Batches:
         self.log.done(flight.step, column, len(flight.states), discarded)
 
     def gone(self, state: Any) -> None:
-        """A sequence left the batch: whatever is still in flight for it, but for the oldest step, will be discarded."""
+        """A sequence left the batch: whatever is still in flight for it will be discarded."""
         self.left.append(state)
-        for flight in list(self.flights)[1:]:
+        for flight in self.flights:
             flight.gone.append(state)
 
 
@@ -210,11 +211,34 @@ for _class in ("FIFOScheduler", "PrefillFirstScheduler"):
     integration.step_hook(f"{_SCHEDULER}:{_class}.schedule_batch", part=PART)(_scheduling)
 
 
+class _Updating(threading.local):
+    """Whose results this thread is taking in."""
+
+    batches: _Batches | None = None
+
+
+_updating = _Updating()
+
+
 @integration.step_hook(f"{_PROCESSOR}.update_batch", part=PART)
 def update_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def update(self: Any) -> Any:
+        _updating.batches = getattr(self.scheduler, "_otel_infer_batches", None)
+        try:
+            return original(self)
+        finally:
+            _updating.batches = None
+
+    return update
+
+
+@integration.step_hook(f"{_CB}.input_outputs:ContinuousBatchingIOs.prepare_batch_update", part=PART)
+def prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Here the tokens are on the host, and nobody has been given them yet."""
+
+    def prepare(self: Any) -> Any:
         result = original(self)
-        batches = getattr(self.scheduler, "_otel_infer_batches", None)
+        batches = _updating.batches
         if batches is not None and batches.flights and hook.alive:
             try:
                 batches.done()
@@ -222,7 +246,7 @@ def update_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
                 hook.fail(exc)
         return result
 
-    return update
+    return prepare
 
 
 # ── a request's way out ──────────────────────────────────────────────────────────────────────────────────────────

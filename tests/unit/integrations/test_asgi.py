@@ -515,6 +515,41 @@ async def test_an_answer_that_is_not_finished_is_an_error(
     assert watched.one.verdict == (facts.ERROR, *verdict)
 
 
+async def test_a_client_that_leaves_while_the_last_byte_waits_for_it_is_an_abort(watched: Watched) -> None:
+    class Leaving(Uvicorn):
+        async def send(self, message: Message) -> None:
+            await asyncio.sleep(0)
+            self.disconnected = message is LAST
+
+    await asked(sending(START, chunk(b"a"), LAST), Leaving())
+    assert watched.one.verdict == (facts.ABORTED, "client_disconnect", 200)
+
+
+async def test_a_server_that_says_disconnect_when_all_is_sent_has_lost_nobody(watched: Watched) -> None:
+    class Finished(Client):
+        async def send(self, message: Message) -> None:
+            if message is LAST:
+                await asyncio.create_task(self.listen())
+
+        async def listen(self) -> None:
+            assert await given[0]() == DISCONNECT
+
+    given: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        given.append(receive)
+        await receive()
+        await sending(START, chunk(b"a"), LAST)(scope, receive, send)
+
+    await asked(app, Finished())
+    assert watched.one.verdict == (facts.OK, "", 200)
+
+
+async def test_an_application_that_says_that_its_client_left_is_believed(watched: Watched) -> None:
+    await asked(raising(type("ClientDisconnect", (Exception,), {})()))
+    assert watched.one.verdict == (facts.ABORTED, "client_disconnect", 0)
+
+
 async def test_a_file_that_the_server_sends_ends_the_request(watched: Watched) -> None:
     await asked(sending(START, {"type": "http.response.pathsend", "path": "/somewhere"}))
     assert watched.one.verdict == (facts.OK, "", 200)
@@ -603,10 +638,14 @@ async def test_headers_that_name_no_parent_begin_a_trace(watched: Watched, heade
     assert not any(watched.one.arrived.parent_span_id)
 
 
-async def test_what_is_current_around_the_server_is_no_parent(watched: Watched) -> None:
+@pytest.mark.parametrize(("headers", "parent"), [([], "0" * 16), ([TRACEPARENT], SPAN_ID)])
+async def test_what_is_current_around_the_server_is_no_parent(
+    watched: Watched, headers: Any, parent: str
+) -> None:
     with TracerProvider().get_tracer("test").start_as_current_span("main"):
-        await asked(sending(START, LAST), Client(headers=[TRACEPARENT]))
-    assert watched.one.arrived.parent_span_id.hex() == SPAN_ID
+        await asked(sending(START, LAST), Client(headers=headers))
+    assert watched.one.arrived.parent_span_id.hex() == parent
+    assert watched.one.arrived.flags & facts.OWN_SERVER_SPAN
 
 
 async def test_values_that_others_put_into_the_context_stay_there(watched: Watched) -> None:

@@ -1,0 +1,81 @@
+"""The machine at hand: what it is, how busy it is, and who runs on which core."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("transformers", "torch", "opentelemetry-sdk", "protobuf", "numpy", "isal")
+
+
+def described() -> dict[str, str]:
+    """Processor, system and the versions that matter."""
+    versions = {name: _version(name) for name in PACKAGES}
+    return {
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        **{name: version for name, version in versions.items() if version},
+    }
+
+
+def load() -> float:
+    """How many processes wanted a core over the last minute."""
+    return os.getloadavg()[0]
+
+
+def cores() -> tuple[set[int], set[int]]:
+    """The core of the loop that is measured, and those of everybody else; the same ones where there is but one."""
+    mine = sorted(os.sched_getaffinity(0))
+    return {mine[0]}, set(mine[1:]) or set(mine)
+
+
+def pin_this_thread(to: set[int]) -> None:
+    """Keeps the calling thread there, and what it starts from now on."""
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, to)
+
+
+def pin_process(pid: int, to: set[int]) -> None:
+    """Keeps all threads of another process there."""
+    for thread in _threads(pid):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(thread, to)
+
+
+def cpu_ns(pid: int) -> int:
+    """CPU time of a process, all threads, as clock_getcpuclockid(3) reads it; /proc/PID/stat counts in 10 ms."""
+    return time.clock_gettime_ns((~pid << 3) | 2)
+
+
+def peak_memory(pid: int) -> int:
+    """The most memory the process has held, bytes."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,123 @@
+"""An OTLP/HTTP receiver in a process of its own: keeps what arrives as it came and counts it when asked, after the load.
+
+    python -m benchmarks.receiver        says its port on standard output, ends with its standard input
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+STEP = "decode step"
+
+
+class Receiver:
+    """The parent's side: starts one, asks it what arrived."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.receiver"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.pid = self._process.pid
+        self.endpoint = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+
+    def counted(self) -> dict[str, Any]:
+        """What arrived since it was last asked: spans, unique ids, spans by name, bytes raw and as sent."""
+        with urllib.request.urlopen(f"{self.endpoint}/counted", timeout=300) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def close(self) -> None:
+        """Ends it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Kept:
+    """Bodies of trace exports, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bodies: list[tuple[bytes, str]] = []
+
+    def add(self, body: bytes, encoding: str) -> None:
+        with self._lock:
+            self._bodies.append((body, encoding))
+
+    def taken(self) -> list[tuple[bytes, str]]:
+        with self._lock:
+            taken, self._bodies = self._bodies, []
+        return taken
+
+
+def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
+    """Spans, unique (trace id, span id) pairs, spans by name, and bytes."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    names: Counter[str] = Counter()
+    seen: set[bytes] = set()
+    raw = wire = other = 0
+    for body, encoding in bodies:
+        text = gzip.decompress(body) if encoding == "gzip" else body
+        raw, wire = raw + len(text), wire + len(body)
+        for of_resource in ExportTraceServiceRequest.FromString(text).resource_spans:
+            for of_scope in of_resource.scope_spans:
+                for span in of_scope.spans:
+                    names[span.name] += 1
+                    seen.add(span.trace_id + span.span_id)
+                    # Everybody's but step spans, which we send with padded numbers, so that their size here is not theirs.
+                    other += 0 if span.name == STEP else span.ByteSize() + 3
+    found = {"posts": len(bodies), "spans": sum(names.values()), "unique": len(seen), "names": names}
+    return {**found, "steps": names[STEP], "raw": raw, "wire": wire, "steps_raw": raw - other}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    kept = _Kept()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/v1/traces":
+            self.kept.add(body, self.headers.get("Content-Encoding", ""))
+        self._answer(b"")
+
+    def do_GET(self) -> None:
+        self._answer(json.dumps(count(self.kept.taken())).encode())
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-protobuf")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+
+def main() -> None:
+    """Serves until its standard input ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(server.server_address[1], flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
