@@ -237,6 +237,8 @@ class Exchange:
 
     def _complete(self, at: int) -> None:
         """The last byte was handed over. What is done after it (background tasks) is no part of the request."""
+        if self._server.disconnected:
+            self.left_at = self.left_at or at
         self.completed_at = at
         if self.status < 500 or self.left_at:
             self.finish(None)  # otherwise the exception that was answered with this status is still to come

@@ -1,0 +1,106 @@
+"""Measures everything and ends with one table: claim, gate, measured, control, verdict.
+
+    python -m benchmarks [--quick] [--only SECTION …] [--json FILE] [--docs FILE] [--report]
+
+Exit status 1 if a gate failed (0 with --report). A line whose control is off is inconclusive, which is no failure and no
+pass: repeat it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, verdict
+from benchmarks.verdict import Line
+
+SECTIONS = ("hooks", "simulated_loop", "transformers_loop", "throughput", "truth")
+NOT_QUICK = ("truth",)
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def main() -> int:
+    """Runs the sections, each in a process of its own."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="a smoke test: too short to conclude anything")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="put the table into this page")
+    parser.add_argument("--report", action="store_true", help="exit 0 also if a gate failed")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.section:
+        lines = importlib.import_module(f"benchmarks.{arguments.section}").measure(arguments.quick)
+        verdict.saved(lines, arguments.json, {})
+        return 0
+    lines, about, broken = _all(arguments.only or SECTIONS, arguments.quick)
+    show(lines, about)
+    if arguments.json:
+        verdict.saved(lines, arguments.json, about)
+    if arguments.docs:
+        _write_docs(arguments.docs, lines, about)
+    failed = any(one.verdict == verdict.FAIL for one in lines)
+    return int(broken or (failed and not arguments.report))
+
+
+def _all(sections: list[str], quick: bool) -> tuple[list[Line], dict[str, str], bool]:
+    lines: list[Line] = []
+    loads, broken = [machine.load()], False
+    for section in sections:
+        if quick and section in NOT_QUICK and len(sections) > 1:
+            continue
+        print(f"measuring {section} … (load average {machine.load():.2f})", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder) / "lines.json"
+            command = [sys.executable, "-m", "benchmarks", "--section", section, "--json", str(found)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            done = subprocess.run(command + ["--quick"] * quick, env=environment)
+            if done.returncode == 0:
+                lines += verdict.loaded(found)
+            else:
+                broken = True
+                print(f"{section} broke off with status {done.returncode}", file=sys.stderr)
+        loads.append(machine.load())
+    about = {**machine.described(), "load average": f"{min(loads):.2f} to {max(loads):.2f}"}
+    return lines, about, broken
+
+
+def show(lines: list[Line], about: dict[str, str]) -> None:
+    """The table, and under it what was measured on."""
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("claim", "gate", "measured", "[low, high]", "control", "verdict"):
+        table.add_column(column, justify="left" if column in ("claim", "verdict") else "right")
+    for row in verdict.rows_of(lines):
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    console.print(table)
+    for one in lines:
+        if one.note:
+            console.print(f"  {one.claim}: {one.note}", markup=False, style="dim")
+    console.print(", ".join(f"{name} {value}" for name, value in about.items()), markup=False)
+
+
+def _write_docs(page: Path, lines: list[Line], about: dict[str, str]) -> None:
+    text = page.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise SystemExit(f"{page} has no {BEGIN} … {END}")
+    rows = ["| claim | gate | measured | bounds | control | verdict |", "|---|---|---|---|---|---|"]
+    rows += ["| " + " | ".join(row) + " |" for row in verdict.rows_of(lines)]
+    machine_said = ", ".join(f"{name} {value}" for name, value in about.items())
+    page.write_text(f"{before}{BEGIN}\nMeasured on: {machine_said}.\n\n" + "\n".join(rows) + f"\n{END}{after}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

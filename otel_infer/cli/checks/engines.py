@@ -1,0 +1,153 @@
+"""Which integrations bind. Engines are imported in a process of its own, with our hooks waiting for them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from otel_infer import config
+from otel_infer.cli.checks import Check, apart
+from otel_infer.config import Config
+from otel_infer.integrations import registry
+from otel_infer.integrations._base import Integration
+
+LIMIT_S = 120.0
+
+
+def integrations(settings: Config, imports: bool) -> list[Check]:
+    """One check for each integration, and one for engines as such."""
+    if imports:
+        environ = config.child_environment(enabled="off")
+        found, trouble = apart.ask("engines", {"excluded_urls": settings.excluded_urls}, environ, LIMIT_S)
+    else:
+        found, trouble = list(answers({"excluded_urls": settings.excluded_urls, "imports": False})), ""
+    checks = [told(seen, is_off(seen["name"], settings)) for seen in found]
+    if trouble:
+        checks.append(_broke_off(len(found), trouble))
+    return [*checks, engine(found)] if not trouble or any(map(_is_engine, found)) else checks
+
+
+def is_off(name: str, settings: Config) -> bool:
+    """Whether the configuration leaves this integration out."""
+    listed = not settings.integrations or name in settings.integrations
+    return not listed or bool({name, f"otel_infer_{name}"} & set(settings.disabled_integrations))
+
+
+# ── in the other process ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def answers(told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What is bound of each integration, after its library was imported unless that is not wanted."""
+    registry.configure(Config(excluded_urls=told["excluded_urls"]), lambda integration: None)
+    for integration in registry.load():
+        refused: dict[str, str] = {}
+        if told.get("imports", True) and integration.status.state != "absent":
+            integration.install()
+            refused = {name: why for name in _modules(integration) if (why := _imported(name))}
+        yield {
+            **integration.status.__dict__,
+            "engine": integration.is_engine,
+            "parts": _parts(integration, refused),
+        }
+
+
+def _modules(integration: Integration) -> list[str]:
+    """All that it hooks in, once each, in the order in which it names them; without hooks, what it watches."""
+    hooked = [hook.module for part in integration._parts.values() for hook in part.hooks]
+    return list(dict.fromkeys(hooked or integration.modules))
+
+
+def _imported(name: str) -> str:
+    """Why a module cannot be imported; nothing if it can, or if this release has none of that name."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        own = missing.name and (name == missing.name or name.startswith(f"{missing.name}."))
+        return "" if own else f"there is no module {missing.name}"
+    except BaseException as broken:  # whatever an import may do, SystemExit included
+        said = str(broken).strip().splitlines()
+        return f"{type(broken).__name__}: {said[0][: apart.LONGEST] if said else ''}".rstrip(": ")
+    return ""
+
+
+def _parts(integration: Integration, refused: Mapping[str, str]) -> list[dict[str, Any]]:
+    parts = []
+    for part in integration._parts.values():
+        state, drift = integration._view(part)
+        why = next((refused[hook.module] for hook in part.hooks if hook.module in refused), "")
+        parts.append({"name": part.name, "state": state, "drift": drift, "refused": why})
+    return parts
+
+
+# ── what to say of it ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def told(seen: Mapping[str, Any], off: bool) -> Check:
+    """One integration as a check."""
+    name, which = (
+        f"integration {seen['name']}",
+        " ".join(filter(None, [seen["distribution"], seen["version"]])),
+    )
+    if off:
+        return Check(name, "ok", f"{which}: switched off by the configuration")
+    if seen["state"] == "absent":
+        return Check(name, "ok", f"{seen['distribution']} is not installed")
+    bound = f"{seen['hooks_active']} of {seen['hooks_total']} hooks bound"
+    if seen["state"] == "drifted":
+        return Check(name, "fail", f"{which}: drifted, {bound}; {_loss(seen)}", _against_drift(seen))
+    broken = sorted({part["refused"] for part in seen["parts"] if part["refused"]})
+    if seen["state"] == "waiting" and broken:
+        do = f"run `{sys.executable} -c 'import {seen['name']}'`: it fails without us, too"
+        return Check(name, "warn", f"{which}: cannot be imported: {'; '.join(broken)}", do)
+    return Check(name, "ok", f"{which}: {seen['state']}, {bound}{_unbound(seen)}")
+
+
+def engine(found: list[dict[str, Any]]) -> Check:
+    """Whether there is any engine at all."""
+    supported = [seen["distribution"] for seen in found if _is_engine(seen)]
+    present = [seen["distribution"] for seen in found if _is_engine(seen) and seen["state"] != "absent"]
+    if present:
+        return Check("engine", "ok", ", ".join(present))
+    said = f"none is installed for {sys.executable}; supported: {', '.join(supported)}"
+    do = f"run {sys.executable} -m pip install 'transformers[serving]' torch, or run `otel-infer doctor` with the "
+    return Check("engine", "warn", said, f"{do}Python that runs your server")
+
+
+def _is_engine(seen: Mapping[str, Any]) -> bool:
+    return bool(seen["engine"])
+
+
+def _loss(seen: Mapping[str, Any]) -> str:
+    """What drifted, why, and what is not recorded for it."""
+    drifted = [part for part in seen["parts"] if part["state"] == "drifted"]
+    why = "; ".join(str(part["drift"]) for part in drifted)
+    lost = " and ".join(part["name"] or seen["name"] for part in drifted)
+    rest = any(part["state"] in ("active", "waiting") for part in seen["parts"])
+    verb = "are" if len(drifted) > 1 else "is"
+    return f"{why}. {lost} {verb} not recorded; {'everything else is' if rest else 'the server runs on all the same'}"
+
+
+def _against_drift(seen: Mapping[str, Any]) -> str:
+    library = seen["distribution"]
+    return f"{sys.executable} -m pip install -U otel-infer; if that is no help, install another release of {library}"
+
+
+def _unbound(seen: Mapping[str, Any]) -> str:
+    """The parts that wait, and what for."""
+    waiting = [part for part in seen["parts"] if part["state"] == "waiting" and seen["state"] == "active"]
+    said = [
+        f"{part['name'] or seen['name']} waits{': ' * bool(part['refused'])}{part['refused']}"
+        for part in waiting
+    ]
+    absent = [part["name"] for part in seen["parts"] if part["state"] == "absent"]
+    said += [f"not in this release: {', '.join(absent)}"] if absent else []
+    return "".join(f"; {one}" for one in said)
+
+
+def _broke_off(after: int, trouble: str) -> Check:
+    names = [f"otel_infer.integrations.{name}" for name in registry.BUILTIN]
+    name = names[after].rpartition(".")[2] if after < len(names) else "another distribution's"
+    do = f"run `{sys.executable} -c 'import {name}'`: if that is no better, the trouble is not ours; else --no-imports"
+    return Check(f"integration {name}", "fail", f"importing what it hooks {trouble}", do)

@@ -1,0 +1,211 @@
+"""What the destination answers when a real span, and a real export of metrics without any, are sent.
+
+In a process of its own: the exporters retry, log and may wait for long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from otel_infer import clock, config, semconv
+from otel_infer.cli.checks import Check, apart
+from otel_infer.cli.checks.environment import destination, installed_version
+from otel_infer.config import Config
+
+SPAN_NAME = "otel_infer doctor"
+DOCTOR = "infer.doctor"
+TIMEOUT = "OTEL_EXPORTER_OTLP_TIMEOUT"
+DEFAULT_S = 3.0
+IMPORTS_S = 30.0
+
+_START = "start a collector there, or set OTEL_EXPORTER_OTLP_ENDPOINT to where one listens"
+_HTTP_HINT = "is this the gRPC port 4317? use OTEL_EXPORTER_OTLP_PROTOCOL=grpc or port 4318"
+_GRPC_HINT = "is this the HTTP port 4318? use OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf or port 4317"
+_PATH = "correct the path of the endpoint: OTEL_EXPORTER_OTLP_ENDPOINT gets /v1/… appended, the variables of one signal not"
+_NO_METRICS = "if it takes no metrics, set OTEL_METRICS_EXPORTER=none"
+
+_KNOWN: tuple[tuple[str, str, str], ...] = (
+    (r"[Cc]onnection refused", "connection refused", _START),
+    (r"BadStatusLine", "what listens there speaks no HTTP/1", _HTTP_HINT),
+    (r"parsing HTTP/2|http1\.x|protocol error.*HTTP", "what listens there speaks no gRPC", _GRPC_HINT),
+    (
+        r"not resolved|NameResolution|Name or service|errors resolving|DNS resolution|lookup failed",
+        "the host name is not known",
+        "correct the host in OTEL_EXPORTER_OTLP_ENDPOINT",
+    ),
+    (
+        r"ProxyError|HTTP 407",
+        "the proxy refuses",
+        "add the host to NO_PROXY, or correct HTTP_PROXY and HTTPS_PROXY",
+    ),
+    (
+        r"TLS|SSL",
+        "TLS error",
+        "use http:// where there is no TLS, else set OTEL_EXPORTER_OTLP_CERTIFICATE to its authority",
+    ),
+    (
+        r"HTTP 40[13]|code: 40[13]|UNAUTHENTICATED|PERMISSION_DENIED",
+        "",
+        "set OTEL_EXPORTER_OTLP_HEADERS to what the destination wants, such as Authorization=Bearer%20TOKEN",
+    ),
+    (r"HTTP 40[45]|code: 40[45]|UNIMPLEMENTED", "", _PATH),
+    (r"HTTP 413|code: 413|HTTP 429|code: 429|RESOURCE_EXHAUSTED", "", "raise the destination's limits"),
+    (
+        r"HTTP 5\d\d|code: 5\d\d|Service Unavailable|INTERNAL|UNAVAILABLE",
+        "",
+        "read the destination's own log",
+    ),
+    (r"HTTP [34]\d\d|code: [34]\d\d|INVALID_ARGUMENT", "", "read the destination's own log"),
+    (r"[Tt]imeout|timed out|DEADLINE_EXCEEDED", "timed out", f"{_START}; if it is slow, raise {TIMEOUT} (s)"),
+)
+"""What is recognised in an exporter's words, what to call it (nothing: as it is), what to do. The first counts."""
+
+
+def exporter(settings: Config, environ: Mapping[str, str]) -> list[Check]:
+    """The exporters' private seam, then one check for each signal that is sent."""
+    limit = IMPORTS_S + 2 * _timeout(environ)
+    told = {"config": dataclasses.asdict(settings)}
+    found, trouble = apart.ask("exporter", told, {TIMEOUT: f"{DEFAULT_S:g}", **environ}, limit)
+    said = {line["what"]: line for line in found}
+    checks = [seam(said.get("seam", {"error": "", "text": trouble}), settings.traces_protocol)]
+    if not settings.exports:
+        return checks
+    for signal, sends, protocol in (
+        ("spans", settings.sends_spans, settings.traces_protocol),
+        ("metrics", settings.sends_metrics, settings.metrics_protocol),
+    ):
+        if sends and checks[0].state == "ok":
+            where = destination("traces" if signal == "spans" else signal, protocol, environ)
+            checks.append(told_of(signal, where, said.get(signal, {"reason": "timed out", "log": trouble})))
+    return checks
+
+
+def _timeout(environ: Mapping[str, str]) -> float:
+    try:
+        return float(environ.get(TIMEOUT, "") or DEFAULT_S)
+    except ValueError:
+        return DEFAULT_S
+
+
+# ── in the other process ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def answers(told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rehearses the seam, then sends what is configured to be sent."""
+    from otel_infer.sinks import transport
+
+    settings = config.from_plain(told["config"])
+    try:
+        outlet = transport.transport(settings.traces_protocol)
+    except Exception as refusal:
+        yield {"what": "seam", "error": type(refusal).__name__, "text": str(refusal)}
+        return
+    yield {"what": "seam", "error": "", "text": ""}
+    if settings.sends_spans:
+        yield {"what": "spans", **_send_span(outlet)}
+    if settings.sends_metrics:
+        yield {"what": "metrics", **_send_metrics(settings.metrics_protocol)}
+
+
+class _Heard(logging.Handler):
+    """What the SDK has to say while it is in use; the exporters tell nobody else why they failed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> _Heard:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger().removeHandler(self)
+
+
+def _send_span(outlet: Any) -> dict[str, Any]:
+    from otel_infer import otlp
+    from otel_infer._wiring import resource
+    from otel_infer.sinks.spans import encoded_identity
+
+    at = clock.wall_pair()[1]
+    trace_id, span_id = secrets.token_bytes(16), secrets.token_bytes(8)
+    span = otlp.Span(trace_id, span_id, b"", SPAN_NAME, 1, at, at + 1000, {DOCTOR: True}, flags=1)
+    identity = encoded_identity({semconv.SERVICE_NAME: "otel-infer", **resource()})
+    with _Heard() as heard:
+        sent = outlet.send_spans(otlp.envelope(*identity, [otlp.encode_span(span)]), 1)
+    return {
+        "accepted": sent.accepted,
+        "reason": sent.reason or "",
+        "log": "\n".join(heard.lines),
+        "trace": trace_id.hex(),
+    }
+
+
+def _send_metrics(protocol: str) -> dict[str, Any]:
+    from opentelemetry.sdk.metrics.export import MetricsData
+
+    from otel_infer.sinks.metrics import metric_exporter
+
+    with _Heard() as heard:
+        try:
+            result = metric_exporter(protocol).export(MetricsData(resource_metrics=[]))
+        except Exception as refusal:
+            return {"accepted": 0, "reason": type(refusal).__name__, "log": str(refusal)}
+    return {"accepted": int(result.name == "SUCCESS"), "reason": "", "log": "\n".join(heard.lines)}
+
+
+# ── what to say of it ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def seam(said: Mapping[str, str], protocol: str) -> Check:
+    """Whether the installed exporter takes batches that are encoded already."""
+    package = f"opentelemetry-exporter-otlp-proto-{'grpc' if protocol == 'grpc' else 'http'}"
+    if not said["error"] and not said["text"]:
+        return Check("SDK seam", "ok", f"{package} {installed_version(package)} takes encoded batches")
+    found = f"{said['error']}: {said['text']}" if said["error"] else f"the trial {said['text']}"
+    if said["error"] == "ImportError":
+        do = f"{sys.executable} -m pip install {package}"
+    elif said["error"] == "SeamDrift":
+        do = f"install another release of {package}, or give instrument() a tracer_provider"
+    else:
+        do = "correct the OTEL_EXPORTER_OTLP_* variable that this names"
+    return Check("SDK seam", "fail", found, do)
+
+
+def told_of(signal: str, where: str, said: Mapping[str, Any]) -> Check:
+    """What became of one signal."""
+    name, reason = f"exporter {signal}", str(said["reason"])
+    partial, _, message = reason.partition(": ")
+    if partial == "partial success":
+        state, taken = (
+            ("warn", "accepted with a warning")
+            if said["accepted"]
+            else ("fail", "partial success, 1 rejected")
+        )
+        found = f"{where}: {taken}: {message or 'no reason given'}"
+        return Check(name, "warn" if state == "warn" else "fail", found, "read the destination's own log")
+    if said["accepted"]:
+        found = f"; look for trace {said['trace']}" if "trace" in said else ""
+        return Check(name, "ok", f"{where}: accepted{found}")
+    label, do = recognised(f"{reason}\n{said['log']}")
+    if signal == "metrics" and do in (_PATH,):
+        do = f"{do}; {_NO_METRICS}"
+    return Check(name, "fail", f"{where}: {label or reason or 'not accepted, no reason given'}", do or _START)
+
+
+def recognised(words: str) -> tuple[str, str]:
+    """(what it is called, what to do) of what an exporter said; empty where we do not know it."""
+    for pattern, label, do in _KNOWN:
+        found = re.search(pattern, words)
+        if found:
+            return label or found[0].replace("code: ", "HTTP "), do
+    return "", ""

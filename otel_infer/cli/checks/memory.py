@@ -1,0 +1,221 @@
+"""Shared memory, the sidecar that reads it, and what dead servers left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from otel_infer import launch
+from otel_infer._wiring import resource
+from otel_infer.cli.checks import Check, State
+from otel_infer.config import Config
+from otel_infer.ring import layout, place
+from otel_infer.ring.layout import Sizes
+from otel_infer.ring.write import FileArena, RequestWriter, RingRefused, StepWriter, fitting
+
+RINGS = "OTEL_INFER_RINGS"
+MORE = f"give it more: Docker --shm-size=256m; Kubernetes an emptyDir with medium: Memory, a folder of it as {RINGS}"
+START_S, READ_S, END_S = 20.0, 10.0, 15.0
+
+
+def shared_memory(settings: Config) -> tuple[Check, str]:
+    """Allocates what one server needs, and gives it back. The second answer: why there is none, or nothing."""
+    base = _base(settings)
+    try:
+        with scratch(base, owned=bool(settings.rings)) as folder:
+            if not place.is_tmpfs(folder):
+                raise RingRefused(f"{base} is not on tmpfs")
+            shrunk, free = _allocate(folder)
+    except (RingRefused, OSError) as refusal:
+        return _none(settings, base, str(refusal)), str(refusal)
+    found = f"{base} on tmpfs, {free >> 20} MiB free; mode: {in_process(settings, '') or 'sidecar'}"
+    if settings.rings and base.is_dir() and base.stat().st_mode & 0o1000:
+        do = f"name a folder of the server's own: {RINGS}={base / 'NAME'}"
+        return Check("shared memory", "warn", f"{found}; {base} is everybody's", do), ""
+    if shrunk > 1:
+        return Check(
+            "shared memory", "warn", f"{found}; rings fit only at 1/{shrunk} of their size", MORE
+        ), ""
+    return Check("shared memory", "ok", f"{found}; rings fit at full size"), ""
+
+
+def in_process(settings: Config, refused: str) -> str:
+    """What is done instead of a sidecar, and why; empty where there is one. `refused`: why there is no memory."""
+    if settings.mode == "in-process":
+        return "in-process, since OTEL_INFER_MODE=in-process"
+    if not sys.executable or getattr(sys, "frozen", False):
+        return "in-process, since the interpreter is frozen or embedded"
+    if not refused:
+        return ""
+    return (
+        "off, since OTEL_INFER_MODE=sidecar" if settings.mode == "sidecar" else "in-process, which costs more"
+    )
+
+
+@contextlib.contextmanager
+def scratch(base: Path, owned: bool = False) -> Iterator[Path]:
+    """A server's folder, gone afterwards; raises `RingRefused`. `owned`: `base` itself has to be ours.
+
+    It has a parent of its own, since a sidecar takes over what dead servers left beside its folder.
+    """
+    if owned and base.exists() and (not base.is_dir() or base.lstat().st_uid != os.getuid()):
+        raise RingRefused(f"{base}: belongs to somebody else")
+    made = [path for path in (_home(base), *_home(base).parents) if not path.exists()]
+    with contextlib.ExitStack() as undo:
+        for path in reversed(made):
+            undo.callback(_forget_if_empty, path)
+        outer = place.new_server_folder(base)
+        undo.callback(place.remove, outer)
+        folder = place.private_folder(outer / "server")
+        undo.callback(place.remove, folder)
+        yield folder
+
+
+def _base(settings: Config) -> Path:
+    return Path(settings.rings) if settings.rings else place.BASE
+
+
+def _home(base: Path) -> Path:
+    """This user's folder, whether it is there or not."""
+    return base / f"otel_infer-{os.getuid()}"
+
+
+def _forget_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _allocate(folder: Path) -> tuple[int, int]:
+    """(how much smaller than they should be the rings are, bytes free before)."""
+    arena = FileArena(folder)
+    free = os.statvfs(folder)
+    try:
+        cells = Sizes().cells // fitting(arena, lambda sizes: sizes.requests_bytes).cells
+        RequestWriter(arena, "doctor", "doctor")
+        steps = Sizes().step_cells // fitting(arena, lambda sizes: sizes.steps_bytes).step_cells
+        StepWriter(arena, "doctor-1", "doctor")
+    finally:
+        arena.close()
+    return max(cells, steps), free.f_bavail * free.f_frsize
+
+
+def _none(settings: Config, base: Path, reason: str) -> Check:
+    found = f"none: {reason}; mode: {in_process(settings, reason)}"
+    if settings.mode == "in-process":
+        return Check("shared memory", "ok", found)
+    return Check(
+        "shared memory", "fail" if settings.mode == "sidecar" else "warn", found, _remedy(reason, base)
+    )
+
+
+def _remedy(reason: str, base: Path) -> str:
+    if "not on tmpfs" in reason:
+        return f"unset {RINGS}, or set it to a folder on tmpfs, such as /dev/shm/NAME"
+    if "belongs to somebody else" in reason:
+        return f"have its owner remove it, or set {RINGS} to a folder on tmpfs that is yours"
+    if "is free" in reason or "No space" in reason:
+        return MORE
+    return f"let user {os.getuid()} write to {base}, or set {RINGS} to a folder on tmpfs where it may"
+
+
+# ── the sidecar ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sidecar(settings: Config, refused: str) -> Check:
+    """Starts a real one on rings of its own, and sees it take them, read them and leave. It exports nothing."""
+    instead = in_process(settings, refused)
+    if instead:
+        lacking = refused and settings.mode != "in-process"
+        state: State = "ok" if not lacking else "fail" if settings.mode == "sidecar" else "warn"
+        return Check(
+            "sidecar", state, f"not started: {instead}", "do as under shared memory" if lacking else ""
+        )
+    base = _base(settings)
+    if settings.rings and any(place.is_held(base / lock) for lock in (place.SIDECAR_LOCK, place.OWNER_LOCK)):
+        return Check("sidecar", "ok", f"one reads {base} already")
+    began = time.monotonic()
+    with scratch(base, owned=bool(settings.rings)) as folder:
+        trouble = _tried(folder, settings)
+    if not trouble:
+        return Check("sidecar", "ok", f"starts, reads and leaves ({time.monotonic() - began:.1f} s)")
+    do = f"run `{sys.executable} -c 'import otel_infer.sidecar'` to see why; meanwhile set OTEL_INFER_MODE=in-process"
+    return Check("sidecar", "fail", trouble, do)
+
+
+def _tried(folder: Path, settings: Config) -> str:
+    """What went wrong with a sidecar here; nothing if nothing did."""
+    nowhere = {"traces_exporter": "none", "metrics_exporter": "none", "console": False, "tape": "", "log": ""}
+    arena = FileArena(folder)
+    words = RequestWriter(arena, "doctor", "doctor").words
+    try:
+        child = launch.sidecar(folder, dataclasses.replace(settings, **nowhere), resource())
+        try:
+            return _lived(child, folder, words, arena)
+        finally:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+    except launch.CannotStart as reason:
+        return f"it cannot be started: {reason}"
+    finally:
+        arena.close()
+
+
+def _lived(child: subprocess.Popen[bytes], folder: Path, words: memoryview, arena: FileArena) -> str:
+    ended = lambda: child.poll() is not None  # noqa: E731
+    if not _until(lambda: place.is_held(folder / place.SIDECAR_LOCK) or ended(), START_S):
+        return f"it did not take its lock within {START_S:.0f} s"
+    words[layout.W_FLUSH_ASKED] = 1
+    if not _until(lambda: words[layout.W_FLUSH_DONE] == 1 or ended(), READ_S):
+        return f"it did not read within {READ_S:.0f} s"
+    if ended():
+        return f"it ended at once, with status {child.returncode}"
+    arena.close()
+    if not _until(ended, END_S):
+        return f"it did not leave within {END_S:.0f} s of the last writer"
+    return f"it ended with status {child.returncode}" if child.returncode else ""
+
+
+def _until(done: Callable[[], bool], within: float) -> bool:
+    deadline = time.monotonic() + within
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+# ── leftovers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def leftovers(settings: Config) -> Check:
+    """Rings of dead servers. Only looked at: the next sidecar beside them reports what was in flight."""
+    home = Path(settings.rings).parent if settings.rings else _home(place.BASE)
+    dead = [folder for folder in _folders(home) if _is_dead(folder)]
+    if not dead:
+        return Check("leftovers", "ok", f"none in {home}")
+    size = sum(path.stat().st_size for folder in dead for path in folder.iterdir()) / (1 << 20)
+    found = f"rings of {len(dead)} dead server{'s' if len(dead) > 1 else ''} in {home} ({size:.1f} MiB)"
+    names = " ".join(map(str, dead[:3]))
+    do = f"start a server: its sidecar tells what was in flight and removes them; or run rm -r {names}"
+    return Check("leftovers", "warn", found, do)
+
+
+def _folders(home: Path) -> list[Path]:
+    try:
+        return sorted(path for path in home.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def _is_dead(folder: Path) -> bool:
+    """As `place.dead_servers` sees it, but without taking the lock, which would make a file there."""
+    rings = list(folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
+    locks = (folder / place.OWNER_LOCK, folder / place.SIDECAR_LOCK, *rings)
+    return bool(rings) and not any(map(place.is_held, locks))
