@@ -103,6 +103,7 @@ class LiveRequest(trace.Span):
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
         self.packed = handle.to_bytes(4, "little")
         self.ended = False
+        self.named = False
         self.operation = ""
         self.engine = ""
         self.sequences_left = 1

@@ -12,7 +12,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 from otel_infer import config
 from otel_infer.cli.checks import Check, masked
@@ -40,7 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     environ = config.child_environment()
     checks: list[Check] = []
     for about, look in looks(environ, arguments.imports):
-        for check in page.watch(about, lambda: looked(about, look)):  # noqa: B023 - called before the next one
+        with page.watching(about):
+            found = looked(about, look)
+        for check in found:
             shown = check._replace(found=masked(check.found, environ), do=masked(check.do, environ))
             checks.append(shown)
             page.show(shown)
@@ -94,8 +97,8 @@ def _summary(checks: list[Check]) -> str:
 class _Page(Protocol):
     """Where findings are shown."""
 
-    def watch(self, about: str, look: Look) -> list[Check]:
-        """Looks, and shows that it does."""
+    def watching(self, about: str) -> AbstractContextManager[Any]:
+        """Shows what is being looked at."""
 
     def show(self, check: Check) -> None: ...
 
@@ -105,8 +108,8 @@ class _Page(Protocol):
 class _Json:
     """All at once, when all is known."""
 
-    def watch(self, about: str, look: Look) -> list[Check]:
-        return look()
+    def watching(self, about: str) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def show(self, check: Check) -> None:
         pass
@@ -118,8 +121,8 @@ class _Json:
 class _Lines:
     """For a file or a pipe: a line for each finding, one more where there is something to do."""
 
-    def watch(self, about: str, look: Look) -> list[Check]:
-        return look()
+    def watching(self, about: str) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def show(self, check: Check) -> None:
         print(f"{check.state:<6}{check.name:<{WIDTH}}{check.found}", flush=True)
@@ -130,19 +133,19 @@ class _Lines:
         print(_summary(checks))
 
 
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
 class _Terminal:
     """For a person: coloured, wrapped, and saying what is being looked at."""
-
-    COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
     def __init__(self) -> None:
         from rich.console import Console
 
         self._console = Console(highlight=False)
 
-    def watch(self, about: str, look: Look) -> list[Check]:
-        with self._console.status(f"{about} …"):
-            return look()
+    def watching(self, about: str) -> AbstractContextManager[Any]:
+        return self._console.status(f"{about} …")
 
     def show(self, check: Check) -> None:
         from rich.table import Table
@@ -154,7 +157,7 @@ class _Terminal:
         said = Text(check.found)
         if check.do:
             said.append(f"\n→ {check.do}", "bold")
-        row.add_row(Text(check.state, self.COLOURS[check.state]), check.name, said)
+        row.add_row(Text(check.state, _COLOURS[check.state]), check.name, said)
         self._console.print(row)
 
     def end(self, checks: list[Check]) -> None:

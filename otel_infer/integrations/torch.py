@@ -15,11 +15,10 @@ models that were loaded before `instrument()`, and what is called by another way
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable
-from types import CodeType, MethodType
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 from otel_infer import clock, facts, ingress
 from otel_infer.integrations._base import Integration
@@ -38,15 +37,13 @@ _LAYERS = "torch.nn.modules."
 _outermost: dict[int, weakref.ref[Any]] = {}
 _classes: weakref.WeakSet[type] = weakref.WeakSet()
 _named: weakref.WeakSet[ingress.LiveRequest] = weakref.WeakSet()
-_hook = Hook(f"{_MODULE}.__call__")
 
 
 class _Torch(Integration):
-    """Also takes off what models of the user have brought upon their classes."""
+    """Also takes off what the models of the user have brought upon their classes."""
 
     def remove(self) -> None:
         super().remove()
-        _hook.alive = False
         for owner in list(_classes):
             if owner.__dict__.get(_PLACE) is _calls:
                 delattr(owner, _PLACE)
@@ -59,15 +56,19 @@ integration = _Torch("torch", "torch", ("torch",), is_engine=True)
 class _Calls:
     """On a class in the place of `_compiled_call_impl`: for its outermost modules, a call that is seen.
 
-    What a module itself has there (after `Module.compile`) stays in its `__dict__`, where torch keeps and drops it.
+    What a module itself has there (after `Module.compile`) stays in its `__dict__`, where torch keeps it.
     """
 
+    hook = Hook("")
     is_compiling: Callable[[], bool]
+    is_grad_enabled: Callable[[], bool]
+    is_tracing: Callable[[], bool]
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return None
-        if self.is_compiling() or claims.depth or id(module) not in _outermost or not _hook.alive:
+        # First, since under torch.compile it is a constant, and nothing of what follows is looked at.
+        if self.is_compiling() or claims.depth or id(module) not in _outermost or not self.hook.alive:
             return module.__dict__.get(_PLACE)
         return MethodType(_seen, module)
 
@@ -78,7 +79,7 @@ class _Calls:
         module.__dict__.pop(_PLACE, None)
 
     def __reduce__(self) -> Any:
-        # Classes of `__main__` are pickled whole by cloudpickle: elsewhere this is None, as torch has it.
+        # cloudpickle pickles classes of `__main__` whole: elsewhere this is None, as torch has it.
         return type(None), ()
 
 
@@ -91,48 +92,36 @@ def _seen(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     if forward is None:
         return inner(*args, **kwargs)
     claims.depth += 1
+    failure: BaseException | None = None
     try:
-        result = inner(*args, **kwargs)
+        return inner(*args, **kwargs)
     except BaseException as exc:
-        forward.end(_rows(args, kwargs), exc)
+        failure = exc
         raise
     finally:
         claims.depth -= 1
-    forward.end(_rows(args, kwargs), None)
-    return result
+        _end(forward, args, kwargs, failure)
+        del failure  # or it would hold its own traceback
 
 
-class _Forward:
-    """One call of an outermost module, while it runs."""
+class _Forward(NamedTuple):
+    """One call of an outermost module, while it runs. `token`: of a request of its own, which it made current."""
 
-    __slots__ = ("own", "request", "started_at", "token")
-
-    def __init__(self, request: ingress.LiveRequest, own: bool) -> None:
-        self.request, self.own = request, own
-        self.token = request.attach() if own else None
-        self.started_at = request.arrived_at if own else clock.now()
-
-    def end(self, rows: int, exc: BaseException | None) -> None:
-        try:
-            self.request.stage(STAGE, self.started_at, rows)
-            if not self.own:
-                return
-            ingress.detach(self.token)
-            if exc is None:
-                self.request.close()
-            else:
-                self.request.close(facts.ERROR, type(exc).__qualname__)
-        except BaseException as ours:
-            _hook.fail(ours)
+    request: ingress.LiveRequest
+    started_at: int
+    token: Any
 
 
 def _begin(module: Any) -> _Forward | None:
+    """None where the call is not to be recorded."""
     try:
+        if _calls.is_tracing():
+            return None
         request = ingress.current()
         if request is not None:
             _name(request, module)
-            return _Forward(request, own=False)
-        if not recorder.active or sys.modules["torch"].is_grad_enabled():
+            return _Forward(request, clock.now(), None)
+        if not recorder.active or _calls.is_grad_enabled():
             return None
         name = model_name(module)
         request = ingress.open_request(
@@ -143,15 +132,30 @@ def _begin(module: Any) -> _Forward | None:
             model=name,
             generative=False,
         )
-        return None if request is None else _Forward(request, own=True)
+        return None if request is None else _Forward(request, request.arrived_at, request.attach())
     except BaseException as exc:
-        _hook.fail(exc)
+        _calls.hook.fail(exc)
         return None
 
 
+def _end(forward: _Forward, args: Any, kwargs: Any, failure: BaseException | None) -> None:
+    request, started_at, token = forward
+    try:
+        request.stage(STAGE, started_at, _rows(args, kwargs))
+        if token is None:
+            return
+        ingress.detach(token)
+        if failure is None:
+            request.close()
+        else:
+            request.close(facts.ERROR, type(failure).__qualname__)
+    except BaseException as exc:
+        _calls.hook.fail(exc)
+
+
 def _name(request: ingress.LiveRequest, module: Any) -> None:
-    """Says what served the request, once and only where nobody knows better."""
-    if not request.engine and not request.operation and request not in _named:
+    """Says what served the request: the first model, until somebody knows better."""
+    if not request.named and request not in _named:
         _named.add(request)
         request.name(OPERATION, PROVIDER, model_name(module))
 
@@ -159,8 +163,7 @@ def _name(request: ingress.LiveRequest, module: Any) -> None:
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many inputs are in the batch, by the first tensor of two dimensions or more; 0 = there is none."""
     for value in (*args, *kwargs.values()):
-        found = value.values() if isinstance(value, dict) else (value,)
-        for tensor in found:
+        for tensor in value.values() if isinstance(value, dict) else (value,):
             shape = getattr(tensor, "shape", None)
             if isinstance(shape, tuple) and len(shape) >= 2:
                 return int(shape[0])
@@ -181,14 +184,58 @@ def model_name(module: Any) -> str:
 # ── which modules are outermost ──────────────────────────────────────────────────────────────────────────────────
 
 
+@integration.step_hook(f"{_MODULE}.eval")
+def evaluating(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    import torch
+
+    if not hasattr(torch.nn.Module, _PLACE):
+        raise Drift(_MODULE, f"there is no {_PLACE}")
+    _calls.is_compiling, _calls.is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing
+    _calls.is_grad_enabled = torch.is_grad_enabled
+    _calls.hook = hook
+    for ref in list(_outermost.values()):  # known from before an `uninstrument()`
+        _put_on(type(ref()))
+
+    def evaluate(self: Any) -> Any:
+        result = original(self)
+        if hook.alive:
+            try:
+                _watch(self)
+            except BaseException as exc:
+                hook.fail(exc)
+        return result
+
+    return evaluate
+
+
+@integration.step_hook("torch._dynamo.eval_frame:OptimizedModule.__init__", part="compile")
+def optimized(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """`torch.compile(model)` is outermost if the model was, and dynamo has no business in our own frames."""
+    import torch._dynamo.eval_frame as dynamo
+
+    for function in (_Calls.__get__, _seen, _begin, _end, _rows):
+        dynamo.skip_code(function.__code__)
+
+    def init(self: Any, mod: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, mod, *args, **kwargs)
+        if hook.alive:
+            try:
+                if id(mod) in _outermost:
+                    _watch(self)
+            except BaseException as exc:
+                hook.fail(exc)
+
+    return init
+
+
 def _watch(module: Any) -> None:
     kind, number = type(module), id(module)
     if number in _outermost or kind.__module__.startswith(ENGINES):
         return
     if kind.__module__.startswith(_LAYERS) and not module._modules:
-        return  # a frozen BatchNorm is a layer of a model, and so is every Linear
-    _outermost[number] = weakref.ref(module, lambda ref: _forget(number, ref))
-    _put_on(kind)
+        return  # a frozen BatchNorm is a layer of a model
+    if _put_on(kind):
+        _outermost[number] = weakref.ref(module, lambda ref: _forget(number, ref))
 
 
 def _forget(number: int, ref: weakref.ref[Any]) -> None:
@@ -196,11 +243,12 @@ def _forget(number: int, ref: weakref.ref[Any]) -> None:
         del _outermost[number]
 
 
-def _put_on(kind: type) -> None:
-    if getattr(kind, _PLACE, None) is not None or any(_PLACE in c.__dict__ and c.__dict__[_PLACE] is _calls for c in kind.__mro__):
-        return
-    try:
-        setattr(kind, _PLACE, _calls)
-    except (AttributeError, TypeError):
-        return  # a class that takes no attributes: its calls stay unseen
-    _classes.add(kind)
+def _put_on(kind: type) -> bool:
+    """Whether calls of this class are seen from now on; not of one that takes no attributes."""
+    if not any(owner.__dict__.get(_PLACE) is _calls for owner in kind.__mro__):
+        try:
+            setattr(kind, _PLACE, _calls)
+        except (AttributeError, TypeError):
+            return False
+        _classes.add(kind)
+    return True

@@ -83,8 +83,8 @@ def lengths(spans: list[dict[str, Any]]) -> dict[str, float]:
 
 # Where a pass through the place lies: the third decode step, the third token, the third chunk.
 AFTER = {"decode": 2, "detokenize": 2, "egress": 2}
-# Text is made and sent while the engine decodes; it goes on long enough for the stall to be over before its end.
-TOKENS = {"detokenize": 96, "egress": 96}
+# Turning tokens into text and sending them are parts of postprocess once the engine is done, and the tiny one soon is.
+PART_OF = {"detokenize": "postprocess", "egress": "postprocess"}
 
 
 @pytest.mark.parametrize("place", STAGES)
@@ -94,7 +94,7 @@ def test_time_put_into_one_stage_shows_in_that_stage_alone(
     deltas: dict[str, float] = {}
     for _ in range(TRIES):
         deltas = median_deltas(place, server, receiver, tiny_llama)
-        others = {stage: delta for stage, delta in deltas.items() if stage != place}
+        others = {stage: delta for stage, delta in deltas.items() if stage not in (place, PART_OF.get(place))}
         if abs(deltas[place] - STALL_MS) <= 5 and all(delta < 5 for delta in others.values()):
             return
     pytest.fail(f"{STALL_MS} ms in {place} moved the stages by {deltas}")
@@ -104,10 +104,9 @@ def median_deltas(place: str, server: Server, receiver: OtlpReceiver, model: Pat
     """Per stage, the median of (stalled − plain) over interleaved pairs, ms."""
     pairs = []
     for _ in range(PAIRS):
-        tokens = TOKENS.get(place, 8)
-        plain = chat(server.port, model, tokens=tokens, words=24)
+        plain = chat(server.port, model, tokens=8, words=24)
         arm(server, place, AFTER.get(place, 0))
-        pairs.append((plain, chat(server.port, model, tokens=tokens, words=24)))
+        pairs.append((plain, chat(server.port, model, tokens=8, words=24)))
     trees = spans_of(receiver, [answer for pair in pairs for answer in pair])
     differences: dict[str, list[float]] = {}
     for plain, stalled in pairs:

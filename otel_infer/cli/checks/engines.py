@@ -23,10 +23,8 @@ def integrations(settings: Config, imports: bool) -> list[Check]:
         found, trouble = apart.ask("engines", {"excluded_urls": settings.excluded_urls}, environ, LIMIT_S)
     else:
         found, trouble = list(answers({"excluded_urls": settings.excluded_urls, "imports": False})), ""
-    checks = [told(seen, is_off(seen["name"], settings)) for seen in found]
-    if trouble:
-        checks.append(_broke_off(len(found), trouble))
-    return [*checks, engine(found)] if not trouble or any(map(_is_engine, found)) else checks
+    checks = [finding(seen, is_off(seen["name"], settings)) for seen in found]
+    return [*checks, _broke_off(len(found), trouble) if trouble else engine(found)]
 
 
 def is_off(name: str, settings: Config) -> bool:
@@ -84,16 +82,14 @@ def _parts(integration: Integration, refused: Mapping[str, str]) -> list[dict[st
 # ── what to say of it ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def told(seen: Mapping[str, Any], off: bool) -> Check:
+def finding(seen: Mapping[str, Any], off: bool) -> Check:
     """One integration as a check."""
-    name, which = (
-        f"integration {seen['name']}",
-        " ".join(filter(None, [seen["distribution"], seen["version"]])),
-    )
+    name = f"integration {seen['name']}"
     if off:
-        return Check(name, "ok", f"{which}: switched off by the configuration")
+        return Check(name, "ok", "switched off by the configuration")
     if seen["state"] == "absent":
         return Check(name, "ok", f"{seen['distribution']} is not installed")
+    which = f"{seen['distribution']} {seen['version']}" if seen["version"] else seen["distribution"]
     bound = f"{seen['hooks_active']} of {seen['hooks_total']} hooks bound"
     if seen["state"] == "drifted":
         return Check(name, "fail", f"{which}: drifted, {bound}; {_loss(seen)}", _against_drift(seen))
@@ -101,6 +97,8 @@ def told(seen: Mapping[str, Any], off: bool) -> Check:
     if seen["state"] == "waiting" and broken:
         do = f"run `{sys.executable} -c 'import {seen['name']}'`: it fails without us, too"
         return Check(name, "warn", f"{which}: cannot be imported: {'; '.join(broken)}", do)
+    if not seen["hooks_total"]:
+        return Check(name, "ok", f"{which}: nothing to hook")
     return Check(name, "ok", f"{which}: {seen['state']}, {bound}{_unbound(seen)}")
 
 
@@ -142,7 +140,7 @@ def _unbound(seen: Mapping[str, Any]) -> str:
         for part in waiting
     ]
     absent = [part["name"] for part in seen["parts"] if part["state"] == "absent"]
-    said += [f"not in this release: {', '.join(absent)}"] if absent else []
+    said += [f"not here: {', '.join(absent)}"] if absent else []
     return "".join(f"; {one}" for one in said)
 
 

@@ -50,18 +50,18 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "use http:// where there is no TLS, else set OTEL_EXPORTER_OTLP_CERTIFICATE to its authority",
     ),
     (
-        r"HTTP 40[13]|code: 40[13]|UNAUTHENTICATED|PERMISSION_DENIED",
+        r"HTTP 40[13]|UNAUTHENTICATED|PERMISSION_DENIED",
         "",
         "set OTEL_EXPORTER_OTLP_HEADERS to what the destination wants, such as Authorization=Bearer%20TOKEN",
     ),
-    (r"HTTP 40[45]|code: 40[45]|UNIMPLEMENTED", "", _PATH),
-    (r"HTTP 413|code: 413|HTTP 429|code: 429|RESOURCE_EXHAUSTED", "", "raise the destination's limits"),
+    (r"HTTP 40[45]|UNIMPLEMENTED", "", _PATH),
+    (r"HTTP 413|HTTP 429|RESOURCE_EXHAUSTED", "", "raise the destination's limits"),
     (
-        r"HTTP 5\d\d|code: 5\d\d|Service Unavailable|INTERNAL|UNAVAILABLE",
+        r"HTTP 5\d\d|Service Unavailable|INTERNAL|UNAVAILABLE",
         "",
         "read the destination's own log",
     ),
-    (r"HTTP [34]\d\d|code: [34]\d\d|INVALID_ARGUMENT", "", "read the destination's own log"),
+    (r"HTTP [34]\d\d|INVALID_ARGUMENT", "", "read the destination's own log"),
     (r"[Tt]imeout|timed out|DEADLINE_EXCEEDED", "timed out", f"{_START}; if it is slow, raise {TIMEOUT} (s)"),
 )
 """What is recognised in an exporter's words, what to call it (nothing: as it is), what to do. The first counts."""
@@ -75,14 +75,21 @@ def exporter(settings: Config, environ: Mapping[str, str]) -> list[Check]:
     said = {line["what"]: line for line in found}
     checks = [seam(said.get("seam", {"error": "", "text": trouble}), settings.traces_protocol)]
     if not settings.exports:
-        return checks
+        said_why = Check(
+            "exporter", "warn", "not tried: nothing is exported", "first do what configuration says"
+        )
+        return [*checks, said_why]
     for signal, sends, protocol in (
         ("spans", settings.sends_spans, settings.traces_protocol),
         ("metrics", settings.sends_metrics, settings.metrics_protocol),
     ):
         if sends and checks[0].state == "ok":
             where = destination("traces" if signal == "spans" else signal, protocol, environ)
-            checks.append(told_of(signal, where, said.get(signal, {"reason": "timed out", "log": trouble})))
+            checks.append(
+                answered(
+                    signal, where, said.get(signal, {"accepted": 0, "reason": "timed out", "log": trouble})
+                )
+            )
     return checks
 
 
@@ -124,6 +131,9 @@ class _Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
     def __enter__(self) -> _Heard:
+        for name in list(logging.Logger.manager.loggerDict):  # one of them leaves out what it has just said
+            if name.startswith("opentelemetry."):
+                logging.getLogger(name).filters.clear()
         logging.getLogger().addHandler(self)
         return self
 
@@ -160,7 +170,13 @@ def _send_metrics(protocol: str) -> dict[str, Any]:
             result = metric_exporter(protocol).export(MetricsData(resource_metrics=[]))
         except Exception as refusal:
             return {"accepted": 0, "reason": type(refusal).__name__, "log": str(refusal)}
-    return {"accepted": int(result.name == "SUCCESS"), "reason": "", "log": "\n".join(heard.lines)}
+    log = "\n".join(heard.lines)
+    status = re.search(r"code: (\d{3})\b", log)
+    return {
+        "accepted": int(result.name == "SUCCESS"),
+        "reason": f"HTTP {status[1]}" if status else "",
+        "log": log,
+    }
 
 
 # ── what to say of it ────────────────────────────────────────────────────────────────────────────────────────────
@@ -177,11 +193,13 @@ def seam(said: Mapping[str, str], protocol: str) -> Check:
     elif said["error"] == "SeamDrift":
         do = f"install another release of {package}, or give instrument() a tracer_provider"
     else:
-        do = "correct the OTEL_EXPORTER_OTLP_* variable that this names"
+        do = "correct the OTEL_EXPORTER_OTLP_* variable that this is about"
+    if not said["error"]:
+        do = f"run `{sys.executable} -c 'import otel_infer.sinks.transport'` to see why"
     return Check("SDK seam", "fail", found, do)
 
 
-def told_of(signal: str, where: str, said: Mapping[str, Any]) -> Check:
+def answered(signal: str, where: str, said: Mapping[str, Any]) -> Check:
     """What became of one signal."""
     name, reason = f"exporter {signal}", str(said["reason"])
     partial, _, message = reason.partition(": ")
@@ -196,8 +214,9 @@ def told_of(signal: str, where: str, said: Mapping[str, Any]) -> Check:
     if said["accepted"]:
         found = f"; look for trace {said['trace']}" if "trace" in said else ""
         return Check(name, "ok", f"{where}: accepted{found}")
-    label, do = recognised(f"{reason}\n{said['log']}")
-    if signal == "metrics" and do in (_PATH,):
+    # What comes with a status is the destination's own text, which may name somebody else's trouble.
+    label, do = recognised(reason if reason.startswith("HTTP ") else f"{reason}\n{said['log']}")
+    if signal == "metrics" and do == _PATH:
         do = f"{do}; {_NO_METRICS}"
     return Check(name, "fail", f"{where}: {label or reason or 'not accepted, no reason given'}", do or _START)
 
@@ -207,5 +226,5 @@ def recognised(words: str) -> tuple[str, str]:
     for pattern, label, do in _KNOWN:
         found = re.search(pattern, words)
         if found:
-            return label or found[0].replace("code: ", "HTTP "), do
+            return label or found[0], do
     return "", ""

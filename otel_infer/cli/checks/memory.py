@@ -21,7 +21,7 @@ from otel_infer.ring.write import FileArena, RequestWriter, RingRefused, StepWri
 
 RINGS = "OTEL_INFER_RINGS"
 MORE = f"give it more: Docker --shm-size=256m; Kubernetes an emptyDir with medium: Memory, a folder of it as {RINGS}"
-START_S, READ_S, END_S = 20.0, 10.0, 15.0
+START_S, READ_S, END_S, LOOK_S = 20.0, 10.0, 15.0, 0.05
 
 
 def shared_memory(settings: Config) -> tuple[Check, str]:
@@ -134,7 +134,7 @@ def sidecar(settings: Config, refused: str) -> Check:
         lacking = refused and settings.mode != "in-process"
         state: State = "ok" if not lacking else "fail" if settings.mode == "sidecar" else "warn"
         return Check(
-            "sidecar", state, f"not started: {instead}", "do as under shared memory" if lacking else ""
+            "sidecar", state, f"not started: {instead}", "first do what shared memory says" if lacking else ""
         )
     base = _base(settings)
     if settings.rings and any(place.is_held(base / lock) for lock in (place.SIDECAR_LOCK, place.OWNER_LOCK)):
@@ -150,11 +150,13 @@ def sidecar(settings: Config, refused: str) -> Check:
 
 def _tried(folder: Path, settings: Config) -> str:
     """What went wrong with a sidecar here; nothing if nothing did."""
-    nowhere = {"traces_exporter": "none", "metrics_exporter": "none", "console": False, "tape": "", "log": ""}
+    quiet = dataclasses.replace(
+        settings, traces_exporter="none", metrics_exporter="none", console=False, tape="", log=""
+    )
     arena = FileArena(folder)
     words = RequestWriter(arena, "doctor", "doctor").words
     try:
-        child = launch.sidecar(folder, dataclasses.replace(settings, **nowhere), resource())
+        child = launch.sidecar(folder, quiet, resource())
         try:
             return _lived(child, folder, words, arena)
         finally:
@@ -168,8 +170,10 @@ def _tried(folder: Path, settings: Config) -> str:
 
 
 def _lived(child: subprocess.Popen[bytes], folder: Path, words: memoryview, arena: FileArena) -> str:
-    ended = lambda: child.poll() is not None  # noqa: E731
-    if not _until(lambda: place.is_held(folder / place.SIDECAR_LOCK) or ended(), START_S):
+    def ended() -> bool:
+        return child.poll() is not None
+
+    if not _until(lambda: _is_taken(folder / place.SIDECAR_LOCK) or ended(), START_S):
         return f"it did not take its lock within {START_S:.0f} s"
     words[layout.W_FLUSH_ASKED] = 1
     if not _until(lambda: words[layout.W_FLUSH_DONE] == 1 or ended(), READ_S):
@@ -182,12 +186,20 @@ def _lived(child: subprocess.Popen[bytes], folder: Path, words: memoryview, aren
     return f"it ended with status {child.returncode}" if child.returncode else ""
 
 
+def _is_taken(lock: Path) -> bool:
+    """Whether somebody took it. To ask is to hold it for an instant, so nobody may be about to take it then."""
+    if not lock.exists():
+        return False
+    time.sleep(LOOK_S)
+    return place.is_held(lock)
+
+
 def _until(done: Callable[[], bool], within: float) -> bool:
     deadline = time.monotonic() + within
     while not done():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(LOOK_S)
     return True
 
 
@@ -196,8 +208,9 @@ def _until(done: Callable[[], bool], within: float) -> bool:
 
 def leftovers(settings: Config) -> Check:
     """Rings of dead servers. Only looked at: the next sidecar beside them reports what was in flight."""
-    home = Path(settings.rings).parent if settings.rings else _home(place.BASE)
-    dead = [folder for folder in _folders(home) if _is_dead(folder)]
+    homes = [_home(place.BASE), *([Path(settings.rings).parent] if settings.rings else [])]
+    home = " and ".join(map(str, homes))
+    dead = [folder for each in homes for folder in _folders(each) if _is_dead(folder)]
     if not dead:
         return Check("leftovers", "ok", f"none in {home}")
     size = sum(path.stat().st_size for folder in dead for path in folder.iterdir()) / (1 << 20)
@@ -215,7 +228,7 @@ def _folders(home: Path) -> list[Path]:
 
 
 def _is_dead(folder: Path) -> bool:
-    """As `place.dead_servers` sees it, but without taking the lock, which would make a file there."""
+    """As `place.dead_servers` sees it, but without making a lock file there. The living are known by their rings."""
     rings = list(folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
-    locks = (folder / place.OWNER_LOCK, folder / place.SIDECAR_LOCK, *rings)
+    locks = (*rings, folder / place.OWNER_LOCK, folder / place.SIDECAR_LOCK)
     return bool(rings) and not any(map(place.is_held, locks))

@@ -52,6 +52,8 @@ def enter_remote(headers: Iterable[tuple[bytes, bytes]]) -> Tokens:
         if names is None or name in names:
             key, text = name.decode("latin-1"), value.decode("latin-1")
             carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
+    if not carrier and trace.get_current_span() is trace.INVALID_SPAN:
+        return ()
     context: Context = trace.set_span_in_context(trace.INVALID_SPAN)
     return (otel_context.attach(propagate.extract(carrier, context) if carrier else context),)
 

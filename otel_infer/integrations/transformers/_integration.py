@@ -31,5 +31,6 @@ def own_request(operation: str, model: Any) -> ingress.LiveRequest | None:
 
 def name_request(request: ingress.LiveRequest, operation: str, model: Any) -> None:
     """Says on a server's request which model serves it, once."""
-    if not request.engine:
+    if not request.named:
+        request.named = True
         request.name(operation=request.operation or operation, provider=ENGINE, model=model_name(model))

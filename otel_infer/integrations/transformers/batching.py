@@ -18,6 +18,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 from otel_infer import clock, facts, ingress
+from otel_infer.integrations._claims import claiming
 from otel_infer.integrations.transformers._integration import ENGINE, integration, name_request, own_request
 from otel_infer.patching import Call, Hook
 from otel_infer.ring.membership import StepLog
@@ -247,6 +248,10 @@ def prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[.
         return result
 
     return prepare
+
+
+for _target in (f"{_MANAGER}._run_generation_loop", f"{_PROCESSOR}.warmup"):
+    integration.step_hook(_target, optional=True, part=PART)(claiming)
 
 
 # ── a request's way out ──────────────────────────────────────────────────────────────────────────────────────────

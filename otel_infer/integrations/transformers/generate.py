@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from otel_infer import clock, facts, ingress
+from otel_infer.integrations._claims import claiming
 from otel_infer.integrations.transformers._integration import ENGINE, integration, name_request, own_request
 from otel_infer.patching import Call, Hook
 from otel_infer.ring.membership import StepLog
@@ -92,6 +93,9 @@ def generate(call: Call) -> Generator[None, Any, None]:
         _thread.run = None
         if run.log is not None:
             recorder.give_back(ENGINE, run.log)
+
+
+integration.step_hook(f"{_GENERATION}.generate", part="generate")(claiming)
 
 
 def _begin(call: Call) -> _Run | None:
