@@ -1,26 +1,33 @@
-"""A simulated engine: continuous batching without a model, knowing nothing of otel_infer.
+"""A simulated server: continuous batching without a model, knowing nothing of otel_infer.
 
-A step is Python under the GIL (the scheduler's bookkeeping, then a loop over all sequences) and a wait without it, as the
-wait for a GPU is. One sequence finishes and one is admitted in every step. It keeps its batch in one list of its own,
-which it changes in place, and says in a dict how many tokens each member is scheduled for.
+The engine's step is Python under the GIL (the scheduler's bookkeeping, then a loop over all sequences) and a wait without
+it, as the wait for a GPU is. One sequence finishes and one is admitted in every step. The engine keeps its batch in one
+list of its own, changed in place, and says in a dict how many tokens each member is scheduled for. Requests arrive and
+are answered in another thread, the front, as in every server.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
+from collections import deque
+from queue import SimpleQueue
 from typing import Any
 
 PROMPT = 64
+WAITING = 2
+TRIALS = 20
 
 
 class Sequence:
-    """One token stream. `live` is for whoever watches the engine."""
+    """One token stream. `first` and `last` are the steps it was in; `live` is for whoever watches the server."""
 
-    __slots__ = ("live", "output", "packed")
+    __slots__ = ("first", "last", "live", "output", "packed")
 
     def __init__(self) -> None:
         self.output: list[int] = []
+        self.first = self.last = 0
         self.live: Any = None
         self.packed = b""
 
@@ -30,49 +37,71 @@ class Engine:
 
     def __init__(self, size: int = 256, python_us: float = 1500.0, wait_us: float = 3500.0) -> None:
         self.size = size
-        self.running: list[Sequence] = []
+        self.steps = 0
+        self.running = [Sequence() for _ in range(size)]
+        self.arrivals = deque(Sequence() for _ in range(WAITING))
         self.admitted: list[Sequence] = []
-        self.finished: list[Sequence] = []
+        self.answered: list[Sequence] = []
         self.scheduled_tokens: dict[Sequence, int] = {}
         self.total_tokens = 0
-        self._inner = self._iterations = 0
-        self._fill()
-        if python_us:
-            self._inner = _fitted(self._calibrate_work, python_us)
-        if wait_us:
-            self._iterations = _fitted(self._calibrate_wait, wait_us)
+        self._outbox: SimpleQueue[Sequence] = SimpleQueue()
+        self._inner = _fitted(self._work, python_us) if python_us else 0
+        self._iterations = _fitted(_forward, wait_us) if wait_us else 0
+        threading.Thread(target=self._front, name="front", daemon=True).start()
+
+    # ── the engine's thread ──────────────────────────────────────────────────────────────────────────────────────
 
     def step(self) -> None:
         """One forward over the batch."""
         self.schedule()
-        self.wait()
+        if self._iterations:
+            _forward(self._iterations)
         self.update()
 
     def schedule(self) -> list[Sequence]:
         """Composes the next batch and returns it: the engine's own list."""
-        running = self.running
-        self.admitted = [self.admit() for _ in range(self.size - len(running))]
-        running.extend(self.admitted)
+        self.steps += 1
+        running, arrivals = self.running, self.arrivals
+        self.admitted = []
+        while arrivals and len(running) < self.size:
+            sequence = arrivals.popleft()
+            sequence.first = self.steps
+            running.append(sequence)
+            self.admitted.append(sequence)
         self.scheduled_tokens = tokens = dict.fromkeys(running, 1)
         for sequence in self.admitted:
             tokens[sequence] = PROMPT
         self.total_tokens = len(running) + (PROMPT - 1) * len(self.admitted)
         return running
 
+    def update(self) -> Sequence:
+        """Gives every member its token; the oldest is done, and returned."""
+        self._work(self._inner)
+        finished = self.running.pop(0)
+        finished.last = self.steps
+        self._outbox.put(finished)
+        return finished
+
+    # ── the front's thread ───────────────────────────────────────────────────────────────────────────────────────
+
     def admit(self) -> Sequence:
         """A request arrives."""
         return Sequence()
 
-    def wait(self) -> None:
-        """The forward: nothing but arithmetic in C, which gives the GIL away and touches no memory."""
-        if self._iterations:
-            hashlib.pbkdf2_hmac("sha256", b"benchmark", b"benchmark", self._iterations)
+    def answer(self, sequence: Sequence) -> None:
+        """A request's last byte is handed over."""
+        self.answered.append(sequence)
 
-    def update(self) -> list[Sequence]:
-        """Gives every member its token; returns who is done."""
-        self._work(self._inner)
-        self.finished = [self.running.pop(0)]
-        return self.finished
+    def settle(self) -> None:
+        """Waits until the front has nothing to do; the engine does not step meanwhile."""
+        while len(self.arrivals) + len(self.running) < self.size + WAITING:
+            time.sleep(0.001)
+
+    def _front(self) -> None:
+        while True:
+            finished = self._outbox.get()
+            self.answer(finished)
+            self.arrivals.append(self.admit())
 
     def _work(self, inner: int) -> None:
         for sequence in self.running:
@@ -83,21 +112,17 @@ class Engine:
             if len(sequence.output) > 64:
                 sequence.output.clear()
 
-    def _fill(self) -> None:
-        self.running.extend(Sequence() for _ in range(self.size))
 
-    def _calibrate_work(self, inner: int) -> None:
-        self._work(inner)
-
-    def _calibrate_wait(self, iterations: int) -> None:
-        hashlib.pbkdf2_hmac("sha256", b"benchmark", b"benchmark", iterations)
+def _forward(iterations: int) -> None:
+    """Nothing but arithmetic in C, which gives the GIL away and touches no memory."""
+    hashlib.pbkdf2_hmac("sha256", b"benchmark", b"benchmark", iterations)
 
 
 def _fitted(work: Any, wanted_us: float) -> int:
-    """How much of `work` takes so many µs of CPU."""
-    amount = 16
+    """How much of `work` takes so many µs of CPU where nothing disturbs it."""
+    amount = 8
     while True:
-        best = min(_timed(work, amount) for _ in range(5))
+        best = min(_timed(work, amount) for _ in range(TRIALS))
         if best > wanted_us / 4:
             return max(1, int(amount * wanted_us / best))
         amount *= 2

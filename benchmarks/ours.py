@@ -1,8 +1,4 @@
-"""otel_infer on the simulated engine, the way an integration would put it there, and otel_infer pointed at a receiver.
-
-The simulated engine runs in one thread, so a request's arrival and end are stated on it too; in a real server the thread
-that talks to the client pays for those.
-"""
+"""otel_infer on the simulated engine, the way an integration would put it there, and otel_infer pointed at a receiver."""
 
 from __future__ import annotations
 
@@ -23,6 +19,7 @@ from otel_infer.ring.recorder import recorder
 
 ENGINE = "simulator"
 MODEL = "simulated"
+HOOKED = ("schedule", "update", "admit", "answer")
 
 _packed_of = attrgetter("packed")
 
@@ -70,38 +67,46 @@ class Binding:
             raise RuntimeError("no step log to be had")
         self.log: StepLog = log
         self.hook = Hook("benchmarks.engine:Engine")
-        self.steps_expected = 0
         self._left: list[Sequence] = []
-        self._known: dict[Sequence, int] = {}
-        self._steps = self._step = 0
-        # Members are told apart by the objects themselves; each carries its handle, as transformers' states do.
+        self._open: set[Sequence] = set()
+        self._seen: list[range] = []
+        self._step = 0
+        # Each member carries its handle, as the states of transformers do.
         self.log.pack = lambda members: b"".join(map(_packed_of, members))
 
     def put_on(self) -> None:
         """Catches up with what came and went meanwhile, then hooks the engine."""
-        running = set(self.engine.running)
-        for sequence in [known for known in self._known if known not in running]:
-            self._ended(sequence)
-        for sequence in self.engine.running:
-            if sequence not in self._known:
-                self._arrived(sequence)
         engine = self.engine
-        engine.schedule = self._scheduling(engine.schedule)  # type: ignore[method-assign]
-        engine.update = self._updating(engine.update)  # type: ignore[method-assign]
-        engine.admit = self._admitting(engine.admit)  # type: ignore[method-assign]
+        engine.settle()
+        here = {*engine.running, *engine.arrivals}
+        for sequence in self._open - here:
+            self._finished(sequence)
+            self._ended(sequence)
+        for sequence in here - self._open:
+            self._arrived(sequence)
+        self._began = engine.steps + 1
+        for name in HOOKED:
+            setattr(engine, name, getattr(self, name)(getattr(engine, name)))
 
     def take_off(self) -> None:
         """The bare engine again."""
-        for name in ("schedule", "update", "admit"):
+        self.engine.settle()
+        self._seen.append(range(self._began, self.engine.steps + 1))
+        for name in HOOKED:
             delattr(self.engine, name)
 
-    def end_all(self) -> None:
-        """Whoever is in flight ends here."""
-        for sequence in list(self._known):
+    def end_all(self) -> int:
+        """Ends whoever is in flight; returns how many step spans there should be in all."""
+        for sequence in self.engine.running:
+            sequence.last = self.engine.steps
+        for sequence in list(self._open):
             self._ended(sequence)
         recorder.give_back(ENGINE, self.log)
+        everybody = {*self.engine.answered, *self.engine.running}
+        return sum(max(self._steps_of(sequence) - 1, 0) for sequence in everybody)
 
-    def _scheduling(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
+    def schedule(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
+        """The hook on `Engine.schedule`."""
         engine, hook, log = self.engine, self.hook, self.log
 
         def schedule() -> list[Sequence]:
@@ -119,30 +124,40 @@ class Binding:
 
         return schedule
 
-    def _updating(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
+    def update(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
+        """The hook on `Engine.update`."""
         hook, log, engine = self.hook, self.log, self.engine
 
-        def update() -> list[Sequence]:
+        def update() -> Sequence:
             finished = original()
             if hook.alive and recorder.active:
                 try:
                     log.done(self._step, b"", engine.size)
-                    self._steps += 1
-                    for sequence in finished:
-                        self._ended(sequence)
+                    self._finished(finished)
                 except Exception as reason:
                     hook.fail(reason)
             return finished
 
         return update
 
-    def _admitting(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
+    def admit(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
+        """The hook on `Engine.admit`."""
+
         def admit() -> Sequence:
             sequence = original()
             self._arrived(sequence)
             return sequence
 
         return admit
+
+    def answer(self, original: Callable[[Sequence], None]) -> Callable[[Sequence], None]:
+        """The hook on `Engine.answer`."""
+
+        def answer(sequence: Sequence) -> None:
+            original(sequence)
+            self._ended(sequence)
+
+        return answer
 
     def _arrived(self, sequence: Sequence) -> None:
         request: Any = ingress.open_request(
@@ -151,11 +166,19 @@ class Binding:
         request.submitted(ENGINE, 1, 0, 0)
         request.state(facts.RequestReceived(clock.now()))
         sequence.live, sequence.packed = request, request.packed
-        self._known[sequence] = self._steps
+        self._open.add(sequence)
+
+    def _finished(self, sequence: Sequence) -> None:
+        self._left.append(sequence)
+        sequence.live.state(facts.EngineFinished(clock.now(), "length", 0))
 
     def _ended(self, sequence: Sequence) -> None:
-        self._left.append(sequence)
-        seen = self._steps - self._known.pop(sequence)
-        self.steps_expected += max(seen - 1, 0)  # the first is the prefill's
-        sequence.live.state(facts.EngineFinished(clock.now(), "length", 0))
+        self._open.discard(sequence)
         sequence.live.close()
+
+    def _steps_of(self, sequence: Sequence) -> int:
+        """The steps it was in while we watched; it begins with the first of them, which is its prefill."""
+        if sequence.live is None:
+            return 0
+        first, last = sequence.first, sequence.last
+        return sum(max(min(last + 1, seen.stop) - max(first, seen.start), 0) for seen in self._seen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from benchmarks import machine
 from benchmarks.blocks import Rounds, alternating, lines_of, run_steps
 from benchmarks.engine import Engine
@@ -26,17 +28,18 @@ def measure(quick: bool) -> list[Line]:
 
 
 def _ours(exporting: Exporting, receiver: Receiver, steps: int, rounds: int) -> tuple[Rounds, Line]:
-    mine, _ = machine.cores()
-    machine.pin_this_thread(mine)
+    mine, others = machine.cores()
     engine = Engine()
+    machine.pin_process(os.getpid(), others)
+    machine.pin_this_thread(mine)
     run_steps(engine.step, steps)
     binding = Binding(engine)
     found = alternating(lambda: run_steps(engine.step, steps), binding, rounds)
-    binding.end_all()
+    expected = binding.end_all()
     exporting.flush()
     counted = receiver.counted()
-    lost = float(binding.steps_expected - counted["steps"] + counted["spans"] - counted["unique"])
-    note = f"{binding.steps_expected:,} expected, {counted['steps']:,} arrived, {counted['unique']:,} unique ids"
+    lost = float(expected - counted["steps"] + counted["spans"] - counted["unique"])
+    note = f"{expected:,} expected, {counted['steps']:,} arrived, {counted['unique']:,} unique ids"
     figure = Figure(lost, lost, lost)
     return found, line(f"{LOOP}: step spans lost or doubled", "", figure, Gate(0), note=note)
 

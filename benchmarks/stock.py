@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.engine import Engine, Sequence
+from benchmarks.ours import HOOKED
 from benchmarks.receiver import STEP
 from otel_infer import semconv
 
@@ -57,53 +58,77 @@ class StockBinding:
 
     def __init__(self, engine: Engine, stock: Stock) -> None:
         self.engine, self.stock = engine, stock
-        self._known: dict[Sequence, tuple[Any, Any]] = {}
+        self._open: set[Sequence] = set()
         self._step = self._began = 0
 
     def put_on(self) -> None:
         """Catches up with what came and went meanwhile, then hooks the engine."""
-        running = set(self.engine.running)
-        for sequence in [known for known in self._known if known not in running]:
+        engine = self.engine
+        engine.settle()
+        here = {*engine.running, *engine.arrivals}
+        for sequence in self._open - here:
             self._ended(sequence)
-        for sequence in self.engine.running:
-            if sequence not in self._known:
-                self._known[sequence] = self.stock.request()
-        self.engine.schedule = self._scheduling(self.engine.schedule)  # type: ignore[method-assign]
-        self.engine.update = self._updating(self.engine.update)  # type: ignore[method-assign]
+        for sequence in here - self._open:
+            self._arrived(sequence)
+        for name in HOOKED:
+            setattr(engine, name, getattr(self, name)(getattr(engine, name)))
 
     def take_off(self) -> None:
         """The bare engine again."""
-        for name in ("schedule", "update"):
+        self.engine.settle()
+        for name in HOOKED:
             delattr(self.engine, name)
 
     def end_all(self) -> None:
-        """Whoever is in flight ends here."""
-        for sequence in list(self._known):
+        """Ends whoever is in flight."""
+        for sequence in list(self._open):
             self._ended(sequence)
 
-    def _scheduling(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
+    def schedule(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
+        """Notes when the step began."""
+
         def schedule() -> list[Sequence]:
             running = original()
-            for sequence in self.engine.admitted:
-                self._known[sequence] = self.stock.request()
             self._began = time.time_ns()
             return running
 
         return schedule
 
-    def _updating(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
-        def update() -> list[Sequence]:
-            members = self.engine.running.copy()
+    def update(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
+        """Makes the step's spans."""
+
+        def update() -> Sequence:
+            contexts = [member.live[1] for member in self.engine.running]
             finished = original()
             self._step += 1
-            known = self._known
-            contexts = [known[member][1] for member in members]
             self.stock.step(contexts, self._step, self._began, time.time_ns())
-            for sequence in finished:
-                self._ended(sequence)
             return finished
 
         return update
 
+    def admit(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
+        """Starts the request's span."""
+
+        def admit() -> Sequence:
+            sequence = original()
+            self._arrived(sequence)
+            return sequence
+
+        return admit
+
+    def answer(self, original: Callable[[Sequence], None]) -> Callable[[Sequence], None]:
+        """Ends the request's span."""
+
+        def answer(sequence: Sequence) -> None:
+            original(sequence)
+            self._ended(sequence)
+
+        return answer
+
+    def _arrived(self, sequence: Sequence) -> None:
+        sequence.live = self.stock.request()
+        self._open.add(sequence)
+
     def _ended(self, sequence: Sequence) -> None:
-        self._known.pop(sequence)[0].end()
+        self._open.discard(sequence)
+        sequence.live[0].end()

@@ -56,6 +56,7 @@ class Request:
             facts.AttributeSet: lambda fact: self.attributes.__setitem__(fact.key, fact.value),
             facts.EventAdded: lambda f: self.events.append(UserEvent(f.at, f.name, dict(f.attributes))),
             facts.SpanLinked: lambda fact: self.links.append((fact.trace_id, fact.span_id)),
+            facts.HttpDescribed: self._http,
             facts.NameUpdated: lambda fact: setattr(self, "span_name", fact.name),
         }
 
@@ -115,6 +116,10 @@ class Request:
     def _once(self, name: str, at: int) -> None:
         if not getattr(self, name):
             setattr(self, name, at)
+
+    def _http(self, fact: facts.HttpDescribed) -> None:
+        said = zip((semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE), fact[1:])
+        self.attributes.update((key, value) for key, value in said if value)
 
     def _stage(self, fact: facts.StageEnded) -> None:
         if len(self.stages) < MAX_STAGES:

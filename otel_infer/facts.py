@@ -160,6 +160,15 @@ class NameUpdated(NamedTuple):
     name: str
 
 
+class HttpDescribed(NamedTuple):
+    """What an HTTP request is, in words of ours: a known method, the scheme, the route's template ("" = no route)."""
+
+    at: int
+    method: str
+    scheme: str
+    route: str
+
+
 class HooksReported(NamedTuple):
     """How many hooks of one integration are bound in this process."""
 
@@ -303,6 +312,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(11, RequestEnded, "q H S H I q q"),
     _layout(12, SpanLinked, "q 16s 8s"),
     _layout(13, HooksReported, "q S H H"),
+    _layout(14, HttpDescribed, "q S S S"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
@@ -312,9 +322,12 @@ TEXT_CODES: Mapping[type, int] = {AttributeSet: 32, EventAdded: 33, NameUpdated:
 _TEXT_FACTS: Mapping[int, Callable[..., Any]] = {code: fact for fact, code in TEXT_CODES.items()}
 
 
+_encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
+
+
 def pack_text(fact: AttributeSet | EventAdded | NameUpdated) -> bytes:
     """A free-text fact as bytes; what JSON cannot say is said by its `str`."""
-    return json.dumps(fact, default=str, separators=(",", ":")).encode("utf-8", "replace")
+    return _encode(fact).encode("utf-8", "replace")
 
 
 def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any:

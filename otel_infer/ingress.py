@@ -98,6 +98,7 @@ class LiveRequest(trace.Span):
 
     def __init__(self, opened: Opened, handle: int, arrived_at: int, owner: str) -> None:
         self._context = opened.request
+        self._around: Context | None = None
         self.server = opened.server
         self.inner = opened.inner
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
@@ -232,11 +233,15 @@ class LiveRequest(trace.Span):
     def end(self, end_time: int | None = None) -> None:
         """The span ends with its request, which whoever opened it closes."""
 
+    def come_from(self, around: Context) -> None:
+        """What `attach` starts from: the caller's baggage lies in it."""
+        self._around = around
+
     # ── current ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self) -> Any:
         """Makes the request current here; give the token to `detach`."""
-        here = otel_context.set_value(_KEY, self)
+        here = otel_context.set_value(_KEY, self, self._around)
         return otel_context.attach(trace.set_span_in_context(self if self.inner is None else self.inner[1], here))
 
 
@@ -299,6 +304,7 @@ def open_request(
         name,
     )
     request = LiveRequest(opened, recorder.open(arrived), arrived_at, owner)
+    request.come_from(parent)
     if opened.inner is not None:
         _inner[arrived.span_id] = opened.inner
     return request

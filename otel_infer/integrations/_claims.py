@@ -1,31 +1,25 @@
-"""Who tells of a forward pass: while a thread works inside a claim, `torch` keeps silent about the models it runs."""
+"""Who tells of a forward pass: inside a claim, `torch` keeps silent about the models that are run."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from otel_infer.patching import Hook
 
-
-class _Claims(threading.local):
-    """How many claims this thread is inside of."""
-
-    depth = 0
-
-
-claims = _Claims()
+claimed: ContextVar[bool] = ContextVar("otel_infer-claimed", default=False)
+"""A context variable and not one of the thread: tasks take turns on a thread, and work moves to others."""
 
 
 def claiming(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A step hook that claims whatever runs inside `original`; to be put on functions that return no stream."""
+    """A step hook that claims whatever runs inside `original`; for functions that return when their work is done."""
 
-    def claimed(*args: Any, **kwargs: Any) -> Any:
-        claims.depth += 1
+    def claim(*args: Any, **kwargs: Any) -> Any:
+        token = claimed.set(True)
         try:
             return original(*args, **kwargs)
         finally:
-            claims.depth -= 1
+            claimed.reset(token)
 
-    return claimed
+    return claim

@@ -1,11 +1,11 @@
 """torch models that no engine claims (BERT-like, vision): the outermost `forward` is the stage of a request.
 
-    model.eval() ─▶ the model is outermost          model(...) ─▶ forward ─▶ its inner modules, at no cost
+    model.eval() ─▶ train(False) ─▶ the model is outermost         model(...) ─▶ forward ─▶ inner modules, at no cost
 
-`eval()` is called on whole models, by users and by `from_pretrained`; the modules inside are told by `train(False)`. The
-calls of such a model are seen through `_compiled_call_impl`, the place of a module where `Module.compile` puts what is
-to be called instead: as a descriptor on its class, so that no module holds anything of ours, and copies, replicas and
-pickles are what they were. Inside a claim (`generate`, a batch, another model) it is silent.
+`eval()` is called on whole models, by users and by `from_pretrained`, and goes down from there. The calls of such a model
+are seen through `_compiled_call_impl`, the place of a module where `Module.compile` puts what is to be called instead: as
+a descriptor on its class, so that no module holds anything of ours, and copies, replicas and pickles are what they were.
+Inside a claim (`generate`, a batch, another model) it is silent.
 
 A call is a stage of the current request. Without one it is a request of its own, unless gradients are on: that is a
 training loop. Times are the host's: on an accelerator the work may still be going on when `forward` returns. Not seen:
@@ -15,6 +15,7 @@ models that were loaded before `instrument()`, and what is called by another way
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from types import MethodType
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 from otel_infer import clock, facts, ingress
 from otel_infer.integrations._base import Integration
-from otel_infer.integrations._claims import claims
+from otel_infer.integrations._claims import claimed
 from otel_infer.patching import Drift, Hook
 from otel_infer.ring.recorder import recorder
 
@@ -68,7 +69,7 @@ class _Calls:
         if module is None:
             return None
         # First, since under torch.compile it is a constant, and nothing of what follows is looked at.
-        if self.is_compiling() or claims.depth or id(module) not in _outermost or not self.hook.alive:
+        if self.is_compiling() or claimed.get() or id(module) not in _outermost or not self.hook.alive:
             return module.__dict__.get(_PLACE)
         return MethodType(_seen, module)
 
@@ -91,7 +92,7 @@ def _seen(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     forward = _begin(module)
     if forward is None:
         return inner(*args, **kwargs)
-    claims.depth += 1
+    token = claimed.set(True)
     failure: BaseException | None = None
     try:
         return inner(*args, **kwargs)
@@ -99,7 +100,7 @@ def _seen(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         failure = exc
         raise
     finally:
-        claims.depth -= 1
+        claimed.reset(token)
         _end(forward, args, kwargs, failure)
         del failure  # or it would hold its own traceback
 
@@ -184,8 +185,18 @@ def model_name(module: Any) -> str:
 # ── which modules are outermost ──────────────────────────────────────────────────────────────────────────────────
 
 
-@integration.step_hook(f"{_MODULE}.eval")
-def evaluating(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+class _Descent(threading.local):
+    """Whether this thread is inside a `train` that goes down from module to module."""
+
+    going_on = False
+
+
+_descent = _Descent()
+
+
+@integration.step_hook(f"{_MODULE}.train", reads=("mode",))
+def train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """`eval()` is `train(False)`, and so is whatever classes have made of it."""
     import torch
 
     if not hasattr(torch.nn.Module, _PLACE):
@@ -196,16 +207,24 @@ def evaluating(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     for ref in list(_outermost.values()):  # known from before an `uninstrument()`
         _put_on(type(ref()))
 
-    def evaluate(self: Any) -> Any:
-        result = original(self)
-        if hook.alive:
-            try:
+    def train(self: Any, mode: bool = True) -> Any:
+        if _descent.going_on or not hook.alive:
+            return original(self, mode)
+        _descent.going_on = True
+        try:
+            result = original(self, mode)
+        finally:
+            _descent.going_on = False
+        try:
+            if mode:
+                _outermost.pop(id(self), None)
+            else:
                 _watch(self)
-            except BaseException as exc:
-                hook.fail(exc)
+        except BaseException as exc:
+            hook.fail(exc)
         return result
 
-    return evaluate
+    return train
 
 
 @integration.step_hook("torch._dynamo.eval_frame:OptimizedModule.__init__", part="compile")

@@ -3,8 +3,12 @@
     BASE/otel_infer-UID/SERVER/     0700, on tmpfs; BASE is /dev/shm
         owner.lock                  held by `otel-infer run` while it lives
         sidecar.lock                held by the one sidecar of this server
+        instance                    this server's `service.instance.id`
         PID-TOKEN.requests          held by each writing process
         PID-TOKEN-N.steps
+
+A folder that somebody named (`OTEL_INFER_RINGS`) takes the place of SERVER, or holds an `otel_infer-UID` in that place if
+others may use it too. Only files with these names are ever removed, and only where no writer lives.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import fcntl
 import os
 import secrets
 import stat
+import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,33 +29,55 @@ from otel_infer.ring.write import RingRefused
 BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
+INSTANCE = "instance"
 ABANDONED_S = 3600.0
+_OURS = frozenset((OWNER_LOCK, SIDECAR_LOCK, INSTANCE))
+_RINGS = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
+_FLOCK = struct.Struct("hhqqi")
+"""`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
 
 
 def user_folder(base: Path = BASE) -> Path:
     """This user's folder; raises `RingRefused` where it cannot be had, or belongs to somebody else."""
-    folder = base / f"otel_infer-{os.getuid()}"
-    return private_folder(folder)
+    return private_folder(base / _name_of_user())
 
 
 def private_folder(folder: Path) -> Path:
     """The folder, made 0700 if it is not there; raises `RingRefused` unless it is ours alone."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as refusal:
         raise RingRefused(f"{folder}: {refusal.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise RingRefused(f"{folder}: belongs to somebody else")
-    if found.st_mode & 0o077:
-        folder.chmod(0o700)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RingRefused(f"{folder}: is not ours alone")
     return folder
 
 
 def new_server_folder(base: Path = BASE) -> Path:
-    """A fresh folder for one server."""
+    """A fresh folder for one server; raises `RingRefused` also where `base` is not on tmpfs."""
+    if not is_tmpfs(base):
+        raise RingRefused(f"{base} is not on tmpfs")
     token = f"{os.getpid()}-{secrets.token_hex(4)}"
     return private_folder(user_folder(base) / token)
+
+
+def rings_folder(given: Path) -> Path:
+    """The private folder in, or below, a folder that somebody named; raises `RingRefused` as `new_server_folder` does.
+
+    A folder that others may use, such as a volume or /dev/shm itself, is left as it is: ours is then inside it.
+    """
+    given = Path(os.path.realpath(given))
+    if not is_tmpfs(given):
+        raise RingRefused(f"{given} is not on tmpfs")
+    try:
+        given.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = given.stat()
+    except OSError as refusal:
+        raise RingRefused(f"{given}: {refusal.strerror}") from None
+    if found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        return given
+    return user_folder(given)
 
 
 class Lock:
@@ -80,22 +108,29 @@ class Lock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process other than this one holds this lock."""
+    """Whether a living process holds this lock. Not for a lock of this process: to look at it would release it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
+    # Asking, where trying to take it would keep the one from having it who is just about to.
+    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted)
     except OSError:
         return True
     finally:
         os.close(descriptor)
-    return False
+    return int(_FLOCK.unpack(found)[0]) != fcntl.F_UNLCK
 
 
 def dead_servers(folder: Path) -> Iterator[tuple[Path, Lock]]:
-    """Folders beside `folder` whose server and sidecar are gone, each with its sidecar lock, now ours."""
+    """Folders beside `folder` whose server and sidecar are gone, each with its sidecar lock, now ours.
+
+    There are none beside a folder that somebody named: what lies there is not ours.
+    """
+    if not _is_of_one_server(folder):
+        return
     try:
         siblings = sorted(path for path in folder.parent.iterdir() if path != folder and path.is_dir())
     except OSError:
@@ -110,21 +145,41 @@ def dead_servers(folder: Path) -> Iterator[tuple[Path, Lock]]:
         yield sibling, lock
 
 
+def remove(folder: Path) -> None:
+    """Removes what is ours in a folder where no writer lives, and the folder if it was made for one server."""
+    try:
+        found = list(folder.iterdir())
+        if any(path.suffix in _RINGS and is_held(path) for path in found):
+            return
+        for path in found:
+            if path.suffix in _RINGS or path.name in _OURS:
+                path.unlink(missing_ok=True)
+        if _is_of_one_server(folder):
+            folder.rmdir()
+    except OSError:
+        pass
+
+
+def _name_of_user() -> str:
+    return f"otel_infer-{os.getuid()}"
+
+
+def _is_of_one_server(folder: Path) -> bool:
+    """Whether `new_server_folder` made it."""
+    return folder.parent.name == _name_of_user()
+
+
 def _is_abandoned(folder: Path) -> bool:
-    rings = [path for path in folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS]
+    rings = [path for path in folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS and _is_written(path)]
     if is_held(folder / OWNER_LOCK) or any(is_held(ring) for ring in rings):
         return False
     return bool(rings) or time.time() - folder.stat().st_mtime > ABANDONED_S
 
 
-def remove(folder: Path) -> None:
-    """Removes a server's folder and what is left in it."""
-    try:
-        for path in folder.iterdir():
-            path.unlink(missing_ok=True)
-        folder.rmdir()
-    except OSError:
-        pass
+def _is_written(ring: Path) -> bool:
+    """Whether the ring is complete: its writer takes the lock first, so until then it may be alive without one."""
+    with ring.open("rb") as file:
+        return file.read(8) == layout.MAGIC.to_bytes(8, sys.byteorder)
 
 
 def is_tmpfs(folder: Path) -> bool:

@@ -28,6 +28,7 @@ _START = "start a collector there, or set OTEL_EXPORTER_OTLP_ENDPOINT to where o
 _HTTP_HINT = "is this the gRPC port 4317? use OTEL_EXPORTER_OTLP_PROTOCOL=grpc or port 4318"
 _GRPC_HINT = "is this the HTTP port 4318? use OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf or port 4317"
 _PATH = "correct the path of the endpoint: OTEL_EXPORTER_OTLP_ENDPOINT gets /v1/… appended, the variables of one signal not"
+_LOG = "read the destination's own log"
 _NO_METRICS = "if it takes no metrics, set OTEL_METRICS_EXPORTER=none"
 
 _KNOWN: tuple[tuple[str, str, str], ...] = (
@@ -38,6 +39,11 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         r"not resolved|NameResolution|Name or service|errors resolving|DNS resolution|lookup failed",
         "the host name is not known",
         "correct the host in OTEL_EXPORTER_OTLP_ENDPOINT",
+    ),
+    (
+        r"ImportError|ModuleNotFoundError",
+        "its exporter is not installed",
+        f"{sys.executable} -m pip install opentelemetry-exporter-otlp",
     ),
     (
         r"ProxyError|HTTP 407",
@@ -55,14 +61,18 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "set OTEL_EXPORTER_OTLP_HEADERS to what the destination wants, such as Authorization=Bearer%20TOKEN",
     ),
     (r"HTTP 40[45]|UNIMPLEMENTED", "", _PATH),
-    (r"HTTP 413|HTTP 429|RESOURCE_EXHAUSTED", "", "raise the destination's limits"),
     (
-        r"HTTP 5\d\d|Service Unavailable|INTERNAL|UNAVAILABLE",
+        r"HTTP 413|HTTP 429|RESOURCE_EXHAUSTED",
         "",
-        "read the destination's own log",
+        "raise the destination's limits, or lower OTEL_INFER_STEP_BUDGET",
     ),
-    (r"HTTP [34]\d\d|INVALID_ARGUMENT", "", "read the destination's own log"),
-    (r"[Tt]imeout|timed out|DEADLINE_EXCEEDED", "timed out", f"{_START}; if it is slow, raise {TIMEOUT} (s)"),
+    (r"HTTP 5\d\d|Service Unavailable|INTERNAL|UNAVAILABLE", "", _LOG),
+    (r"HTTP [34]\d\d|INVALID_ARGUMENT", "", _LOG),
+    (
+        r"[Tt]imeout|timed out|took longer|DEADLINE_EXCEEDED",
+        "timed out",
+        f"{_START}; if it is slow, raise {TIMEOUT} (s)",
+    ),
 )
 """What is recognised in an exporter's words, what to call it (nothing: as it is), what to do. The first counts."""
 
@@ -75,21 +85,16 @@ def exporter(settings: Config, environ: Mapping[str, str]) -> list[Check]:
     said = {line["what"]: line for line in found}
     checks = [seam(said.get("seam", {"error": "", "text": trouble}), settings.traces_protocol)]
     if not settings.exports:
-        said_why = Check(
-            "exporter", "warn", "not tried: nothing is exported", "first do what configuration says"
-        )
-        return [*checks, said_why]
+        untried = "not tried: nothing is exported"
+        return [*checks, Check("exporter", "warn", untried, "first do what configuration says")]
+    no_answer = {"accepted": 0, "reason": trouble, "log": ""}
     for signal, sends, protocol in (
         ("spans", settings.sends_spans, settings.traces_protocol),
         ("metrics", settings.sends_metrics, settings.metrics_protocol),
     ):
         if sends and checks[0].state == "ok":
             where = destination("traces" if signal == "spans" else signal, protocol, environ)
-            checks.append(
-                answered(
-                    signal, where, said.get(signal, {"accepted": 0, "reason": "timed out", "log": trouble})
-                )
-            )
+            checks.append(answered(signal, where, said.get(signal, no_answer)))
     return checks
 
 
@@ -187,30 +192,24 @@ def seam(said: Mapping[str, str], protocol: str) -> Check:
     package = f"opentelemetry-exporter-otlp-proto-{'grpc' if protocol == 'grpc' else 'http'}"
     if not said["error"] and not said["text"]:
         return Check("SDK seam", "ok", f"{package} {installed_version(package)} takes encoded batches")
-    found = f"{said['error']}: {said['text']}" if said["error"] else f"the trial {said['text']}"
-    if said["error"] == "ImportError":
-        do = f"{sys.executable} -m pip install {package}"
-    elif said["error"] == "SeamDrift":
-        do = f"install another release of {package}, or give instrument() a tracer_provider"
-    else:
-        do = "correct the OTEL_EXPORTER_OTLP_* variable that this is about"
     if not said["error"]:
         do = f"run `{sys.executable} -c 'import otel_infer.sinks.transport'` to see why"
-    return Check("SDK seam", "fail", found, do)
+        return Check("SDK seam", "fail", f"the trial {said['text']}", do)
+    do = {
+        "ImportError": f"{sys.executable} -m pip install {package}",
+        "SeamDrift": f"install another release of {package}, or give instrument() a tracer_provider",
+    }.get(said["error"], "correct the OTEL_EXPORTER_OTLP_* variable that this is about")
+    return Check("SDK seam", "fail", f"{said['error']}: {said['text']}", do)
 
 
 def answered(signal: str, where: str, said: Mapping[str, Any]) -> Check:
     """What became of one signal."""
     name, reason = f"exporter {signal}", str(said["reason"])
-    partial, _, message = reason.partition(": ")
-    if partial == "partial success":
-        state, taken = (
-            ("warn", "accepted with a warning")
-            if said["accepted"]
-            else ("fail", "partial success, 1 rejected")
-        )
-        found = f"{where}: {taken}: {message or 'no reason given'}"
-        return Check(name, "warn" if state == "warn" else "fail", found, "read the destination's own log")
+    if reason.startswith("partial success"):
+        message = reason.partition(": ")[2] or "no reason given"
+        if said["accepted"]:
+            return Check(name, "warn", f"{where}: accepted, but with a warning: {message}", _LOG)
+        return Check(name, "fail", f"{where}: partial success, 1 rejected: {message}", _LOG)
     if said["accepted"]:
         found = f"; look for trace {said['trace']}" if "trace" in said else ""
         return Check(name, "ok", f"{where}: accepted{found}")

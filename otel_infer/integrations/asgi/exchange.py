@@ -277,12 +277,10 @@ class Exchange:
 
     def _describe(self, request: ingress.LiveRequest) -> None:
         """What belongs to the SERVER span, where that is ours."""
-        method, scheme, route = self.scope.get("method"), self.scope.get("scheme"), self._template()
-        request.say("http.request.method", method if method in KNOWN_METHODS else facts.OTHER)
-        if scheme in ("http", "https"):
-            request.say("url.scheme", scheme)
-        if route:
-            request.say("http.route", route)
+        method, scheme = self.scope.get("method"), self.scope.get("scheme")
+        method = method if method in KNOWN_METHODS else facts.OTHER
+        scheme = scheme if scheme in ("http", "https") else ""
+        request.state(facts.HttpDescribed(_now(), method, scheme, self._template() or ""))
 
     def _give_up(self, exc: BaseException) -> None:
         """Code of ours has raised: the request counts neither as a success nor as an error, and its slot is freed."""

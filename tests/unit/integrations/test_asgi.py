@@ -47,6 +47,9 @@ class Seen:
         self.said = said
         self.arrived: facts.RequestArrived = self.every(facts.RequestArrived)[0]
         self.attributes = {fact.key: fact.value for fact in self.every(facts.AttributeSet)}
+        keys = (semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE)
+        for described in self.every(facts.HttpDescribed):
+            self.attributes.update((key, value) for key, value in zip(keys, described[1:]) if value)
 
     def every(self, kind: type) -> list[Any]:
         return [fact for fact in self.said if type(fact) is kind]
@@ -578,7 +581,7 @@ async def test_the_application_is_called_once_and_what_it_returns_comes_back(wat
     assert calls == [client.scope]
 
 
-@pytest.mark.parametrize("broken", ["state", "say", "close", "attach"])
+@pytest.mark.parametrize("broken", ["state", "close", "attach"])
 async def test_code_of_ours_that_raises_is_logged_once_and_disabled(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:

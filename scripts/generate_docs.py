@@ -1,0 +1,106 @@
+"""Writes the pages of docs/ that follow from the code: settings, metrics and spans, commands. `--check` only compares.
+
+A test runs it with `--check`, so that a page never says what the code does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from otel_infer import cli, keeper, semconv
+from otel_infer.config import SETTINGS
+
+DOCS = Path(__file__).parent.parent / "docs"
+MADE = "<!-- made by scripts/generate_docs.py; do not edit -->\n\n"
+STANDARD = (
+    ("OTEL_EXPORTER_OTLP_ENDPOINT, _TRACES_ENDPOINT, _METRICS_ENDPOINT", "where to send; setting one switches us on"),
+    ("OTEL_EXPORTER_OTLP_PROTOCOL (and per signal)", "`http/protobuf` (default) or `grpc`"),
+    ("OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT, _CERTIFICATE, …", "the SDK exporters' own"),
+    ("OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER", "`otlp` (default) or `none`"),
+    ("OTEL_TRACES_SAMPLER, _ARG", "the head decision for requests without a sampled parent"),
+    ("OTEL_PROPAGATORS", "how a caller's context is read"),
+    ("OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES", "the resource; without them the service is named after the engine"),
+    ("OTEL_METRIC_EXPORT_INTERVAL", "ms between metric exports; 10000 here, since queues move faster than a minute"),
+    ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "`cumulative`, `delta`, `lowmemory`"),
+    ("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "`base2_exponential_bucket_histogram` for those"),
+    ("OTEL_METRICS_EXEMPLAR_FILTER", "`always_off` for no exemplars"),
+    ("OTEL_PYTHON_EXCLUDED_URLS, OTEL_PYTHON_OTEL_INFER_EXCLUDED_URLS", "URLs that are no requests, comma-separated regexes"),
+    ("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "`otel_infer`, or names of single integrations"),
+    ("OTEL_SDK_DISABLED", "`true`: nothing at all"),
+    ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT, …", "honoured for what your code sets on the request span"),
+)  # fmt: skip
+
+
+def configuration() -> str:
+    """docs/configuration.md."""
+    rows = [f"| `{s.variable}` | `{s.default or '—'}` | {s.meaning} |" for s in SETTINGS.values()]
+    standard = [f"| {', '.join(f'`{n.strip()}`' for n in names.split(','))} | {says} |" for names, says in STANDARD]
+    return "\n".join([
+        "# Configuration\n",
+        "Everything is set by environment variables, read once. A bad value names the variable and what it accepts; it",
+        "stops our own commands, and never your server, which goes on with the default.\n",
+        "| variable | default | meaning |", "|---|---|---|", *rows,
+        "\n## Standard variables\n",
+        "These mean what OpenTelemetry says they mean.\n",
+        "| variable | what for |", "|---|---|", *standard, "",
+    ])  # fmt: skip
+
+
+def telemetry() -> str:
+    """docs/telemetry.md."""
+    metrics = [
+        f"| `{m.name}` | {m.instrument} | {m.unit} | {', '.join(f'`{a}`' for a in m.attributes) or '—'} | {m.description} |"
+        for m in semconv.METRICS
+    ]
+    reasons = ", ".join(f"`{reason}`" for reason in keeper.REASONS)
+    return "\n".join([
+        "# Spans and metrics\n",
+        "## Spans\n",
+        "    POST /v1/chat/completions    the server span: your HTTP instrumentation's, or ours",
+        "    └─ chat MODEL                the request",
+        *(f"       ├─ {name}" for name in semconv.STAGES),
+        "\nA stage that was not seen is absent. `decode` has one `decode step` per step that delivered a token to this request,",
+        "`prefill` one `prefill step` per chunk if there were several. Stages of your own (`otel_infer.stage`) stand among them.\n",
+        f"`{semconv.KEEP_REASON}` on the request says why its steps were kept: {reasons}.\n",
+        "## Metrics\n",
+        "| name | kind | unit | attributes | meaning |", "|---|---|---|---|---|", *metrics, "",
+    ])  # fmt: skip
+
+
+def commands() -> str:
+    """docs/commands.md."""
+    pages = ["# Commands\n"]
+    for name in ("", *cli.COMMANDS):
+        arguments = [name, "--help"] if name else ["--help"]
+        environ = {"COLUMNS": "100", "PATH": "/usr/bin:/bin", "NO_COLOR": "1"}
+        ran = subprocess.run(
+            [sys.executable, "-m", "otel_infer", *arguments], capture_output=True, text=True, check=True, env=environ
+        )
+        pages.append(f"## otel-infer {name}".rstrip() + f"\n\n```text\n{ran.stdout.rstrip()}\n```\n")
+    return "\n".join(pages)
+
+
+PAGES = {"configuration.md": configuration, "telemetry.md": telemetry, "commands.md": commands}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if a page is not what would be written")
+    check = parser.parse_args().check
+    stale = []
+    for name, make in PAGES.items():
+        path, text = DOCS / name, MADE + make()
+        if check and (not path.exists() or path.read_text() != text):
+            stale.append(name)
+        elif not check:
+            path.write_text(text)
+    if stale:
+        print(f"stale: {', '.join(stale)}; run python scripts/generate_docs.py", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
