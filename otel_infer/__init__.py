@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["flush", "instrument", "request", "stage", "step", "uninstrument"]
 
 
-def instrument(
-    *, tracer_provider: TracerProvider | None = None, integrations: tuple[str, ...] = ()
-) -> bool:
+def instrument(*, tracer_provider: TracerProvider | None = None, integrations: tuple[str, ...] = ()) -> bool:
     """Binds to the engines and servers that this process uses, now or when it imports them.
 
     Nothing is started before an engine is imported or a request arrives, and nothing at all unless something is to be

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otel_infer import clock, config, ingress
+from otel_infer import clock, config, ingress, patching
 from otel_infer.config import Config
 from otel_infer.integrations import registry
 from otel_infer.integrations._base import Integration, Status
@@ -59,14 +59,18 @@ class _Wiring:
         for complaint in complaints:
             _say(f"otel_infer: {complaint}")
         self.provider = provider
-        if config.is_sidecar() or not (self.settings.exports or (provider and not self.settings.switched_off)):
+        if config.is_sidecar() or not (
+            self.settings.exports or (provider and not self.settings.switched_off)
+        ):
             return False
         ingress.opener = _opener(provider)
         recorder.start(self._arena, self._tend, self._refused)
         registry.configure(self.settings, self._engine_imported)
         wanted = set(names or self.settings.integrations)
         for integration in registry.load():
-            off = {integration.name, f"otel_infer_{integration.name}"} & set(self.settings.disabled_integrations)
+            off = {integration.name, f"otel_infer_{integration.name}"} & set(
+                self.settings.disabled_integrations
+            )
             if (not wanted or integration.name in wanted) and not off:
                 self.installed.append(integration)
                 integration.install()
@@ -138,6 +142,8 @@ class _Wiring:
 
     def _tend(self) -> None:
         """Called when rings were made, and then at most once a second while requests arrive."""
+        if recorder.requests is not None:
+            recorder.requests.words[layout.W_ERRORS] = patching.errors()
         with self._lock:
             if isinstance(recorder.arena, MemoryArena):
                 self._tend_thread(recorder.arena)
@@ -205,7 +211,9 @@ class _Wiring:
             return "spans to the given tracer_provider"
         places = []
         if self.settings.sends_spans or self.settings.sends_metrics:
-            places.append(f"OTLP to {self.settings.endpoint or 'localhost'} ({self.settings.traces_protocol})")
+            places.append(
+                f"OTLP to {self.settings.endpoint or 'localhost'} ({self.settings.traces_protocol})"
+            )
         if self.settings.console:
             places.append("console")
         if self.settings.tape:

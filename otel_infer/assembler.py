@@ -93,7 +93,9 @@ class Assembler:
 
     def _recovered(self, ring: int, handle: int, fact: facts.LiveRecovered) -> None:
         if (ring, handle) not in self.open:
-            arrived = facts.RequestArrived(*fact[:5], bytes(8), fact.flags & ~facts.OWN_SERVER_SPAN, "", "", "", "")
+            arrived = facts.RequestArrived(
+                *fact[:5], bytes(8), fact.flags & ~facts.OWN_SERVER_SPAN, "", "", "", ""
+            )
             request = self.open[ring, handle] = Request(ring, handle, arrived)
             request.telemetry_lost = True
 

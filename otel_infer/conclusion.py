@@ -224,12 +224,18 @@ def _adopt_steps(record: RequestRecord, request: Request) -> None:
 def _adopt_stages(record: RequestRecord, request: Request, ended: facts.RequestEnded) -> None:
     stages: list[Stage] = []
     submitted_at = request.submitted.at if request.submitted else 0
-    said = sorted((fact for fact in request.stages if fact.at <= record.ended_at), key=lambda fact: fact.started_at)
+    said = sorted(
+        (fact for fact in request.stages if fact.at <= record.ended_at), key=lambda fact: fact.started_at
+    )
     touched = [fact.started_at for fact in said if fact.stage != semconv.SPAN_INGRESS]
     touched += [at for at in (submitted_at, request.scheduled_at) if at]
     reached_engine = bool(touched)
     first_touch = min(touched) if touched else record.ended_at
-    if record.server_span_id or any(fact.stage == semconv.SPAN_INGRESS for fact in said) or record.status_code:
+    if (
+        record.server_span_id
+        or any(fact.stage == semconv.SPAN_INGRESS for fact in said)
+        or record.status_code
+    ):
         stages.append(Stage(semconv.SPAN_INGRESS, record.arrived_at, first_touch, {}))
     for fact in said:
         if fact.stage != semconv.SPAN_INGRESS:
@@ -249,7 +255,12 @@ def _adopt_stages(record: RequestRecord, request: Request, ended: facts.RequestE
         stages.append(Stage(semconv.SPAN_POSTPROCESS, last, record.ended_at, _egress(request, ended)))
     elif reached_engine and request.response_started_at and not last:
         stages.append(
-            Stage(semconv.SPAN_POSTPROCESS, request.response_started_at, record.ended_at, _egress(request, ended))
+            Stage(
+                semconv.SPAN_POSTPROCESS,
+                request.response_started_at,
+                record.ended_at,
+                _egress(request, ended),
+            )
         )
     record.stages = stages
     record.first_token_at = request.first_sent_at or request.token_reached_at or first_token_at

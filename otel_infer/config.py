@@ -35,7 +35,16 @@ def _choice(*accepted: str) -> Callable[[str], str]:
 
 
 def _switch(text: str) -> bool:
-    known = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+    known = {
+        "1": True,
+        "true": True,
+        "on": True,
+        "yes": True,
+        "0": False,
+        "false": False,
+        "off": False,
+        "no": False,
+    }
     if text.lower() not in known:
         raise ValueError("on or off")
     return known[text.lower()]
@@ -90,7 +99,10 @@ SETTINGS: dict[str, Setting] = {
     "console": Setting("OTEL_INFER_CONSOLE", "off", "print one line for each finished request", _switch),
     "tape": Setting("OTEL_INFER_TAPE", "", "file to save all facts to, for `otel-infer replay`", str),
     "integrations": Setting(
-        "OTEL_INFER_INTEGRATIONS", "", "comma-separated: only these integrations; by default all that are found", _names
+        "OTEL_INFER_INTEGRATIONS",
+        "",
+        "comma-separated: only these integrations; by default all that are found",
+        _names,
     ),
     "latency_attributes": Setting(
         "OTEL_INFER_LATENCY_ATTRIBUTES",
@@ -98,7 +110,9 @@ SETTINGS: dict[str, Setting] = {
         "also put the `gen_ai.latency.*` attributes of vLLM and SGLang on the request span, with vLLM's meaning",
         _switch,
     ),
-    "log": Setting("OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", str),
+    "log": Setting(
+        "OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", str
+    ),
 }
 """Field of `Config` → its variable. The table in the docs is generated from this."""
 
@@ -180,7 +194,9 @@ def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
         "traces_exporter": _exporter(get("OTEL_TRACES_EXPORTER", default="otlp")),
         "metrics_exporter": _exporter(get("OTEL_METRICS_EXPORTER", default="otlp")),
         "endpoint": get(
-            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+            "OTEL_EXPORTER_OTLP_ENDPOINT",
+            "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
         ),
         "traces_protocol": get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol, default="http/protobuf"),
         "metrics_protocol": get("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", protocol, default="http/protobuf"),
@@ -272,7 +288,13 @@ assert set(SETTINGS) <= {field.name for field in fields(Config)}
 
 
 SIDECAR_GUARD = "OTEL_INFER_SIDECAR"
-_NOT_FOR_THE_SIDECAR = ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "PYTHONPATH")
+_NOT_FOR_THE_SIDECAR = (
+    "LD_PRELOAD",
+    "LD_AUDIT",
+    "CUDA_INJECTION64_PATH",
+    "NVTX_INJECTION64_PATH",
+    "PYTHONPATH",
+)
 
 
 def sidecar_environment() -> dict[str, str]:

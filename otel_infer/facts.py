@@ -373,7 +373,9 @@ def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
         change = struct.unpack_from(f"<{n_left + n_joined}I", body, SCHEDULED_HEAD.size)
         tokens = _exceptions(body, SCHEDULED_HEAD.size + 4 * len(change), n_tokens, size)
         left, joined = change[:n_left], change[n_left:]
-        return StepScheduled(at, step, bool(keyframe), size, left, joined, tokens, used, total, running, waiting)
+        return StepScheduled(
+            at, step, bool(keyframe), size, left, joined, tokens, used, total, running, waiting
+        )
     if code == DONE_CODE:
         at, step, count, size, discarded = DONE_HEAD.unpack_from(body)
         return StepDone(at, step, _exceptions(body, DONE_HEAD.size, count, size), discarded)

@@ -6,37 +6,114 @@
     with otel_infer.step(batch):                                   # a list of requests
         logits = model(...)
 
-Everything is a no-op while nothing is recorded, and no mistake in here reaches the caller.
+Everything is a no-op while nothing is recorded, and no mistake in here, or in what it is given, reaches the caller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
+import logging
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Token
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from otel_infer import clock, facts, ingress
+from otel_infer.integrations._claims import claimed
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
 
 F = TypeVar("F", bound=Callable[..., Any])
 ENGINE = "custom"
+OPERATION = "inference"
+MOST = (1 << 32) - 1
+
+log = logging.getLogger("otel_infer")
+_said: set[str] = set()
 
 
-class stage:  # noqa: N801 - used like a function
+def _failed(what: str, exc: Exception) -> None:
+    """Something is left unrecorded, which is said once. Never the message: it may quote what it was given."""
+    if what not in _said:
+        _said.add(what)
+        log.warning("otel_infer.%s: %s, so it is not recorded (said once)", what, type(exc).__name__)
+
+
+def _count(number: Any) -> int:
+    """What fits a ring; 0 for what is no number."""
+    try:
+        return max(0, min(int(number), MOST))
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+class _Scope:
+    """What is used as `with` and `async with`, and as a decorator of whatever kind of function."""
+
+    def __enter__(self) -> Any:
+        raise NotImplementedError
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Any:
+        return self.__enter__()
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
+        self.__exit__(kind, error, where)
+
+    def _again(self) -> _Scope:
+        """A new one like this, for one call."""
+        raise NotImplementedError
+
+    def __call__(self, function: F) -> F:
+        again, around = self._again, functools.wraps(function)
+        if inspect.iscoroutinefunction(function):
+
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with again():
+                    return await function(*args, **kwargs)
+
+            return cast(F, around(awaited))
+        if inspect.isasyncgenfunction(function):
+
+            async def streamed(*args: Any, **kwargs: Any) -> Any:
+                with again():
+                    async with contextlib.aclosing(function(*args, **kwargs)) as items:
+                        async for item in items:
+                            yield item
+
+            return cast(F, around(streamed))
+        if inspect.isgeneratorfunction(function):
+
+            def generated(*args: Any, **kwargs: Any) -> Any:
+                with again():
+                    return (yield from function(*args, **kwargs))
+
+            return cast(F, around(generated))
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with again():
+                return function(*args, **kwargs)
+
+        return cast(F, around(called))
+
+
+class stage(_Scope):  # noqa: N801 - used like a function
     """A named interval of the current request: `with`, `async with`, or a decorator of a function, sync or async.
 
     The name is part of the code, not data: it becomes a span name and a metric label. Without a current request it does
-    nothing. A stage that raises is recorded all the same.
+    nothing. A stage that raises is recorded all the same. Make a new one for each `with`.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = str(name)
         self._request: ingress.LiveRequest | None = None
         self._started_at = 0
 
@@ -49,63 +126,38 @@ class stage:  # noqa: N801 - used like a function
         if self._request is not None:
             self._request.stage(self.name, self._started_at)
 
-    async def __aenter__(self) -> stage:
-        return self.__enter__()
-
-    async def __aexit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
-        self.__exit__(kind, error, where)
-
-    def __call__(self, function: F) -> F:
-        name = self.name
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def awaited(*args: Any, **kwargs: Any) -> Any:
-                with stage(name):
-                    return await function(*args, **kwargs)
-
-            return cast(F, awaited)
-
-        @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with stage(name):
-                return function(*args, **kwargs)
-
-        return cast(F, called)
+    def _again(self) -> stage:
+        return stage(self.name)
 
 
-class request:  # noqa: N801 - used like a function
+class request(_Scope):  # noqa: N801 - used like a function
     """A request: `with`, `async with`, or a decorator. Under a server that is instrumented, the one that is there.
 
     `operation` and `model` are the served ones, never what a caller wrote. `headers`: of the caller, for its context.
+    Make a new one for each `with`.
     """
 
     def __init__(
-        self, operation: str = "inference", *, model: str = "", headers: dict[str, str] | None = None
+        self, operation: str = OPERATION, *, model: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        self._operation, self._model, self._headers = operation, model, headers
+        self._operation, self._model, self._headers = str(operation), str(model), headers
         self._live: ingress.LiveRequest | None = None
+        self._packed = bytes(4)
         self._own = False
         self._token: Any = None
 
     # ── its life ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> request:
-        self._live = ingress.current()
-        self._own = self._live is None
-        if self._live is not None:
-            self._live.name(self._operation, ENGINE, self._model)
-        else:
-            self._live = ingress.open_request(
-                f"{self._operation} {self._model}".strip(),
-                owner=ENGINE,
-                headers=self._headers,
-                server=self._headers is not None,
-                operation=self._operation,
-                provider=ENGINE,
-                model=self._model,
-            )
-            self._token = self._live.attach() if self._live is not None else None
+        try:
+            self._live = ingress.current()
+            self._own = self._live is None
+            live = self._live or self._open()
+            if live is not None:
+                self._live, self._packed = live, live.packed
+                self._name(live)
+        except Exception as exc:
+            _failed("request", exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
@@ -117,41 +169,41 @@ class request:  # noqa: N801 - used like a function
             self._live.close()
         elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             self._live.close(facts.ABORTED, "cancelled")
-        elif isinstance(error, TimeoutError):
-            self._live.close(facts.ERROR, "timeout")
+        elif isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+            self._live.close(facts.ABORTED, "timeout")
         else:
             self._live.close(facts.ERROR, type(error).__qualname__)
 
-    async def __aenter__(self) -> request:
-        return self.__enter__()
+    def _again(self) -> request:
+        return request(self._operation, model=self._model, headers=self._headers)
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
-        self.__exit__(kind, error, where)
+    def _open(self) -> ingress.LiveRequest | None:
+        live = ingress.open_request(
+            f"{self._operation} {self._model}".strip(),
+            owner=ENGINE,
+            headers=self._headers,
+            server=self._headers is not None,
+            operation=self._operation,
+            provider=ENGINE,
+            model=self._model,
+        )
+        self._token = live.attach() if live is not None else None
+        return live
 
-    def __call__(self, function: F) -> F:
-        operation, model = self._operation, self._model
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def awaited(*args: Any, **kwargs: Any) -> Any:
-                with request(operation, model=model):
-                    return await function(*args, **kwargs)
-
-            return cast(F, awaited)
-
-        @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with request(operation, model=model):
-                return function(*args, **kwargs)
-
-        return cast(F, called)
+    def _name(self, live: ingress.LiveRequest) -> None:
+        """What was said here goes before what engines say; where nothing was, they may."""
+        if not self._model and self._operation == OPERATION:
+            return
+        if not self._own:
+            live.name(self._operation, ENGINE, self._model)
+        live.named, live.operation = True, self._operation
 
     # ── what a loop of one's own says of it ──────────────────────────────────────────────────────────────────────
 
     def submitted(self, *, input_tokens: int = 0, max_tokens: int = 0) -> None:
         """Handed over to the loop: from here to its first step it is in the queue."""
         if self._live is not None:
-            self._live.submitted(ENGINE, 1, input_tokens, max_tokens)
+            self._live.submitted(ENGINE, 1, _count(input_tokens), _count(max_tokens))
 
     def received(self) -> None:
         """The loop saw it: until here the queue was a hidden one."""
@@ -166,7 +218,7 @@ class request:  # noqa: N801 - used like a function
     def finished(self, reason: str = "stop", output_tokens: int = 0) -> None:
         """The loop is done with it. `output_tokens` 0 = count those that its steps delivered."""
         if self._live is not None:
-            self._live.state(facts.EngineFinished(clock.now(), reason, output_tokens))
+            self._live.state(facts.EngineFinished(clock.now(), str(reason), _count(output_tokens)))
 
     def set_attribute(self, key: str, value: facts.Value) -> None:
         """An attribute on the request span."""
@@ -179,10 +231,29 @@ class request:  # noqa: N801 - used like a function
         return self._live.handle if self._live is not None else 0
 
 
-class _Loops(threading.local):
-    """The step log of this thread's loop."""
+_packed_of = attrgetter("_packed")
 
-    log: StepLog | None = None
+
+def _pack(members: Iterable[request]) -> bytes:
+    return b"".join(map(_packed_of, members))
+
+
+class _Loop:
+    """The step log of a thread, which goes back when the thread ends."""
+
+    def __init__(self, log: StepLog) -> None:
+        self.log = log
+        log.pack = _pack
+
+    def __del__(self) -> None:
+        try:
+            recorder.give_back(ENGINE, self.log)
+        except Exception:  # the interpreter may be half gone
+            pass
+
+
+class _Loops(threading.local):
+    loop: _Loop | None = None
 
 
 _loops = _Loops()
@@ -200,44 +271,57 @@ class step:  # noqa: N801 - used like a function
         self,
         batch: Sequence[request],
         *,
-        prompt_tokens: dict[request, int] | None = None,
+        prompt_tokens: Mapping[request, int] | None = None,
         waiting: int = 0,
         kv_used: int = 0,
         kv_total: int = 0,
     ) -> None:
-        self._batch = list(batch)
-        self._prompt_tokens = prompt_tokens or {}
-        self._load = (kv_used, kv_total, len(self._batch), waiting)
+        self._batch, self._prompt_tokens = batch, prompt_tokens
+        self._load = (kv_used, kv_total, waiting)
+        self._members: list[request] = []
         self._log: StepLog | None = None
         self._number = 0
+        self._token: Token[bool] | None = None
         self.delivered: dict[request, int] = {}
 
     def __enter__(self) -> step:
-        self._log = log = self._own_log()
-        if log is not None:
-            for member in self._batch:
-                if member not in log.handles:
-                    log.handles.bind(member, member.handle)
-            column = b""
-            if self._prompt_tokens:
-                column = array("I", (self._prompt_tokens.get(member, 1) for member in self._batch)).tobytes()
-            self._number = log.scheduled(self._batch, (), column, *self._load)
+        self._token = claimed.set(True)
+        try:
+            log = self._own_log()
+            if log is not None:
+                self._members = members = list(self._batch)
+                prompts = self._prompt_tokens
+                column = self._column(prompts, 1) if prompts else b""
+                used, total, waiting = map(_count, self._load)
+                self._number = log.scheduled(members, (), column, used, total, len(members), waiting)
+                self._log = log
+        except Exception as exc:
+            _failed("step", exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
-        log = self._log
-        if log is None:
-            return
-        column = b""
-        if error is not None:
-            column = array("I", (0 for _ in self._batch)).tobytes()
-        elif self.delivered:
-            column = array("I", (self.delivered.get(member, 1) for member in self._batch)).tobytes()
-        log.done(self._number, column, len(self._batch))
+        try:
+            if self._token is not None:
+                claimed.reset(self._token)
+        except ValueError:
+            pass  # the `with` ends in another task than it began in
+        try:
+            if self._log is not None:
+                delivered = {} if error is not None else self.delivered
+                column = b""
+                if delivered or error is not None:
+                    column = self._column(delivered, 1 if error is None else 0)
+                self._log.done(self._number, column, len(self._members))
+        except Exception as exc:
+            _failed("step", exc)
+
+    def _column(self, tokens: Mapping[request, int], others: int) -> bytes:
+        return array("I", [_count(tokens.get(member, others)) for member in self._members]).tobytes()
 
     @staticmethod
     def _own_log() -> StepLog | None:
-        log = _loops.log
-        if log is None or not log.alive:
-            log = _loops.log = recorder.step_log(ENGINE)
-        return log
+        loop = _loops.loop
+        if loop is None or not loop.log.alive:
+            log = recorder.step_log(ENGINE)
+            _loops.loop = loop = _Loop(log) if log is not None else None
+        return loop.log if loop is not None else None

@@ -138,7 +138,11 @@ class LiveRequest(trace.Span):
 
     def name(self, operation: str = "", provider: str = "", model: str = "") -> None:
         """What became known after arrival: operation, provider (engine), served model."""
-        said = ((semconv.OPERATION_NAME, operation), (semconv.PROVIDER_NAME, provider), (semconv.REQUEST_MODEL, model))
+        said = (
+            (semconv.OPERATION_NAME, operation),
+            (semconv.PROVIDER_NAME, provider),
+            (semconv.REQUEST_MODEL, model),
+        )
         for key, value in said:
             if value:
                 recorder.state(self.handle, facts.AttributeSet(clock.now(), key, value))
@@ -196,9 +200,7 @@ class LiveRequest(trace.Span):
         for key, value in attributes.items():
             self.set_attribute(key, value)
 
-    def add_event(
-        self, name: str, attributes: types.Attributes = None, timestamp: int | None = None
-    ) -> None:
+    def add_event(self, name: str, attributes: types.Attributes = None, timestamp: int | None = None) -> None:
         if self.is_recording() and self._events < self._room.events:
             self._events += 1
             limited = {k: _limited(v, self._room.length) for k, v in (attributes or {}).items()}
@@ -242,7 +244,9 @@ class LiveRequest(trace.Span):
     def attach(self) -> Any:
         """Makes the request current here; give the token to `detach`."""
         here = otel_context.set_value(_KEY, self, self._around)
-        return otel_context.attach(trace.set_span_in_context(self if self.inner is None else self.inner[1], here))
+        return otel_context.attach(
+            trace.set_span_in_context(self if self.inner is None else self.inner[1], here)
+        )
 
 
 opener: Opener | None = None
@@ -253,7 +257,7 @@ def detach(token: Any) -> None:
     """Ends what `attach` began; a token of another task is no error of the user's."""
     try:
         otel_context.detach(token)
-    except Exception:  # noqa: BLE001 - detaching in another task is a wart of contextvars, not of the request
+    except Exception:  # detaching in another task is a wart of contextvars, not of the request
         pass
 
 

@@ -70,7 +70,7 @@ class MetricsOutlet(threading.Thread):
             try:
                 result = self._exporter.export(data)
                 self.failed += getattr(result, "name", "SUCCESS") != "SUCCESS"
-            except Exception:  # noqa: BLE001 - an exporter's bug must not end the thread
+            except Exception:  # an exporter's bug must not end the thread
                 self.failed += 1
                 log.warning("metrics were not exported", exc_info=True)
             with self._condition:
@@ -100,7 +100,9 @@ class Pipeline:
     ) -> None:
         self.config, self.rings, self.sinks, self.sender = config, rings, sinks, sender
         self.assembler = Assembler()
-        self.keeper = keeper.Keeper(config.steps, config.step_budget, config.keep_unsampled, config.ratio_sampling)
+        self.keeper = keeper.Keeper(
+            config.steps, config.step_budget, config.keep_unsampled, config.ratio_sampling
+        )
         self.resource = resource
         self.requests = 0
         self.failed = 0
@@ -133,7 +135,7 @@ class Pipeline:
             self.requests += 1
             try:
                 self._hand_on(record)
-            except Exception:  # noqa: BLE001 - one request that we cannot describe must not cost all others
+            except Exception:  # one request that we cannot describe must not cost all others
                 self.failed += 1
                 log.exception("a request is not exported: trace %s", record.trace_id.hex())
 
@@ -224,4 +226,3 @@ class Pipeline:
         if self.sender is not None:
             lost.update(self.sender.lost)
         return lost
-

@@ -267,7 +267,9 @@ SELF_LOST = Metric(
 )
 SELF_ERRORS = Metric("infer.self.errors", COUNTER, "{error}", "Probes of ours that raised and were disabled.")
 SELF_SPANS = Metric("infer.self.spans", COUNTER, "{span}", "Spans that the destination accepted.")
-SELF_BYTES = Metric("infer.self.export.size", COUNTER, "By", "Bytes of spans handed to the exporter, uncompressed.")
+SELF_BYTES = Metric(
+    "infer.self.export.size", COUNTER, "By", "Bytes of spans handed to the exporter, uncompressed."
+)
 SELF_CPU = Metric("infer.self.cpu.time", COUNTER, "s", "CPU time of the sidecar.", (CPU_MODE,))
 SELF_MEMORY = Metric("infer.self.memory.usage", UP_DOWN, "By", "Resident memory of the sidecar.")
 

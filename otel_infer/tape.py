@@ -1,8 +1,8 @@
 """Facts saved to a file: record where the GPU is, replay anywhere. Gzipped JSON lines, readable without us.
 
-    {"otel_infer tape": 1, …}                          the first line: format, who wrote it
-    [ring, handle, "StepDone", field, field, …]        one fact; bytes as {"hex": "…"}
-    ["@", 123456789]                                   everything before this instant (monotonic ns) has been told
+{"otel_infer tape": 1, …}                          the first line: format, who wrote it
+[ring, handle, "StepDone", field, field, …]        one fact; bytes as {"hex": "…"}
+["@", 123456789]                                   everything before this instant (monotonic ns) has been told
 """
 
 from __future__ import annotations

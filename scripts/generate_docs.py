@@ -37,7 +37,9 @@ STANDARD = (
 def configuration() -> str:
     """docs/configuration.md."""
     rows = [f"| `{s.variable}` | `{s.default or '—'}` | {s.meaning} |" for s in SETTINGS.values()]
-    standard = [f"| {', '.join(f'`{n.strip()}`' for n in names.split(','))} | {says} |" for names, says in STANDARD]
+    standard = [
+        f"| {', '.join(f'`{n.strip()}`' for n in names.split(','))} | {says} |" for names, says in STANDARD
+    ]
     return "\n".join([
         "# Configuration\n",
         "Everything is set by environment variables, read once. A bad value names the variable and what it accepts; it",
@@ -77,7 +79,11 @@ def commands() -> str:
         arguments = [name, "--help"] if name else ["--help"]
         environ = {"COLUMNS": "100", "PATH": "/usr/bin:/bin", "NO_COLOR": "1"}
         ran = subprocess.run(
-            [sys.executable, "-m", "otel_infer", *arguments], capture_output=True, text=True, check=True, env=environ
+            [sys.executable, "-m", "otel_infer", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environ,
         )
         pages.append(f"## otel-infer {name}".rstrip() + f"\n\n```text\n{ran.stdout.rstrip()}\n```\n")
     return "\n".join(pages)

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RUN = (sys.executable, "-m", "otel_infer", "run", "--")
-BATCHING = ("--continuous-batching", *"--cb-num-blocks 64 --cb-block-size 32 --cb-max-batch-tokens 256".split())
+BATCHING = (
+    "--continuous-batching",
+    *"--cb-num-blocks 64 --cb-block-size 32 --cb-max-batch-tokens 256".split(),
+)
 
 
 class Answered(NamedTuple):
@@ -106,7 +109,9 @@ def transformers_serve(
     beside = Path(sys.executable).parent / "transformers"
     program = str(beside) if beside.exists() else str(shutil.which("transformers"))
     port = free_port()
-    options = f"--host 127.0.0.1 --port {port} --device cpu --dtype float32 --attn-implementation sdpa".split()
+    options = (
+        f"--host 127.0.0.1 --port {port} --device cpu --dtype float32 --attn-implementation sdpa".split()
+    )
     command = [*launcher, program, "serve", str(model), *options, *(BATCHING if batching else ())]
     return Server(command, port, log, environ)
 
@@ -140,6 +145,4 @@ def chat(
     else:
         answer = json.loads(response.read() or b"{}")
     connection.close()
-    return Answered(
-        response.status, trace_id, parent_id, chunks, at, sent_at, time.perf_counter_ns(), answer
-    )
+    return Answered(response.status, trace_id, parent_id, chunks, at, sent_at, time.perf_counter_ns(), answer)

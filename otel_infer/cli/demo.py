@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=6, help="how many at once (6)")
     parser.add_argument("--seconds", type=float, help="load for so long instead")
     parser.add_argument("--serve", action="store_true", help="go on serving after the load, until Ctrl-C")
-    parser.add_argument("--tape", metavar="FILE", default="otel-infer-demo.tape", help="where to save the facts")
+    parser.add_argument(
+        "--tape", metavar="FILE", default="otel-infer-demo.tape", help="where to save the facts"
+    )
     parser.add_argument("--json", action="store_true", help="the requests as JSON instead of tables")
 
 

@@ -37,7 +37,9 @@ def console() -> Console:
 
 def stages_table(records: Sequence[RequestRecord]) -> Table:
     """p50, p95, p99 of each stage, and each stage's share of all time."""
-    table = _table("where the time went", "stage", "requests", "p50", "p95", "p99", "max", "share of all time")
+    table = _table(
+        "where the time went", "stage", "requests", "p50", "p95", "p99", "max", "share of all time"
+    )
     total = sum(record.duration_ns for record in records) or 1
     by_name: dict[str, list[int]] = {}
     for record in records:
@@ -54,7 +56,9 @@ def stages_table(records: Sequence[RequestRecord]) -> Table:
 def latency_table(records: Sequence[RequestRecord]) -> Table:
     """TTFT, time between tokens, end to end; of successful requests."""
     good = [record for record in records if record.outcome == facts.OK]
-    gaps = [gap for record in good if record.steps is not None for gap in np.diff(record.steps.ended_at).tolist()]
+    gaps = [
+        gap for record in good if record.steps is not None for gap in np.diff(record.steps.ended_at).tolist()
+    ]
     table = _table("what the reader felt", "latency", "values", "p50", "p95", "p99", "max")
     rows = (
         ("time to first token", [record.ttft_ns for record in good if record.ttft_ns]),
@@ -101,7 +105,9 @@ def _strip(record: RequestRecord, width: int) -> Iterable[Text]:
     yield Text("  " + caption)
     for begin in range(0, len(lengths), width):
         bars, marks = Text("                 "), Text("                 ")
-        for length, prompt in zip(lengths[begin : begin + width].tolist(), others[begin : begin + width].tolist()):
+        for length, prompt in zip(
+            lengths[begin : begin + width].tolist(), others[begin : begin + width].tolist()
+        ):
             height = BARS[min(int(length / max(longest, 1) * (len(BARS) - 1) + 0.5), len(BARS) - 1)]
             bars.append(height, "red" if length > 2 * median else "green")
             marks.append("▲" if prompt else " ", "yellow")

@@ -33,14 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `run`."""
     parser.add_argument("--show", action="store_true", help="print a line for each finished request")
     parser.add_argument("--tape", metavar="FILE", help="save all facts to FILE, for `otel-infer replay`")
-    parser.add_argument("server", nargs=argparse.REMAINDER, metavar="-- CMD …", help="the server and its arguments")
+    parser.add_argument(
+        "server", nargs=argparse.REMAINDER, metavar="-- CMD …", help="the server and its arguments"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the server to its end."""
     command = arguments.server[1:] if arguments.server[:1] == ["--"] else arguments.server
     if not command:
-        print("otel-infer run: what? For example: otel-infer run -- transformers serve MODEL", file=sys.stderr)
+        print(
+            "otel-infer run: what? For example: otel-infer run -- transformers serve MODEL", file=sys.stderr
+        )
         return 2
     changes = {"enabled": "on"}
     if arguments.tape:
@@ -131,7 +135,9 @@ class Supervisor:
 
     def _forward(self, number: int, frame: object) -> None:
         # A terminal's Ctrl-C reaches the whole foreground group; passing it on would be a second one.
-        if self._server is not None and not (number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
+        if self._server is not None and not (
+            number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()
+        ):
             try:
                 os.kill(self._server.pid, number)
             except ProcessLookupError:

@@ -33,7 +33,7 @@ def load() -> list[Integration]:
     for entry in metadata.entry_points(group=GROUP):
         try:
             found.append(entry.load())
-        except Exception as reason:  # noqa: BLE001 - another distribution's mistake must not stop the server
+        except Exception as reason:  # another distribution's mistake must not stop the server
             log.warning("integration %s is not loaded: %s", entry.name, type(reason).__name__)
     for integration in found:
         integration.on_change = _on_change

@@ -251,8 +251,8 @@ def _watch(module: Any) -> None:
     kind, number = type(module), id(module)
     if number in _outermost or kind.__module__.startswith(ENGINES):
         return
-    if kind.__module__.startswith(_LAYERS) and not module._modules:
-        return  # a frozen BatchNorm is a layer of a model
+    if kind.__module__.startswith(_LAYERS) and (not module._modules or kind.__bases__ == (object,)):
+        return  # a frozen BatchNorm is a layer of a model, and `nn.Module` itself the class of all there are
     if _put_on(kind):
         _outermost[number] = weakref.ref(module, lambda ref: _forget(number, ref))
 

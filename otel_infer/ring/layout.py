@@ -92,8 +92,6 @@ def record(cells: int) -> struct.Struct:
     return struct.Struct(f"<QHBx{max(cells * CELL_BYTES - RECORD_OVERHEAD, 0)}sQ")
 
 
-
-
 class Sizes(NamedTuple):
     """How big the rings of one process are: cells (64 B), live slots (80 B), strings (128 B), step cells (64 B)."""
 

@@ -55,7 +55,9 @@ class StepLog:
         self._ordinal_of: dict[int, int] = {}
         self._next_ordinal = 0
         self.handles = handles
-        self.pack: Callable[[Iterable[Any]], bytes] = lambda members: b"".join(map(handles.__getitem__, members))
+        self.pack: Callable[[Iterable[Any]], bytes] = lambda members: b"".join(
+            map(handles.__getitem__, members)
+        )
         self.alive = True
         self._step = 0
         self._next_keyframe_step = 0

@@ -43,14 +43,16 @@ def user_folder(base: Path = BASE) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """The folder, made 0700 if it is not there; raises `RingRefused` unless it is ours alone."""
+    """A folder of this module's own naming, 0700, made if it is not there; raises `RingRefused` if it is not ours."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as refusal:
         raise RingRefused(f"{folder}: {refusal.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise RingRefused(f"{folder}: is not ours alone")
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise RingRefused(f"{folder}: belongs to somebody else")
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
     return folder
 
 
@@ -129,7 +131,7 @@ def dead_servers(folder: Path) -> Iterator[tuple[Path, Lock]]:
 
     There are none beside a folder that somebody named: what lies there is not ours.
     """
-    if not _is_of_one_server(folder):
+    if folder.parent.name != _name_of_user():
         return
     try:
         siblings = sorted(path for path in folder.parent.iterdir() if path != folder and path.is_dir())
@@ -146,7 +148,7 @@ def dead_servers(folder: Path) -> Iterator[tuple[Path, Lock]]:
 
 
 def remove(folder: Path) -> None:
-    """Removes what is ours in a folder where no writer lives, and the folder if it was made for one server."""
+    """Removes what is ours in a folder where no writer lives, and the folder unless somebody named it."""
     try:
         found = list(folder.iterdir())
         if any(path.suffix in _RINGS and is_held(path) for path in found):
@@ -154,7 +156,7 @@ def remove(folder: Path) -> None:
         for path in found:
             if path.suffix in _RINGS or path.name in _OURS:
                 path.unlink(missing_ok=True)
-        if _is_of_one_server(folder):
+        if _name_of_user() in folder.parts[:-1]:
             folder.rmdir()
     except OSError:
         pass
@@ -162,11 +164,6 @@ def remove(folder: Path) -> None:
 
 def _name_of_user() -> str:
     return f"otel_infer-{os.getuid()}"
-
-
-def _is_of_one_server(folder: Path) -> bool:
-    """Whether `new_server_folder` made it."""
-    return folder.parent.name == _name_of_user()
 
 
 def _is_abandoned(folder: Path) -> bool:

@@ -41,7 +41,9 @@ class Header:
             raise NotARing("not written yet, or not a ring")
         version = int(self.words[layout.W_VERSION])
         if version != layout.VERSION:
-            raise NotARing(f"layout version {version}, this reader knows {layout.VERSION}: use one otel-infer version")
+            raise NotARing(
+                f"layout version {version}, this reader knows {layout.VERSION}: use one otel-infer version"
+            )
         (length,) = layout.TEXT_LENGTH.unpack_from(memory, layout.TEXT_OFFSET)
         begin = layout.TEXT_OFFSET + layout.TEXT_LENGTH.size
         try:
@@ -173,7 +175,9 @@ class RequestReader:
         return b"".join(seen[i] for i in sorted(seen))
 
     def _expire_pending(self) -> None:
-        stale = [first for first, (counter, _) in self._pending.items() if counter + PENDING_CELLS < self._next]
+        stale = [
+            first for first, (counter, _) in self._pending.items() if counter + PENDING_CELLS < self._next
+        ]
         for first in stale:
             del self._pending[first]
             self.torn += 1

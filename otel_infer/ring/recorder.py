@@ -86,7 +86,7 @@ class Recorder:
                 self._tended_at = arrived.at
                 self._tend()
             return writer.open(arrived)
-        except Exception as broken:  # noqa: BLE001 - the request goes on without us
+        except Exception as broken:  # the request goes on without us
             self._broke(broken)
             return 0
 
@@ -96,7 +96,7 @@ class Recorder:
         if writer is not None and handle:
             try:
                 writer.state(handle, fact)
-            except Exception as broken:  # noqa: BLE001 - the request goes on without us
+            except Exception as broken:  # the request goes on without us
                 self._broke(broken)
 
     def _broke(self, broken: Exception) -> None:

@@ -113,7 +113,9 @@ def fitting(arena: Arena, size_of: Callable[[Sizes], int]) -> Sizes:
         if arena.fits(size_of(sizes)):
             return sizes
     need = size_of(Sizes().shrunk(SMALLEST - 1)) * MAX_SHARE_OF_FREE >> 10
-    raise RingRefused(f"less than {need} KiB of shared memory is free (Docker: --shm-size, pod: emptyDir Memory)")
+    raise RingRefused(
+        f"less than {need} KiB of shared memory is free (Docker: --shm-size, pod: emptyDir Memory)"
+    )
 
 
 def write_header(memory: mmap.mmap, sizes: Sizes, text: dict[str, Any]) -> memoryview:
@@ -226,7 +228,9 @@ class RequestWriter:
             first = first or cell + 1
             piece = layout.PART.pack(first & 0xFFFFFFFF, chunk)
             offset = layout.PAGE + cell % self._cells * layout.CELL_BYTES
-            layout.CELL.pack_into(self.memory, offset, cell + 1, code, part, len(chunks), handle, piece, cell + 1)
+            layout.CELL.pack_into(
+                self.memory, offset, cell + 1, code, part, len(chunks), handle, piece, cell + 1
+            )
 
     def _intern(self, text: str) -> int:
         if text == "":

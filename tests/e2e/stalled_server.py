@@ -117,7 +117,11 @@ def _slow_send(cycle: Any) -> None:
 
     async def send(self: Any, message: Any) -> None:
         waiting = armed.get("egress")
-        if waiting is not None and message["type"] == "http.response.body" and b'"content"' in message.get("body", b""):
+        if (
+            waiting is not None
+            and message["type"] == "http.response.body"
+            and b'"content"' in message.get("body", b"")
+        ):
             if waiting[1] > 0:
                 waiting[1] -= 1
             else:

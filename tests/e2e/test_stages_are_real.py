@@ -35,10 +35,14 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_llama: Path, receiver: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    tiny_llama: Path, receiver: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     port = free_port()
     script = str(Path(__file__).parent / "stalled_server.py")
-    options = f"--host 127.0.0.1 --port {port} --device cpu --dtype float32 --attn-implementation sdpa".split()
+    options = (
+        f"--host 127.0.0.1 --port {port} --device cpu --dtype float32 --attn-implementation sdpa".split()
+    )
     command = [*RUN, sys.executable, script, "serve", str(tiny_llama), *options, *BATCHING]
     environ = {**receiver.environ, "OTEL_INFER_STEPS": "all"}
     log = tmp_path_factory.mktemp("logs") / "server.log"
@@ -120,7 +124,10 @@ def test_a_stalled_engine_step_shows_on_exactly_the_requests_that_were_in_it(
     server: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     answers: list[Answered] = []
-    early = [threading.Thread(target=lambda: answers.append(chat(server.port, tiny_llama, tokens=40))) for _ in range(3)]
+    early = [
+        threading.Thread(target=lambda: answers.append(chat(server.port, tiny_llama, tokens=40)))
+        for _ in range(3)
+    ]
     for thread in early:
         thread.start()
     time.sleep(0.05)
@@ -132,7 +139,8 @@ def test_a_stalled_engine_step_shows_on_exactly_the_requests_that_were_in_it(
     steps = {
         trace: {span["attributes"]["infer.step.id"]: (span["end"] - span["start"]) / 1e6 for span in spans}
         for trace, spans in (
-            (trace, [span for span in spans if span["name"] == "decode step"]) for trace, spans in trees.items()
+            (trace, [span for span in spans if span["name"] == "decode step"])
+            for trace, spans in trees.items()
         )
     }
     durations: dict[int, float] = {}

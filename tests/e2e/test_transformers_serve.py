@@ -87,15 +87,18 @@ def test_a_streamed_request_is_one_tree_below_its_callers_span(
         parent = by_id.get(span["parent_span_id"])
         assert parent is None or parent["start"] <= span["start"] <= span["end"] <= parent["end"]
     request = next(span for span in spans if span["name"] == "chat tiny-llama")
-    assert request["attributes"].items() >= {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "transformers",
-        "gen_ai.request.model": "tiny-llama",
-        "gen_ai.request.max_tokens": 8,
-        "gen_ai.usage.output_tokens": 8,
-        "gen_ai.response.finish_reasons": ["length"],
-        "infer.keep.reason": "budget",
-    }.items()
+    assert (
+        request["attributes"].items()
+        >= {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "transformers",
+            "gen_ai.request.model": "tiny-llama",
+            "gen_ai.request.max_tokens": 8,
+            "gen_ai.usage.output_tokens": 8,
+            "gen_ai.response.finish_reasons": ["length"],
+            "infer.keep.reason": "budget",
+        }.items()
+    )
     assert sum("gen_ai.usage.output_tokens" in span["attributes"] for span in spans) == 1
     server = next(span for span in spans if span["kind"] == 2)
     assert server["attributes"] == {
@@ -119,7 +122,8 @@ def test_concurrent_requests_share_steps_and_keep_their_own_trees(
 ) -> None:
     answers: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: answers.append(chat(batching.port, tiny_llama, tokens=24))) for _ in range(6)
+        threading.Thread(target=lambda: answers.append(chat(batching.port, tiny_llama, tokens=24)))
+        for _ in range(6)
     ]
     for thread in threads:
         thread.start()
@@ -153,7 +157,9 @@ def test_metrics_have_the_names_units_and_attributes_of_the_table_and_exemplars_
     answer = chat(batching.port, tiny_llama, tokens=8)
     trace(receiver, answer.trace_id)
     before = len(receiver.metrics)
-    assert receiver.wait_for(lambda it: any(m["name"] == semconv.SELF_MEMORY.name for m in it.metrics[before:]), 15)
+    assert receiver.wait_for(
+        lambda it: any(m["name"] == semconv.SELF_MEMORY.name for m in it.metrics[before:]), 15
+    )
     table = {metric.name: metric for metric in semconv.METRICS}
     latest = {metric["name"]: metric for metric in receiver.metrics}
     expected = {
@@ -174,7 +180,9 @@ def test_metrics_have_the_names_units_and_attributes_of_the_table_and_exemplars_
                 exemplars += 1
                 assert exemplar["trace_id"] in traces
     assert exemplars > 0
-    lost = {p["attributes"][semconv.LOSS_REASON]: p["value"] for p in latest[semconv.SELF_LOST.name]["points"]}
+    lost = {
+        p["attributes"][semconv.LOSS_REASON]: p["value"] for p in latest[semconv.SELF_LOST.name]["points"]
+    }
     assert not any(lost.values()), lost
 
 
@@ -198,7 +206,11 @@ def test_opentelemetry_instrument_gives_the_same_tree(
         answer = chat(server.port, tiny_llama, tokens=8)
         spans = trace(receiver, answer.trace_id)
     assert [span for span in spans if span["kind"] == 2], "no server span"
-    ours = [line for line in tree(spans, answer.parent_id) if "http send" not in line and "http receive" not in line]
+    ours = [
+        line
+        for line in tree(spans, answer.parent_id)
+        if "http send" not in line and "http receive" not in line
+    ]
     assert [line.strip() for line in ours if line.strip() != "POST /v1/chat/completions"] == [
         line.strip() for line in BATCHED[1:]
     ]
@@ -209,7 +221,9 @@ def test_the_first_trace_needs_no_more_than_the_command(tiny_llama: Path, tmp_pa
     """`run --show`: a line per request on the terminal, nothing else configured."""
     environ = {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"}
     launcher = (*RUN[:-1], "--show", "--")
-    with transformers_serve(tiny_llama, tmp_path / "log", environ, batching=True, launcher=launcher) as server:
+    with transformers_serve(
+        tiny_llama, tmp_path / "log", environ, batching=True, launcher=launcher
+    ) as server:
         answer = chat(server.port, tiny_llama, tokens=8)
         deadline = time.monotonic() + 10
         while answer.trace_id[:8] not in server.said() and time.monotonic() < deadline:

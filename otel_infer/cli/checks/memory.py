@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -35,9 +36,9 @@ def shared_memory(settings: Config) -> tuple[Check, str]:
     except (RingRefused, OSError) as refusal:
         return _none(settings, base, str(refusal)), str(refusal)
     found = f"{base} on tmpfs, {free >> 20} MiB free; mode: {in_process(settings, '') or 'sidecar'}"
-    if settings.rings and base.is_dir() and base.stat().st_mode & 0o1000:
-        do = f"name a folder of the server's own: {RINGS}={base / 'NAME'}"
-        return Check("shared memory", "warn", f"{found}; {base} is everybody's", do), ""
+    if settings.rings and _is_shared(base):
+        do = f"name a folder of the server's own, {RINGS}={base / 'NAME'}: all that is in it is removed at the end"
+        return Check("shared memory", "warn", f"{found}; {base} is not for rings alone", do), ""
     if shrunk > 1:
         return Check(
             "shared memory", "warn", f"{found}; rings fit only at 1/{shrunk} of their size", MORE
@@ -79,6 +80,15 @@ def scratch(base: Path, owned: bool = False) -> Iterator[Path]:
 
 def _base(settings: Config) -> Path:
     return Path(settings.rings) if settings.rings else place.BASE
+
+
+def _is_shared(folder: Path) -> bool:
+    """Whether others put things there, or have done so."""
+    if not folder.is_dir():
+        return False
+    ours = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS, ".lock")
+    strange = [path for path in folder.iterdir() if path.suffix not in ours and path != _home(folder)]
+    return bool(strange) or bool(folder.stat().st_mode & stat.S_ISVTX)
 
 
 def _home(base: Path) -> Path:

@@ -25,16 +25,26 @@ def make(sizes: layout.Sizes = SMALL) -> tuple[write.RequestWriter, mmap.mmap]:
 
 def arrival(number: int, name: str = "POST /v1/chat/completions", flags: int = 1) -> facts.RequestArrived:
     trace = number.to_bytes(16, "big")
-    return facts.RequestArrived(number, number + 1, trace, trace[8:], bytes(8), bytes(8), flags, "chat", "toy", "m", name)
+    return facts.RequestArrived(
+        number, number + 1, trace, trace[8:], bytes(8), bytes(8), flags, "chat", "toy", "m", name
+    )
 
 
 def read(reader: RequestReader, final: bool = True) -> list[Any]:
     return [said.fact for said in reader.poll(0, final)]
 
 
-values = st.one_of(st.text(max_size=80), st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False))
+values = st.one_of(
+    st.text(max_size=80), st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False)
+)
 stated = st.one_of(
-    st.builds(facts.StageEnded, st.integers(0, 2**60), st.integers(0, 2**60), st.sampled_from(["a", "b"]), st.integers(0, 9)),
+    st.builds(
+        facts.StageEnded,
+        st.integers(0, 2**60),
+        st.integers(0, 2**60),
+        st.sampled_from(["a", "b"]),
+        st.integers(0, 9),
+    ),
     st.builds(facts.RequestReceived, st.integers(0, 2**60)),
     st.builds(facts.AttributeSet, st.integers(0, 2**60), st.text(max_size=20), values),
     st.builds(arrival, st.integers(1, 2**60)),
@@ -43,7 +53,9 @@ stated = st.one_of(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(stated, st.integers(0, 2**32 - 1), st.booleans()), max_size=120))
-def test_facts_come_back_in_order_and_what_is_missing_is_counted(history: list[tuple[Any, int, bool]]) -> None:
+def test_facts_come_back_in_order_and_what_is_missing_is_counted(
+    history: list[tuple[Any, int, bool]],
+) -> None:
     writer, memory = make()
     reader = RequestReader(memory, 1)
     got: list[Any] = []
