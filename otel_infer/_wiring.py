@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otel_infer import clock, config, ingress, patching
+from otel_infer import clock, config, ingress, launch, patching
 from otel_infer.config import Config
 from otel_infer.integrations import registry
 from otel_infer.integrations._base import Integration, Status
@@ -45,7 +45,10 @@ class _Wiring:
         self.sidecar: Any = None
         self.reader: InProcess | None = None
         self.why_in_process = ""
+        self._no_child = ""
+        self._exported = False
         self._said = False
+        self._restarts = launch.Restarts()
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._forked)
 
@@ -55,6 +58,14 @@ class _Wiring:
         """Binds hooks; False if there is nothing to do here or it was done before."""
         if self.installed:
             return False
+        try:
+            return self._instrument(provider, names)
+        except Exception as reason:  # a bad standard variable, say: the server goes on without us
+            self.uninstrument()
+            _say(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}")
+            return False
+
+    def _instrument(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
         self.settings, complaints = config.from_env_leniently()
         for complaint in complaints:
             _say(f"otel_infer: {complaint}")
@@ -81,15 +92,18 @@ class _Wiring:
         for integration in reversed(self.installed):
             integration.remove()
         self.installed.clear()
-        reader, self.reader = self.reader, None
-        if reader is not None:
-            reader.close()
         recorder.stop()
         ingress.opener = None
-        if self.folder is not None:
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            atexit.unregister(reader.close)
+            reader.close()
+        if self._exported:
             config.forget_rings(str(self.folder))
         self.folder = self.sidecar = None
-        self._said = False
+        self.why_in_process = self._no_child = ""
+        self._exported = self._said = False
+        self._restarts = launch.Restarts()
 
     def statuses(self) -> list[Status]:
         """What is bound of each integration."""
@@ -120,15 +134,24 @@ class _Wiring:
             return self._in_process("OTEL_INFER_MODE=in-process")
         if not sys.executable or getattr(sys, "frozen", False):
             return self._in_process("the interpreter is frozen or embedded")
-        if self.settings.rings:
-            self.folder = place.private_folder(Path(self.settings.rings))
-        else:
-            self.folder = place.new_server_folder()
-        if not place.is_tmpfs(self.folder):
-            folder, self.folder = self.folder, None
-            raise RingRefused(f"{folder} is not on tmpfs")
-        config.export_to_children(rings=str(self.folder))
+        if self._no_child:
+            return self._in_process(f"the sidecar cannot be started ({self._no_child})")
+        self.folder = self._folder()
+        if not self.settings.rings:
+            self._exported = True
+            config.export_to_children(rings=str(self.folder))
+        self.why_in_process = ""
         return FileArena(self.folder)
+
+    def _folder(self) -> Path:
+        if self.settings.rings:
+            return place.rings_folder(Path(self.settings.rings))
+        if self.folder is not None:  # of the process that forked this one: one sidecar reads both
+            try:
+                return place.private_folder(self.folder)
+            except RingRefused:  # this one runs as another user
+                pass
+        return place.new_server_folder()
 
     def _refused(self, reason: str) -> Arena | None:
         if self.settings.mode == "sidecar":
@@ -138,6 +161,7 @@ class _Wiring:
 
     def _in_process(self, reason: str) -> Arena:
         self.folder, self.why_in_process = None, reason
+        self._said = False
         return MemoryArena()
 
     def _tend(self) -> None:
@@ -166,12 +190,20 @@ class _Wiring:
             return
         if place.is_held(folder / place.SIDECAR_LOCK) or place.is_held(folder / place.OWNER_LOCK):
             return
-        from otel_infer import launch
+        if recorder.arena is not None and not recorder.arena.is_there():
+            recorder.renew()
+        elif self._restarts.may_start(clock.now()):
+            self._start_sidecar(folder)
 
+    def _start_sidecar(self, folder: Path) -> None:
+        if self.sidecar is not None and self.sidecar.returncode > 0:
+            _say("otel_infer: the sidecar broke and is started again; `otel-infer doctor` says more")
         try:
             self.sidecar = launch.sidecar(folder, self.settings, resource())
         except launch.CannotStart as reason:
-            _say(f"otel_infer: the sidecar cannot be started ({reason}); set OTEL_INFER_MODE=in-process")
+            self._no_child = str(reason)
+            recorder.renew()
+            place.remove(folder)
 
     def _engine_imported(self, integration: Integration) -> None:
         status = integration.status
@@ -182,6 +214,9 @@ class _Wiring:
     def _forked(self) -> None:
         self._lock = threading.Lock()
         self.reader = self.sidecar = None
+        live = ingress.current()
+        if live is not None:
+            live.ended = True  # the parent's, who states how it goes on; what this process does is a request of its own
 
     # ── what we say ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -18,7 +18,7 @@ import inspect
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from operator import attrgetter
 from types import TracebackType
@@ -32,9 +32,7 @@ from otel_infer.ring.recorder import recorder
 F = TypeVar("F", bound=Callable[..., Any])
 ENGINE = "custom"
 OPERATION = "inference"
-MOST = (1 << 32) - 1
 
-log = logging.getLogger("otel_infer")
 _said: set[str] = set()
 
 
@@ -42,35 +40,28 @@ def _failed(what: str, exc: Exception) -> None:
     """Something is left unrecorded, which is said once. Never the message: it may quote what it was given."""
     if what not in _said:
         _said.add(what)
-        log.warning("otel_infer.%s: %s, so it is not recorded (said once)", what, type(exc).__name__)
+        logging.getLogger("otel_infer").warning("%s is not recorded: %s", what, type(exc).__name__)
 
 
 def _count(number: Any) -> int:
     """What fits a ring; 0 for what is no number."""
     try:
-        return max(0, min(int(number), MOST))
+        return max(0, min(int(number), 0xFFFFFFFF))
     except (TypeError, ValueError, OverflowError):
         return 0
 
 
-class _Scope:
+class _Scope(contextlib.AbstractContextManager[Any]):
     """What is used as `with` and `async with`, and as a decorator of whatever kind of function."""
 
-    def __enter__(self) -> Any:
-        raise NotImplementedError
-
-    def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
-        raise NotImplementedError
+    _again: Callable[[], _Scope]
+    """Makes a new one like this, for one call of what is decorated."""
 
     async def __aenter__(self) -> Any:
         return self.__enter__()
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
-        self.__exit__(kind, error, where)
-
-    def _again(self) -> _Scope:
-        """A new one like this, for one call."""
-        raise NotImplementedError
+    async def __aexit__(self, *how: Any) -> None:
+        self.__exit__(*how)
 
     def __call__(self, function: F) -> F:
         again, around = self._again, functools.wraps(function)
@@ -106,7 +97,7 @@ class _Scope:
 
 
 class stage(_Scope):  # noqa: N801 - used like a function
-    """A named interval of the current request: `with`, `async with`, or a decorator of a function, sync or async.
+    """A named interval of the current request: `with`, `async with`, or a decorator of any kind of function.
 
     The name is part of the code, not data: it becomes a span name and a metric label. Without a current request it does
     nothing. A stage that raises is recorded all the same. Make a new one for each `with`.
@@ -114,6 +105,7 @@ class stage(_Scope):  # noqa: N801 - used like a function
 
     def __init__(self, name: str) -> None:
         self.name = str(name)
+        self._again = functools.partial(stage, name)
         self._request: ingress.LiveRequest | None = None
         self._started_at = 0
 
@@ -126,8 +118,15 @@ class stage(_Scope):  # noqa: N801 - used like a function
         if self._request is not None:
             self._request.stage(self.name, self._started_at)
 
-    def _again(self) -> stage:
-        return stage(self.name)
+
+def _outcome(error: BaseException | None) -> tuple[int, str]:
+    if error is None:
+        return facts.OK, ""
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        return facts.ABORTED, "cancelled"
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return facts.ABORTED, "timeout"
+    return facts.ERROR, type(error).__qualname__
 
 
 class request(_Scope):  # noqa: N801 - used like a function
@@ -141,12 +140,11 @@ class request(_Scope):  # noqa: N801 - used like a function
         self, operation: str = OPERATION, *, model: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
         self._operation, self._model, self._headers = str(operation), str(model), headers
+        self._again = functools.partial(request, operation, model=model, headers=headers)
         self._live: ingress.LiveRequest | None = None
         self._packed = bytes(4)
         self._own = False
         self._token: Any = None
-
-    # ── its life ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> request:
         try:
@@ -157,25 +155,14 @@ class request(_Scope):  # noqa: N801 - used like a function
                 self._live, self._packed = live, live.packed
                 self._name(live)
         except Exception as exc:
-            _failed("request", exc)
+            _failed("a request", exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
         if self._token is not None:
             ingress.detach(self._token)
-        if self._live is None or not self._own:
-            return
-        if error is None:
-            self._live.close()
-        elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-            self._live.close(facts.ABORTED, "cancelled")
-        elif isinstance(error, (TimeoutError, asyncio.TimeoutError)):
-            self._live.close(facts.ABORTED, "timeout")
-        else:
-            self._live.close(facts.ERROR, type(error).__qualname__)
-
-    def _again(self) -> request:
-        return request(self._operation, model=self._model, headers=self._headers)
+        if self._live is not None and self._own:
+            self._live.close(*_outcome(error))
 
     def _open(self) -> ingress.LiveRequest | None:
         live = ingress.open_request(
@@ -197,8 +184,6 @@ class request(_Scope):  # noqa: N801 - used like a function
         if not self._own:
             live.name(self._operation, ENGINE, self._model)
         live.named, live.operation = True, self._operation
-
-    # ── what a loop of one's own says of it ──────────────────────────────────────────────────────────────────────
 
     def submitted(self, *, input_tokens: int = 0, max_tokens: int = 0) -> None:
         """Handed over to the loop: from here to its first step it is in the queue."""
@@ -225,17 +210,8 @@ class request(_Scope):  # noqa: N801 - used like a function
         if self._live is not None:
             self._live.set_attribute(key, value)
 
-    @property
-    def handle(self) -> int:
-        """Which request this is in shared memory; 0 = unrecorded."""
-        return self._live.handle if self._live is not None else 0
-
 
 _packed_of = attrgetter("_packed")
-
-
-def _pack(members: Iterable[request]) -> bytes:
-    return b"".join(map(_packed_of, members))
 
 
 class _Loop:
@@ -243,7 +219,7 @@ class _Loop:
 
     def __init__(self, log: StepLog) -> None:
         self.log = log
-        log.pack = _pack
+        log.pack = lambda members: b"".join(map(_packed_of, members))
 
     def __del__(self) -> None:
         try:
@@ -290,30 +266,27 @@ class step:  # noqa: N801 - used like a function
             log = self._own_log()
             if log is not None:
                 self._members = members = list(self._batch)
-                prompts = self._prompt_tokens
-                column = self._column(prompts, 1) if prompts else b""
+                column = self._column(self._prompt_tokens, 1) if self._prompt_tokens else b""
                 used, total, waiting = map(_count, self._load)
                 self._number = log.scheduled(members, (), column, used, total, len(members), waiting)
                 self._log = log
         except Exception as exc:
-            _failed("step", exc)
+            if _loops.loop is not None:
+                _loops.loop.log.idle()  # half a change was made: what comes next is told whole
+            _failed("a step", exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
-        try:
-            if self._token is not None:
+        if self._token is not None:
+            with contextlib.suppress(ValueError):  # it may end in another task than it began in
                 claimed.reset(self._token)
-        except ValueError:
-            pass  # the `with` ends in another task than it began in
         try:
             if self._log is not None:
-                delivered = {} if error is not None else self.delivered
-                column = b""
-                if delivered or error is not None:
-                    column = self._column(delivered, 1 if error is None else 0)
+                delivered, others = (self.delivered, 1) if error is None else ({}, 0)
+                column = self._column(delivered, others) if delivered or not others else b""
                 self._log.done(self._number, column, len(self._members))
         except Exception as exc:
-            _failed("step", exc)
+            _failed("a step", exc)
 
     def _column(self, tokens: Mapping[request, int], others: int) -> bytes:
         return array("I", [_count(tokens.get(member, others)) for member in self._members]).tobytes()

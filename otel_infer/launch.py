@@ -20,8 +20,30 @@ _BOOT = (
 )
 
 
+FIRST_WAIT_NS = 1_000_000_000
+LONGEST_WAIT_NS = 60_000_000_000
+
+
 class CannotStart(Exception):
     """No child process can be started here; the message says why."""
+
+
+class Restarts:
+    """When a sidecar that ended may be started again: soon, but ever later while each one ends soon."""
+
+    def __init__(self) -> None:
+        self._started_at = 0
+        self._wait_ns = 0
+
+    def may_start(self, now: int) -> bool:
+        """Whether it is time (monotonic ns); who is told yes starts one."""
+        lasted = now - self._started_at
+        if lasted < self._wait_ns:
+            return False
+        calm = not self._started_at or lasted > LONGEST_WAIT_NS
+        self._wait_ns = FIRST_WAIT_NS if calm else min(2 * self._wait_ns, LONGEST_WAIT_NS)
+        self._started_at = now
+        return True
 
 
 def sidecar(

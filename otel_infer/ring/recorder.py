@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, facts
-from otel_infer.ring import write
+from otel_infer.ring import layout, write
 from otel_infer.ring.membership import Handles, StepLog
 
 log = logging.getLogger("otel_infer")
@@ -26,7 +27,10 @@ MAX_STEP_LOGS = 12
 
 
 class Recorder:
-    """Where integrations state facts. Never raises into its caller once started."""
+    """Where integrations state facts. Never raises into its caller once started.
+
+    A fact that cannot be stated is lost and counted; the first one is named in the log.
+    """
 
     def __init__(self) -> None:
         self.active = False
@@ -40,7 +44,12 @@ class Recorder:
         self._names = itertools.count(1)
         self._free_logs: dict[str, deque[StepLog]] = {}
         self._logs: list[StepLog] = []
-        self._said: list[facts.HooksReported] = []
+        self._no_more_logs = False
+        self._said: dict[str, facts.HooksReported] = {}
+        self._lost_before = 0
+        self._making = threading.Lock()
+        self._maker = 0
+        self._complained = False
         os.register_at_fork(after_in_child=self.forget)
 
     def start(
@@ -56,6 +65,7 @@ class Recorder:
         somebody reads. `refused` is told why there is no shared memory and may give another arena.
         """
         self._make_arena, self._tend, self._refused, self.role = make_arena, tend, refused, role
+        self._said.clear()
         self.active = True
 
     def stop(self) -> None:
@@ -68,6 +78,23 @@ class Recorder:
 
     def forget(self) -> None:
         """In a forked child: the parent's rings are not ours to write."""
+        self._making, self._maker = threading.Lock(), 0
+        self._lost_before = 0
+        self._let_go()
+
+    def renew(self) -> None:
+        """The rings are nobody's any more (their folder was removed): the next fact makes others.
+
+        What was in flight is lost, and counted there.
+        """
+        if self.requests is not None:
+            self._lost_before += self.requests.in_flight
+        arena = self.arena
+        self._let_go()
+        if arena is not None:
+            arena.close()
+
+    def _let_go(self) -> None:
         self.requests = self.arena = None
         self._tended_at = 0
         self._forget_logs()
@@ -79,13 +106,11 @@ class Recorder:
         if not self.active:
             return 0
         try:
-            writer = self.requests or self._make()
-            if writer is None:
-                return 0
-            if arrived.at - self._tended_at > CHECK_NS:
+            if self.requests is not None and arrived.at - self._tended_at > CHECK_NS:
                 self._tended_at = arrived.at
                 self._tend()
-            return writer.open(arrived)
+            writer = self.requests or self._make()
+            return writer.open(arrived) if writer is not None else 0
         except Exception as broken:  # the request goes on without us
             self._broke(broken)
             return 0
@@ -99,13 +124,6 @@ class Recorder:
             except Exception as broken:  # the request goes on without us
                 self._broke(broken)
 
-    def _broke(self, broken: Exception) -> None:
-        """Something of ours is wrong: said once, then nothing is recorded in this process any more."""
-        if self.active:
-            self.active = False
-            where = traceback.extract_tb(broken.__traceback__)[-1]
-            log.error("recording stops: %s at %s:%s", type(broken).__name__, where.filename, where.lineno)
-
     def reached(self, handle: int, state: int) -> None:
         """Notes the last state of a request in flight (`states` of `ring.layout`)."""
         writer = self.requests
@@ -116,24 +134,40 @@ class Recorder:
         """States the end of a request and frees its slot."""
         writer = self.requests
         if writer is not None and handle:
-            writer.close(handle, ended)
+            try:
+                writer.close(handle, ended)
+            except Exception as broken:  # the request goes on without us
+                self._broke(broken)
+
+    def _lose(self, facts_lost: int) -> None:
+        if self.requests is not None:
+            self.requests.words[layout.W_LOST] += facts_lost
+
+    def _broke(self, broken: Exception) -> None:
+        self._lose(1)
+        if not self._complained:
+            self._complained = True
+            where = traceback.extract_tb(broken.__traceback__)[-1]
+            log.error("a fact is lost: %s at %s:%s", type(broken).__name__, where.filename, where.lineno)
 
     def report_hooks(self, integration: str, active: int, total: int) -> None:
         """Says how many hooks are bound; kept until there are rings, so that it starts nothing by itself."""
-        said = facts.HooksReported(clock.now(), integration, active, total)
+        said = self._said[integration] = facts.HooksReported(clock.now(), integration, active, total)
         if self.requests is not None:
             self.requests.state(0, said)
-        else:
-            self._said.append(said)
 
     def ensure(self) -> bool:
         """Makes the rings now (an engine was imported); False where there are none to be had."""
         if not self.active:
             return False
-        made = self.requests is not None or self._make() is not None
-        if made:
-            self._tend()
-        return made
+        try:
+            made = self.requests is not None or self._make() is not None
+            if made:
+                self._tend()
+            return made
+        except Exception as broken:  # it would be the user's import that fails
+            self._broke(broken)
+            return False
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -147,17 +181,21 @@ class Recorder:
                 return free.popleft()
             except IndexError:
                 pass
-        if self.requests is None and self._make() is None:
-            return None
-        if self.arena is None or len(self._logs) >= MAX_STEP_LOGS:
+        if self._no_more_logs or (self.requests is None and self._make() is None) or self.arena is None:
             return None
         try:
+            if len(self._logs) >= MAX_STEP_LOGS:
+                raise write.RingRefused(f"more than {MAX_STEP_LOGS} engines")
             writer = write.StepWriter(self.arena, f"{self._prefix}-{next(self._names)}", engine)
-        except write.RingRefused:
+        except write.RingRefused as refusal:
+            # Asked again at every step, it would be refused at every step.
+            self._no_more_logs = True
+            self._lose(1)
+            log.warning("steps of %s are not recorded: %s", engine, refusal)
             return None
-        log = StepLog(writer, Handles())
-        self._logs.append(log)
-        return log
+        made = StepLog(writer, Handles())
+        self._logs.append(made)
+        return made
 
     def give_back(self, engine: str, log: StepLog) -> None:
         """This thread is done with the log; the next one may go on with it."""
@@ -169,32 +207,46 @@ class Recorder:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _make(self) -> write.RequestWriter | None:
-        if self._make_arena is None:
+        """This process's rings, made by the first that comes; the others wait. Nothing for what we do meanwhile."""
+        if self._make_arena is None or self._maker == threading.get_ident():
             return None
-        # Two threads may both come here: the one that stores last wins, the other's ring is read and stays empty.
+        with self._making:
+            if self.requests is not None or not self.active:
+                return self.requests
+            self._maker = threading.get_ident()
+            try:
+                made = self._use(self._make_arena)
+            finally:
+                self._maker = 0
+        if made is not None:
+            self._tend()
+        # Whoever tends may have given them up, if nobody can be started who reads them.
+        return self.requests if made is None or self.requests is made else self._make()
+
+    def _use(self, make_arena: Callable[[], write.Arena]) -> write.RequestWriter | None:
+        self._prefix = f"{os.getpid()}-{clock.now():x}"
         try:
-            self._use(self._make_arena())
+            arena = make_arena()
+            writer = write.RequestWriter(arena, self._prefix, self.role)
         except write.RingRefused as refusal:
             other = self._refused(str(refusal))
             if other is None:
                 self.active = False
                 return None
-            self._use(other)
-        for said in self._said:
-            self.requests.state(0, said) if self.requests else None
-        self._tend()
-        return self.requests
-
-    def _use(self, arena: write.Arena) -> None:
-        self._prefix = f"{os.getpid()}-{clock.now():x}"
-        self.requests = write.RequestWriter(arena, self._prefix, self.role)
-        self.arena = arena
+            arena, writer = other, write.RequestWriter(other, self._prefix, self.role)
+        for said in self._said.values():
+            writer.state(0, said)
+        writer.words[layout.W_LOST] += self._lost_before
+        self._lost_before = 0
+        self.arena, self.requests = arena, writer
+        return writer
 
     def _forget_logs(self) -> None:
         for log in self._logs:
             log.retire()
         self._logs.clear()
         self._free_logs.clear()
+        self._no_more_logs = False
 
 
 recorder = Recorder()

@@ -41,6 +41,10 @@ class Arena(Protocol):
         """Whether so many more bytes stay inside what we allow ourselves."""
         ...
 
+    def is_there(self) -> bool:
+        """Whether a reader that comes now would find the rings."""
+        ...
+
     def close(self) -> None:
         """No more writing: the reader may take this process for gone."""
         ...
@@ -52,6 +56,7 @@ class FileArena:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._descriptors: list[int] = []
+        self._paths: list[Path] = []
 
     def fits(self, size: int) -> bool:
         """At most 16 MiB in all, and at most a quarter of what the file system has free."""
@@ -80,7 +85,11 @@ class FileArena:
             path.unlink(missing_ok=True)
             raise RingRefused(f"{path}: {refusal.strerror}") from None
         self._descriptors.append(descriptor)
+        self._paths.append(path)
         return memory
+
+    def is_there(self) -> bool:
+        return all(path.exists() for path in self._paths)
 
     def close(self) -> None:
         """Releases the locks: from here on the reader takes this writer for dead."""
@@ -101,6 +110,9 @@ class MemoryArena:
         memory = mmap.mmap(-1, size)
         self.buffers.append((name, memory))
         return memory
+
+    def is_there(self) -> bool:
+        return True
 
     def close(self) -> None:
         """Nothing to release: the reader lives in the same process."""
@@ -137,6 +149,24 @@ def write_header(memory: mmap.mmap, sizes: Sizes, text: dict[str, Any]) -> memor
     return words
 
 
+def _packed_text(fact: Any) -> bytes:
+    """A free-text fact, its texts halved until the ring takes it; what is no text is left out of one that is too long."""
+    most = layout.MAX_PARTS * layout.PART_BYTES
+    packed = facts.pack_text(fact)
+    while len(packed) > most:
+        fact = type(fact)(*(_shorter(field) for field in fact))
+        packed = facts.pack_text(fact)
+    return packed
+
+
+def _shorter(field: Any) -> Any:
+    if isinstance(field, str):
+        return field[: len(field) // 2]
+    if isinstance(field, dict):
+        return {}
+    return field if isinstance(field, float) or (isinstance(field, int) and field < 1 << 63) else ""
+
+
 class RequestWriter:
     """Request ring, live table and string table of one process; any thread may state a fact."""
 
@@ -150,10 +180,18 @@ class RequestWriter:
         self._next_cell = itertools.count().__next__
         self._next_string = itertools.count().__next__
         self._strings: dict[str, int] = {"": facts.NONE}
+        self._slots = sizes.live_slots
         self._free = deque(range(sizes.live_slots))
-        self._generations = [1] * sizes.live_slots
+        # Handles of another ring (before a fork, of rings that were given up) must not be taken for ours.
+        first = int.from_bytes(os.urandom(4), "little") % layout.GENERATIONS or 1
+        self._generations = [first] * sizes.live_slots
 
     # ── requests in flight ───────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests have a slot."""
+        return self._slots - len(self._free)
 
     def open(self, arrived: facts.RequestArrived) -> int:
         """Gives the request a slot of the live table, states its arrival, and returns its handle (0 = table full)."""
@@ -163,21 +201,10 @@ class RequestWriter:
             self.words[layout.W_LOST] += 1
             return 0
         handle = slot | self._generations[slot] << layout.SLOT_BITS
-        layout.LIVE.pack_into(
-            self.memory,
-            self._live + slot * layout.LIVE_BYTES,
-            handle,
-            arrived.flags,
-            0,
-            arrived.at,
-            arrived.wall_at,
-            arrived.trace_id,
-            arrived.span_id,
-            arrived.parent_span_id,
-            arrived.server_span_id,
-            arrived.at,
-            handle,
-        )
+        offset = self._live + slot * layout.LIVE_BYTES
+        # at, wall_at and the four ids come first in the fact, in this order.
+        fields = (handle, arrived.flags, 0, *arrived[:6], arrived.at, handle)
+        layout.LIVE.pack_into(self.memory, offset, *fields)
         self.state(handle, arrived)
         return handle
 
@@ -204,12 +231,12 @@ class RequestWriter:
         """States one request fact. Raises only for what is not a fact."""
         known = facts.BY_FACT.get(type(fact))
         if known is None:
-            self._write(facts.TEXT_CODES[type(fact)], handle, facts.pack_text(fact))
+            self._write(facts.TEXT_CODES[type(fact)], handle, _packed_text(fact))
             return
         if known.strings:
             fields = list(fact)
             for i in known.strings:
-                fields[i] = self._strings.get(fields[i]) or self._intern(fields[i])
+                fields[i] = self._strings.get(fields[i]) or self._intern(str(fields[i]))
             self._write(known.code, handle, known.packed.pack(*fields))
         else:
             self._write(known.code, handle, known.packed.pack(*fact))
@@ -221,7 +248,7 @@ class RequestWriter:
             layout.CELL.pack_into(self.memory, offset, cell + 1, code, 0, 1, handle, body, cell + 1)
             return
         size = layout.PART_BYTES
-        chunks = [body[i : i + size] for i in range(0, len(body), size)][: layout.MAX_PARTS]
+        chunks = [body[i : i + size] for i in range(0, len(body), size)]
         first = 0
         for part, chunk in enumerate(chunks):
             cell = self._next_cell()

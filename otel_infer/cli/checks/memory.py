@@ -155,7 +155,8 @@ def sidecar(settings: Config, refused: str) -> Check:
     if not trouble:
         return Check("sidecar", "ok", f"starts, reads and leaves ({time.monotonic() - began:.1f} s)")
     do = f"run `{sys.executable} -c 'import otel_infer.sidecar'` to see why; meanwhile set OTEL_INFER_MODE=in-process"
-    return Check("sidecar", "fail", trouble, do)
+    absolute = f"set {RINGS} to an absolute path, since the sidecar runs in /"
+    return Check("sidecar", "fail", trouble, do if base.is_absolute() else absolute)
 
 
 def _tried(folder: Path, settings: Config) -> str:

@@ -267,7 +267,8 @@ def test_a_receiver_that_is_not_there_is_named_and_used_again_when_it_is_back(
     expected = "connection refused" if receiver.protocol == HTTP else "UNAVAILABLE"
     assert Sent(0, COUNT, expected) == to.send_spans(body, COUNT)
     receiver.listen()
-    assert Sent(COUNT, 0, None) == to.send_spans(body, COUNT)
+    # gRPC connects again in its own time.
+    assert Sent(COUNT, 0, None) in (to.send_spans(body, COUNT) for _ in range(5))
     assert 2 * COUNT == len(receiver.spans)
 
 
