@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otel_infer import clock, config, ingress, launch, patching
+from otel_infer import clock, config, identity, ingress, launch, patching
 from otel_infer.config import Config
 from otel_infer.integrations import registry
 from otel_infer.integrations._base import Integration, Status
@@ -154,6 +154,9 @@ class _Wiring:
         return place.new_server_folder()
 
     def _refused(self, reason: str) -> Arena | None:
+        if self.folder is not None and not self.settings.rings:
+            config.forget_rings(str(self.folder))
+            place.remove(self.folder)
         if self.settings.mode == "sidecar":
             _say(f"otel_infer: off, since OTEL_INFER_MODE=sidecar and there is no shared memory: {reason}")
             return None
@@ -278,19 +281,19 @@ def resource() -> dict[str, Any]:
     return attributes
 
 
-def _opener(provider: TracerProvider | None) -> ingress.Opener:
+def _opener(provider: TracerProvider | None) -> identity.Opener:
     if provider is not None:
-        return ingress.ProviderOpener(provider.get_tracer("otel_infer"))
+        return identity.ProviderOpener(provider.get_tracer("otel_infer"))
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 
     # Sampler and id generator exactly as the standard variables configure them; nothing is exported by this one.
     standard = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False)
     limits = SpanLimits()
-    return ingress.IdOpener(
+    return identity.IdOpener(
         standard.sampler,
         standard.id_generator,
-        ingress.Limits(
+        identity.Limits(
             limits.max_span_attributes or 128,
             limits.max_events or 128,
             limits.max_links or 128,

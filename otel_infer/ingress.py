@@ -8,86 +8,20 @@ no data: what user code sets on it goes to the ring, limits honoured first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, SpanContext
 from opentelemetry.util import types
 
 from otel_infer import clock, facts, semconv
+from otel_infer.identity import Limits, Opened, Opener
 from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
 
 _KEY = otel_context.create_key("otel_infer-request")
-
-
-class Limits(NamedTuple):
-    """Of the SDK's span limits, what applies to the live span."""
-
-    attributes: int = 128
-    events: int = 128
-    links: int = 128
-    length: int | None = None
-
-
-class Opened(NamedTuple):
-    """The identity of a new request. `inner`: a provider's own live spans, (server span or None, request span)."""
-
-    request: SpanContext
-    server: SpanContext | None
-    parent: SpanContext | None
-    inner: tuple[trace.Span | None, trace.Span] | None
-
-
-class Opener(Protocol):
-    """Makes identities: from the SDK's sampler and id generator, or from a user's provider."""
-
-    limits: Limits
-
-    def open(self, name: str, parent: Context, own_server: bool, wall_at: int) -> Opened:
-        """A request span named `name`, below a server span of ours if `own_server`."""
-        ...
-
-
-class IdOpener:
-    """Identities by the SDK's sampler and id generator, as configured by the standard variables."""
-
-    def __init__(self, sampler: Any, ids: Any, limits: Limits) -> None:
-        self._sampler, self._ids, self.limits = sampler, ids, limits
-
-    def open(self, name: str, parent: Context, own_server: bool, wall_at: int) -> Opened:
-        above = trace.get_current_span(parent).get_span_context()
-        trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
-        kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
-        result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)
-        flags = TraceFlags(TraceFlags.SAMPLED if result.decision.is_sampled() else TraceFlags.DEFAULT)
-        state = result.trace_state
-
-        def make() -> SpanContext:
-            return SpanContext(trace_id, self._ids.generate_span_id(), False, flags, state)
-
-        return Opened(make(), make() if own_server else None, above if above.is_valid else None, None)
-
-
-class ProviderOpener:
-    """Identities of spans that a user's provider starts; they are ended when the request has been assembled."""
-
-    limits = Limits(1 << 30, 1 << 30, 1 << 30)
-
-    def __init__(self, tracer: trace.Tracer) -> None:
-        self._tracer = tracer
-
-    def open(self, name: str, parent: Context, own_server: bool, wall_at: int) -> Opened:
-        above = trace.get_current_span(parent).get_span_context()
-        server = None
-        if own_server:
-            server = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=wall_at)
-            parent = trace.set_span_in_context(server, parent)
-        span = self._tracer.start_span(name, parent, SpanKind.INTERNAL, start_time=wall_at)
-        own = server.get_span_context() if server is not None else None
-        return Opened(span.get_span_context(), own, above if above.is_valid else None, (server, span))
 
 
 class LiveRequest(trace.Span):

@@ -5,6 +5,8 @@ Used when a tracer provider is given, when no child process or shared memory is 
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,8 @@ from otel_infer.sinks.provider import ProviderSink
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
+
+log = logging.getLogger("otel_infer")
 
 FLUSH_S = 5.0
 
@@ -39,7 +43,8 @@ class InProcess(threading.Thread):
         self._rings = Rings()
         self._stopping = threading.Event()
         self._turn = threading.Lock()
-        self._closed = False
+        self._closed = self._broken = False
+        self._pid = os.getpid()
         self._made: Pipeline | None = None
 
     @property
@@ -50,14 +55,16 @@ class InProcess(threading.Thread):
         return self._made
 
     def run(self) -> None:
-        with self._turn:
-            self._wake()
-        while not self._stopping.wait(WAKE_NS / 1e9):
-            with self._turn:
-                self._wake()
+        try:
+            self._turns()
+        except Exception as reason:  # the server goes on; what it records is read by nobody
+            self._broken = True
+            log.error("nothing is exported any more: %s: %s", type(reason).__name__, reason)
 
     def flush(self, timeout: float) -> bool:
         """Concludes everything that has ended and has it sent; False if `timeout` s were not enough."""
+        if self._broken:
+            return False
         with self._turn:
             self._wake()
             self._wake()
@@ -65,8 +72,8 @@ class InProcess(threading.Thread):
         return self._pipeline.flush(timeout)
 
     def close(self) -> None:
-        """Flushes and stops; the second call does nothing."""
-        if self._closed:
+        """Flushes and stops; the second call does nothing, nor does one in a forked child, whose it is not."""
+        if self._closed or self._broken or self._pid != os.getpid():
             return
         self._closed = True
         self._stopping.set()
@@ -74,6 +81,14 @@ class InProcess(threading.Thread):
             self._discover()
             self._pipeline.wake(clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
+
+    def _turns(self) -> None:
+        with self._turn:
+            self._wake()
+        while not self._stopping.wait(WAKE_NS / 1e9):
+            with self._turn:
+                if not self._closed:
+                    self._wake()
 
     def _make(self) -> Pipeline:
         if self._provider is None:

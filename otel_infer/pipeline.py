@@ -112,8 +112,8 @@ class Pipeline:
         self._collected_at = 0
         self._tape = tape.TapeWriter(Path(config.tape)) if config.tape else None
 
-    def wake(self, now: int, final: bool = False) -> None:
-        """Reads, concludes and hands on. `final`: there will be no other wake."""
+    def wake(self, now: int, final: bool = False) -> bool:
+        """Reads, concludes and hands on; whether there was anything. `final`: there will be no other wake."""
         said = self.rings.poll(now, final)
         horizon = now + GRACE_NS if final else self.rings.horizon
         if self._tape is not None and said:
@@ -125,6 +125,7 @@ class Pipeline:
             sink.flush(0 if final else now)
         if final or now - self._collected_at >= self.config.metric_interval_ms * 1_000_000:
             self._collect(now)
+        return bool(said)
 
     def conclude(self, horizon: int) -> None:
         """Hands on the requests that ended before `horizon`."""

@@ -25,6 +25,9 @@ from otel_infer.sinks.spans import Sender, SpanSink, encoded_identity
 
 log = logging.getLogger(__name__)
 
+IDLE_AFTER_NS = 2_000_000_000
+IDLE_WAKE_NS = 200_000_000
+"""While nothing happens there is no hurry."""
 DISCOVER_NS = 250_000_000
 LINGER_NS = 1_000_000_000
 """After the last writer: wait this long for one that is just starting (a reload, a fork)."""
@@ -85,6 +88,7 @@ class Sidecar:
         self._recovered: list[tuple[Path, place.Lock]] = []
         self._discovered_at = 0
         self._alone_since = 0
+        self._busy_at = 0
 
     def run(self) -> None:
         """Until the last writer is gone."""
@@ -94,7 +98,8 @@ class Sidecar:
             self._wake(began)
             if self._is_over(began):
                 break
-            time.sleep(max(WAKE_NS - (clock.now() - began), WAKE_NS // 10) / 1e9)
+            pause = WAKE_NS if began - self._busy_at < IDLE_AFTER_NS else IDLE_WAKE_NS
+            time.sleep(max(pause - (clock.now() - began), WAKE_NS // 10) / 1e9)
         # Only a sidecar that ended well removes rings: the next one goes on with those of one that broke.
         self._pipeline.wake(clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
@@ -114,7 +119,8 @@ class Sidecar:
                 log.warning("ring refused: %s", refusal)
             self._rings.refused.clear()
         asked = self._rings.flushes_asked()
-        self._pipeline.wake(now)
+        if self._pipeline.wake(now):
+            self._busy_at = now
         if asked:
             self._flush(asked)
         if self._recovered and self._rings.alive() == 0:

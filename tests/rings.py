@@ -5,7 +5,7 @@ from __future__ import annotations
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-from otel_infer import clock, ingress
+from otel_infer import clock, identity, ingress
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.records import RequestRecord
 from otel_infer.ring.folder import Rings
@@ -19,7 +19,7 @@ class Recording:
     def __init__(self) -> None:
         self.arena = MemoryArena()
         self._rings, self._assembler = Rings(), Assembler()
-        ingress.opener = ingress.IdOpener(ALWAYS_ON, RandomIdGenerator(), ingress.Limits())
+        ingress.opener = identity.IdOpener(ALWAYS_ON, RandomIdGenerator(), identity.Limits())
         recorder.start(lambda: self.arena, lambda: None, lambda reason: None)
 
     def records(self) -> list[RequestRecord]:

@@ -1,133 +1,33 @@
 """The writing side of the rings: stating a fact makes no system call, takes no lock, and never grows.
 
 Cells and slots are reserved with `next(itertools.count())` and `deque.popleft()`: single C calls, so they are atomic
-under the GIL and safe when a garbage-collection hook re-enters the writer in the middle of a fact. Memory is allocated
-with `posix_fallocate` before it is mapped, because a store into a full tmpfs is an uncatchable SIGBUS.
+under the GIL and safe when a garbage-collection hook re-enters the writer in the middle of a fact.
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from otel_infer import clock, facts
 from otel_infer.ring import layout
+from otel_infer.ring.arena import MAX_TOTAL_BYTES, Arena, FileArena, MemoryArena, RingRefused, fitting
 from otel_infer.ring.layout import Sizes
 
-MAX_TOTAL_BYTES = 16 << 20
-MAX_SHARE_OF_FREE = 4
-SMALLEST = 4
-
-
-class RingRefused(Exception):
-    """No shared memory to be had; the message says where, why, and what to change."""
-
-
-class Arena(Protocol):
-    """Where rings are made: files on tmpfs, or memory of this process."""
-
-    def allocate(self, name: str, size: int) -> mmap.mmap:
-        """Zeroed, writable, prefaulted memory of exactly `size` bytes; raises `RingRefused`."""
-        ...
-
-    def fits(self, size: int) -> bool:
-        """Whether so many more bytes stay inside what we allow ourselves."""
-        ...
-
-    def is_there(self) -> bool:
-        """Whether a reader that comes now would find the rings."""
-        ...
-
-    def close(self) -> None:
-        """No more writing: the reader may take this process for gone."""
-        ...
-
-
-class FileArena:
-    """Ring files in one 0700 directory, each locked by its writer for as long as the writer lives."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._descriptors: list[int] = []
-        self._paths: list[Path] = []
-
-    def fits(self, size: int) -> bool:
-        """At most 16 MiB in all, and at most a quarter of what the file system has free."""
-        try:
-            used = sum(entry.stat().st_size for entry in os.scandir(self.directory))
-            free = os.statvfs(self.directory)
-        except OSError as refusal:
-            raise RingRefused(f"{self.directory}: {refusal.strerror}") from None
-        available = free.f_bavail * free.f_frsize
-        return used + size <= MAX_TOTAL_BYTES and size <= available // MAX_SHARE_OF_FREE
-
-    def allocate(self, name: str, size: int) -> mmap.mmap:
-        path = self.directory / name
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            descriptor = os.open(path, flags, 0o600)
-        except OSError as refusal:
-            raise RingRefused(f"{path}: {refusal.strerror}") from None
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-            # The lock dies with the writer, whatever kills it; the descriptor must stay the only one of this file.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        except OSError as refusal:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-            raise RingRefused(f"{path}: {refusal.strerror}") from None
-        self._descriptors.append(descriptor)
-        self._paths.append(path)
-        return memory
-
-    def is_there(self) -> bool:
-        return all(path.exists() for path in self._paths)
-
-    def close(self) -> None:
-        """Releases the locks: from here on the reader takes this writer for dead."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
-
-class MemoryArena:
-    """Rings in this process's own memory, for the in-process mode; the reader is handed the buffers."""
-
-    def __init__(self) -> None:
-        self.buffers: list[tuple[str, mmap.mmap]] = []
-
-    def fits(self, size: int) -> bool:
-        return sum(len(memory) for _, memory in self.buffers) + size <= MAX_TOTAL_BYTES
-
-    def allocate(self, name: str, size: int) -> mmap.mmap:
-        memory = mmap.mmap(-1, size)
-        self.buffers.append((name, memory))
-        return memory
-
-    def is_there(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing to release: the reader lives in the same process."""
-
-
-def fitting(arena: Arena, size_of: Callable[[Sizes], int]) -> Sizes:
-    """The largest sizes that fit; raises `RingRefused` when even the smallest do not."""
-    for halvings in range(SMALLEST):
-        sizes = Sizes().shrunk(halvings)
-        if arena.fits(size_of(sizes)):
-            return sizes
-    need = size_of(Sizes().shrunk(SMALLEST - 1)) * MAX_SHARE_OF_FREE >> 10
-    raise RingRefused(
-        f"less than {need} KiB of shared memory is free (Docker: --shm-size, pod: emptyDir Memory)"
-    )
+__all__ = [
+    "MAX_TOTAL_BYTES",
+    "Arena",
+    "FileArena",
+    "MemoryArena",
+    "RequestWriter",
+    "RingRefused",
+    "StepWriter",
+    "fitting",
+]
 
 
 def write_header(memory: mmap.mmap, sizes: Sizes, text: dict[str, Any]) -> memoryview:

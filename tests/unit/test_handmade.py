@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import inspect
 import logging
@@ -13,6 +14,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from opentelemetry import trace
 
 import otel_infer
@@ -313,26 +316,48 @@ def test_decode_steps_are_the_tokens_after_the_first(recording: Recording) -> No
     assert "infer.queue.hidden" in queue.attributes
 
 
+def beside() -> Any:
+    """A request that is not nested in the current one, as a loop has many; to be ended with `end`."""
+    request = otel_infer.request()
+    contextvars.Context().run(request.__enter__)
+    return request
+
+
+def end(request: Any) -> None:
+    request._live.close()
+
+
 def test_requests_that_share_a_step_see_each_other(recording: Recording) -> None:
-    with otel_infer.request() as first:
-        decode([first], 2)
-        second = otel_infer.request(headers={})
-        token = ingress.detach  # the second request of a loop is not nested in the first one
-        assert token is not None
-        context = threading.Thread(target=second.__enter__)
-        context.start()
-        context.join()
-        decode([first, second], 3, prompt_tokens={second: 9})
-        decode([second], 1)
-        second.__exit__(None, None, None)
-    by_handle = {record.handle: record for record in recording.records()}
-    assert first._live is not None and second._live is not None
-    one, other = by_handle[first._live.handle], by_handle[second._live.handle]
+    first, second = beside(), beside()
+    decode([first], 2)
+    decode([first, second], 3, prompt_tokens={second: 9})
+    end(first)
+    decode([second], 1)
+    end(second)
+    one, other = recording.records()
     assert one.steps is not None and other.steps is not None
     assert one.steps.batch_size.tolist() == [1, 1, 2, 2, 2]
     assert other.steps.batch_size.tolist() == [2, 2, 2, 1]
-    assert one.steps.others_prefill_tokens.tolist() == [0, 0, 9, 0, 0]
-    assert set(one.steps.step.tolist()) & set(other.steps.step.tolist()) == set(one.steps.step.tolist()[2:])
+    assert one.steps.others_prefill_tokens.tolist()[1:] == [0, 9, 0, 0]
+    assert one.steps.step.tolist()[2:] == other.steps.step.tolist()[:3]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.integers(0, 4), max_size=5, unique=True), min_size=1, max_size=30))
+def test_whoever_was_in_a_step_got_its_token_whatever_the_batches(
+    recording: Recording, batches: list[list[int]]
+) -> None:
+    requests = [beside() for _ in range(5)]
+    for batch in batches:
+        decode([requests[number] for number in batch], 1)
+    handles = [request._live.handle for request in requests]
+    for request in requests:
+        end(request)
+    records = {record.handle: record for record in recording.records()}
+    for number, handle in enumerate(handles):
+        rows = records[handle].steps
+        sizes = rows.batch_size.tolist() if rows is not None else []
+        assert sizes == [len(batch) for batch in batches if number in batch]
 
 
 def test_a_chunk_of_a_prompt_delivers_nothing(recording: Recording) -> None:

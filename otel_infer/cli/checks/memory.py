@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import stat
 import subprocess
 import sys
 import time
@@ -22,23 +21,19 @@ from otel_infer.ring.write import FileArena, RequestWriter, RingRefused, StepWri
 
 RINGS = "OTEL_INFER_RINGS"
 MORE = f"give it more: Docker --shm-size=256m; Kubernetes an emptyDir with medium: Memory, a folder of it as {RINGS}"
+SUFFIXES = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)
 START_S, READ_S, END_S, LOOK_S = 20.0, 10.0, 15.0, 0.05
 
 
 def shared_memory(settings: Config) -> tuple[Check, str]:
     """Allocates what one server needs, and gives it back. The second answer: why there is none, or nothing."""
-    base = _base(settings)
+    base = Path(settings.rings or place.BASE)
     try:
-        with scratch(base, owned=bool(settings.rings)) as folder:
-            if not place.is_tmpfs(folder):
-                raise RingRefused(f"{base} is not on tmpfs")
+        with scratch(settings) as folder:
             shrunk, free = _allocate(folder)
     except (RingRefused, OSError) as refusal:
         return _none(settings, base, str(refusal)), str(refusal)
     found = f"{base} on tmpfs, {free >> 20} MiB free; mode: {in_process(settings, '') or 'sidecar'}"
-    if settings.rings and _is_shared(base):
-        do = f"name a folder of the server's own, {RINGS}={base / 'NAME'}: all that is in it is removed at the end"
-        return Check("shared memory", "warn", f"{found}; {base} is not for rings alone", do), ""
     if shrunk > 1:
         return Check(
             "shared memory", "warn", f"{found}; rings fit only at 1/{shrunk} of their size", MORE
@@ -60,35 +55,24 @@ def in_process(settings: Config, refused: str) -> str:
 
 
 @contextlib.contextmanager
-def scratch(base: Path, owned: bool = False) -> Iterator[Path]:
-    """A server's folder, gone afterwards; raises `RingRefused`. `owned`: `base` itself has to be ours.
+def scratch(settings: Config) -> Iterator[Path]:
+    """A server's folder where servers have theirs, gone afterwards; raises `RingRefused`.
 
     It has a parent of its own, since a sidecar takes over what dead servers left beside its folder.
     """
-    if owned and base.exists() and (not base.is_dir() or base.lstat().st_uid != os.getuid()):
-        raise RingRefused(f"{base}: belongs to somebody else")
-    made = [path for path in (_home(base), *_home(base).parents) if not path.exists()]
+    base = place.BASE
     with contextlib.ExitStack() as undo:
-        for path in reversed(made):
-            undo.callback(_forget_if_empty, path)
+        if settings.rings:
+            given = Path(settings.rings)
+            for path in reversed([path for path in (given, *given.parents) if not path.exists()]):
+                undo.callback(_forget_if_empty, path)
+            base = place.rings_folder(given)
+            undo.callback(_forget_if_empty, _home(base))
         outer = place.new_server_folder(base)
         undo.callback(place.remove, outer)
         folder = place.private_folder(outer / "server")
         undo.callback(place.remove, folder)
         yield folder
-
-
-def _base(settings: Config) -> Path:
-    return Path(settings.rings) if settings.rings else place.BASE
-
-
-def _is_shared(folder: Path) -> bool:
-    """Whether others put things there, or have done so."""
-    if not folder.is_dir():
-        return False
-    ours = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS, ".lock")
-    strange = [path for path in folder.iterdir() if path.suffix not in ours and path != _home(folder)]
-    return bool(strange) or bool(folder.stat().st_mode & stat.S_ISVTX)
 
 
 def _home(base: Path) -> Path:
@@ -146,17 +130,16 @@ def sidecar(settings: Config, refused: str) -> Check:
         return Check(
             "sidecar", state, f"not started: {instead}", "first do what shared memory says" if lacking else ""
         )
-    base = _base(settings)
-    if settings.rings and any(place.is_held(base / lock) for lock in (place.SIDECAR_LOCK, place.OWNER_LOCK)):
-        return Check("sidecar", "ok", f"one reads {base} already")
+    for folder in _named(settings):
+        if any(place.is_held(folder / lock) for lock in (place.SIDECAR_LOCK, place.OWNER_LOCK)):
+            return Check("sidecar", "ok", f"one reads {folder} already")
     began = time.monotonic()
-    with scratch(base, owned=bool(settings.rings)) as folder:
+    with scratch(settings) as folder:
         trouble = _tried(folder, settings)
     if not trouble:
         return Check("sidecar", "ok", f"starts, reads and leaves ({time.monotonic() - began:.1f} s)")
     do = f"run `{sys.executable} -c 'import otel_infer.sidecar'` to see why; meanwhile set OTEL_INFER_MODE=in-process"
-    absolute = f"set {RINGS} to an absolute path, since the sidecar runs in /"
-    return Check("sidecar", "fail", trouble, do if base.is_absolute() else absolute)
+    return Check("sidecar", "fail", trouble, do)
 
 
 def _tried(folder: Path, settings: Config) -> str:
@@ -184,7 +167,7 @@ def _lived(child: subprocess.Popen[bytes], folder: Path, words: memoryview, aren
     def ended() -> bool:
         return child.poll() is not None
 
-    if not _until(lambda: _is_taken(folder / place.SIDECAR_LOCK) or ended(), START_S):
+    if not _until(lambda: place.is_held(folder / place.SIDECAR_LOCK) or ended(), START_S):
         return f"it did not take its lock within {START_S:.0f} s"
     words[layout.W_FLUSH_ASKED] = 1
     if not _until(lambda: words[layout.W_FLUSH_DONE] == 1 or ended(), READ_S):
@@ -195,14 +178,6 @@ def _lived(child: subprocess.Popen[bytes], folder: Path, words: memoryview, aren
     if not _until(ended, END_S):
         return f"it did not leave within {END_S:.0f} s of the last writer"
     return f"it ended with status {child.returncode}" if child.returncode else ""
-
-
-def _is_taken(lock: Path) -> bool:
-    """Whether somebody took it. To ask is to hold it for an instant, so nobody may be about to take it then."""
-    if not lock.exists():
-        return False
-    time.sleep(LOOK_S)
-    return place.is_held(lock)
 
 
 def _until(done: Callable[[], bool], within: float) -> bool:
@@ -219,16 +194,22 @@ def _until(done: Callable[[], bool], within: float) -> bool:
 
 def leftovers(settings: Config) -> Check:
     """Rings of dead servers. Only looked at: the next sidecar beside them reports what was in flight."""
-    homes = [_home(place.BASE), *([Path(settings.rings).parent] if settings.rings else [])]
-    home = " and ".join(map(str, homes))
-    dead = [folder for each in homes for folder in _folders(each) if _is_dead(folder)]
+    home = _home(place.BASE)
+    dead = [folder for folder in (*_folders(home), *_named(settings)) if _is_dead(folder)]
     if not dead:
-        return Check("leftovers", "ok", f"none in {home}")
-    size = sum(path.stat().st_size for folder in dead for path in folder.iterdir()) / (1 << 20)
-    found = f"rings of {len(dead)} dead server{'s' if len(dead) > 1 else ''} in {home} ({size:.1f} MiB)"
-    names = " ".join(map(str, dead[:3]))
-    do = f"start a server: its sidecar tells what was in flight and removes them; or run rm -r {names}"
+        return Check("leftovers", "ok", f"none in {settings.rings or home}")
+    rings = [path for folder in dead for path in folder.iterdir() if path.suffix in SUFFIXES]
+    size = sum(path.stat().st_size for path in rings) / (1 << 20)
+    found = f"rings of {len(dead)} dead server{'s' if len(dead) > 1 else ''} ({size:.1f} MiB)"
+    names = ", ".join(map(str, dead[:3]))
+    do = f"start a server: its sidecar tells what was in flight and removes them; or remove the files in {names}"
     return Check("leftovers", "warn", found, do)
+
+
+def _named(settings: Config) -> list[Path]:
+    """Where the rings of a server may lie for which the configuration names a folder."""
+    given = Path(settings.rings)
+    return [given, _home(given)] if settings.rings else []
 
 
 def _folders(home: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
-from otel_infer import clock, facts, ingress, semconv
+from otel_infer import clock, facts, identity, ingress, semconv
 from otel_infer.integrations import asgi
 from otel_infer.integrations.asgi import exchange
 from otel_infer.patching import Hook
@@ -94,7 +94,7 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     arena = write.MemoryArena()
-    opener = ingress.IdOpener(ParentBased(ALWAYS_ON), RandomIdGenerator(), ingress.Limits())
+    opener = identity.IdOpener(ParentBased(ALWAYS_ON), RandomIdGenerator(), identity.Limits())
     monkeypatch.setattr(ingress, "opener", opener)
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
     yield Watched(arena)

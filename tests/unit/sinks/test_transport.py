@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import threading
@@ -36,8 +37,6 @@ def receiver(request: pytest.FixtureRequest) -> Iterator[OtlpReceiver]:
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing configured but a timeout of 5 s; in whole seconds, for old releases read no others."""
-    import os
-
     for name in [name for name in os.environ if name.startswith("OTEL_") or name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
@@ -209,6 +208,7 @@ def test_a_refusal_is_counted_and_named(
     assert 1 == len(receiver.requests)
 
 
+@bounded
 @pytest.mark.parametrize(
     ("code", "grpc"), [(500, "INTERNAL"), (503, "UNAVAILABLE"), (429, "RESOURCE_EXHAUSTED")]
 )
