@@ -1,8 +1,8 @@
 """What one step costs on the engine's thread: hooked functions against the same functions bare, at 256 sequences.
 
-CPU time of the thread, pinned to one core; the variants of a case take turns in every round. What the engine does to its
-own lists is in the bare variant too, and so is subtracted. The control is the bare variant against itself, as a share of
-the gate.
+CPU time of the thread, pinned to one core; cases and their variants take turns in every round. What the engine does to
+its own lists is in the bare variant too, and so is subtracted. The control is the bare variant against itself, as a share
+of the gate, and the pace of the machine: gates in µs mean nothing while a neighbour has half of the core.
 """
 
 from __future__ import annotations
@@ -19,8 +19,21 @@ from benchmarks.verdict import CONTROL_LIMIT, Control, Gate, Line, line, median
 SEQUENCES = 256
 UNCHANGED_NS, CHANGED_NS, DERIVED_NS, KEYFRAME_NS = 1000, 4000, 10_000, 10_000
 
+REFERENCE = 5000
+PACE_LIMIT = 0.15
+"""How much slower than at its own best the machine may have been, as a share."""
+
 Steps = Callable[[int], None]
 """Runs so many steps."""
+
+
+class Found(NamedTuple):
+    """ns a step of each round; `pace`: of a fixed piece of Python beside it."""
+
+    bare: list[float]
+    hooked: list[float]
+    again: list[float]
+    pace: list[float]
 
 
 class Case(NamedTuple):
@@ -34,11 +47,20 @@ class Case(NamedTuple):
 
 
 def measure(quick: bool) -> list[Line]:
-    """The simulator's objects first, then transformers'."""
-    steps, rounds = (200, 9) if quick else (1000, 61)
+    """All cases take turns, so that each has seen the same moods of the machine."""
+    steps, rounds = (100, 15) if quick else (500, 101)
     mine, _ = machine.cores()
     machine.pin_this_thread(mine)
-    return [timed(case, steps, rounds) for case in _cases()]
+    cases = list(_cases())
+    found = {case.claim: Found([], [], [], []) for case in cases}
+    chance = random.Random(1)
+    for case in cases:
+        _round(case, steps, Found([], [], [], []), chance)
+    for _ in range(rounds):
+        for case in chance.sample(cases, len(cases)):
+            _round(case, steps, found[case.claim], chance)
+    best = min(min(one.pace) for one in found.values())
+    return [_line(case, found[case.claim], best) for case in cases]
 
 
 def _cases() -> Iterator[Case]:
@@ -49,30 +71,36 @@ def _cases() -> Iterator[Case]:
     yield from transformers_hooks.cases()
 
 
-def timed(case: Case, steps: int, rounds: int) -> Line:
-    """Every round runs bare, hooked and bare again, in an order of its own."""
-    chance = random.Random(1)
+def _round(case: Case, steps: int, found: Found, chance: random.Random) -> None:
+    """Bare, hooked and bare again, in an order drawn anew, and how fast the machine was meanwhile."""
     variants = (case.bare, case.hooked, case.bare)
-    found: tuple[list[float], ...] = ([], [], [])
-    for variant in variants:
+    for kind in chance.sample(range(3), 3):
         case.before(steps)
-        variant(steps)
-    for _ in range(rounds):
-        for kind in chance.sample(range(3), 3):
-            case.before(steps)
-            found[kind].append(_cpu_ns(variants[kind], steps))
-    bare, hooked, again = found
+        found[kind].append(_cpu_ns(variants[kind], steps))
+    found.pace.append(_cpu_ns(_reference, REFERENCE))
+
+
+def _line(case: Case, found: Found, best: float) -> Line:
+    bare, hooked, again, pace = found
     cost = median([on - (one + other) / 2 for on, one, other in zip(hooked, bare, again)])
-    off = median([other - one for one, other in zip(bare, again)]).value
-    share = off / case.gate_ns if case.gate_ns else 0.0
-    control = Control(f"{share * 100:+.2f} %", abs(share) <= CONTROL_LIMIT)
-    gate = Gate(case.gate_ns / 1000) if case.gate_ns else None
-    note = f"bare {median(bare).value / 1000:.2f} µs; rounds {min(hooked) / 1000:.2f} to {max(hooked) / 1000:.2f} µs hooked"
-    return line(case.claim, "µs", cost.scaled(1 / 1000), gate, control if gate else None, note)
+    note = f"bare {median(bare).value / 1000:.2f} µs, hooked {min(hooked) / 1000:.2f} to {max(hooked) / 1000:.2f} µs"
+    if case.gate_ns is None:
+        return line(case.claim, "µs", cost.scaled(1 / 1000), note=note)
+    share = median([other - one for one, other in zip(bare, again)]).value / case.gate_ns
+    slower = median(pace).value / best - 1
+    said = f"{share * 100:+.2f} %, machine {slower * 100:+.0f} %"
+    control = Control(said, abs(share) <= CONTROL_LIMIT and slower <= PACE_LIMIT)
+    return line(case.claim, "µs", cost.scaled(1 / 1000), Gate(case.gate_ns / 1000), control, note)
+
+
+def _reference(steps: int) -> None:
+    """A piece of Python that is always the same."""
+    total = 0
+    for i in range(steps):
+        total += (i * 7) & 3
 
 
 def _cpu_ns(steps_of: Steps, steps: int) -> float:
-    gc.collect()
     gc.disable()
     began = time.thread_time_ns()
     steps_of(steps)

@@ -141,6 +141,7 @@ class Config:
     endpoint: str = ""
     traces_protocol: str = "http/protobuf"
     metrics_protocol: str = "http/protobuf"
+    traces_compression: str = ""
     service_name: str = ""
     excluded_urls: str = ""
     metric_interval_ms: int = 10_000
@@ -200,6 +201,9 @@ def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
         ),
         "traces_protocol": get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol, default="http/protobuf"),
         "metrics_protocol": get("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", protocol, default="http/protobuf"),
+        "traces_compression": get(
+            "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "OTEL_EXPORTER_OTLP_COMPRESSION"
+        ).lower(),
         "service_name": _service_name(get("OTEL_SERVICE_NAME"), get("OTEL_RESOURCE_ATTRIBUTES")),
         "excluded_urls": get("OTEL_PYTHON_OTEL_INFER_EXCLUDED_URLS", "OTEL_PYTHON_EXCLUDED_URLS"),
         "metric_interval_ms": int(interval) if interval.isdigit() and int(interval) > 0 else 10_000,

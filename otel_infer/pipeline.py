@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from otel_infer import clock, keeper, semconv, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.config import Config
-from otel_infer.facts import Value
+from otel_infer.facts import RingFact, Value
 from otel_infer.records import RequestRecord
 from otel_infer.ring.folder import Rings
 from otel_infer.sinks.metrics import MetricsSink, metric_exporter
@@ -24,6 +24,8 @@ from otel_infer.sinks.spans import Sender
 log = logging.getLogger(__name__)
 
 WAKE_NS = 50_000_000
+LAST_S = 1.0
+"""How long the end waits for metrics, once before spans are flushed and once after."""
 
 
 class RequestSink(Protocol):
@@ -77,10 +79,15 @@ class MetricsOutlet(threading.Thread):
                 self._busy = False
                 self._condition.notify_all()
 
+    def wait(self, timeout: float) -> bool:
+        """Waits until the last collection has been sent or given up; False if `timeout` s were not enough."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self.free, timeout)
+
     def close(self, timeout: float) -> None:
         """Sends what is left, for at most `timeout` s."""
+        self.wait(timeout)
         with self._condition:
-            self._condition.wait_for(lambda: self.free, timeout)
             self._closing = True
             self._condition.notify_all()
 
@@ -110,22 +117,31 @@ class Pipeline:
         self._metrics: MetricsSink | None = None
         self._started_wall_ns = started_wall_ns
         self._collected_at = 0
-        self._tape = tape.TapeWriter(Path(config.tape)) if config.tape else None
+        self._tape = _tape(config.tape)
 
     def wake(self, now: int, final: bool = False) -> bool:
         """Reads, concludes and hands on; whether there was anything. `final`: there will be no other wake."""
         said = self.rings.poll(now, final)
         horizon = now + GRACE_NS if final else self.rings.horizon
-        if self._tape is not None and said:
-            self._tape.write(said, horizon)
+        self._save(said, horizon)
         self.assembler.feed(said)
         self.conclude(horizon)
         self.rings.conclude(horizon)
         for sink in self.sinks:
             sink.flush(0 if final else now)
         if final or now - self._collected_at >= self.config.metric_interval_ms * 1_000_000:
+            if final and self._outlet is not None:
+                self._outlet.wait(LAST_S)
             self._collect(now)
         return bool(said)
+
+    def _save(self, said: list[RingFact], horizon: int) -> None:
+        if self._tape is not None and said:
+            try:
+                self._tape.write(said, horizon)
+            except OSError as reason:
+                self._tape = None
+                log.error("the tape ends here: %s", reason)
 
     def conclude(self, horizon: int) -> None:
         """Hands on the requests that ended before `horizon`."""
@@ -164,23 +180,33 @@ class Pipeline:
         return self._metrics
 
     def close(self, timeout: float) -> None:
-        """Sends what is queued for at most `timeout` s, then lets go."""
+        """Sends what is queued for at most `timeout` s, metrics a moment longer, then lets go."""
         if self.sender is not None:
             self.sender.close(timeout)
         if self._outlet is not None:
-            self._outlet.close(timeout)
+            self._collect(clock.now())  # once more, since only now it is known which spans were refused
+            self._outlet.close(LAST_S)
         if self._tape is not None:
             self._tape.close()
 
     def settle(self, now: int) -> None:
         """Concludes what has ended without waiting for stragglers: somebody wants everything sent."""
         self.conclude(now + GRACE_NS)
+        self.rings.conclude(self.rings.horizon + GRACE_NS)
 
     def flush(self, timeout: float) -> bool:
         """Waits until what was handed on so far has been tried."""
         for sink in self.sinks:
             sink.flush(0)
-        return self.sender.flush(timeout) if self.sender is not None else True
+        self._collect(clock.now())
+        return self.is_sent(timeout)
+
+    def is_sent(self, timeout: float = 0.0) -> bool:
+        """Whether everything queued has been tried, or is within `timeout` s."""
+        deadline = clock.now() + int(timeout * 1e9)
+        if self.sender is not None and not self.sender.flush(timeout):
+            return False
+        return self._outlet is None or self._outlet.wait(max(deadline - clock.now(), 0) / 1e9)
 
     def _name_service(self, record: RequestRecord) -> None:
         engine = record.engine or record.provider
@@ -227,3 +253,11 @@ class Pipeline:
         if self.sender is not None:
             lost.update(self.sender.lost)
         return lost
+
+
+def _tape(path: str) -> tape.TapeWriter | None:
+    try:
+        return tape.TapeWriter(Path(path)) if path else None
+    except OSError as reason:
+        log.error("there is no tape: %s", reason)
+        return None

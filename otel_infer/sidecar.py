@@ -10,10 +10,12 @@ import logging
 import signal
 import sys
 import time
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from otel_infer import clock
+from otel_infer import clock, semconv
 from otel_infer.config import Config, from_plain
 from otel_infer.facts import Value
 from otel_infer.pipeline import WAKE_NS, MetricsOutlet, Pipeline, RequestSink
@@ -41,12 +43,11 @@ def main(boot: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     settings = from_plain(boot["config"])
     _log_to(settings.log)
-    folder = Path(boot["folder"])
-    lock = place.Lock(folder / place.SIDECAR_LOCK)
+    lock = place.Lock(Path(boot["folder"]) / place.SIDECAR_LOCK)
     try:
         if not lock.acquire():
             sys.exit(0)
-        Sidecar(folder, settings, boot["resource"], show=boot.get("show", False)).run()
+        Sidecar(lock, settings, boot["resource"], show=boot.get("show", False)).run()
     except Exception:
         log.exception("the sidecar broke")
         sys.exit(1)
@@ -58,7 +59,7 @@ def make_pipeline(settings: Config, resource: dict[str, Value], rings: Rings, *,
     sinks: list[RequestSink] = []
     sender = outlet = None
     if settings.sends_spans:
-        sender = Sender(transport.transport(settings.traces_protocol), lambda: encoded_identity(resource))
+        sender = Sender(transport.transport(settings.traces_protocol, settings.traces_compression), lambda: encoded_identity(resource))
         sender.start()
         sinks.append(SpanSink(sender, settings.latency_attributes))
     if settings.sends_metrics:
@@ -74,17 +75,21 @@ class Sidecar:
 
     def __init__(
         self,
-        folder: Path,
+        lock: place.Lock,
         settings: Config,
         resource: dict[str, Value],
         *,
         show: bool = False,
         stays: bool = False,
     ) -> None:
-        """`stays`: it does not end with its last writer, but when it is told to."""
-        self._folder, self._stays, self._stopped = folder, stays, False
+        """`lock`: that of the folder, held. `stays`: it does not end with its last writer, but when it is told to."""
+        self._lock, self._folder = lock, lock.path.parent
+        self._stays, self._stopped = stays, False
         self._rings = Rings()
+        resource = {**resource, semconv.SERVICE_INSTANCE_ID: _instance(self._folder, resource)}
         self._pipeline = make_pipeline(settings, resource, self._rings, show=show)
+        self._asked: list[tuple[int, int]] = []
+        self._wakes_since_asked = 0
         self._recovered: list[tuple[Path, place.Lock]] = []
         self._discovered_at = 0
         self._alone_since = 0
@@ -113,27 +118,37 @@ class Sidecar:
 
     def _wake(self, now: int) -> None:
         if now - self._discovered_at > DISCOVER_NS:
-            self._discovered_at = now
-            self._rings.discover(self._folder, now)
-            for refusal in self._rings.refused:
-                log.warning("ring refused: %s", refusal)
-            self._rings.refused.clear()
-        asked = self._rings.flushes_asked()
-        if self._pipeline.wake(now):
+            self._discover(now)
+        if self._pipeline.wake(now) or self._asked:
             self._busy_at = now
-        if asked:
-            self._flush(asked)
-        if self._recovered and self._rings.alive() == 0:
+        self._answer_flushes(now)
+        if self._recovered:
             self._forget_recovered()
 
-    def _flush(self, asked: list[tuple[int, int]]) -> None:
-        """A writer waits: two more wakes hand out all that it stated before it asked."""
-        for _ in range(2):
-            time.sleep(WAKE_NS / 1e9)
-            self._pipeline.wake(clock.now())
-        self._pipeline.settle(clock.now())
-        self._pipeline.flush(FLUSH_S)
-        self._rings.flush_done(asked)
+    def _discover(self, now: int) -> None:
+        self._discovered_at = now
+        # Where the folder was removed and made anew, another sidecar may be reading it.
+        if self._lock.is_ours():
+            self._rings.discover(self._folder, now)
+        for refusal in self._rings.refused:
+            log.warning("ring refused: %s", refusal)
+        self._rings.refused.clear()
+
+    def _answer_flushes(self, now: int) -> None:
+        """Writers wait: two more wakes hand out what they stated before they asked, then it has to be sent.
+
+        They wait, we do not: rings fill meanwhile.
+        """
+        if not self._asked:
+            self._asked, self._wakes_since_asked = self._rings.flushes_asked(), 0
+            return
+        self._wakes_since_asked += 1
+        if self._wakes_since_asked == 2:
+            self._pipeline.settle(now)
+            self._pipeline.flush(0.0)
+        if self._wakes_since_asked >= 2 and self._pipeline.is_sent():
+            self._rings.flush_done(self._asked)
+            self._asked = []
 
     def _is_over(self, now: int) -> bool:
         if self._stays:
@@ -142,7 +157,10 @@ class Sidecar:
             self._alone_since = 0
             return False
         self._alone_since = self._alone_since or now
-        return now - self._alone_since > (LINGER_NS if self._rings.seen_any else ORPHAN_NS)
+        if now - self._alone_since < (LINGER_NS if self._rings.seen_any else ORPHAN_NS):
+            return False
+        self._discover(now)
+        return not self._rings.alive()
 
     def _recover(self) -> None:
         """Takes over what dead servers left beside us: their requests in flight are told, then removed."""
@@ -151,15 +169,34 @@ class Sidecar:
             self._recovered.append((sibling, lock))
 
     def _forget_recovered(self) -> None:
-        for sibling, lock in self._recovered:
-            place.remove(sibling)
-            lock.release()
-        self._recovered.clear()
+        for sibling, lock in list(self._recovered):
+            if not self._rings.reads(sibling):
+                place.remove(sibling)
+                lock.release()
+                self._recovered.remove((sibling, lock))
+
+
+def _instance(folder: Path, resource: Mapping[str, Value]) -> str:
+    """The `service.instance.id` of this server: what its first sidecar was told, whoever starts the next ones."""
+    known = folder / place.INSTANCE
+    try:
+        return known.read_text(encoding="utf-8")
+    except OSError:
+        instance = str(resource.get(semconv.SERVICE_INSTANCE_ID) or uuid.uuid4())
+    try:
+        known.write_text(instance, encoding="utf-8")
+    except OSError:
+        log.warning("%s cannot be written", known)
+    return instance
 
 
 def _log_to(path: str) -> None:
-    if path:
-        layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-        logging.basicConfig(filename=path, level=logging.INFO, format=layout)
-    else:
-        logging.basicConfig(handlers=[logging.NullHandler()], level=logging.CRITICAL)
+    silent = logging.NullHandler()
+    try:
+        handler = logging.FileHandler(path) if path else silent
+    except OSError:
+        handler = silent
+    layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(
+        handlers=[handler], level=logging.CRITICAL if handler is silent else logging.INFO, format=layout
+    )

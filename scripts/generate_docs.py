@@ -19,6 +19,7 @@ STANDARD = (
     ("OTEL_EXPORTER_OTLP_ENDPOINT, _TRACES_ENDPOINT, _METRICS_ENDPOINT", "where to send; setting one switches us on"),
     ("OTEL_EXPORTER_OTLP_PROTOCOL (and per signal)", "`http/protobuf` (default) or `grpc`"),
     ("OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT, _CERTIFICATE, …", "the SDK exporters' own"),
+    ("OTEL_EXPORTER_OTLP_COMPRESSION (and _TRACES_)", "spans: gzip at level 1 unless `none` or `deflate` is asked for"),
     ("OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER", "`otlp` (default) or `none`"),
     ("OTEL_TRACES_SAMPLER, _ARG", "the head decision for requests without a sampled parent"),
     ("OTEL_PROPAGATORS", "how a caller's context is read"),

@@ -28,9 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     from otel_infer.sidecar import Sidecar
 
     settings = config.from_env(config.child_environment(enabled="on"))
-    folder = Path(arguments.rings)
     try:
-        place.private_folder(folder)
+        folder = place.rings_folder(Path(arguments.rings))
         lock = place.Lock(folder / place.SIDECAR_LOCK)
         taken = lock.acquire()
     except (RingRefused, OSError) as reason:
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not taken:
         print(f"otel-infer sidecar: {folder} already has a sidecar", file=sys.stderr)
         return 2
-    sidecar = Sidecar(folder, settings, resource(), show=arguments.show, stays=True)
+    sidecar = Sidecar(lock, settings, resource(), show=arguments.show, stays=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sidecar.stop())
     sidecar.run()

@@ -142,13 +142,12 @@ def _begin(module: Any) -> _Forward | None:
 def _end(forward: _Forward, args: Any, kwargs: Any, failure: BaseException | None) -> None:
     request, started_at, token = forward
     try:
+        if token is not None:
+            ingress.detach(token)
         request.stage(STAGE, started_at, _rows(args, kwargs))
-        if token is None:
-            return
-        ingress.detach(token)
-        if failure is None:
+        if token is not None and failure is None:
             request.close()
-        else:
+        elif token is not None:
             request.close(facts.ERROR, type(failure).__qualname__)
     except BaseException as exc:
         _calls.hook.fail(exc)
@@ -165,7 +164,10 @@ def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many inputs are in the batch, by the first tensor of two dimensions or more; 0 = there is none."""
     for value in (*args, *kwargs.values()):
         for tensor in value.values() if isinstance(value, dict) else (value,):
-            shape = getattr(tensor, "shape", None)
+            try:
+                shape = getattr(tensor, "shape", None)
+            except Exception:  # an object of the user's that only computes it
+                continue
             if isinstance(shape, tuple) and len(shape) >= 2:
                 return int(shape[0])
     return 0

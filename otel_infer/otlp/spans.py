@@ -19,6 +19,7 @@ except ImportError:
     import zlib as deflate
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
+_SMALL = tuple(bytes((value,)) for value in range(128))
 _GZIP_CONTAINER = 31
 _NONE: Mapping[str, AttributeValue] = MappingProxyType({})
 
@@ -62,9 +63,9 @@ class Span(NamedTuple):
 
 def varint(value: int) -> bytes:
     """Canonical; a negative number is its two's complement in 64 bits."""
+    if 0 <= value < 128:
+        return _SMALL[value]
     value &= _U64
-    if value < 128:
-        return bytes((value,))
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -73,9 +74,15 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+@lru_cache(maxsize=4096)
+def _head(number: int, length: int) -> bytes:
+    """Tag and length; the same few hundred recur in every span."""
+    return varint(number << 3 | 2) + varint(length)
+
+
 def field(number: int, payload: bytes) -> bytes:
     """A length-delimited field, there even if empty."""
-    return varint(number << 3 | 2) + varint(len(payload)) + payload
+    return _head(number, len(payload)) + payload
 
 
 def string(number: int, text: str) -> bytes:

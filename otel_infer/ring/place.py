@@ -102,6 +102,17 @@ class Lock:
         self._descriptor = descriptor
         return True
 
+    def is_ours(self) -> bool:
+        """Whether we hold what others see under this name; where the folder was made anew, after taking it there."""
+        try:
+            mine, seen = os.fstat(self._descriptor), os.stat(self.path)
+            if (mine.st_dev, mine.st_ino) == (seen.st_dev, seen.st_ino):
+                return True
+            self.release()
+            return self.acquire()
+        except OSError:
+            return False
+
     def release(self) -> None:
         """Gives it up."""
         if self._descriptor >= 0:

@@ -5,7 +5,9 @@ In a process of its own: the exporters retry, log and may wait for long.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import logging
 import re
 import secrets
@@ -113,40 +115,62 @@ def answers(told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     from otel_infer.sinks import transport
 
     settings = config.from_plain(told["config"])
-    try:
-        outlet = transport.transport(settings.traces_protocol)
-    except Exception as refusal:
-        yield {"what": "seam", "error": type(refusal).__name__, "text": str(refusal)}
-        return
-    yield {"what": "seam", "error": "", "text": ""}
-    if settings.sends_spans:
-        yield {"what": "spans", **_send_span(outlet)}
-    if settings.sends_metrics:
-        yield {"what": "metrics", **_send_metrics(settings.metrics_protocol)}
+    with _Heard() as heard:
+        try:
+            outlet = transport.transport(settings.traces_protocol)
+        except Exception as refusal:
+            yield {"what": "seam", "error": type(refusal).__name__, "text": str(refusal)}
+            return
+        yield {"what": "seam", "error": "", "text": ""}
+        if settings.sends_spans:
+            yield {"what": "spans", **_send_span(outlet, heard)}
+        if settings.sends_metrics:
+            yield {"what": "metrics", **_send_metrics(settings.metrics_protocol, heard)}
 
 
 class _Heard(logging.Handler):
-    """What the SDK has to say while it is in use; the exporters tell nobody else why they failed."""
+    """What the SDK says and meets while it sends: the exporters return no reason, and log one only now and then."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
+        self.status = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
-    def __enter__(self) -> _Heard:
+    def forget(self) -> None:
+        """From here on for the next signal."""
+        self.lines, self.status = [], ""
         for name in list(logging.Logger.manager.loggerDict):  # one of them leaves out what it has just said
             if name.startswith("opentelemetry."):
                 logging.getLogger(name).filters.clear()
+
+    def __enter__(self) -> _Heard:
         logging.getLogger().addHandler(self)
+        with contextlib.suppress(ImportError):
+            self._listen(importlib.import_module("requests").Session)
         return self
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger().removeHandler(self)
 
+    def _listen(self, session: Any) -> None:
+        send = session.send
 
-def _send_span(outlet: Any) -> dict[str, Any]:
+        def listened(*args: Any, **options: Any) -> Any:
+            try:
+                response = send(*args, **options)
+            except Exception as error:
+                self.lines.append(f"{type(error).__name__}: {error}")
+                raise
+            self.status = f"HTTP {response.status_code}"
+            return response
+
+        session.send = listened  # for good: this process does nothing else
+
+
+def _send_span(outlet: Any, heard: _Heard) -> dict[str, Any]:
     from otel_infer import otlp
     from otel_infer._wiring import resource
     from otel_infer.sinks.spans import encoded_identity
@@ -155,33 +179,27 @@ def _send_span(outlet: Any) -> dict[str, Any]:
     trace_id, span_id = secrets.token_bytes(16), secrets.token_bytes(8)
     span = otlp.Span(trace_id, span_id, b"", SPAN_NAME, 1, at, at + 1000, {DOCTOR: True}, flags=1)
     identity = encoded_identity({semconv.SERVICE_NAME: "otel-infer", **resource()})
-    with _Heard() as heard:
-        sent = outlet.send_spans(otlp.envelope(*identity, [otlp.encode_span(span)]), 1)
-    return {
-        "accepted": sent.accepted,
-        "reason": sent.reason or "",
-        "log": "\n".join(heard.lines),
-        "trace": trace_id.hex(),
-    }
+    heard.forget()
+    sent = outlet.send_spans(otlp.envelope(*identity, [otlp.encode_span(span)]), 1)
+    said = {"accepted": sent.accepted, "reason": sent.reason or "", "log": "\n".join(heard.lines)}
+    return {**said, "trace": trace_id.hex()}
 
 
-def _send_metrics(protocol: str) -> dict[str, Any]:
+def _send_metrics(protocol: str, heard: _Heard) -> dict[str, Any]:
     from opentelemetry.sdk.metrics.export import MetricsData
 
     from otel_infer.sinks.metrics import metric_exporter
 
-    with _Heard() as heard:
-        try:
-            result = metric_exporter(protocol).export(MetricsData(resource_metrics=[]))
-        except Exception as refusal:
-            return {"accepted": 0, "reason": type(refusal).__name__, "log": str(refusal)}
-    log = "\n".join(heard.lines)
-    status = re.search(r"code: (\d{3})\b", log)
-    return {
-        "accepted": int(result.name == "SUCCESS"),
-        "reason": f"HTTP {status[1]}" if status else "",
-        "log": log,
-    }
+    heard.forget()
+    try:
+        accepted = metric_exporter(protocol).export(MetricsData(resource_metrics=[])).name == "SUCCESS"
+    except Exception as refusal:
+        return {
+            "accepted": 0,
+            "reason": type(refusal).__name__,
+            "log": "\n".join([*heard.lines, str(refusal)]),
+        }
+    return {"accepted": int(accepted), "reason": heard.status, "log": "\n".join(heard.lines)}
 
 
 # ── what to say of it ────────────────────────────────────────────────────────────────────────────────────────────

@@ -43,7 +43,7 @@ _UNKNOWN = bytes(4)
 class _Flight:
     """A step between schedule and update. `column`: tokens delivered per member, empty = one each."""
 
-    __slots__ = ("step", "states", "column", "gone")
+    __slots__ = ("column", "gone", "states", "step")
 
     def __init__(self, step: int, states: list[Any], column: bytes) -> None:
         self.step, self.states, self.column = step, states, column

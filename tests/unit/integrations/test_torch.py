@@ -268,6 +268,9 @@ def test_a_batch_that_cannot_be_counted_spoils_nothing(recording: Recording) -> 
     model = watched(Encoder())
     odd = Odd()
     assert model(odd) is odd
+    assert ours._calls.hook.alive
+    assert len(recording.records()) == 1
+    assert ingress.current() is None
 
 
 @pytest.mark.parametrize(
