@@ -1,6 +1,6 @@
 """What one step costs on the engine's thread: hooked functions against the same functions bare, at 256 sequences.
 
-CPU time of the thread, pinned to one core; cases and their variants take turns in every round. What the engine does to
+CPU time of the thread, in each round pinned to the core that is the fastest just then; cases and their variants take turns in every round. What the engine does to
 its own lists is in the bare variant too, and so is subtracted. The control is the bare variant against itself, as a share
 of the gate, and the pace of the machine: gates in µs mean nothing while a neighbour has half of the core.
 """
@@ -8,6 +8,7 @@ of the gate, and the pace of the machine: gates in µs mean nothing while a neig
 from __future__ import annotations
 
 import gc
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from benchmarks.verdict import CONTROL_LIMIT, Control, Gate, Line, line, median
 SEQUENCES = 256
 UNCHANGED_NS, CHANGED_NS, DERIVED_NS, KEYFRAME_NS = 1000, 4000, 10_000, 10_000
 
-REFERENCE = 5000
 PACE_LIMIT = 0.15
 """How much slower than at its own best the machine may have been, as a share."""
 
@@ -49,14 +49,16 @@ class Case(NamedTuple):
 def measure(quick: bool) -> list[Line]:
     """All cases take turns, so that each has seen the same moods of the machine."""
     steps, rounds = (100, 15) if quick else (500, 101)
-    mine, _ = machine.cores()
-    machine.pin_this_thread(mine)
+    everywhere = os.sched_getaffinity(0)
     cases = list(_cases())
     found = {case.claim: Found([], [], [], []) for case in cases}
     chance = random.Random(1)
     for case in cases:
         _round(case, steps, Found([], [], [], []), chance)
     for _ in range(rounds):
+        machine.pin_this_thread(everywhere)
+        mine, _ = machine.cores()
+        machine.pin_this_thread(mine)
         for case in chance.sample(cases, len(cases)):
             _round(case, steps, found[case.claim], chance)
     best = min(min(one.pace) for one in found.values())
@@ -77,7 +79,7 @@ def _round(case: Case, steps: int, found: Found, chance: random.Random) -> None:
     for kind in chance.sample(range(3), 3):
         case.before(steps)
         found[kind].append(_cpu_ns(variants[kind], steps))
-    found.pace.append(_cpu_ns(_reference, REFERENCE))
+    found.pace.append(machine.pace())
 
 
 def _line(case: Case, found: Found, best: float) -> Line:
@@ -91,13 +93,6 @@ def _line(case: Case, found: Found, best: float) -> Line:
     said = f"{share * 100:+.2f} %, machine {slower * 100:+.0f} %"
     control = Control(said, abs(share) <= CONTROL_LIMIT and slower <= PACE_LIMIT)
     return line(case.claim, "µs", cost.scaled(1 / 1000), Gate(case.gate_ns / 1000), control, note)
-
-
-def _reference(steps: int) -> None:
-    """A piece of Python that is always the same."""
-    total = 0
-    for i in range(steps):
-        total += (i * 7) & 3
 
 
 def _cpu_ns(steps_of: Steps, steps: int) -> float:

@@ -176,6 +176,7 @@ class Derived:
         """The engine's own work where one finished and one is admitted, its prompt in the step."""
         newcomer = self.newcomers.pop()
         futures = self.futures.copy()
+        futures[-1].query_length = 1  # who came in the step before decodes by now
         self.gone = futures.pop(SEQUENCES // 2).state
         futures.append(newcomer)
         self.futures = futures

@@ -56,6 +56,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _milliseconds(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError("a whole number of milliseconds, 1 or more")
+    return int(text)
+
+
+def _path(text: str) -> str:
+    """Absolute: the sidecar and the server's children are elsewhere."""
+    return os.path.abspath(text)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -94,10 +105,10 @@ SETTINGS: dict[str, Setting] = {
         "OTEL_INFER_RINGS",
         "",
         "folder on tmpfs for the shared memory of one server; by default a private one under /dev/shm",
-        str,
+        _path,
     ),
     "console": Setting("OTEL_INFER_CONSOLE", "off", "print one line for each finished request", _switch),
-    "tape": Setting("OTEL_INFER_TAPE", "", "file to save all facts to, for `otel-infer replay`", str),
+    "tape": Setting("OTEL_INFER_TAPE", "", "file to save all facts to, for `otel-infer replay`", _path),
     "integrations": Setting(
         "OTEL_INFER_INTEGRATIONS",
         "",
@@ -111,11 +122,19 @@ SETTINGS: dict[str, Setting] = {
         _switch,
     ),
     "log": Setting(
-        "OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", str
+        "OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", _path
     ),
 }
 """Field of `Config` → its variable. The table in the docs is generated from this."""
 
+_protocol = _choice("http/protobuf", "grpc")
+_STANDARD: dict[str, Callable[[str], Any]] = {
+    "OTEL_EXPORTER_OTLP_PROTOCOL": _protocol,
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": _protocol,
+    "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": _protocol,
+    "OTEL_METRIC_EXPORT_INTERVAL": _milliseconds,
+}
+"""Standard variables of which we do not take every value."""
 _DISABLED_NAMES = ("otel_infer", "*")
 
 
@@ -154,9 +173,8 @@ class Config:
     @property
     def exports(self) -> bool:
         """Whether anything is to be sent anywhere."""
-        if self.switched_off:
-            return False
-        return self.enabled in ("on", "1", "true") or bool(self.endpoint) or self.console or bool(self.tape)
+        sends = self.sends_spans or self.sends_metrics
+        return not self.switched_off and (sends or self.console or bool(self.tape))
 
     @property
     def switched_off(self) -> bool:
@@ -167,12 +185,16 @@ class Config:
     @property
     def sends_spans(self) -> bool:
         """Whether spans leave over OTLP."""
-        return self.exports and self.traces_exporter == "otlp"
+        return self._has_destination and self.traces_exporter == "otlp"
 
     @property
     def sends_metrics(self) -> bool:
         """Whether metrics leave over OTLP."""
-        return self.exports and self.metrics_exporter == "otlp"
+        return self._has_destination and self.metrics_exporter == "otlp"
+
+    @property
+    def _has_destination(self) -> bool:
+        return not self.switched_off and (self.enabled in ("on", "1", "true") or bool(self.endpoint))
 
     @property
     def ratio_sampling(self) -> bool:
@@ -187,7 +209,6 @@ def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
         return next((environ[name].strip() for name in names if environ.get(name, "").strip()), default)
 
     protocol = "OTEL_EXPORTER_OTLP_PROTOCOL"
-    interval = get("OTEL_METRIC_EXPORT_INTERVAL", default="10000")
     aggregation = get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION")
     return {
         "sdk_disabled": get("OTEL_SDK_DISABLED").lower() == "true",
@@ -199,14 +220,18 @@ def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
             "OTEL_EXPORTER_OTLP_ENDPOINT",
             "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
         ),
-        "traces_protocol": get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol, default="http/protobuf"),
-        "metrics_protocol": get("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", protocol, default="http/protobuf"),
+        "traces_protocol": get(
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol, default="http/protobuf"
+        ).lower(),
+        "metrics_protocol": get(
+            "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", protocol, default="http/protobuf"
+        ).lower(),
         "traces_compression": get(
             "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "OTEL_EXPORTER_OTLP_COMPRESSION"
         ).lower(),
         "service_name": _service_name(get("OTEL_SERVICE_NAME"), get("OTEL_RESOURCE_ATTRIBUTES")),
         "excluded_urls": get("OTEL_PYTHON_OTEL_INFER_EXCLUDED_URLS", "OTEL_PYTHON_EXCLUDED_URLS"),
-        "metric_interval_ms": int(interval) if interval.isdigit() and int(interval) > 0 else 10_000,
+        "metric_interval_ms": int(get("OTEL_METRIC_EXPORT_INTERVAL", default="10000")),
         "temporality": get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", default="cumulative").lower(),
         "exponential": "exponential" in aggregation,
         "exemplars": get("OTEL_METRICS_EXEMPLAR_FILTER", default="trace_based").lower() != "always_off",
@@ -230,27 +255,34 @@ def _service_name(name: str, attributes: str) -> str:
 def from_env(environ: Mapping[str, str] | None = None) -> Config:
     """The configuration of this process; raises `BadSetting` for the first value that is not accepted."""
     environ = os.environ if environ is None else environ
+    for variable, parse in _STANDARD.items():
+        _parsed(variable, parse, environ)
     values = _standard(environ)
     for name, setting in SETTINGS.items():
-        text = environ.get(setting.variable, "").strip()
-        if text:
-            try:
-                values[name] = setting.parse(text)
-            except ValueError as expected:
-                raise BadSetting(f"{setting.variable}={text!r}: expected {expected}") from None
+        if environ.get(setting.variable, "").strip():
+            values[name] = _parsed(setting.variable, setting.parse, environ)
     return Config(**values)
+
+
+def _parsed(variable: str, parse: Callable[[str], Any], environ: Mapping[str, str]) -> Any:
+    """The value of a variable, None where it is not set; raises `BadSetting`."""
+    text = environ.get(variable, "").strip()
+    try:
+        return parse(text) if text else None
+    except ValueError as expected:
+        raise BadSetting(f"{variable}={text!r}: expected {expected}") from None
 
 
 def from_env_leniently(environ: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
     """As `from_env`, for the user's server: bad values fall back to their defaults, and are said."""
     remaining = dict(os.environ if environ is None else environ)
     complaints: list[str] = []
-    for setting in SETTINGS.values():
+    for variable, parse in {**{s.variable: s.parse for s in SETTINGS.values()}, **_STANDARD}.items():
         try:
-            from_env({setting.variable: remaining.get(setting.variable, "")})
+            _parsed(variable, parse, remaining)
         except BadSetting as bad:
-            complaints.append(f"{bad}; using {setting.default or 'the default'}")
-            del remaining[setting.variable]
+            complaints.append(f"{bad}; using the default")
+            del remaining[variable]
     return from_env(remaining), complaints
 
 

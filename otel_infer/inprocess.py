@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import uuid
 from typing import TYPE_CHECKING
 
-from otel_infer import clock, ingress
+from otel_infer import clock, ingress, semconv
 from otel_infer.config import Config
 from otel_infer.facts import Value
 from otel_infer.pipeline import WAKE_NS, Pipeline
@@ -92,7 +93,8 @@ class InProcess(threading.Thread):
 
     def _make(self) -> Pipeline:
         if self._provider is None:
-            return make_pipeline(self._settings, self._resource, self._rings, show=False)
+            resource = {semconv.SERVICE_INSTANCE_ID: str(uuid.uuid4()), **self._resource}
+            return make_pipeline(self._settings, resource, self._rings, show=False)
         sink = ProviderSink(
             self._provider.get_tracer("otel_infer"), ingress.claim, self._settings.latency_attributes
         )

@@ -59,7 +59,10 @@ def make_pipeline(settings: Config, resource: dict[str, Value], rings: Rings, *,
     sinks: list[RequestSink] = []
     sender = outlet = None
     if settings.sends_spans:
-        sender = Sender(transport.transport(settings.traces_protocol, settings.traces_compression), lambda: encoded_identity(resource))
+        sender = Sender(
+            transport.transport(settings.traces_protocol, settings.traces_compression),
+            lambda: encoded_identity(resource),
+        )
         sender.start()
         sinks.append(SpanSink(sender, settings.latency_attributes))
     if settings.sends_metrics:
@@ -157,10 +160,15 @@ class Sidecar:
             self._alone_since = 0
             return False
         self._alone_since = self._alone_since or now
-        if now - self._alone_since < (LINGER_NS if self._rings.seen_any else ORPHAN_NS):
+        if now - self._alone_since < self._patience_ns():
             return False
         self._discover(now)
         return not self._rings.alive()
+
+    def _patience_ns(self) -> int:
+        if (self._folder / place.OWNER_LOCK).exists():
+            return 0  # `otel-infer run` and all that it started are gone
+        return LINGER_NS if self._rings.seen_any else ORPHAN_NS
 
     def _recover(self) -> None:
         """Takes over what dead servers left beside us: their requests in flight are told, then removed."""
@@ -184,6 +192,7 @@ def _instance(folder: Path, resource: Mapping[str, Value]) -> str:
     except OSError:
         instance = str(resource.get(semconv.SERVICE_INSTANCE_ID) or uuid.uuid4())
     try:
+        known.touch(mode=0o600)
         known.write_text(instance, encoding="utf-8")
     except OSError:
         log.warning("%s cannot be written", known)

@@ -177,7 +177,7 @@ class Demo:
         self.console.print(f"\n{len(records)} requests and {steps} decode steps, all on {self.tape}")
         self.console.print(
             "the same for your server:   otel-infer run --show -- <your command>\n"
-            "to Grafana (docker compose up, then):\n"
+            "to Grafana (`docker compose up` with the docker-compose.yml of our repository, then):\n"
             "  OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 otel-infer demo",
             markup=False,
         )

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from otel_infer import config, launch
+from otel_infer import clock, config, launch
 from otel_infer._wiring import resource
 from otel_infer.config import Config
 from otel_infer.ring import place
@@ -25,7 +25,6 @@ from otel_infer.ring.write import RingRefused
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 FLUSH_S = 10.0
 LOOK_S = 0.1
-RESTART_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -46,24 +45,31 @@ def run(arguments: argparse.Namespace) -> int:
             "otel-infer run: what? For example: otel-infer run -- transformers serve MODEL", file=sys.stderr
         )
         return 2
-    changes = {"enabled": "on"}
+    changes = {} if config.from_env().switched_off else {"enabled": "on"}
+    if arguments.show:
+        changes["console"] = "on"
     if arguments.tape:
         changes["tape"] = os.path.abspath(arguments.tape)
-    settings = config.from_env(config.child_environment(**changes))
-    return Supervisor(settings, show=arguments.show).run(command, changes)
+        refusal = _why_not_writable(changes["tape"])
+        if refusal:
+            print(f"otel-infer run: {changes['tape']}: {refusal}", file=sys.stderr)
+            return 2
+    return Supervisor(config.from_env(config.child_environment(**changes))).run(command, changes)
 
 
 class Supervisor:
     """Owns a server's folder, its sidecar and the server itself."""
 
-    def __init__(self, settings: Config, *, show: bool = False) -> None:
-        self._settings, self._show = settings, show
+    def __init__(self, settings: Config) -> None:
+        self._settings = settings
         self._folder: Path | None = None
         self._owner: place.Lock | None = None
         self._sidecar: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self.status: int | None = None
-        self._started_sidecar_at = time.monotonic()
+        self._restarts = launch.Restarts()
+        self._early: list[int] = []
+        self._hurried = False
 
     def run(self, command: list[str], changes: dict[str, str]) -> int:
         """Starts everything, waits for the server, then for the flush."""
@@ -84,24 +90,39 @@ class Supervisor:
         _become_reaper()
         for number in FORWARDED:
             signal.signal(number, self._forward)
-        try:
-            self._folder = place.new_server_folder()
-            self._owner = place.Lock(self._folder / place.OWNER_LOCK)
-            self._owner.acquire()
-            self._sidecar = launch.sidecar(self._folder, self._settings, resource(), show=self._show)
-            changes = {**changes, "rings": str(self._folder)}
-        except (RingRefused, OSError, launch.CannotStart) as reason:
-            print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
-            changes = {**changes, "mode": "in-process"}
+        if self._settings.exports:
+            changes = self._prepared(changes)
         environment = {**server_environment(changes), **variables}
         try:
             with open(log, "wb") if log else contextlib.nullcontext() as output:
                 self._server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         except OSError as reason:
             print(f"otel-infer run: {command[0]}: {reason.strerror}", file=sys.stderr)
+            self.status = 127 if isinstance(reason, FileNotFoundError) else 126
             self.finish()
-            return 127 if isinstance(reason, FileNotFoundError) else 126
+            return self.status
+        for early in self._early:
+            os.kill(self._server.pid, early)
         return None
+
+    def _prepared(self, changes: dict[str, str]) -> dict[str, str]:
+        """Folder and sidecar, and what the server is told of them."""
+        if self._settings.mode == "in-process":
+            return changes
+        try:
+            given = self._settings.rings
+            self._folder = place.rings_folder(Path(given)) if given else place.new_server_folder()
+            self._owner = place.Lock(self._folder / place.OWNER_LOCK)
+            self._owner.acquire()
+            self._restarts.may_start(clock.now())
+            self._start_sidecar()
+        except (RingRefused, OSError, launch.CannotStart) as reason:
+            print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
+            if self._folder is not None:
+                place.remove(self._folder)
+            self._folder = None
+            return changes if self._settings.mode == "sidecar" else {**changes, "mode": "in-process"}
+        return {**changes, "rings": str(self._folder)}
 
     def alive(self) -> bool:
         """Whether the server still runs."""
@@ -127,17 +148,22 @@ class Supervisor:
         """Lets the sidecar go and waits until it has sent what there was."""
         if self._owner is not None:
             self._owner.release()
-        if self._sidecar is not None:
-            try:
-                self._sidecar.wait(FLUSH_S)
-            except subprocess.TimeoutExpired:
+        if self._is_without_sidecar():
+            with contextlib.suppress(launch.CannotStart):
+                self._start_sidecar()  # the last one was killed; somebody has to read what is left
+        deadline = time.monotonic() + FLUSH_S
+        while self._sidecar is not None and self._sidecar.poll() is None and not self._hurried:
+            if time.monotonic() > deadline:
                 self._sidecar.kill()
+            time.sleep(LOOK_S / 2)
 
     def _forward(self, number: int, frame: object) -> None:
         # A terminal's Ctrl-C reaches the whole foreground group; passing it on would be a second one.
-        if self._server is not None and not (
-            number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()
-        ):
+        if self._server is None:
+            self._early.append(number)
+        elif self.status is not None:
+            self._hurried = True
+        elif not (number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
             try:
                 os.kill(self._server.pid, number)
             except ProcessLookupError:
@@ -163,14 +189,18 @@ class Supervisor:
 
     def _tend(self) -> None:
         """Starts the sidecar again if it died."""
-        dead = self._sidecar is not None and self._sidecar.returncode is not None
-        late = time.monotonic() - self._started_sidecar_at > RESTART_S
-        if dead and late and self.status is None and self._folder is not None:
-            self._started_sidecar_at = time.monotonic()
-            try:
-                self._sidecar = launch.sidecar(self._folder, self._settings, resource(), show=self._show)
-            except launch.CannotStart:
-                self._sidecar = None
+        if self.status is None and self._is_without_sidecar() and self._restarts.may_start(clock.now()):
+            with contextlib.suppress(launch.CannotStart):
+                self._start_sidecar()
+
+    def _is_without_sidecar(self) -> bool:
+        if self._folder is None or (self._sidecar is not None and self._sidecar.returncode is None):
+            return False
+        return self._folder.is_dir() and not place.is_held(self._folder / place.SIDECAR_LOCK)
+
+    def _start_sidecar(self) -> None:
+        assert self._folder is not None
+        self._sidecar = launch.sidecar(self._folder, self._settings, resource())
 
 
 def server_environment(changes: dict[str, str]) -> dict[str, str]:
@@ -179,6 +209,14 @@ def server_environment(changes: dict[str, str]) -> dict[str, str]:
     bootstrap = str(Path(__file__).parent.parent / "bootstrap")
     environment["PYTHONPATH"] = config.python_path(environment, bootstrap)
     return environment
+
+
+def _why_not_writable(path: str) -> str:
+    try:
+        with open(path, "ab"):
+            return ""
+    except OSError as reason:
+        return reason.strerror or str(reason)
 
 
 def _become_reaper() -> None:

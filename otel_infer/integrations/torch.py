@@ -15,6 +15,7 @@ models that were loaded before `instrument()`, and what is called by another way
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -64,6 +65,13 @@ class _Calls:
     is_compiling: Callable[[], bool]
     is_grad_enabled: Callable[[], bool]
     is_tracing: Callable[[], bool]
+
+    def ask_torch(self) -> None:
+        """Where it knows what it is doing."""
+        import torch
+
+        self.is_compiling, self.is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing
+        self.is_grad_enabled = torch.is_grad_enabled
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
@@ -199,12 +207,9 @@ _descent = _Descent()
 @integration.step_hook(f"{_MODULE}.train", reads=("mode",))
 def train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """`eval()` is `train(False)`, and so is whatever classes have made of it."""
-    import torch
-
-    if not hasattr(torch.nn.Module, _PLACE):
+    # torch itself is still being imported here, as far as its modules.
+    if not hasattr(sys.modules["torch.nn.modules.module"].Module, _PLACE):
         raise Drift(_MODULE, f"there is no {_PLACE}")
-    _calls.is_compiling, _calls.is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing
-    _calls.is_grad_enabled = torch.is_grad_enabled
     _calls.hook = hook
     for ref in list(_outermost.values()):  # known from before an `uninstrument()`
         _put_on(type(ref()))
@@ -232,10 +237,11 @@ def train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 @integration.step_hook("torch._dynamo.eval_frame:OptimizedModule.__init__", part="compile")
 def optimized(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """`torch.compile(model)` is outermost if the model was, and dynamo has no business in our own frames."""
-    import torch._dynamo.eval_frame as dynamo
-
+    dynamo = sys.modules["torch._dynamo.eval_frame"]
+    # Before 2.7 it is in the compiled half only.
+    skip_code = getattr(dynamo, "skip_code", None) or sys.modules["torch"]._C._dynamo.eval_frame.skip_code
     for function in (_Calls.__get__, _seen, _begin, _end, _rows):
-        dynamo.skip_code(function.__code__)
+        skip_code(function.__code__)
 
     def init(self: Any, mod: Any, *args: Any, **kwargs: Any) -> None:
         original(self, mod, *args, **kwargs)
@@ -267,6 +273,7 @@ def _forget(number: int, ref: weakref.ref[Any]) -> None:
 def _put_on(kind: type) -> bool:
     """Whether calls of this class are seen from now on; not of one that takes no attributes."""
     if not any(owner.__dict__.get(_PLACE) is _calls for owner in kind.__mro__):
+        _calls.ask_torch()
         try:
             setattr(kind, _PLACE, _calls)
         except (AttributeError, TypeError):

@@ -117,7 +117,7 @@ def answers(told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     settings = config.from_plain(told["config"])
     with _Heard() as heard:
         try:
-            outlet = transport.transport(settings.traces_protocol)
+            outlet = transport.transport(settings.traces_protocol, settings.traces_compression)
         except Exception as refusal:
             yield {"what": "seam", "error": type(refusal).__name__, "text": str(refusal)}
             return

@@ -14,6 +14,7 @@ from pathlib import Path
 from otel_infer import launch
 from otel_infer._wiring import resource
 from otel_infer.cli.checks import Check, State
+from otel_infer.cli.checks.apart import LONGEST
 from otel_infer.config import Config
 from otel_infer.ring import layout, place
 from otel_infer.ring.layout import Sizes
@@ -134,8 +135,13 @@ def sidecar(settings: Config, refused: str) -> Check:
         if any(place.is_held(folder / lock) for lock in (place.SIDECAR_LOCK, place.OWNER_LOCK)):
             return Check("sidecar", "ok", f"one reads {folder} already")
     began = time.monotonic()
-    with scratch(settings) as folder:
-        trouble = _tried(folder, settings)
+    try:
+        with scratch(settings) as folder:
+            trouble = _tried(folder, settings)
+    except launch.CannotStart as reason:
+        found = f"it cannot be started: {reason}; mode: {in_process(settings, str(reason))}"
+        do = "let this user start processes, or set OTEL_INFER_MODE=in-process"
+        return Check("sidecar", "fail" if settings.mode == "sidecar" else "warn", found, do)
     if not trouble:
         return Check("sidecar", "ok", f"starts, reads and leaves ({time.monotonic() - began:.1f} s)")
     do = f"run `{sys.executable} -c 'import otel_infer.sidecar'` to see why; meanwhile set OTEL_INFER_MODE=in-process"
@@ -143,24 +149,31 @@ def sidecar(settings: Config, refused: str) -> Check:
 
 
 def _tried(folder: Path, settings: Config) -> str:
-    """What went wrong with a sidecar here; nothing if nothing did."""
-    quiet = dataclasses.replace(
-        settings, traces_exporter="none", metrics_exporter="none", console=False, tape="", log=""
+    """What went wrong with a sidecar here; nothing if nothing did. Raises `launch.CannotStart`."""
+    diary = folder.parent / "log"
+    nowhere = dataclasses.replace(
+        settings, traces_exporter="none", metrics_exporter="none", console=False, tape=""
     )
     arena = FileArena(folder)
     words = RequestWriter(arena, "doctor", "doctor").words
     try:
-        child = launch.sidecar(folder, quiet, resource())
+        child = launch.sidecar(folder, dataclasses.replace(nowhere, log=str(diary)), resource())
         try:
-            return _lived(child, folder, words, arena)
+            trouble = _lived(child, folder, words, arena)
         finally:
             if child.poll() is None:
                 child.kill()
             child.wait()
-    except launch.CannotStart as reason:
-        return f"it cannot be started: {reason}"
+        return trouble and f"{trouble}{_last_line(diary)}"
     finally:
         arena.close()
+        diary.unlink(missing_ok=True)
+
+
+def _last_line(diary: Path) -> str:
+    """What it said last, if it came so far as to say something."""
+    lines = diary.read_text("utf-8", "replace").strip().splitlines() if diary.exists() else []
+    return f": {lines[-1][:LONGEST]}" if lines else ""
 
 
 def _lived(child: subprocess.Popen[bytes], folder: Path, words: memoryview, arena: FileArena) -> str:

@@ -1,14 +1,15 @@
 """Hugging Face transformers: `generate`, continuous batching, `transformers serve`, tokenizers.
 
     tokenizer ─▶ generate ─▶ prefill ─▶ step* ─▶ decode                              (`generate`, in the caller's thread)
-    tokenizer ─▶ add_request ─▶ waiting ─▶ schedule_batch / update_batch* ─▶ streamer   (`batching`, in its own thread)
+    tokenizer ─▶ add_request ─▶ waiting ─▶ schedule_batch / update_batch* ─▶ streamer
+                 `sequences`              `batching`, in a thread of its own
 
-Read against releases 5.5 to 5.23. Each file is one way through the library.
+Releases 5.5 to 5.23; what is found in which is in docs/support-transformers.md.
 """
 
 from __future__ import annotations
 
-from otel_infer.integrations.transformers import batching, generate, serve, text
+from otel_infer.integrations.transformers import batching, generate, sequences, serve, text, transfers
 from otel_infer.integrations.transformers._integration import integration
 
-__all__ = ["batching", "generate", "integration", "serve", "text"]
+__all__ = ["batching", "generate", "integration", "sequences", "serve", "text", "transfers"]

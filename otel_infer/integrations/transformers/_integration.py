@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
+
+from opentelemetry import context as otel_context
 
 from otel_infer import ingress
 from otel_infer.integrations._base import Integration
+from otel_infer.patching import Hook
 
 ENGINE = "transformers"
 
@@ -34,3 +38,16 @@ def name_request(request: ingress.LiveRequest, operation: str, model: Any) -> No
     if not request.named:
         request.named = True
         request.name(operation=request.operation or operation, provider=ENGINE, model=model_name(model))
+
+
+def apart(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """A step hook for what starts a thread that serves everybody: it belongs to no request, whoever happens to start it."""
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        token = otel_context.attach(otel_context.Context())
+        try:
+            return original(*args, **kwargs)
+        finally:
+            ingress.detach(token)
+
+    return start

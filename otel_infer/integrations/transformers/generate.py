@@ -1,12 +1,13 @@
 """`model.generate`: one request, in the caller's thread.
 
-    generate ─▶ _prefill ─▶ loop: _has_unfinished_sequences ─▶ forward, select ─▶ …
-    submitted   scheduled          done, scheduled
+    generate ─▶ (encoder) ─▶ _prefill ─▶ loop: _has_unfinished_sequences ─▶ forward, select ─▶ …
+    submitted   scheduled                       done, scheduled
 
 `_has_unfinished_sequences` is asked once per iteration of greedy, sampling and beam search, between two steps. In the
-n-th iteration the token of the (n−1)-th is known on the host. All rows of a batch are one request; a step's tokens are
-its rows (rows that finished early are padded by the library, and only the device knows which). Assisted decoding and
-whatever else has a loop of its own is one `decode` without steps. A `generate` inside a `generate` is part of it.
+n-th iteration the token of the (n−1)-th is known on the host. All rows of a batch are one request. Scheduled are the
+rows that are computed (every beam), delivered those that are returned; rows that finished early, or that were padded on
+the left, count in full, since only the device knows which. Assisted decoding and whatever else has a loop of its own is
+one `decode` without steps. A `generate` inside a `generate` is part of it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Generator
+from operator import attrgetter
 from typing import Any
 
 from otel_infer import clock, facts, ingress
 from otel_infer.integrations._claims import claiming
 from otel_infer.integrations.transformers._integration import ENGINE, integration, name_request, own_request
+from otel_infer.integrations.transformers.text import inside
 from otel_infer.patching import Call, Hook
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
@@ -26,18 +29,33 @@ from otel_infer.ring.recorder import recorder
 _GENERATION = "transformers.generation.utils:GenerationMixin"
 OPERATION = "text_completion"
 LOOPS = ("_sample", "_beam_search")
+ENCODERS = ("_prepare_encoder_decoder_kwargs_for_generation", "_maybe_prepare_encoder_kwargs_for_generation")
+
+_packed_of = attrgetter("packed")
 
 
 class _Run:
-    """One outermost `generate` call while it runs."""
+    """One outermost `generate` call while it runs. `prompt`: tokens per row, 0 = not known."""
 
-    def __init__(self, request: ingress.LiveRequest, own: bool, log: StepLog | None, prompt: int, rows: int) -> None:
+    def __init__(
+        self, request: ingress.LiveRequest, own: bool, log: StepLog | None, rows: int, prompt: int
+    ) -> None:
         self.request, self.own, self.log = request, own, log
-        self.prompt, self.rows = prompt, rows
+        self.packed = request.packed
+        self.rows = self.computed = rows
+        self.prompt, self.start, self.limit = prompt, prompt, 0
         self.began_at = clock.now()
         self.member = [self]
         self.stepping = self.prefilled = False
         self.iterations = self.step = self.tokens = 0
+
+    def enter(self, input_ids: Any, config: Any) -> None:
+        """A decoding loop begins: here the library has settled how many rows, from where, up to where."""
+        self.computed, self.start = (int(size) for size in input_ids.shape[:2])
+        copies, beams = config.num_return_sequences or 1, config.num_beams or 1
+        self.rows = self.computed // max(copies, beams) * copies
+        self.prompt = self.prompt or self.start
+        self.limit = int(config.max_length or 0) - self.start
 
     def scheduled(self, tokens: int) -> None:
         """A forward pass over all rows begins."""
@@ -58,7 +76,30 @@ class _Run:
         if self.iterations > 1:
             self.done()
         if goes_on and (self.iterations > 1 or not self.prefilled):
-            self.scheduled(self.rows if self.iterations > 1 else self.prompt * self.rows)
+            self.scheduled(self.computed if self.iterations > 1 else self.prompt * self.computed)
+
+    def concludes(self, result: Any) -> None:
+        """States what came of it."""
+        shape = _shape_of(getattr(result, "sequences", result))
+        made = max(int(shape[1]) - self.start, 0) if len(shape) == 2 else 0
+        tokens = made * self.rows or self.tokens
+        if self.log is None or not self.stepping:
+            self.request.state(facts.RequestScheduled(self.began_at))
+            self.request.stage("decode", self.began_at, tokens)
+        # A row that ended with the last token it was allowed says the same.
+        reason = "length" if 0 < self.limit <= made else "stop"
+        self.request.state(facts.EngineFinished(clock.now(), reason, tokens))
+        if self.own:
+            self.request.close()
+
+    def fails(self, exc: BaseException) -> None:
+        """States that it was given up."""
+        stopped = not isinstance(exc, Exception) or type(exc).__name__ == "_GenerationCancelled"
+        self.request.state(facts.EngineFinished(clock.now(), "abort" if stopped else "error", self.tokens))
+        if self.own and stopped:
+            self.request.close(facts.ABORTED, "cancelled")
+        elif self.own:
+            self.request.close(facts.ERROR, type(exc).__qualname__)
 
 
 class _Thread(threading.local):
@@ -70,32 +111,36 @@ _thread = _Thread()
 
 @integration.around(f"{_GENERATION}.generate", reads=("inputs", "generation_config"), part="generate")
 def generate(call: Call) -> Generator[None, Any, None]:
-    outer = _thread.run
-    if outer is not None:
-        _thread.run = None  # a draft model's calls are inside the outer decode
+    outer, _thread.run = _thread.run, None
+    run = None if outer is not None or _is_paged(call) else _begin(call)
+    if run is None:  # a draft model's calls are inside the outer decode
         try:
             yield
         finally:
             _thread.run = outer
         return
-    run = _begin(call)
-    if run is None:
-        yield
-        return
     _thread.run = run
+    token = run.request.attach() if run.own else None  # a plain function, so it ends where it began
     try:
         result = yield
-        _finish(run, result)
+        run.concludes(result)
     except BaseException as exc:
-        _fail(run, exc)
+        run.fails(exc)
         raise
     finally:
         _thread.run = None
+        if token is not None:
+            ingress.detach(token)
         if run.log is not None:
             recorder.give_back(ENGINE, run.log)
 
 
 integration.step_hook(f"{_GENERATION}.generate", part="generate")(claiming)
+
+
+def _is_paged(call: Call) -> bool:
+    """Whether the library turns this into continuous batching."""
+    return bool(call.kwargs.get("cache_implementation") == "paged")
 
 
 def _begin(call: Call) -> _Run | None:
@@ -105,66 +150,93 @@ def _begin(call: Call) -> _Run | None:
     if request is None:
         return None
     rows, prompt = _shape(call)
-    config = call["generation_config"]
-    limit = call.kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0
-    copies = call.kwargs.get("num_return_sequences") or getattr(config, "num_return_sequences", None) or 1
-    rows *= int(copies)
+    sequences = rows * int(_setting(call, "num_return_sequences") or 1)
     if not own:
         name_request(request, OPERATION, call.instance)
     if not request.engine:
-        request.submitted(ENGINE, rows, prompt * rows, int(limit))
+        request.submitted(ENGINE, sequences, prompt * rows, int(_setting(call, "max_new_tokens") or 0))
     log = recorder.step_log(ENGINE)
-    run = _Run(request, own, log, prompt, rows)
     if log is not None:
-        log.handles.bind(run, request.handle)
-    return run
+        log.pack = _pack
+    return _Run(request, own, log, rows, prompt)
+
+
+def _pack(runs: Any) -> bytes:
+    return b"".join(map(_packed_of, runs))
+
+
+def _setting(call: Call, name: str) -> Any:
+    """A generation setting, by the library's order: the call, the configuration given to it, the model's."""
+    found = call.kwargs.get(name)
+    for config in (call["generation_config"], getattr(call.instance, "generation_config", None)):
+        if found is None:
+            found = getattr(config, name, None)
+    return found
+
+
+def _shape_of(tensor: Any) -> tuple[int, ...]:
+    return tuple(getattr(tensor, "shape", ()))
 
 
 def _shape(call: Call) -> tuple[int, int]:
-    """(rows, tokens per row) of the prompt."""
-    inputs = call["inputs"]
-    for candidate in (inputs, call.kwargs.get("input_ids"), call.kwargs.get("inputs_embeds")):
-        shape = getattr(candidate, "shape", None)
-        if shape is not None and len(shape) >= 2:
+    """(rows, tokens per row) of the prompt; 0 tokens where it is not made of tokens."""
+    given = call["inputs"]
+    ids = call.kwargs.get("input_ids") if given is None else given
+    for candidate, dimensions in ((ids, 2), (call.kwargs.get("inputs_embeds"), 3)):
+        shape = _shape_of(candidate)
+        if len(shape) == dimensions:
             return int(shape[0]), int(shape[1])
+    others = ("input_features", "input_values", "pixel_values")
+    for candidate in (ids, *map(call.kwargs.get, others)):
+        shape = _shape_of(candidate)
+        if len(shape) > 1:
+            return int(shape[0]), 0
     return 1, 0
 
 
-def _finish(run: _Run, result: Any) -> None:
-    sequences = getattr(result, "sequences", result)
-    shape = getattr(sequences, "shape", None)
-    tokens = run.tokens
-    if not tokens and shape is not None and len(shape) == 2:
-        tokens = max(int(shape[1]) - run.prompt, 0) * run.rows
-    if not run.stepping:
-        run.request.state(facts.RequestScheduled(run.began_at))
-        run.request.stage("decode", run.began_at, tokens)
-    run.request.state(facts.EngineFinished(clock.now(), "stop", tokens))
-    if run.own:
-        run.request.close()
+def _loop(steps: bool) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
+    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def loop(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            run = _thread.run
+            if run is not None and hook.alive:
+                try:
+                    run.enter(input_ids, kwargs["generation_config"])
+                    run.stepping = steps
+                except Exception as exc:
+                    hook.fail(exc)
+            return original(self, input_ids, *args, **kwargs)
+
+        return loop
+
+    return make
 
 
-def _fail(run: _Run, exc: BaseException) -> None:
-    stopped = isinstance(exc, GeneratorExit) or type(exc).__name__ == "_GenerationCancelled"
-    run.request.state(facts.EngineFinished(clock.now(), "abort" if stopped else "error", run.tokens))
-    if run.own:
-        if stopped:
-            run.request.close(facts.ABORTED, "cancelled")
-        else:
-            run.request.close(facts.ERROR, type(exc).__qualname__)
-
-
-def _loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def loop(*args: Any, **kwargs: Any) -> Any:
-        if _thread.run is not None:
-            _thread.run.stepping = True
-        return original(*args, **kwargs)
-
-    return loop
-
-
+_read = ("input_ids", "generation_config")
 for _name in LOOPS:
-    integration.step_hook(f"{_GENERATION}.{_name}", part="generate")(_loop)
+    integration.step_hook(f"{_GENERATION}.{_name}", reads=_read, part="generate")(_loop(steps=True))
+integration.step_hook(f"{_GENERATION}._assisted_decoding", reads=_read, optional=True, part="generate")(
+    _loop(steps=False)
+)
+
+
+def _encoding(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """An encoder takes the prompt: that is prefill, and no waiting."""
+
+    def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = _thread.run
+        if run is not None and hook.alive:
+            try:
+                if self.config.is_encoder_decoder:
+                    run.request.state(facts.RequestScheduled(clock.now()))
+            except Exception as exc:
+                hook.fail(exc)
+        return original(self, *args, **kwargs)
+
+    return encode
+
+
+for _name in ENCODERS:
+    integration.step_hook(f"{_GENERATION}.{_name}", optional=True, part="generate")(_encoding)
 
 
 @integration.step_hook(f"{_GENERATION}._prefill", optional=True, part="generate")
@@ -174,7 +246,7 @@ def prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         if run is not None and run.stepping and hook.alive:
             try:
                 run.prefilled = True
-                run.scheduled(run.prompt * run.rows)
+                run.scheduled(run.prompt * run.computed)
             except Exception as exc:
                 hook.fail(exc)
         return original(*args, **kwargs)
@@ -206,8 +278,12 @@ def put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         if run is None or not hook.alive:
             return original(self, value)
         started_at = clock.now()
-        result = original(self, value)
-        run.request.detokenize_ns += clock.now() - started_at
+        inside.busy = True  # the tokenizer's own part is in it
+        try:
+            result = original(self, value)
+        finally:
+            inside.busy = False
+            run.request.detokenize_ns += clock.now() - started_at
         if run.iterations:
             run.request.token_reached()
         return result

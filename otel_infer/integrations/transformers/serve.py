@@ -1,7 +1,8 @@
 """`transformers serve`: which operation a route is, the queue in front of the generating thread, and the way back.
 
-    handler ─▶ InferenceThread.submit ─▶ (queue) ─▶ generate ─▶ DirectStreamer.put ─▶ SSE      without continuous batching
-    handler ─▶ add_request (see `batching`) ─▶ CBStreamer.put ─▶ SSE                           with it
+handler ─▶ GenerateManager ─▶ InferenceThread.submit ─▶ (queue) ─▶ generate ─▶ DirectStreamer.put ─▶ SSE
+           submitted                            received
+handler ─▶ add_request (see `sequences`) ─▶ CBStreamer.put ─▶ SSE       with continuous batching
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, facts, ingress
-from otel_infer.integrations.transformers._integration import ENGINE, integration
+from otel_infer.integrations.transformers._integration import ENGINE, apart, integration
 from otel_infer.patching import Hook
 
 _SERVING = "transformers.cli.serving"
@@ -41,9 +42,39 @@ def _naming(operation: str) -> Callable[[Callable[..., Any], Hook], Callable[...
 
 
 for _path, _operation in OPERATIONS.items():
-    integration.step_hook(f"{_SERVING}.{_path}.handle_request", reads=("body", "request_id"), part=PART)(
-        _naming(_operation)
-    )
+    integration.step_hook(
+        f"{_SERVING}.{_path}.handle_request",
+        reads=("body", "request_id"),
+        optional=_path.startswith("completion:"),
+        part=PART,
+    )(_naming(_operation))
+
+
+def _handing_over(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Here the prompt's tokens are known; what is put into the thread's queue next is a closure."""
+
+    def hand_over(
+        self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *rest: Any, **more: Any
+    ) -> Any:
+        request = ingress.current()
+        if request is not None and hook.alive:
+            try:
+                ids = inputs.get("input_ids")
+                tokens = int(ids.numel()) if ids is not None else 0
+                request.submitted(ENGINE, 1, tokens, int(gen_config.max_new_tokens or 0))
+            except Exception as exc:
+                hook.fail(exc)
+        return original(self, model, processor, inputs, gen_config, *rest, **more)
+
+    return hand_over
+
+
+for _name in ("generate_streaming", "generate_non_streaming"):
+    integration.step_hook(
+        f"{_SERVING}.utils:GenerateManager.{_name}",
+        reads=("model", "processor", "inputs", "gen_config"),
+        part=PART,
+    )(_handing_over)
 
 
 def _queueing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -69,6 +100,7 @@ def _carried(request: ingress.LiveRequest, fn: Callable[..., Any]) -> Callable[.
     return run
 
 
+integration.step_hook(f"{_SERVING}.utils:InferenceThread.__init__", part=PART)(apart)
 for _name in ("submit", "async_submit"):
     integration.step_hook(f"{_SERVING}.utils:InferenceThread.{_name}", reads=("fn",), part=PART)(_queueing)
 
@@ -91,7 +123,7 @@ def _delivering(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         started_at = clock.now()
         result = original(self, value)
         request.detokenize_ns += clock.now() - started_at
-        if not request.tokens_reached:
+        if not request.tokens_reached and self.total_tokens:  # the first `put` may be the prompt
             request.token_reached()
         return result
 

@@ -24,20 +24,20 @@ class _Inside(threading.local):
     busy = False
 
 
-_inside = _Inside()
+inside = _Inside()
 
 
 def _tokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def tokenize(*args: Any, **kwargs: Any) -> Any:
-        request = ingress.current() if hook.alive and not _inside.busy else None
+        request = ingress.current() if hook.alive and not inside.busy else None
         if request is None:
             return original(*args, **kwargs)
         started_at = clock.now()
-        _inside.busy = True
+        inside.busy = True
         try:
             result = original(*args, **kwargs)
         finally:
-            _inside.busy = False
+            inside.busy = False
         try:
             request.stage("tokenize", started_at, _token_count(result))
         except Exception as exc:
@@ -49,15 +49,15 @@ def _tokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 def _detokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def detokenize(*args: Any, **kwargs: Any) -> Any:
-        request = ingress.current() if hook.alive and not _inside.busy else None
+        request = ingress.current() if hook.alive and not inside.busy else None
         if request is None:
             return original(*args, **kwargs)
         started_at = clock.now()
-        _inside.busy = True
+        inside.busy = True
         try:
             return original(*args, **kwargs)
         finally:
-            _inside.busy = False
+            inside.busy = False
             request.detokenize_ns += clock.now() - started_at
 
     return detokenize
@@ -80,7 +80,9 @@ for _method in ("decode", "batch_decode"):
 integration.step_hook(f"{_PROCESSOR}.apply_chat_template", part="processor")(_tokenizing)
 
 
-@integration.step_hook("transformers.tokenization_utils_base:BatchEncoding.to", reads=("device",), part="tokenizer")
+@integration.step_hook(
+    "transformers.tokenization_utils_base:BatchEncoding.to", reads=("device",), part="tokenizer"
+)
 def to(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """The inputs' way to the device: the stage `h2d`, host time of the copy."""
 

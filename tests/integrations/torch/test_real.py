@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +160,24 @@ def test_hooks_of_the_user_run_once(recording: Recording, no_grad: None) -> None
     assert rows(recording) == [[4]]
 
 
+IMPORTED_AFTERWARDS = """
+from otel_infer.integrations.torch import integration
+integration.install()
+import torch
+print(*integration.parts.values(), integration.status.drift)
+torch.compile(torch.nn.Sequential(torch.nn.Linear(1, 1)).eval(), backend="eager")(torch.rand(1, 1))
+print(*integration.parts.values(), integration.status.drift)
+"""
+
+
+def test_it_installs_while_torch_is_being_imported_and_compiling_waits_for_the_compiler() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_AFTERWARDS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["active waiting None", "active active None"]
+    assert done.stderr == ""
+
+
 # ── nothing else changes ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -228,7 +248,7 @@ def test_uninstrument_restores_classes_and_a_second_instrument_finds_the_model_a
 def test_scripted_and_traced_models_are_seen(recording: Recording, no_grad: None) -> None:
     model = Net().eval()
     scripted = torch.jit.script(model)
-    traced = torch.jit.trace(model, x())
+    traced = torch.jit.trace(model, x(), check_trace=False)
     assert rows(recording) == []
     data = x(3)
     for other in (scripted, traced):
@@ -398,7 +418,13 @@ def test_the_forwards_of_continuous_batching_are_its_own(
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama)
     generation = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=2, pad_token_id=0)
-    outputs = model.generate_batch([[5, 6, 7], [8, 9]], generation_config=generation, progress_bar=False)
+    small = transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)
+    outputs = model.generate_batch(
+        [[5, 6, 7], [8, 9]],
+        generation_config=generation,
+        continuous_batching_config=small,
+        progress_bar=False,
+    )
     assert len(outputs) == 2
     records = recording.records()
     assert [record.operation for record in records] == ["text_completion"] * 2

@@ -578,14 +578,18 @@ def test_a_sidecar_takes_over_nobodys_leftovers_while_it_is_tried(base: Path) ->
     assert ["1-a.requests"] == os.listdir(dead)
 
 
-def test_a_sidecar_that_cannot_be_started_fails(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sidecar_that_cannot_be_started_is_replaced_by_a_thread(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise launch.CannotStart("Resource temporarily unavailable")
 
     monkeypatch.setattr(launch, "sidecar", refuse)
     check = memory.sidecar(rings(base), "")
-    assert ("fail", "it cannot be started: Resource temporarily unavailable") == check[1:3]
+    assert "warn" == check.state
+    assert check.found.startswith("it cannot be started: Resource temporarily unavailable; mode: in-process")
     assert "OTEL_INFER_MODE=in-process" in check.do
+    assert "fail" == memory.sidecar(rings(base, mode="sidecar"), "").state
     assert [] == list(base.iterdir())
 
 
@@ -598,6 +602,19 @@ def test_a_sidecar_that_ends_at_once_fails(base: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "sidecar", started("raise SystemExit(3)"))
     check = memory.sidecar(rings(base), "")
     assert ("fail", "it ended at once, with status 3") == check[1:3]
+
+
+def test_a_sidecar_that_breaks_says_why(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(folder: Path, settings: Config, *_: object) -> Any:
+        Path(settings.log).write_text("Traceback\nValueError: what it says last\n")
+        return started("raise SystemExit(1)")()
+
+    monkeypatch.setattr(launch, "sidecar", start)
+    assert (
+        "it ended at once, with status 1: ValueError: what it says last"
+        == memory.sidecar(rings(base), "").found
+    )
+    assert [] == list(base.iterdir())
 
 
 def test_a_sidecar_that_does_nothing_is_ended(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

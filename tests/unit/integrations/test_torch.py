@@ -84,6 +84,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(ours, "_classes", weakref.WeakSet())
     calls = ours._calls
     monkeypatch.setattr(calls, "hook", Hook("stand-in"))
+    monkeypatch.setattr(calls, "ask_torch", lambda: None)
     monkeypatch.setattr(calls, "is_compiling", lambda: fake.compiling, raising=False)
     monkeypatch.setattr(calls, "is_tracing", lambda: fake.tracing, raising=False)
     monkeypatch.setattr(calls, "is_grad_enabled", lambda: fake.grad, raising=False)

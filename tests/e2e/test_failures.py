@@ -1,0 +1,585 @@
+"""What goes wrong around a server goes wrong for real here, and the server serves on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer import semconv
+from tests.otlp_receiver import OtlpReceiver, ok, partial_success, slow, status
+from tests.served import chat, transformers_serve
+from tests.toy_server import RUN, Toy, processes, traceparent, until
+
+pytestmark = pytest.mark.timeout(60)
+
+LAUNCHERS = pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
+NOBODY = 65534
+
+Start = Callable[..., Toy]
+
+
+@pytest.fixture
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def start(tmp_path: Path, receiver: OtlpReceiver) -> Iterator[Start]:
+    """Starts a toy server that exports to the receiver; whatever becomes of it, nothing of it is left."""
+    started: list[Toy] = []
+
+    def start(launcher: Sequence[str] = (), options: dict[str, Any] | None = None, **environ: str) -> Toy:
+        toy = Toy(tmp_path / f"toy-{len(started)}.log", {**receiver.environ, **environ}, launcher)
+        started.append(toy)
+        return toy.start(**(options or {}))
+
+    yield start
+    for toy in started:
+        toy.__exit__()
+
+
+def requests_of(receiver: OtlpReceiver) -> dict[str, list[dict[str, Any]]]:
+    """The request spans by trace id."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for span in receiver.spans:
+        if span["kind"] == 1 and semconv.OPERATION_NAME in span["attributes"]:
+            found.setdefault(span["trace_id"], []).append(span)
+    return found
+
+
+def arrived(receiver: OtlpReceiver, *traces: str, timeout: float = 15.0) -> list[dict[str, Any]]:
+    """The one request span of each of these traces, once they are all there."""
+    assert receiver.wait_for(lambda it: set(traces) <= set(requests_of(it)), timeout), (
+        f"{len(set(traces) - set(requests_of(receiver)))} of {len(traces)} requests have not arrived"
+    )
+    time.sleep(0.1)
+    return [span for trace_id in traces for span in requests_of(receiver)[trace_id]]
+
+
+def assert_nothing_came_twice(receiver: OtlpReceiver) -> None:
+    ids = Counter((span["trace_id"], span["span_id"]) for span in receiver.spans)
+    assert [] == [span_id for span_id, times in ids.items() if times > 1]
+
+
+def counted(receiver: OtlpReceiver) -> int:
+    """How many requests the metrics have counted: the last word of each series, all series together."""
+    last: dict[Any, int] = {}
+    for metric in receiver.metrics:
+        if metric["name"] == semconv.REQUEST_DURATION.name:
+            for point in metric["points"]:
+                series = (point["start_time_unix_nano"], *sorted(point["attributes"].items()))
+                last[series] = max(last.get(series, 0), point["count"])
+    return sum(last.values())
+
+
+def lost(receiver: OtlpReceiver) -> dict[str, float]:
+    """Losses by reason, as last told."""
+    told: dict[str, float] = {}
+    for metric in receiver.metrics:
+        if metric["name"] == semconv.SELF_LOST.name:
+            told = {point["attributes"][semconv.LOSS_REASON]: point["value"] for point in metric["points"]}
+    return told
+
+
+def answered(replies: Sequence[Any]) -> list[str]:
+    """The traces of the requests that were answered."""
+    return [reply.trace_id for reply in replies if reply.status == 200]
+
+
+def memory_of(pid: int) -> int:
+    """Resident memory, bytes."""
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ── kill -9 ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@LAUNCHERS
+def test_a_server_killed_under_load_leaves_no_request_untold(
+    start: Start, receiver: OtlpReceiver, launcher: Sequence[str]
+) -> None:
+    toy = start(launcher, TOY_STEP_S="0.02")
+    toy.state()
+    with toy.load(threads=8, tokens=20) as replies:
+        time.sleep(1.5)
+        toy.kill()
+        time.sleep(0.3)
+    toy.wait()
+    assert toy.folder is not None
+    assert not toy.folder.exists()
+    done = answered(replies)
+    spans = arrived(receiver, *done)
+    assert all("error.type" not in span["attributes"] for span in spans if span["trace_id"] in done)
+    broken = [reply.trace_id for reply in replies if reply.status == 0]
+    died = [span for spans in requests_of(receiver).values() for span in spans if span["trace_id"] in broken]
+    assert len(died) == 8
+    assert {span["attributes"]["error.type"] for span in died} == {"process_died"}
+    assert {span["attributes"][semconv.DIED_IN] for span in died} <= {"prefill", "decode", "queue"}
+    assert {span["status"] for span in died} == {2}
+    assert_nothing_came_twice(receiver)
+    assert counted(receiver) == len(done) + len(died)
+
+
+@LAUNCHERS
+def test_a_sidecar_killed_under_load_is_replaced_and_nothing_is_told_twice(
+    start: Start, receiver: OtlpReceiver, launcher: Sequence[str]
+) -> None:
+    toy = start(launcher, TOY_STEP_S="0.02")
+    assert toy.chat().status == 200
+    first = toy.sidecar()
+    toy.state()
+    with toy.load(threads=4, tokens=4) as replies:
+        time.sleep(1.5)
+        across = [
+            subprocess.Popen(  # clients of their own, since they wait for long
+                [sys.executable, "-c", LONG, str(toy.port), traceparent()[0]], stdout=subprocess.PIPE
+            )
+            for _ in range(3)
+        ]
+        time.sleep(0.7)
+        os.kill(first, signal.SIGKILL)
+        second = until(lambda: [pid for pid in toy.sidecars() if pid != first])
+        time.sleep(2)
+    long_ones = [process.communicate(timeout=20)[0].decode().strip() for process in across]
+    assert toy.stop() == 143
+    assert len(second) == 1
+    assert all(reply.status == 200 for reply in replies)
+    # What was in flight across the restart has its trace, with its steps.
+    for span in arrived(receiver, *long_ones):
+        assert "error.type" not in span["attributes"]
+    steps = Counter(s["trace_id"] for s in receiver.spans if s["name"] == semconv.SPAN_DECODE_STEP)
+    assert {steps[trace_id] for trace_id in long_ones} == {79}
+    assert_nothing_came_twice(receiver)
+    told = requests_of(receiver)
+    missing = [reply for reply in replies if reply.trace_id not in told]
+    # Only what had just been concluded, and lay in the dead sidecar's memory, is gone.
+    assert len(missing) <= len(replies) // 2
+    assert counted(receiver) <= len(replies) + len(long_ones) + 1
+    instances = {span["resource"]["service.instance.id"] for span in receiver.spans}
+    assert len(instances) == 1
+
+
+LONG = """
+import http.client, json, sys
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=20)
+connection.request("POST", "/chat", json.dumps({"tokens": 80}), {"traceparent": f"00-{sys.argv[2]}-00f067aa0ba902b7-01"})
+assert connection.getresponse().status == 200
+print(sys.argv[2])
+"""
+
+
+def test_a_sidecar_that_keeps_breaking_is_started_ever_more_seldom_and_said_to_break(
+    start: Start, tmp_path: Path
+) -> None:
+    broken = tmp_path / "site" / "opentelemetry_broken"
+    broken.mkdir(parents=True)
+    toy = start(OTEL_EXPORTER_OTLP_CERTIFICATE=str(tmp_path / "nowhere.pem"), OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
+    began = time.monotonic()
+    seen: set[int] = set()
+    while time.monotonic() - began < 6:
+        assert toy.chat().status == 200
+        seen |= set(toy.sidecars())
+        time.sleep(0.02)
+    assert len(seen) <= 4
+    toy.stop()
+
+
+def test_the_port_can_be_bound_again_at_once_after_kill_9(start: Start) -> None:
+    toy = start()
+    assert toy.chat().status == 200
+    sidecar = toy.sidecar()
+    toy.kill()
+    assert toy.process is not None
+    toy.process.wait(5)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as every server does
+        listener.bind(("127.0.0.1", toy.port))
+        listener.listen()
+        assert sidecar in toy.sidecars()
+    toy.wait()
+
+
+def test_a_stopped_sidecar_does_not_stop_the_server(start: Start, receiver: OtlpReceiver) -> None:
+    toy = start()
+    first = toy.chat()
+    sidecar = toy.sidecar()
+    arrived(receiver, first.trace_id)
+    with toy.load() as before:
+        time.sleep(1)
+    os.kill(sidecar, signal.SIGSTOP)
+    began = time.monotonic()
+    with toy.load() as during:
+        time.sleep(1.5)
+    assert toy.ask("/flush", {"timeout": 0.2}).body["flushed"] is False
+    assert time.monotonic() - began < 5
+    assert toy.sidecars() == [sidecar]
+    os.kill(sidecar, signal.SIGCONT)
+    assert all(reply.status == 200 for reply in during)
+    assert max(reply.seconds for reply in during) < 1
+    arrived(receiver, *answered([*before, *during]))
+    toy.stop()
+    assert_nothing_came_twice(receiver)
+
+
+# ── containers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+needs_mounts = pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True).returncode != 0,
+    reason="mount and pid namespaces cannot be made here (needs root or CAP_SYS_ADMIN)",
+)
+
+
+def in_a_mount_namespace(prepare: str) -> tuple[str, ...]:
+    """A launcher that changes what is mounted, for what it starts alone."""
+    return ("unshare", "--mount", "sh", "-ec", f'{prepare}\nexec "$@"', "sh")
+
+
+@needs_mounts
+def test_what_was_in_flight_in_a_killed_container_is_told_by_the_next_start(
+    start: Start, receiver: OtlpReceiver, tmp_path: Path
+) -> None:
+    script = 'mount -t tmpfs rings /dev/shm\nunshare --pid --fork --mount-proc "$@" || true\nexec "$@"'
+    toy = start(("unshare", "--mount", "sh", "-c", script, "sh"), TOY_STEP_S="0.02")
+    assert toy.state()["pid"] == 1
+    with toy.load(threads=3, tokens=100) as replies:
+        time.sleep(1)
+        (init,) = [pid for pid, argv in processes(toy.mark).items() if _is_init(pid)]
+        os.kill(init, signal.SIGKILL)
+        time.sleep(0.3)
+    toy.wait_until_ready()
+    assert toy.state()["pid"] != 1
+    assert toy.chat().status == 200
+    broken = [reply.trace_id for reply in replies if reply.status == 0][:3]
+    spans = arrived(receiver, *broken)
+    assert {span["attributes"]["error.type"] for span in spans} == {"process_died"}
+    leftovers = subprocess.run(
+        ["nsenter", "--mount", "--target", str(toy.state()["pid"]), "sh", "-c", "ls /dev/shm/otel_infer-*"],
+        capture_output=True,
+        text=True,
+    )
+    assert len(leftovers.stdout.split()) == 1
+    toy.folder = None  # it went with its namespace
+    toy.stop()
+    assert_nothing_came_twice(receiver)
+
+
+def _is_init(pid: int) -> bool:
+    """Whether a process is the first of a pid namespace below ours."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as lines:
+        (numbers,) = [line.split()[1:] for line in lines if line.startswith("NSpid:")]
+    return len(numbers) > 1 and numbers[-1] == "1"
+
+
+@needs_mounts
+@LAUNCHERS
+def test_one_megabyte_of_shared_memory_is_enough(
+    start: Start, receiver: OtlpReceiver, launcher: Sequence[str]
+) -> None:
+    toy = start((*in_a_mount_namespace("mount -t tmpfs -o size=1m small /dev/shm"), *launcher))
+    reply = toy.chat()
+    assert toy.state()["arena"] == "FileArena"
+    with toy.load() as replies:
+        time.sleep(1)
+    arrived(receiver, reply.trace_id, *answered(replies))
+    assert "decode step" in {span["name"] for span in receiver.spans if span["trace_id"] == reply.trace_id}
+    toy.folder = None
+    toy.stop()
+
+
+WITHOUT_MEMORY = {
+    "full": "mount -t tmpfs -o size=1m full /dev/shm\nhead -c 1m /dev/zero >/dev/shm/full || true",
+    "too-small": "mount -t tmpfs -o size=64k small /dev/shm",
+    "read-only": "mount -t tmpfs -o ro none /dev/shm\nmount -o remount,ro,bind / /",
+    "not-tmpfs": "mount --bind /var/tmp /dev/shm",
+}
+
+
+@needs_mounts
+@LAUNCHERS
+@pytest.mark.parametrize("prepare", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY)
+def test_without_shared_memory_the_server_exports_by_itself_and_says_so(
+    start: Start, receiver: OtlpReceiver, prepare: str, launcher: Sequence[str]
+) -> None:
+    toy = start((*in_a_mount_namespace(prepare), *launcher))
+    replies = [toy.chat() for _ in range(5)]
+    assert toy.state()["arena"] == "MemoryArena"
+    arrived(receiver, *answered(replies))
+    assert toy.said().count("in-process, since ") == 1
+    assert "/dev/shm" in toy.said()
+    toy.stop()
+    assert "Traceback" not in toy.said()
+    assert len(toy.said().splitlines()) <= 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root becomes another user")
+def test_another_user_has_a_folder_of_its_own(start: Start, receiver: OtlpReceiver) -> None:
+    toy = start(("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"))
+    reply = toy.chat()
+    folder = Path(toy.state()["folder"])
+    assert folder.parent.name == f"otel_infer-{NOBODY}"
+    assert folder.stat().st_uid == NOBODY
+    assert folder.stat().st_mode & 0o777 == 0o700
+    arrived(receiver, reply.trace_id)
+    toy.stop()
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_child_that_gives_up_its_rights_is_recorded_too(start: Start, receiver: OtlpReceiver) -> None:
+    toy = start()
+    toy.state()
+    trace_id, _, headers = traceparent()
+    reply = toy.ask("/chat", {"fork": {"headers": [headers], "uid": NOBODY}})
+    arrived(receiver, reply.trace_id, trace_id)
+    toy.stop()
+    assert_nothing_came_twice(receiver)
+
+
+# ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@LAUNCHERS
+@pytest.mark.parametrize("mode", ["sidecar", "in-process"])
+def test_a_fork_under_load_is_a_process_of_its_own(
+    start: Start, receiver: OtlpReceiver, launcher: Sequence[str], mode: str
+) -> None:
+    toy = start(launcher, OTEL_INFER_MODE=mode)
+    assert toy.chat().status == 200
+    folder = toy.state()["folder"]
+    own: list[str] = []
+    parents: list[str] = []
+    with toy.load() as replies:
+        for _ in range(3):
+            pairs = [traceparent() for _ in range(3)]
+            own += [trace_id for trace_id, _, _ in pairs]
+            reply = toy.ask("/chat", {"fork": {"headers": [headers for _, _, headers in pairs]}})
+            assert reply.status == 200
+            parents.append(reply.trace_id)
+        time.sleep(0.5)
+        if mode == "sidecar":
+            assert len(toy.sidecars()) == 1
+    spans = arrived(receiver, *own, *parents, *answered(replies))
+    assert {span["attributes"].get("error.type") for span in spans} == {None}
+    assert not any(span["attributes"].get(semconv.TELEMETRY_LOST) for span in spans)
+    assert toy.state()["folder"] == folder
+    toy.stop()
+    assert_nothing_came_twice(receiver)
+
+
+@LAUNCHERS
+def test_a_spawned_process_reaches_the_same_sidecar(
+    start: Start, receiver: OtlpReceiver, launcher: Sequence[str]
+) -> None:
+    toy = start(launcher)
+    reply = toy.chat()
+    sidecar = toy.sidecar()
+    toy.state()
+    trace_id, _, headers = traceparent()
+    spawned = toy.ask("/spawn", {"headers": headers})
+    assert spawned.body["status"] == 0
+    assert toy.sidecars() == [sidecar]
+    (there, here) = arrived(receiver, reply.trace_id, trace_id)
+    assert there["resource"]["service.instance.id"] == here["resource"]["service.instance.id"]
+    toy.stop()
+
+
+def test_two_servers_on_one_host_have_nothing_in_common(start: Start, receiver: OtlpReceiver) -> None:
+    one, other = start(), start()
+    spans = arrived(receiver, one.chat().trace_id, other.chat().trace_id)
+    assert one.state()["folder"] != other.state()["folder"]
+    assert len({span["resource"]["service.instance.id"] for span in spans}) == 2
+    assert {one.sidecar()} != {other.sidecar()}
+    one.kill()
+    one.wait()
+    assert other.chat().status == 200
+    assert other.folder is not None
+    assert other.folder.exists()
+    other.stop()
+
+
+def test_under_opentelemetry_instrument_there_is_one_sidecar_and_it_instruments_nothing(
+    start: Start, receiver: OtlpReceiver
+) -> None:
+    program = Path(sys.executable).parent / "opentelemetry-instrument"
+    if not program.exists():
+        pytest.skip("opentelemetry-instrument is not installed")
+    toy = start((str(program),))
+    reply = toy.chat()
+    toy.state()
+    arrived(receiver, reply.trace_id)
+    sidecar = toy.sidecar()
+    time.sleep(0.5)
+    assert toy.sidecars() == [sidecar]
+    assert len(processes(toy.mark)) == 2
+    maps = Path(f"/proc/{sidecar}/maps").read_text()
+    environ = Path(f"/proc/{sidecar}/environ").read_bytes()
+    assert b"PYTHONPATH" not in environ
+    assert "wrapt" not in maps or "auto_instrumentation" not in maps
+    toy.stop()
+
+
+def test_a_ring_folder_removed_under_load_costs_no_request(start: Start, receiver: OtlpReceiver) -> None:
+    toy = start()
+    first = toy.chat()
+    sidecar = toy.sidecar()
+    folder = Path(toy.state()["folder"])
+    arrived(receiver, first.trace_id)
+    with toy.load() as replies:
+        shutil.rmtree(folder)
+        time.sleep(1.5)
+    # The one who reads has the files open: nothing is lost as long as it lives.
+    arrived(receiver, *answered(replies))
+    with toy.load() as more:
+        os.kill(sidecar, signal.SIGKILL)
+        until(lambda: toy.sidecars() not in ([], [sidecar]), 20)
+        time.sleep(0.5)
+    after = [toy.chat() for _ in range(3)]
+    assert all(reply.status == 200 for reply in [*replies, *more, *after])
+    arrived(receiver, *answered(after))
+    assert len(toy.sidecars()) == 1
+    toy.stop()
+    assert_nothing_came_twice(receiver)
+    assert not folder.exists()
+
+
+# ── the collector ────────────────────────────────────────────────────────────────────────────────────────────────
+
+ANSWERS = {
+    "absent": None,
+    "slow": slow(3),
+    "500": status(500),
+    "refusing": status(401),
+    "partial": partial_success(5, "too many"),
+}
+
+
+@pytest.mark.parametrize("mode", ["sidecar", "in-process"])
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_a_collector_that_fails_costs_no_request_and_its_losses_are_counted(
+    start: Start, receiver: OtlpReceiver, answer: Any, mode: str
+) -> None:
+    with OtlpReceiver() as failing:
+        if answer is None:
+            failing.refuse()
+        else:
+            failing.answer(answer)
+        toy = start(
+            OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=f"{failing.endpoint}/v1/traces",
+            OTEL_EXPORTER_OTLP_TRACES_TIMEOUT="1",
+            OTEL_INFER_MODE=mode,
+        )
+        toy.state()
+        with toy.load(tokens=2) as replies:
+            time.sleep(2)
+        reader = toy.sidecar() if mode == "sidecar" else toy.state()["pid"]
+        used = memory_of(reader)
+        with toy.load(tokens=2) as more:
+            time.sleep(2)
+        grown = memory_of(reader) - used
+        assert all(reply.status == 200 for reply in [*replies, *more])
+        assert max(reply.seconds for reply in more) < 1
+        assert statistics.median(reply.seconds for reply in more) < 0.2
+        assert grown < 64 << 20
+        toy.stop()
+        assert receiver.wait_for(lambda it: lost(it).get("refused", 0) > 0, 5)
+        assert counted(receiver) == len(replies) + len(more)
+        accepted = len(failing.spans)
+        assert accepted == 0 or answer is ANSWERS["partial"] or answer is ANSWERS["slow"]
+
+
+def test_a_flush_that_waits_for_a_stuck_collector_stops_nobody_from_reading(
+    start: Start, receiver: OtlpReceiver
+) -> None:
+    receiver.answer(slow(4))
+    toy = start(TOY_STEP_S="0.001")
+    toy.chat()
+    toy.state()
+    with toy.load(threads=8, tokens=50) as replies:
+        time.sleep(1)
+        began = time.monotonic()
+        assert toy.ask("/flush", {"timeout": 2.0}).body["flushed"] is False
+        assert 2.0 <= time.monotonic() - began < 3.0
+    receiver.answer(ok())
+    spans = arrived(receiver, *answered(replies))
+    assert not any(span["attributes"].get(semconv.TELEMETRY_LOST) for span in spans)
+    toy.stop()
+
+
+def test_a_collector_that_comes_back_gets_what_came_since(start: Start, receiver: OtlpReceiver) -> None:
+    receiver.refuse()
+    toy = start(OTEL_EXPORTER_OTLP_TIMEOUT="1")
+    toy.chat()
+    toy.state()
+    time.sleep(3)
+    receiver.listen()
+    reply = toy.chat()
+    arrived(receiver, reply.trace_id)
+    toy.stop()
+
+
+# ── a real engine ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
+def test_a_real_server_outlives_its_sidecar_and_its_death_is_told(
+    receiver: OtlpReceiver, tiny_llama: Path, tmp_path: Path
+) -> None:
+    import threading
+
+    environ = {**receiver.environ, "OTEL_METRIC_EXPORT_INTERVAL": "500"}
+    with transformers_serve(tiny_llama, tmp_path / "serve.log", environ, batching=True) as server:
+        chat(server.port, tiny_llama)
+        assert server.process is not None
+        supervisor = server.process.pid
+        first = _children(supervisor, b"otel_infer-sidecar")[0]
+        (served,) = [pid for pid in _children(supervisor) if pid != first]
+        os.kill(first, signal.SIGKILL)
+        until(lambda: _children(supervisor, b"otel_infer-sidecar"))
+        reply = chat(server.port, tiny_llama, tokens=6)
+        arrived(receiver, reply.trace_id)
+        clients = [
+            threading.Thread(target=_cut_off, args=(server.port, tiny_llama), daemon=True) for _ in range(4)
+        ]
+        for client in clients:
+            client.start()
+        time.sleep(0.5)
+        os.kill(served, signal.SIGKILL)
+        assert server.process.wait(20) == 128 + signal.SIGKILL
+        for client in clients:
+            client.join(10)
+    died = [s for spans in requests_of(receiver).values() for s in spans if "error.type" in s["attributes"]]
+    assert len(died) == 4
+    assert {span["attributes"]["error.type"] for span in died} == {"process_died"}
+    assert_nothing_came_twice(receiver)
+
+
+def _children(parent: int, name: bytes = b"") -> list[int]:
+    found = []
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        if name in Path(f"/proc/{pid}/cmdline").read_bytes():
+            found.append(int(pid))
+    return found
+
+
+def _cut_off(port: int, model: Path) -> None:
+    """A client whose server dies."""
+    try:
+        chat(port, model, tokens=400)
+    except Exception:
+        pass
