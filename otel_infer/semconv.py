@@ -24,6 +24,7 @@ SPAN_DECODE_STEP = "decode step"
 SPAN_D2H = "d2h"
 SPAN_FORWARD = "forward"
 SPAN_POSTPROCESS = "postprocess"
+SPAN_DOCTOR = "otel_infer doctor"
 STAGES = (
     SPAN_INGRESS,
     SPAN_TOKENIZE,
@@ -119,6 +120,7 @@ INTEGRATION = "infer.integration"
 HOOK_STATE = "infer.hook.state"
 LOSS_REASON = "infer.loss.reason"
 CPU_MODE = "cpu.mode"
+DOCTOR = "infer.doctor"
 
 # ── metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────
 # A superset of the recommended bounds that resolves 1 ms between tokens and 60 s to the first one.

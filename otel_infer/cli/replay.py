@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from otel_infer import config, semconv, tape
-from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.records import RequestRecord
 
 
@@ -39,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def records(path: Path) -> Iterator[RequestRecord]:
     """The finished requests of a tape, in the order in which they ended."""
+    from otel_infer.assembler import GRACE_NS, Assembler
+
     assembler = Assembler()
     horizon = 0
     for passage in tape.read(path):

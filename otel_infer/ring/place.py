@@ -199,7 +199,8 @@ def is_tmpfs(folder: Path) -> bool:
     best, kind = "", ""
     resolved = str(folder.resolve())
     for line in mounts:
-        _, point, filesystem, *_ = line.split(" ")
+        _, escaped, filesystem, *_ = line.split(" ")
+        point = escaped.replace("\\040", " ")
         inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
             best, kind = point, filesystem

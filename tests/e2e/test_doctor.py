@@ -179,7 +179,9 @@ def test_drifted_names_target_and_reason_and_what_is_lost(
     check = found.checks["integration transformers"]
     assert "fail" == check["state"]
     assert check["found"].startswith("transformers 99.0: drifted")
-    assert re.search(r"transformers\.generation\.utils:GenerationMixin\.\w+: (there is|declares) no ", check["found"])
+    assert re.search(
+        r"transformers\.generation\.utils:GenerationMixin\.\w+: (there is|declares) no ", check["found"]
+    )
     assert "generate is not recorded; everything else is" in check["found"]
     assert "install another release of transformers" in check["do"]
     assert {"ok"} == set(found.states("engine", "exporter spans", "sidecar").values())
