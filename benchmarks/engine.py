@@ -37,6 +37,7 @@ class Engine:
 
     def __init__(self, size: int = 256, python_us: float = 1500.0, wait_us: float = 3500.0) -> None:
         self.size = size
+        self.churning = True
         self.steps = 0
         self.running = [Sequence() for _ in range(size)]
         self.arrivals = deque(Sequence() for _ in range(WAITING))
@@ -74,9 +75,11 @@ class Engine:
         self.total_tokens = len(running) + (PROMPT - 1) * len(self.admitted)
         return running
 
-    def update(self) -> Sequence:
-        """Gives every member its token; the oldest is done, and returned."""
+    def update(self) -> Sequence | None:
+        """Gives every member its token; the oldest is done, and returned, unless nobody is to come and go."""
         self._work(self._inner)
+        if not self.churning:
+            return None
         finished = self.running.pop(0)
         finished.last = self.steps
         self._outbox.put(finished)

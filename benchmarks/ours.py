@@ -124,16 +124,17 @@ class Binding:
 
         return schedule
 
-    def update(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
+    def update(self, original: Callable[[], Sequence | None]) -> Callable[[], Sequence | None]:
         """The hook on `Engine.update`."""
         hook, log, engine = self.hook, self.log, self.engine
 
-        def update() -> Sequence:
+        def update() -> Sequence | None:
             finished = original()
             if hook.alive and recorder.active:
                 try:
                     log.done(self._step, b"", engine.size)
-                    self._finished(finished)
+                    if finished is not None:
+                        self._finished(finished)
                 except Exception as reason:
                     hook.fail(reason)
             return finished

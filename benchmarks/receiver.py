@@ -12,6 +12,7 @@ import sys
 import threading
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -66,24 +67,56 @@ class _Kept:
 
 
 def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
-    """Spans, unique (trace id, span id) pairs, spans by name, and bytes."""
+    """Spans, unique (trace id, span id) pairs, spans by name, and bytes; `plain` are step spans with two attributes."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     names: Counter[str] = Counter()
     seen: set[bytes] = set()
-    raw = wire = other = 0
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    raw = wire = 0
     for body, encoding in bodies:
         text = gzip.decompress(body) if encoding == "gzip" else body
         raw, wire = raw + len(text), wire + len(body)
+        lengths = span_lengths(text)
         for of_resource in ExportTraceServiceRequest.FromString(text).resource_spans:
             for of_scope in of_resource.scope_spans:
-                for span in of_scope.spans:
+                for span, length in zip(of_scope.spans, lengths):
                     names[span.name] += 1
                     seen.add(span.trace_id + span.span_id)
-                    # Everybody's but step spans, which we send with padded numbers, so that their size here is not theirs.
-                    other += 0 if span.name == STEP else span.ByteSize() + 3
+                    if span.name == STEP:
+                        sizes[len(span.attributes) <= 2].append(length)
     found = {"posts": len(bodies), "spans": sum(names.values()), "unique": len(seen), "names": names}
-    return {**found, "steps": names[STEP], "raw": raw, "wire": wire, "steps_raw": raw - other}
+    steps = {"steps": names[STEP], "plain": len(sizes[True]), "plain_raw": sum(sizes[True]), "other_raw": sum(sizes[False])}
+    return {**found, **steps, "raw": raw, "wire": wire}
+
+
+def span_lengths(request: bytes) -> Iterator[int]:
+    """Bytes of each span of an ExportTraceServiceRequest as they came, tag and length included."""
+    for _, _, begin, end in _fields(request, 0, len(request)):
+        for number, _, begin_scope, end_scope in _fields(request, begin, end):
+            if number == 2:
+                for inner, start, _, stop in _fields(request, begin_scope, end_scope):
+                    if inner == 2:
+                        yield stop - start
+
+
+def _fields(message: bytes, at: int, until: int) -> Iterator[tuple[int, int, int, int]]:
+    """(number, where it starts, where its content starts, where it ends); all fields here are length-delimited."""
+    while at < until:
+        start, (tag, at) = at, _varint(message, at)
+        length, at = _varint(message, at)
+        yield tag >> 3, start, at, at + length
+        at += length
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
 
 
 class _Handler(BaseHTTPRequestHandler):

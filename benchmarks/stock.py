@@ -79,10 +79,12 @@ class StockBinding:
         for name in HOOKED:
             delattr(self.engine, name)
 
-    def end_all(self) -> None:
-        """Ends whoever is in flight."""
+    def end_all(self) -> int:
+        """Ends whoever is in flight; returns how many step spans were made since this was put on for the first time."""
         for sequence in list(self._open):
             self._ended(sequence)
+        made, self.stock.steps_made = self.stock.steps_made, 0
+        return made
 
     def schedule(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
         """Notes when the step began."""
@@ -94,10 +96,10 @@ class StockBinding:
 
         return schedule
 
-    def update(self, original: Callable[[], Sequence]) -> Callable[[], Sequence]:
+    def update(self, original: Callable[[], Sequence | None]) -> Callable[[], Sequence | None]:
         """Makes the step's spans."""
 
-        def update() -> Sequence:
+        def update() -> Sequence | None:
             contexts = [member.live[1] for member in self.engine.running]
             finished = original()
             self._step += 1

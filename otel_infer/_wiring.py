@@ -215,7 +215,7 @@ class _Wiring:
             recorder.ensure()
 
     def _forked(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._restarts = threading.Lock(), launch.Restarts()
         self.reader = self.sidecar = None
         live = ingress.current()
         if live is not None:

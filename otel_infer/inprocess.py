@@ -27,6 +27,12 @@ log = logging.getLogger("otel_infer")
 
 FLUSH_S = 5.0
 
+# A child that is forked while a thread of ours imports could never import the same: so a fork waits for that.
+_importing = threading.RLock()
+os.register_at_fork(
+    before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release
+)
+
 
 class InProcess(threading.Thread):
     """Reads the rings of this process and hands spans to its provider, or sends them itself where there is none."""
@@ -52,7 +58,8 @@ class InProcess(threading.Thread):
     def _pipeline(self) -> Pipeline:
         """Made on the thread, since what it imports takes longer than a request should wait."""
         if self._made is None:
-            self._made = self._make()
+            with _importing:
+                self._made = self._make()
         return self._made
 
     def run(self) -> None:
@@ -64,13 +71,16 @@ class InProcess(threading.Thread):
 
     def flush(self, timeout: float) -> bool:
         """Concludes everything that has ended and has it sent; False if `timeout` s were not enough."""
-        if self._broken:
+        deadline = clock.now() + int(timeout * 1e9)
+        if self._broken or not self._turn.acquire(timeout=timeout):
             return False
-        with self._turn:
+        try:
             self._wake()
             self._wake()
             self._pipeline.settle(clock.now())
-        return self._pipeline.flush(timeout)
+        finally:
+            self._turn.release()
+        return self._pipeline.flush(max(deadline - clock.now(), 0) / 1e9)
 
     def close(self) -> None:
         """Flushes and stops; the second call does nothing, nor does one in a forked child, whose it is not."""

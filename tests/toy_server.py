@@ -26,6 +26,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from opentelemetry import trace
+
 import otel_infer
 
 MARK = "TOY_SERVER_MARK"
@@ -80,8 +82,11 @@ def answer(loop: Loop | None, headers: dict[str, str], body: dict[str, Any]) -> 
             raise ValueError(body["fail"])
         request.submitted(input_tokens=8, max_tokens=tokens)
         if body.get("fork"):
-            return {"pid": os.getpid(), "child": fork(body["fork"])}
+            child = fork(body["fork"])
+            request.set_attribute("who", "parent")
+            return {"pid": os.getpid(), "child": child}
         if loop is None:
+            request.set_attribute("who", "child")
             for _ in range(tokens):
                 with otel_infer.step([request]):
                     time.sleep(0.001)
@@ -102,9 +107,10 @@ def fork(body: dict[str, Any]) -> int:
         if "uid" in body:
             os.setgid(body["uid"])
             os.setuid(body["uid"])
-        for headers in body["headers"]:
-            answer(None, headers, {"tokens": 3})
-        otel_infer.flush(body.get("flush", 5.0))
+        trace.get_current_span().set_attribute("who", "the child, of its parent")
+        for _ in range(body["requests"]):
+            answer(None, {}, {"tokens": 3})
+        otel_infer.flush(5.0)
         status = 0
     finally:
         os._exit(status)

@@ -15,6 +15,7 @@ import os
 import queue
 import random
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -31,12 +32,13 @@ otel_infer.instrument()
 WORDS = "the quick brown fox jumps over a lazy dog while it rains in summer and nobody knows why".split()
 MODEL = "toy"
 MAX_BATCH = 8
+STEP_S = 0.004
 
 
 class Toy:
     """A recurrent network with random weights, in numpy. One call is one step for the whole batch."""
 
-    def __init__(self, width: int = 1024) -> None:
+    def __init__(self, width: int = 256) -> None:
         numbers = np.random.default_rng(0)
         self.words = numbers.normal(size=(len(WORDS), width)).astype(np.float32)
         self.layers = numbers.normal(size=(4, width, width)).astype(np.float32) / np.sqrt(width)
@@ -49,6 +51,7 @@ class Toy:
         return states
 
     def choose(self, states: np.ndarray) -> list[int]:
+        time.sleep(STEP_S)  # as long as a device would take
         return (states @ self.words.T).argmax(1).tolist()
 
 

@@ -129,7 +129,7 @@ def tiny_encoder(folder: Path) -> str:
 
     tokenizer = make_tokenizer()
     config = BertConfig(
-        len(tokenizer), hidden_size=128, num_hidden_layers=4, num_attention_heads=4, pad_token_id=0
+        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=4, num_attention_heads=4, pad_token_id=0
     )
     save(folder / "tiny-bert", BertModel(config), tokenizer)
     return str(folder / "tiny-bert")

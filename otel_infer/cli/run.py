@@ -90,9 +90,9 @@ class Supervisor:
         _become_reaper()
         for number in FORWARDED:
             signal.signal(number, self._forward)
+        environment = {**config.child_environment(), **variables}
         if self._settings.exports:
-            changes = self._prepared(changes)
-        environment = {**server_environment(changes), **variables}
+            environment = {**server_environment(self._prepared(changes)), **variables}
         try:
             with open(log, "wb") if log else contextlib.nullcontext() as output:
                 self._server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)

@@ -105,8 +105,8 @@ class Lock:
     def is_ours(self) -> bool:
         """Whether we hold what others see under this name; where the folder was made anew, after taking it there."""
         try:
-            mine, seen = os.fstat(self._descriptor), os.stat(self.path)
-            if (mine.st_dev, mine.st_ino) == (seen.st_dev, seen.st_ino):
+            held = self._descriptor >= 0 and self.path.exists()
+            if held and os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
                 return True
             self.release()
             return self.acquire()

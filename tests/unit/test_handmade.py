@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from opentelemetry import trace
 
 import otel_infer
-from otel_infer import facts, handmade, ingress
+from otel_infer import facts, ingress
+from otel_infer.handmade import scope
 from otel_infer.integrations._claims import claimed
 from otel_infer.records import RequestRecord
 from otel_infer.ring.recorder import MAX_STEP_LOGS, recorder
@@ -31,7 +32,7 @@ def recording() -> Iterator[Recording]:
     recording = Recording()
     yield recording
     recording.stop()
-    handmade._said.clear()
+    scope._said.clear()
 
 
 def only(recording: Recording) -> RequestRecord:

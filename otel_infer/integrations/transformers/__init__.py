@@ -9,7 +9,15 @@ Releases 5.5 to 5.23; what is found in which is in docs/support-transformers.md.
 
 from __future__ import annotations
 
-from otel_infer.integrations.transformers import batching, generate, sequences, serve, text, transfers
+from otel_infer.integrations.transformers import (
+    batching,
+    generate,
+    sequences,
+    serve,
+    streamers,
+    text,
+    transfers,
+)
 from otel_infer.integrations.transformers._integration import integration
 
-__all__ = ["batching", "generate", "integration", "sequences", "serve", "text", "transfers"]
+__all__ = ["batching", "generate", "integration", "sequences", "serve", "streamers", "text", "transfers"]

@@ -3,11 +3,11 @@
     generate ─▶ (encoder) ─▶ _prefill ─▶ loop: _has_unfinished_sequences ─▶ forward, select ─▶ …
     submitted   scheduled                       done, scheduled
 
-`_has_unfinished_sequences` is asked once per iteration of greedy, sampling and beam search, between two steps. In the
-n-th iteration the token of the (n−1)-th is known on the host. All rows of a batch are one request. Scheduled are the
-rows that are computed (every beam), delivered those that are returned; rows that finished early, or that were padded on
-the left, count in full, since only the device knows which. Assisted decoding and whatever else has a loop of its own is
-one `decode` without steps. A `generate` inside a `generate` is part of it.
+`_has_unfinished_sequences` is asked once per iteration of greedy, sampling, beam search and assisted decoding, between
+two steps. In the n-th iteration the tokens of the (n−1)-th are known on the host. All rows of a batch are one request.
+Scheduled are the rows that are computed (every beam), delivered those that are returned; rows that finished early, or
+that were padded on the left, count in full, since only the device knows which. A loop of the user's own is one `decode`
+without steps. A `generate` inside a `generate`, as a draft model's, is part of it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from typing import Any
 from otel_infer import clock, facts, ingress
 from otel_infer.integrations._claims import claiming
 from otel_infer.integrations.transformers._integration import ENGINE, integration, name_request, own_request
-from otel_infer.integrations.transformers.text import inside
 from otel_infer.patching import Call, Hook
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
 
 _GENERATION = "transformers.generation.utils:GenerationMixin"
 OPERATION = "text_completion"
-LOOPS = ("_sample", "_beam_search")
+LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
 ENCODERS = ("_prepare_encoder_decoder_kwargs_for_generation", "_maybe_prepare_encoder_kwargs_for_generation")
 
 _packed_of = attrgetter("packed")
@@ -46,7 +45,8 @@ class _Run:
         self.prompt, self.start, self.limit = prompt, prompt, 0
         self.began_at = clock.now()
         self.member = [self]
-        self.stepping = self.prefilled = False
+        self.stepping = self.drafting = self.prefilled = False
+        self.accepted = 1
         self.iterations = self.step = self.tokens = 0
 
     def enter(self, input_ids: Any, config: Any) -> None:
@@ -56,6 +56,7 @@ class _Run:
         self.rows = self.computed // max(copies, beams) * copies
         self.prompt = self.prompt or self.start
         self.limit = int(config.max_length or 0) - self.start
+        self.stepping = True
 
     def scheduled(self, tokens: int) -> None:
         """A forward pass over all rows begins."""
@@ -65,9 +66,10 @@ class _Run:
 
     def done(self) -> None:
         """Its tokens are known."""
-        self.tokens += self.rows
+        tokens = self.rows * self.accepted
+        self.tokens += tokens
         if self.log is not None:
-            column = b"" if self.rows == 1 else array("I", (self.rows,)).tobytes()
+            column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
             self.log.done(self.step, column, 1)
 
     def iterate(self, goes_on: bool) -> None:
@@ -103,23 +105,25 @@ class _Run:
 
 
 class _Thread(threading.local):
+    """What this thread generates."""
+
     run: _Run | None = None
 
 
-_thread = _Thread()
+thread = _Thread()
 
 
 @integration.around(f"{_GENERATION}.generate", reads=("inputs", "generation_config"), part="generate")
 def generate(call: Call) -> Generator[None, Any, None]:
-    outer, _thread.run = _thread.run, None
+    outer, thread.run = thread.run, None
     run = None if outer is not None or _is_paged(call) else _begin(call)
     if run is None:  # a draft model's calls are inside the outer decode
         try:
             yield
         finally:
-            _thread.run = outer
+            thread.run = outer
         return
-    _thread.run = run
+    thread.run = run
     token = run.request.attach() if run.own else None  # a plain function, so it ends where it began
     try:
         result = yield
@@ -128,7 +132,7 @@ def generate(call: Call) -> Generator[None, Any, None]:
         run.fails(exc)
         raise
     finally:
-        _thread.run = None
+        thread.run = None
         if token is not None:
             ingress.detach(token)
         if run.log is not None:
@@ -194,36 +198,49 @@ def _shape(call: Call) -> tuple[int, int]:
     return 1, 0
 
 
-def _loop(steps: bool) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
-    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        def loop(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            run = _thread.run
-            if run is not None and hook.alive:
-                try:
-                    run.enter(input_ids, kwargs["generation_config"])
-                    run.stepping = steps
-                except Exception as exc:
-                    hook.fail(exc)
-            return original(self, input_ids, *args, **kwargs)
+def _loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def loop(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        run = thread.run
+        if run is not None and hook.alive:
+            try:
+                run.enter(input_ids, kwargs["generation_config"])
+                run.drafting = hook.target.endswith("._assisted_decoding")
+            except Exception as exc:
+                hook.fail(exc)
+        return original(self, input_ids, *args, **kwargs)
 
-        return loop
-
-    return make
+    return loop
 
 
-_read = ("input_ids", "generation_config")
 for _name in LOOPS:
-    integration.step_hook(f"{_GENERATION}.{_name}", reads=_read, part="generate")(_loop(steps=True))
-integration.step_hook(f"{_GENERATION}._assisted_decoding", reads=_read, optional=True, part="generate")(
-    _loop(steps=False)
+    integration.step_hook(
+        f"{_GENERATION}.{_name}", reads=("input_ids", "generation_config"), part="generate"
+    )(_loop)
+
+
+@integration.step_hook(
+    f"{_GENERATION}._update_model_kwargs_for_generation", reads=("num_new_tokens",), part="generate"
 )
+def accept(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Assisted decoding says here how many tokens of its draft were right, and the one beyond."""
+
+    def accept(*args: Any, **kwargs: Any) -> Any:
+        run = thread.run
+        if run is not None and run.drafting and hook.alive:
+            try:
+                run.accepted = int(kwargs.get("num_new_tokens", 1))
+            except Exception as exc:
+                hook.fail(exc)
+        return original(*args, **kwargs)
+
+    return accept
 
 
 def _encoding(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """An encoder takes the prompt: that is prefill, and no waiting."""
 
     def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = _thread.run
+        run = thread.run
         if run is not None and hook.alive:
             try:
                 if self.config.is_encoder_decoder:
@@ -242,7 +259,7 @@ for _name in ENCODERS:
 @integration.step_hook(f"{_GENERATION}._prefill", optional=True, part="generate")
 def prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def prefill(*args: Any, **kwargs: Any) -> Any:
-        run = _thread.run
+        run = thread.run
         if run is not None and run.stepping and hook.alive:
             try:
                 run.prefilled = True
@@ -258,7 +275,7 @@ def prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 def has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def has_unfinished_sequences(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        run = _thread.run
+        run = thread.run
         if run is not None and run.stepping and hook.alive:
             try:
                 run.iterate(bool(result))
@@ -267,25 +284,3 @@ def has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> Callab
         return result
 
     return has_unfinished_sequences
-
-
-@integration.step_hook("transformers.generation.streamers:TextStreamer.put", part="streamers")
-def put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A streamer turns tokens into text in the generating thread; its first `put` is the prompt."""
-
-    def put(self: Any, value: Any) -> Any:
-        run = _thread.run
-        if run is None or not hook.alive:
-            return original(self, value)
-        started_at = clock.now()
-        inside.busy = True  # the tokenizer's own part is in it
-        try:
-            result = original(self, value)
-        finally:
-            inside.busy = False
-            run.request.detokenize_ns += clock.now() - started_at
-        if run.iterations:
-            run.request.token_reached()
-        return result
-
-    return put

@@ -117,9 +117,14 @@ def add_request(call: Call) -> Generator[None, Any, None]:
 def new_state(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def post_init(self: Any) -> None:
         original(self)
-        sequences = _adding.sequences
+        sequences = _adding.sequences if hook.alive else None
         self.otel_infer = sequences
         self.otel_infer_handle = sequences.packed if sequences is not None else UNKNOWN
+        if sequences is not None:
+            try:
+                sequences.request.say("infer.request.id", str(self.request_id))
+            except Exception as exc:
+                hook.fail(exc)
 
     return post_init
 

@@ -1,0 +1,156 @@
+"""50,000 step spans a second offered for some seconds: what arrives, and what it costs where.
+
+An engine without work of its own steps at a fixed pace, so whatever CPU is used is the telemetry's. Ours is the sidecar's
+CPU, and that of the server besides; the stock SDK's is the server's, since it has no other process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks import machine
+from benchmarks.engine import Engine
+from benchmarks.ours import Binding, Exporting
+from benchmarks.receiver import Receiver
+from benchmarks.stock import Stock, StockBinding
+from benchmarks.verdict import Control, Figure, Gate, Line, line, median, times_less
+
+OFFERED = 50_000
+CPU_FACTOR = 50.0
+RAW_BYTES, SENT_BYTES = 130.0, 25.0
+PACE_LIMIT = 0.01
+"""How far below the rate that was offered we may have been, as a share, to say that it was offered."""
+
+
+class Part(NamedTuple):
+    """Some seconds of load and what they came to; CPU in ns, without what the bare engine takes."""
+
+    rate: float
+    seconds: float
+    expected: int
+    arrived: dict[str, Any]
+    server_cpu: float
+    sidecar_cpu: float
+
+    @property
+    def lost(self) -> int:
+        """Step spans that did not arrive, or arrived twice."""
+        return self.expected - self.arrived["steps"] + self.arrived["spans"] - self.arrived["unique"]
+
+
+def measure(quick: bool) -> list[Line]:
+    """Ours in several parts, then the stock SDK in as many."""
+    seconds, parts = (1.0, 2) if quick else (8.0, 5)
+    with Receiver() as receiver:
+        mine, others = machine.cores()
+        machine.pin_process(receiver.pid, others)
+        engine = Engine(python_us=0, wait_us=0)
+        with Exporting(receiver.endpoint) as exporting:
+            machine.pin_process(os.getpid(), others)
+            machine.pin_this_thread(mine)
+            _part(engine, None, receiver, exporting.flush, 0, 0.5)
+            idle = _idle(exporting.pid, seconds)
+            ours = [
+                _part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds) for _ in range(parts)
+            ]
+            memory = machine.peak_memory(exporting.pid)
+            engine.churning = False
+            calm = _part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds)
+        engine, stock = Engine(python_us=0, wait_us=0), Stock(receiver.endpoint)
+        machine.pin_process(os.getpid(), os.sched_getaffinity(0) | others)
+        theirs = [_part(engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds) for _ in range(parts)]
+        stock.close()
+    return _lines(ours, theirs, calm, idle, memory)
+
+
+def _part(
+    engine: Engine, binding: Any, receiver: Receiver, flush: Callable[[], None], sidecar: int, seconds: float
+) -> Part:
+    """One part: a bare one first, whose CPU is subtracted, then the hooked one."""
+    bare_taken, _ = _paced(engine, seconds / 4)
+    if binding is None:
+        return Part(0, 0, 0, {}, 0, 0)
+    binding.put_on()
+    steps = engine.steps
+    sidecar_cpu = machine.cpu_ns(sidecar) if sidecar else 0
+    taken, lasted = _paced(engine, seconds)
+    rate = (engine.steps - steps) * engine.size / lasted
+    binding.take_off()
+    before = time.process_time_ns()
+    expected = binding.end_all()
+    flush()
+    taken += time.process_time_ns() - before
+    sidecar_cpu = machine.cpu_ns(sidecar) - sidecar_cpu if sidecar else 0
+    engine.answered.clear()
+    return Part(rate, lasted, expected, receiver.counted(), taken - 4 * bare_taken, sidecar_cpu)
+
+
+def _paced(engine: Engine, seconds: float) -> tuple[int, float]:
+    """Steps at the pace that offers so many spans a second; process CPU and the seconds it took.
+
+    Who falls behind does not catch up: what was not offered in time is not offered.
+    """
+    pause = engine.size / OFFERED
+    began, cpu = time.perf_counter(), time.process_time_ns()
+    due = began
+    for _ in range(int(seconds / pause)):
+        engine.step()
+        due = max(due + pause, time.perf_counter() - pause)
+        time.sleep(max(due - time.perf_counter(), 0))
+    return time.process_time_ns() - cpu, time.perf_counter() - began
+
+
+def _idle(pid: int, seconds: float) -> float:
+    """The sidecar's CPU, as a share of a core, while nothing happens."""
+    began = machine.cpu_ns(pid)
+    time.sleep(seconds)
+    return (machine.cpu_ns(pid) - began) / seconds / 1e9
+
+
+def _lines(ours: list[Part], theirs: list[Part], calm: Part, idle: float, memory: int) -> list[Line]:
+    rate, stock_rate = min(part.rate for part in ours), median([part.rate for part in theirs]).value
+    offered = Control(f"{rate:,.0f}/s offered", rate >= OFFERED * (1 - PACE_LIMIT))
+    lost = float(sum(part.lost for part in ours))
+    expected = sum(part.expected for part in ours)
+    stock_lost = median([100 * part.lost / part.expected for part in theirs])
+    sidecar = median([part.sidecar_cpu / part.arrived["spans"] for part in ours])
+    whole = median([(part.sidecar_cpu + part.server_cpu) / part.arrived["spans"] for part in ours])
+    stock = median([part.server_cpu / part.arrived["spans"] for part in theirs])
+    plain, other = _raw_bytes([*ours, calm])
+    sent = median([part.arrived["wire"] / part.arrived["spans"] for part in ours])
+    stock_sent = median([part.arrived["wire"] / part.arrived["spans"] for part in theirs])
+    said = f"{OFFERED // 1000}k step spans/s"
+    factor = Gate(CPU_FACTOR, at_least=True)
+    noted = f"sidecar {sidecar.value / 1000:.2f} µs a span, stock {stock.value / 1000:.1f} µs"
+    return [
+        line(f"{said}: lost, ours", "", Figure(lost, lost, lost), Gate(0), offered, f"of {expected:,} step spans"),
+        line(f"{said}: lost, stock SDK", "%", stock_lost, note=f"it got {stock_rate:,.0f}/s made"),
+        line("CPU per exported span: sidecar below the stock SDK", "×", times_less(sidecar, stock), factor, offered, noted),
+        line("CPU per exported span: sidecar and server below it", "×", times_less(whole, stock), note=_share(ours)),
+        line("CPU per exported span: sidecar", "µs", sidecar.scaled(1 / 1000)),
+        line("CPU of the sidecar while nothing happens", "% of a core", Figure(*[idle * 100] * 3)),
+        line("bytes per step span, raw, nobody's prompt in the step", "B", plain, Gate(RAW_BYTES)),
+        line("bytes per step span, raw, with another's prompt in it", "B", other, Gate(RAW_BYTES)),
+        line(
+            "bytes per span as sent, compressed", "B", sent, Gate(SENT_BYTES), note=f"stock, default: {stock_sent.value:.0f} B"
+        ),
+        line("sidecar memory, most", "MiB", Figure(*[memory / 2**20] * 3)),
+    ]
+
+
+def _raw_bytes(parts: list[Part]) -> tuple[Figure, Figure]:
+    """Per step span without and with the attribute that says how many prompt tokens of others the step had."""
+    plain = sum(part.arrived["plain"] for part in parts)
+    other = sum(part.arrived["steps"] for part in parts) - plain
+    raw = sum(part.arrived["plain_raw"] for part in parts), sum(part.arrived["other_raw"] for part in parts)
+    return tuple(Figure(*[total / count if count else float("nan")] * 3) for total, count in zip(raw, (plain, other)))  # type: ignore[return-value]
+
+
+def _share(parts: list[Part]) -> str:
+    seconds = sum(part.seconds for part in parts)
+    server = sum(part.server_cpu for part in parts) / seconds / 1e9
+    sidecar = sum(part.sidecar_cpu for part in parts) / seconds / 1e9
+    return f"{100 * server:.2f} % of a core in the server, {100 * sidecar:.1f} % in the sidecar"

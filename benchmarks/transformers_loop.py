@@ -1,0 +1,207 @@
+"""A real decode loop: transformers' continuous batching with a tiny model in this process, every step exported as a span.
+
+A block is a whole load, from the first request added to the last result, as many requests at once as fit; a new one is
+added for each that finishes. Between blocks the integration is installed or removed, so bare is the library as it came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from benchmarks import continuous, machine
+from benchmarks.blocks import Block, Rounds, alternating, lines_of
+from benchmarks.ours import Exporting
+from benchmarks.receiver import Receiver
+from benchmarks.stock import Stock
+from benchmarks.verdict import Figure, Gate, Line, line
+
+AT_ONCE, REQUESTS = 128, 256
+TOKENS = (32, 48, 64)
+LOOP = f"transformers loop, {AT_ONCE} running"
+
+
+def measure(quick: bool) -> list[Line]:
+    """Ours first, then the stock SDK on the same manager to the same receiver."""
+    rounds, stock_rounds = (3, 2) if quick else (40, 6)
+    import transformers.generation.continuous_batching  # noqa: F401 - what the hooks sit on
+
+    with Receiver() as receiver:
+        mine, others = machine.cores()
+        machine.pin_process(receiver.pid, others)
+        load = Load(mine)
+        with load.running(), Exporting(receiver.endpoint, ("transformers",)) as exporting:
+            ours = Ours()
+            ours.take_off()
+            load.block()
+            found = alternating(load.block, ours, rounds)
+            lost = _lost(load, ours, exporting, receiver)
+        with load.running():
+            load.block()
+            stock = StockHooks(Stock(receiver.endpoint))
+            theirs = alternating(load.block, stock, stock_rounds, after=stock.stock.flush)
+            stock.stock.close()
+    return [*lines_of(LOOP, found, theirs), lost]
+
+
+def _lost(load: Load, ours: Ours, exporting: Exporting, receiver: Receiver) -> Line:
+    exporting.flush()
+    counted = receiver.counted()
+    expected = ours.blocks * load.decode_steps
+    lost = float(expected - counted["steps"] + counted["spans"] - counted["unique"])
+    note = f"{expected:,} expected, {counted['steps']:,} arrived, {counted['unique']:,} unique ids"
+    return line(f"{LOOP}: step spans lost or doubled", "", Figure(lost, lost, lost), Gate(0), note=note)
+
+
+class Load:
+    """One load on one manager, whose steps are timed by a wrapper that stays on in every block."""
+
+    def __init__(self, core: set[int]) -> None:
+        self.core = core
+        self.model = continuous.tiny_model()
+        self.lengths = [TOKENS[number % len(TOKENS)] for number in range(REQUESTS)]
+        self.decode_steps = sum(self.lengths) - REQUESTS
+        self._manager: Any = None
+        self._wall: list[int] = []
+        self._cpu: list[int] = []
+
+    @contextmanager
+    def running(self) -> Any:
+        """A manager that runs; the thread of its loop has a core of its own."""
+        self._manager = manager = continuous.manager(self.model, AT_ONCE)
+        body = type(manager)._generation_loop_body
+        manager._generation_loop_body = self._timing(body.__get__(manager))
+        manager.start()
+        try:
+            yield
+        finally:
+            manager.stop(block=True)
+            manager.destroy()
+
+    def block(self) -> Block:
+        """The whole load; only iterations that ran a step count."""
+        self._wall, self._cpu = [], []
+        numbers = iter(range(REQUESTS))
+        for _ in range(AT_ONCE):
+            self._add(next(numbers))
+        for _ in range(REQUESTS):
+            result = self._manager.get_result(timeout=60)
+            if result is None or result.error:
+                raise RuntimeError(f"a request failed: {result and result.error}")
+            number = next(numbers, None)
+            if number is not None:
+                self._add(number)
+        time.sleep(0.02)  # the loop is on its way into its wait
+        return Block(np.array(self._wall), np.array(self._cpu))
+
+    def _add(self, number: int) -> None:
+        self._manager.add_request(continuous.prompt(number), max_new_tokens=self.lengths[number])
+
+    def _timing(self, body: Callable[..., bool]) -> Callable[..., bool]:
+        manager, pinned = self._manager, False
+
+        def timed(*args: Any, **kwargs: Any) -> bool:
+            nonlocal pinned
+            if not pinned:
+                pinned = True
+                machine.pin_this_thread(self.core)
+            before = manager.current_batch
+            wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+            goes_on = body(*args, **kwargs)
+            cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
+            if manager.current_batch != before:
+                self._wall.append(wall)
+                self._cpu.append(cpu)
+            return goes_on
+
+        return timed
+
+
+class Ours:
+    """The integration, installed and removed."""
+
+    def __init__(self) -> None:
+        from otel_infer.integrations.transformers import integration
+
+        self.integration, self.blocks = integration, 0
+
+    def put_on(self) -> None:
+        """As when the library was imported."""
+        self.integration.install()
+        status = self.integration.status
+        if status.drift or not status.hooks_active:
+            raise RuntimeError(f"not instrumented: {status.drift}")
+        self.blocks += 1
+
+    def take_off(self) -> None:
+        """The library as it came."""
+        self.integration.remove()
+
+
+class StockHooks:
+    """A span per token made with the stock SDK, where ours states two facts per step."""
+
+    def __init__(self, stock: Stock) -> None:
+        from transformers.generation.continuous_batching import continuous_api, scheduler
+
+        self.stock = stock
+        self._contexts: dict[str, Any] = {}
+        self._spans: dict[str, Any] = {}
+        self._batch: list[Any] = []
+        self._began = self._step = 0
+        manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
+        self._places = (
+            (manager, "add_request", self._adding),
+            (scheduler.FIFOScheduler, "schedule_batch", self._scheduling),
+            (processor, "update_batch", self._updating),
+            (scheduler.Scheduler, "finish_request", self._finishing),
+        )
+        self._originals = [getattr(owner, name) for owner, name, _ in self._places]
+
+    def put_on(self) -> None:
+        """Wraps the four functions."""
+        for (owner, name, wrapping), original in zip(self._places, self._originals):
+            setattr(owner, name, wrapping(original))
+
+    def take_off(self) -> None:
+        """The library as it came."""
+        for (owner, name, _), original in zip(self._places, self._originals):
+            setattr(owner, name, original)
+
+    def _adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_request(manager: Any, *args: Any, **kwargs: Any) -> Any:
+            span, context = self.stock.request()
+            request_id = f"stock_{id(span)}"
+            self._spans[request_id], self._contexts[request_id] = span, context
+            return original(manager, *args, **{**kwargs, "request_id": request_id})
+
+        return add_request
+
+    def _scheduling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def schedule_batch(scheduler: Any, *args: Any) -> Any:
+            result = original(scheduler, *args)
+            self._began, self._batch = time.time_ns(), result[0] or []
+            return result
+
+        return schedule_batch
+
+    def _updating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def update_batch(processor: Any) -> None:
+            contexts = [self._contexts[future.state.request_id] for future in self._batch if future.has_new_token]
+            original(processor)
+            self._step += 1
+            self.stock.step(contexts, self._step, self._began, time.time_ns())
+
+        return update_batch
+
+    def _finishing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def finish_request(scheduler: Any, request_id: str) -> None:
+            original(scheduler, request_id)
+            self._contexts.pop(request_id, None)
+            self._spans.pop(request_id).end()
+
+        return finish_request

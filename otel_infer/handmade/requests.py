@@ -1,0 +1,129 @@
+"""A request of a hand-written server, and its stages."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from otel_infer import clock, facts, ingress
+from otel_infer.handmade.scope import ENGINE, Scope, count, failed
+
+OPERATION = "inference"
+
+
+class stage(Scope):  # noqa: N801 - used like a function
+    """A named interval of the current request: `with`, `async with`, or a decorator of any kind of function.
+
+    The name is part of the code, not data: it becomes a span name and a metric label. Without a current request it does
+    nothing. A stage that raises is recorded all the same. Make a new one for each `with`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = str(name)
+        self.again = functools.partial(stage, name)
+        self._request: ingress.LiveRequest | None = None
+        self._started_at = 0
+
+    def __enter__(self) -> stage:
+        self._request = ingress.current()
+        self._started_at = clock.now()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
+        if self._request is not None:
+            self._request.stage(self.name, self._started_at)
+
+
+class request(Scope):  # noqa: N801 - used like a function
+    """A request: `with`, `async with`, or a decorator. Under a server that is instrumented, the one that is there.
+
+    `operation` and `model` are the served ones, never what a caller wrote. `headers`: of the caller, for its context.
+    Make a new one for each `with`.
+    """
+
+    def __init__(
+        self, operation: str = OPERATION, *, model: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._operation, self._model, self._headers = str(operation), str(model), headers
+        self.again = functools.partial(request, operation, model=model, headers=headers)
+        self._live: ingress.LiveRequest | None = None
+        self._packed = bytes(4)
+        self._own = False
+        self._token: Any = None
+
+    def __enter__(self) -> request:
+        try:
+            self._live = ingress.current()
+            self._own = self._live is None
+            live = self._live or self._open()
+            if live is not None:
+                self._live, self._packed = live, live.packed
+                self._name(live)
+        except Exception as exc:
+            failed("a request", exc)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
+        if self._token is not None:
+            ingress.detach(self._token)
+        if self._live is not None and self._own:
+            self._live.close(*_outcome(error))
+
+    def _open(self) -> ingress.LiveRequest | None:
+        live = ingress.open_request(
+            f"{self._operation} {self._model}".strip(),
+            owner=ENGINE,
+            headers=self._headers,
+            server=self._headers is not None,
+            operation=self._operation,
+            provider=ENGINE,
+            model=self._model,
+        )
+        self._token = live.attach() if live is not None else None
+        return live
+
+    def _name(self, live: ingress.LiveRequest) -> None:
+        """What was said here goes before what engines say; where nothing was, they may."""
+        if not self._model and self._operation == OPERATION:
+            return
+        if not self._own:
+            live.name(self._operation, ENGINE, self._model)
+        live.named, live.operation = True, self._operation
+
+    def submitted(self, *, input_tokens: int = 0, max_tokens: int = 0) -> None:
+        """Handed over to the loop: from here to its first step it is in the queue."""
+        if self._live is not None:
+            self._live.submitted(ENGINE, 1, count(input_tokens), count(max_tokens))
+
+    def received(self) -> None:
+        """The loop saw it: until here the queue was a hidden one."""
+        if self._live is not None:
+            self._live.state(facts.RequestReceived(clock.now()))
+
+    def preempted(self) -> None:
+        """Taken out of the batch; its KV is gone."""
+        if self._live is not None:
+            self._live.state(facts.RequestPreempted(clock.now(), "recompute"))
+
+    def finished(self, reason: str = "stop", output_tokens: int = 0) -> None:
+        """The loop is done with it. `output_tokens` 0 = count those that its steps delivered."""
+        if self._live is not None:
+            self._live.state(facts.EngineFinished(clock.now(), str(reason), count(output_tokens)))
+
+    def set_attribute(self, key: str, value: facts.Value) -> None:
+        """An attribute on the request span."""
+        if self._live is not None:
+            self._live.set_attribute(key, value)
+
+
+def _outcome(error: BaseException | None) -> tuple[int, str]:
+    if error is None:
+        return facts.OK, ""
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        return facts.ABORTED, "cancelled"
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return facts.ABORTED, "timeout"
+    return facts.ERROR, type(error).__qualname__

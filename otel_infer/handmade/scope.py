@@ -1,0 +1,80 @@
+"""What `request`, `stage` and `step` have in common: how they are used, and that no mistake in them reaches the caller."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+ENGINE = "custom"
+
+_said: set[str] = set()
+
+
+def failed(what: str, exc: Exception) -> None:
+    """Something is left unrecorded, which is said once. Never the message: it may quote what it was given."""
+    if what not in _said:
+        _said.add(what)
+        logging.getLogger("otel_infer").warning("%s is not recorded: %s", what, type(exc).__name__)
+
+
+def count(number: Any) -> int:
+    """What fits a ring; 0 for what is no number."""
+    try:
+        return max(0, min(int(number), 0xFFFFFFFF))
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+class Scope(contextlib.AbstractContextManager[Any]):
+    """What is used as `with` and `async with`, and as a decorator of whatever kind of function."""
+
+    again: Callable[[], Scope]
+    """Makes a new one like this, for one call of what is decorated."""
+
+    async def __aenter__(self) -> Any:
+        return self.__enter__()
+
+    async def __aexit__(self, *how: Any) -> None:
+        self.__exit__(*how)
+
+    def __call__(self, function: F) -> F:
+        again = self.again
+        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+            return cast(F, functools.wraps(function)(_stream(again, function)))
+        if inspect.iscoroutinefunction(function):
+
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with again():
+                    return await function(*args, **kwargs)
+
+            return cast(F, functools.wraps(function)(awaited))
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with again():
+                return function(*args, **kwargs)
+
+        return cast(F, functools.wraps(function)(called))
+
+
+def _stream(again: Callable[[], Scope], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A generator function in place of another: a stream stays a stream, also when it is closed early."""
+    if inspect.isgeneratorfunction(function):
+
+        def generated(*args: Any, **kwargs: Any) -> Any:
+            with again():
+                return (yield from function(*args, **kwargs))
+
+        return generated
+
+    async def streamed(*args: Any, **kwargs: Any) -> Any:
+        with again():
+            async with contextlib.aclosing(function(*args, **kwargs)) as items:
+                async for item in items:
+                    yield item
+
+    return streamed

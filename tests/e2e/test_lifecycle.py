@@ -1,0 +1,459 @@
+"""What is started, when, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer.ring import place
+from tests.otlp_receiver import OtlpReceiver
+from tests.toy_server import MARK, RUN, Toy, free_port, processes, until
+
+pytestmark = pytest.mark.timeout(60)
+
+COMMAND = (sys.executable, "-m", "otel_infer")
+NOWHERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+
+
+@pytest.fixture
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Ours without anything of OpenTelemetry, and these."""
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}, **changes}
+
+
+def folders() -> set[str]:
+    """The folders of all servers of this user."""
+    home = place.BASE / f"otel_infer-{os.getuid()}"
+    return set(os.listdir(home)) if home.is_dir() else set()
+
+
+def run(*command: str, input: str | None = None, timeout: float = 30, **environ: str) -> Any:
+    """A command to its end, with what it said."""
+    return subprocess.run(
+        command, capture_output=True, text=True, input=input, timeout=timeout, env=environment(**environ)
+    )
+
+
+def run_script(script: str, **environ: str) -> Any:
+    """A script under `otel-infer run`, exporting to where nobody listens."""
+    return run(*RUN, sys.executable, "-c", script, **{**NOWHERE, **environ})
+
+
+# ── nothing is started ───────────────────────────────────────────────────────────────────────────────────────────
+
+OFF: dict[str, Mapping[str, str]] = {
+    "sdk-disabled": {"OTEL_SDK_DISABLED": "true", **NOWHERE},
+    "no-exporters": {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none", **NOWHERE},
+    "off": {"OTEL_INFER_ENABLED": "off", **NOWHERE},
+    "instrumentation-disabled": {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "flask,otel_infer", **NOWHERE},
+}
+
+
+@pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
+@pytest.mark.parametrize("environ", OFF.values(), ids=OFF)
+def test_where_somebody_said_no_nothing_is_started(
+    tmp_path: Path, environ: Mapping[str, str], launcher: tuple[str, ...]
+) -> None:
+    with Toy(tmp_path / "log", environ, launcher) as toy:
+        assert toy.chat().status == 200
+        state = toy.state()
+        assert (state["folder"], state["arena"]) == ("", "NoneType")
+        assert "otel_infer" not in state["threads"]
+        assert toy.sidecars() == []
+        mine = {str(pid) for pid in processes(toy.mark)}
+        assert not any(name.partition("-")[0] in mine for name in folders())
+        assert toy.stop() == 143
+        assert toy.said() == ""
+
+
+def test_without_a_destination_nothing_is_started(tmp_path: Path) -> None:
+    with Toy(tmp_path / "log", {}) as toy:
+        assert toy.chat().status == 200
+        assert toy.state()["arena"] == "NoneType"
+        assert toy.sidecars() == []
+        assert toy.said() == ""
+        toy.stop()
+
+
+def test_before_the_first_request_nothing_is_started(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    with Toy(tmp_path / "log", receiver.environ) as toy:
+        assert toy.state()["arena"] == "NoneType"
+        assert toy.sidecars() == []
+        assert toy.chat().status == 200
+        toy.sidecar()
+        toy.state()
+        toy.stop()
+
+
+# ── bad settings ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+BAD = {
+    "OTEL_INFER_STEPS": ("some", "all, auto, off"),
+    "OTEL_INFER_STEP_BUDGET": ("many", "a whole number"),
+    "OTEL_INFER_KEEP_UNSAMPLED": ("maybe", "on or off"),
+    "OTEL_EXPORTER_OTLP_PROTOCOL": ("http/json", "http/protobuf, grpc"),
+    "OTEL_METRIC_EXPORT_INTERVAL": ("1s", "a whole number of milliseconds"),
+}
+
+
+@pytest.mark.parametrize("variable", BAD)
+def test_a_bad_setting_stops_our_own_commands_and_names_what_is_accepted(variable: str) -> None:
+    value, accepted = BAD[variable]
+    done = run(*RUN, sys.executable, "-c", "print('ran')", **{variable: value})
+    assert done.returncode == 2
+    assert variable in done.stderr
+    assert repr(value) in done.stderr
+    assert accepted in done.stderr
+    assert "ran" not in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("variable", [*BAD, "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_TRACES_SAMPLER"])
+def test_a_bad_setting_never_stops_the_users_server(variable: str) -> None:
+    value = BAD.get(variable, ("some",))[0]
+    script = (
+        "import otel_infer; otel_infer.instrument(); otel_infer.request('chat').__enter__(); print('served')"
+    )
+    done = run(sys.executable, "-c", script, **{**NOWHERE, variable: value, "OTEL_INFER_MODE": "in-process"})
+    assert (done.returncode, done.stdout) == (0, "served\n")
+    assert "Traceback" not in done.stderr
+    if variable != "OTEL_TRACES_SAMPLER":  # the SDK itself says what it makes of this one
+        (complaint,) = [line for line in done.stderr.splitlines() if line.startswith("otel_infer: ")]
+        assert variable in complaint or "Error" in complaint
+
+
+# ── otel-infer run ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("status", [0, 1, 7, 255])
+def test_run_returns_the_servers_exit_status(status: int) -> None:
+    before = folders()
+    began = time.monotonic()
+    assert run_script(f"import sys; sys.exit({status})").returncode == status
+    assert time.monotonic() - began < 10
+    assert not {name for name in folders() - before if not _is_somebodys(name)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_run_returns_128_and_the_signal_that_ended_the_server(number: signal.Signals) -> None:
+    done = run_script(f"import os; os.kill(os.getpid(), {int(number)})")
+    assert done.returncode == 128 + number
+
+
+def test_run_says_which_program_is_missing_or_no_program() -> None:
+    missing = run(*RUN, "no-such-program", **NOWHERE)
+    assert missing.returncode == 127
+    assert "no-such-program" in missing.stderr
+    assert "Traceback" not in missing.stderr
+    assert run(*RUN, "/", **NOWHERE).returncode == 126
+    assert run(*COMMAND, "run", **NOWHERE).returncode == 2
+
+
+def test_run_names_a_tape_that_cannot_be_written(tmp_path: Path) -> None:
+    tape = tmp_path / "nowhere" / "a.tape"
+    done = run(*COMMAND, "run", "--tape", str(tape), "--", sys.executable, "-c", "pass", **NOWHERE)
+    assert done.returncode == 2
+    assert str(tape) in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
+def test_run_forwards_signals(number: signal.Signals, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    script = (
+        "import signal, sys, time, pathlib\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(43))\n"
+        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(20)"
+    )
+    command = [*RUN, sys.executable, "-c", script]
+    process = subprocess.Popen(
+        command, env=environment(**NOWHERE), stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    until(ready.exists)
+    process.send_signal(number)
+    assert process.wait(15) == 43
+
+
+def test_a_signal_that_comes_before_the_server_is_not_lost() -> None:
+    command = [*RUN, sys.executable, "-c", "import time; time.sleep(20)"]
+    process = subprocess.Popen(command, env=environment(**NOWHERE), start_new_session=True)
+    until(lambda: _catches(process.pid, signal.SIGTERM), every=0.0005)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(15) == 128 + signal.SIGTERM
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as lines:
+        (caught,) = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return bool(caught >> (number - 1) & 1)
+
+
+def test_run_reaps_orphans() -> None:
+    script = """
+import os, sys, time
+for _ in range(5):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(0.2)
+        os._exit(0)
+    os.wait()
+time.sleep(0.8)
+parent = os.getppid()
+children = open(f"/proc/{parent}/task/{parent}/children").read().split()
+states = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] for pid in children]
+sys.exit(len([state for state in states if state == "Z"]) + (len(children) != 2))
+"""
+    assert run_script(script).returncode == 0
+
+
+def test_run_has_nothing_to_do_with_a_server_that_is_switched_off() -> None:
+    script = "import sys; print('otel_infer' in sys.modules)"
+    done = run_script(script, OTEL_INFER_ENABLED="off")
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+# ── nothing is left ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _is_somebodys(name: str) -> bool:
+    """Whether the server of this folder lives: another test's."""
+    return Path(f"/proc/{name.partition('-')[0]}").exists()
+
+
+@pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
+def test_nothing_is_left_after_ctrl_c_on_a_terminal(
+    tmp_path: Path, receiver: OtlpReceiver, launcher: tuple[str, ...]
+) -> None:
+    main, terminal = pty.openpty()
+    toy = Toy(tmp_path / "log", receiver.environ, ("setsid", "--ctty", "--wait", *launcher))
+    try:
+        toy.start(stdin=terminal, start_new_session=False)
+        reply = toy.chat()
+        toy.state()
+        toy.sidecar()
+        os.write(main, b"\x03")
+        status = toy.wait()
+    finally:
+        toy.__exit__()
+        os.close(main)
+        os.close(terminal)
+    assert status == 0  # the toy server ends well on KeyboardInterrupt, and was interrupted once
+    assert toy.folder is not None
+    assert not toy.folder.exists()
+    assert any(span["trace_id"] == reply.trace_id for span in receiver.spans)
+    assert "Traceback" not in toy.said()
+
+
+@pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
+def test_nothing_is_left_after_a_signal_to_the_group(
+    tmp_path: Path, receiver: OtlpReceiver, launcher: tuple[str, ...]
+) -> None:
+    with Toy(tmp_path / "log", receiver.environ, launcher) as toy:
+        reply = toy.chat()
+        toy.state()
+        toy.sidecar()
+        assert toy.process is not None
+        os.killpg(toy.process.pid, signal.SIGTERM)
+        assert toy.wait() == 143
+        assert toy.folder is not None
+        assert not toy.folder.exists()
+        assert any(span["trace_id"] == reply.trace_id for span in receiver.spans)
+
+
+def test_nothing_is_left_of_a_notebook_that_is_run_again_and_again(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    with Toy(tmp_path / "log", receiver.environ) as toy:
+        traces, seen = [], set()
+        for _ in range(4):
+            traces.append(toy.chat().trace_id)
+            seen.add(toy.state()["folder"])
+            assert toy.ask("/again").body["instrumented"] is True
+        traces.append(toy.chat().trace_id)
+        seen.add(toy.state()["folder"])
+        until(lambda: len(toy.sidecars()) == 1)
+        until(lambda: sum(Path(folder).exists() for folder in seen) == 1)
+        assert set(traces) <= {span["trace_id"] for span in _all(receiver, traces)}
+        assert len(toy.said().splitlines()) == 5
+        toy.stop()
+        assert not any(Path(folder).exists() for folder in seen)
+
+
+def _all(receiver: OtlpReceiver, traces: list[str]) -> list[dict[str, Any]]:
+    assert receiver.wait_for(lambda it: set(traces) <= {span["trace_id"] for span in it.spans})
+    return receiver.spans
+
+
+def test_nothing_is_left_of_a_notebook_in_process_that_is_run_again_and_again(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    with Toy(tmp_path / "log", {**receiver.environ, "OTEL_INFER_MODE": "in-process"}) as toy:
+        traces = []
+        for _ in range(3):
+            traces.append(toy.chat().trace_id)
+            assert toy.ask("/again").body["instrumented"] is True
+        _all(receiver, traces)
+        assert toy.state()["threads"].count("otel_infer") == 0
+        assert len([name for name in toy.state()["threads"] if "otel_infer" in name]) == 0
+        toy.stop()
+
+
+APP = """
+import json, os
+import otel_infer
+otel_infer.instrument()
+
+async def app(scope, receive, send):
+    if scope["type"] != "http":
+        return
+    headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+    with otel_infer.request("chat", model="toy", headers=headers):
+        pass
+    body = json.dumps({"pid": os.getpid(), "version": VERSION}).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+VERSION = 1
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
+def test_nothing_is_left_after_a_reload(
+    tmp_path: Path, receiver: OtlpReceiver, launcher: tuple[str, ...]
+) -> None:
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+    (tmp_path / "reloaded.py").write_text(APP)
+    port = free_port()
+    toy = Toy(tmp_path / "log", {**receiver.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    toy.port = port
+    options = f"--host 127.0.0.1 --port {port} --reload --reload-delay 0.1 --log-level warning"
+    toy.command = [*launcher, sys.executable, "-m", "uvicorn", "reloaded:app", *options.split()]
+    try:
+        toy.start(cwd=tmp_path)
+        first = toy.chat().body
+        sidecar = toy.sidecar()
+        (tmp_path / "reloaded.py").write_text(APP.replace("VERSION = 1", "VERSION = 2"))
+        until(lambda: toy.chat().body.get("version") == 2)
+        second = toy.chat()
+        assert second.body["pid"] != first["pid"]
+        until(lambda: len(toy.sidecars()) == 1)
+        # Under `otel-infer run` the sidecar outlives what it reads; else each server process has its own.
+        assert (toy.sidecar() == sidecar) is bool(launcher)
+        _all(receiver, [second.trace_id])
+        toy.stop(signal.SIGINT)
+        assert toy.sidecars() == []
+    finally:
+        toy.__exit__()
+
+
+def test_servers_that_start_at_once_each_have_their_sidecar(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    """They see each other's folders while these are being made, and must not take them for those of the dead."""
+    script = """
+import sys, otel_infer
+otel_infer.instrument()
+with otel_infer.request("chat", model="toy"):
+    pass
+from otel_infer._wiring import wiring
+print(wiring.folder)
+sys.exit(not otel_infer.flush(20))
+"""
+    mark = tmp_path.name
+    environ = environment(**receiver.environ, **{MARK: mark})
+    command = [sys.executable, "-c", script]
+    started = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    made = [Path(process.communicate(timeout=40)[0].strip()) for process in started]
+    assert [0] * 8 == [process.returncode for process in started]
+    until(lambda: not processes(mark))
+    assert not any(folder.exists() for folder in made)
+    roots = [span for span in receiver.spans if span["name"] == "chat toy"]
+    assert len({span["trace_id"] for span in roots}) == 8 == len(roots)
+
+
+# ── a separate sidecar ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_separate_sidecar_reads_a_shared_folder_and_leaves_everything_else_in_it_alone(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    volume = Path("/dev/shm") / f"otel-infer-test-{os.getpid()}"
+    beside = volume / "beside"
+    beside.mkdir(parents=True)
+    keep = [volume / "weights.bin", beside / "data.requests", beside / "sidecar.notes"]
+    for path in keep:
+        path.write_text("not ours")
+        os.utime(path.parent, (1, 1))
+    volume.chmod(0o777)
+    os.utime(beside, (1, 1))
+    environ = {**receiver.environ, "OTEL_INFER_RINGS": str(volume)}
+    command = [*COMMAND, "sidecar", "--rings", str(volume)]
+    separate = subprocess.Popen(command, env=environment(**environ), stderr=subprocess.PIPE, text=True)
+    toy = Toy(tmp_path / "log", environ)
+    try:
+        rings = volume / f"otel_infer-{os.getuid()}"
+        until((rings / place.SIDECAR_LOCK).exists)
+        toy.start()
+        replies = [toy.chat() for _ in range(3)]
+        assert toy.state()["folder"] == str(rings)
+        assert toy.sidecars() == []
+        _all(receiver, [reply.trace_id for reply in replies])
+        toy.kill()
+        assert toy.process is not None
+        toy.process.wait(5)
+        until(lambda: not list(rings.glob("*.requests")))
+        toy.start()
+        _all(receiver, [toy.chat().trace_id])
+        separate.send_signal(signal.SIGTERM)
+        assert separate.wait(15) == 0
+        toy.folder = None
+        toy.stop()
+        assert volume.stat().st_mode & 0o777 == 0o777
+        assert [path.read_text() for path in keep] == ["not ours"] * 3
+        assert not (beside / place.SIDECAR_LOCK).exists()
+    finally:
+        separate.kill()
+        toy.__exit__()
+        subprocess.run(["rm", "-r", str(volume)], check=True)
+
+
+def test_a_separate_sidecar_says_what_is_wrong_and_ends_with_2(tmp_path: Path) -> None:
+    not_tmpfs = run(*COMMAND, "sidecar", "--rings", "/proc", **NOWHERE)
+    assert not_tmpfs.returncode == 2
+    assert "/proc" in not_tmpfs.stderr
+    assert "Traceback" not in not_tmpfs.stderr
+    bad = run(*COMMAND, "sidecar", "--rings", "/dev/shm", OTEL_INFER_STEPS="some", **NOWHERE)
+    assert bad.returncode == 2
+    assert "OTEL_INFER_STEPS" in bad.stderr
+
+
+def test_the_log_and_the_tape_are_where_the_server_was_started(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    toy = Toy(
+        tmp_path / "log", {**receiver.environ, "OTEL_INFER_TAPE": "a.tape", "OTEL_INFER_LOG": "side.log"}
+    )
+    try:
+        toy.start(cwd=tmp_path)
+        reply = toy.chat()
+        toy.state()
+        _all(receiver, [reply.trace_id])
+        toy.stop()
+    finally:
+        toy.__exit__()
+    done = run(*COMMAND, "replay", "--json", str(tmp_path / "a.tape"))
+    assert [json.loads(line)["trace_id"] for line in done.stdout.splitlines()] == [reply.trace_id]
+    assert (tmp_path / "side.log").exists()

@@ -1,0 +1,178 @@
+"""Asynchronous batching: two steps in flight, and what was computed for those who had gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from otel_infer import facts
+from otel_infer.integrations.transformers import integration
+from tests.integrations.transformers.recorded import Recorded, prefilled, sizes
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tests.integrations.transformers.engine import PAGE, Engine, prompt  # noqa: E402
+from tests.integrations.transformers.pairs import pairs_on_the_host  # noqa: E402
+
+pytestmark = pytest.mark.real
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Engines that schedule a step while the one before it runs."""
+    engines: list[Engine] = []
+    attention = model.config._attn_implementation
+
+    def engine(generation: Any = None, **wanted: Any) -> Engine:
+        pairs_on_the_host(monkeypatch)
+        engines.append(Engine(model, monkeypatch, generation, **wanted))
+        engines[-1].manager.continuous_batching_config.use_async_batching = True
+        return engines[-1]
+
+    yield engine
+    for made in engines:
+        if made.manager.is_running():
+            made.stop()
+    model.set_attn_implementation(attention)
+
+
+def run(engine: Engine, *prompts: tuple[int, int]) -> dict[str, list[int]]:
+    """The tokens of these (prompt tokens, new tokens), by the engine's own thread."""
+    ids = [
+        engine.add(prompt(tokens, 100 + 40 * n), max_new_tokens=new)
+        for n, (tokens, new) in enumerate(prompts)
+    ]
+    engine.start()
+    results = engine.wait(len(ids))
+    engine.stop()
+    assert not any(result.error for result in results.values())
+    return {request_id: list(results[request_id].generated_tokens) for request_id in ids}
+
+
+def test_two_steps_in_flight_deliver_what_one_does(make: Make, recorded: Recorded) -> None:
+    asked = [(5, 4), (17, 9), (30, 6)]
+    ours = run(make(), *asked)
+    records, steps = recorded.by_id(), recorded.steps()
+    integration.remove()
+    assert run(make(), *asked) == ours
+    engine = make()
+    engine.manager.continuous_batching_config.use_async_batching = False
+    assert run(engine, *asked) == ours
+    for (request_id, tokens), (length, new) in zip(ours.items(), asked):
+        record = records[request_id]
+        assert (len(tokens), record.output_tokens, sizes(record)) == (new, new, [1] * new)
+        assert (record.outcome, record.finish_reasons, prefilled(record)[0]) == (
+            facts.OK,
+            ("length",),
+            length,
+        )
+        # Each ran in one step more, which was scheduled before its last token was known.
+        assert record.discarded == 1
+    overlaps = [after.started_at < before.ended_at for before, after in pairwise(steps)]
+    assert sum(overlaps) >= len(steps) - 3, "never two in flight"
+
+
+def test_every_step_has_its_members_and_its_end(make: Make, recorded: Recorded) -> None:
+    engine = make(max_batch_tokens=24)
+    run(engine, (7, 5), (40, 3), (3, 8), (19, 2))
+    records, steps = recorded.by_id(), recorded.steps()
+    assert [step.step for step in steps] == list(range(1, len(engine.batches) + 1))
+    assert [step.size for step in steps] == [len(batch.members) for batch in engine.batches]
+    for request_id, record in records.items():
+        delivering = [number for number, member in engine.of(request_id) if member.delivers]
+        assert record.steps is not None
+        assert record.steps.step.tolist() == delivering[: record.output_tokens]
+        assert len(delivering) - record.output_tokens == record.discarded
+    assert all(before.ended_at <= after.ended_at for before, after in pairwise(steps))
+
+
+def test_a_step_that_nobody_waits_for_ends_with_the_last_who_did(make: Make, recorded: Recorded) -> None:
+    """The library fetches its result when the next request comes, which may be an hour later."""
+    engine = make()
+    engine.start()
+    engine.add(6, max_new_tokens=3)
+    engine.wait(1)
+    time.sleep(0.4)
+    engine.add(prompt(6, 300), max_new_tokens=3)
+    engine.wait(1)
+    engine.stop()
+    first, second = recorded.records()
+    steps = recorded.steps()
+    assert (sizes(first), sizes(second)) == ([1] * 3, [1] * 3)
+    assert [step.step for step in steps] == list(range(1, len(engine.batches) + 1))
+    assert max(step.ended_at - step.started_at for step in steps) < 300_000_000
+
+
+def test_a_request_cancelled_in_flight_gets_nothing_more(make: Make, recorded: Recorded) -> None:
+    engine = make().start()
+    goes = engine.add(6, max_new_tokens=1000)
+    stays = engine.add(prompt(6, 300), max_new_tokens=40)
+    while len(engine.batches) < 6:
+        pass
+    engine.manager.cancel_request(goes)
+    engine.wait(1)
+    engine.stop()
+    records, steps = recorded.by_id(), recorded.steps()
+    record = records[goes]
+    assert (record.outcome, record.error_type) == (facts.ABORTED, "cancelled")
+    assert record.steps is not None and len(record.steps) < len(engine.of(goes))
+    assert int(record.steps.ended_at[-1]) <= record.ended_at
+    assert sizes(records[stays]) == [1] * 40
+    assert [step.size for step in steps] == [len(batch.members) for batch in engine.batches]
+
+
+@pytest.mark.parametrize("space", [0.0, 0.05])
+def test_a_request_that_is_preempted_in_flight_goes_on(
+    space: float, make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **kwargs: empty(*args, **{**kwargs, "pin_memory": False})
+    )
+    engine = make(num_blocks=6, safety_margin=0.0, cpu_offload_space=space)
+    if space and not hasattr(engine.manager.continuous_batching_config, "cpu_offload_space"):
+        pytest.skip("this release cannot offload to the host")
+    ours = run(engine, *[(PAGE - 2, 2 * PAGE + number) for number in range(4)])
+    records = recorded.by_id()
+    assert sum(record.preemptions for record in records.values()) > 0, "nobody was preempted"
+    for number, (request_id, tokens) in enumerate(ours.items()):
+        assert sum(sizes(records[request_id])) == len(tokens) == 2 * PAGE + number
+        assert records[request_id].outcome == facts.OK
+
+
+def test_transfers_are_said_of_those_whose_prompt_is_in_them(make: Make, recorded: Recorded) -> None:
+    if integration.parts["transfers"] != "active":
+        pytest.skip("this release has no transfers")
+    engine = make(max_batch_tokens=16)
+    run(engine, (30, 3), (5, 3))
+    for request_id, record in recorded.by_id().items():
+        names = [stage.name for stage in record.stages]
+        chunks = [member for _, member in engine.of(request_id) if member.tokens > 1]
+        assert names.count("h2d") == names.count("d2h") == len(chunks) > 0
+        for stage in record.stages:
+            assert record.arrived_at <= stage.started_at <= stage.ended_at <= record.ended_at
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_two_steps_in_flight_deliver_what_one_does(
+    model: Any, monkeypatch: pytest.MonkeyPatch, recorded: Recorded
+) -> None:
+    model.to("cuda")
+    try:
+        found = []
+        for asynchronous in (True, False):
+            engine = Engine(model, monkeypatch, use_async_batching=asynchronous)
+            found.append(run(engine, (5, 4), (17, 9), (30, 6)))
+        assert found[0] == found[1]
+    finally:
+        model.to("cpu")
+    for record in recorded.records():
+        assert sizes(record) == [1] * record.output_tokens
+        assert record.outcome == facts.OK

@@ -1,0 +1,465 @@
+"""`model.generate` as it is installed: the result is untouched, and what was recorded is what happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer import facts, ingress
+from otel_infer.integrations.transformers import integration
+from tests.integrations.transformers.recorded import Recorded, check_stages, prefilled, served, sizes
+from tests.rings import stages_of
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+pytestmark = pytest.mark.real
+
+PROMPT = 12
+NEW = 6
+
+
+def prompt(rows: int = 1, tokens: int = PROMPT) -> Any:
+    return torch.arange(100, 100 + rows * tokens).reshape(rows, tokens)
+
+
+def asked(rows: int = 1, **more: Any) -> dict[str, Any]:
+    """What `generate` is called with, padding named so that it asks for nothing."""
+    return {"inputs": prompt(rows), "max_new_tokens": NEW, "pad_token_id": 0, **more}
+
+
+def seeded(call: Callable[[], Any]) -> Any:
+    torch.manual_seed(7)
+    return call()
+
+
+class Stop(Exception):
+    """Raised by what the user hands to `generate`."""
+
+
+class Script(transformers.LogitsProcessor):
+    """Row `r` ends at its `ends[r]`-th token; raises at `fails`. Counts its calls."""
+
+    def __init__(self, ends: tuple[int, ...] = (), fails: int = 0) -> None:
+        self.ends, self.fails, self.calls = ends, fails, 0
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.fails:
+            raise Stop("text that no telemetry may show")
+        for row, end in enumerate(self.ends):
+            if self.calls == end:
+                scores[row] = float("-inf")
+                scores[row, 2] = 0.0
+        return scores
+
+
+class Streamer:
+    """A streamer of the user's own; raises at its `fails`-th call."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.fails, self.values, self.ended = fails, [], False
+
+    def put(self, value: Any) -> None:
+        self.values.append(value.clone())
+        if len(self.values) == self.fails:
+            raise Stop
+
+    def end(self) -> None:
+        self.ended = True
+
+
+# ── the result, and the steps ────────────────────────────────────────────────────────────────────────────────────
+
+WAYS: dict[str, tuple[dict[str, Any], int, int]] = {
+    # what is asked beside the prompt, rows of the prompt, rows that come back
+    "greedy": ({}, 1, 1),
+    "sampling": ({"do_sample": True, "top_k": 40}, 1, 1),
+    "a batch": ({}, 3, 3),
+    "several sequences": ({"do_sample": True, "num_return_sequences": 3}, 2, 6),
+    "beams": ({"num_beams": 3}, 1, 1),
+    "beams that all come back": ({"num_beams": 3, "num_return_sequences": 2}, 2, 4),
+    "a static cache": ({"cache_implementation": "static", "disable_compile": True}, 1, 1),
+    "a dictionary": ({"return_dict_in_generate": True, "output_scores": True}, 2, 2),
+    "no cache": ({"use_cache": False}, 1, 1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_result_is_what_it_was_and_every_step_is_told(way: str, model: Any, recorded: Recorded) -> None:
+    more, rows, returned = WAYS[way]
+    more = {"eos_token_id": None, **more}
+    ours = seeded(lambda: model.generate(**asked(rows, **more)))
+    integration.remove()
+    theirs = seeded(lambda: model.generate(**asked(rows, **more)))
+    assert type(ours) is type(theirs)
+    assert torch.equal(getattr(ours, "sequences", ours), getattr(theirs, "sequences", theirs))
+    record = recorded.one()
+    check_stages(record, "queue", "prefill", "decode")
+    computed = rows * max(more.get("num_beams", 1), more.get("num_return_sequences", 1))
+    assert prefilled(record) == [computed * PROMPT]
+    assert sizes(record) == [returned] * NEW
+    assert (record.input_tokens, record.output_tokens) == (rows * PROMPT, returned * NEW)
+    assert (record.max_tokens, record.sequences) == (NEW, returned)
+    assert record.finish_reasons == ("length",)
+    assert (record.outcome, record.model, record.engine) == (facts.OK, "tiny-llama", "transformers")
+    steps = recorded.steps()
+    assert [step.size for step in steps] == [1] * NEW
+    assert [step.prefill_tokens for step in steps] == [computed * PROMPT] + [0] * (NEW - 1)
+    assert all(step.started_at < step.ended_at for step in steps)
+    assert all(before.ended_at <= after.started_at for before, after in pairwise(steps))
+
+
+def test_a_row_that_ends_early_ends_the_run_when_it_is_the_last(model: Any, recorded: Recorded) -> None:
+    script = Script(ends=(4,))
+    result = model.generate(**asked(logits_processor=[script], eos_token_id=2))
+    assert result.shape[1] == PROMPT + 4
+    record = recorded.one()
+    assert (sizes(record), record.output_tokens, record.finish_reasons) == ([1] * 4, 4, ("stop",))
+
+
+def test_rows_that_end_apart_run_on_together(model: Any, recorded: Recorded) -> None:
+    result = model.generate(**asked(2, logits_processor=[Script(ends=(2, 5))], eos_token_id=2))
+    assert result.shape == (2, PROMPT + 5)
+    record = recorded.one()
+    assert (sizes(record), record.finish_reasons) == ([2] * 5, ("stop",))
+
+
+def test_beams_that_find_their_ends_are_as_many_steps_as_the_model_took(
+    model: Any, recorded: Recorded
+) -> None:
+    script = Script(ends=(3, 3, 3))
+    more = {"num_beams": 3, "early_stopping": True, "eos_token_id": 2, "logits_processor": [script]}
+    result = model.generate(**asked(**more))
+    record = recorded.one()
+    assert len(sizes(record)) == script.calls
+    assert record.output_tokens == result.shape[1] - PROMPT
+    assert record.finish_reasons == ("stop",)
+
+
+def test_a_stopping_criterion_is_a_stop(model: Any, recorded: Recorded) -> None:
+    def enough(input_ids: Any, scores: Any, **_: Any) -> Any:
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= PROMPT + 3, dtype=torch.bool)
+
+    result = model.generate(**asked(stopping_criteria=[enough]))
+    record = recorded.one()
+    assert result.shape[1] == PROMPT + 3
+    assert (sizes(record), record.finish_reasons) == ([1] * 3, ("stop",))
+
+
+def test_one_token_is_a_prefill_and_no_decode(model: Any, recorded: Recorded) -> None:
+    model.generate(inputs=prompt(), max_new_tokens=1, pad_token_id=0)
+    record = recorded.one()
+    check_stages(record, "queue", "prefill")
+    assert (sizes(record), record.output_tokens, record.finish_reasons) == ([1], 1, ("length",))
+
+
+def test_the_limit_is_found_wherever_it_stands(model: Any, recorded: Recorded) -> None:
+    config = transformers.GenerationConfig(max_new_tokens=3, pad_token_id=0, do_sample=False)
+    model.generate(prompt(), config)
+    assert (recorded.one().max_tokens, recorded.steps()[-1:] != []) == (3, True)
+    model.generation_config.max_new_tokens = 4
+    model.generate(prompt(), pad_token_id=0)
+    assert (recorded.one().max_tokens, len(recorded.steps())) == (4, 4)
+    model.generation_config.max_new_tokens = None
+    model.generate(prompt(), max_length=PROMPT + 2, pad_token_id=0)
+    record = recorded.one()
+    assert (record.finish_reasons, sizes(record)) == (("length",), [1, 1])
+
+
+def test_a_prompt_may_come_by_any_name(model: Any, recorded: Recorded) -> None:
+    ids = prompt(2)
+    more = {"max_new_tokens": 2, "pad_token_id": 0}
+    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
+    by_name = recorded.one()
+    result = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **more)
+    by_vectors = recorded.one()
+    assert result.shape == (2, 2)
+    for record in (by_name, by_vectors):
+        assert (record.input_tokens, prefilled(record), sizes(record)) == (2 * PROMPT, [2 * PROMPT], [2, 2])
+        assert (record.output_tokens, record.finish_reasons) == (4, ("length",))
+    model.generate(max_new_tokens=2, pad_token_id=0)
+    assert sizes(recorded.one()) == [1, 1]
+
+
+def test_a_prompt_in_chunks_is_one_prefill(model: Any, recorded: Recorded) -> None:
+    cache = {"past_key_values": transformers.DynamicCache(config=model.config)}
+    ours = model.generate(**asked(prefill_chunk_size=5, **cache))
+    record = recorded.one()
+    integration.remove()
+    cache = {"past_key_values": transformers.DynamicCache(config=model.config)}
+    assert torch.equal(ours, model.generate(**asked(prefill_chunk_size=5, **cache)))
+    assert (prefilled(record), sizes(record)) == ([PROMPT], [1] * NEW)
+
+
+# ── streamers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_text_streamer_streams_and_its_time_counts_once(
+    model: Any, tokenizer: Any, recorded: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = served()
+    token = request.attach()
+    result = model.generate(**asked(streamer=transformers.TextStreamer(tokenizer, skip_prompt=True)))
+    ingress.detach(token)
+    spent = request.detokenize_ns
+    request.close()
+    assert capsys.readouterr().out.strip() == tokenizer.decode(result[0, PROMPT:]).strip()
+    record = recorded.one()
+    assert 0 < spent < record.duration_ns
+    prefill = record.stage("prefill")
+    assert prefill is not None and prefill.started_at < record.first_token_at <= prefill.ended_at
+    whole = sum(int(stage.attributes.get("infer.detokenize", 0) * 1e9) for stage in record.stages)
+    assert whole == pytest.approx(spent, abs=1000)
+
+
+def test_a_thread_generates_while_an_iterator_reads(model: Any, tokenizer: Any, recorded: Recorded) -> None:
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
+    thread = threading.Thread(target=lambda: model.generate(**asked(streamer=streamer)))
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text
+    record = recorded.one()
+    check_stages(record, "queue", "prefill", "decode", "postprocess")
+    assert sizes(record) == [1] * NEW
+
+
+def test_a_streamer_of_ones_own_gets_what_it_got(model: Any, recorded: Recorded) -> None:
+    streamer = Streamer()
+    result = model.generate(**asked(streamer=streamer))
+    assert streamer.ended and len(streamer.values) == NEW + 1
+    assert torch.equal(torch.cat([value.reshape(-1) for value in streamer.values]), result[0])
+    assert sizes(recorded.one()) == [1] * NEW
+
+
+# ── whose request it is ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_inside_a_servers_request_generate_is_its_stages(
+    model: Any, tokenizer: Any, recorded: Recorded
+) -> None:
+    request = served()
+    token = request.attach()
+    inputs = tokenizer("time and again", return_tensors="pt")
+    result = model.generate(**inputs, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
+    tokenizer.batch_decode(result)
+    assert ingress.current() is request
+    ingress.detach(token)
+    request.close(status_code=200)
+    record = recorded.one()
+    check_stages(record, "ingress", "tokenize", "queue", "prefill", "decode", "postprocess")
+    assert (record.operation, record.model) == ("text_completion", "tiny-llama")
+    assert record.input_tokens == inputs["input_ids"].numel()
+    assert (sizes(record), record.output_tokens) == ([1] * NEW, NEW)
+
+
+def test_outside_of_one_it_is_its_own_and_current_for_what_the_user_hands_in(
+    model: Any, recorded: Recorded
+) -> None:
+    seen: list[Any] = []
+
+    class Looks(Script):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            seen.append(ingress.current())
+            return super().__call__(input_ids, scores)
+
+    model.generate(**asked(logits_processor=[Looks()]))
+    assert ingress.current() is None
+    record = recorded.one()
+    assert [request.get_span_context().span_id for request in seen] == [
+        int.from_bytes(record.span_id, "big")
+    ] * NEW
+
+
+def test_threads_generate_side_by_side(model: Any, recorded: Recorded) -> None:
+    def work(tokens: int) -> None:
+        for _ in range(3):
+            model.generate(inputs=prompt(), max_new_tokens=tokens, pad_token_id=0)
+
+    threads = [threading.Thread(target=work, args=(tokens,)) for tokens in (2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    records = recorded.records()
+    assert sorted(len(sizes(record)) for record in records) == [2] * 3 + [3] * 3 + [4] * 3
+    assert recorded.in_flight == 0
+
+
+# ── several tokens a step, and loops of others ───────────────────────────────────────────────────────────────────
+
+
+def unharmed(recorded: Recorded, call: Callable[[], Any]) -> Any:
+    """The record of a call whose result is the same without us."""
+    ours = seeded(call)
+    record = recorded.one()
+    integration.remove()
+    assert torch.equal(ours, seeded(call))
+    assert record.outcome == facts.OK
+    return record
+
+
+@pytest.mark.parametrize("way", ["a draft model", "prompt lookup"])
+def test_steps_of_assisted_decoding_deliver_what_was_accepted(
+    way: str, model: Any, recorded: Recorded
+) -> None:
+    drafts: list[int] = []
+    streamer = Streamer()
+    more: dict[str, Any] = (
+        {"assistant_model": model} if way == "a draft model" else {"prompt_lookup_num_tokens": 3}
+    )
+    ask = {**asked(**more), "max_new_tokens": 24}
+    record = unharmed(recorded, lambda: model.generate(**ask))
+    model.generate(**ask, streamer=streamer)
+    drafts = [int(value.numel()) for value in streamer.values[1:]]
+    check_stages(record, "queue", "prefill", "decode")
+    assert sizes(record) == drafts and sum(drafts) == 24
+    assert (max(drafts) > 1) == (way == "a draft model")
+    assert (record.input_tokens, record.output_tokens) == (PROMPT, 24)
+    assert record.finish_reasons == ("length",)
+
+
+def test_a_loop_of_the_users_own_is_one_decode(model: Any, recorded: Recorded) -> None:
+    def loop(model: Any, input_ids: Any, **_: Any) -> Any:
+        return torch.cat([input_ids, input_ids[:, :3]], dim=1)
+
+    record = unharmed(recorded, lambda: model.generate(**asked(custom_generate=loop)))
+    assert "decode" in stages_of(record) and record.steps is None
+    assert (record.input_tokens, record.output_tokens) == (PROMPT, 3)
+
+
+@pytest.fixture(scope="module", params=["t5", "bart"])
+def encoder_decoder(request: pytest.FixtureRequest) -> Any:
+    """A tiny model that reads with one half and writes with the other."""
+    sizes = {
+        "vocab_size": 200,
+        "d_model": 32,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    if request.param == "t5":
+        config = transformers.T5Config(**sizes, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+        made = transformers.T5ForConditionalGeneration
+    else:
+        layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+        heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64}
+        config = transformers.BartConfig(**sizes, **layers, **heads, bos_token_id=0, forced_eos_token_id=None)
+        made = transformers.BartForConditionalGeneration
+    torch.manual_seed(0)
+    return made(config).eval()
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_an_encoder_is_prefill_and_the_decoder_steps(
+    encoder_decoder: Any, beams: int, recorded: Recorded
+) -> None:
+    more = {"max_new_tokens": NEW, "min_new_tokens": NEW, "num_beams": beams, "do_sample": False}
+    ours = encoder_decoder.generate(prompt(2), **more)
+    integration.remove()
+    assert torch.equal(ours, encoder_decoder.generate(prompt(2), **more))
+    record = recorded.one()
+    check_stages(record, "queue", "prefill", "decode")
+    assert record.input_tokens == 2 * PROMPT
+    assert sizes(record) == [2] * NEW
+    assert (record.output_tokens, record.finish_reasons) == (2 * NEW, ("length",))
+
+
+def test_a_pipeline_is_the_same_with_us(model: Any, tokenizer: Any, recorded: Recorded) -> None:
+    writer = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    ask = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    ours = writer("time and again", **ask)
+    record = recorded.one()
+    integration.remove()
+    assert ours == writer("time and again", **ask)
+    assert (record.operation, sizes(record)) == ("text_completion", [1] * NEW)
+
+
+# ── what goes wrong ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_logits_processor_that_raises_is_raised_and_told(model: Any, recorded: Recorded) -> None:
+    with pytest.raises(Stop) as raised:
+        model.generate(**asked(logits_processor=[Script(fails=4)]))
+    assert raised.value.__cause__ is None and raised.value.__context__ is None
+    record = recorded.one()
+    assert (record.outcome, record.error_type) == (facts.ERROR, "Stop")
+    assert (sizes(record), record.finish_reasons) == ([1] * 3, ("error",))
+    assert "no telemetry" not in repr(record)
+    model.generate(**asked())
+    assert sizes(recorded.one()) == [1] * NEW
+
+
+def test_a_prompt_that_cannot_be_read_is_an_error_without_steps(model: Any, recorded: Recorded) -> None:
+    with pytest.raises((IndexError, RuntimeError)):
+        model.generate(inputs=prompt() + 10**6, max_new_tokens=2, pad_token_id=0)
+    record = recorded.one()
+    assert (record.outcome, record.died_in, record.output_tokens) == (facts.ERROR, "prefill", 0)
+
+
+def test_a_streamer_that_raises_ends_the_run(model: Any, recorded: Recorded) -> None:
+    with pytest.raises(Stop):
+        model.generate(**asked(streamer=Streamer(fails=4)))
+    record = recorded.one()
+    assert (record.outcome, record.error_type, len(sizes(record))) == (facts.ERROR, "Stop", 2)
+
+
+def test_what_is_no_exception_is_a_cancellation(model: Any, recorded: Recorded) -> None:
+    class Interrupted(Streamer):
+        def put(self, value: Any) -> None:
+            super().put(value)
+            if len(self.values) == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(**asked(streamer=Interrupted()))
+    record = recorded.one()
+    assert (record.outcome, record.error_type, record.finish_reasons) == (
+        facts.ABORTED,
+        "cancelled",
+        ("abort",),
+    )
+
+
+def test_a_bad_argument_is_the_librarys_to_refuse(model: Any, recorded: Recorded) -> None:
+    with pytest.raises(ValueError):
+        model.generate(**asked(num_beams=2, num_return_sequences=3))
+    assert recorded.one().error_type == "ValueError"
+    with pytest.raises(TypeError):
+        model.generate(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
+    assert recorded.one().error_type == "TypeError"
+
+
+# ── the way it is held ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_is_wrapped_once_and_given_back(recorded: Recorded, model: Any) -> None:
+    integration.install()
+    integration.install()
+    ours = transformers.GenerationMixin.generate
+    model.generate(**asked())
+    assert len(recorded.records()) == 1
+    integration.remove()
+    assert transformers.GenerationMixin.generate is not ours
+    model.generate(**asked())
+    assert recorded.records() == []
+
+
+def test_a_model_may_be_copied_and_saved_while_we_hold_it(
+    model: Any, recorded: Recorded, tmp_path: Path
+) -> None:
+    import copy
+    import pickle
+
+    assert copy.copy(model.generate) is not None
+    assert pickle.loads(pickle.dumps(transformers.GenerationConfig(max_new_tokens=2))).max_new_tokens == 2
+    model.save_pretrained(tmp_path)
+    again = copy.deepcopy(model)
+    assert torch.equal(again.generate(**asked()), model.generate(**asked()))
+    assert [stages_of(record) for record in recorded.records()] == [["queue", "prefill", "decode"]] * 2

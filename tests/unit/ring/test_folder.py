@@ -1,0 +1,330 @@
+"""All rings of one server as one stream: in order of time, complete, and nobody's twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer import facts
+from otel_infer.assembler import GRACE_NS, Assembler
+from otel_infer.ring import layout
+from otel_infer.ring.folder import LIVENESS_NS, Rings
+from otel_infer.ring.membership import Handles, StepLog
+from otel_infer.ring.write import FileArena, MemoryArena, RequestWriter, StepWriter
+
+SECOND = 1_000_000_000
+Work = Callable[[FileArena], Any]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="test-folder-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def arrival(at: int, trace: int = 1) -> facts.RequestArrived:
+    return facts.RequestArrived(
+        at,
+        at,
+        trace.to_bytes(16, "big"),
+        trace.to_bytes(8, "big"),
+        bytes(8),
+        bytes(8),
+        1,
+        "chat",
+        "toy",
+        "m",
+        "n",
+    )
+
+
+def ended(at: int) -> facts.RequestEnded:
+    return facts.RequestEnded(at, facts.OK, "", 200, 0, 0, 0)
+
+
+class Process:
+    """A process that writes rings and lives until it is killed: its locks must not be our own."""
+
+    def __init__(self, folder: Path, work: Work) -> None:
+        ready, said = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _kept = work(FileArena(folder))
+                os.write(said, b"1")
+                signal.pause()
+            finally:
+                os._exit(1)
+        os.close(said)
+        assert os.read(ready, 1) == b"1", "its work failed"
+        os.close(ready)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ChildProcessError):
+            self.kill()
+
+
+def kinds(said: list[facts.RingFact]) -> list[str]:
+    return [type(one.fact).__name__ for one in said]
+
+
+def of(said: list[facts.RingFact], kind: type) -> list[Any]:
+    return [one.fact for one in said if type(one.fact) is kind]
+
+
+def writing(name: str, *at: int) -> Work:
+    """Requests that arrive at these instants, and are in flight."""
+
+    def work(arena: FileArena) -> RequestWriter:
+        writer = RequestWriter(arena, name, "server")
+        for one in at:
+            writer.open(arrival(one, one))
+        return writer
+
+    return work
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_facts_of_two_processes_come_in_order_of_time(folder: Path) -> None:
+    rings = Rings()
+    with Process(folder, writing("1-a", 10, 30, 50)), Process(folder, writing("2-b", 20, 40, 60)):
+        rings.discover(folder, 100)
+        got = [*rings.poll(100), *rings.poll(200)]
+        assert [one.at for one in of(got, facts.RequestArrived)] == [10, 20, 30, 40, 50, 60]
+        assert rings.alive() == 2
+        rings.close(remove=False)
+
+
+def test_a_poll_hands_out_what_happened_before_the_previous_poll(folder: Path) -> None:
+    rings = Rings()
+    arena = MemoryArena()
+    writer = RequestWriter(arena, "1-a", "server")
+    rings.add(*arena.buffers[0], 1)
+    assert kinds(rings.poll(100)) == ["ProcessSeen"]
+    writer.open(arrival(150))
+    writer.open(arrival(250))
+    assert rings.poll(200) == []
+    assert [one.at for one in of(rings.poll(300), facts.RequestArrived)] == [150]
+    assert rings.horizon == 200
+    assert [one.at for one in of(rings.poll(400), facts.RequestArrived)] == [250]
+    assert rings.poll(500) == []
+
+
+def test_a_final_poll_hands_out_all_there_is(folder: Path) -> None:
+    rings, arena = Rings(), MemoryArena()
+    writer = RequestWriter(arena, "1-a", "server")
+    rings.add(*arena.buffers[0], 1)
+    writer.open(arrival(150))
+    assert kinds(rings.poll(100, final=True)) == ["ProcessSeen", "RequestArrived"]
+
+
+def test_the_steps_of_a_process_name_its_requests(folder: Path) -> None:
+    def work(arena: FileArena) -> Any:
+        writer = RequestWriter(arena, "1-a", "server")
+        log = StepLog(StepWriter(arena, "1-a-1", "toy"), Handles())
+        handle = writer.open(arrival(10))
+        log.handles.bind("sequence", handle)
+        log.done(log.scheduled(["sequence"]), size=1)
+        return writer, log
+
+    rings = Rings()
+    with Process(folder, work):
+        rings.discover(folder, 1)
+        rings.discover(folder, 2)  # a second time is nothing
+        got = rings.poll(1, final=True)
+        (engine,) = of(got, facts.EngineSeen)
+        (arrived,) = [one for one in got if isinstance(one.fact, facts.RequestArrived)]
+        (scheduled,) = of(got, facts.StepScheduled)
+        assert engine.process == arrived.ring
+        assert scheduled.joined == (arrived.handle,)
+        rings.close(remove=False)
+
+
+def test_steps_that_are_seen_before_their_process_wait_for_it(folder: Path) -> None:
+    with Process(folder, lambda arena: StepWriter(arena, "1-a-1", "toy")):
+        rings = Rings()
+        rings.discover(folder, 1)
+        assert rings.alive() == 0
+        with Process(folder, writing("1-a", 10)):
+            rings.discover(folder, 2)
+            assert len(of(rings.poll(3, final=True), facts.EngineSeen)) == 1
+            assert rings.refused == []
+            rings.close(remove=False)
+
+
+def test_a_file_that_is_no_ring_is_named_and_one_that_is_not_ready_is_waited_for(folder: Path) -> None:
+    (folder / "1-a.requests").write_bytes(b"no ring at all".ljust(8192, b"x"))
+    (folder / "2-b.requests").write_bytes(bytes(8192))
+    (folder / "3-c.requests").touch()
+    (folder / "notes.txt").touch()
+    rings = Rings()
+    rings.discover(folder, 1)
+    rings.discover(folder, 2)
+    assert rings.alive() == 0
+    assert not rings.seen_any
+    (folder / "2-b.requests").unlink()
+    with Process(folder, writing("2-b", 10)):
+        rings.discover(folder, 3)
+        assert rings.alive() == 1
+        rings.close(remove=False)
+
+
+def test_a_ring_of_another_boot_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rings = Rings()
+    with Process(folder, writing("1-a", 10)):
+        monkeypatch.setattr(layout, "boot_id", lambda: "another")
+        rings.discover(folder, 1)
+        assert rings.refused == ["1-a.requests: of another boot"]
+        assert rings.alive() == 0
+
+
+def test_a_folder_that_is_not_there_is_no_trouble(folder: Path) -> None:
+    rings = Rings()
+    rings.discover(folder / "nowhere", 1)
+    assert rings.poll(2) == []
+
+
+# ── death ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_in_flight_in_a_dead_process_is_told_and_its_rings_are_removed(folder: Path) -> None:
+    def work(arena: FileArena) -> Any:
+        writer = RequestWriter(arena, "1-a", "server")
+        StepWriter(arena, "1-a-1", "toy")
+        done = writer.open(arrival(10, 10))
+        writer.open(arrival(20, 20))
+        writer.close(done, ended(30))
+        return writer
+
+    rings, assembler = Rings(), Assembler()
+    process = Process(folder, work)
+    with Process(folder, writing("2-b", 15)):
+        rings.discover(folder, 100)
+        assembler.feed(rings.poll(100))
+        process.kill()
+        for now in (SECOND, SECOND + 1, SECOND + 2):
+            assembler.feed(rings.poll(now))
+        records = assembler.concluded(SECOND + GRACE_NS + LIVENESS_NS)
+        told = {int.from_bytes(record.trace_id, "big"): record.error_type for record in records}
+        assert told == {10: "", 20: "process_died"}
+        assert sorted(path.name for path in folder.iterdir()) == ["2-b.requests"]
+        assert rings.alive() == 1
+        assert rings.reads(folder)
+        rings.close(remove=False)
+
+
+def test_a_process_that_died_before_it_was_seen_is_told_too(folder: Path) -> None:
+    with Process(folder, writing("1-a", 10, 20)):
+        pass
+    rings, assembler = Rings(), Assembler()
+    rings.discover(folder, SECOND)
+    for now in (SECOND, 2 * SECOND, 3 * SECOND):
+        assembler.feed(rings.poll(now))
+    records = assembler.concluded(4 * SECOND)
+    assert {record.error_type for record in records} == {"process_died"}
+    assert len(records) == 2
+    assert list(folder.iterdir()) == []
+
+
+# ── a reader that was killed ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_on(rings: Rings, assembler: Assembler, *at: int) -> list[int]:
+    """The trace ids that are concluded by wakes at these instants; notes it in the rings as a pipeline does."""
+    found: list[int] = []
+    for now in at:
+        assembler.feed(rings.poll(now))
+        found += [int.from_bytes(r.trace_id, "big") for r in assembler.concluded(rings.horizon)]
+        rings.conclude(rings.horizon)
+    return found
+
+
+@pytest.mark.parametrize("died_after", range(1, 9))
+def test_a_reader_that_takes_over_tells_each_request_that_was_not_told_and_no_other(
+    folder: Path, died_after: int
+) -> None:
+    """Whenever the one before it was killed."""
+    step = 200_000_000
+    wakes = [number * step for number in range(1, 20)]
+
+    def work(arena: FileArena) -> Any:
+        writer = RequestWriter(arena, "1-a", "server")
+        for number in range(1, 11):
+            at = number * step // 2
+            handle = writer.open(arrival(at, number))
+            writer.close(handle, ended(at + step // 3))
+        return writer
+
+    with Process(folder, work):
+        first, second = Rings(), Rings()
+        first.discover(folder, 1)
+        told = read_on(first, Assembler(), *wakes[:died_after])
+        second.discover(folder, wakes[died_after])
+        told_after = read_on(second, Assembler(), *wakes[died_after:])
+        assert sorted(told + told_after) == list(range(1, 11))
+        first.close(remove=False)
+        second.close(remove=False)
+
+
+def test_what_was_concluded_is_never_taken_back(folder: Path) -> None:
+    rings, arena = Rings(), MemoryArena()
+    writer = RequestWriter(arena, "1-a", "server")
+    rings.add(*arena.buffers[0], 1)
+    rings.conclude(500)
+    rings.conclude(300)
+    assert writer.words[layout.W_CONCLUDED_AT] == 500
+
+
+def test_a_request_whose_arrival_was_overwritten_is_known_to_the_next_reader(folder: Path) -> None:
+    def work(arena: FileArena) -> Any:
+        writer = RequestWriter(arena, "1-a", "server")
+        writer.open(arrival(10, 7))
+        for at in range(20_000):
+            writer.state(99, facts.RequestReceived(at))
+        writer.words[layout.W_CONCLUDED_AT] = 5
+        return writer
+
+    rings, assembler = Rings(), Assembler()
+    with Process(folder, work):
+        rings.discover(folder, SECOND)
+        for now in (SECOND, 2 * SECOND):
+            assembler.feed(rings.poll(now))
+        (request,) = assembler.open.values()
+        assert request.arrived.trace_id == (7).to_bytes(16, "big")
+        assert request.telemetry_lost
+        rings.close(remove=False)
+
+
+# ── flush ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_flush_is_asked_and_answered_by_number() -> None:
+    rings, arena = Rings(), MemoryArena()
+    writer = RequestWriter(arena, "1-a", "server")
+    rings.add(*arena.buffers[0], 1)
+    assert rings.flushes_asked() == []
+    writer.words[layout.W_FLUSH_ASKED] = 3
+    asked = rings.flushes_asked()
+    writer.words[layout.W_FLUSH_ASKED] = 4
+    rings.flush_done(asked)
+    assert writer.words[layout.W_FLUSH_DONE] == 3
+    assert rings.flushes_asked() == [(asked[0][0], 4)]

@@ -1,0 +1,176 @@
+"""Settings: read once, named when they are bad, and never the end of somebody's server."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import FrozenInstanceError, asdict
+
+import pytest
+
+from otel_infer import config
+from otel_infer.config import SETTINGS, BadSetting, Config, from_env, from_env_leniently
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
+
+BAD = {
+    "OTEL_INFER_ENABLED": ("perhaps", "one of auto, on, off"),
+    "OTEL_INFER_MODE": ("thread", "one of auto, sidecar, in-process"),
+    "OTEL_INFER_STEPS": ("few", "one of all, auto, off"),
+    "OTEL_INFER_STEP_BUDGET": ("-1", "a whole number, 0 or more"),
+    "OTEL_INFER_KEEP_UNSAMPLED": ("2", "on or off"),
+    "OTEL_INFER_CONSOLE": ("tty", "on or off"),
+    "OTEL_INFER_LATENCY_ATTRIBUTES": ("vllm", "on or off"),
+    "OTEL_EXPORTER_OTLP_PROTOCOL": ("http/json", "one of http/protobuf, grpc"),
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": ("udp", "one of http/protobuf, grpc"),
+    "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": ("udp", "one of http/protobuf, grpc"),
+    "OTEL_METRIC_EXPORT_INTERVAL": ("0", "a whole number of milliseconds, 1 or more"),
+}
+ACCEPTS_ANYTHING = {"OTEL_INFER_RINGS", "OTEL_INFER_TAPE", "OTEL_INFER_LOG", "OTEL_INFER_INTEGRATIONS"}
+
+
+def test_defaults_are_those_of_the_table() -> None:
+    written = {setting.variable: setting.default for setting in SETTINGS.values()}
+    assert from_env({}) == Config()
+    assert from_env({name: default for name, default in written.items() if default}) == Config()
+
+
+def test_every_setting_is_either_checked_or_free_text() -> None:
+    ours = {setting.variable for setting in SETTINGS.values()}
+    assert ours == {name for name in (*BAD, *ACCEPTS_ANYTHING) if name.startswith("OTEL_INFER_")}
+
+
+@pytest.mark.parametrize("variable", BAD)
+def test_a_bad_value_names_the_variable_the_value_and_what_is_accepted(variable: str) -> None:
+    value, accepted = BAD[variable]
+    with pytest.raises(BadSetting) as bad:
+        from_env({variable: value})
+    assert str(bad.value).startswith(f"{variable}={value!r}: expected {accepted}")
+
+
+@pytest.mark.parametrize("variable", BAD)
+def test_in_the_users_server_a_bad_value_is_said_and_the_default_is_used(variable: str) -> None:
+    settings, complaints = from_env_leniently({variable: BAD[variable][0], **ENDPOINT})
+    assert settings == from_env(ENDPOINT)
+    (complaint,) = complaints
+    assert variable in complaint
+    assert complaint.endswith("using the default")
+
+
+def test_all_bad_values_are_said_at_once_and_the_good_ones_are_used() -> None:
+    bad = {variable: value for variable, (value, _) in BAD.items()}
+    settings, complaints = from_env_leniently({**bad, "OTEL_INFER_TAPE": "/tmp/a"})
+    assert len(complaints) == len(BAD)
+    assert settings == Config(tape="/tmp/a")
+
+
+def test_surrounding_blanks_case_and_empty_values_mean_nothing() -> None:
+    settings = from_env(
+        {"OTEL_INFER_STEPS": "  ALL ", "OTEL_INFER_STEP_BUDGET": "", "OTEL_INFER_CONSOLE": " "}
+    )
+    assert settings == Config(steps="all")
+    assert from_env({"OTEL_EXPORTER_OTLP_PROTOCOL": "GRPC"}).traces_protocol == "grpc"
+
+
+@pytest.mark.parametrize(
+    ("environ", "spans", "metrics"),
+    [
+        ({}, False, False),
+        (ENDPOINT, True, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a"}, True, True),
+        ({"OTEL_INFER_ENABLED": "on"}, True, True),
+        ({"OTEL_INFER_ENABLED": "1"}, True, True),
+        ({"OTEL_INFER_ENABLED": "off", **ENDPOINT}, False, False),
+        ({"OTEL_INFER_ENABLED": "off", "OTEL_INFER_CONSOLE": "on"}, False, False),
+        ({"OTEL_SDK_DISABLED": "true", **ENDPOINT}, False, False),
+        ({"OTEL_SDK_DISABLED": "TRUE", "OTEL_INFER_ENABLED": "on"}, False, False),
+        ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "otel_infer", **ENDPOINT}, False, False),
+        ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "flask, *", **ENDPOINT}, False, False),
+        ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "otel_infer_asgi", **ENDPOINT}, True, True),
+        ({"OTEL_TRACES_EXPORTER": "none", **ENDPOINT}, False, True),
+        ({"OTEL_METRICS_EXPORTER": "none", **ENDPOINT}, True, False),
+        ({"OTEL_TRACES_EXPORTER": "console,otlp", **ENDPOINT}, True, True),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none", **ENDPOINT}, False, False),
+    ],
+)
+def test_what_is_sent_follows_from_the_standard_variables(
+    environ: dict[str, str], spans: bool, metrics: bool
+) -> None:
+    settings = from_env(environ)
+    assert (settings.sends_spans, settings.sends_metrics) == (spans, metrics)
+    assert settings.exports == (spans or metrics)
+
+
+def test_a_console_or_a_tape_records_without_sending() -> None:
+    for environ in ({"OTEL_INFER_CONSOLE": "on"}, {"OTEL_INFER_TAPE": "/tmp/a.tape"}):
+        settings = from_env(environ)
+        assert settings.exports
+        assert not settings.sends_spans
+        assert not settings.sends_metrics
+
+
+def test_a_signals_own_variables_go_before_the_general_ones() -> None:
+    settings = from_env(
+        {
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+            "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "http/protobuf",
+            "OTEL_PYTHON_EXCLUDED_URLS": "health",
+            "OTEL_PYTHON_OTEL_INFER_EXCLUDED_URLS": "metrics",
+        }
+    )
+    assert (settings.traces_protocol, settings.metrics_protocol) == ("grpc", "http/protobuf")
+    assert settings.excluded_urls == "metrics"
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, ""),
+        ({"OTEL_SERVICE_NAME": "chat"}, "chat"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "a=b,service.name=chat"}, "chat"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=other", "OTEL_SERVICE_NAME": "chat"}, "chat"),
+    ],
+)
+def test_the_service_name_is_the_users(environ: dict[str, str], name: str) -> None:
+    assert from_env(environ).service_name == name
+
+
+def test_paths_are_those_of_where_the_server_was_started() -> None:
+    settings = from_env({"OTEL_INFER_TAPE": "a.tape", "OTEL_INFER_LOG": "log", "OTEL_INFER_RINGS": "rings"})
+    assert settings.tape == os.path.join(os.getcwd(), "a.tape")
+    assert settings.log == os.path.join(os.getcwd(), "log")
+    assert settings.rings == os.path.join(os.getcwd(), "rings")
+
+
+def test_a_configuration_is_frozen_and_survives_the_way_to_the_sidecar() -> None:
+    import json
+
+    settings = from_env({"OTEL_INFER_INTEGRATIONS": "asgi, torch", **ENDPOINT})
+    with pytest.raises(FrozenInstanceError):
+        settings.mode = "sidecar"  # type: ignore[misc]
+    assert config.from_plain(json.loads(json.dumps(asdict(settings)))) == settings
+
+
+def test_what_was_exported_for_children_is_taken_back_only_if_it_is_still_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_INFER_RINGS", "")
+    config.export_to_children(rings="/dev/shm/ours")
+    config.forget_rings("/dev/shm/ours")
+    assert "OTEL_INFER_RINGS" not in os.environ
+    monkeypatch.setenv("OTEL_INFER_RINGS", "/dev/shm/theirs")
+    config.forget_rings("/dev/shm/ours")
+    assert os.environ["OTEL_INFER_RINGS"] == "/dev/shm/theirs"
+
+
+def test_the_sidecars_environment_injects_and_instruments_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    injected = ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "PYTHONPATH")
+    for name in injected:
+        monkeypatch.setenv(name, "/somewhere")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=secret")
+    environ = config.sidecar_environment()
+    assert not set(injected) & set(environ)
+    assert environ["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=secret"
+    assert (environ["OTEL_INFER_ENABLED"], environ["CUDA_VISIBLE_DEVICES"]) == ("off", "")
+    assert not config.is_sidecar()
+    monkeypatch.setenv(config.SIDECAR_GUARD, "1")
+    assert config.is_sidecar()
