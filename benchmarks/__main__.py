@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -99,7 +98,9 @@ def _write_docs(page: Path, lines: list[Line], about: dict[str, str]) -> None:
     rows = ["| claim | gate | measured | bounds | control | verdict |", "|---|---|---|---|---|---|"]
     rows += ["| " + " | ".join(row) + " |" for row in verdict.rows_of(lines)]
     machine_said = ", ".join(f"{name} {value}" for name, value in about.items())
-    page.write_text(f"{before}{BEGIN}\nMeasured on: {machine_said}.\n\n" + "\n".join(rows) + f"\n{END}{after}")
+    page.write_text(
+        f"{before}{BEGIN}\nMeasured on: {machine_said}.\n\n" + "\n".join(rows) + f"\n{END}{after}"
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,17 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from benchmarks.verdict import Control, Figure, Gate, Line, against_itself, line, median, quantile_ratio, times_less
+from benchmarks.verdict import (
+    Control,
+    Figure,
+    Gate,
+    Line,
+    against_itself,
+    line,
+    median,
+    quantile_ratio,
+    times_less,
+)
 
 P50_LIMIT, P99_LIMIT, STOCK_FACTOR = 1.0, 2.0, 100.0
 """The gates: % of p50, % of p99, and how many times less than the stock SDK."""
@@ -48,7 +58,9 @@ def run_steps(step: Callable[[], None], count: int) -> Block:
     return Block(np.diff(wall), np.diff(cpu))
 
 
-def alternating(run: Callable[[], Block], hooks: Hooked, rounds: int, after: Callable[[], None] | None = None) -> Rounds:
+def alternating(
+    run: Callable[[], Block], hooks: Hooked, rounds: int, after: Callable[[], None] | None = None
+) -> Rounds:
     """So many rounds of three blocks in an order drawn anew for each; `after` is called after each hooked block."""
     chance, found = random.Random(1), Rounds([], [], [])
     for _ in range(rounds):
@@ -82,7 +94,9 @@ def lines_of(loop: str, ours: Rounds, stock: Rounds | None) -> list[Line]:
         note = f"bare p50 {_p50(ours.bare, clock):.0f} µs, hooked {_p50(ours.hooked, clock):.0f} µs"
         percent, gates = 100, (Gate(P50_LIMIT), Gate(P99_LIMIT))
         found += [
-            line(f"{loop}: p50, {said}", "%", p50.scaled(percent), gates[0], against_itself(p50_control), note),
+            line(
+                f"{loop}: p50, {said}", "%", p50.scaled(percent), gates[0], against_itself(p50_control), note
+            ),
             line(f"{loop}: p99, {said}", "%", p99.scaled(percent), gates[1], against_itself(p99_control)),
         ]
         if stock is not None:

@@ -23,7 +23,9 @@ def tiny_model() -> Any:
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         make_demo_model(Path(folder), layers=LAYERS, hidden=HIDDEN)
-        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="sdpa", dtype=torch.float32
+        ).eval()
 
 
 def manager(model: Any, running: int) -> Any:

@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 def measure(quick: bool) -> list[Line]:
     """All cases take turns, so that each has seen the same moods of the machine."""
-    steps, rounds = (100, 15) if quick else (500, 101)
+    steps, rounds = (50, 7) if quick else (500, 101)
     everywhere = os.sched_getaffinity(0)
     cases = list(_cases())
     found = {case.claim: Found([], [], [], []) for case in cases}

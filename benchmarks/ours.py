@@ -97,6 +97,7 @@ class Binding:
 
     def end_all(self) -> int:
         """Ends whoever is in flight; returns how many step spans there should be in all."""
+        self.engine.settle()
         for sequence in self.engine.running:
             sequence.last = self.engine.steps
         for sequence in list(self._open):

@@ -118,7 +118,9 @@ class OwnList:
         """Unchanged, changed, changed with a prompt, keyframe."""
         bare, hooked = (self.engine_schedule, self.engine_update), (self.schedule, self.update)
 
-        def case(claim: str, gate_ns: float, before: Callable[[int], None], *engine: Callable[[], Any]) -> Case:
+        def case(
+            claim: str, gate_ns: float, before: Callable[[int], None], *engine: Callable[[], Any]
+        ) -> Case:
             both = repeated(*engine, *bare), repeated(*engine, *hooked)
             return Case(f"step, {claim}, {objects}", gate_ns, *both, before)
 
@@ -132,10 +134,19 @@ def cases() -> Iterator[Case]:
     """On the simulator's objects; a loop of one's own; and what a request says of itself besides."""
     packed_of = attrgetter("packed")
     members = [_sequence() for _ in range(SEQUENCES)]
-    yield from OwnList(members, _sequence, lambda some: b"".join(map(packed_of, some))).cases("simulator's objects")
+    yield from OwnList(members, _sequence, lambda some: b"".join(map(packed_of, some))).cases(
+        "simulator's objects"
+    )
     batch = [otel_infer.request("chat").__enter__() for _ in range(SEQUENCES)]
-    yield Case("otel_infer.step(batch), unchanged", DERIVED_NS, repeated(lambda: batch), repeated(lambda: _step(batch)))
-    yield Case("request, arrival to end, all facts (any thread)", None, repeated(lambda: None), repeated(_request))
+    yield Case(
+        "otel_infer.step(batch), unchanged",
+        DERIVED_NS,
+        repeated(lambda: batch),
+        repeated(lambda: _step(batch)),
+    )
+    yield Case(
+        "request, arrival to end, all facts (any thread)", None, repeated(lambda: None), repeated(_request)
+    )
 
 
 def _sequence() -> Sequence:
@@ -150,7 +161,9 @@ def _step(batch: list[Any]) -> None:
 
 
 def _request() -> None:
-    request: Any = ingress.open_request("chat", owner="benchmark", operation="chat", provider="benchmark", model="tiny")
+    request: Any = ingress.open_request(
+        "chat", owner="benchmark", operation="chat", provider="benchmark", model="tiny"
+    )
     request.submitted("benchmark", 1, 100, 100)
     request.state(facts.RequestReceived(clock.now()))
     request.state(facts.EngineFinished(clock.now(), "length", 100))

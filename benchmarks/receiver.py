@@ -1,6 +1,6 @@
 """An OTLP/HTTP receiver in a process of its own: keeps what arrives as it came and counts it when asked, after the load.
 
-    python -m benchmarks.receiver        says its port on standard output, ends with its standard input
+python -m benchmarks.receiver        says its port on standard output, ends with its standard input
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class Receiver:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.receiver"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "benchmarks.receiver"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self.pid = self._process.pid
@@ -86,7 +89,12 @@ def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
                     if span.name == STEP:
                         sizes[len(span.attributes) <= 2].append(length)
     found = {"posts": len(bodies), "spans": sum(names.values()), "unique": len(seen), "names": names}
-    steps = {"steps": names[STEP], "plain": len(sizes[True]), "plain_raw": sum(sizes[True]), "other_raw": sum(sizes[False])}
+    steps = {
+        "steps": names[STEP],
+        "plain": len(sizes[True]),
+        "plain_raw": sum(sizes[True]),
+        "other_raw": sum(sizes[False]),
+    }
     return {**found, **steps, "raw": raw, "wire": wire}
 
 

@@ -10,7 +10,6 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 from otel_infer import config
 from otel_infer.cli.demo_model import make_demo_model
@@ -78,8 +77,3 @@ class Served:
             except OSError:
                 time.sleep(0.2)
         return False
-
-
-def arguments_of(served: Served) -> dict[str, Any]:
-    """What a load generator has to be told."""
-    return {"url": served.url, "model": str(served.model), "tokenizer": str(served.model)}

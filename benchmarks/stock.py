@@ -81,6 +81,7 @@ class StockBinding:
 
     def end_all(self) -> int:
         """Ends whoever is in flight; returns how many step spans were made since this was put on for the first time."""
+        self.engine.settle()
         for sequence in list(self._open):
             self._ended(sequence)
         made, self.stock.steps_made = self.stock.steps_made, 0

@@ -77,7 +77,10 @@ class Derived:
                 }.items(),
             )
         )
-        self.bare_calls = functools.partial(schedule, self.scheduler), functools.partial(self._bare_update, fetch, update)
+        self.bare_calls = (
+            functools.partial(schedule, self.scheduler),
+            functools.partial(self._bare_update, fetch, update),
+        )
         self.bare_finish = functools.partial(finish, self.scheduler)
         integration.install()
 
@@ -148,7 +151,10 @@ class Derived:
             return Case(f"step, list derived{claim}, {OBJECTS}", gate_ns, *more)
 
         yield case("", DERIVED_NS, repeated(self.bare), repeated(self.hooked), self.steady)
-        changing = repeated(self.change, self.bare_leave, self.bare), repeated(self.change, self.hooked_leave, self.hooked)
+        changing = (
+            repeated(self.change, self.bare_leave, self.bare),
+            repeated(self.change, self.hooked_leave, self.hooked),
+        )
         before = functools.partial(self.renew, 1)
         yield case(", one joins and one leaves", DERIVED_NS, *changing, before)
         before = functools.partial(self.renew, continuous.PROMPT)

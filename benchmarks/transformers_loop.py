@@ -14,57 +14,50 @@ from typing import Any
 import numpy as np
 
 from benchmarks import continuous, machine
-from benchmarks.blocks import Block, Rounds, alternating, lines_of
+from benchmarks.blocks import Block, alternating, lines_of
 from benchmarks.ours import Exporting
 from benchmarks.receiver import Receiver
 from benchmarks.stock import Stock
-from benchmarks.verdict import Figure, Gate, Line, line
+from benchmarks.verdict import Line, lost_line
 
-AT_ONCE, REQUESTS = 128, 256
+AT_ONCE = 128
 TOKENS = (32, 48, 64)
-LOOP = f"transformers loop, {AT_ONCE} running"
 
 
 def measure(quick: bool) -> list[Line]:
     """Ours first, then the stock SDK on the same manager to the same receiver."""
-    rounds, stock_rounds = (3, 2) if quick else (40, 6)
+    rounds, stock_rounds = (2, 1) if quick else (40, 6)
     import transformers.generation.continuous_batching  # noqa: F401 - what the hooks sit on
 
     with Receiver() as receiver:
         mine, others = machine.cores()
         machine.pin_process(receiver.pid, others)
-        load = Load(mine)
+        load = Load(mine, AT_ONCE // 8 if quick else AT_ONCE)
         with load.running(), Exporting(receiver.endpoint, ("transformers",)) as exporting:
             ours = Ours()
             ours.take_off()
             load.block()
             found = alternating(load.block, ours, rounds)
-            lost = _lost(load, ours, exporting, receiver)
+            exporting.flush()
+            expected = ours.blocks * load.decode_steps
+            lost = lost_line(f"{load.said}: step spans lost or doubled", expected, receiver.counted())
         with load.running():
             load.block()
             stock = StockHooks(Stock(receiver.endpoint))
             theirs = alternating(load.block, stock, stock_rounds, after=stock.stock.flush)
             stock.stock.close()
-    return [*lines_of(LOOP, found, theirs), lost]
-
-
-def _lost(load: Load, ours: Ours, exporting: Exporting, receiver: Receiver) -> Line:
-    exporting.flush()
-    counted = receiver.counted()
-    expected = ours.blocks * load.decode_steps
-    lost = float(expected - counted["steps"] + counted["spans"] - counted["unique"])
-    note = f"{expected:,} expected, {counted['steps']:,} arrived, {counted['unique']:,} unique ids"
-    return line(f"{LOOP}: step spans lost or doubled", "", Figure(lost, lost, lost), Gate(0), note=note)
+    return [*lines_of(load.said, found, theirs), lost]
 
 
 class Load:
     """One load on one manager, whose steps are timed by a wrapper that stays on in every block."""
 
-    def __init__(self, core: set[int]) -> None:
-        self.core = core
+    def __init__(self, core: set[int], at_once: int) -> None:
+        self.core, self.at_once = core, at_once
+        self.said = f"transformers loop, {at_once} running"
         self.model = continuous.tiny_model()
-        self.lengths = [TOKENS[number % len(TOKENS)] for number in range(REQUESTS)]
-        self.decode_steps = sum(self.lengths) - REQUESTS
+        self.lengths = [TOKENS[number % len(TOKENS)] for number in range(2 * at_once)]
+        self.decode_steps = sum(self.lengths) - len(self.lengths)
         self._manager: Any = None
         self._wall: list[int] = []
         self._cpu: list[int] = []
@@ -72,7 +65,7 @@ class Load:
     @contextmanager
     def running(self) -> Any:
         """A manager that runs; the thread of its loop has a core of its own."""
-        self._manager = manager = continuous.manager(self.model, AT_ONCE)
+        self._manager = manager = continuous.manager(self.model, self.at_once)
         body = type(manager)._generation_loop_body
         manager._generation_loop_body = self._timing(body.__get__(manager))
         manager.start()
@@ -85,10 +78,10 @@ class Load:
     def block(self) -> Block:
         """The whole load; only iterations that ran a step count."""
         self._wall, self._cpu = [], []
-        numbers = iter(range(REQUESTS))
-        for _ in range(AT_ONCE):
+        numbers = iter(range(len(self.lengths)))
+        for _ in range(self.at_once):
             self._add(next(numbers))
-        for _ in range(REQUESTS):
+        for _ in self.lengths:
             result = self._manager.get_result(timeout=60)
             if result is None or result.error:
                 raise RuntimeError(f"a request failed: {result and result.error}")
@@ -191,7 +184,9 @@ class StockHooks:
 
     def _updating(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def update_batch(processor: Any) -> None:
-            contexts = [self._contexts[future.state.request_id] for future in self._batch if future.has_new_token]
+            contexts = [
+                self._contexts[future.state.request_id] for future in self._batch if future.has_new_token
+            ]
             original(processor)
             self._step += 1
             self.stock.step(contexts, self._step, self._began, time.time_ns())

@@ -23,7 +23,7 @@ if __package__ in (None, ""):
 
 from benchmarks import machine, verdict
 from benchmarks.served import Served
-from benchmarks.verdict import Control, Figure, Gate, Line, bootstrapped, line
+from benchmarks.verdict import Control, Figure, Gate, Line, bootstrapped, exactly, line
 from otel_infer.records import RequestRecord
 
 REQUESTS, CONCURRENCY = 240, 8
@@ -86,13 +86,17 @@ class Lateness:
 
 
 def _lines(pairs: list[tuple[Any, RequestRecord]], missing: int, lateness: Lateness) -> list[Line]:
-    lost = Figure(*[float(missing)] * 3)
+    lost = exactly(float(missing))
     found = [line("truth: requests without a trace", "", lost, Gate(0), note=f"of {len(pairs) + missing}")]
     clients = np.array([(one.ttft_ns, one.e2e_ns) for one, _ in pairs]) / 1e6
     ours = np.array([(record.ttft_ns, record.duration_ns) for _, record in pairs]) / 1e6
     for column, name in enumerate(("TTFT", "E2E")):
         found += _latency(name, clients[:, column], ours[:, column], lateness.control)
-    gaps = [(np.array(one.gaps_ns), np.diff(record.steps.ended_at)) for one, record in pairs if record.steps is not None]
+    gaps = [
+        (np.array(one.gaps_ns), np.diff(record.steps.ended_at))
+        for one, record in pairs
+        if record.steps is not None
+    ]
     return [*found, _itl([client for client, _ in gaps], [our for _, our in gaps], lateness.control)]
 
 
@@ -106,9 +110,19 @@ def _latency(name: str, client: Any, ours: Any, control: Control) -> list[Line]:
     used = bootstrapped(len(size), lambda rows: float(np.percentile((size / allowed)[rows], 95)) * 100)
     note = f"client p50 {np.median(client):.1f} ms, ours {np.median(ours):.1f} ms; differences {_spread(difference)}"
     return [
-        line(f"truth: {name}, client − ours, median, upper side", "ms", middle, Gate(MEDIAN_MS), control, note),
-        line(f"truth: {name}, client − ours, median, lower side", "ms", middle, Gate(0, at_least=True), control),
-        line(f"truth: {name}, p95 of |client − ours| of what is allowed (15 ms or 5 %)", "%", used, Gate(100), control),
+        line(
+            f"truth: {name}, client − ours, median, upper side", "ms", middle, Gate(MEDIAN_MS), control, note
+        ),
+        line(
+            f"truth: {name}, client − ours, median, lower side", "ms", middle, Gate(0, at_least=True), control
+        ),
+        line(
+            f"truth: {name}, p95 of |client − ours| of what is allowed (15 ms or 5 %)",
+            "%",
+            used,
+            Gate(100),
+            control,
+        ),
     ]
 
 

@@ -96,6 +96,18 @@ def _judged(figure: Figure, gate: Gate, control: Control | None) -> str:
     return FAIL if sign * figure.value > sign * gate.limit else INCONCLUSIVE
 
 
+def exactly(value: float) -> Figure:
+    """A figure that was counted, or measured once."""
+    return Figure(value, value, value)
+
+
+def lost_line(claim: str, expected: int, arrived: dict[str, Any], control: Control | None = None) -> Line:
+    """Step spans that did not arrive, arrived twice, or should not be there."""
+    lost = abs(expected - arrived["steps"]) + arrived["spans"] - arrived["unique"]
+    note = f"{expected:,} expected, {arrived['steps']:,} arrived; {arrived['spans']:,} spans, {arrived['unique']:,} unique ids"
+    return line(claim, "", exactly(float(lost)), Gate(0), control, note)
+
+
 def median(rounds: Sequence[float]) -> Figure:
     """The median of one number per round."""
     column = np.asarray(rounds, float)
@@ -104,7 +116,9 @@ def median(rounds: Sequence[float]) -> Figure:
 
 def quantile_ratio(above: Sequence[Any], below: Sequence[Any], percent: float) -> Figure:
     """A percentile of all of `above` over the same of all of `below`, minus 1; each is one array of steps per round."""
-    return bootstrapped(len(above), lambda rows: pooled(above, rows, percent) / pooled(below, rows, percent) - 1)
+    return bootstrapped(
+        len(above), lambda rows: pooled(above, rows, percent) / pooled(below, rows, percent) - 1
+    )
 
 
 def pooled(blocks: Sequence[Any], rows: Sequence[int], percent: float) -> float:
@@ -153,7 +167,9 @@ def rows_of(lines: Sequence[Line]) -> list[tuple[str, str, str, str, str, str]]:
 
 def saved(lines: Sequence[Line], path: Path, about: dict[str, Any]) -> None:
     """Writes everything that was measured."""
-    path.write_text(json.dumps({**about, "lines": [asdict(one) for one in lines]}, indent=1, ensure_ascii=False))
+    path.write_text(
+        json.dumps({**about, "lines": [asdict(one) for one in lines]}, indent=1, ensure_ascii=False)
+    )
 
 
 def loaded(path: Path) -> list[Line]:

@@ -188,10 +188,11 @@ opener: Opener | None = None
 
 
 def detach(token: Any) -> None:
-    """Ends what `attach` began; a token of another task is no error of the user's."""
+    """Ends what `attach` began; a token of another task (a stream closed elsewhere) is no error, and is not logged."""
+    runtime = getattr(otel_context, "_RUNTIME_CONTEXT", otel_context)
     try:
-        otel_context.detach(token)
-    except Exception:  # detaching in another task is a wart of contextvars, not of the request
+        runtime.detach(token)
+    except Exception:
         pass
 
 

@@ -2,7 +2,7 @@
 
     Thread.start ─ run in a copy of the caller's context        ThreadPoolExecutor.submit ─ likewise
 
-Only while a request of ours is current; everything else is passed through untouched. Newer Pythons may be told to do
+Only while a request of ours is current or somebody runs a step; everything else is passed through untouched. Newer Pythons may be told to do
 the same (`-X thread_inherit_context`).
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from otel_infer import ingress
 from otel_infer.integrations._base import Integration
+from otel_infer.integrations._claims import claimed
 from otel_infer.patching import Hook
 
 integration = Integration("threads", "python", ("threading",))
@@ -23,7 +24,7 @@ integration = Integration("threads", "python", ("threading",))
 @integration.step_hook("threading:Thread.start")
 def start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def start(self: Any) -> Any:
-        if hook.alive and ingress.current() is not None:
+        if hook.alive and (claimed.get() or ingress.current() is not None):
             try:
                 self.run = functools.partial(contextvars.copy_context().run, self.run)
             except Exception as exc:
@@ -36,7 +37,7 @@ def start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 @integration.step_hook("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
 def submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if hook.alive and ingress.current() is not None:
+        if hook.alive and (claimed.get() or ingress.current() is not None):
             return original(self, contextvars.copy_context().run, fn, *args, **kwargs)
         return original(self, fn, *args, **kwargs)
 

@@ -20,6 +20,8 @@ from otel_infer.ring.write import MemoryArena, StepWriter
 
 KEYFRAME_STEPS = 256
 KEYFRAME_NS = 1_000_000_000
+MOST_LEFT = 16
+"""If more left at once, a keyframe costs less than finding where each of them was."""
 
 _SCHEDULED = struct.Struct("<QHBx" + facts.SCHEDULED_HEAD.format[1:] + "Q")
 _DONE = struct.Struct("<QHBx" + facts.DONE_HEAD.format[1:] + "16xQ")
@@ -84,7 +86,9 @@ class StepLog:
         self._step = step = self._step + 1
         expected = self._members
         gone: list[int] = []
-        if left:
+        if len(left) > MOST_LEFT:
+            expected, self._next_keyframe_step = [], 0
+        elif left:
             expected, gone = self._without(expected, left)
         writer = self._writer
         if (
@@ -187,14 +191,14 @@ class StepLog:
 
     def _number(self, members: list[Any], joined: list[Any]) -> None:
         """Numbers newcomers; all of `members` anew if they are the newcomers."""
-        if joined is members:
-            self._ordinals, self._next_ordinal = list(range(len(members))), len(members)
-            self._ordinal_of = dict(zip(map(id, members), self._ordinals))
-            return
-        for member in joined:
-            self._ordinals.append(self._next_ordinal)
-            self._ordinal_of[id(member)] = self._next_ordinal
-            self._next_ordinal += 1
+        if len(joined) == len(members):
+            self._ordinals.clear()
+            self._ordinal_of.clear()
+            self._next_ordinal = 0
+        numbers = range(self._next_ordinal, self._next_ordinal + len(joined))
+        self._ordinals.extend(numbers)
+        self._ordinal_of.update(zip(map(id, joined), numbers))
+        self._next_ordinal = numbers.stop
 
     def _state_change(
         self,

@@ -185,18 +185,17 @@ print(sys.argv[2])
 def test_a_sidecar_that_keeps_breaking_is_started_ever_more_seldom_and_said_to_break(
     start: Start, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "site" / "opentelemetry_broken"
-    broken.mkdir(parents=True)
-    toy = start(
-        OTEL_EXPORTER_OTLP_CERTIFICATE=str(tmp_path / "nowhere.pem"), OTEL_EXPORTER_OTLP_PROTOCOL="grpc"
-    )
-    began = time.monotonic()
+    nowhere = str(tmp_path / "nowhere.pem")
+    toy = start(OTEL_EXPORTER_OTLP_CERTIFICATE=nowhere, OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
     seen: set[int] = set()
-    while time.monotonic() - began < 6:
+    began = time.monotonic()
+    while time.monotonic() - began < 4:
         assert toy.chat().status == 200
         seen |= set(toy.sidecars())
         time.sleep(0.02)
-    assert len(seen) <= 4
+    toy.state()
+    assert 2 <= len(seen) <= 3
+    assert toy.said().count("the sidecar broke") == len(seen) - 1
     toy.stop()
 
 
@@ -312,12 +311,14 @@ WITHOUT_MEMORY = {
 
 
 @needs_mounts
-@LAUNCHERS
-@pytest.mark.parametrize("prepare", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY)
+@pytest.mark.parametrize(
+    ("prepare", "launcher"),
+    [*((name, ()) for name in WITHOUT_MEMORY), ("full", RUN), ("read-only", RUN)],
+)
 def test_without_shared_memory_the_server_exports_by_itself_and_says_so(
     start: Start, receiver: OtlpReceiver, prepare: str, launcher: Sequence[str]
 ) -> None:
-    toy = start((*in_a_mount_namespace(prepare), *launcher))
+    toy = start((*in_a_mount_namespace(WITHOUT_MEMORY[prepare]), *launcher))
     replies = [toy.chat() for _ in range(5)]
     assert toy.state()["arena"] == "MemoryArena"
     arrived(receiver, *answered(replies))
@@ -497,7 +498,7 @@ def test_a_ring_folder_removed_under_load_costs_no_request(start: Start, receive
 
 # ── the collector ────────────────────────────────────────────────────────────────────────────────────────────────
 
-ANSWERS = {
+ANSWERS: dict[str, Any] = {
     "absent": None,
     "slow": slow(3),
     "500": status(500),
@@ -506,16 +507,18 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["sidecar", "in-process"])
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize(
+    ("mode", "answer"),
+    [*(("sidecar", name) for name in ANSWERS), ("in-process", "absent"), ("in-process", "500")],
+)
 def test_a_collector_that_fails_costs_no_request_and_its_losses_are_counted(
-    start: Start, receiver: OtlpReceiver, answer: Any, mode: str
+    start: Start, receiver: OtlpReceiver, answer: str, mode: str
 ) -> None:
     with OtlpReceiver() as failing:
-        if answer is None:
+        if answer == "absent":
             failing.refuse()
         else:
-            failing.answer(answer)
+            failing.answer(ANSWERS[answer])
         toy = start(
             OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=f"{failing.endpoint}/v1/traces",
             OTEL_EXPORTER_OTLP_TRACES_TIMEOUT="1",
@@ -523,11 +526,11 @@ def test_a_collector_that_fails_costs_no_request_and_its_losses_are_counted(
         )
         toy.state()
         with toy.load(tokens=2) as replies:
-            time.sleep(2)
+            time.sleep(1)
         reader = toy.sidecar() if mode == "sidecar" else toy.state()["pid"]
         used = memory_of(reader)
         with toy.load(tokens=2) as more:
-            time.sleep(2)
+            time.sleep(1.5)
         grown = memory_of(reader) - used
         assert all(reply.status == 200 for reply in [*replies, *more])
         assert max(reply.seconds for reply in more) < 1
@@ -536,8 +539,7 @@ def test_a_collector_that_fails_costs_no_request_and_its_losses_are_counted(
         toy.stop()
         assert receiver.wait_for(lambda it: lost(it).get("refused", 0) > 0, 5)
         assert counted(receiver) == len(replies) + len(more)
-        accepted = len(failing.spans)
-        assert accepted == 0 or answer is ANSWERS["partial"] or answer is ANSWERS["slow"]
+        assert failing.spans == [] or answer in ("partial", "slow")
 
 
 def test_a_flush_that_waits_for_a_stuck_collector_stops_nobody_from_reading(

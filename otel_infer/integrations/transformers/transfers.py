@@ -1,6 +1,6 @@
 """Asynchronous batching moves inputs and outputs in calls of their own: the stages `h2d` and `d2h`, host time.
 
-They are said of a request whose prompt is in the batch, not of every token. Releases before 5.6 do not say whose is.
+They are said of a request whose prompt is in the batch, not of every token.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def _transferred(host: Any, stage: str, started_at: int) -> None:
     if host.total_seqlen_q <= len(futures):  # one token each
         return
     at = clock.now()
-    for future in futures:
+    edges = host.cumulative_seqlens_q[: len(futures) + 1].tolist()
+    for future, start, end in zip(futures, edges, edges[1:]):
         sequences = getattr(future.state, "otel_infer", None)
-        if sequences is not None and getattr(future, "query_length", 1) > 1:
+        if sequences is not None and end - start > 1:
             sequences.request.stage(stage, started_at, at=at)
 
 

@@ -128,6 +128,13 @@ class Engine:
                 found[output.request_id] = output
         return found
 
+    def wait_for_steps(self, count: int, timeout: float = 30.0) -> None:
+        """Until so many steps have begun."""
+        deadline = time.monotonic() + timeout
+        while len(self.batches) < count:
+            assert time.monotonic() < deadline, f"{len(self.batches)} of {count} steps have begun"
+            time.sleep(0.001)
+
     def stop(self, **how: Any) -> None:
         self.manager.stop(block=True, timeout=20, **how)
 

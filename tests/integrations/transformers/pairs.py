@@ -30,14 +30,14 @@ def pairs_on_the_host(patch: pytest.MonkeyPatch) -> None:
     """Lets `ContinuousBatchingAsyncIOs` be made for the CPU."""
     ios, pair = input_outputs.ContinuousBatchingIOs, input_outputs.HostDeviceIOPair
 
-    def make_pair(self: Any, **of: Any) -> None:
-        self.host_io, self.device_io = ios(**of), ios(**of)
+    def make_pair(self: Any, *of: Any, **more: Any) -> None:
+        self.host_io, self.device_io = ios(*of, **more), ios(*of, **more)
         self.h2d_over = self.compute_over = self.d2h_over = Stream()
 
-    def make(self: Any, **of: Any) -> None:
-        self.current_pair, self.io_pairs = 0, [pair(**of), pair(**of)]
+    def make(self: Any, *of: Any, **more: Any) -> None:
+        self.current_pair, self.io_pairs = 0, [pair(*of, **more), pair(*of, **more)]
         self.h2d_stream = self.d2h_stream = self.compute_stream = Stream()
-        self.max_batch_tokens = of["cache"].max_batch_tokens
+        self.max_batch_tokens = (more.get("cache") or of[0]).max_batch_tokens
 
     patch.setattr(pair, "__init__", make_pair)
     patch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "__init__", make)

@@ -8,6 +8,7 @@ Wheels are kept in the folder that OTEL_INFER_TEST_RELEASES names.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -20,7 +21,10 @@ from otel_infer.patching import Patch, StepHook
 
 FOLDER = "OTEL_INFER_TEST_RELEASES"
 PAGE = Path(__file__).parents[3] / "docs" / "support-transformers.md"
-BEGIN, END = "<!-- from here on written by tests/integrations/transformers/releases.py -->", "<!-- to here -->"
+BEGIN, END = (
+    "<!-- from here on written by tests/integrations/transformers/releases.py -->",
+    "<!-- to here -->",
+)
 
 RELEASES = (
     "5.5.0", "5.5.4", "5.6.2", "5.7.0", "5.8.1", "5.9.0", "5.10.4", "5.11.0", "5.12.1", "5.13.1", "5.14.1",
@@ -47,7 +51,7 @@ RELIES: dict[str, tuple[str, ...]] = {
     f"{_CB}.cache:PagedAttentionCache": ("num_blocks", "compute_free_capacity get_num_free_blocks"),
     f"{_CB}.continuous_api:ContinuousBatchProcessor": ("scheduler",),
     f"{_CB}.continuous_api:ContinuousBatchingManager": ("model", "generation_config", "num_return_sequences"),
-    f"{_CB}.input_outputs:ContinuousBatchingIOs": ("requests_in_batch", "total_seqlen_q"),
+    f"{_CB}.input_outputs:ContinuousBatchingIOs": ("requests_in_batch", "total_seqlen_q", "cumulative_seqlens_q"),
     f"{_CB}.input_outputs:HostDeviceIOPair": ("host_io",),
     "transformers.cli.serving.utils:DirectStreamer": ("total_tokens",),
     "transformers.cli.serving.utils:CBStreamer": ("total_tokens",),
@@ -76,6 +80,7 @@ def of_wheel(path: Path) -> Read:
     archive = zipfile.ZipFile(path)
     names = set(archive.namelist())
 
+    @functools.cache
     def read(module: str) -> str | None:
         base = module.replace(".", "/")
         found = next((name for name in (f"{base}.py", f"{base}/__init__.py") if name in names), None)
@@ -87,9 +92,12 @@ def of_wheel(path: Path) -> Read:
 def of_folder(site: Path) -> Read:
     """Reads modules below a folder of packages."""
 
+    @functools.cache
     def read(module: str) -> str | None:
         base = site.joinpath(*module.split("."))
-        found = next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+        found = next(
+            (path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None
+        )
         return found.read_text(encoding="utf-8") if found else None
 
     return read
@@ -110,10 +118,15 @@ def hooks() -> list[Patch | StepHook]:
     return list({(hook.part, hook.target): hook for hook in found}.values())
 
 
+@functools.cache
+def _statements(source: str) -> list[ast.stmt]:
+    return ast.parse(source).body
+
+
 def _body(read: Read, target: str) -> list[ast.stmt] | None:
     module, _, path = target.partition(":")
     source = read(module)
-    body = ast.parse(source).body if source is not None else None
+    body = _statements(source) if source is not None else None
     for name in path.split("."):
         if body is None:
             return None
@@ -175,17 +188,17 @@ def matrix(reads: dict[str, Read]) -> Matrix:
 
 
 def tables(found: Matrix) -> str:
-    """Releases and parts, then hooks and releases, as Markdown."""
+    """Releases and parts, then hooks and the releases that have them, as Markdown."""
     parts = list(dict.fromkeys(hook.part for hook in hooks()))
     lines = ["", f"| release | {' | '.join(parts)} |", f"|---|{'---|' * len(parts)}"]
     for release, marks in found.items():
         cells = [_part(marks, [hook for hook in hooks() if hook.part == part]) for part in parts]
         lines.append(f"| {release} | {' | '.join(cells)} |")
-    lines += ["", f"| hook | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
+    lines += ["", "| part | hook | releases |", "|---|---|---|"]
     for hook in sorted(hooks(), key=lambda hook: parts.index(hook.part)):
-        cells = [marks[hook.target] for marks in found.values()]
-        lines.append(f"| `{_short(hook.target)}` | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", ""])
+        binding = [release for release, marks in found.items() if marks[hook.target] == BINDS]
+        lines.append(f"| {hook.part} | `{short(hook.target)}` | {_runs(binding, list(found))} |")
+    return "\n".join([*lines, ""])
 
 
 def _part(marks: dict[str, str], of: list[Patch | StepHook]) -> str:
@@ -195,7 +208,21 @@ def _part(marks: dict[str, str], of: list[Patch | StepHook]) -> str:
     return f"{said.count(BINDS)} of {len(said)}" if LACKS in said else f"{len(said)}"
 
 
-def _short(target: str) -> str:
+def _runs(some: list[str], every: list[str]) -> str:
+    """`all`, or the first and the last of each run of releases in a row."""
+    if some == every:
+        return "all"
+    runs: list[list[str]] = []
+    for release in some:
+        if runs and every.index(release) == every.index(runs[-1][-1]) + 1:
+            runs[-1].append(release)
+        else:
+            runs.append([release])
+    return ", ".join(f"{run[0]} to {run[-1]}" for run in runs) or "none"
+
+
+def short(target: str) -> str:
+    """A target as the page names it."""
     return target.removeprefix("transformers.").replace("generation.continuous_batching", "…")
 
 
@@ -206,13 +233,17 @@ def written(page: str) -> tuple[str, str, str]:
     return before, middle, after
 
 
-def columns(page: str) -> Matrix:
-    """The second table of the page, read back; targets as they are shown."""
+def binding(page: str) -> dict[str, set[str]]:
+    """What the page says binds: by release, targets as they are shown."""
     rows = [line.strip("| ").split(" | ") for line in written(page)[1].splitlines() if line.startswith("| ")]
-    start = next(number for number, row in enumerate(rows) if row[0] == "hook")
-    releases = rows[start][1:]
-    shown = {row[0].strip("`"): row[1:] for row in rows[start + 1 :]}
-    return {release: {target: marks[i] for target, marks in shown.items()} for i, release in enumerate(releases)}
+    found: dict[str, set[str]] = {row[0]: set() for row in rows if row[0][0].isdigit()}
+    every = list(found)
+    for _, target, releases in rows[rows.index(["part", "hook", "releases"]) + 1 :]:
+        for run in releases.replace("all", f"{every[0]} to {every[-1]}").replace("none", "").split(", "):
+            first, _, last = run.partition(" to ")
+            for release in every[every.index(first) : every.index(last) + 1] if run else ():
+                found[release].add(target.strip("`"))
+    return found
 
 
 def main(folder: Path) -> None:

@@ -96,8 +96,8 @@ def test_every_step_has_its_members_and_its_end(make: Make, recorded: Recorded) 
 def test_a_step_that_nobody_waits_for_ends_with_the_last_who_did(make: Make, recorded: Recorded) -> None:
     """The library fetches its result when the next request comes, which may be an hour later."""
     engine = make()
-    engine.start()
     engine.add(6, max_new_tokens=3)
+    engine.start()
     engine.wait(1)
     time.sleep(0.4)
     engine.add(prompt(6, 300), max_new_tokens=3)
@@ -111,11 +111,11 @@ def test_a_step_that_nobody_waits_for_ends_with_the_last_who_did(make: Make, rec
 
 
 def test_a_request_cancelled_in_flight_gets_nothing_more(make: Make, recorded: Recorded) -> None:
-    engine = make().start()
+    engine = make()
     goes = engine.add(6, max_new_tokens=1000)
     stays = engine.add(prompt(6, 300), max_new_tokens=40)
-    while len(engine.batches) < 6:
-        pass
+    engine.start()
+    engine.wait_for_steps(6)
     engine.manager.cancel_request(goes)
     engine.wait(1)
     engine.stop()
@@ -148,8 +148,6 @@ def test_a_request_that_is_preempted_in_flight_goes_on(
 
 
 def test_transfers_are_said_of_those_whose_prompt_is_in_them(make: Make, recorded: Recorded) -> None:
-    if integration.parts["transfers"] != "active":
-        pytest.skip("this release has no transfers")
     engine = make(max_batch_tokens=16)
     run(engine, (30, 3), (5, 3))
     for request_id, record in recorded.by_id().items():

@@ -451,8 +451,7 @@ def test_a_manager_that_is_stopped_hard_fails_its_work(make: Make, recorded: Rec
     if not hasattr(engine.manager, "background_thread_status"):
         pytest.skip("this release knows no hard stop")
     ids = [engine.add(8, max_new_tokens=1000) for _ in range(4)]
-    while not engine.batches:
-        pass
+    engine.wait_for_steps(1)
     engine.stop(hard_stop=True)
     records = recorded.by_id()
     assert sorted(records) == sorted(ids) and recorded.in_flight == 0
