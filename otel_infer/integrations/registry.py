@@ -17,7 +17,7 @@ GROUP = "otel_infer.integrations"
 BUILTIN = ("asgi", "threads", "transformers", "torch")
 """Modules beside this one, each with an `integration`."""
 
-_on_change: Callable[[Integration], None] = lambda integration: None
+_on_change: Callable[[Integration], None] | None = None
 
 
 def configure(settings: Config, on_change: Callable[[Integration], None]) -> None:
@@ -36,5 +36,6 @@ def load() -> list[Integration]:
         except Exception as reason:  # another distribution's mistake must not stop the server
             log.warning("integration %s is not loaded: %s", entry.name, type(reason).__name__)
     for integration in found:
-        integration.on_change = _on_change
+        if _on_change is not None:
+            integration.on_change = _on_change
     return found
