@@ -42,7 +42,7 @@ class Engine:
         self.running = [Sequence() for _ in range(size)]
         self.arrivals = deque(Sequence() for _ in range(WAITING))
         self.admitted: list[Sequence] = []
-        self.answered: list[Sequence] = []
+        self.answered: list[tuple[int, int]] = []
         self.scheduled_tokens: dict[Sequence, int] = {}
         self.total_tokens = 0
         self._outbox: SimpleQueue[Sequence] = SimpleQueue()
@@ -92,8 +92,8 @@ class Engine:
         return Sequence()
 
     def answer(self, sequence: Sequence) -> None:
-        """A request's last byte is handed over."""
-        self.answered.append(sequence)
+        """A request's last byte is handed over; what remains of it is the steps it was in."""
+        self.answered.append((sequence.first, sequence.last))
 
     def settle(self) -> None:
         """Waits until the front has nothing to do; the engine does not step meanwhile."""

@@ -98,13 +98,11 @@ class Binding:
     def end_all(self) -> int:
         """Ends whoever is in flight; returns how many step spans there should be in all."""
         self.engine.settle()
-        for sequence in self.engine.running:
-            sequence.last = self.engine.steps
         for sequence in list(self._open):
             self._ended(sequence)
         recorder.give_back(ENGINE, self.log)
-        everybody = {*self.engine.answered, *self.engine.running}
-        return sum(max(self._steps_of(sequence) - 1, 0) for sequence in everybody)
+        running = [(sequence.first, self.engine.steps) for sequence in self.engine.running]
+        return sum(max(self._steps_between(*steps) - 1, 0) for steps in self.engine.answered + running)
 
     def schedule(self, original: Callable[[], list[Sequence]]) -> Callable[[], list[Sequence]]:
         """The hook on `Engine.schedule`."""
@@ -178,9 +176,6 @@ class Binding:
         self._open.discard(sequence)
         sequence.live.close()
 
-    def _steps_of(self, sequence: Sequence) -> int:
-        """The steps it was in while we watched; it begins with the first of them, which is its prefill."""
-        if sequence.live is None:
-            return 0
-        first, last = sequence.first, sequence.last
+    def _steps_between(self, first: int, last: int) -> int:
+        """The steps of these that we watched; the first of them is the request's prefill to us."""
         return sum(max(min(last + 1, seen.stop) - max(first, seen.start), 0) for seen in self._seen)

@@ -7,7 +7,7 @@ imported or the first fact is stated, and only if something is to be exported.
 from __future__ import annotations
 
 import atexit
-import logging
+import contextlib
 import os
 import sys
 import threading
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from otel_infer.inprocess import InProcess
-
-log = logging.getLogger("otel_infer")
 
 BYTES_PER_STEP_SPAN = 125
 BYTES_PER_STEP_SPAN_SENT = 20
@@ -70,18 +68,15 @@ class _Wiring:
         for complaint in complaints:
             _say(f"otel_infer: {complaint}")
         self.provider = provider
-        if config.is_sidecar() or not (
-            self.settings.exports or (provider and not self.settings.switched_off)
-        ):
+        exports = self.settings.exports or (provider is not None and not self.settings.switched_off)
+        if config.is_sidecar() or not exports:
             return False
         ingress.opener = _opener(provider)
         recorder.start(self._arena, self._tend, self._refused)
         registry.configure(self.settings, self._engine_imported)
-        wanted = set(names or self.settings.integrations)
+        wanted, disabled = set(names or self.settings.integrations), set(self.settings.disabled_integrations)
         for integration in registry.load():
-            off = {integration.name, f"otel_infer_{integration.name}"} & set(
-                self.settings.disabled_integrations
-            )
+            off = {integration.name, f"otel_infer_{integration.name}"} & disabled
             if (not wanted or integration.name in wanted) and not off:
                 self.installed.append(integration)
                 integration.install()
@@ -113,6 +108,8 @@ class _Wiring:
         """Has everything stated so far sent; False if `timeout` s were not enough."""
         if self.reader is not None:
             return self.reader.flush(timeout)
+        if recorder.requests is not None:
+            self._tend()
         writer = recorder.requests
         if writer is None:
             return True
@@ -147,10 +144,8 @@ class _Wiring:
         if self.settings.rings:
             return place.rings_folder(Path(self.settings.rings))
         if self.folder is not None:  # of the process that forked this one: one sidecar reads both
-            try:
+            with contextlib.suppress(RingRefused):  # this one runs as another user
                 return place.private_folder(self.folder)
-            except RingRefused:  # this one runs as another user
-                pass
         return place.new_server_folder()
 
     def _refused(self, reason: str) -> Arena | None:
@@ -195,12 +190,13 @@ class _Wiring:
             return
         if recorder.arena is not None and not recorder.arena.is_there():
             recorder.renew()
-        elif self._restarts.may_start(clock.now()):
+        elif self._restarts.is_due(clock.now()) and place.claim(folder):
             self._start_sidecar(folder)
 
     def _start_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.returncode > 0:
             _say("otel_infer: the sidecar broke and is started again; `otel-infer doctor` says more")
+        self._restarts.started(clock.now())
         try:
             self.sidecar = launch.sidecar(folder, self.settings, resource())
         except launch.CannotStart as reason:
@@ -290,16 +286,10 @@ def _opener(provider: TracerProvider | None) -> identity.Opener:
     # Sampler and id generator exactly as the standard variables configure them; nothing is exported by this one.
     standard = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False)
     limits = SpanLimits()
-    return identity.IdOpener(
-        standard.sampler,
-        standard.id_generator,
-        identity.Limits(
-            limits.max_span_attributes or 128,
-            limits.max_events or 128,
-            limits.max_links or 128,
-            limits.max_span_attribute_length,
-        ),
-    )
+    counts = (limits.max_span_attributes, limits.max_events, limits.max_links)
+    known = [128 if count is None else count for count in counts]
+    room = identity.Limits(known[0], known[1], known[2], limits.max_span_attribute_length)
+    return identity.IdOpener(standard.sampler, standard.id_generator, room)
 
 
 def _say(line: str) -> None:

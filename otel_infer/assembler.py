@@ -1,8 +1,8 @@
 """Facts in, records out. Pure: no clock, thread, I/O or OpenTelemetry; the same facts give the same records anywhere.
 
 Facts come ordered by time. Requests are known by (ring of their process, handle), steps by (ring of their engine, number).
-A request is concluded a little after its last fact, because the step that held its last token may be told later than the
-end that another thread saw. Intervals are derived from instants; a stage that was not seen is absent.
+A request is concluded a little after its end, because the step that held its last token may be told later than the end
+that another thread saw; what is told later than that is not taken, however much is fed at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from otel_infer import facts
+from otel_infer import facts, semconv
 from otel_infer.conclusion import Request, conclude
 from otel_infer.records import RequestRecord, StepRecord
 from otel_infer.steplog import StepLog
@@ -19,20 +19,22 @@ GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
 
 Key = tuple[int, int]
+_NEVER = 1 << 63
 
 
 class Assembler:
-    """Feed it facts; drain `concluded` and `steps`."""
+    """Feed it facts; drain `concluded` and `drain_steps`."""
 
     def __init__(self) -> None:
         self.open: dict[Key, Request] = {}
         self.engines: dict[int, StepLog] = {}
-        self.pids: dict[int, tuple[int, str]] = {}
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self.facts_lost = 0
         self.facts_torn = 0
         self.steps: list[StepRecord] = []
-        self._ended: list[tuple[int, Key]] = []
+        self._ended: list[Request] = []
+        self._due = _NEVER
+        self._ready: list[RequestRecord] = []
         self._concluded_at: dict[int, int] = {}
         self._handlers: dict[type, Callable[[int, int, Any], None]] = {
             facts.RequestArrived: self._arrived,
@@ -52,6 +54,8 @@ class Assembler:
     def feed(self, said: Iterable[facts.RingFact]) -> None:
         """Takes facts in order of time."""
         for ring, handle, fact in said:
+            if fact.at > self._due:
+                self._settle(fact.at - 1)
             handler = self._handlers.get(type(fact))
             if handler is not None:
                 handler(ring, handle, fact)
@@ -62,16 +66,9 @@ class Assembler:
 
     def concluded(self, horizon: int) -> list[RequestRecord]:
         """The requests that ended long enough before `horizon` (monotonic ns) that nothing more can come."""
-        due = [(at, key) for at, key in self._ended if at + GRACE_NS <= horizon]
-        if not due:
-            return []
-        self._ended = [(at, key) for at, key in self._ended if at + GRACE_NS > horizon]
-        records = []
-        for _, key in due:
-            request = self.open.pop(key, None)
-            if request is not None and request.ended_at + GRACE_NS > self._concluded_at.get(request.ring, 0):
-                records.append(conclude(request))
-        return records
+        self._settle(horizon)
+        ready, self._ready = self._ready, []
+        return ready
 
     def drain_steps(self) -> list[StepRecord]:
         """The steps done since the last call."""
@@ -83,52 +80,88 @@ class Assembler:
         counts = {"queued": 0, "running": 0}
         for request in self.open.values():
             if not request.ended_at:
-                counts["running" if request.is_scheduled else "queued"] += 1
+                counts["running" if request.is_running else "queued"] += 1
         return counts
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _arrived(self, ring: int, handle: int, fact: facts.RequestArrived) -> None:
-        self.open[ring, handle] = Request(ring, handle, fact)
+        before = self.open.get((ring, handle))
+        if before is not None and before.arrived.span_id != fact.span_id:
+            self._end_unseen(before, fact.at)
+        elif before is not None and (before.ended is not None or not before.recovered):  # told twice
+            return
+        request = self.open[ring, handle] = Request(ring, handle, fact)
+        if any(engine.holed for engine in self.engines.values() if engine.process == ring):
+            request.lose_steps()
 
     def _recovered(self, ring: int, handle: int, fact: facts.LiveRecovered) -> None:
-        if (ring, handle) not in self.open:
-            arrived = facts.RequestArrived(
-                *fact[:5], bytes(8), fact.flags & ~facts.OWN_SERVER_SPAN, "", "", "", ""
-            )
-            request = self.open[ring, handle] = Request(ring, handle, arrived)
-            request.telemetry_lost = True
+        if (ring, handle) in self.open:
+            return
+        flags = fact.flags & ~facts.OWN_SERVER_SPAN
+        arrived = facts.RequestArrived(*fact[:5], bytes(8), flags, "", "", "", "")
+        request = self.open[ring, handle] = Request(ring, handle, arrived)
+        request.recovered = True
+        request.lose_facts()
+        request.lose_steps()
 
     def _request_ended(self, ring: int, handle: int, fact: facts.RequestEnded) -> None:
         request = self.open.get((ring, handle))
-        if request is not None and not request.ended_at:
-            request.end(fact)
-            self._ended.append((fact.at, (ring, handle)))
+        if request is not None:
+            self._end(request, fact)
+
+    def _end(self, request: Request, fact: facts.RequestEnded) -> None:
+        if request.ended is None:
+            request.ended = fact
+            self._ended.append(request)
+            self._due = min(self._due, request.ended_at + GRACE_NS)
+
+    def _end_unseen(self, request: Request, at: int) -> None:
+        """It ended before this instant, and that is all we know."""
+        if request.ended is None:
+            request.lose_facts()
+            self._end(request, facts.RequestEnded(at, facts.OK, "", 0, 0, 0, 0))
+
+    def _settle(self, horizon: int) -> None:
+        due = [request for request in self._ended if request.ended_at + GRACE_NS <= horizon]
+        if not due:
+            return
+        self._ended = [request for request in self._ended if request.ended_at + GRACE_NS > horizon]
+        self._due = min((request.ended_at + GRACE_NS for request in self._ended), default=_NEVER)
+        for request in due:
+            key = request.ring, request.handle
+            if self.open.get(key) is request:  # or else the handle has been given to another
+                del self.open[key]
+            if request.ended_at + GRACE_NS > self._concluded_at.get(request.ring, 0):
+                self._ready.append(conclude(request))
 
     def _died(self, ring: int, handle: int, fact: facts.ProcessDied) -> None:
-        for (owner, number), request in list(self.open.items()):
-            if owner == ring and not request.ended_at:
-                ended = facts.RequestEnded(fact.at, facts.ERROR, "process_died", 0, 0, 0, 0)
-                self._request_ended(owner, number, ended)
+        died = facts.RequestEnded(fact.at, facts.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)
+        for request in self._of(ring):
+            self._end(request, died)
+        for number in [number for number, engine in self.engines.items() if engine.process == ring]:
+            del self.engines[number]
+        for key in [key for key in self.hooks if key[0] == ring]:
+            del self.hooks[key]
 
     def _listed(self, ring: int, handle: int, fact: facts.LiveListed) -> None:
         living = set(fact.live)
-        for (owner, number), request in list(self.open.items()):
-            if owner == ring and number not in living and not request.ended_at:
-                request.telemetry_lost = True
-                self._request_ended(owner, number, facts.RequestEnded(fact.at, facts.OK, "", 0, 0, 0, 0))
+        for request in self._of(ring):
+            if request.handle not in living:
+                self._end_unseen(request, fact.at)
 
     def _facts_lost(self, ring: int, handle: int, fact: facts.FactsLost) -> None:
         self.facts_lost += fact.lost
         self.facts_torn += fact.torn
-        for (owner, _), request in self.open.items():
-            if owner == ring:
-                request.telemetry_lost = True
+        for request in self._of(ring):
+            request.lose_facts()
+
+    def _of(self, process: int) -> list[Request]:
+        return [request for (ring, _), request in self.open.items() if ring == process]
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _process_seen(self, ring: int, handle: int, fact: facts.ProcessSeen) -> None:
-        self.pids[ring] = (fact.pid, fact.role)
         self._concluded_at[ring] = fact.concluded_at
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
@@ -147,6 +180,8 @@ class Assembler:
         engine = self.engines.get(ring)
         if engine is not None:
             engine.scheduled(fact, self._request_of(engine.process))
+            if engine.holed:
+                self._mark_holed(engine)
 
     def _done(self, ring: int, handle: int, fact: facts.StepDone) -> None:
         engine = self.engines.get(ring)
@@ -158,9 +193,12 @@ class Assembler:
     def _steps_lost(self, ring: int, handle: int, fact: facts.StepsLost) -> None:
         self.facts_lost += fact.lost
         engine = self.engines.get(ring)
-        if engine is None:
-            return
-        engine.lost(self._request_of(engine.process))
-        for (owner, _), request in self.open.items():
-            if owner == engine.process:
-                request.telemetry_lost = True
+        if engine is not None:
+            engine.lost(self._request_of(engine.process))
+            self._mark_holed(engine)
+
+    def _mark_holed(self, engine: StepLog) -> None:
+        """Whoever is in flight may have been in a step that is missing."""
+        since, engine.gap_at = engine.gap_at, 0
+        for request in self._of(engine.process):
+            request.lose_steps(since)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from otel_infer import facts
+from otel_infer import facts, semconv
 from otel_infer.records import RequestRecord
 
 STEPS_PER_TRACE = 1000
@@ -34,11 +34,15 @@ REASONS = (
 
 
 class Decision(NamedTuple):
-    """`export`: request and stage spans. `steps`: how many decode-step spans at most. `reason`: why those."""
+    """`export`: request and stage spans. `steps`: how many decode-step spans at most. `reason`: why those.
+
+    `prefill_steps`: whether the chunks of its prompt are spans too.
+    """
 
     export: bool
     steps: int
     reason: str
+    prefill_steps: bool = False
 
 
 class Keeper:
@@ -55,20 +59,23 @@ class Keeper:
         """The decision for a finished request; spends its part of the budget."""
         if not record.sampled and not self._keep_unsampled:
             return Decision(False, 0, REASON_UNSAMPLED)
-        wanted = max(len(record.steps) - 1, 0) if record.steps is not None else 0
+        chunks, steps = _chunks(record), _steps(record)
+        urgent = self._urgent(record)
         if self._mode == "off":
             return Decision(True, 0, REASON_NONE)
         if self._mode == "all":
-            return Decision(True, wanted, self._urgent(record) or REASON_ALL)
-        urgent = self._urgent(record)
-        used = self._per_trace.pop(record.trace_id, 0)
-        room = max(self._grant(record.ended_at, bool(urgent)), 0)
-        granted = min(wanted, max(STEPS_PER_TRACE - used, 0), room)
-        self._spend(record.trace_id, used, granted)
-        self.left_out += wanted - granted
-        if granted == 0 and wanted > 0:
+            return Decision(True, steps, urgent or REASON_ALL, chunks > 0)
+        used = self._per_trace.get(record.trace_id, 0)
+        room = max(min(STEPS_PER_TRACE - used, self._room_at(record.ended_at, bool(urgent))), 0)
+        with_chunks = 0 < chunks <= room
+        granted = min(steps, room - chunks * with_chunks)
+        spent = granted + chunks * with_chunks
+        self._spend(record.trace_id, used, spent)
+        self.left_out += chunks + steps - spent
+        if spent == 0 and chunks + steps > 0:
             return Decision(True, 0, urgent or REASON_NONE)
-        return Decision(True, granted, urgent or (REASON_SAMPLED if self._ratio else REASON_BUDGET))
+        reason = urgent or (REASON_SAMPLED if self._ratio else REASON_BUDGET)
+        return Decision(True, granted, reason, with_chunks)
 
     @staticmethod
     def _urgent(record: RequestRecord) -> str:
@@ -76,7 +83,7 @@ class Keeper:
             return REASON_ERROR
         return REASON_ABORTED if record.outcome == facts.ABORTED else ""
 
-    def _grant(self, at: int, urgent: bool) -> int:
+    def _room_at(self, at: int, urgent: bool) -> int:
         """How many step spans there is room for at this instant."""
         capacity = self._budget * BURST_SECONDS
         if self._filled_at:
@@ -84,8 +91,21 @@ class Keeper:
         self._filled_at = max(at, self._filled_at)
         return int(self._room - (0 if urgent else capacity / RESERVED_SHARE))
 
-    def _spend(self, trace_id: bytes, used: int, granted: int) -> None:
-        self._room -= granted
-        self._per_trace[trace_id] = used + granted
+    def _spend(self, trace_id: bytes, used: int, spent: int) -> None:
+        self._room -= spent
+        self._per_trace[trace_id] = used + spent
+        self._per_trace.move_to_end(trace_id)
         while len(self._per_trace) > TRACES_REMEMBERED:
             self._per_trace.popitem(last=False)
+
+
+def _steps(record: RequestRecord) -> int:
+    """How many decode steps could be spans: those that delivered tokens after the first one."""
+    if record.steps is None or record.stage(semconv.SPAN_DECODE) is None:
+        return 0
+    return len(record.steps) - 1
+
+
+def _chunks(record: RequestRecord) -> int:
+    """How many chunks of the prompt could be spans; one alone is the prefill itself."""
+    return len(record.prefill_steps) if len(record.prefill_steps) > 1 else 0

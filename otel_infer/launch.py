@@ -35,15 +35,15 @@ class Restarts:
         self._started_at = 0
         self._wait_ns = 0
 
-    def may_start(self, now: int) -> bool:
-        """Whether it is time (monotonic ns); who is told yes starts one."""
-        lasted = now - self._started_at
-        if lasted < self._wait_ns:
-            return False
-        calm = not self._started_at or lasted > LONGEST_WAIT_NS
+    def is_due(self, now: int) -> bool:
+        """Whether it is time (monotonic ns)."""
+        return now - self._started_at >= self._wait_ns
+
+    def started(self, now: int) -> None:
+        """One was started."""
+        calm = not self._started_at or now - self._started_at > LONGEST_WAIT_NS
         self._wait_ns = FIRST_WAIT_NS if calm else min(2 * self._wait_ns, LONGEST_WAIT_NS)
         self._started_at = now
-        return True
 
 
 def sidecar(

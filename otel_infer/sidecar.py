@@ -45,13 +45,20 @@ def main(boot: dict[str, Any]) -> None:
     _log_to(settings.log)
     lock = place.Lock(Path(boot["folder"]) / place.SIDECAR_LOCK)
     try:
-        if not lock.acquire():
+        if not _take(lock):
             sys.exit(0)
         Sidecar(lock, settings, boot["resource"], show=boot.get("show", False)).run()
     except Exception:
         log.exception("the sidecar broke")
         sys.exit(1)
     sys.exit(0)
+
+
+def _take(lock: place.Lock) -> bool:
+    try:
+        return lock.acquire()
+    finally:
+        (lock.path.parent / place.STARTING).unlink(missing_ok=True)
 
 
 def make_pipeline(settings: Config, resource: dict[str, Value], rings: Rings, *, show: bool) -> Pipeline:

@@ -1,11 +1,13 @@
 """The step log of one engine: columns of its last 65,536 steps, and who is in the batch now. Pure.
 
 A request remembers only the runs of steps it was a member of, so a step that changes nothing costs nothing per sequence.
+What is not known for sure is not known: at a missing step the batch is forgotten until the next keyframe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 CAPACITY = 65536
 """Steps that are remembered; a request's older steps are counted as forgotten."""
+MAX_FLIGHTS = 64
+"""Far more than any engine keeps in flight: the ends of older ones will not come."""
 
 Find = Callable[[int], "Request | None"]
 
@@ -31,19 +35,29 @@ class Run(NamedTuple):
     sequences: int
 
 
+class _Prefill(NamedTuple):
+    """Members of one request that have no token yet: positions in the batch, tokens scheduled for each; longest first."""
+
+    positions: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
 class _Flight(NamedTuple):
-    """A step that was scheduled and is not done; `own_prefill` is (handle, tokens) of those who have no token yet."""
+    """A step that was scheduled and is not done. `prefills` by handle; it shrinks when an earlier step is done."""
 
     at: int
-    members: list[int] | None
+    members: Sequence[int] | None
     size: int
-    prefill_tokens: int
-    prefilling: tuple[tuple[int, int], ...]
+    prefills: dict[int, _Prefill]
     load: tuple[int, int, int, int]
 
 
 class StepLog:
-    """Membership and columns of one engine's steps. `process` is the ring whose handles the batches hold."""
+    """Membership and columns of one engine's steps. `process` is the ring whose handles the batches hold.
+
+    `holed`: it is not known who is in the batch, for steps were lost. `gap_at`: the first step after some that are missing,
+    while nobody has said that they were lost (an engine may have skipped what it could not state); 0 = none.
+    """
 
     def __init__(self, engine: str, pid: int, process: int) -> None:
         self.engine, self.pid, self.process = engine, pid, process
@@ -54,92 +68,87 @@ class StepLog:
         self._prefill = np.zeros(CAPACITY, np.int64)
         self._kv = np.zeros(CAPACITY, np.float64)
         self.last_step = 0
-        self.kv: tuple[int, int] = (0, 0)
+        self.holed = False
+        self.gap_at = 0
         self._members: list[int] | None = None
         self._flights: dict[int, _Flight] = {}
-        self._prefilling: dict[int, Request] = {}
+        self._prefilling: dict[int, int] = {}  # handle → how many of its members have no token yet
+
+    # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def scheduled(self, fact: facts.StepScheduled, find: Find) -> None:
         """A batch was composed: whose run begins, whose is over, and how many prompt tokens are in it."""
-        step = fact.step
+        if fact.step <= self.last_step:  # told twice
+            return
+        if fact.step != self.last_step + 1:
+            self.lost(find)
+            self.gap_at = self.gap_at or fact.at
         if fact.keyframe:
-            self._replace(list(fact.joined), step, find)
+            self._replace(fact, find)
         elif self._members is not None and (fact.left or fact.joined):
             self._change(fact, find)
-        if self._members is not None and len(self._members) != fact.size:
+        if self._members is None or len(self._members) != fact.size:
             self.lost(find)
-        prefilling, prefill_tokens = self._prefill_of(fact)
-        for handle, tokens in prefilling:
-            request = self._prefilling[handle]
-            request.schedule(fact.at, step, tokens, fact.size, self)
-        load = (fact.kv_used, fact.kv_total, fact.running, fact.waiting)
-        self._flights[step] = _Flight(fact.at, self._members, fact.size, prefill_tokens, prefilling, load)
-        if len(self._flights) > 64:  # far more than any engine keeps in flight: their ends will not come
-            del self._flights[min(self._flights)]
-        self.last_step = step
-        self.kv = (fact.kv_used, fact.kv_total)
-        i = step % CAPACITY
-        self._step[i], self._started[i], self._ended[i] = step, fact.at, 0
-        self._size[i], self._prefill[i] = fact.size, prefill_tokens
-        self._kv[i] = fact.kv_used / fact.kv_total if fact.kv_total else np.nan
+        self.last_step = fact.step
+        self._depart(fact, self._prefills(fact, find))
 
     def done(self, fact: facts.StepDone, find: Find) -> StepRecord | None:
-        """A step's tokens are known; None for a step whose beginning was not seen."""
+        """A step's tokens are known; None for a step whose beginning or whose batch is not known."""
         flight = self._flights.pop(fact.step, None)
         if flight is None:
             return None
+        fact = fact._replace(at=max(fact.at, flight.at))  # no clock that went backwards makes a step that did
         i = fact.step % CAPACITY
         if self._step[i] == fact.step:
             self._ended[i] = fact.at
-        missed: dict[int, int] = {}
-        unfinished = dict(flight.prefilling)
-        if flight.members is not None:
-            for position, tokens in fact.delivered:
-                if position < len(flight.members):
-                    handle = flight.members[position]
-                    missed[handle] = missed.get(handle, 0) + tokens - 1
-        for handle, delta in missed.items():
-            request = find(handle)
-            if request is not None:
-                request.deltas[id(self), fact.step] = delta
-                request.discarded += delta < 0 and handle not in unfinished
-        for handle, _ in flight.prefilling:
-            candidate = self._prefilling.get(handle)
-            if candidate is not None and missed.get(handle, 0) >= 0:
-                candidate.first_token(fact.at, fact.step)
-                self._prefilling.pop(handle, None)
-        kv_used, kv_total, running, waiting = flight.load
-        decoding = max(flight.size - len(flight.prefilling), 0)
+        if flight.members is None:
+            return None
+        delivered = {at: tokens for at, tokens in fact.delivered if at < len(flight.members)}
+        self._deliver(fact.step, flight, delivered, find)
+        for handle, prefill in flight.prefills.items():
+            grown = sum(delivered.get(position, 1) > 0 for position in prefill.positions)
+            if grown:
+                self._grow(handle, grown, fact, find)
+        prefilling = sum(len(prefill.positions) for prefill in flight.prefills.values())
         return StepRecord(
-            self.engine, self.pid, fact.step, flight.at, fact.at, flight.size, flight.prefill_tokens, decoding,
-            kv_used, kv_total, running, waiting,
+            self.engine, self.pid, fact.step, flight.at, fact.at, flight.size,
+            _tokens(flight.prefills), flight.size - prefilling, *flight.load,
         )  # fmt: skip
 
     def lost(self, find: Find) -> None:
         """Facts are missing: nothing is known of the batch until the next keyframe."""
-        if self._members is not None:
-            for handle in set(self._members):
-                self._leave(handle, self.last_step, find, all_of_it=True)
+        for handle in set(self._members or ()):
+            self._take_part(handle, self.last_step + 1, 0, 0, find)
         self._members = None
-        self._flights.clear()
+        self._prefilling.clear()
+        self.holed = True
 
-    def rows(self, runs: list[Run], deltas: dict[tuple[int, int], int]) -> tuple[StepRows, int]:
-        """The steps of these runs that delivered tokens, and how many steps of them are no longer remembered."""
-        wanted = sum(run.last - run.first + 1 for run in runs)
+    def prefill_again(self, handle: int) -> None:
+        """The only sequence of this request has lost its KV. If it is rescheduled at once, it does not leave the batch."""
+        self._prefilling[handle] = 1
+
+    # ── what requests ask when they are over ─────────────────────────────────────────────────────────────────────
+
+    def rows(self, runs: list[Run], deltas: dict[int, int], own: dict[int, int]) -> tuple[StepRows, int]:
+        """The steps of these runs that delivered tokens, and how many steps of them are no longer remembered.
+
+        `deltas`: by step, tokens delivered beyond one per sequence. `own`: by step, prompt tokens of the request itself.
+        """
         oldest = self.last_step - CAPACITY + 1
         spans = [(np.arange(max(run.first, oldest), run.last + 1), run.sequences) for run in runs]
         step = np.concatenate([s for s, _ in spans]) if spans else np.zeros(0, np.int64)
         tokens = np.concatenate([np.full(len(s), n, np.int64) for s, n in spans]) if spans else step
-        forgotten = wanted - len(step)
-        if deltas:
-            order = np.searchsorted(step, [number for _, number in deltas])
-            for position, (_, number), delta in zip(order.tolist(), deltas, deltas.values()):
-                if position < len(step) and step[position] == number:
-                    tokens[position] += delta
+        forgotten = sum(run.last - run.first + 1 for run in runs) - len(step)
+        prefill = self._prefill[step % CAPACITY]
+        for column, changes, sign in ((tokens, deltas, 1), (prefill, own, -1)):
+            places = np.searchsorted(step, list(changes)).tolist()
+            for place, number, change in zip(places, changes, changes.values()):
+                if place < len(step) and step[place] == number:
+                    column[place] += sign * change
         i = step % CAPACITY
         seen = (tokens > 0) & (self._step[i] == step) & (self._ended[i] > 0)
-        step, tokens, i = step[seen], tokens[seen], i[seen]
-        rows = StepRows(step, self._started[i], self._ended[i], tokens, self._size[i], self._prefill[i])
+        step, i = step[seen], i[seen]
+        rows = StepRows(step, self._started[i], self._ended[i], tokens[seen], self._size[i], prefill[seen])
         return rows, forgotten
 
     def ended_at(self, step: int) -> int:
@@ -152,15 +161,7 @@ class StepLog:
         i = step % CAPACITY
         return float(self._kv[i]) if self._step[i] == step else float("nan")
 
-    def _prefill_of(self, fact: facts.StepScheduled) -> tuple[tuple[tuple[int, int], ...], int]:
-        """(handle, tokens) of the members that have no token yet, and the sum."""
-        members = self._members
-        if members is None or not self._prefilling:
-            return (), 0
-        tokens = {members[position]: n for position, n in fact.tokens if position < len(members)}
-        present = set(members) if len(self._prefilling) > 4 else members
-        found = tuple((handle, tokens.get(handle, 1)) for handle in self._prefilling if handle in present)
-        return found, sum(n for _, n in found)
+    # ── who is in the batch ──────────────────────────────────────────────────────────────────────────────────────
 
     def _change(self, fact: facts.StepScheduled, find: Find) -> None:
         members = list(self._members or ())
@@ -168,42 +169,116 @@ class StepLog:
             if position >= len(members):
                 self.lost(find)
                 return
-            self._leave(members[position], fact.step - 1, find)
-            del members[position]
-        for handle in fact.joined:
-            self._join(handle, fact.step, find)
-        members.extend(fact.joined)
+            handle = members.pop(position)
+            self._take_part(handle, fact.step, members.count(handle), 0, find)
+        long = _long(fact, fact.joined)
+        members += fact.joined
+        for handle, joined in Counter(fact.joined).items():
+            self._take_part(handle, fact.step, members.count(handle), min(joined, long[handle]), find)
         self._members = members
 
-    def _replace(self, members: list[int], step: int, find: Find) -> None:
-        before, after = _counts(self._members or []), _counts(members)
-        for handle, sequences in before.items():
-            for _ in range(sequences - after.get(handle, 0)):
-                self._leave(handle, step - 1, find)
+    def _replace(self, fact: facts.StepScheduled, find: Find) -> None:
+        members = list(fact.joined)
+        after, long = Counter(members), _long(fact, members)
+        for handle in set(self._members or ()) - after.keys():
+            self._take_part(handle, fact.step, 0, 0, find)
         for handle, sequences in after.items():
-            for _ in range(sequences - before.get(handle, 0)):
-                self._join(handle, step, find)
+            self._take_part(handle, fact.step, sequences, long[handle], find)
         self._members = members
+        self.holed = False
 
-    def _join(self, handle: int, step: int, find: Find) -> None:
+    def _take_part(self, handle: int, step: int, sequences: int, long: int, find: Find) -> None:
+        """From `step` on there are so many sequences of a request, `long` of them scheduled for several tokens."""
         request = find(handle) if handle else None
+        if request is None:
+            return
+        joined = sequences - request.take_part(self, step, sequences)
+        young = min(self._prefilling.pop(handle, 0), sequences)
+        if request.is_prefilling and joined > 0:
+            young += joined
+        elif joined > 0 and request.may_prefill_again:
+            young += min(joined, long)
+        if young:
+            self._prefilling[handle] = min(young, sequences)
+
+    # ── steps in flight, and who has no token yet ────────────────────────────────────────────────────────────────
+
+    def _depart(self, fact: facts.StepScheduled, prefills: dict[int, _Prefill]) -> None:
+        load = (fact.kv_used, fact.kv_total, fact.running, fact.waiting)
+        self._flights[fact.step] = _Flight(fact.at, self._members, fact.size, prefills, load)
+        if len(self._flights) > MAX_FLIGHTS:
+            del self._flights[min(self._flights)]
+        i = fact.step % CAPACITY
+        self._step[i], self._started[i], self._ended[i] = fact.step, fact.at, 0
+        self._size[i], self._prefill[i] = fact.size, _tokens(prefills)
+        self._kv[i] = fact.kv_used / fact.kv_total if fact.kv_total else np.nan
+
+    def _prefills(self, fact: facts.StepScheduled, find: Find) -> dict[int, _Prefill]:
+        """Those in this step that have no token yet; of several sequences of a request, it is the longest ones."""
+        members = self._members
+        if members is None or not self._prefilling:
+            return {}
+        tokens = dict(fact.tokens)
+        found = {}
+        for handle, young in self._prefilling.items():
+            positions = sorted(_positions(members, handle), key=lambda position: -tokens.get(position, 1))[
+                :young
+            ]
+            if not positions:
+                continue
+            prefill = _Prefill(tuple(positions), tuple(tokens.get(position, 1) for position in positions))
+            found[handle] = prefill
+            request = find(handle)
+            if request is not None:
+                request.schedule(self, fact.step, fact.at, sum(prefill.tokens), fact.size)
+        return found
+
+    def _deliver(self, step: int, flight: _Flight, delivered: dict[int, int], find: Find) -> None:
+        for position, tokens in delivered.items():
+            handle = flight.members[position] if flight.members else 0
+            request = find(handle) if handle else None
+            if request is not None:
+                prefill = flight.prefills.get(handle)
+                is_chunk = prefill is not None and position in prefill.positions
+                request.deliver(self, step, tokens, discarded=tokens == 0 and not is_chunk)
+
+    def _grow(self, handle: int, grown: int, done: facts.StepDone, find: Find) -> None:
+        """So many sequences of a request have got their first token: in the steps after it that are in flight, they
+        decode."""
+        self._prefilling[handle] = self._prefilling.get(handle, 0) - grown
+        if self._prefilling[handle] <= 0:
+            del self._prefilling[handle]
+        request = find(handle)
         if request is not None:
-            request.join(self, step)
-            if request.is_prefilling:
-                self._prefilling[handle] = request
+            request.first_token(done.at)
+        for step, flight in self._flights.items():
+            prefill = flight.prefills.get(handle)
+            if prefill is not None and step > done.step:
+                positions, tokens = prefill.positions[:-grown], prefill.tokens[:-grown]
+                flight.prefills[handle] = _Prefill(positions, tokens)
+                self._prefill[step % CAPACITY] -= sum(prefill.tokens) - sum(tokens)
+                if request is not None:
+                    request.schedule(self, step, flight.at, sum(tokens), flight.size)
 
-    def _leave(self, handle: int, last: int, find: Find, all_of_it: bool = False) -> None:
-        self._prefilling.pop(handle, None)
-        request = find(handle) if handle else None
-        if request is not None:
-            request.leave(self, last, all_of_it)
+
+def _tokens(prefills: dict[int, _Prefill]) -> int:
+    return sum(sum(prefill.tokens) for prefill in prefills.values())
 
 
-def _counts(members: list[int]) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for handle in members:
-        counts[handle] = counts.get(handle, 0) + 1
-    return counts
+def _long(fact: facts.StepScheduled, joined: Sequence[int]) -> Counter[int]:
+    """Of those who joined (at the end of the batch), how many sequences are scheduled for several tokens, by handle."""
+    before = fact.size - len(joined)
+    return Counter(
+        joined[at - before] for at, tokens in fact.tokens if tokens > 1 and before <= at < fact.size
+    )
+
+
+def _positions(members: Sequence[int], handle: int) -> list[int]:
+    """Where it stands; by C calls, since batches are long."""
+    found: list[int] = []
+    for _ in range(members.count(handle)):
+        found.append(members.index(handle, found[-1] + 1 if found else 0))
+    return found
 
 
 def joined_rows(parts: list[StepRows]) -> StepRows:

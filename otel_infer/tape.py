@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from otel_infer import facts
 
@@ -21,6 +22,9 @@ _FACTS: Mapping[str, type] = {
     name: fact
     for name, fact in vars(facts).items()
     if isinstance(fact, type) and hasattr(fact, "_fields") and name not in ("Layout", "RingFact")
+}
+_BYTES: Mapping[str, tuple[bool, ...]] = {
+    name: tuple(field is bytes for field in get_type_hints(fact).values()) for name, fact in _FACTS.items()
 }
 
 
@@ -60,12 +64,14 @@ def read(path: Path) -> Iterator[Passage]:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             head = json.loads(next(lines, "null"))
             if not isinstance(head, dict) or head.get(_HEAD) != FORMAT:
-                raise BadTape(f"{path}: not an otel_infer tape of format {FORMAT}")
+                raise BadTape(f"not an otel_infer tape of format {FORMAT}")
             yield from _passages(lines)
     except EOFError:
         return
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as reason:
+    except BadTape as reason:
         raise BadTape(f"{path}: {reason}") from None
+    except (OSError, ValueError, TypeError, IndexError, zlib.error) as reason:
+        raise BadTape(f"{path}: damaged, or not a tape: {reason}") from None
 
 
 def _passages(lines: Iterable[str]) -> Iterator[Passage]:
@@ -85,7 +91,9 @@ def _passages(lines: Iterable[str]) -> Iterator[Passage]:
 
 
 def _fact(ring: int, handle: int, name: str, *fields: Any) -> facts.RingFact:
-    if name not in _FACTS:
-        raise BadTape(f"unknown fact {name!r}: recorded by a newer otel_infer?")
-    values = [bytes.fromhex(f["hex"]) if isinstance(f, dict) and set(f) == {"hex"} else f for f in fields]
+    if name not in _FACTS or len(fields) != len(_BYTES[name]):
+        raise BadTape(
+            f"unknown fact {name!r} of {len(fields)} fields: recorded by another release of otel_infer?"
+        )
+    values = (bytes.fromhex(f["hex"]) if is_bytes else f for is_bytes, f in zip(_BYTES[name], fields))
     return facts.RingFact(ring, handle, _FACTS[name](*values))

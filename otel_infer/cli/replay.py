@@ -15,6 +15,8 @@ from typing import Any
 from otel_infer import config, semconv, tape
 from otel_infer.records import RequestRecord
 
+SEND_S = 30.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `replay`."""
@@ -62,10 +64,18 @@ def described(record: RequestRecord) -> dict[str, Any]:
         "died_in": record.died_in or None,
         "input_tokens": record.input_tokens,
         "output_tokens": record.output_tokens,
-        "stages": {s.name: (s.ended_at - s.started_at) / 1e6 for s in record.stages},
+        "stages": _lengths(record),
         "decode_steps": max(len(steps) - 1, 0) if steps is not None else 0,
         semconv.TELEMETRY_LOST: record.telemetry_lost,
     }
+
+
+def _lengths(record: RequestRecord) -> dict[str, float]:
+    """ms per stage; a stage that was there several times is the sum."""
+    lengths: dict[str, float] = {}
+    for stage in record.stages:
+        lengths[stage.name] = lengths.get(stage.name, 0.0) + (stage.ended_at - stage.started_at) / 1e6
+    return lengths
 
 
 def _line(record: RequestRecord) -> str:
@@ -80,17 +90,19 @@ def _send(path: Path) -> int:
     from otel_infer.ring.folder import Rings
     from otel_infer.sidecar import make_pipeline
 
-    settings = config.from_env(config.child_environment(enabled="on"))
+    settings = config.from_env(config.child_environment(enabled="on", tape=""))
     pipeline = make_pipeline(settings, resource(), Rings(), show=False)
     horizon = 0
     for passage in tape.read(path):
         horizon = passage.horizon
         pipeline.assembler.feed(passage.said)
         pipeline.conclude(horizon)
+        if pipeline.sender is not None:
+            pipeline.sender.flush(SEND_S)  # a tape is read faster than it can be sent
     pipeline.settle(horizon)
-    pipeline.flush(30.0)
+    pipeline.flush(SEND_S)
     pipeline.wake(clock.now(), final=True)
-    pipeline.close(30.0)
+    pipeline.close(SEND_S)
     sender = pipeline.sender
     if sender is None:
         print("otel-infer replay: OTEL_TRACES_EXPORTER is none, nothing was sent", file=sys.stderr)

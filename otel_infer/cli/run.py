@@ -114,7 +114,6 @@ class Supervisor:
             self._folder = place.rings_folder(Path(given)) if given else place.new_server_folder()
             self._owner = place.Lock(self._folder / place.OWNER_LOCK)
             self._owner.acquire()
-            self._restarts.may_start(clock.now())
             self._start_sidecar()
         except (RingRefused, OSError, launch.CannotStart) as reason:
             print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
@@ -189,7 +188,7 @@ class Supervisor:
 
     def _tend(self) -> None:
         """Starts the sidecar again if it died."""
-        if self.status is None and self._is_without_sidecar() and self._restarts.may_start(clock.now()):
+        if self.status is None and self._is_without_sidecar() and self._restarts.is_due(clock.now()):
             with contextlib.suppress(launch.CannotStart):
                 self._start_sidecar()
 
@@ -200,6 +199,7 @@ class Supervisor:
 
     def _start_sidecar(self) -> None:
         assert self._folder is not None
+        self._restarts.started(clock.now())
         self._sidecar = launch.sidecar(self._folder, self._settings, resource())
 
 

@@ -102,9 +102,7 @@ class _Part:
 class Integration:
     """What is hooked in one library. Filled at import by decorators; it does nothing until `install`."""
 
-    def __init__(
-        self, name: str, distribution: str, modules: Sequence[str], is_engine: bool = False
-    ) -> None:
+    def __init__(self, name: str, distribution: str, modules: Sequence[str], is_engine: bool = False) -> None:
         """`name` as imported, `distribution` as installed; importing `modules` shows the library in use.
 
         `is_engine`: it runs models, so that its import is a reason to get ready.

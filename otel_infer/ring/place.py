@@ -3,6 +3,7 @@
     BASE/otel_infer-UID/SERVER/     0700, on tmpfs; BASE is /dev/shm
         owner.lock                  held by `otel-infer run` while it lives
         sidecar.lock                held by the one sidecar of this server
+        starting                    there while a sidecar was started and has not taken its lock
         instance                    this server's `service.instance.id`
         PID-TOKEN.requests          held by each writing process
         PID-TOKEN-N.steps
@@ -29,9 +30,11 @@ from otel_infer.ring.write import RingRefused
 BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
+STARTING = "starting"
 INSTANCE = "instance"
 ABANDONED_S = 3600.0
-_OURS = frozenset((OWNER_LOCK, SIDECAR_LOCK, INSTANCE))
+PATIENCE_S = 10.0
+_OURS = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING, INSTANCE))
 _RINGS = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
 _FLOCK = struct.Struct("hhqqi")
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
@@ -135,6 +138,20 @@ def is_held(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return int(_FLOCK.unpack(found)[0]) != fcntl.F_UNLCK
+
+
+def claim(folder: Path) -> bool:
+    """Whether it is for this process to start the sidecar: not while one that another has started is on its way."""
+    starting = folder / STARTING
+    try:
+        if starting.exists() and time.time() - starting.stat().st_mtime > PATIENCE_S:
+            starting.unlink(missing_ok=True)
+        os.close(os.open(starting, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def dead_servers(folder: Path) -> Iterator[tuple[Path, Lock]]:

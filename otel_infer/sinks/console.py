@@ -22,7 +22,9 @@ def line(record: RequestRecord) -> str:
     """What a person wants to know of one request at a glance."""
     outcome = {facts.OK: "ok", facts.ERROR: "error", facts.ABORTED: "aborted"}[record.outcome]
     if record.error_type:
-        outcome += f" ({record.error_type} in {record.died_in})"
+        outcome += (
+            f" ({record.error_type} in {record.died_in})" if record.died_in else f" ({record.error_type})"
+        )
     stages = " · ".join(
         f"{stage.name} {milliseconds(stage.ended_at - stage.started_at)}"
         for stage in record.stages

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from otel_infer import keeper, otlp, semconv
 from otel_infer.records import RequestRecord
@@ -38,6 +38,8 @@ class ProviderSink:
         made: dict[bytes, trace.Span] = {record.span_id: request}
         if server is not None:
             made[record.server_span_id] = server
+        if request not in made.values():  # it said all it had to say on the server span
+            request.end(record.ended_at + record.wall_offset)
         spans = tree.spans_of(record, decision, self._latency_attributes)
         if decision.export:
             for span in spans:
@@ -82,6 +84,14 @@ class ProviderSink:
             span.set_attributes(dict(described.attributes))
             for event in described.events:
                 span.add_event(event.name, dict(event.attributes), event.at)
+            for link in described.links:
+                span.add_link(_context(link))
             if described.status == tree.STATUS_ERROR:
                 span.set_status(Status(StatusCode.ERROR))
         span.end(described.end if described is not None else record.ended_at + record.wall_offset)
+
+
+def _context(link: otlp.Link) -> SpanContext:
+    """Whether it was sampled is not known, and nobody asks it of a link."""
+    trace_id, span_id = (int.from_bytes(part, "big") for part in (link.trace_id, link.span_id))
+    return SpanContext(trace_id, span_id, is_remote=True)

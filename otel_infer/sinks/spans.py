@@ -1,7 +1,7 @@
 """Records → OTLP bytes → a bounded queue → a thread that sends them.
 
 The reader encodes and never waits: when the queue is full the new batch is counted as lost. Batches are capped in bytes
-and flushed once a second.
+and handed over when they are full, or once a second.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Sender(threading.Thread):
         self.last_refusal = ""
 
     def put(self, batch: Batch) -> None:
-        """Queues a batch, or counts it as lost."""
+        """Queues a batch, or counts it as lost: there is no room, or nobody will send it any more."""
         with self._wake:
-            if self._queued + batch.size > QUEUE_BYTES:
+            if self._closing or self._queued + batch.size > QUEUE_BYTES:
                 self.lost[LOST_QUEUE] += batch.spans
                 return
             self._queued += batch.size
@@ -91,13 +91,16 @@ class Sender(threading.Thread):
                 self._queue.clear()
             self._closing = True
             self._wake.notify_all()
-        if done:
-            self.join(1.0)
-            self._outlet.shutdown()
+        if not done:
+            self._outlet.shutdown()  # ends the retry that the thread is in, so that its batch is counted too
+        self.join(1.0)
+        self._outlet.shutdown()
 
     def _send(self, batch: Batch) -> None:
-        body = otlp.envelope(*self._identity(), batch.parts)
-        sent = self._outlet.send_spans(body, batch.spans)
+        try:
+            sent = self._outlet.send_spans(otlp.envelope(*self._identity(), batch.parts), batch.spans)
+        except Exception as broken:  # an exporter's bug must not end the thread
+            sent = transport.Sent(0, batch.spans, type(broken).__name__)
         self.accepted += sent.accepted
         self.bytes_sent += batch.size
         if sent.rejected:
@@ -136,8 +139,6 @@ class SpanSink:
             decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
             if decode is not None:
                 self._add_steps(record, record.steps, decode.span_id, decision.steps)
-        if self._size + self._row_count * 130 > BATCH_BYTES:
-            self.flush(0)
 
     def flush(self, now: int) -> None:
         """Hands what there is to the sender; with `now` only if a second has passed since."""
@@ -145,11 +146,16 @@ class SpanSink:
             return
         self._flushed_at = now or self._flushed_at
         self._encode_steps()
+        self._put()
+
+    def _put(self) -> None:
         if self._count:
             self._sender.put(Batch(self._parts, self._count, self._size))
             self._parts, self._count, self._size = [], 0, 0
 
     def _add(self, encoded: bytes, count: int) -> None:
+        if self._size + len(encoded) > BATCH_BYTES:
+            self._put()
         self._parts.append(encoded)
         self._count += count
         self._size += len(encoded)
@@ -159,11 +165,13 @@ class SpanSink:
         offset = record.wall_offset
         started_at, ended_at = chosen.started_at + offset, chosen.ended_at + offset
         shifted = replace(chosen, started_at=started_at, ended_at=ended_at)
-        self._rows.append((shifted, len(self._owners)))
-        self._owners.append((record.trace_id, parent, record.span_id))
-        self._row_count += len(chosen)
-        if self._row_count >= STEP_ROWS:
-            self._encode_steps()
+        for begin in range(0, len(shifted), STEP_ROWS):
+            some = shifted.take(slice(begin, begin + STEP_ROWS))
+            if self._row_count + len(some) > STEP_ROWS:
+                self._encode_steps()
+            self._rows.append((some, len(self._owners)))
+            self._owners.append((record.trace_id, parent, record.span_id))
+            self._row_count += len(some)
 
     def _encode_steps(self) -> None:
         if not self._row_count:
@@ -184,8 +192,8 @@ class SpanSink:
 def chosen_steps(rows: StepRows, granted: int) -> StepRows:
     """The decode steps that become spans: all, or the slowest ones, in order of time. The first row is the prefill's."""
     decode = rows.take(slice(1, None))
-    if granted >= len(decode):
-        return decode
+    if granted >= len(decode) or granted <= 0:
+        return decode.take(slice(max(granted, 0)))
     lengths = decode.ended_at - decode.started_at
     slowest = np.sort(np.argpartition(lengths, len(lengths) - granted)[len(lengths) - granted :])
     return decode.take(slowest)

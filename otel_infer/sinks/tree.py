@@ -18,6 +18,8 @@ from otel_infer.records import RequestRecord, Stage
 SERVER, INTERNAL = 2, 1
 STATUS_UNSET, STATUS_ERROR = 0, 2
 _SERVER_ATTRIBUTES = ("http.", "url.", "server.", "client.", "network.", "user_agent.")
+_HTTP = "HTTP"
+"""The word of the conventions for a method that is not known."""
 _NOT_ERRORS = (semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
 
 
@@ -27,35 +29,44 @@ def derived_id(span_id: bytes, name: str, number: int) -> bytes:
     return digest if any(digest) else b"\1" * 8
 
 
-def spans_of(record: RequestRecord, decision: keeper.Decision, latency_attributes: bool = False) -> list[Span]:
-    """Server span (if it is ours), request span and stage spans, in this order."""
-    spans = []
-    parent = record.parent_span_id
+def spans_of(
+    record: RequestRecord, decision: keeper.Decision, latency_attributes: bool = False
+) -> list[Span]:
+    """Server span (if it is ours), request span and stage spans, in this order; of a request that reached no engine the
+    server span alone, which is then the live one and has what user code said of it."""
     http = {k: v for k, v in record.attributes.items() if k.startswith(_SERVER_ATTRIBUTES)}
     if record.status_code:
         http.setdefault(semconv.HTTP_RESPONSE_STATUS_CODE, record.status_code)
+    attributes = request_attributes(record, decision)
+    if is_server_only(record):
+        name = record.span_name or _server_name(record, http)
+        server = _span(record, record.span_id, record.parent_span_id, name, SERVER, {**attributes, **http})
+        return [_described(record, server)]
+    spans, parent = [], record.parent_span_id
     if record.server_span_id:
         spans.append(_span(record, record.server_span_id, parent, _server_name(record, http), SERVER, http))
         parent, http = record.server_span_id, {}
-    attributes = request_attributes(record, decision)
-    attributes.update(http)
     if latency_attributes:
         attributes.update(_latency(record))
-    if record.operation or not spans:
-        events = [Event(event.at + record.wall_offset, event.name, event.attributes) for event in record.events]
-        links = [Link(trace_id, span_id) for trace_id, span_id in record.links]
-        name = record.span_name or request_name(record)
-        request = _span(record, record.span_id, parent, name, INTERNAL, attributes)
-        spans.append(request._replace(events=events, links=links))
-        spans += _stages(record, decision)
-    return spans
+    name = record.span_name or request_name(record)
+    request = _span(record, record.span_id, parent, name, INTERNAL, {**attributes, **http})
+    return [*spans, _described(record, request), *_stages(record, decision)]
+
+
+def is_server_only(record: RequestRecord) -> bool:
+    """Whether the request span is the server span."""
+    return record.server_span_id == record.span_id
 
 
 def request_name(record: RequestRecord) -> str:
-    """`chat llama-3-8b`, `inference`, …; the route for a request that reached no engine."""
+    """`chat llama-3-8b`, `inference`, …; the method of a request that reached no engine."""
     if not record.operation:
-        return record.name
+        return _opened_as(record)
     return f"{record.operation} {record.model}" if record.model else record.operation
+
+
+def _opened_as(record: RequestRecord) -> str:
+    return _HTTP if record.name == semconv.OTHER else record.name
 
 
 def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict[str, Value]:
@@ -90,7 +101,9 @@ def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
         return {}
     decode = rows.take(slice(1, None))
     lengths = (decode.ended_at - decode.started_at) / 1e9
-    gaps = np.diff(rows.ended_at) / 1e9
+    gaps = np.diff(rows.ended_at)
+    if record.telemetry_lost:  # a gap between two steps that are not neighbours was never seen
+        gaps = gaps[np.diff(rows.step) == 1]
     p50, p95 = np.percentile(lengths, (50, 95)).tolist()
     attributes: dict[str, Value] = {
         semconv.STEPS_COUNT: len(decode),
@@ -99,15 +112,22 @@ def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
         semconv.STEPS_P95: p95,
         semconv.STEPS_MAX: float(lengths.max()),
         semconv.STEPS_SLOWEST: int(decode.step[int(lengths.argmax())]),
-        semconv.ITL_MAX: float(gaps.max()),
         semconv.BATCH_SIZE_MAX: int(decode.batch_size.max()),
     }
+    if len(gaps):
+        attributes[semconv.ITL_MAX] = float(gaps.max()) / 1e9
     left_out = len(decode) - granted + record.steps_forgotten
     if left_out > 0:
         attributes[semconv.STEPS_LEFT_OUT] = left_out
     if record.discarded:
         attributes[semconv.STEPS_DISCARDED] = record.discarded
     return attributes
+
+
+def _described(record: RequestRecord, span: Span) -> Span:
+    """With the events and links that were added to the live span."""
+    events = [Event(event.at + record.wall_offset, event.name, event.attributes) for event in record.events]
+    return span._replace(events=events, links=[Link(trace_id, span_id) for trace_id, span_id in record.links])
 
 
 def _stages(record: RequestRecord, decision: keeper.Decision) -> list[Span]:
@@ -118,7 +138,7 @@ def _stages(record: RequestRecord, decision: keeper.Decision) -> list[Span]:
             attributes.update(decode_attributes(record, decision.steps))
         span_id = derived_id(record.span_id, stage.name, number)
         spans.append(_interval(record, span_id, record.span_id, stage, attributes))
-        if stage.name == semconv.SPAN_PREFILL and len(record.prefill_steps) > 1 and decision.steps:
+        if stage.name == semconv.SPAN_PREFILL and decision.prefill_steps:
             spans += _prefill_steps(record, span_id)
     return spans
 
@@ -160,7 +180,8 @@ def _span(
 def _server_name(record: RequestRecord, http: dict[str, Value]) -> str:
     route = http.get(semconv.HTTP_ROUTE)
     method = http.get(semconv.HTTP_REQUEST_METHOD)
-    return f"{method} {route}" if route and method else record.name
+    word = _HTTP if method == semconv.OTHER else method
+    return f"{word} {route}" if route and word else _opened_as(record)
 
 
 def _latency(record: RequestRecord) -> dict[str, Value]:

@@ -14,7 +14,9 @@ from otel_infer import cli, semconv
 from otel_infer.config import SETTINGS
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+)
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -54,7 +56,9 @@ def test_every_link_in_a_page_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_name_in_a_page_is_one_that_we_use(page: Path) -> None:
     text = page.read_text()
-    known = {value for value in vars(semconv).values() if isinstance(value, str)} | {m.name for m in semconv.METRICS}
+    known = {value for value in vars(semconv).values() if isinstance(value, str)} | {
+        m.name for m in semconv.METRICS
+    }
     for name in re.findall(r"`(infer\.[a-z_.]+)`", text):
         assert name in known, f"{page.name} speaks of {name}"
     variables = {setting.variable for setting in SETTINGS.values()}

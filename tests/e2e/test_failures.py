@@ -114,8 +114,8 @@ def test_a_server_killed_under_load_leaves_no_request_untold(
 ) -> None:
     toy = start(launcher, TOY_STEP_S="0.02")
     toy.state()
-    with toy.load(threads=8, tokens=20) as replies:
-        time.sleep(1.5)
+    with toy.load(threads=3, tokens=1000) as endless, toy.load(threads=4, tokens=10) as replies:
+        time.sleep(1.2)
         toy.kill()
         time.sleep(0.3)
     toy.wait()
@@ -123,10 +123,13 @@ def test_a_server_killed_under_load_leaves_no_request_untold(
     assert not toy.folder.exists()
     done = answered(replies)
     spans = arrived(receiver, *done)
-    assert all("error.type" not in span["attributes"] for span in spans if span["trace_id"] in done)
-    broken = [reply.trace_id for reply in replies if reply.status == 0]
-    died = [span for spans in requests_of(receiver).values() for span in spans if span["trace_id"] in broken]
-    assert len(died) == 8
+    assert not any("error.type" in span["attributes"] for span in spans)
+    cut_off = arrived(receiver, *[reply.trace_id for reply in endless[:3]])
+    died = [
+        span for spans in requests_of(receiver).values() for span in spans if span["trace_id"] not in done
+    ]
+    assert 3 <= len(died) <= 7
+    assert all(span in died for span in cut_off)
     assert {span["attributes"]["error.type"] for span in died} == {"process_died"}
     assert {span["attributes"][semconv.DIED_IN] for span in died} <= {"prefill", "decode", "queue"}
     assert {span["status"] for span in died} == {2}
@@ -183,20 +186,19 @@ print(sys.argv[2])
 
 
 def test_a_sidecar_that_keeps_breaking_is_started_ever_more_seldom_and_said_to_break(
-    start: Start, tmp_path: Path
+    start: Start,
 ) -> None:
-    nowhere = str(tmp_path / "nowhere.pem")
-    toy = start(OTEL_EXPORTER_OTLP_CERTIFICATE=nowhere, OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
+    toy = start(OTEL_EXPORTER_OTLP_TIMEOUT="soon")  # which the exporter does not understand
     seen: set[int] = set()
     began = time.monotonic()
-    while time.monotonic() - began < 4:
+    while toy.said().count("the sidecar broke") < 2:
         assert toy.chat().status == 200
         seen |= set(toy.sidecars())
-        time.sleep(0.02)
+        assert time.monotonic() - began < 30
     toy.state()
-    assert 2 <= len(seen) <= 3
-    assert toy.said().count("the sidecar broke") == len(seen) - 1
-    toy.stop()
+    assert len(seen) == 3
+    assert time.monotonic() - began > 3  # the third one after 1 s and 2 s
+    toy.kill()
 
 
 def test_the_port_can_be_bound_again_at_once_after_kill_9(start: Start) -> None:
@@ -545,15 +547,15 @@ def test_a_collector_that_fails_costs_no_request_and_its_losses_are_counted(
 def test_a_flush_that_waits_for_a_stuck_collector_stops_nobody_from_reading(
     start: Start, receiver: OtlpReceiver
 ) -> None:
-    receiver.answer(slow(4))
+    receiver.answer(slow(2.5))
     toy = start(TOY_STEP_S="0.001")
     toy.chat()
     toy.state()
     with toy.load(threads=8, tokens=50) as replies:
-        time.sleep(1)
+        time.sleep(0.7)
         began = time.monotonic()
-        assert toy.ask("/flush", {"timeout": 2.0}).body["flushed"] is False
-        assert 2.0 <= time.monotonic() - began < 3.0
+        assert toy.ask("/flush", {"timeout": 1.5}).body["flushed"] is False
+        assert 1.5 <= time.monotonic() - began < 3.0
     receiver.answer(ok())
     spans = arrived(receiver, *answered(replies))
     assert not any(span["attributes"].get(semconv.TELEMETRY_LOST) for span in spans)

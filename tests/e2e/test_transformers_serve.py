@@ -20,6 +20,9 @@ pytestmark = pytest.mark.real
 ZERO_CODE = (str(Path(sys.executable).parent / "opentelemetry-instrument"),)
 
 
+REQUEST = "chat tiny-llama"
+
+
 def tree(spans: list[dict[str, Any]], parent: str, depth: int = 0) -> list[str]:
     """The spans below `parent`, indented, in order of time; steps in a row are counted."""
     lines: list[str] = []
@@ -35,10 +38,11 @@ def tree(spans: list[dict[str, Any]], parent: str, depth: int = 0) -> list[str]:
 
 
 def trace(receiver: OtlpReceiver, trace_id: str) -> list[dict[str, Any]]:
-    """All spans of a trace, once its root is there."""
+    """All spans of a trace, once its root and the request are there: two exporters may have sent them."""
 
     def there(it: OtlpReceiver) -> bool:
-        return any(span["trace_id"] == trace_id and span["kind"] == 2 for span in it.spans)
+        spans = [span for span in it.spans if span["trace_id"] == trace_id]
+        return any(span["kind"] == 2 for span in spans) and any(span["name"] == REQUEST for span in spans)
 
     assert receiver.wait_for(there, 15), "the request has not arrived"
     time.sleep(0.2)

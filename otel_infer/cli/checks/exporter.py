@@ -175,7 +175,9 @@ def _send_span(outlet: Any, heard: _Heard) -> dict[str, Any]:
 
     at = clock.wall_pair()[1]
     trace_id, span_id = secrets.token_bytes(16), secrets.token_bytes(8)
-    span = otlp.Span(trace_id, span_id, b"", semconv.SPAN_DOCTOR, 1, at, at + 1000, {semconv.DOCTOR: True}, flags=1)
+    span = otlp.Span(
+        trace_id, span_id, b"", semconv.SPAN_DOCTOR, 1, at, at + 1000, {semconv.DOCTOR: True}, flags=1
+    )
     identity = encoded_identity({semconv.SERVICE_NAME: "otel-infer", **resource()})
     heard.forget()
     sent = outlet.send_spans(otlp.envelope(*identity, [otlp.encode_span(span)]), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from opentelemetry import context as otel_context
@@ -15,6 +16,9 @@ from otel_infer.patching import Hook
 ENGINE = "transformers"
 
 integration = Integration("transformers", "transformers", ("transformers",), is_engine=True)
+
+handed_over: ContextVar[bool] = ContextVar("otel_infer-handed-over", default=False)
+"""Whether what runs next was handed to the thread it runs on, which has been said already."""
 
 
 def model_name(model: Any) -> str:

@@ -11,6 +11,7 @@ discarded. Releases before 5.18 count free blocks, later ones a free share; befo
 from __future__ import annotations
 
 import threading
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -150,7 +151,7 @@ class _Loop(threading.local):
     batches: _Batches | None = None
 
     def __init__(self) -> None:
-        self.schedulers: list[Any] = []
+        self.schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 _loop = _Loop()
@@ -163,7 +164,7 @@ def _batches_of(scheduler: Any) -> _Batches | None:
         if log is None:
             return None
         batches = scheduler._otel_infer_batches = _Batches(log, scheduler.cache)
-        _loop.schedulers.append(scheduler)
+        _loop.schedulers.add(scheduler)
     return batches
 
 
@@ -196,7 +197,7 @@ def run_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 def _release() -> None:
-    schedulers, _loop.schedulers = _loop.schedulers, []
+    schedulers, _loop.schedulers = list(_loop.schedulers), weakref.WeakSet()
     for scheduler in schedulers:
         batches, scheduler._otel_infer_batches = scheduler._otel_infer_batches, None
         if batches is not None:
@@ -253,7 +254,8 @@ def prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[.
         batches = _loop.batches
         if batches is not None and batches.flights and hook.alive:
             try:
-                batches.done(result[0][0])
+                if futures := result[0]:
+                    batches.done(futures[0])
             except Exception as exc:
                 hook.fail(exc)
         return result

@@ -20,7 +20,13 @@ from typing import Any
 
 from otel_infer import clock, facts, ingress
 from otel_infer.integrations._claims import claiming
-from otel_infer.integrations.transformers._integration import ENGINE, integration, name_request, own_request
+from otel_infer.integrations.transformers._integration import (
+    ENGINE,
+    handed_over,
+    integration,
+    name_request,
+    own_request,
+)
 from otel_infer.patching import Call, Hook
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
@@ -157,8 +163,9 @@ def _begin(call: Call) -> _Run | None:
     sequences = rows * int(_setting(call, "num_return_sequences") or 1)
     if not own:
         name_request(request, OPERATION, call.instance)
-    if not request.engine:
+    if own or not handed_over.get():
         request.submitted(ENGINE, sequences, prompt * rows, int(_setting(call, "max_new_tokens") or 0))
+    handed_over.set(False)
     log = recorder.step_log(ENGINE)
     if log is not None:
         log.pack = _pack

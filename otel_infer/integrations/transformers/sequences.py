@@ -62,8 +62,8 @@ class _Sequences:
         before = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
         tokens = len(state.generated_tokens) + before
         self.request.state(facts.EngineFinished(clock.now(), reason, tokens))
-        if error_type:
-            self.outcome, self.error_type = facts.ERROR, self.error_type or error_type
+        if error_type and self.outcome != facts.ERROR:
+            self.outcome, self.error_type = facts.ERROR, error_type
         elif reason == "abort" and self.outcome == facts.OK:
             self.outcome, self.error_type = facts.ABORTED, "cancelled"
         self.left -= 1 + int(state.num_children or 0)

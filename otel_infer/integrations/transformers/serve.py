@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, facts, ingress
-from otel_infer.integrations.transformers._integration import ENGINE, apart, integration
+from otel_infer.integrations.transformers._integration import ENGINE, apart, handed_over, integration
 from otel_infer.patching import Hook
 
 _SERVING = "transformers.cli.serving"
@@ -92,6 +92,7 @@ def _queueing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 def _carried(request: ingress.LiveRequest, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, run in the request's context; its start is when the engine took the request up."""
     context = contextvars.copy_context()
+    context.run(handed_over.set, True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         request.state(facts.RequestReceived(clock.now()))

@@ -301,7 +301,7 @@ def test_cancelled_in_its_decode_it_is_in_no_later_step(make: Make, recorded: Re
         "cancelled",
         ("abort",),
     )
-    assert (sizes(record), record.output_tokens) == ([1] * 4, 4)
+    assert (sizes(record), record.output_tokens, record.died_in) == ([1] * 4, 4, "decode")
     assert sizes(records[stays]) == [1] * 20
 
 
@@ -484,7 +484,7 @@ def test_managers_one_after_another_share_one_step_log(model: Any, make: Make, r
     assert [sizes(record) for record in recorded.records()] == [[1, 1]] * 6
 
 
-def test_a_manager_that_is_kept_goes_on_after_a_failure(
+def test_a_manager_that_is_started_again_after_a_failure_goes_on(
     make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -494,7 +494,6 @@ def test_a_manager_that_is_kept_goes_on_after_a_failure(
         engine.start()
         engine.wait(1)
         engine.manager._generation_thread.join(20)
-    engine.stop(keep_for_next_session=True)
     recorded.records(), recorded.steps(), engine.batches.clear()
     if hasattr(engine.manager, "stop_event"):
         engine.manager.stop_event.clear()
@@ -502,8 +501,8 @@ def test_a_manager_that_is_kept_goes_on_after_a_failure(
     request_id = engine.add(6, max_new_tokens=5)
     engine.wait(1)
     engine.stop()
-    steps = recorded.steps()
-    check(engine, {request_id: recorded.one()}, recorded.steps() or steps, before=3)
+    record = recorded.one()
+    check(engine, {request_id: record}, recorded.steps(), before=3)
 
 
 def test_a_warm_up_is_no_step(make: Make, recorded: Recorded) -> None:
@@ -554,6 +553,20 @@ def test_inside_a_servers_request_sequences_are_its_stages(make: Make, recorded:
     check_stages(record, "ingress", "queue", "prefill", "decode", "postprocess")
     check(engine, {request_id: record}, recorded.steps())
     assert (record.input_tokens, record.output_tokens, record.model) == (7, 4, "tiny-llama")
+
+
+def test_several_prompts_of_a_servers_request_are_counted_together(make: Make, recorded: Recorded) -> None:
+    engine = make()
+    request = served()
+    token = request.attach()
+    ids = [engine.add(prompt(tokens), max_new_tokens=new) for tokens, new in ((7, 4), (5, 2))]
+    ingress.detach(token)
+    engine.run()
+    request.close(status_code=200)
+    record = recorded.one()
+    assert (record.sequences, record.input_tokens, record.output_tokens) == (2, 12, 6)
+    delivered = [number for request_id in ids for number, member in engine.of(request_id) if member.delivers]
+    assert sum(sizes(record)) == len(delivered) == 6
 
 
 def test_a_servers_request_whose_sequence_fails_is_an_error(

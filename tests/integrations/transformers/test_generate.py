@@ -259,6 +259,20 @@ def test_inside_a_servers_request_generate_is_its_stages(
     assert (sizes(record), record.output_tokens) == ([1] * NEW, NEW)
 
 
+def test_one_generate_after_another_in_a_servers_request_are_counted_together(
+    model: Any, recorded: Recorded
+) -> None:
+    request = served()
+    token = request.attach()
+    for tokens in (2, 3):
+        model.generate(inputs=prompt(), max_new_tokens=tokens, pad_token_id=0)
+    ingress.detach(token)
+    request.close(status_code=200)
+    record = recorded.one()
+    assert (record.sequences, record.input_tokens, record.output_tokens) == (2, 2 * PROMPT, 5)
+    assert sizes(record) == [1] * 5
+
+
 def test_outside_of_one_it_is_its_own_and_current_for_what_the_user_hands_in(
     model: Any, recorded: Recorded
 ) -> None:
@@ -330,7 +344,8 @@ def test_a_loop_of_the_users_own_is_one_decode(model: Any, recorded: Recorded) -
         return torch.cat([input_ids, input_ids[:, :3]], dim=1)
 
     record = unharmed(recorded, lambda: model.generate(**asked(custom_generate=loop)))
-    assert "decode" in stages_of(record) and record.steps is None
+    check_stages(record, "queue", "decode")
+    assert record.steps is None
     assert (record.input_tokens, record.output_tokens) == (PROMPT, 3)
 
 
@@ -389,7 +404,7 @@ def test_a_logits_processor_that_raises_is_raised_and_told(model: Any, recorded:
         model.generate(**asked(logits_processor=[Script(fails=4)]))
     assert raised.value.__cause__ is None and raised.value.__context__ is None
     record = recorded.one()
-    assert (record.outcome, record.error_type) == (facts.ERROR, "Stop")
+    assert (record.outcome, record.error_type, record.died_in) == (facts.ERROR, "Stop", "decode")
     assert (sizes(record), record.finish_reasons) == ([1] * 3, ("error",))
     assert "no telemetry" not in repr(record)
     model.generate(**asked())

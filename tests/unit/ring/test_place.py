@@ -276,3 +276,13 @@ def test_a_ring_is_written_when_its_header_says_so(shm: Path) -> None:
     assert not place._is_written(path)
     RequestWriter(FileArena(shm), "2-b", "server")
     assert place._is_written(shm / f"2-b{layout.SUFFIX_REQUESTS}")
+
+
+def test_one_process_starts_the_sidecar_until_it_is_there_or_late(shm: Path) -> None:
+    assert place.claim(shm)
+    assert not place.claim(shm)
+    os.utime(shm / place.STARTING, (1, 1))
+    assert place.claim(shm)
+    assert not place.claim(shm)
+    (shm / place.STARTING).unlink()  # as the sidecar does
+    assert place.claim(shm)

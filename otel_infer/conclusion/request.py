@@ -1,0 +1,189 @@
+"""One request while its facts arrive: what was said of it, and which steps it took part in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from otel_infer import facts, semconv
+from otel_infer.records import UserEvent
+from otel_infer.steplog import Run, StepLog
+
+MAX_STAGES = 256
+"""Stages of one request that are remembered."""
+
+
+class Chunk(NamedTuple):
+    """What one step computed of the request's prompt. `size`: of the batch."""
+
+    at: int
+    tokens: int
+    size: int
+
+
+class Request:
+    """What is known of a request so far. Instants are 0 until they are seen.
+
+    `steps_lost`: steps are missing that it may have been in, so no later step is known to be its first.
+    `resumed`: by engine, the step from which on all of them are known again, so that its last one is if it came after.
+    `touch_lost`: facts are missing from before anything but its arrival was seen.
+    """
+
+    def __init__(self, ring: int, handle: int, arrived: facts.RequestArrived) -> None:
+        self.ring, self.handle, self.arrived = ring, handle, arrived
+        self.ended: facts.RequestEnded | None = None
+        self.submitted: facts.RequestSubmitted | None = None
+        self.received_at = self.scheduled_at = self.token_reached_at = self.first_sent_at = 0
+        self.response_started_at = self.first_step_done_at = 0
+        self.finished: list[facts.EngineFinished] = []
+        self.preempted: list[facts.RequestPreempted] = []
+        self.stages: list[facts.StageEnded] = []
+        self.attributes: dict[str, facts.Value] = {}
+        self.events: list[UserEvent] = []
+        self.links: list[tuple[bytes, bytes]] = []
+        self.span_name = ""
+        self.recovered = self.telemetry_lost = self.steps_lost = self.touch_lost = False
+        self.resumed: dict[StepLog, int] = {}
+        self.runs: list[Run] = []
+        self.present: dict[StepLog, tuple[int, int]] = {}  # first step of the run that goes on, sequences
+        self.deltas: dict[StepLog, dict[int, int]] = {}
+        self.chunks: dict[StepLog, dict[int, Chunk]] = {}
+        self.discarded = 0
+        self.is_prefilling = True
+        self._takes: dict[type, Callable[[Any], None]] = {
+            facts.StageEnded: self._stage,
+            facts.RequestSubmitted: self._submitted,
+            facts.RequestReceived: lambda fact: self._once("received_at", fact.at),
+            facts.RequestScheduled: lambda fact: self._once("scheduled_at", fact.at),
+            facts.TokenReached: lambda fact: self._once("token_reached_at", fact.at),
+            facts.FirstTokenSent: lambda fact: self._once("first_sent_at", fact.at),
+            facts.ResponseStarted: lambda fact: self._once("response_started_at", fact.at),
+            facts.EngineFinished: self.finished.append,
+            facts.RequestPreempted: self._preempted,
+            facts.AttributeSet: lambda fact: self.attributes.__setitem__(fact.key, fact.value),
+            facts.EventAdded: lambda f: self.events.append(UserEvent(f.at, f.name, dict(f.attributes))),
+            facts.SpanLinked: lambda fact: self.links.append((fact.trace_id, fact.span_id)),
+            facts.HttpDescribed: self._http,
+            facts.NameUpdated: lambda fact: setattr(self, "span_name", fact.name),
+        }
+
+    @property
+    def ended_at(self) -> int:
+        """The last byte, or the death; 0 = it goes on."""
+        return max(self.ended.at, self.arrived.at) if self.ended is not None else 0
+
+    @property
+    def sequences(self) -> int:
+        """How many token streams it was submitted for."""
+        return max(self.submitted.sequences, 1) if self.submitted is not None else 1
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step or the engine has taken it up."""
+        return bool(self.scheduled_at or self.present or self.runs)
+
+    @property
+    def may_prefill_again(self) -> bool:
+        """Whether a sequence that joins now with several tokens can be a prompt, though it seems to have a token."""
+        return self.steps_lost or self.sequences > 1
+
+    def take(self, fact: Any) -> None:
+        """A fact about this request; unknown ones are ignored."""
+        handler = self._takes.get(type(fact))
+        if handler is not None:
+            handler(fact)
+
+    def lose_facts(self) -> None:
+        """Facts of its process are missing before this instant."""
+        self.telemetry_lost = True
+        self.touch_lost = self.touch_lost or not (self.stages or self.submitted or self.scheduled_at)
+
+    def lose_steps(self, since: int = 0) -> None:
+        """Steps that it may have been in are missing before this instant; what was seen from `since` on came after."""
+        self.telemetry_lost = self.steps_lost = True
+        if 0 < since <= self.scheduled_at:
+            self.scheduled_at = 0
+        if 0 < since <= self.first_step_done_at:
+            self.first_step_done_at = 0
+        self.resumed = {log: first for log, (first, _) in self.present.items()}
+        self.is_prefilling = False
+
+    # ── said by the step log ─────────────────────────────────────────────────────────────────────────────────────
+
+    def take_part(self, log: StepLog, step: int, sequences: int) -> int:
+        """So many sequences of it are in the batch from `step` on; returns how many there were."""
+        first, before = self.present.get(log, (step, 0))
+        if sequences != before:
+            if before and first < step:
+                self.runs.append(Run(log, first, step - 1, before))
+            self.present.pop(log, None)
+            if sequences:
+                self.present[log] = (step, sequences)
+                self.resumed.setdefault(log, step)
+        return before
+
+    def schedule(self, log: StepLog, step: int, at: int, tokens: int, size: int) -> None:
+        """So many tokens of the prompt are in this step; 0 takes back what was said before."""
+        if not self.steps_lost:
+            self._once("scheduled_at", at)
+        chunks = self.chunks.setdefault(log, {})
+        if tokens:
+            chunks[step] = Chunk(at, tokens, size)
+        else:
+            chunks.pop(step, None)
+
+    def deliver(self, log: StepLog, step: int, tokens: int, discarded: bool) -> None:
+        """One of its sequences got so many tokens, and not one, in this step."""
+        deltas = self.deltas.setdefault(log, {})
+        deltas[step] = deltas.get(step, 0) + tokens - 1
+        self.discarded += discarded
+
+    def first_token(self, at: int) -> None:
+        """A sequence got its first token, or the first one after its KV was lost."""
+        if not self.steps_lost:
+            self._once("first_step_done_at", at)
+        self.is_prefilling = False
+
+    def is_last(self, log: StepLog, step: int) -> bool:
+        """Whether the last step that is known to have delivered something is the last one that did."""
+        return not self.steps_lost or step >= self.resumed.get(log, step + 1)
+
+    def all_runs(self) -> list[Run]:
+        """Every run, those still going on included."""
+        going = [Run(log, first, log.last_step, n) for log, (first, n) in self.present.items()]
+        return self.runs + [run for run in going if run.first <= run.last]
+
+    # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _once(self, name: str, at: int) -> None:
+        if not getattr(self, name):
+            setattr(self, name, at)
+
+    def _http(self, fact: facts.HttpDescribed) -> None:
+        said = zip((semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE), fact[1:])
+        self.attributes.update((key, value) for key, value in said if value)
+
+    def _stage(self, fact: facts.StageEnded) -> None:
+        if len(self.stages) < MAX_STAGES:
+            self.stages.append(fact)
+
+    def _preempted(self, fact: facts.RequestPreempted) -> None:
+        self.preempted.append(fact)
+        if (
+            fact.kind == "recompute"
+        ):  # its KV is gone: the next steps it is in compute prompt and output over again
+            self.is_prefilling = True
+            for log, (_, sequences) in self.present.items():
+                if sequences == 1:
+                    log.prefill_again(self.handle)
+
+    def _submitted(self, fact: facts.RequestSubmitted) -> None:
+        said = self.submitted
+        if said is None:
+            self.submitted = fact
+        else:  # of several prompts
+            self.submitted = said._replace(
+                sequences=said.sequences + fact.sequences,
+                input_tokens=said.input_tokens + fact.input_tokens,
+                max_tokens=max(said.max_tokens, fact.max_tokens),
+            )

@@ -1,0 +1,161 @@
+"""The stages of a request that is over: intervals between instants that were seen.
+
+None is the remainder of another: what lies between two stages stays unattributed. A stage lasts to the end of a request
+only if the request died in it, and only if nothing is missing that could have ended it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from otel_infer import facts, semconv
+from otel_infer.conclusion.request import Request
+from otel_infer.records import RequestRecord, Stage
+
+Attributes = dict[str, facts.Value]
+Interval = tuple[int, int]
+ABSENT: Interval = (0, 0)
+
+
+class Life(NamedTuple):
+    """Instants of a request that is over, none after its end; 0 = not seen. `last_at`: the last token.
+
+    `finished`: the engine was done with it. `died`: it ended otherwise than well.
+    """
+
+    submitted_at: int
+    scheduled_at: int
+    first_at: int
+    last_at: int
+    response_at: int
+    finished: bool
+    died: bool
+
+    @property
+    def has_token(self) -> bool:
+        return bool(self.first_at or self.last_at)
+
+
+def stages_of(record: RequestRecord, request: Request, life: Life) -> list[Stage]:
+    """All stages, in the order in which they began. What was said goes before what would be derived."""
+    stages = _said(record, request)
+    names = {stage.name for stage in stages}
+    touched = [stage.started_at for stage in stages] + [
+        at for at in (life.submitted_at, life.scheduled_at) if at
+    ]
+    queue = _queue(record, life)
+    kinds: tuple[tuple[str, Interval, Attributes], ...] = (
+        (semconv.SPAN_INGRESS, _ingress(record, request, life, touched), {}),
+        (semconv.SPAN_QUEUE, queue, _queue_split(queue, request.received_at)),
+        (semconv.SPAN_PREFILL, _prefill(record, life, names), _kv_start(request)),
+        (semconv.SPAN_DECODE, _decode(record, life), {}),
+        (semconv.SPAN_POSTPROCESS, _postprocess(record, request, life, bool(touched)), _egress(request)),
+    )
+    for name, (started_at, ended_at), attributes in kinds:
+        started_at, ended_at = max(started_at, record.arrived_at), min(ended_at, record.ended_at)
+        if started_at < ended_at and name not in names:
+            stages.append(Stage(name, started_at, ended_at, attributes))
+    return sorted(stages, key=lambda stage: stage.started_at)
+
+
+def died_in(record: RequestRecord, request: Request, life: Life) -> str:
+    """The stage the request was in when it ended: the last one that had begun; empty if none is known."""
+    if life.has_token:
+        return semconv.SPAN_POSTPROCESS if life.finished else semconv.SPAN_DECODE
+    if life.scheduled_at and record.generative:
+        return semconv.SPAN_PREFILL
+    if life.submitted_at and not life.scheduled_at:
+        return semconv.SPAN_QUEUE
+    going = [stage for stage in record.stages if stage.ended_at == record.ended_at]
+    begun = going or record.stages
+    if begun:
+        return begun[-1].name
+    return semconv.SPAN_INGRESS if _is_http(record, request) else ""
+
+
+def _said(record: RequestRecord, request: Request) -> list[Stage]:
+    stages = []
+    for fact in request.stages:
+        started_at, ended_at = max(fact.started_at, record.arrived_at), min(fact.at, record.ended_at)
+        if started_at <= ended_at:
+            attributes: Attributes = {semconv.ITEMS: fact.items} if fact.items else {}
+            stages.append(Stage(fact.stage, started_at, ended_at, attributes))
+    return stages
+
+
+def _is_http(record: RequestRecord, request: Request) -> bool:
+    """Whoever opens a request for an engine's call knows the operation; an HTTP server does not yet."""
+    arrived = request.arrived
+    return bool(record.server_span_id or record.status_code or (arrived.name and not arrived.operation))
+
+
+def _ingress(record: RequestRecord, request: Request, life: Life, touched: list[int]) -> Interval:
+    if request.touch_lost or not _is_http(record, request):
+        return ABSENT
+    if touched:
+        return record.arrived_at, min(touched)
+    return (record.arrived_at, record.ended_at) if life.died and not life.has_token else ABSENT
+
+
+def _queue(record: RequestRecord, life: Life) -> Interval:
+    if not life.submitted_at:
+        return ABSENT
+    died_here = life.died and not record.telemetry_lost and not life.has_token and not life.finished
+    return life.submitted_at, life.scheduled_at or (record.ended_at if died_here else 0)
+
+
+def _queue_split(queue: Interval, received_at: int) -> Attributes:
+    submitted_at, until = queue
+    if not submitted_at <= received_at <= until:
+        return {}
+    return {
+        semconv.QUEUE_HIDDEN: (received_at - submitted_at) / 1e9,
+        semconv.QUEUE_SCHEDULER: (until - received_at) / 1e9,
+    }
+
+
+def _prefill(record: RequestRecord, life: Life, said: set[str]) -> Interval:
+    if not life.scheduled_at or not record.generative or semconv.SPAN_DECODE in said:
+        return ABSENT
+    died_here = life.died and not record.telemetry_lost and not life.has_token and not life.finished
+    return life.scheduled_at, life.first_at or (record.ended_at if died_here else 0)
+
+
+def _kv_start(request: Request) -> Attributes:
+    firsts = [
+        (chunk.at, log, step) for log, chunks in request.chunks.items() for step, chunk in chunks.items()
+    ]
+    if not firsts:
+        return {}
+    _, log, step = min(firsts, key=lambda first: first[0])
+    utilization = log.kv_at(step)
+    return {} if utilization != utilization else {semconv.KV_UTILIZATION_START: utilization}
+
+
+def _decode(record: RequestRecord, life: Life) -> Interval:
+    if not life.first_at:
+        return ABSENT
+    died_here = life.died and not record.telemetry_lost and not life.finished
+    return life.first_at, record.ended_at if died_here else life.last_at
+
+
+def _postprocess(record: RequestRecord, request: Request, life: Life, is_touched: bool) -> Interval:
+    if not (life.submitted_at or life.scheduled_at or life.has_token):  # nothing was generated
+        return (life.response_at, record.ended_at) if life.response_at and is_touched else ABSENT
+    if life.died and not life.finished:
+        return ABSENT
+    ended = request.ended
+    is_seen = record.chunks or record.status_code or life.died or (ended is not None and ended.detokenize_ns)
+    return (life.last_at, record.ended_at) if life.last_at and is_seen else ABSENT
+
+
+def _egress(request: Request) -> Attributes:
+    ended = request.ended
+    if ended is None:
+        return {}
+    attributes: Attributes = {semconv.SEND_WAIT: ended.send_wait_ns / 1e9}
+    if ended.detokenize_ns:
+        attributes[semconv.DETOKENIZE] = ended.detokenize_ns / 1e9
+    if ended.chunks:
+        attributes[semconv.CHUNKS] = ended.chunks
+    return attributes

@@ -1,0 +1,238 @@
+"""What is kept: a budget of step spans that holds, and a part of it for those that failed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otel_infer import facts, keeper
+from otel_infer.keeper import BURST_SECONDS, RESERVED_SHARE, STEPS_PER_TRACE, Decision, Keeper
+from otel_infer.records import PrefillStep, RequestRecord, Stage, StepRows
+
+SECOND = 1_000_000_000
+
+
+def finished(
+    steps: int = 0,
+    at: int = SECOND,
+    *,
+    trace: int = 1,
+    outcome: int = facts.OK,
+    sampled: bool = True,
+    chunks: int = 1,
+) -> RequestRecord:
+    """A request with so many decode steps, and a prompt in so many chunks."""
+    rows = np.arange(1, steps + 2)
+    said: dict[str, Any] = {
+        "trace_id": trace.to_bytes(16, "big"),
+        "sampled": sampled,
+        "outcome": outcome,
+        "ended_at": at,
+        "steps": StepRows(*[rows] * 6),
+        "prefill_steps": [PrefillStep(number, 1, 2, 3, 4) for number in range(chunks)],
+        "stages": [Stage("decode", 1, 2, {})] if steps else [],
+    }
+    names = ("name", "operation", "provider", "model", "engine")
+    ids = {"span_id": b"s" * 8, "parent_span_id": b"", "server_span_id": b"", "remote_parent": False}
+    return RequestRecord(**{**ids, **dict.fromkeys(names, ""), "arrived_at": 0, "wall_offset": 0, **said})
+
+
+def spent(decision: Decision, record: RequestRecord) -> int:
+    return decision.steps + len(record.prefill_steps) * decision.prefill_steps
+
+
+def auto(budget: int = 2000, keep_unsampled: bool = False, ratio: bool = False) -> Keeper:
+    return Keeper("auto", budget, keep_unsampled, ratio)
+
+
+# ── whether it is exported ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("mode", ["all", "auto", "off"])
+@pytest.mark.parametrize("outcome", [facts.OK, facts.ERROR])
+def test_a_request_that_is_not_sampled_is_not_exported_and_costs_nothing(mode: str, outcome: int) -> None:
+    keeps = Keeper(mode, 10, keep_unsampled=False, ratio=False)
+    for _ in range(100):
+        decision = keeps.decide(finished(50, sampled=False, outcome=outcome))
+        assert decision == Decision(False, 0, "unsampled")
+    assert keeps.left_out == 0
+    assert keeps.decide(finished(50)).steps == (0 if mode == "off" else 50)
+
+
+def test_a_request_that_is_not_sampled_is_kept_if_that_was_asked_for() -> None:
+    assert auto(keep_unsampled=True).decide(finished(5, sampled=False)) == Decision(True, 5, "budget")
+
+
+# ── which steps ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ratio", "reason"),
+    [
+        (facts.OK, False, "budget"),
+        (facts.OK, True, "sampled"),
+        (facts.ERROR, False, "error"),
+        (facts.ABORTED, True, "aborted"),
+    ],
+)
+def test_at_low_load_every_step_is_kept_and_the_reason_says_why(
+    outcome: int, ratio: bool, reason: str
+) -> None:
+    assert auto(ratio=ratio).decide(finished(300, outcome=outcome)) == Decision(True, 300, reason)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"), [(facts.OK, "all"), (facts.ERROR, "error"), (facts.ABORTED, "aborted")]
+)
+def test_all_is_all_without_a_budget(outcome: int, reason: str) -> None:
+    keeps = Keeper("all", 1, keep_unsampled=False, ratio=False)
+    for _ in range(3):
+        assert keeps.decide(finished(50_000, outcome=outcome, chunks=3)) == Decision(
+            True, 50_000, reason, True
+        )
+    assert keeps.left_out == 0
+
+
+@pytest.mark.parametrize("outcome", [facts.OK, facts.ERROR])
+def test_off_is_no_step_and_the_request_all_the_same(outcome: int) -> None:
+    keeps = Keeper("off", 2000, keep_unsampled=False, ratio=False)
+    assert keeps.decide(finished(50, outcome=outcome, chunks=3)) == Decision(True, 0, "none")
+
+
+def test_the_first_step_of_a_request_is_its_prefill_and_costs_nothing() -> None:
+    assert auto(budget=0).decide(finished(0)) == Decision(True, 0, "budget")
+
+
+def test_chunks_of_a_prompt_are_step_spans_too() -> None:
+    keeps = auto()
+    assert keeps.decide(finished(10, chunks=5, trace=1)) == Decision(True, 10, "budget", True)
+    assert keeps.decide(finished(990, chunks=1, trace=1)).steps == 985
+
+
+def test_chunks_are_kept_whole_or_not_at_all() -> None:
+    keeps = auto(budget=0)
+    keeps._room = 7.0
+    decision = keeps.decide(finished(4, chunks=8))
+    assert (decision.steps, decision.prefill_steps) == (4, False)
+    assert keeps.left_out == 8
+
+
+def test_decode_steps_that_have_no_decode_to_hang_from_cost_nothing() -> None:
+    record = finished(10)
+    record.stages = []
+    assert auto().decide(record) == Decision(True, 0, "budget")
+
+
+# ── the budget ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+histories = st.lists(
+    st.tuples(
+        st.one_of(st.just(0), st.integers(0, 2 * SECOND)),
+        st.integers(0, 1500),
+        st.sampled_from([facts.OK, facts.OK, facts.ERROR, facts.ABORTED]),
+        st.integers(0, 4),
+        st.integers(1, 5),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200)
+@given(histories, st.integers(0, 300))
+def test_no_second_has_more_steps_than_the_budget_and_what_was_saved_up(
+    history: list[tuple[int, int, int, int, int]], budget: int
+) -> None:
+    keeps, at, kept = auto(budget), SECOND, []
+    for gap, steps, outcome, trace, chunks in history:
+        at += gap
+        record = finished(steps, at, trace=trace, outcome=outcome, chunks=chunks)
+        kept.append((at, spent(keeps.decide(record), record)))
+    for begin, end in itertools.combinations_with_replacement(range(len(kept)), 2):
+        seconds = (kept[end][0] - kept[begin][0]) / SECOND
+        steps = sum(count for _, count in kept[begin : end + 1])
+        assert steps <= budget * BURST_SECONDS + budget * seconds + 1e-6
+
+
+@settings(max_examples=100)
+@given(histories, st.integers(0, 300))
+def test_what_is_kept_and_what_is_left_out_are_all_there_was(
+    history: list[tuple[int, int, int, int, int]], budget: int
+) -> None:
+    keeps, at, wanted, kept = auto(budget), SECOND, 0, 0
+    for gap, steps, outcome, trace, chunks in history:
+        at += gap
+        record = finished(steps, at, trace=trace, outcome=outcome, chunks=chunks)
+        decision = keeps.decide(record)
+        assert decision.export
+        assert 0 <= decision.steps <= steps
+        assert decision.reason in keeper.REASONS
+        wanted += steps + (chunks if chunks > 1 else 0)
+        kept += spent(decision, record)
+    assert keeps.left_out == wanted - kept
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, SECOND), st.integers(0, 900)), max_size=60), st.integers(4, 300))
+def test_however_much_went_well_there_is_room_for_what_fails(
+    history: list[tuple[int, int]], budget: int
+) -> None:
+    keeps, at = auto(budget), SECOND
+    for number, (gap, steps) in enumerate(history):
+        at += gap
+        keeps.decide(finished(steps, at, trace=number))
+    reserved = min(budget * BURST_SECONDS // RESERVED_SHARE, STEPS_PER_TRACE)
+    assert keeps.decide(finished(reserved, at, trace=9999, outcome=facts.ERROR)) == Decision(
+        True, reserved, "error"
+    )
+
+
+def test_ordinary_requests_leave_the_reserve_alone_and_say_that_they_have_no_steps() -> None:
+    keeps = auto(budget=40)
+    kept = [keeps.decide(finished(100, trace=number)) for number in range(10)]
+    assert sum(decision.steps for decision in kept) == 300
+    assert kept[-1] == Decision(True, 0, "none")
+    assert keeps.decide(finished(100, trace=99, outcome=facts.ABORTED)) == Decision(True, 100, "aborted")
+    assert keeps.decide(finished(100, trace=98, outcome=facts.ERROR)) == Decision(True, 0, "error")
+
+
+def test_the_budget_comes_back_with_time() -> None:
+    keeps = auto(budget=100)
+    assert sum(keeps.decide(finished(900, trace=number)).steps for number in range(3)) == 750
+    assert keeps.decide(finished(900, SECOND, trace=7)).steps == 0
+    assert keeps.decide(finished(900, 3 * SECOND, trace=8)).steps == 200
+    assert keeps.decide(finished(900, 1000 * SECOND, trace=9)).steps == 750
+
+
+def test_an_end_that_is_told_late_gives_nothing_back() -> None:
+    keeps = auto(budget=100)
+    for number in range(3):
+        keeps.decide(finished(900, 100 * SECOND, trace=number))
+    assert keeps.decide(finished(900, 50 * SECOND, trace=7)).steps == 0
+    assert keeps.decide(finished(900, 100 * SECOND, trace=8)).steps == 0
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1500), st.integers(1, 9)), max_size=40))
+def test_a_trace_has_at_most_a_thousand_step_spans_over_all_its_requests(
+    history: list[tuple[int, int, int]],
+) -> None:
+    keeps = auto(budget=1_000_000)
+    per_trace: dict[int, int] = {}
+    for trace, steps, chunks in history:
+        record = finished(steps, trace=trace, chunks=chunks)
+        per_trace[trace] = per_trace.get(trace, 0) + spent(keeps.decide(record), record)
+    assert all(count <= STEPS_PER_TRACE for count in per_trace.values())
+
+
+def test_traces_are_remembered_by_their_last_use_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "TRACES_REMEMBERED", 3)
+    keeps = auto(budget=1_000_000)
+    for trace in (1, 2, 3, 1, 4):
+        keeps.decide(finished(1000, trace=trace))
+    assert keeps.decide(finished(10, trace=1)).steps == 0
+    assert keeps.decide(finished(10, trace=2)).steps == 10
