@@ -110,7 +110,7 @@ def fork(body: dict[str, Any]) -> int:
         trace.get_current_span().set_attribute("who", "the child, of its parent")
         for _ in range(body["requests"]):
             answer(None, {}, {"tokens": 3})
-        otel_infer.flush(5.0)
+        otel_infer.flush(20.0)
         status = 0
     finally:
         os._exit(status)

@@ -11,7 +11,6 @@ discarded. Releases before 5.18 count free blocks, later ones a free share; befo
 from __future__ import annotations
 
 import threading
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -54,6 +53,7 @@ class _Batches:
 
     def __init__(self, log: StepLog, cache: Any) -> None:
         self.log = log
+        self.over = False
         self.left: list[Any] = []
         self.flights: deque[_Flight] = deque(maxlen=8)
         self.kv = _kv_share if hasattr(cache, "compute_free_capacity") else _kv_blocks
@@ -101,6 +101,12 @@ class _Batches:
                     self.log.done(flight.step, column, len(flight.states), discarded)
                     flight.step = 0
 
+    def end(self) -> None:
+        """Gives the log back; what was in flight is no step of whoever has it next."""
+        self.over = True
+        self.flights.clear()
+        recorder.give_back(ENGINE, self.log)
+
     def idle(self) -> None:
         """Nothing is active: let go of the last batch."""
         if not self.flights:
@@ -146,12 +152,12 @@ def _kv_blocks(cache: Any) -> tuple[int, int]:
 
 
 class _Loop(threading.local):
-    """What the loop on this thread uses; `batches`: whose results it is taking in."""
+    """`made`: what the loop on this thread has made; `batches`: whose results it is taking in."""
 
     batches: _Batches | None = None
 
     def __init__(self) -> None:
-        self.schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.made: list[_Batches] = []
 
 
 _loop = _Loop()
@@ -159,19 +165,19 @@ _loop = _Loop()
 
 def _batches_of(scheduler: Any) -> _Batches | None:
     batches: _Batches | None = getattr(scheduler, "_otel_infer_batches", None)
-    if batches is None or not batches.log.alive:
+    if batches is None or batches.over or not batches.log.alive:
         log = recorder.step_log(ENGINE)
         if log is None:
             return None
         batches = scheduler._otel_infer_batches = _Batches(log, scheduler.cache)
-        _loop.schedulers.add(scheduler)
+        _loop.made.append(batches)
     return batches
 
 
 def _told(scheduler: Any, state: Any) -> None:
     """A sequence left the scheduler's batch."""
     batches: _Batches | None = getattr(scheduler, "_otel_infer_batches", None)
-    if batches is not None:
+    if batches is not None and not batches.over:
         batches.gone(state)
         if not scheduler.active_requests:
             batches.idle()
@@ -182,7 +188,7 @@ def _told(scheduler: Any, state: Any) -> None:
 
 @integration.step_hook(f"{MANAGER}._run_generation_loop", optional=True, part=PART)
 def run_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A loop that ends gives its step log back; what was in flight when it died is no step of the next one."""
+    """A loop that ends gives its step log back."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -197,11 +203,9 @@ def run_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 def _release() -> None:
-    schedulers, _loop.schedulers = list(_loop.schedulers), weakref.WeakSet()
-    for scheduler in schedulers:
-        batches, scheduler._otel_infer_batches = scheduler._otel_infer_batches, None
-        if batches is not None:
-            recorder.give_back(ENGINE, batches.log)
+    made, _loop.made = _loop.made, []
+    for batches in made:
+        batches.end()
 
 
 integration.step_hook(f"{MANAGER}.start", optional=True, part=PART)(apart)
