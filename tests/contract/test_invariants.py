@@ -427,7 +427,7 @@ def _of_transformers(size: int) -> list[int]:
         assert _said_of_steps(arena) == {facts.StepScheduled: 5, facts.StepDone: 5}
         return counts
     finally:
-        batching._loop.schedulers.clear()
+        batching._loop.made.clear()
         recorder.stop()
 
 
