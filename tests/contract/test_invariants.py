@@ -153,7 +153,7 @@ def run(script: str, stub: Path | None = None, **environ: str) -> Any:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=110,
         env={**kept, "PYTHONPATH": path, **environ},
     )
     assert done.returncode == 0, done.stderr
