@@ -3,12 +3,13 @@
 The engine's step is Python under the GIL (the scheduler's bookkeeping, then a loop over all sequences) and a wait without
 it, as the wait for a GPU is. One sequence finishes and one is admitted in every step. The engine keeps its batch in one
 list of its own, changed in place, and says in a dict how many tokens each member is scheduled for. Requests arrive and
-are answered in another thread, the front, as in every server.
+are answered in another thread, the front, with JSON in and out, as in every server.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 from collections import deque
@@ -18,14 +19,17 @@ from typing import Any
 PROMPT = 64
 WAITING = 2
 TRIALS = 20
+MESSAGES = [{"role": "user", "content": "Why is the sky blue, and since when? " * 16} for _ in range(4)]
+BODY = json.dumps({"model": "simulated", "stream": True, "messages": MESSAGES})
 
 
 class Sequence:
     """One token stream. `first` and `last` are the steps it was in; `live` is for whoever watches the server."""
 
-    __slots__ = ("first", "last", "live", "output", "packed")
+    __slots__ = ("first", "last", "live", "output", "packed", "words")
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 0) -> None:
+        self.words = words
         self.output: list[int] = []
         self.first = self.last = 0
         self.live: Any = None
@@ -88,11 +92,15 @@ class Engine:
     # ── the front's thread ───────────────────────────────────────────────────────────────────────────────────────
 
     def admit(self) -> Sequence:
-        """A request arrives."""
-        return Sequence()
+        """A request arrives: its body is parsed and split, which is less than any web framework does."""
+        messages = json.loads(BODY)["messages"]
+        words = [word.lower() for message in messages for word in message["content"].split()]
+        return Sequence(len(words))
 
     def answer(self, sequence: Sequence) -> None:
-        """A request's last byte is handed over; what remains of it is the steps it was in."""
+        """A request's last byte is handed over, in pieces; what remains of it is the steps it was in."""
+        for piece in sequence.output:
+            json.dumps({"choices": [{"index": 0, "delta": {"content": f" {piece}"}}]}).encode()
         self.answered.append((sequence.first, sequence.last))
 
     def settle(self) -> None:

@@ -66,7 +66,11 @@ class PrefillStep(NamedTuple):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns."""
+    """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
+
+    `server_span_id`: of the server span, if it is ours; the same as `span_id` where the request reached no engine, so that
+    the two are one. `telemetry_lost`: what is here is true, but not all of it is.
+    """
 
     trace_id: bytes
     span_id: bytes
@@ -118,6 +122,14 @@ class RequestRecord:
     def ttft_ns(self) -> int:
         """Arrival to first token; 0 = there was none."""
         return self.first_token_at - self.arrived_at if self.first_token_at else 0
+
+    def gaps_ns(self) -> Any:
+        """The time between each two steps that delivered tokens, as a column; a hole where steps were lost is none."""
+        rows = self.steps
+        if rows is None:
+            return ()
+        gaps = rows.ended_at[1:] - rows.ended_at[:-1]
+        return gaps[rows.step[1:] - rows.step[:-1] == 1] if self.telemetry_lost else gaps
 
     def stage(self, name: str) -> Stage | None:
         """The first stage of this name."""

@@ -97,10 +97,9 @@ class StepLog:
         flight = self._flights.pop(fact.step, None)
         if flight is None:
             return None
-        fact = fact._replace(at=max(fact.at, flight.at))  # no clock that went backwards makes a step that did
-        i = fact.step % CAPACITY
+        ended_at, i = max(fact.at, flight.at), fact.step % CAPACITY
         if self._step[i] == fact.step:
-            self._ended[i] = fact.at
+            self._ended[i] = ended_at
         if flight.members is None:
             return None
         delivered = {at: tokens for at, tokens in fact.delivered if at < len(flight.members)}
@@ -108,10 +107,10 @@ class StepLog:
         for handle, prefill in flight.prefills.items():
             grown = sum(delivered.get(position, 1) > 0 for position in prefill.positions)
             if grown:
-                self._grow(handle, grown, fact, find)
+                self._grow(handle, grown, ended_at, fact.step, find)
         prefilling = sum(len(prefill.positions) for prefill in flight.prefills.values())
         return StepRecord(
-            self.engine, self.pid, fact.step, flight.at, fact.at, flight.size,
+            self.engine, self.pid, fact.step, flight.at, ended_at, flight.size,
             _tokens(flight.prefills), flight.size - prefilling, *flight.load,
         )  # fmt: skip
 
@@ -242,7 +241,7 @@ class StepLog:
                 is_chunk = prefill is not None and position in prefill.positions
                 request.deliver(self, step, tokens, discarded=tokens == 0 and not is_chunk)
 
-    def _grow(self, handle: int, grown: int, done: facts.StepDone, find: Find) -> None:
+    def _grow(self, handle: int, grown: int, at: int, done: int, find: Find) -> None:
         """So many sequences of a request have got their first token: in the steps after it that are in flight, they
         decode."""
         self._prefilling[handle] = self._prefilling.get(handle, 0) - grown
@@ -250,10 +249,10 @@ class StepLog:
             del self._prefilling[handle]
         request = find(handle)
         if request is not None:
-            request.first_token(done.at)
+            request.first_token(at)
         for step, flight in self._flights.items():
             prefill = flight.prefills.get(handle)
-            if prefill is not None and step > done.step:
+            if prefill is not None and step > done:
                 positions, tokens = prefill.positions[:-grown], prefill.tokens[:-grown]
                 flight.prefills[handle] = _Prefill(positions, tokens)
                 self._prefill[step % CAPACITY] -= sum(prefill.tokens) - sum(tokens)
@@ -282,8 +281,6 @@ def _positions(members: Sequence[int], handle: int) -> list[int]:
 
 
 def joined_rows(parts: list[StepRows]) -> StepRows:
-    """Rows of several engines as one, in order of time."""
-    if len(parts) == 1:
-        return parts[0]
+    """Rows of one or several engines as one, in the order in which they were done."""
     whole = StepRows(*(np.concatenate(column) for column in zip(*(part.columns() for part in parts))))
     return whole.take(np.argsort(whole.ended_at, kind="stable"))

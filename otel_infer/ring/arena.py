@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from otel_infer.ring import layout
 from otel_infer.ring.layout import Sizes
 
 MAX_TOTAL_BYTES = 16 << 20
@@ -95,14 +96,20 @@ class MemoryArena:
     """Rings in this process's own memory, for the in-process mode; the reader is handed the buffers."""
 
     def __init__(self) -> None:
-        self.buffers: list[tuple[str, mmap.mmap]] = []
+        self._made: list[tuple[str, mmap.mmap]] = []
+
+    @property
+    def buffers(self) -> list[tuple[str, mmap.mmap]]:
+        """Name and memory of each ring that can be read: its writer may still be about to write its header."""
+        length = len(layout.MAGIC_BYTES)
+        return [(name, memory) for name, memory in self._made if memory[:length] == layout.MAGIC_BYTES]
 
     def fits(self, size: int) -> bool:
-        return sum(len(memory) for _, memory in self.buffers) + size <= MAX_TOTAL_BYTES
+        return sum(len(memory) for _, memory in self._made) + size <= MAX_TOTAL_BYTES
 
     def allocate(self, name: str, size: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size)
-        self.buffers.append((name, memory))
+        self._made.append((name, memory))
         return memory
 
     def is_there(self) -> bool:

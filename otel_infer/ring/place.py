@@ -19,7 +19,6 @@ import os
 import secrets
 import stat
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,7 +203,7 @@ def _is_abandoned(folder: Path) -> bool:
 def _is_written(ring: Path) -> bool:
     """Whether the ring is complete: its writer takes the lock first, so until then it may be alive without one."""
     with ring.open("rb") as file:
-        return file.read(8) == layout.MAGIC.to_bytes(8, sys.byteorder)
+        return file.read(len(layout.MAGIC_BYTES)) == layout.MAGIC_BYTES
 
 
 def is_tmpfs(folder: Path) -> bool:

@@ -13,9 +13,9 @@ from otel_infer.sinks import tree
 def milliseconds(ns: float) -> str:
     """`0.4 ms`, `12 ms`, `3.2 s`: as many digits as say something."""
     value = ns / 1e6
-    if value >= 10_000:
+    if value >= 9_999.5:
         return f"{value / 1000:.1f} s"
-    return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
+    return f"{value:.1f} ms" if value < 9.95 else f"{value:.0f} ms"
 
 
 def line(record: RequestRecord) -> str:

@@ -39,12 +39,12 @@ def spans_of(
         http.setdefault(semconv.HTTP_RESPONSE_STATUS_CODE, record.status_code)
     attributes = request_attributes(record, decision)
     if is_server_only(record):
-        name = record.span_name or _server_name(record, http)
+        name = record.span_name or server_name(record)
         server = _span(record, record.span_id, record.parent_span_id, name, SERVER, {**attributes, **http})
         return [_described(record, server)]
     spans, parent = [], record.parent_span_id
     if record.server_span_id:
-        spans.append(_span(record, record.server_span_id, parent, _server_name(record, http), SERVER, http))
+        spans.append(_span(record, record.server_span_id, parent, server_name(record), SERVER, http))
         parent, http = record.server_span_id, {}
     if latency_attributes:
         attributes.update(_latency(record))
@@ -59,14 +59,18 @@ def is_server_only(record: RequestRecord) -> bool:
 
 
 def request_name(record: RequestRecord) -> str:
-    """`chat llama-3-8b`, `inference`, …; the method of a request that reached no engine."""
+    """`chat llama-3-8b`, `inference`, …; method and route of a request that reached no engine."""
     if not record.operation:
-        return _opened_as(record)
+        return server_name(record)
     return f"{record.operation} {record.model}" if record.model else record.operation
 
 
-def _opened_as(record: RequestRecord) -> str:
-    return _HTTP if record.name == semconv.OTHER else record.name
+def server_name(record: RequestRecord) -> str:
+    """Method and route, or the method alone where the route is not known."""
+    route = record.attributes.get(semconv.HTTP_ROUTE)
+    method = record.attributes.get(semconv.HTTP_REQUEST_METHOD) or record.name
+    word = _HTTP if method == semconv.OTHER else method
+    return f"{word} {route}" if route else str(word)
 
 
 def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict[str, Value]:
@@ -101,9 +105,7 @@ def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
         return {}
     decode = rows.take(slice(1, None))
     lengths = (decode.ended_at - decode.started_at) / 1e9
-    gaps = np.diff(rows.ended_at)
-    if record.telemetry_lost:  # a gap between two steps that are not neighbours was never seen
-        gaps = gaps[np.diff(rows.step) == 1]
+    gaps = record.gaps_ns()
     p50, p95 = np.percentile(lengths, (50, 95)).tolist()
     attributes: dict[str, Value] = {
         semconv.STEPS_COUNT: len(decode),
@@ -175,13 +177,6 @@ def _span(
         attributes = {**attributes, semconv.ERROR_TYPE: record.error_type}
     start, end = record.arrived_at + record.wall_offset, record.ended_at + record.wall_offset
     return Span(record.trace_id, span_id, parent, name, kind, start, end, attributes, status=status)
-
-
-def _server_name(record: RequestRecord, http: dict[str, Value]) -> str:
-    route = http.get(semconv.HTTP_ROUTE)
-    method = http.get(semconv.HTTP_REQUEST_METHOD)
-    word = _HTTP if method == semconv.OTHER else method
-    return f"{word} {route}" if route and word else _opened_as(record)
 
 
 def _latency(record: RequestRecord) -> dict[str, Value]:

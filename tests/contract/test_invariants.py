@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, FunctionType, SimpleNamespace
+from types import FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -348,11 +348,18 @@ def test_3_rings_never_grow_and_what_is_lost_is_counted_and_marked() -> None:
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Thing:
+    """Something with these attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
 class Future:
     """What continuous batching keeps of a sequence in a step."""
 
     def __init__(self, number: int) -> None:
-        self.state = SimpleNamespace(otel_infer_handle=number.to_bytes(4, "little"))
+        self.state = Thing(otel_infer_handle=number.to_bytes(4, "little"))
         self.has_new_token, self.query_length = True, 1
 
 
@@ -410,24 +417,25 @@ def _of_transformers(size: int) -> list[int]:
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
     try:
         futures = [Future(number) for number in range(size)]
-        cache = SimpleNamespace(num_blocks=64, get_num_free_blocks=lambda: 32)
-        scheduler = SimpleNamespace(
-            cache=cache, active_requests={1: 1}, waiting_requests={}, _requests_to_fork=[]
-        )
-        schedule = batching._scheduling(lambda self: (futures, None, len(futures)), Hook("a test"))
-        counts = []
-        for _ in range(4):
-            counts.append(opcodes(lambda: schedule(scheduler)))
-            counts.append(opcodes(lambda: scheduler._otel_infer_batches.done(futures[0])))
+        cache = Thing(num_blocks=64, get_num_free_blocks=lambda: 32)
+        scheduler = Thing(cache=cache, active_requests={1: 1}, waiting_requests={}, _requests_to_fork=[])
+        hook = Hook("a test")
+        schedule = batching._scheduling(lambda self: (futures, None, len(futures)), hook)
+
+        def step() -> list[int]:
+            scheduled = opcodes(lambda: schedule(scheduler))
+            return [scheduled, opcodes(lambda: batching._batches_of(scheduler).done(futures[0]))]
+
+        counts = [*step(), *step(), *step(), *step()]
         leaving = futures[0].state
-        counts.append(opcodes(lambda: scheduler._otel_infer_batches.gone(leaving)))
+        counts.append(opcodes(lambda: batching._batches_of(scheduler).gone(leaving)))
         futures = [*futures[1:], Future(size)]
-        counts.append(opcodes(lambda: schedule(scheduler)))
-        counts.append(opcodes(lambda: scheduler._otel_infer_batches.done(futures[0])))
+        counts += step()
+        assert hook.alive
         assert _said_of_steps(arena) == {facts.StepScheduled: 5, facts.StepDone: 5}
         return counts
     finally:
-        batching._loop.made.clear()
+        batching._release()
         recorder.stop()
 
 

@@ -117,14 +117,15 @@ def add_request(call: Call) -> Generator[None, Any, None]:
 def new_state(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def post_init(self: Any) -> None:
         original(self)
-        sequences = _adding.sequences if hook.alive else None
-        self.otel_infer = sequences
-        self.otel_infer_handle = sequences.packed if sequences is not None else UNKNOWN
-        if sequences is not None:
-            try:
+        if not hook.alive:
+            return
+        try:
+            sequences = self.otel_infer = _adding.sequences
+            self.otel_infer_handle = UNKNOWN if sequences is None else sequences.packed
+            if sequences is not None:
                 sequences.request.say("infer.request.id", str(self.request_id))
-            except Exception as exc:
-                hook.fail(exc)
+        except Exception as exc:
+            hook.fail(exc)
 
     return post_init
 
@@ -135,7 +136,11 @@ def fork(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
     def fork(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = original(self, *args, **kwargs)
-        _inherit(state, self)
+        if hook.alive:
+            try:
+                _inherit(state, self)
+            except Exception as exc:
+                hook.fail(exc)
         return state
 
     return fork
@@ -147,8 +152,12 @@ def same_again(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
     def create(self: Any) -> Any:
         state = original(self)
-        _inherit(state, self)
-        state.otel_infer_before, self.otel_infer_heir = self, state
+        if hook.alive:
+            try:
+                _inherit(state, self)
+                state.otel_infer_before, self.otel_infer_heir = self, state
+            except Exception as exc:
+                hook.fail(exc)
         return state
 
     return create

@@ -6,6 +6,7 @@ The truth is taken where a batch becomes tensors, a place of which our hooks kno
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -141,6 +142,8 @@ class Engine:
     # ── the truth ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _watch(self, patch: pytest.MonkeyPatch) -> None:
+        # Asked for twice whenever a manager ends, and slow in a test session.
+        patch.setattr(gc, "collect", lambda *_: 0)
         original = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors
 
         def prepare(ios: Any, requests_in_batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -326,6 +326,33 @@ def test_a_state_means_something_in_this_process_only(recording: Recording) -> N
     assert pickle.loads(pickle.dumps([of, of.packed])) == [None, bytes(4)]
 
 
+class Fixed:
+    """A state of a release that takes no attributes of others."""
+
+    __slots__ = ("request_id",)
+
+    def __init__(self) -> None:
+        self.request_id = "r"
+
+
+def test_a_state_that_takes_no_attributes_is_left_alone(recording: Recording) -> None:
+    made, forked, again = Hook("made"), Hook("forked"), Hook("again")
+    sequences._adding.sequences = sequences._Sequences(request_of(), own=True, left=1)
+    try:
+        state = Fixed()
+        sequences.new_state(lambda self: None, made)(state)
+    finally:
+        sequences._adding.sequences = None
+    assert isinstance(sequences.fork(lambda self, name: Fixed(), forked)(state, "r__child#0"), Fixed)
+    assert isinstance(sequences.same_again(lambda self: Fixed(), again)(state), Fixed)
+    assert not (made.alive or forked.alive or again.alive)
+    engine = Engine()
+    engine._requests_to_cancel = {"r"}
+    engine.active_requests = {"r": state}  # type: ignore[dict-item]
+    clear(engine, says=True)
+    assert engine.hook.alive
+
+
 class Manager:
     """A manager that takes a prompt and answers with its id, or does whatever the test wants instead."""
 

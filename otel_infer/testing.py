@@ -1,0 +1,185 @@
+"""For tests of your own server: what it would export, without a collector, a tracer provider or another process.
+
+    from otel_infer.testing import capture
+
+    def test_documents_are_reranked_before_the_model_is_asked():
+        with capture() as captured:
+            TestClient(app).post("/v1/chat/completions", json={...})
+            (request,) = captured.requests()
+            assert request.stage("rerank") is not None
+            assert request.output_tokens == 8
+            assert "rerank" in captured.tree()
+
+As a fixture of pytest:
+
+    @pytest.fixture
+    def captured():
+        with capture() as captured:
+            yield captured
+
+Everything is kept: sampling and budgets of the environment do not apply. What leaves the process: nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from otel_infer import clock, config, identity, ingress, semconv
+from otel_infer.assembler import GRACE_NS, Assembler
+from otel_infer.integrations import registry
+from otel_infer.integrations._base import Integration
+from otel_infer.keeper import Keeper
+from otel_infer.otlp import Span
+from otel_infer.records import RequestRecord
+from otel_infer.ring.folder import Rings
+from otel_infer.ring.recorder import recorder
+from otel_infer.ring.write import MemoryArena
+from otel_infer.sinks import tree
+
+__all__ = ["Captured", "capture"]
+
+STRAGGLERS_S = 0.02
+"""How long what other threads are about to say of an ended request is waited for."""
+
+STEPS = (semconv.SPAN_PREFILL_STEP, semconv.SPAN_DECODE_STEP)
+
+
+class Captured:
+    """What was recorded since the capture began; also to be asked when it is over."""
+
+    def __init__(self) -> None:
+        self._arena = MemoryArena()
+        self._rings, self._assembler = Rings(), Assembler()
+        self._keeper = Keeper("all", 0, keep_unsampled=True, ratio=False)
+        self._records: list[RequestRecord] = []
+        self._turn = threading.Lock()
+        self._over = False
+
+    def requests(self, timeout: float = 2.0) -> list[RequestRecord]:
+        """All requests that have ended, in the order of their ends.
+
+        A client may have its answer a moment before the server has said so: those in flight are waited for, at most
+        `timeout` s. Where the server runs in the event loop of the test, ask with `await asyncio.to_thread(...)`.
+        Instants of a record are monotonic ns, its lengths ns; see `otel_infer.records`.
+        """
+        deadline = time.monotonic() + timeout
+        while self._in_flight() and time.monotonic() < deadline and not self._over:
+            time.sleep(0.005)
+        if not self._over:
+            time.sleep(STRAGGLERS_S)
+        with self._turn:
+            self._read()
+            self._records += self._assembler.concluded(clock.now() + GRACE_NS)
+            return list(self._records)
+
+    def tree(self, times: bool = False, timeout: float = 2.0) -> str:
+        """The spans of all requests as an indented tree, one line each, in order of time; steps in a row are counted.
+
+        POST /v1/chat/completions
+          chat tiny
+            tokenize
+            prefill
+            decode
+              decode step ×7
+
+        With `times`: from when to when, in ms after the request's arrival.
+        """
+        return "\n".join(line for record in self.requests(timeout) for line in self._drawn(record, times))
+
+    def _in_flight(self) -> int:
+        with self._turn:
+            self._read()
+            return sum(self._assembler.active().values())
+
+    def _read(self) -> None:
+        """All that was complete before the call: a reader takes what it saw complete the time before."""
+        for _ in range(2):
+            now = clock.now()
+            for name, memory in list(self._arena.buffers):
+                self._rings.add(name, memory, now)
+            self._assembler.feed(self._rings.poll(now))
+
+    def _tend(self) -> None:
+        """Called once a second while requests arrive, so that rings do not fill up."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._read()
+            finally:
+                self._turn.release()
+
+    def _end(self) -> None:
+        self.requests(timeout=0)
+        self._over = True
+
+    def _drawn(self, record: RequestRecord, times: bool) -> Iterator[str]:
+        decision = self._keeper.decide(record)
+        spans = tree.spans_of(record, decision)
+        parents = {span.span_id: span for span in spans}
+        lines = []
+        for span in sorted(spans, key=lambda span: _path(span, parents)):
+            indent = "  " * (len(_path(span, parents)) - 1)
+            lines.append(indent + (_line(span, record) if times and span.name not in STEPS else span.name))
+            if span.name == semconv.SPAN_DECODE:
+                lines += [f"{indent}  {semconv.SPAN_DECODE_STEP}"] * decision.steps
+        for line, same in itertools.groupby(lines):
+            if line.strip() in STEPS:
+                yield f"{line} ×{len(list(same))}"
+            else:
+                yield from same
+
+
+def _path(span: Span, parents: dict[bytes, Span]) -> list[tuple[int, int, bytes]]:
+    """Where a span stands in its tree, the root first."""
+    above = parents.get(span.parent_span_id)
+    return [*(_path(above, parents) if above is not None else []), (span.start, -span.end, span.span_id)]
+
+
+def _line(span: Span, record: RequestRecord) -> str:
+    began = record.arrived_at + record.wall_offset
+    return f"{span.name}  {(span.start - began) / 1e6:.1f}–{(span.end - began) / 1e6:.1f} ms"
+
+
+@contextlib.contextmanager
+def capture(*integrations: str) -> Iterator[Captured]:
+    """Instruments this process for as long as the `with` lasts, and gives what was recorded.
+
+    `integrations`: only these, by name; by default all that `otel_infer.instrument()` would bind. Servers and engines may
+    be imported before or in the `with`; applications that were started before it are seen as far as an instrumentation
+    can reach them then. Raises RuntimeError in a process that is instrumented already.
+    """
+    if recorder.active:
+        raise RuntimeError(
+            "this process is instrumented already: otel_infer.uninstrument() it before you capture"
+        )
+    captured = Captured()
+    bound: list[Integration] = []
+    recorder.start(lambda: captured._arena, captured._tend, lambda reason: None, role="test")
+    ingress.opener = identity.IdOpener(ALWAYS_ON, RandomIdGenerator(), identity.Limits())
+    try:
+        settings, _ = config.from_env_leniently()
+        registry.configure(settings, _report)
+        for integration in registry.load():
+            if not integrations or integration.name in integrations:
+                bound.append(integration)
+                integration.install()
+        yield captured
+    finally:
+        for integration in reversed(bound):
+            integration.remove()
+        try:
+            captured._end()
+        finally:
+            recorder.stop()
+            ingress.opener = None
+
+
+def _report(integration: Integration) -> None:
+    status = integration.status
+    recorder.report_hooks(status.name, status.hooks_active, status.hooks_total)

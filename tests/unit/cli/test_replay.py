@@ -1,0 +1,208 @@
+"""A tape read again: the same requests, printed or sent."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer import facts, tape
+from otel_infer.cli import main, replay
+from otel_infer.sinks import spans
+from tests.otlp_receiver import OtlpReceiver, status
+from tests.story import Story, drawn, ids, text
+
+
+def served(requests: int = 1) -> Story:
+    story = Story()
+    for number in range(requests):
+        at = number * 1000
+        a = story.arrives(at, f"a{number}")
+        story.stage("tokenize", at + 2, at + 4, a)
+        story.submitted(at + 4, a, input_tokens=5)
+        for begin in range(at + 10, at + 50, 10):
+            story.step(begin, begin + 10, [a])
+        story.stage("rerank", at + 50, at + 51, a)
+        story.stage("rerank", at + 52, at + 54, a)
+        story.ends(at + 60, a, chunks=4)
+    return story
+
+
+def recorded(story: Story, path: Path) -> Path:
+    """As the pipeline does, in passages."""
+    writer, said = tape.TapeWriter(path), story.in_order()
+    for begin in range(0, len(said), 5):
+        piece = said[begin : begin + 5]
+        writer.write(piece, piece[-1].fact.at)
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return recorded(served(), tmp_path / "a.tape")
+
+
+def test_a_request_is_a_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(path)]) == 0
+    assert capsys.readouterr().out == (
+        f"{ids('a0')[0].hex()[:8]}  chat toy  ok  60 ms  first token 20 ms  5 → 4 tokens  [ingress 2.0 ms · tokenize 2.0 ms · "
+        "queue 6.0 ms · prefill 10 ms · decode 30 ms · rerank 1.0 ms · postprocess 10 ms · rerank 2.0 ms]\n"
+    )
+
+
+def test_a_request_is_an_object_with_lengths_in_ms(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "--json", str(path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line) == {
+        "trace_id": ids("a0")[0].hex(),
+        "operation": "chat",
+        "model": "toy",
+        "duration_ms": 60.0,
+        "ttft_ms": 20.0,
+        "error_type": None,
+        "died_in": None,
+        "input_tokens": 5,
+        "output_tokens": 4,
+        "stages": {
+            "ingress": 2.0,
+            "tokenize": 2.0,
+            "queue": 6.0,
+            "prefill": 10.0,
+            "decode": 30.0,
+            "rerank": 3.0,
+            "postprocess": 10.0,
+        },
+        "decode_steps": 3,
+        "infer.telemetry.lost": False,
+    }
+
+
+def test_requests_come_in_the_order_in_which_they_ended_and_those_in_flight_do_not(tmp_path: Path) -> None:
+    story = Story()
+    a, b = story.arrives(0), story.arrives(1, "b")
+    story.arrives(2, "c")
+    story.ends(20, b)
+    story.aborts(30, a)
+    found = list(replay.records(recorded(story, tmp_path / "a.tape")))
+    assert [record.span_id for record in found] == [record.span_id for record in story.records()]
+    assert [record.outcome for record in found] == [facts.OK, facts.ABORTED]
+
+
+def test_a_tape_that_breaks_off_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(served(300), tmp_path / "a.tape")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert main(["replay", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 50 < len(lines) < 300
+    assert all("decode 30 ms" in line for line in lines)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--send"]])
+def test_what_is_no_tape_is_said_in_one_line(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    for body in (b"hello", gzip.compress(b"{}")):
+        (tmp_path / "x").write_bytes(body)
+        assert main(["replay", *options, str(tmp_path / "x")]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(f"otel-infer replay: {tmp_path / 'x'}: ")
+
+
+# ── sent ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        for name, value in receiver.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+        monkeypatch.setenv("OTEL_INFER_STEPS", "all")
+        yield receiver
+
+
+def test_what_is_sent_is_what_was_recorded_ids_and_all(
+    path: Path, receiver: OtlpReceiver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", "--send", str(path)]) == 0
+    assert capsys.readouterr().out == "1 requests, 13 spans accepted, 0 refused\n"
+    expected = {span["span_id"]: span["name"] for span in served().spans()}
+    assert {span["span_id"]: span["name"] for span in receiver.spans} == expected
+    assert drawn(receiver.spans) == text("""
+        POST /v1/chat/completions 0–60
+          chat toy 0–60 · 5 → 4
+            ingress 0–2
+            tokenize 2–4
+            queue 4–10
+            prefill 10–20
+            decode 20–50
+              decode step 20–30 · step 2, batch 1
+              decode step 30–40 · step 3, batch 1
+              decode step 40–50 · step 4, batch 1
+            rerank 50–51
+            postprocess 50–60
+            rerank 52–54
+    """)
+    assert {span["resource"]["service.name"] for span in receiver.spans} == {"toy"}
+
+
+def test_a_tape_is_sent_whole_however_slow_the_destination_is(
+    tmp_path: Path,
+    receiver: OtlpReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(spans, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(spans, "QUEUE_BYTES", 15_000)
+    monkeypatch.setattr(spans, "STEP_ROWS", 20)
+    path = recorded(served(100), tmp_path / "a.tape")
+    assert main(["replay", "--send", str(path)]) == 0
+    assert capsys.readouterr().out == "100 requests, 1300 spans accepted, 0 refused\n"
+
+
+def test_what_is_refused_is_an_error_with_its_reason(
+    path: Path, receiver: OtlpReceiver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    receiver.answer(status(401))
+    assert main(["replay", "--send", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "1 requests, 0 spans accepted, 13 refused\n"
+    assert err == "otel-infer replay: the destination said: HTTP 401\n"
+
+
+def test_nothing_is_sent_where_nobody_wants_spans(
+    path: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    assert main(["replay", "--send", str(path)]) == 2
+    assert "OTEL_TRACES_EXPORTER is none" in capsys.readouterr().err
+
+
+def test_the_tape_that_is_sent_is_not_recorded_over(
+    path: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = path.read_bytes()
+    monkeypatch.setenv("OTEL_INFER_TAPE", str(path))
+    assert main(["replay", "--send", str(path)]) == 0
+    assert path.read_bytes() == before
+
+
+def test_described_is_plain_data_of_whatever_a_request_came_to() -> None:
+    story = Story()
+    story.aborts(20, story.arrives(0))
+    said: dict[str, Any] = replay.described(story.record())
+    assert json.loads(json.dumps(said)) == said
+    assert (said["error_type"], said["died_in"], said["ttft_ms"], said["decode_steps"]) == (
+        "client_disconnect",
+        "ingress",
+        None,
+        0,
+    )

@@ -1,0 +1,247 @@
+"""The spans of one record: names, parents, ids, status and attributes on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from otel_infer import facts, semconv
+from otel_infer.keeper import Decision, Keeper
+from otel_infer.sinks import tree
+from tests.story import MS, WALL, Story, Who, ids, ns
+
+ALL = Decision(True, 1 << 30, "all", True)
+
+
+def served(story: Story, name: str = "a", **more: Any) -> Who:
+    """A request of 4 tokens: queued 4–10 ms, prefill to 30, decode to 70."""
+    who = story.arrives(0, name, **more)
+    story.submitted(4, who, input_tokens=5, max_tokens=8)
+    story.step(10, 30, [who], {who: 5})
+    for at, until in ((30, 40), (40, 65), (65, 70)):
+        story.step(at, until, [who])
+    story.finished(70, who, "length", tokens=4)
+    story.ends(80, who, chunks=4)
+    return who
+
+
+def attributes(story: Story, name: str) -> dict[str, Any]:
+    said: dict[str, Any] = story.span(name)["attributes"]
+    return said
+
+
+# ── what stands where ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_usage_and_everything_about_the_request_stand_on_the_request_span_alone() -> None:
+    story = Story()
+    served(story)
+    assert attributes(story, "chat toy") == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "toy",
+        "gen_ai.request.max_tokens": 8,
+        "gen_ai.usage.input_tokens": 5,
+        "gen_ai.usage.output_tokens": 4,
+        "gen_ai.response.finish_reasons": ["length"],
+        "infer.engine": "toy",
+        "infer.time_to_first_token": 0.030,
+        "infer.keep.reason": "all",
+    }
+    assert sum("gen_ai.usage.output_tokens" in span["attributes"] for span in story.spans()) == 1
+
+
+def test_what_is_http_stands_on_the_server_span() -> None:
+    story = Story()
+    served(story)
+    assert attributes(story, "POST /v1/chat/completions") == {
+        "http.request.method": "POST",
+        "http.response.status_code": 200,
+        "http.route": "/v1/chat/completions",
+        "url.scheme": "http",
+    }
+
+
+def test_below_somebody_elses_server_span_what_is_http_stands_on_the_request() -> None:
+    story = Story()
+    a = served(story, http=False)
+    story.state(a, facts.HttpDescribed(ns(1), "POST", "https", "/chat"))
+    assert attributes(story, "chat toy")["url.scheme"] == "https"
+
+
+def test_a_decode_has_figures_of_all_its_steps() -> None:
+    story = Story()
+    served(story)
+    assert attributes(story, "decode") == {
+        "infer.steps.count": 3,
+        "infer.steps.duration.sum": pytest.approx(0.040),
+        "infer.steps.duration.p50": pytest.approx(0.010),
+        "infer.steps.duration.p95": pytest.approx(0.0235),
+        "infer.steps.duration.max": pytest.approx(0.025),
+        "infer.steps.slowest.id": 3,
+        "infer.inter_token_latency.max": pytest.approx(0.025),
+        "infer.batch.size.max": 1,
+    }
+
+
+@pytest.mark.parametrize("granted", [0, 1, 2, 3])
+def test_steps_that_are_left_out_are_counted(granted: int) -> None:
+    story = Story()
+    served(story)
+    said = tree.decode_attributes(story.record(), granted)
+    assert said["infer.steps.count"] == 3
+    assert said.get("infer.steps.left_out", 0) == 3 - granted
+
+
+def test_a_request_has_as_many_finish_reasons_as_sequences_that_finished() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.submitted(1, a, sequences=3)
+    story.step(10, 20, [a, a, a])
+    for reason in ("stop", "length", "stop"):
+        story.finished(20, a, reason, tokens=1)
+    story.ends(21, a)
+    assert attributes(story, "chat toy")[semconv.RESPONSE_FINISH_REASONS] == ["stop", "length", "stop"]
+
+
+def test_what_was_exported_though_not_sampled_is_marked() -> None:
+    story = Story()
+    served(story, flags=0)
+    keeps = Keeper("auto", 2000, keep_unsampled=True, ratio=False)
+    assert "chat toy 0–80 · 5 → 4, unsampled" in story.tree(keeps=keeps)
+    story = Story()
+    story.ends(3, story.arrives(0, operation="", flags=0))
+    assert story.tree(keeps=keeps) == "POST /health 0–3 · unsampled"
+
+
+def test_names_of_vllm_and_sglang_have_the_meaning_of_vllm() -> None:
+    story = Story()
+    served(story)
+    (request,) = [span for span in story.spans(latency=True) if span["name"] == "chat toy"]
+    latency = {
+        key: value for key, value in request["attributes"].items() if key.startswith("gen_ai.latency.")
+    }
+    assert latency == {
+        "gen_ai.latency.time_in_queue": 0.006,
+        "gen_ai.latency.time_in_model_prefill": 0.020,
+        "gen_ai.latency.time_in_model_decode": 0.040,
+        "gen_ai.latency.time_to_first_token": 0.030,
+        "gen_ai.latency.e2e": 0.080,
+    }
+    assert not any(
+        "latency." in key for span in story.spans() for key in span["attributes"] if key.startswith("gen_ai")
+    )
+
+
+def test_a_stage_that_a_request_did_not_have_has_no_latency_either() -> None:
+    story = Story()
+    story.aborts(30, story.arrives(0, http=False))
+    (request,) = story.spans(latency=True)
+    assert [key for key in request["attributes"] if key.startswith("gen_ai.latency.")] == [
+        "gen_ai.latency.e2e"
+    ]
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "name"),
+    [
+        ("POST", "/chat", "POST /chat"),
+        ("POST", "", "POST"),
+        ("_OTHER", "/chat", "HTTP /chat"),
+        ("_OTHER", "", "HTTP"),
+    ],
+)
+def test_a_server_span_is_named_as_the_conventions_say(method: str, route: str, name: str) -> None:
+    for operation in ("", "chat"):
+        story = Story()
+        a = story.arrives(0, operation=operation)
+        arrived = story.said[-1 if not operation else -3]
+        story.said = [
+            said._replace(fact=said.fact._replace(name=method))
+            if isinstance(said.fact, facts.RequestArrived)
+            else said
+            for said in story.said
+            if not isinstance(said.fact, facts.HttpDescribed)
+        ]
+        story.state(a, facts.HttpDescribed(arrived.fact.at, method, "http", route))
+        story.ends(10, a)
+        assert [span["name"] for span in story.spans() if span["kind"] == 2] == [name]
+
+
+def test_below_another_server_span_a_request_that_reached_nothing_has_the_name_of_its_method() -> None:
+    """It is there because spans of databases and clients may lie below it."""
+    story = Story()
+    a = story.arrives(0, operation="")
+    story.said = [
+        said._replace(fact=said.fact._replace(flags=facts.SAMPLED, name="_OTHER"))
+        if isinstance(said.fact, facts.RequestArrived)
+        else said
+        for said in story.said
+        if not isinstance(said.fact, facts.HttpDescribed)
+    ]
+    story.ends(3, a)
+    (span,) = story.spans()
+    assert (span["name"], span["kind"], span["span_id"]) == ("HTTP", 1, ids("a")[1].hex())
+
+
+# ── ids ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sending_again_sends_the_same_spans() -> None:
+    story = Story()
+    served(story)
+    assert story.spans() == story.spans()
+
+
+def test_every_span_has_an_id_of_its_own_and_a_parent_that_is_there_and_around_it() -> None:
+    story = Story()
+    for name in "abc":
+        who = served(story, name)
+        for at in (71, 72, 73):
+            story.stage("rerank", at, at + 1, who)
+    spans = story.spans()
+    by_id = {span["span_id"]: span for span in spans}
+    assert len(by_id) == len(spans)
+    for span in spans:
+        parent = by_id.get(span["parent_span_id"])
+        if span["kind"] == 2:
+            assert span["parent_span_id"] == ids("caller")[1].hex()
+        else:
+            assert parent is not None
+            assert parent["trace_id"] == span["trace_id"]
+            assert parent["start"] <= span["start"] <= span["end"] <= parent["end"]
+
+
+@given(st.binary(min_size=8, max_size=8), st.text(max_size=9), st.integers(0, 1 << 64))
+def test_a_derived_id_is_eight_bytes_and_never_zero(span_id: bytes, name: str, number: int) -> None:
+    derived = tree.derived_id(span_id, name, number)
+    assert len(derived) == 8
+    assert any(derived)
+    assert derived == tree.derived_id(span_id, name, number)
+    assert derived != tree.derived_id(span_id, name, number + 1)
+
+
+def test_times_are_wall_times() -> None:
+    story = Story()
+    served(story)
+    span = story.span("prefill")
+    assert (span["start"], span["end"]) == (WALL + 10 * MS, WALL + 30 * MS)
+
+
+def test_chunks_are_spans_only_where_that_was_decided() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.step(10, 20, [a], {a: 64}, {a: 0})
+    story.step(20, 30, [a], {a: 64})
+    story.step(30, 40, [a])
+    story.ends(40, a)
+    record = story.record()
+    with_chunks = [span.name for span in tree.spans_of(record, ALL)]
+    without = [span.name for span in tree.spans_of(record, ALL._replace(prefill_steps=False))]
+    assert with_chunks == ["chat toy", "prefill", "prefill step", "prefill step", "decode"]
+    assert without == ["chat toy", "prefill", "decode"]
