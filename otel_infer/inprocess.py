@@ -5,6 +5,7 @@ Used when a tracer provider is given, when no child process or shared memory is 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
@@ -33,6 +34,8 @@ os.register_at_fork(
     before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release
 )
 
+_IMPORTED_BY_THE_FIRST_SEND = ("netrc", "encodings.idna")  # requests 2.34 `get_netrc_auth`; socket.getaddrinfo
+
 
 class InProcess(threading.Thread):
     """Reads the rings of this process and hands spans to its provider, or sends them itself where there is none."""
@@ -59,6 +62,8 @@ class InProcess(threading.Thread):
         """Made on the thread, since what it imports takes longer than a request should wait."""
         if self._made is None:
             with _importing:
+                for name in _IMPORTED_BY_THE_FIRST_SEND:
+                    importlib.import_module(name)
                 self._made = self._make()
         return self._made
 

@@ -9,6 +9,7 @@ Its other half, `Toy`, is the test's end of it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import http.client
 import json
 import multiprocessing
@@ -103,6 +104,7 @@ def fork(body: dict[str, Any]) -> int:
     if child:
         return child
     status = 1
+    faulthandler.dump_traceback_later(20.0)  # a child that hangs says where
     try:
         if "uid" in body:
             os.setgid(body["uid"])
