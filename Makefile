@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= 2.13.0
+OLDEST ?= 5.5.0
 ARGS   ?=
 
 BIN := $(VENV)/bin
@@ -9,14 +10,18 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench lint format wheel clean
+.PHONY: help demo test test-oldest bench lint format wheel clean
 
 help:  ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  ARGS="…" is passed on: make demo ARGS="--requests 40", make test ARGS="-k ring"'
 
 demo: $(VENV)/.demo  ## make a tiny model, serve it instrumented, load it, print where the time went
 	@$(BIN)/otel-infer demo $(ARGS)
+
+test-oldest: $(VENV)-oldest/.dev  ## the transformers tests against the oldest release claimed
+	$(VENV)-oldest/bin/python -m pytest tests/unit/integrations/test_transformers.py \
+	  tests/integrations/transformers tests/e2e/test_transformers_serve.py $(ARGS)
 
 test: lint  ## format, lint, types, import contracts, tests
 	$(BIN)/python -m pytest $(ARGS)
@@ -65,4 +70,10 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml $(VENV)/.demo
 	@echo "installing what the tests need"
 	@$(PIP) -e ".[demo,igzip,dev]"
+	@touch $@
+
+$(VENV)-oldest/.dev: pyproject.toml
+	@$(MAKE) --no-print-directory VENV=$(VENV)-oldest $(VENV)-oldest/.torch
+	@echo "installing transformers $(OLDEST) and what the tests need"
+	@$(VENV)-oldest/bin/python -m pip install -qq -e ".[dev]" "transformers[serving]==$(OLDEST)" psutil
 	@touch $@

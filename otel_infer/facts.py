@@ -160,6 +160,13 @@ class NameUpdated(NamedTuple):
     name: str
 
 
+class StateCarried(NamedTuple):
+    """The request came with a W3C `tracestate`, or its sampler gave it one; stated only where there is one."""
+
+    at: int
+    tracestate: str
+
+
 class HttpDescribed(NamedTuple):
     """What an HTTP request is, in words of ours: a known method, the scheme, the route's template ("" = no route)."""
 
@@ -318,14 +325,14 @@ BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYO
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
 
 # Facts with free text (set by user code) travel as JSON and never through the string table.
-TEXT_CODES: Mapping[type, int] = {AttributeSet: 32, EventAdded: 33, NameUpdated: 34}
+TEXT_CODES: Mapping[type, int] = {AttributeSet: 32, EventAdded: 33, NameUpdated: 34, StateCarried: 35}
 _TEXT_FACTS: Mapping[int, Callable[..., Any]] = {code: fact for fact, code in TEXT_CODES.items()}
 
 
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 
-def pack_text(fact: AttributeSet | EventAdded | NameUpdated) -> bytes:
+def pack_text(fact: AttributeSet | EventAdded | NameUpdated | StateCarried) -> bytes:
     """A free-text fact as bytes; what JSON cannot say is said by its `str`."""
     return _encode(fact).encode("utf-8", "replace")
 

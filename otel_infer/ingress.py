@@ -243,6 +243,8 @@ def open_request(
         name,
     )
     request = LiveRequest(opened, recorder.open(arrived), arrived_at, owner)
+    if opened.request.trace_state:
+        request.state(facts.StateCarried(now, opened.request.trace_state.to_header()))
     request.come_from(parent)
     if opened.inner is not None:
         _inner[arrived.span_id] = opened.inner

@@ -34,7 +34,10 @@ os.register_at_fork(
     before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release
 )
 
-_IMPORTED_BY_THE_FIRST_SEND = ("netrc", "encodings.idna")  # requests 2.34 `get_netrc_auth`; socket.getaddrinfo
+_IMPORTED_BY_THE_FIRST_SEND = (
+    "netrc",
+    "encodings.idna",
+)  # requests 2.34 `get_netrc_auth`; socket.getaddrinfo
 
 
 class InProcess(threading.Thread):

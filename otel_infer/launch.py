@@ -61,6 +61,7 @@ def sidecar(
         "path": [os.path.abspath(entry) for entry in sys.path if entry],
         "show": show,
     }
+    child: subprocess.Popen[bytes] | None = None
     try:
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", _BOOT, NAME],
@@ -76,5 +77,8 @@ def sidecar(
         with child.stdin:
             child.stdin.write(json.dumps(boot).encode())
     except OSError as reason:
+        if child is not None:  # it ended before it was told what to do
+            child.kill()
+            child.wait()
         raise CannotStart(str(reason)) from None
     return child

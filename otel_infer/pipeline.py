@@ -231,6 +231,7 @@ class Pipeline:
         for (integration, state), count in hooks.items():
             attributes = {semconv.INTEGRATION: integration, semconv.HOOK_STATE: state}
             metrics.set(semconv.SELF_HOOKS, attributes, count)
+        metrics.engines({(log.engine, log.pid) for log in self.assembler.engines.values()})
         for reason, count in self.losses().items():
             metrics.set(semconv.SELF_LOST, {semconv.LOSS_REASON: reason}, count)
         metrics.set(semconv.SELF_ERRORS, {}, self.rings.errors())

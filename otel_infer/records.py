@@ -110,6 +110,7 @@ class RequestRecord:
     events: list[UserEvent] = field(default_factory=list)
     links: list[tuple[bytes, bytes]] = field(default_factory=list)
     span_name: str = ""
+    tracestate: str = ""
     ring: int = 0
     handle: int = 0
 

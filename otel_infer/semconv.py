@@ -25,6 +25,8 @@ SPAN_D2H = "d2h"
 SPAN_FORWARD = "forward"
 SPAN_POSTPROCESS = "postprocess"
 SPAN_DOCTOR = "otel_infer doctor"
+STAGE_DETOKENIZE = "detokenize"
+"""No span: a part of postprocess, and a stage to the metrics."""
 STAGES = (
     SPAN_INGRESS,
     SPAN_TOKENIZE,
@@ -37,6 +39,8 @@ STAGES = (
     SPAN_POSTPROCESS,
 )
 """The built-in stages of a request, in the order in which they happen."""
+DEVICE_STAGES = (SPAN_H2D, SPAN_FORWARD, SPAN_D2H)
+"""Those that mean the device, so that it must be said by whose clock they were timed."""
 
 # ── conventions ──────────────────────────────────────────────────────────────────────────────────────────────────
 OPERATION_NAME = "gen_ai.operation.name"
@@ -64,6 +68,10 @@ OPERATION_GENERATE = "generate_content"
 OPERATION_EMBEDDINGS = "embeddings"
 OPERATION_INFERENCE = "inference"
 OTHER = "_OTHER"
+CLOCK_HOST = "host"
+STEP_PREFILL, STEP_DECODE = "prefill", "decode"
+METRIC_OVERFLOW = "otel.metric.overflow"
+"""Attribute of the series that stands for those past the limit (metrics SDK specification)."""
 UNKNOWN_SERVICE = "unknown_service:python"
 
 ERROR_CLIENT_DISCONNECT = "client_disconnect"

@@ -75,7 +75,8 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.provider = str(attributes.pop(semconv.PROVIDER_NAME, record.provider))
     record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
     record.attributes = attributes
-    record.events, record.links, record.span_name = request.events, request.links, request.span_name
+    record.events, record.links = request.events, request.links
+    record.span_name, record.tracestate = request.span_name, request.tracestate
     record.telemetry_lost = request.telemetry_lost
     record.preemptions = len(request.preempted)
     record.finish_reasons = tuple(fact.reason for fact in request.finished if fact.reason)

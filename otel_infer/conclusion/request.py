@@ -41,7 +41,7 @@ class Request:
         self.attributes: dict[str, facts.Value] = {}
         self.events: list[UserEvent] = []
         self.links: list[tuple[bytes, bytes]] = []
-        self.span_name = ""
+        self.span_name = self.tracestate = ""
         self.recovered = self.telemetry_lost = self.steps_lost = self.touch_lost = False
         self.resumed: dict[StepLog, int] = {}
         self.runs: list[Run] = []
@@ -65,6 +65,7 @@ class Request:
             facts.SpanLinked: lambda fact: self.links.append((fact.trace_id, fact.span_id)),
             facts.HttpDescribed: self._http,
             facts.NameUpdated: lambda fact: setattr(self, "span_name", fact.name),
+            facts.StateCarried: lambda fact: setattr(self, "tracestate", fact.tracestate),
         }
 
     @property

@@ -103,6 +103,12 @@ class request(Scope):  # noqa: N801 - used like a function
         if self._live is not None:
             self._live.state(facts.RequestReceived(clock.now()))
 
+    def token_reached(self) -> None:
+        """The first token is with the code that talks to the reader: a time to first token nearer to them than its step's
+        end. Call it for each token, or for the first; only the first counts."""
+        if self._live is not None:
+            self._live.token_reached()
+
     def preempted(self) -> None:
         """Taken out of the batch; its KV is gone."""
         if self._live is not None:

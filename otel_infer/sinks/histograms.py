@@ -29,13 +29,12 @@ MAX_BUCKETS = 160
 MAX_SCALE = 20
 
 MAX_SERIES = 2000
-"""Attribute sets of one metric; what comes later is counted in one more point, marked with OVERFLOW."""
-OVERFLOW = "otel.metric.overflow"
+"""Attribute sets of one metric; what comes later is counted in one more point, marked as such."""
 
 Label = Union[str, bool, int, float, None]
 Key = tuple[Label, ...]
 """The values of the attributes that a metric may carry, in their order; None = not said."""
-OVERFLOW_KEY: Key = (OVERFLOW,)
+OVERFLOW_KEY: Key = (semconv.METRIC_OVERFLOW,)
 
 
 class Source(NamedTuple):
@@ -254,7 +253,7 @@ class Histograms:
 def attributes_of(metric: semconv.Metric, key: Key) -> dict[str, Any]:
     """The attributes of the point with this key."""
     if key is OVERFLOW_KEY:
-        return {OVERFLOW: True}
+        return {semconv.METRIC_OVERFLOW: True}
     return {name: value for name, value in zip(metric.attributes, key) if value is not None}
 
 

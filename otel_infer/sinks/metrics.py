@@ -6,7 +6,7 @@ data point when somebody collects. Exemplars name exported requests only. One th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,6 @@ from otel_infer.version import VERSION
 
 MAX_MODELS = 50
 MAX_NAMES = 64
-
-CLOCK_HOST = "host"
-STAGE_DETOKENIZE = "detokenize"
-TOKENS_PREFILL, TOKENS_DECODE = "prefill", "decode"
 
 _DELTA, _CUMULATIVE = export.AggregationTemporality.DELTA, export.AggregationTemporality.CUMULATIVE
 
@@ -68,6 +64,10 @@ class Numbers:
     def key(self, attributes: Mapping[str, Value]) -> Key:
         """Attributes that the metric does not have are left out."""
         return tuple(_label(attributes.get(name)) for name in self._metric.attributes)
+
+    def retain(self, keys: Collection[Key]) -> None:
+        """Points of other attributes are of things that are gone."""
+        self._values = {key: value for key, value in self._values.items() if key in keys}
 
     def set(self, key: Key, value: float) -> None:
         """The value, or the total, from now on."""
@@ -172,6 +172,12 @@ class MetricsSink:
             self._numbers[semconv.KV_LIMIT.name].set(key, record.kv_total)
             self._numbers[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
 
+    def engines(self, living: Collection[tuple[str, int]]) -> None:
+        """These (engine, pid) are there: nothing uses the KV cache of any other."""
+        keys = {(engine or None, pid) for engine, pid in living}
+        for metric in (semconv.KV_USAGE, semconv.KV_LIMIT, semconv.KV_UTILIZATION):
+            self._numbers[metric.name].retain(keys)
+
     def set(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
         """The value of a gauge or an up-down counter, or the total of a counter, from now on."""
         numbers = self._numbers[metric.name]
@@ -217,11 +223,11 @@ class MetricsSink:
 
     def _count_stages(self, record: RequestRecord, who: Key, source: Source | None) -> None:
         for stage in record.stages:
-            key = (self._stages.admit(stage.name), CLOCK_HOST, *who)
+            key = (self._stages.admit(stage.name), semconv.CLOCK_HOST, *who)
             self._record(semconv.STAGE_DURATION, key, stage.ended_at - stage.started_at, source)
             detokenize = stage.attributes.get(semconv.DETOKENIZE)
             if stage.name == semconv.SPAN_POSTPROCESS and isinstance(detokenize, (int, float)):
-                key = (STAGE_DETOKENIZE, CLOCK_HOST, *who)
+                key = (semconv.STAGE_DETOKENIZE, semconv.CLOCK_HOST, *who)
                 self._record(semconv.STAGE_DURATION, key, detokenize * 1e9, source)
 
     def _count_tokens(self, record: RequestRecord, who: Key, source: Source | None) -> None:
@@ -242,12 +248,14 @@ class MetricsSink:
     def _count_steps(self, kind: Label, engine: Key, group: list[StepRecord]) -> None:
         lengths = np.array([record.ended_at - record.started_at for record in group]) / 1e9
         sizes = np.array([record.size for record in group], float)
-        self._histograms[semconv.STEP_DURATION.name].at((kind, CLOCK_HOST, *engine)).record_many(lengths)
+        self._histograms[semconv.STEP_DURATION.name].at((kind, semconv.CLOCK_HOST, *engine)).record_many(
+            lengths
+        )
         self._histograms[semconv.STEP_BATCH_SIZE.name].at((kind, *engine)).record_many(sizes)
         tokens = self._numbers[semconv.STEP_TOKENS_TOTAL.name]
         for of, count in (
-            (TOKENS_PREFILL, sum(record.prefill_tokens for record in group)),
-            (TOKENS_DECODE, sum(record.decode_tokens for record in group)),
+            (semconv.STEP_PREFILL, sum(record.prefill_tokens for record in group)),
+            (semconv.STEP_DECODE, sum(record.decode_tokens for record in group)),
         ):
             if count:
                 tokens.add((of, *engine), count)
@@ -264,21 +272,22 @@ def metric_exporter(protocol: str) -> export.MetricExporter:
     return HttpExporter()
 
 
-def _gaps(record: RequestRecord) -> tuple[Any, int]:
-    """The ns between steps that delivered tokens, and how many tokens came in that time.
+def _gaps(record: RequestRecord) -> tuple[Any, float]:
+    """The ns between steps that delivered tokens, and how many tokens each of its sequences got in that time.
 
     Where facts were lost, a request may seem to wait from one step to a much later one: that gap was never seen.
     """
-    rows = record.steps
+    rows, sequences = record.steps, record.sequences
+    after_first = record.output_tokens / sequences - 1
     if rows is None:
-        return (), record.output_tokens - 1 if record.last_token_at else 0
-    gaps = rows.ended_at[1:] - rows.ended_at[:-1]
+        return (), after_first if record.last_token_at else 0
+    gaps = record.gaps_ns()
     if record.telemetry_lost:
         seen = rows.step[1:] - rows.step[:-1] == 1
-        return gaps[seen], int(rows.tokens[1:][seen].sum())
+        return gaps, int(rows.tokens[1:][seen].sum()) / sequences
     if record.steps_forgotten:
-        return gaps, int(rows.tokens[1:].sum())
-    return gaps, record.output_tokens - 1 if len(gaps) else 0
+        return gaps, int(rows.tokens[1:].sum()) / sequences
+    return gaps, after_first if len(gaps) else 0
 
 
 def _source(record: RequestRecord) -> Source | None:

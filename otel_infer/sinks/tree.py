@@ -1,7 +1,8 @@
 """The spans of one request, as `docs/read-a-trace.md` draws them: server, request, stages, prefill steps.
 
-Decode steps are not here: there are too many to be objects, `sinks.spans` writes them from columns. Span ids below the
-request are derived from its id, so that sending again sends the same spans.
+Decode steps are not here: there are too many to be objects, `sinks.spans` writes them from columns, without what is the
+same in all spans of a request (its `tracestate`). Span ids below the request are derived from its id, so that sending
+again sends the same spans.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ def _stages(record: RequestRecord, decision: keeper.Decision) -> list[Span]:
     spans = []
     for number, stage in enumerate(record.stages):
         attributes = dict(stage.attributes)
+        if stage.name in semconv.DEVICE_STAGES:
+            attributes[semconv.CLOCK] = semconv.CLOCK_HOST
         if stage.name == semconv.SPAN_DECODE:
             attributes.update(decode_attributes(record, decision.steps))
         span_id = derived_id(record.span_id, stage.name, number)
@@ -163,7 +166,8 @@ def _interval(
     record: RequestRecord, span_id: bytes, parent: bytes, stage: Stage, attributes: dict[str, Value]
 ) -> Span:
     start, end = stage.started_at + record.wall_offset, stage.ended_at + record.wall_offset
-    return Span(record.trace_id, span_id, parent, stage.name, INTERNAL, start, end, attributes)
+    name, state = stage.name, record.tracestate
+    return Span(record.trace_id, span_id, parent, name, INTERNAL, start, end, attributes, trace_state=state)
 
 
 def _span(
@@ -176,7 +180,10 @@ def _span(
     if record.error_type and kind == SERVER:
         attributes = {**attributes, semconv.ERROR_TYPE: record.error_type}
     start, end = record.arrived_at + record.wall_offset, record.ended_at + record.wall_offset
-    return Span(record.trace_id, span_id, parent, name, kind, start, end, attributes, status=status)
+    state = record.tracestate
+    return Span(
+        record.trace_id, span_id, parent, name, kind, start, end, attributes, status=status, trace_state=state
+    )
 
 
 def _latency(record: RequestRecord) -> dict[str, Value]:

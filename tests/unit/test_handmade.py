@@ -180,6 +180,26 @@ def test_a_request_of_its_own_says_what_it_was_told(recording: Recording) -> Non
     assert record.server_span_id == b""
 
 
+def test_the_time_to_first_token_is_where_the_reader_is_fed(recording: Recording) -> None:
+    with otel_infer.request("chat") as request:
+        with otel_infer.step([request]):
+            pass
+        time.sleep(0.02)
+        request.token_reached()
+        request.token_reached()
+    record = only(recording)
+    assert record.steps is not None
+    assert record.first_token_at - int(record.steps.ended_at[0]) >= 20_000_000
+
+
+def test_the_callers_trace_state_is_stated_where_there_is_one(recording: Recording) -> None:
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for headers in ({"traceparent": caller, "tracestate": "vendor=1"}, {"traceparent": caller}):
+        with otel_infer.request(headers=headers):
+            pass
+    assert [record.tracestate for record in recording.records()] == ["vendor=1", ""]
+
+
 def test_a_request_is_the_current_span_and_no_longer_after_it(recording: Recording) -> None:
     before = trace.get_current_span()
     with otel_infer.request() as request:

@@ -209,6 +209,14 @@ def test_without_steps_time_per_output_token_is_between_first_and_last_token() -
     assert "infer.inter_token_latency" not in said
 
 
+def test_time_per_output_token_is_of_one_sequence_however_many_a_request_has() -> None:
+    alone, three = sink(), sink()
+    alone.request(generation(), exported=False, reason="none")
+    three.request(generation(sequences=3, output_tokens=15), exported=False, reason="none")
+    said = [only_point(sent(metrics)["gen_ai.server.time_per_output_token"]) for metrics in (alone, three)]
+    assert said[0]["sum"] == said[1]["sum"] == 0.025
+
+
 def test_of_a_long_request_only_the_steps_that_are_remembered_make_its_rate() -> None:
     said = counted(sink(), generation(steps_forgotten=1000, output_tokens=1005))
     assert 0.025 == only_point(said["gen_ai.server.time_per_output_token"])["sum"]
@@ -436,6 +444,14 @@ def test_kv_usage_is_what_each_engine_said_last() -> None:
         assert (kind, unit, False) == (metric["kind"], metric["unit"], metric["monotonic"])
         points = [(point["attributes"], point["value"]) for point in metric["points"]]
         assert list(zip(engines, values)) == points
+
+
+def test_an_engine_that_is_gone_uses_no_kv_cache() -> None:
+    metrics = sink()
+    metrics.steps([step(1), step(1, pid=8)])
+    metrics.engines({("0", 8)})
+    for name in ("infer.kv_cache.usage", "infer.kv_cache.limit", "infer.kv_cache.utilization"):
+        assert [8] == [point["attributes"]["process.pid"] for point in sent(metrics)[name]["points"]]
 
 
 def test_an_engine_without_kv_blocks_has_no_kv_metrics() -> None:

@@ -86,6 +86,23 @@ def test_a_decode_has_figures_of_all_its_steps() -> None:
     }
 
 
+def test_the_callers_trace_state_is_carried_by_every_span_but_the_steps() -> None:
+    story = Story()
+    a = served(story)
+    story.state(a, facts.StateCarried(ns(0), "vendor=1"))
+    spans = tree.spans_of(story.record(), ALL)
+    assert {span.trace_state for span in spans} == {"vendor=1"}
+    assert len(spans) == 6
+
+
+def test_a_stage_of_the_device_says_by_whose_clock_it_was_timed() -> None:
+    story = Story()
+    a = served(story)
+    story.state(a, facts.StageEnded(ns(9), ns(5), "h2d", 0))
+    assert attributes(story, "h2d") == {"infer.clock": "host"}
+    assert "infer.clock" not in attributes(story, "queue")
+
+
 @pytest.mark.parametrize("granted", [0, 1, 2, 3])
 def test_steps_that_are_left_out_are_counted(granted: int) -> None:
     story = Story()
