@@ -92,7 +92,7 @@ def test_the_callers_trace_state_is_carried_by_every_span_but_the_steps() -> Non
     story.state(a, facts.StateCarried(ns(0), "vendor=1"))
     spans = tree.spans_of(story.record(), ALL)
     assert {span.trace_state for span in spans} == {"vendor=1"}
-    assert len(spans) == 6
+    assert len(spans) == 8
 
 
 def test_a_stage_of_the_device_says_by_whose_clock_it_was_timed() -> None:
