@@ -7,6 +7,8 @@ that another thread saw; what is told later than that is not taken, however much
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,8 +34,9 @@ class Assembler:
         self.facts_lost = 0
         self.facts_torn = 0
         self.steps: list[StepRecord] = []
-        self._ended: list[Request] = []
+        self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due = _NEVER
+        self._numbers = itertools.count()
         self._ready: list[RequestRecord] = []
         self._concluded_at: dict[int, int] = {}
         self._handlers: dict[type, Callable[[int, int, Any], None]] = {
@@ -113,8 +116,9 @@ class Assembler:
     def _end(self, request: Request, fact: facts.RequestEnded) -> None:
         if request.ended is None:
             request.ended = fact
-            self._ended.append(request)
-            self._due = min(self._due, request.ended_at + GRACE_NS)
+            due = request.ended_at + GRACE_NS
+            heapq.heappush(self._ended, (due, next(self._numbers), request))
+            self._due = min(self._due, due)
 
     def _end_unseen(self, request: Request, at: int) -> None:
         """It ended before this instant, and that is all we know."""
@@ -123,17 +127,14 @@ class Assembler:
             self._end(request, facts.RequestEnded(at, facts.OK, "", 0, 0, 0, 0))
 
     def _settle(self, horizon: int) -> None:
-        due = [request for request in self._ended if request.ended_at + GRACE_NS <= horizon]
-        if not due:
-            return
-        self._ended = [request for request in self._ended if request.ended_at + GRACE_NS > horizon]
-        self._due = min((request.ended_at + GRACE_NS for request in self._ended), default=_NEVER)
-        for request in due:
+        while self._due <= horizon:
+            due, _, request = heapq.heappop(self._ended)
             key = request.ring, request.handle
             if self.open.get(key) is request:  # or else the handle has been given to another
                 del self.open[key]
-            if request.ended_at + GRACE_NS > self._concluded_at.get(request.ring, 0):
+            if due > self._concluded_at.get(request.ring, 0):
                 self._ready.append(conclude(request))
+            self._due = self._ended[0][0] if self._ended else _NEVER
 
     def _died(self, ring: int, handle: int, fact: facts.ProcessDied) -> None:
         died = facts.RequestEnded(fact.at, facts.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)

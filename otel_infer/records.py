@@ -25,33 +25,32 @@ class UserEvent(NamedTuple):
     attributes: dict[str, Value]
 
 
-@dataclass(frozen=True, slots=True)
 class StepRows:
-    """The steps that delivered tokens to one request, one numpy column each (int64, equal length), in order.
+    """The steps that delivered tokens to one request, in order. `table`: numpy int64, one line per column (6, steps).
 
     `started_at`, `ended_at`: the step scheduled, its tokens known. `tokens`: delivered to this request.
     `others_prefill_tokens`: prompt tokens of other requests in the same step.
     """
 
-    step: Any
-    started_at: Any
-    ended_at: Any
-    tokens: Any
-    batch_size: Any
-    others_prefill_tokens: Any
+    __slots__ = ("table",)
+    STEP, STARTED_AT, ENDED_AT, TOKENS, BATCH_SIZE, OTHERS_PREFILL_TOKENS = range(6)
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    step = property(lambda self: self.table[0])
+    started_at = property(lambda self: self.table[1])
+    ended_at = property(lambda self: self.table[2])
+    tokens = property(lambda self: self.table[3])
+    batch_size = property(lambda self: self.table[4])
+    others_prefill_tokens = property(lambda self: self.table[5])
 
     def __len__(self) -> int:
-        return len(self.step)
-
-    def columns(self) -> tuple[Any, ...]:
-        """Every column, in the order of the fields."""
-        return (
-            self.step, self.started_at, self.ended_at, self.tokens, self.batch_size, self.others_prefill_tokens,
-        )  # fmt: skip
+        return int(self.table.shape[1])
 
     def take(self, selection: Any) -> StepRows:
-        """The rows of a slice, a mask or an index array."""
-        return StepRows(*(column[selection] for column in self.columns()))
+        """The rows of a slice (as a view), a mask or an index array."""
+        return StepRows(self.table[:, selection])
 
 
 class PrefillStep(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -61,11 +61,9 @@ class StepLog:
 
     def __init__(self, engine: str, pid: int, process: int) -> None:
         self.engine, self.pid, self.process = engine, pid, process
-        self._step = np.zeros(CAPACITY, np.int64)
-        self._started = np.zeros(CAPACITY, np.int64)
-        self._ended = np.zeros(CAPACITY, np.int64)
-        self._size = np.zeros(CAPACITY, np.int64)
-        self._prefill = np.zeros(CAPACITY, np.int64)
+        # As rows of a request, but for the tokens, which are each request's own.
+        self._table = np.zeros((6, CAPACITY), np.int64)
+        self._step, self._started, self._ended, _, self._size, self._prefill = self._table
         self._kv = np.zeros(CAPACITY, np.float64)
         self.last_step = 0
         self.holed = False
@@ -133,22 +131,37 @@ class StepLog:
 
         `deltas`: by step, tokens delivered beyond one per sequence. `own`: by step, prompt tokens of the request itself.
         """
+        changes = [
+            (StepRows.TOKENS, _columns(deltas, 1)),
+            (StepRows.OTHERS_PREFILL_TOKENS, _columns(own, -1)),
+        ]
         oldest = self.last_step - CAPACITY + 1
-        spans = [(np.arange(max(run.first, oldest), run.last + 1), run.sequences) for run in runs]
-        step = np.concatenate([s for s, _ in spans]) if spans else np.zeros(0, np.int64)
-        tokens = np.concatenate([np.full(len(s), n, np.int64) for s, n in spans]) if spans else step
-        forgotten = sum(run.last - run.first + 1 for run in runs) - len(step)
-        prefill = self._prefill[step % CAPACITY]
-        for column, changes, sign in ((tokens, deltas, 1), (prefill, own, -1)):
-            places = np.searchsorted(step, list(changes)).tolist()
-            for place, number, change in zip(places, changes, changes.values()):
-                if place < len(step) and step[place] == number:
-                    column[place] += sign * change
-        i = step % CAPACITY
-        seen = (tokens > 0) & (self._step[i] == step) & (self._ended[i] > 0)
-        step, i = step[seen], i[seen]
-        rows = StepRows(step, self._started[i], self._ended[i], tokens[seen], self._size[i], prefill[seen])
-        return rows, forgotten
+        parts = [self._table[:, :0]]
+        forgotten = 0
+        for run in runs:
+            first = max(run.first, oldest)
+            forgotten += min(first, run.last + 1) - run.first
+            if first <= run.last:
+                parts.append(self._part(run._replace(first=first), changes))
+        return StepRows(np.concatenate(parts, axis=1) if len(parts) != 2 else parts[1]), forgotten
+
+    def _part(self, run: Run, changes: list[tuple[int, Any]]) -> Any:
+        """The lines of one run whose steps are all remembered, or missing."""
+        begin, end = run.first % CAPACITY, run.last % CAPACITY + 1
+        pieces = (
+            [self._table[:, begin:end]] if begin < end else [self._table[:, begin:], self._table[:, :end]]
+        )
+        part = np.concatenate(pieces, axis=1)
+        part[StepRows.TOKENS] = run.sequences
+        for line, (steps, numbers) in changes:
+            if len(steps):
+                inside = (steps >= run.first) & (steps <= run.last)
+                part[line, steps[inside] - run.first] += numbers[inside]
+        # Where a step is missing, its place holds an older one.
+        seen = (
+            (part[StepRows.TOKENS] > 0) & (part[StepRows.STEP] >= run.first) & (part[StepRows.ENDED_AT] > 0)
+        )
+        return part if seen.all() else part[:, seen]
 
     def ended_at(self, step: int) -> int:
         """When this step was done; 0 = not yet, or no longer remembered."""
@@ -280,7 +293,13 @@ def _positions(members: Sequence[int], handle: int) -> list[int]:
     return found
 
 
+def _columns(changes: dict[int, int], sign: int) -> Any:
+    """Steps, and the numbers with this sign: (2, n)."""
+    return np.array((list(changes), [sign * number for number in changes.values()]), np.int64)
+
+
 def joined_rows(parts: list[StepRows]) -> StepRows:
     """Rows of one or several engines as one, in the order in which they were done."""
-    whole = StepRows(*(np.concatenate(column) for column in zip(*(part.columns() for part in parts))))
-    return whole.take(np.argsort(whole.ended_at, kind="stable"))
+    whole = parts[0] if len(parts) == 1 else StepRows(np.concatenate([part.table for part in parts], axis=1))
+    at = whole.ended_at
+    return whole if (at[1:] >= at[:-1]).all() else whole.take(np.argsort(at, kind="stable"))

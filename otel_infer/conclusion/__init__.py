@@ -117,16 +117,16 @@ def _inside(record: RequestRecord, request: Request, rows: StepRows) -> StepRows
     before_end = rows.started_at < record.ended_at
     if record.outcome != facts.OK:
         before_end = rows.ended_at <= record.ended_at
-    rows = rows.take(before_end & (rows.ended_at > record.arrived_at))
-    ended_at = np.minimum(rows.ended_at, record.ended_at)
-    started_at = np.maximum(rows.started_at, record.arrived_at)
-    first_at = _first_at(record, request)
-    started_at = np.where(ended_at > first_at, np.maximum(started_at, first_at), started_at)
-    rows = StepRows(
-        rows.step, started_at, ended_at, rows.tokens, rows.batch_size, rows.others_prefill_tokens,
-    )  # fmt: skip
+    inside = before_end & (rows.ended_at > record.arrived_at)
+    if not inside.all():
+        rows = rows.take(inside)
+    started_at, ended_at, first_at = rows.started_at, rows.ended_at, _first_at(record, request)
+    np.minimum(ended_at, record.ended_at, out=ended_at)
+    np.maximum(started_at, record.arrived_at, out=started_at)
+    before_first = int(ended_at.searchsorted(first_at, "right"))
+    np.maximum(started_at[before_first:], first_at, out=started_at[before_first:])
     # Where the first step is not known, the first token is: those before it are no decode steps.
-    return rows.take(slice(max(int((ended_at <= first_at).sum()) - 1, 0), None))
+    return rows.take(slice(max(before_first - 1, 0), None))
 
 
 def _first_at(record: RequestRecord, request: Request) -> int:

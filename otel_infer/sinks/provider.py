@@ -64,8 +64,9 @@ class ProviderSink:
     def _steps(self, record: RequestRecord, parent: trace.Span, granted: int) -> None:
         assert record.steps is not None
         context = trace.set_span_in_context(parent)
-        columns = (column.tolist() for column in chosen_steps(record.steps, granted).columns())
-        for step, started_at, ended_at, tokens, size, prefill in zip(*columns):
+        for step, started_at, ended_at, tokens, size, prefill in chosen_steps(
+            record.steps, granted
+        ).table.T.tolist():
             attributes = {semconv.STEP_ID: step, semconv.BATCH_SIZE: size}
             if tokens != 1:
                 attributes[semconv.STEP_TOKENS] = tokens

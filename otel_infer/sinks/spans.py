@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -125,8 +124,9 @@ class SpanSink:
         )
         self._parts: list[bytes] = []
         self._count = self._size = 0
-        self._rows: list[tuple[StepRows, int]] = []
+        self._rows: list[StepRows] = []
         self._owners: list[tuple[bytes, bytes, bytes]] = []
+        self._offsets: list[int] = []
         self._row_count = 0
         self._flushed_at = 0
 
@@ -162,30 +162,27 @@ class SpanSink:
 
     def _add_steps(self, record: RequestRecord, rows: StepRows, parent: bytes, granted: int) -> None:
         chosen = chosen_steps(rows, granted)
-        offset = record.wall_offset
-        started_at, ended_at = chosen.started_at + offset, chosen.ended_at + offset
-        shifted = replace(chosen, started_at=started_at, ended_at=ended_at)
-        for begin in range(0, len(shifted), STEP_ROWS):
-            some = shifted.take(slice(begin, begin + STEP_ROWS))
+        for begin in range(0, len(chosen), STEP_ROWS):
+            some = chosen.take(slice(begin, begin + STEP_ROWS))
             if self._row_count + len(some) > STEP_ROWS:
                 self._encode_steps()
-            self._rows.append((some, len(self._owners)))
+            self._rows.append(some)
             self._owners.append((record.trace_id, parent, record.span_id))
+            self._offsets.append(record.wall_offset)
             self._row_count += len(some)
 
     def _encode_steps(self) -> None:
         if not self._row_count:
             return
-        owner = np.concatenate([np.full(len(rows), i, np.uint32) for rows, i in self._rows])
-        step, start, end, tokens, size, prefill = (
-            np.concatenate(column) for column in zip(*(rows.columns() for rows, _ in self._rows))
-        )
+        owner = np.repeat(np.arange(len(self._rows), dtype=np.uint32), [len(rows) for rows in self._rows])
+        step, start, end, tokens, size, prefill = np.concatenate([rows.table for rows in self._rows], axis=1)
+        offset = np.array(self._offsets)[owner]
         trace, parent, request = (np.frombuffer(b"".join(c), np.uint8) for c in zip(*self._owners))
         owners = otlp.StepOwners(trace.reshape(-1, 16), parent.reshape(-1, 8), request.reshape(-1, 8))
         encoded, count = self._steps.encode(
-            otlp.StepColumns(owner, start, end, step, size, tokens, prefill), owners
+            otlp.StepColumns(owner, start + offset, end + offset, step, size, tokens, prefill), owners
         )
-        self._rows, self._owners, self._row_count = [], [], 0
+        self._rows, self._owners, self._offsets, self._row_count = [], [], [], 0
         self._add(encoded, count)
 
 

@@ -8,6 +8,7 @@ again sends the same spans.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
@@ -105,15 +106,15 @@ def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
     if rows is None or len(rows) < 2:
         return {}
     decode = rows.take(slice(1, None))
-    lengths = (decode.ended_at - decode.started_at) / 1e9
+    lengths = decode.ended_at - decode.started_at
+    ordered = np.sort(lengths)
     gaps = record.gaps_ns()
-    p50, p95 = np.percentile(lengths, (50, 95)).tolist()
     attributes: dict[str, Value] = {
         semconv.STEPS_COUNT: len(decode),
-        semconv.STEPS_SUM: float(lengths.sum()),
-        semconv.STEPS_P50: p50,
-        semconv.STEPS_P95: p95,
-        semconv.STEPS_MAX: float(lengths.max()),
+        semconv.STEPS_SUM: int(lengths.sum()) / 1e9,
+        semconv.STEPS_P50: _percentile(ordered, 50) / 1e9,
+        semconv.STEPS_P95: _percentile(ordered, 95) / 1e9,
+        semconv.STEPS_MAX: int(ordered[-1]) / 1e9,
         semconv.STEPS_SLOWEST: int(decode.step[int(lengths.argmax())]),
         semconv.BATCH_SIZE_MAX: int(decode.batch_size.max()),
     }
@@ -125,6 +126,13 @@ def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
     if record.discarded:
         attributes[semconv.STEPS_DISCARDED] = record.discarded
     return attributes
+
+
+def _percentile(ordered: Any, percent: int) -> float:
+    """Between neighbours in proportion, as `numpy.percentile` has it, without its 50 µs."""
+    below, rest = divmod(percent * (len(ordered) - 1), 100)
+    low, high = int(ordered[below]), int(ordered[min(below + 1, len(ordered) - 1)])
+    return low + (high - low) * rest / 100
 
 
 def _described(record: RequestRecord, span: Span) -> Span:

@@ -538,7 +538,7 @@ from otel_infer.sinks import tree
 keep = keeper.Keeper("auto", 2000, False, False)
 for record in replay.records(Path(sys.argv[1])):
     said = replay.described(record)
-    said["steps"] = None if record.steps is None else [column.tolist() for column in record.steps.columns()]
+    said["steps"] = None if record.steps is None else record.steps.table.tolist()
     said["spans"] = [str(span) for span in tree.spans_of(record, keep.decide(record))]
     print(json.dumps(said))
 """

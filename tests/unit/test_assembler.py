@@ -30,7 +30,7 @@ def plain(record: RequestRecord) -> dict[str, Any]:
     """A record that can be compared."""
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     steps = fields["steps"]
-    return {**fields, "steps": [column.tolist() for column in steps.columns()] if steps is not None else None}
+    return {**fields, "steps": steps.table.tolist() if steps is not None else None}
 
 
 # ── anything at all ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +130,7 @@ def check(record: RequestRecord) -> None:
 
 
 def check_steps(record: RequestRecord, rows: StepRows) -> None:
-    assert len({len(column) for column in rows.columns()}) == 1
+    assert rows.table.shape == (6, len(rows))
     assert len(rows) > 0
     assert (rows.tokens > 0).all()
     assert (rows.others_prefill_tokens >= 0).all()

@@ -306,7 +306,7 @@ def steps_of(story: Story, who: Who) -> list[tuple[Any, ...]]:
     rows = story.record(who).steps
     if rows is None:
         return []
-    columns = [column.tolist() for column in rows.columns()]
+    columns = rows.table.tolist()
     return [(step, ms(start), ms(end), *rest) for step, start, end, *rest in zip(*columns)]
 
 

@@ -33,7 +33,7 @@ def finished(
         "sampled": sampled,
         "outcome": outcome,
         "ended_at": at,
-        "steps": StepRows(*[rows] * 6),
+        "steps": StepRows(np.array([rows] * 6)),
         "prefill_steps": [PrefillStep(number, 1, 2, 3, 4) for number in range(chunks)],
         "stages": [Stage("decode", 1, 2, {})] if steps else [],
     }

@@ -142,7 +142,9 @@ def strip_of(lengths: list[int], width: int) -> list[str]:
     record: RequestRecord = story.record()
     ends = BASE + np.cumsum([10, *lengths]) * MS
     ones = np.ones(len(ends), np.int64)
-    record.steps = StepRows(ones, ends - np.array([10, *lengths]) * MS, ends, ones, ones, 0 * ones)
+    record.steps = StepRows(
+        np.array([ones, ends - np.array([10, *lengths]) * MS, ends, ones, ones, 0 * ones])
+    )
     return [line.plain[17:] for line in list(picture.waterfall(record, width))[len(record.stages) + 2 :]]
 
 

@@ -35,7 +35,9 @@ def sink(**options: Any) -> MetricsSink:
 def rows(*ended_ms: float, tokens: int = 1, steps: tuple[int, ...] = ()) -> StepRows:
     ended = np.array([int(at * MS) for at in ended_ms], np.int64)
     ones = np.ones(len(ended), np.int64)
-    return StepRows(np.array(steps or range(len(ended))), ended - MS, ended, ones * tokens, ones, ones * 0)
+    return StepRows(
+        np.array([list(steps or range(len(ended))), ended - MS, ended, ones * tokens, ones, ones * 0])
+    )
 
 
 def record(**changes: Any) -> RequestRecord:

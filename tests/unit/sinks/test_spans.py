@@ -37,7 +37,7 @@ def rows(lengths: list[int], first: int = 20) -> StepRows:
     ends = BASE + np.cumsum([first, *lengths]) * MS
     starts = ends - np.array([first, *lengths]) * MS
     ones = np.ones(len(ends), np.int64)
-    return StepRows(np.arange(1, len(ends) + 1), starts, ends, ones, ones, 0 * ones)
+    return StepRows(np.array([np.arange(1, len(ends) + 1), starts, ends, ones, ones, 0 * ones]))
 
 
 def record_of(steps: int, name: str = "a") -> RequestRecord:
