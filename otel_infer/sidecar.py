@@ -6,6 +6,7 @@ It is told what it needs as JSON on its standard input; what it sends, and where
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -35,6 +36,8 @@ LINGER_NS = 1_000_000_000
 """After the last writer: wait this long for one that is just starting (a reload, a fork)."""
 ORPHAN_NS = 60_000_000_000
 FLUSH_S = 5.0
+YOUNG = 50_000
+"""Objects between two looks for garbage: records are no circles, and go without."""
 
 
 def main(boot: dict[str, Any]) -> None:
@@ -107,6 +110,8 @@ class Sidecar:
 
     def run(self) -> None:
         """Until the last writer is gone."""
+        gc.freeze()  # what is here now stays
+        gc.set_threshold(YOUNG)
         self._recover()
         while True:
             began = clock.now()

@@ -50,23 +50,6 @@ class Request:
         self.chunks: dict[StepLog, dict[int, Chunk]] = {}
         self.discarded = 0
         self.is_prefilling = True
-        self._takes: dict[type, Callable[[Any], None]] = {
-            facts.StageEnded: self._stage,
-            facts.RequestSubmitted: self._submitted,
-            facts.RequestReceived: lambda fact: self._once("received_at", fact.at),
-            facts.RequestScheduled: lambda fact: self._once("scheduled_at", fact.at),
-            facts.TokenReached: lambda fact: self._once("token_reached_at", fact.at),
-            facts.FirstTokenSent: lambda fact: self._once("first_sent_at", fact.at),
-            facts.ResponseStarted: lambda fact: self._once("response_started_at", fact.at),
-            facts.EngineFinished: self.finished.append,
-            facts.RequestPreempted: self._preempted,
-            facts.AttributeSet: lambda fact: self.attributes.__setitem__(fact.key, fact.value),
-            facts.EventAdded: lambda f: self.events.append(UserEvent(f.at, f.name, dict(f.attributes))),
-            facts.SpanLinked: lambda fact: self.links.append((fact.trace_id, fact.span_id)),
-            facts.HttpDescribed: self._http,
-            facts.NameUpdated: lambda fact: setattr(self, "span_name", fact.name),
-            facts.StateCarried: lambda fact: setattr(self, "tracestate", fact.tracestate),
-        }
 
     @property
     def ended_at(self) -> int:
@@ -90,9 +73,9 @@ class Request:
 
     def take(self, fact: Any) -> None:
         """A fact about this request; unknown ones are ignored."""
-        handler = self._takes.get(type(fact))
+        handler = _TAKES.get(type(fact))
         if handler is not None:
-            handler(fact)
+            handler(self, fact)
 
     def lose_facts(self) -> None:
         """Facts of its process are missing before this instant."""
@@ -188,3 +171,31 @@ class Request:
                 input_tokens=said.input_tokens + fact.input_tokens,
                 max_tokens=max(said.max_tokens, fact.max_tokens),
             )
+
+
+def _once(name: str) -> Callable[[Request, Any], None]:
+    return lambda request, fact: request._once(name, fact.at)
+
+
+def _event(request: Request, fact: facts.EventAdded) -> None:
+    request.events.append(UserEvent(fact.at, fact.name, dict(fact.attributes)))
+
+
+# One table for all: bound to each request, it would tie a request to itself, to be found by the garbage collector alone.
+_TAKES: dict[type, Callable[[Request, Any], None]] = {
+    facts.StageEnded: Request._stage,
+    facts.RequestSubmitted: Request._submitted,
+    facts.RequestReceived: _once("received_at"),
+    facts.RequestScheduled: _once("scheduled_at"),
+    facts.TokenReached: _once("token_reached_at"),
+    facts.FirstTokenSent: _once("first_sent_at"),
+    facts.ResponseStarted: _once("response_started_at"),
+    facts.EngineFinished: lambda request, fact: request.finished.append(fact),
+    facts.RequestPreempted: Request._preempted,
+    facts.AttributeSet: lambda request, fact: request.attributes.__setitem__(fact.key, fact.value),
+    facts.EventAdded: _event,
+    facts.SpanLinked: lambda request, fact: request.links.append((fact.trace_id, fact.span_id)),
+    facts.HttpDescribed: Request._http,
+    facts.NameUpdated: lambda request, fact: setattr(request, "span_name", fact.name),
+    facts.StateCarried: lambda request, fact: setattr(request, "tracestate", fact.tracestate),
+}
