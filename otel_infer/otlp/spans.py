@@ -21,6 +21,7 @@ except ImportError:
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _SMALL = tuple(bytes((value,)) for value in range(128))
 _GZIP_CONTAINER = 31
+_DOUBLE, _FIXED64 = struct.Struct("<d"), struct.Struct("<Q")
 _NONE: Mapping[str, AttributeValue] = MappingProxyType({})
 
 
@@ -100,7 +101,7 @@ def _bytes(number: int, payload: bytes) -> bytes:
 
 
 def _fixed64(number: int, value: int) -> bytes:
-    return varint(number << 3 | 1) + struct.pack("<Q", value & _U64) if value else b""
+    return _SMALL[number << 3 | 1] + _FIXED64.pack(value & _U64) if value else b""
 
 
 def _utf8(text: str) -> bytes:
@@ -119,7 +120,7 @@ def _any_value(value: object) -> bytes:
             whole = int(value)
             return b"\x18" + varint(whole) if -1 << 63 <= whole < 1 << 63 else field(1, str(whole).encode())
         case float() | np.floating():
-            return b"\x21" + struct.pack("<d", value)
+            return b"\x21" + _DOUBLE.pack(value)
         case bytes():
             return field(7, value)
         case Sequence():
@@ -137,9 +138,27 @@ def key(name: str) -> bytes:
 
 def _attributes(number: int, attributes: Mapping[str, AttributeValue]) -> bytes:
     """Repeated KeyValue fields."""
-    return b"".join(
-        [field(number, key(name) + field(2, _any_value(value))) for name, value in attributes.items()]
-    )
+    return b"".join([_attribute(number, name, value) for name, value in attributes.items()])
+
+
+def _attribute(number: int, name: str, value: AttributeValue) -> bytes:
+    """One KeyValue; what recurs in every request is remembered."""
+    kind = type(value)
+    if kind is float:
+        return _before_double(number, name) + _DOUBLE.pack(value)
+    if kind is str or kind is bool:
+        return _recurring(number, name, value)
+    return field(number, key(name) + field(2, _any_value(value)))
+
+
+@lru_cache(maxsize=1024)
+def _before_double(number: int, name: str) -> bytes:
+    return field(number, key(name) + field(2, b"\x21" + bytes(8)))[:-8]
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _recurring(number: int, name: str, value: AttributeValue) -> bytes:
+    return field(number, key(name) + field(2, _any_value(value)))
 
 
 def _event(event: Event) -> bytes:

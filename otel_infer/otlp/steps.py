@@ -106,6 +106,7 @@ class StepEncoder:
 
     def __init__(self, name: str, step_key: str, batch_key: str, tokens_key: str, prefill_key: str) -> None:
         self._name_and_kind = string(5, name) + number(6, _INTERNAL)
+        self._templates: dict[tuple[int, ...], tuple[bytes, np.dtype[Any]]] = {}
         self._keys = {
             "step": step_key,
             "batch_size": batch_key,
@@ -132,9 +133,12 @@ class StepEncoder:
                 shapes.append((at, self._rows(of_shape, owners, widths)))
         return _interleaved(shapes, count), count
 
-    def _rows(self, columns: StepColumns, owners: StepOwners, widths: Sequence[int]) -> Rows:
+    def _rows(self, columns: StepColumns, owners: StepOwners, widths: tuple[int, ...]) -> Rows:
         """Rows of one shape: those attributes whose width is not 0."""
-        template, holes = self._template(widths)
+        known = self._templates.get(widths)
+        if known is None:  # widths are few: each is at most 10
+            known = self._templates[widths] = self._template(widths)
+        template, holes = known
         rows = np.frombuffer(bytearray(template) * len(columns.owner), holes)
         trace, parent, request = (np.ascontiguousarray(ids)[columns.owner] for ids in owners)
         rows["trace_id"], rows["parent_span_id"] = trace, parent
