@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import otel_infer
 from benchmarks import machine
-from benchmarks.engine import Engine, Sequence
+from benchmarks.engine import PROMPT, Engine, Sequence
 from otel_infer import clock, facts, ingress
 from otel_infer._wiring import wiring
 from otel_infer.patching import Hook
@@ -112,10 +111,9 @@ class Binding:
             running = original()
             if hook.alive and recorder.active:
                 try:
-                    members = running.copy()  # the engine goes on changing its own
-                    plain = engine.total_tokens == len(members)
-                    tokens = b"" if plain else array("I", engine.scheduled_tokens.values()).tobytes()
-                    self._step = log.scheduled(members, self._left, tokens, 0, 0, len(members), 0)
+                    size = len(running)
+                    several = () if engine.total_tokens == size else ((running[-1], PROMPT),)
+                    self._step = log.scheduled(running, self._left, b"", 0, 0, size, 0, several)
                     self._left = []
                 except Exception as reason:
                     hook.fail(reason)

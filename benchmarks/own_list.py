@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -16,8 +15,6 @@ from otel_infer.ring import layout
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
 from otel_infer.ring.write import MemoryArena
-
-PROMPT_COLUMN = array("I", [1] * (SEQUENCES - 1) + [PROMPT]).tobytes()
 
 
 def record_in_memory() -> None:
@@ -48,7 +45,7 @@ class OwnList:
         self.members, self.make = members, make
         self.newcomers: list[Any] = []
         self.left: list[Any] = []
-        self.tokens = b""
+        self.several: Any = ()
         self.step = 0
         self.schedule = self._scheduling(self.engine_schedule)
         self.update = self._updating(self.engine_update)
@@ -71,7 +68,7 @@ class OwnList:
 
     def prompt(self) -> None:
         """The newcomer's prompt is in the step."""
-        self.tokens = PROMPT_COLUMN
+        self.several = ((self.members[-1], PROMPT),)
 
     # ── our hooks ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -82,7 +79,7 @@ class OwnList:
             members = original()
             if hook.alive and recorder.active:
                 try:
-                    self.step = log.scheduled(members, self.left, self.tokens, 0, 0, SEQUENCES, 0)
+                    self.step = log.scheduled(members, self.left, b"", 0, 0, SEQUENCES, 0, self.several)
                 except Exception as reason:
                     hook.fail(reason)
             return members
@@ -106,7 +103,7 @@ class OwnList:
 
     def steady(self, steps: int) -> None:
         """Nobody came or left since the last step."""
-        self.left, self.tokens = [], b""
+        self.left, self.several = [], ()
         self.schedule()
 
     def renew(self, steps: int) -> None:

@@ -161,7 +161,7 @@ class NameUpdated(NamedTuple):
 
 
 class StateCarried(NamedTuple):
-    """The request came with a W3C `tracestate`, or its sampler gave it one; stated only where there is one."""
+    """What the `tracestate` of the request says of its sampling, if anything."""
 
     at: int
     tracestate: str

@@ -20,16 +20,32 @@ from otel_infer.ring.write import MemoryArena, StepWriter
 
 KEYFRAME_STEPS = 256
 KEYFRAME_NS = 1_000_000_000
-MOST_LEFT = 16
-"""If more left at once, a keyframe costs less than finding where each of them was."""
+MOST_CHANGED = 16
+"""If more left or came at once, a keyframe costs less than saying it one by one."""
 
-_SCHEDULED = struct.Struct("<QHBx" + facts.SCHEDULED_HEAD.format[1:] + "Q")
-_DONE = struct.Struct("<QHBx" + facts.DONE_HEAD.format[1:] + "16xQ")
+# A fact that says "the same again": the counts that are 0 are padding, which is written as 0 for nothing.
+_state_unchanged = struct.Struct("<QIqQ8x5IQ").pack_into
+_state_one_each = struct.Struct("<QIqQ8xI16xQ").pack_into
+_pack_head = facts.SCHEDULED_HEAD.pack
+_PAGE = layout.PAGE
+_ASKED = layout.W_KEYFRAME_ASKED
+_SCHEDULED_CODE = facts.SCHEDULED_CODE
+_DONE_CODE = facts.DONE_CODE
+# Length and code of a record of one cell, as the one number that lies there.
+_SCHEDULED, _DONE = (
+    int.from_bytes(struct.pack("<HBx", 64, code), "little") for code in (_SCHEDULED_CODE, _DONE_CODE)
+)
 _UNKNOWN = bytes(4)
+
+_now = clock.now
+
+
+_PACKS = tuple(struct.Struct(f"<{count}I").pack for count in range(2 * MOST_CHANGED + 1))
 
 
 def _packed(numbers: list[int]) -> bytes:
-    return array("I", numbers).tobytes()
+    count = len(numbers)
+    return _PACKS[count](*numbers) if count < len(_PACKS) else array("I", numbers).tobytes()
 
 
 class Handles(dict[Any, bytes]):
@@ -53,6 +69,7 @@ class StepLog:
     def __init__(self, writer: StepWriter, handles: Handles) -> None:
         self._writer = writer
         self._members: list[Any] = []
+        self._packed = bytearray()
         self._ordinals: list[int] = []
         self._ordinal_of: dict[int, int] = {}
         self._next_ordinal = 0
@@ -75,44 +92,35 @@ class StepLog:
         kv_total: int = 0,
         running: int = 0,
         waiting: int = 0,
+        several: Sequence[tuple[Any, int]] = (),
     ) -> int:
         """States that a batch was composed, and returns the step's number.
 
-        `members` is the engine's ordered batch; it is kept, so it must not be changed afterwards. `left` are those who
-        finished or were preempted since the last step. `tokens` is empty if every member is scheduled for one token,
-        else a u32 column in the order of `members`.
+        `members` is the engine's ordered batch, which it may go on changing. `left` are those who finished or were
+        preempted since the last step. Every member is scheduled for one token, but for `several`: a few (member, tokens);
+        where there are many, `tokens` is a u32 column in the order of `members`.
         """
-        at = clock.now()
+        at = _now()
         self._step = step = self._step + 1
-        expected = self._members
-        gone: list[int] = []
-        if len(left) > MOST_LEFT:
-            expected, self._next_keyframe_step = [], 0
-        elif left:
-            expected, gone = self._without(expected, left)
         writer = self._writer
         if (
-            members == expected
-            and not gone
+            not left
             and not tokens
+            and not several
             and step < self._next_keyframe_step
             and at < self._next_keyframe_at
-            and writer.words[layout.W_KEYFRAME_ASKED] == self._asked
+            and members == self._members
+            and writer.words[_ASKED] == self._asked
         ):
-            position = writer.cell % writer.cells
-            writer.cell = counter = writer.cell + 1
-            _SCHEDULED.pack_into(
+            cell = writer.cell
+            writer.cell = counter = cell + 1
+            _state_unchanged(
                 writer.memory,
-                layout.PAGE + (position << 6),
+                _PAGE + (cell % writer.cells << 6),
                 counter,
-                64,
-                facts.SCHEDULED_CODE,
+                _SCHEDULED,
                 at,
                 step,
-                0,
-                0,
-                0,
-                0,
                 len(members),
                 kv_used,
                 kv_total,
@@ -121,7 +129,7 @@ class StepLog:
                 counter,
             )
             return step
-        self._state_change(at, members, expected, gone, tokens, (kv_used, kv_total, running, waiting))
+        self._state_change(at, members, left, tokens, several, (kv_used, kv_total, running, waiting))
         return step
 
     def done(self, step: int, tokens: bytes = b"", size: int = 0, discarded: int = 0) -> None:
@@ -130,24 +138,21 @@ class StepLog:
         `tokens` is empty if every member got one, else a u32 column of `size` members in the step's order (0 = a chunk
         of a prefill, or thrown away). `discarded` counts what was thrown away.
         """
-        at = clock.now()
+        at = _now()
         writer = self._writer
         if tokens:
             head = facts.DONE_HEAD.pack(at, step, facts.COLUMN, size, discarded)
-            writer.write(facts.DONE_CODE, head + tokens)
+            writer.write(_DONE_CODE, head + tokens)
             return
-        position = writer.cell % writer.cells
-        writer.cell = counter = writer.cell + 1
-        _DONE.pack_into(
+        cell = writer.cell
+        writer.cell = counter = cell + 1
+        _state_one_each(
             writer.memory,
-            layout.PAGE + (position << 6),
+            _PAGE + (cell % writer.cells << 6),
             counter,
-            64,
-            facts.DONE_CODE,
+            _DONE,
             at,
             step,
-            0,
-            size,
             discarded,
             counter,
         )
@@ -160,9 +165,22 @@ class StepLog:
 
     def idle(self) -> None:
         """The engine has nothing to run: let go of the last batch, so that finished requests are not kept alive."""
-        self._members, self._ordinals = [], []
+        self._members, self._ordinals, self._packed = [], [], bytearray()
         self._ordinal_of.clear()
         self._next_keyframe_step = 0
+
+    def position(self, member: Any) -> int:
+        """Where a member stands in the batch that was stated last; -1 = nowhere.
+
+        Members join at the end and leave anywhere, so the numbers they got on joining stay in order: a position is
+        found by bisection, whatever `==` of a member costs.
+        """
+        ordinal = self._ordinal_of.get(id(member), -1)
+        if ordinal >= 0:
+            position = bisect_left(self._ordinals, ordinal)
+            return position if self._members[position] is member else -1
+        # Strings may come as equal copies.
+        return self._members.index(member) if isinstance(member, str) and member in self._members else -1
 
     def retire(self) -> None:
         """The ring is no longer ours (a forked child): what is still stated goes nowhere."""
@@ -170,69 +188,77 @@ class StepLog:
         nowhere = Sizes(step_cells=8192)
         self._writer = StepWriter(MemoryArena(), "", "", nowhere)
 
-    def _without(self, expected: list[Any], left: Sequence[Any]) -> tuple[list[Any], list[int]]:
-        """The batch without those who left, and the position of each at its removal.
+    def _begin_anew(self, members: Sequence[Any]) -> None:
+        """The batch is not what was expected: all are newcomers."""
+        self._members, self._packed = list(members), bytearray(self.pack(members))
+        self._ordinals, self._next_ordinal = list(range(len(members))), len(members)
+        self._ordinal_of = dict(zip(map(id, members), self._ordinals))
 
-        Members join at the end and leave anywhere, so the numbers they got on joining stay in order: a position is
-        found by bisection, whatever `==` of a member costs.
-        """
-        expected, gone = expected.copy(), []
+    def _remove(self, left: Sequence[Any]) -> list[int]:
+        """Takes those who left out of the batch; the position of each at its removal."""
+        members, gone = self._members, []
         for member in left:
-            ordinal = self._ordinal_of.pop(id(member), -1)
-            if ordinal < 0 and isinstance(member, str) and member in expected:
-                member = expected[expected.index(member)]
-                ordinal = self._ordinal_of.pop(id(member), -1)
-            position = bisect_left(self._ordinals, ordinal)
-            if ordinal < 0 or position >= len(expected) or expected[position] is not member:
-                continue
-            del expected[position], self._ordinals[position]
-            gone.append(position)
-        return expected, gone
+            position = self.position(member)
+            if position >= 0:
+                del self._ordinal_of[id(members[position])], self._ordinals[position], members[position]
+                del self._packed[position * 4 : position * 4 + 4]
+                gone.append(position)
+        return gone
 
-    def _number(self, members: list[Any], joined: list[Any]) -> None:
-        """Numbers newcomers; all of `members` anew if they are the newcomers."""
-        if len(joined) == len(members):
-            self._ordinals.clear()
-            self._ordinal_of.clear()
-            self._next_ordinal = 0
-        numbers = range(self._next_ordinal, self._next_ordinal + len(joined))
-        self._ordinals.extend(numbers)
-        self._ordinal_of.update(zip(map(id, joined), numbers))
-        self._next_ordinal = numbers.stop
+    def _join(self, joined: Sequence[Any]) -> bytes:
+        """Adds newcomers at the end; their handles."""
+        packed, ordinal, ordinal_of = self.pack(joined), self._next_ordinal, self._ordinal_of
+        self._packed += packed
+        self._members += joined
+        for member in joined:
+            self._ordinals.append(ordinal)
+            ordinal_of[id(member)] = ordinal
+            ordinal += 1
+        self._next_ordinal = ordinal
+        return packed
 
     def _state_change(
         self,
         at: int,
         members: list[Any],
-        expected: list[Any],
-        gone: list[int],
-        tokens: bytes,
+        left: Sequence[Any],
+        column: bytes,
+        several: Sequence[tuple[Any, int]],
         load: tuple[int, int, int, int],
     ) -> None:
-        writer = self._writer
-        asked = writer.words[layout.W_KEYFRAME_ASKED]
-        known = len(expected)
-        due = self._step >= self._next_keyframe_step or at >= self._next_keyframe_at or asked != self._asked
-        predicted = members == expected or members[:known] == expected
-        keyframe = due or not predicted
-        self._number(members, members[known:] if predicted else members)
+        """Says what changed, or the whole batch. One long function: it runs in every other step, and calls are what costs."""
+        gone, joined, change = [], [], b""
+        writer, step = self._writer, self._step
+        asked = writer.words[_ASKED]
+        if len(left) <= MOST_CHANGED:
+            gone = self._remove(left) if left else []
+            joined = members[len(self._members) :]
+            if joined and len(joined) <= MOST_CHANGED:
+                change = self._join(joined)
+        predicted = members == self._members
+        if not predicted:
+            self._begin_anew(members)
+        keyframe = (
+            not predicted
+            or step >= self._next_keyframe_step
+            or at >= self._next_keyframe_at
+            or asked != self._asked
+        )
         if keyframe:
-            gone, joined = [], members
-            self._next_keyframe_step = self._step + KEYFRAME_STEPS
+            gone, joined, change = [], members, bytes(self._packed)
+            self._next_keyframe_step = step + KEYFRAME_STEPS
             self._next_keyframe_at = at + KEYFRAME_NS
             self._asked = asked
-        else:
-            joined = members[known:]
-        self._members = members
-        head = facts.SCHEDULED_HEAD.pack(
-            at,
-            self._step,
-            keyframe,
-            len(gone),
-            len(joined),
-            facts.COLUMN if tokens else 0,
-            len(members),
-            *load,
-        )
-        change = (_packed(gone) if gone else b"") + self.pack(joined)
-        writer.write(facts.SCHEDULED_CODE, head + change + tokens)
+        elif gone:
+            change = _packed(gone) + change
+        exceptions = facts.COLUMN if column else 0
+        if several:
+            pairs: list[int] = []
+            for member, tokens in several:
+                # A newcomer with its prompt stands last.
+                position = len(members) - 1 if member is members[-1] else self.position(member)
+                if position >= 0:
+                    pairs += (position, tokens)
+            exceptions, column = len(pairs) // 2, _packed(pairs)
+        head = _pack_head(at, step, keyframe, len(gone), len(joined), exceptions, len(members), *load)
+        writer.write(_SCHEDULED_CODE, head + change + column)

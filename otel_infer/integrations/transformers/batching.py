@@ -39,12 +39,15 @@ _new_token_of = attrgetter("has_new_token")
 
 
 class _Flight:
-    """A step between schedule and update. `column`: tokens delivered per member, empty = one each."""
+    """A step between schedule and update. `column`: tokens delivered per member, empty = one each, but for `chunks`:
+    positions of those who get none."""
 
-    __slots__ = ("column", "first", "gone", "states", "step")
+    __slots__ = ("chunks", "column", "first", "gone", "states", "step")
 
-    def __init__(self, step: int, first: Any, states: list[Any], column: bytes) -> None:
-        self.step, self.first, self.states, self.column = step, first, states, column
+    def __init__(
+        self, step: int, first: Any, states: list[Any], column: bytes, chunks: tuple[int, ...]
+    ) -> None:
+        self.step, self.first, self.states, self.column, self.chunks = step, first, states, column, chunks
         self.gone: list[Any] = []
 
 
@@ -60,17 +63,25 @@ class _Batches:
         log.pack = _pack
 
     def scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
-        states = list(map(_state_of, futures))
-        size = len(states)
+        active, size = scheduler.active_requests, len(futures)
+        load = (*self.kv(scheduler.cache), len(active), len(scheduler.waiting_requests))
         plain = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
-        tokens = b"" if plain else _queries(futures)
-        column = b"" if plain else array("I", map(_new_token_of, futures)).tobytes()
-        used, total = self.kv(scheduler.cache)
-        running, waiting = len(scheduler.active_requests), len(scheduler.waiting_requests)
-        step = self.log.scheduled(states, self.left, tokens, used, total, running, waiting)
+        odd = () if plain else _odd_ones(futures, query_tokens)
+        column = b""
+        chunks: tuple[int, ...] = ()
+        if odd is None:
+            states = list(map(_state_of, futures))
+            column = array("I", map(_new_token_of, futures)).tobytes()
+            step = self.log.scheduled(states, self.left, _queries(futures), *load)
+        else:
+            # Who is scheduled is active, and nobody is twice: as many as are active are all of them.
+            states = list(active.values()) if size == len(active) else list(map(_state_of, futures))
+            several = [(future.state, future.query_length) for future in odd]
+            step = self.log.scheduled(states, self.left, b"", *load, several)
+            chunks = tuple([self.log.position(one.state) for one in odd if not one.has_new_token])
         if self.left:
             self.left = []
-        self.flights.append(_Flight(step, futures[0], states, column))
+        self.flights.append(_Flight(step, futures[0], states, column, chunks))
 
     def done(self, first: Any) -> None:
         """The tokens of the step with this first future are on the host."""
@@ -86,6 +97,9 @@ class _Batches:
         column, discarded = flight.column, 0
         if flight.gone:
             column, discarded = _discarding(flight)
+        elif flight.chunks:
+            self.log.done_except(flight.step, [(position, 0) for position in flight.chunks])
+            return
         self.log.done(flight.step, column, len(flight.states), discarded)
 
     def gone(self, state: Any) -> None:
@@ -116,6 +130,8 @@ class _Batches:
 
 def _discarding(flight: _Flight) -> tuple[bytes, int]:
     column = array("I", flight.column or array("I", repeat(1, len(flight.states))).tobytes())
+    for position in flight.chunks:
+        column[position] = 0
     discarded = 0
     for state in flight.gone:
         found = list(map(is_, flight.states, repeat(state)))
@@ -123,6 +139,25 @@ def _discarding(flight: _Flight) -> tuple[bytes, int]:
             column[found.index(True)] = 0
             discarded += 1
     return column.tobytes(), discarded
+
+
+MOST_ODD = 16
+
+
+def _odd_ones(futures: list[Any], query_tokens: int) -> list[Any] | None:
+    """Those who do not get one token for one; looked for at the end, where the scheduler puts whoever is in its prefill.
+
+    None where they are too many or elsewhere: the sum says whether all others have one token each.
+    """
+    odd: list[Any] = []
+    surplus = query_tokens - len(futures)
+    for future in futures[: -MOST_ODD - 1 : -1]:
+        queries = getattr(future, "query_length", 0)
+        if queries == 1 and future.has_new_token:
+            break
+        odd.append(future)
+        surplus -= queries - 1
+    return odd if surplus == 0 and len(odd) < MOST_ODD else None
 
 
 def _queries(futures: list[Any]) -> bytes:

@@ -52,11 +52,11 @@ class Replayed:
 
 changes = st.lists(
     st.tuples(
-        st.lists(st.integers(0, 30), max_size=3),  # leave
-        st.integers(0, 3),  # join
+        st.lists(st.integers(0, 30), max_size=3) | st.just(list(range(20))),  # leave
+        st.integers(0, 3) | st.just(20),  # join
         st.lists(st.integers(0, 30), max_size=2),  # sit out, without being said to
         st.booleans(),  # two of them swap places
-        st.booleans(),  # tokens column
+        st.sampled_from(["one each", "a column", "a few said"]),  # tokens
         st.booleans(),  # the reader polls
         st.booleans(),  # the reader is replaced by a new one
     ),
@@ -73,7 +73,7 @@ def test_every_batch_that_is_read_is_the_batch_that_was_run(history: list[Any], 
     columns: dict[int, dict[int, int]] = {}
     running: list[str] = []
     born = 0
-    for leave, join, sit_out, swap, column, poll, restart in history:
+    for leave, join, sit_out, swap, how, poll, restart in history:
         left = [running[i] for i in leave if i < len(running)]
         running = [key for key in running if key not in left]
         for _ in range(join):
@@ -84,12 +84,18 @@ def test_every_batch_that_is_read_is_the_batch_that_was_run(history: list[Any], 
         batch = [key for key in running if key not in out]
         if swap and len(batch) > 1:
             batch[0], batch[-1] = batch[-1], batch[0]
-        numbers = [i % 3 for i in range(len(batch))] if column else []
-        tokens = struct.pack(f"<{len(numbers)}I", *numbers)
-        step = log.scheduled(batch, left, tokens)
-        log.done(step, tokens, len(batch))
+        numbers = [i % 3 for i in range(len(batch))] if how != "one each" else []
+        others = {i: n for i, n in enumerate(numbers) if n != 1}
+        several = [(batch[i], n) for i, n in others.items()] if how == "a few said" else []
+        tokens = struct.pack(f"<{len(numbers)}I", *numbers) if how == "a column" else b""
+        step = log.scheduled(batch, left, tokens, several=[*several, *[("nobody", 2)] * bool(several)])
+        if several:
+            log.done_except(step, others.items())
+        else:
+            log.done(step, tokens, len(batch))
         truth[step] = [int(key[1:]) for key in batch]
-        columns[step] = {i: n for i, n in enumerate(numbers) if n != 1}
+        columns[step] = others
+        batch.clear()  # it is the engine's, who goes on with it
         if restart:
             reader, seen = StepReader(memory, 1), Replayed()
         if poll:

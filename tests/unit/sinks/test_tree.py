@@ -89,9 +89,9 @@ def test_a_decode_has_figures_of_all_its_steps() -> None:
 def test_the_callers_trace_state_is_carried_by_every_span_but_the_steps() -> None:
     story = Story()
     a = served(story)
-    story.state(a, facts.StateCarried(ns(0), "vendor=1"))
+    story.state(a, facts.StateCarried(ns(0), "ot=th:8"))
     spans = tree.spans_of(story.record(), ALL)
-    assert {span.trace_state for span in spans} == {"vendor=1"}
+    assert {span.trace_state for span in spans} == {"ot=th:8"}
     assert len(spans) == 8
 
 
