@@ -61,7 +61,10 @@ def run_steps(step: Callable[[], None], count: int) -> Block:
 def alternating(
     run: Callable[[], Block], hooks: Hooked, rounds: int, after: Callable[[], None] | None = None
 ) -> Rounds:
-    """So many rounds of three blocks in an order drawn anew for each; `after` is called after each hooked block."""
+    """So many rounds of three blocks in an order drawn anew for each; `after` is called after each hooked block.
+
+    The hooks go on before every block, and off again before a bare one, so that all blocks begin alike.
+    """
     chance, found = random.Random(1), Rounds([], [], [])
     for _ in range(rounds):
         for kind in chance.sample(range(3), 3):
@@ -72,18 +75,26 @@ def alternating(
                 if after is not None:
                     after()
             else:
+                hooks.put_on()
+                hooks.take_off()
                 found[kind].append(run())
     return found
 
 
 def overhead(rounds: Rounds, clock: str) -> tuple[Figure, Figure, Figure, Figure]:
-    """By this clock, as shares: p50 and its control (medians of block medians), p99 and its control (steps pooled)."""
+    """By this clock, as shares: p50 and its control (medians of block medians), p99 and its control.
+
+    For p99 all steps are taken together, each as a multiple of the median bare step of its own round: the machine's own
+    pace changes from one second to the next, by more than a step's tail.
+    """
     bare, hooked, again = ([getattr(block, clock) for block in kind] for kind in rounds)
     both = [np.concatenate(pair) for pair in zip(bare, again)]
     p50 = [float(np.median(on) / np.median(off)) - 1 for on, off in zip(hooked, both)]
     p50_control = [float(np.median(one) / np.median(other)) - 1 for one, other in zip(again, bare)]
-    p99, p99_control = quantile_ratio(hooked, both, 99), quantile_ratio(again, bare, 99)
-    return median(p50), median(p50_control), p99, p99_control
+    one, on, other, off = (
+        [steps / np.median(usual) for steps, usual in zip(kind, both)] for kind in (bare, hooked, again, both)
+    )
+    return median(p50), median(p50_control), quantile_ratio(on, off, 99), quantile_ratio(other, one, 99)
 
 
 def lines_of(loop: str, ours: Rounds, stock: Rounds | None) -> list[Line]:

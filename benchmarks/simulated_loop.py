@@ -17,7 +17,7 @@ LOOP = "simulated loop, 256 running"
 
 def measure(quick: bool) -> list[Line]:
     """Ours first, then the stock SDK on the same engine to the same receiver."""
-    steps, rounds, stock_rounds = (30, 3, 2) if quick else (100, 60, 8)
+    steps, rounds, stock_rounds = (30, 3, 2) if quick else (40, 200, 16)
     with Receiver() as receiver:
         _, others = machine.cores()
         machine.pin_process(receiver.pid, others)

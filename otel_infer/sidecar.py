@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 import time
@@ -36,6 +37,8 @@ LINGER_NS = 1_000_000_000
 """After the last writer: wait this long for one that is just starting (a reload, a fork)."""
 ORPHAN_NS = 60_000_000_000
 FLUSH_S = 5.0
+NICENESS = 10
+"""Where cores are short the server goes first: the rings hold what comes meanwhile."""
 YOUNG = 50_000
 """Objects between two looks for garbage: records are no circles, and go without."""
 
@@ -44,6 +47,7 @@ def main(boot: dict[str, Any]) -> None:
     """The whole life of the sidecar process; exits 0, or 1 if it broke."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)
     settings = from_plain(boot["config"])
     _log_to(settings.log)
     lock = place.Lock(Path(boot["folder"]) / place.SIDECAR_LOCK)
