@@ -10,7 +10,10 @@ import itertools
 import json
 import mmap
 import os
+import sys
+import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, facts
@@ -49,6 +52,24 @@ def write_header(memory: mmap.mmap, sizes: Sizes, text: dict[str, Any]) -> memor
     return words
 
 
+def _numbers() -> Callable[[], int]:
+    """0, 1, 2, …, each to one caller only.
+
+    Where there is no GIL nothing makes a single C call atomic, so a lock does; one that the same thread may take again, since
+    a garbage-collection hook may come in between.
+    """
+    count = itertools.count().__next__
+    if getattr(sys, "_is_gil_enabled", lambda: True)():
+        return count
+    lock = threading.RLock()
+
+    def locked() -> int:
+        with lock:
+            return count()
+
+    return locked
+
+
 def _packed_text(fact: Any) -> bytes:
     """A free-text fact, its texts halved until the ring takes it; what is no text is left out of one that is too long."""
     most = layout.MAX_PARTS * layout.PART_BYTES
@@ -77,8 +98,8 @@ class RequestWriter:
         offsets = layout.requests_map(sizes.cells, sizes.live_slots, sizes.strings)
         self._cells, self._live, self._text = sizes.cells, offsets.live, offsets.strings
         self._strings_max = sizes.strings
-        self._next_cell = itertools.count().__next__
-        self._next_string = itertools.count().__next__
+        self._next_cell = _numbers()
+        self._next_string = _numbers()
         self._strings: dict[str, int] = {"": facts.NONE}
         self._slots = sizes.live_slots
         self._free = deque(range(sizes.live_slots))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 from typing import Any
 
@@ -173,7 +174,9 @@ def test_a_full_string_table_says_other() -> None:
     assert set(stages[16:]) == {facts.OTHER}
 
 
-def test_threads_that_state_facts_at_once_lose_none() -> None:
+@pytest.mark.parametrize("gil", [True, False], ids=["with a GIL", "without one"])
+def test_threads_that_state_facts_at_once_lose_none(gil: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: gil, raising=False)
     writer, memory = make(layout.Sizes())
 
     def state(thread: int) -> None:
