@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from otel_infer import clock, facts
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.records import RequestRecord
-from otel_infer.ring import folder, layout
+from otel_infer.ring import folder, layout, membership
 from otel_infer.ring.membership import Handles, StepLog
 from otel_infer.ring.read import StepReader
 from otel_infer.ring.write import MemoryArena, RequestWriter, StepWriter
@@ -117,8 +117,12 @@ class Simulator:
     def __init__(self, depth: int, sizes: layout.Sizes | None = None) -> None:
         sizes = sizes or layout.Sizes(cells=8192, live_slots=256, strings=64, step_cells=1024)
         self.now, self.depth = 1_000_000_000_000, depth
-        self._clock = mock.patch.object(clock, "now", new=self._read_clock)
-        self._clock.start()
+        self._clocks = [
+            mock.patch.object(clock, "now", new=self._read_clock),
+            mock.patch.object(membership, "_now", new=self._read_clock),
+        ]
+        for one in self._clocks:
+            one.start()
         self.arena = MemoryArena()
         self.writer = RequestWriter(self.arena, "sim", "server", sizes)
         self.log = StepLog(StepWriter(self.arena, "sim-1", "toy", sizes), Handles())
@@ -142,7 +146,8 @@ class Simulator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._clock.stop()
+        for one in self._clocks:
+            one.stop()
 
     # ── the server ───────────────────────────────────────────────────────────────────────────────────────────────
 
