@@ -10,6 +10,7 @@ import itertools
 import json
 import mmap
 import os
+import struct
 import sys
 import threading
 from collections import deque
@@ -88,6 +89,21 @@ def _shorter(field: Any) -> Any:
     return field if isinstance(field, float) or (isinstance(field, int) and field < 1 << 63) else ""
 
 
+def _whole_cell(known: facts.Layout) -> tuple[Callable[..., None], int, tuple[int, ...]]:
+    """How a fact that fits is written by one call: its cell with its fields in the place of the body."""
+    before, after = layout.CELL.format.split(f"{layout.BODY_BYTES}s")
+    rest = layout.BODY_BYTES - known.packed.size
+    cell = struct.Struct(f"{before}{known.packed.format[1:]}{rest}x{after}")
+    return cell.pack_into, known.code, known.strings
+
+
+_WHOLE_CELLS = {
+    known.fact: _whole_cell(known)
+    for known in facts.REQUEST_LAYOUTS
+    if known.packed.size <= layout.BODY_BYTES
+}
+
+
 class RequestWriter:
     """Request ring, live table and string table of one process; any thread may state a fact."""
 
@@ -150,17 +166,30 @@ class RequestWriter:
 
     def state(self, handle: int, fact: Any) -> None:
         """States one request fact. Raises only for what is not a fact."""
+        whole = _WHOLE_CELLS.get(type(fact))
+        if whole is None:
+            self._state_long(handle, fact)
+            return
+        pack_into, code, strings = whole
+        fields = self._with_ids(fact, strings) if strings else fact
+        cell = self._next_cell()
+        offset = layout.PAGE + cell % self._cells * layout.CELL_BYTES
+        pack_into(self.memory, offset, cell + 1, code, 0, 1, handle, *fields, cell + 1)
+
+    def _state_long(self, handle: int, fact: Any) -> None:
+        """One that may need several cells."""
         known = facts.BY_FACT.get(type(fact))
         if known is None:
             self._write(facts.TEXT_CODES[type(fact)], handle, _packed_text(fact))
-            return
-        if known.strings:
-            fields = list(fact)
-            for i in known.strings:
-                fields[i] = self._strings.get(fields[i]) or self._intern(str(fields[i]))
-            self._write(known.code, handle, known.packed.pack(*fields))
         else:
-            self._write(known.code, handle, known.packed.pack(*fact))
+            self._write(known.code, handle, known.packed.pack(*self._with_ids(fact, known.strings)))
+
+    def _with_ids(self, fact: Any, strings: tuple[int, ...]) -> list[Any]:
+        """The fields, those that are strings as numbers of the string table."""
+        fields = list(fact)
+        for i in strings:
+            fields[i] = self._strings.get(fields[i]) or self._intern(str(fields[i]))
+        return fields
 
     def _write(self, code: int, handle: int, body: bytes) -> None:
         if len(body) <= layout.BODY_BYTES:
