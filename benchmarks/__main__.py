@@ -96,7 +96,9 @@ def _write_docs(page: Path, lines: list[Line], about: dict[str, str]) -> None:
     if not found:
         raise SystemExit(f"{page} has no {BEGIN} … {END}")
     rows = ["| claim | gate | measured | bounds | control | verdict |", "|---|---|---|---|---|---|"]
-    rows += ["| " + " | ".join(row) + " |" for row in verdict.rows_of(lines)]
+    rows += [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in verdict.rows_of(lines)
+    ]
     machine_said = ", ".join(f"{name} {value}" for name, value in about.items())
     page.write_text(
         f"{before}{BEGIN}\nMeasured on: {machine_said}.\n\n" + "\n".join(rows) + f"\n{END}{after}"
