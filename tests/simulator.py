@@ -202,7 +202,10 @@ class Simulator:
         self.now += 2
 
     def _preempt(self, sequence: Stream, recompute: bool, told: bool) -> None:
-        recompute = recompute or sequence.generated == 0
+        # What is still being computed cannot be kept elsewhere.
+        flying = [member for flight in self.flights for member in flight.members]
+        computing = any(member is sequence and is_prompt for member, _, _, is_prompt in flying)
+        recompute = recompute or computing or sequence.generated == 0
         kind = "recompute" if recompute else "offload"
         sequence.request.preemptions += 1
         self.writer.state(sequence.request.handle, facts.RequestPreempted(self.now, kind))

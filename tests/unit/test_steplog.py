@@ -9,8 +9,6 @@ from otel_infer import facts
 from otel_infer.ring import layout
 from tests.simulator import Simulator, Tick, by_number, ticks, told
 
-# With two in flight, discards and others' prompts next to a preemption are not exact yet.
-ONE_IN_FLIGHT = st.just(1)
 DEPTHS = st.integers(1, 2)
 SMALL = layout.Sizes(cells=8192, live_slots=256, strings=64, step_cells=32)
 
@@ -38,7 +36,7 @@ def test_every_request_has_exactly_the_steps_and_tokens_that_the_engine_gave_it(
 
 
 @settings(max_examples=150, deadline=None)
-@given(ticks(sequences=1), ONE_IN_FLIGHT)
+@given(ticks(sequences=1), DEPTHS)
 def test_prompts_of_others_chunks_and_the_first_token_are_what_the_engine_knows_of_them(
     program: list[Tick], depth: int
 ) -> None:
