@@ -132,7 +132,10 @@ class _Wiring:
         if not sys.executable or getattr(sys, "frozen", False):
             return self._in_process("the interpreter is frozen or embedded")
         if self._no_child:
-            return self._in_process(f"the sidecar cannot be started ({self._no_child})")
+            reason = f"the sidecar cannot be started ({self._no_child})"
+            if self.settings.mode == "sidecar":
+                raise RingRefused(reason)
+            return self._in_process(reason)
         self.folder = self._folder()
         if not self.settings.rings:
             self._exported = True
@@ -153,7 +156,7 @@ class _Wiring:
             config.forget_rings(str(self.folder))
             place.remove(self.folder)
         if self.settings.mode == "sidecar":
-            _say(f"otel_infer: off, since OTEL_INFER_MODE=sidecar and there is no shared memory: {reason}")
+            _say(f"otel_infer: off, since OTEL_INFER_MODE=sidecar and {reason}")
             return None
         return self._in_process(reason)
 

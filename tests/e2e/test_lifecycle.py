@@ -137,6 +137,40 @@ def test_a_bad_setting_never_stops_the_users_server(variable: str) -> None:
         assert variable in complaint or "Error" in complaint
 
 
+NO_CHILD = """
+import otel_infer
+from otel_infer import launch
+
+def refuse(*_, **__):
+    raise launch.CannotStart("no more processes")
+
+launch.sidecar = refuse
+otel_infer.instrument()
+with otel_infer.request("chat"):
+    pass
+print("served")
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("auto", "in-process, since the sidecar cannot be started (no more processes)"),
+        (
+            "sidecar",
+            "off, since OTEL_INFER_MODE=sidecar and the sidecar cannot be started (no more processes)",
+        ),
+    ],
+)
+def test_without_a_child_process_it_is_in_process_unless_that_was_ruled_out(mode: str, said: str) -> None:
+    before = folders()
+    done = run(sys.executable, "-c", NO_CHILD, **{**NOWHERE, "OTEL_INFER_MODE": mode})
+    assert (done.returncode, done.stdout) == (0, "served\n")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not {name for name in folders() - before if not _is_somebodys(name)}
+
+
 # ── otel-infer run ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
