@@ -67,7 +67,7 @@ def _lines(client: str, seen: Seen, records: list[RequestRecord]) -> list[Line]:
     ours = Seen(
         np.array([one.ttft_ns for one in records]) / 1e6,
         np.array([one.duration_ns for one in records]) / 1e6,
-        np.array([np.diff(one.steps.ended_at).mean() for one in records if one.steps is not None]) / 1e6,
+        np.array([one.gaps_ns().mean() for one in records if one.steps is not None]) / 1e6,
     )
     found = []
     for name, theirs, mine in zip(("TTFT", "E2E"), seen, ours):

@@ -7,11 +7,10 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
 
 from otel_infer import config
+from otel_infer.cli.demo import answers
 from otel_infer.cli.demo_model import make_demo_model
 from otel_infer.cli.run import Supervisor
 from otel_infer.records import RequestRecord
@@ -69,11 +68,4 @@ class Served:
         return [program, "serve", str(self.model), *f"{where} {OPTIONS} {SIZES}".split()]
 
     def _is_ready(self) -> bool:
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline and self._supervisor.alive():
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                    return True
-            except OSError:
-                time.sleep(0.2)
-        return False
+        return answers(self.url, self._supervisor.alive, READY_S)

@@ -92,11 +92,7 @@ def _lines(pairs: list[tuple[Any, RequestRecord]], missing: int, lateness: Laten
     ours = np.array([(record.ttft_ns, record.duration_ns) for _, record in pairs]) / 1e6
     for column, name in enumerate(("TTFT", "E2E")):
         found += _latency(name, clients[:, column], ours[:, column], lateness.control)
-    gaps = [
-        (np.array(one.gaps_ns), np.diff(record.steps.ended_at))
-        for one, record in pairs
-        if record.steps is not None
-    ]
+    gaps = [(np.array(one.gaps_ns), record.gaps_ns()) for one, record in pairs if record.steps is not None]
     return [*found, _itl([client for client, _ in gaps], [our for _, our in gaps], lateness.control)]
 
 

@@ -132,10 +132,7 @@ class _Wiring:
         if not sys.executable or getattr(sys, "frozen", False):
             return self._in_process("the interpreter is frozen or embedded")
         if self._no_child:
-            reason = f"the sidecar cannot be started ({self._no_child})"
-            if self.settings.mode == "sidecar":
-                raise RingRefused(reason)
-            return self._in_process(reason)
+            raise RingRefused(f"the sidecar cannot be started ({self._no_child})")
         self.folder = self._folder()
         if not self.settings.rings:
             self._exported = True

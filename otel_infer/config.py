@@ -1,7 +1,7 @@
 """Every setting, read once from the environment and frozen. Nobody else reads or writes `os.environ`.
 
 A bad value raises `BadSetting`, which names the variable and what it accepts. It stops our own commands; in the user's
-server the caller reports it in one line and goes on with the default.
+server the caller reports it in one line and goes on with the default. Long, since the table of settings is in it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Two families:
 * request facts name one request by its `handle` (a slot of the live table and its generation, u32; 0 = unknown) and
   travel in fixed 64-byte cells of the request ring;
 * step facts describe one engine step and its whole batch and travel as variable-length records of a step ring.
+
+Long, since it is one table: a fact and its layout are read side by side.
 """
 
 from __future__ import annotations

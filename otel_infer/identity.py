@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, Protocol
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+
+_SAMPLING = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
 
 
 class Limits(NamedTuple):
@@ -74,3 +77,11 @@ class ProviderOpener:
         span = self._tracer.start_span(name, parent, SpanKind.INTERNAL, start_time=wall_at)
         own = server.get_span_context() if server is not None else None
         return Opened(span.get_span_context(), own, above if above.is_valid else None, (server, span))
+
+
+def sampling_state(state: trace.TraceState) -> str:
+    """Of a `tracestate` what says how it was sampled (specification of OpenTelemetry, "TraceState handling"): counts are
+    scaled up by it. What vendors put beside it is theirs, and is passed on but not exported."""
+    said = (state.get("ot") or "").split(";")
+    kept = [part for part in said if _SAMPLING.fullmatch(part)]
+    return f"ot={';'.join(kept)}" if kept else ""

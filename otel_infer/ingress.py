@@ -7,7 +7,6 @@ no data: what user code sets on it goes to the ring, limits honoured first.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +16,11 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, SpanContext
 from opentelemetry.util import types
 
-from otel_infer import clock, facts, semconv
+from otel_infer import clock, facts, identity, semconv
 from otel_infer.identity import Limits, Opened, Opener
 from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
 
-_SAMPLING = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
 _KEY = otel_context.create_key("otel_infer-request")
 
 
@@ -245,7 +243,7 @@ def open_request(
         name,
     )
     request = LiveRequest(opened, recorder.open(arrived), arrived_at, owner)
-    if opened.request.trace_state and (state := _sampling_state(opened.request.trace_state)):
+    if opened.request.trace_state and (state := identity.sampling_state(opened.request.trace_state)):
         request.state(facts.StateCarried(now, state))
     request.come_from(parent)
     if opened.inner is not None:
@@ -266,14 +264,6 @@ def to_headers(request: LiveRequest) -> dict[str, str]:
     carrier: dict[str, str] = {}
     propagate.inject(carrier, trace.set_span_in_context(NonRecordingSpan(request.get_span_context())))
     return carrier
-
-
-def _sampling_state(state: trace.TraceState) -> str:
-    """Of a `tracestate` what says how it was sampled (specification of OpenTelemetry, "TraceState handling"): counts are
-    scaled up by it. What vendors put beside it is theirs, and is passed on but not exported."""
-    said = (state.get("ot") or "").split(";")
-    kept = [part for part in said if _SAMPLING.fullmatch(part)]
-    return f"ot={';'.join(kept)}" if kept else ""
 
 
 def _flags(opened: Opened, generative: bool) -> int:

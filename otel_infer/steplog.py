@@ -296,10 +296,3 @@ def _positions(members: Sequence[int], handle: int) -> list[int]:
 def _columns(changes: dict[int, int], sign: int) -> Any:
     """Steps, and the numbers with this sign: (2, n)."""
     return np.array((list(changes), [sign * number for number in changes.values()]), np.int64)
-
-
-def joined_rows(parts: list[StepRows]) -> StepRows:
-    """Rows of one or several engines as one, in the order in which they were done."""
-    whole = parts[0] if len(parts) == 1 else StepRows(np.concatenate([part.table for part in parts], axis=1))
-    at = whole.ended_at
-    return whole if (at[1:] >= at[:-1]).all() else whole.take(np.argsort(at, kind="stable"))

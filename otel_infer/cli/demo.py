@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +104,8 @@ class Demo:
 
     def wait_until_ready(self) -> bool:
         """Until the server answers; False if it died or took too long."""
-        deadline = time.monotonic() + READY_S
         assert self.supervisor is not None
-        while time.monotonic() < deadline and self.supervisor.alive():
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
-                    return True
-            except OSError:
-                time.sleep(0.2)
-        return False
+        return answers(f"http://127.0.0.1:{self.port}", self.supervisor.alive, READY_S)
 
     def load(self) -> list[Any]:
         """Warms up, then drives concurrent streams of mixed lengths, with a progress bar."""
@@ -188,6 +182,18 @@ class Demo:
 
 
 SERVER_VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def answers(url: str, alive: Callable[[], bool], timeout: float) -> bool:
+    """Waits until the server at this address is healthy; False if it died or that took more than `timeout` s."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and alive():
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return True
+        except OSError:
+            time.sleep(0.2)
+    return False
 
 
 def _is_installed(module: str) -> bool:

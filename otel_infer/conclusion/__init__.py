@@ -14,7 +14,7 @@ from otel_infer import facts, semconv
 from otel_infer.conclusion.request import Request
 from otel_infer.conclusion.stages import Life, died_in, stages_of
 from otel_infer.records import PrefillStep, RequestRecord, StepRows
-from otel_infer.steplog import Run, StepLog, joined_rows
+from otel_infer.steplog import Run, StepLog
 
 __all__ = ["Request", "conclude"]
 
@@ -101,11 +101,18 @@ def _adopt_steps(record: RequestRecord, request: Request) -> None:
         record.steps_forgotten += forgotten
         parts.append(rows)
         is_last_known = is_last_known or (len(rows) > 0 and request.is_last(log, int(rows.step[-1])))
-    inside = _inside(record, request, joined_rows(parts)) if parts else None
+    inside = _inside(record, request, _joined(parts)) if parts else None
     if inside is not None and len(inside):
         record.steps = inside
         record.last_token_at = int(inside.ended_at[-1]) if is_last_known else 0
     record.discarded = request.discarded
+
+
+def _joined(parts: list[StepRows]) -> StepRows:
+    """Rows of one or several engines as one, in the order in which they were done."""
+    whole = parts[0] if len(parts) == 1 else StepRows(np.concatenate([part.table for part in parts], axis=1))
+    at = whole.ended_at
+    return whole if (at[1:] >= at[:-1]).all() else whole.take(np.argsort(at, kind="stable"))
 
 
 def _inside(record: RequestRecord, request: Request, rows: StepRows) -> StepRows:

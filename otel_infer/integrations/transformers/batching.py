@@ -109,9 +109,8 @@ class _Batches:
             if flight.step and not any(map(is_, flight.gone, repeat(state))):
                 flight.gone.append(state)
                 column, discarded = _discarding(flight)
-                if not any(
-                    column
-                ):  # nobody waits for it; the library may not fetch it before the next arrival
+                # Nobody waits for it, and the library may not fetch it before the next arrival.
+                if not any(column):
                     self.log.done(flight.step, column, len(flight.states), discarded)
                     flight.step = 0
 
