@@ -80,7 +80,8 @@ class RequestReader:
 
     def poll(self, now: int, final: bool = False) -> Iterator[facts.RingFact]:
         """What is new and was complete at the previous poll; `final`: everything that is complete now."""
-        newest = int(self._cells[:, 0].max())
+        # Both ends: a cell whose head was torn and whose tail is new is a torn one, not one yet to be written.
+        newest = int(max(self._cells[:, 0].max(), self._cells[:, 7].max()))
         upto, self._complete = (newest if final else min(self._complete, newest)), newest
         lost, torn = self.lost, self.torn
         # A quarter of the ring is left to the writer, who may be overtaking us while we copy.
