@@ -24,6 +24,8 @@ HOLE_WAKES = 8
 """Wakes for which a reserved but unwritten cell is waited for before it counts as torn."""
 PENDING_CELLS = 4096
 """Cells after which the missing part of a fact of several cells counts as torn."""
+WINDOW = 256
+"""Cells that are looked at together: a look at the whole ring, at each wake, would empty the processor's cache."""
 
 
 class NotARing(Exception):
@@ -70,6 +72,7 @@ class RequestReader:
         self._cells: Words = words.reshape(cells, 8)
         self._slots = slots
         self._strings: dict[int, str] = {0: ""}
+        self._window = np.arange(min(WINDOW, cells))
         self._next = 0
         self._complete = 0
         self._hole_wakes = 0
@@ -80,8 +83,7 @@ class RequestReader:
 
     def poll(self, now: int, final: bool = False) -> Iterator[facts.RingFact]:
         """What is new and was complete at the previous poll; `final`: everything that is complete now."""
-        # Both ends: a cell whose head was torn and whose tail is new is a torn one, not one yet to be written.
-        newest = int(max(self._cells[:, 0].max(), self._cells[:, 7].max()))
+        newest = self._newest()
         upto, self._complete = (newest if final else min(self._complete, newest)), newest
         lost, torn = self.lost, self.torn
         # A quarter of the ring is left to the writer, who may be overtaking us while we copy.
@@ -125,6 +127,18 @@ class RequestReader:
         """Lets go of the memory."""
         del self._cells, self.header.words
         self._memory = mmap.mmap(-1, 1)
+
+    def _newest(self) -> int:
+        """The newest counter there is; of more than a window of cells that nobody wrote, those after are not seen yet."""
+        begin, count = self._next, len(self._window)
+        while True:
+            # Both ends: a cell whose head was torn and whose tail is new is a torn one, not one yet to be written.
+            newest = int(self._cells[(begin + self._window) % self.header.cells][:, ::7].max())
+            if newest < begin + count:
+                return max(newest, begin)
+            if newest > begin + count:  # the writer has lapped us
+                return int(self._cells[:, ::7].max())
+            begin = newest
 
     def _take(self, upto: int, final: bool) -> Iterator[facts.RingFact]:
         count = upto - self._next
@@ -197,6 +211,7 @@ class StepReader:
         self._heads: Words = words.reshape(self.header.cells, 8)[:, 0]
         self._next = 0
         self._complete = 0
+        self._last_read = -1
         self.lost = 0
         self.ask_for_keyframe()
 
@@ -219,6 +234,7 @@ class StepReader:
                 yield self._resynced(now)
                 break
             cells, code, body = record
+            self._last_read = self._next
             self._next += cells
             if code != layout.PAD_CODE:
                 try:
@@ -236,8 +252,13 @@ class StepReader:
         self._memory = mmap.mmap(-1, 1)
 
     def _overrun(self) -> bool:
-        """Whether the writer has lapped us: a younger record is complete while ours is not."""
-        if self._shape(self._next) is not None:
+        """Whether the writer has lapped us: a younger record is complete while ours is not.
+
+        Records are overwritten in the order in which they were written, so while the last one that was read is there,
+        nothing after it is gone: no need to search the ring.
+        """
+        is_first_unwritten = self._next == 0 and self._heads[0] == 0
+        if is_first_unwritten or any(self._shape(at) is not None for at in (self._next, self._last_read)):
             return False
         return self._newest() > self._next
 
