@@ -19,6 +19,8 @@ from otel_infer.steplog import StepLog
 
 GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
+TOGETHER = 64
+"""Requests that are concluded at once; more would not fit a processor's cache."""
 
 Key = tuple[int, int]
 _NEVER = 1 << 63
@@ -37,6 +39,7 @@ class Assembler:
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due = _NEVER
         self._numbers = itertools.count()
+        self._left: list[Request] = []
         self._ready: list[RequestRecord] = []
         self._concluded_at: dict[int, int] = {}
         self._handlers: dict[type, Callable[[int, int, Any], None]] = {
@@ -70,6 +73,7 @@ class Assembler:
     def concluded(self, horizon: int) -> list[RequestRecord]:
         """The requests that ended long enough before `horizon` (monotonic ns) that nothing more can come."""
         self._settle(horizon)
+        self._conclude()
         ready, self._ready = self._ready, []
         return ready
 
@@ -133,8 +137,15 @@ class Assembler:
             if self.open.get(key) is request:  # or else the handle has been given to another
                 del self.open[key]
             if due > self._concluded_at.get(request.ring, 0):
-                self._ready.append(conclude(request))
+                request.leave(due)
+                self._left.append(request)
+                if len(self._left) == TOGETHER:
+                    self._conclude()
             self._due = self._ended[0][0] if self._ended else _NEVER
+
+    def _conclude(self) -> None:
+        left, self._left = self._left, []
+        self._ready += conclude(left)
 
     def _died(self, ring: int, handle: int, fact: facts.ProcessDied) -> None:
         died = facts.RequestEnded(fact.at, facts.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from otel_infer.facts import Value
+from otel_infer.steprows import StepRows, StepSummary, gaps_of, summarized
 
 
 class Stage(NamedTuple):
@@ -23,34 +24,6 @@ class UserEvent(NamedTuple):
     at: int
     name: str
     attributes: dict[str, Value]
-
-
-class StepRows:
-    """The steps that delivered tokens to one request, in order. `table`: numpy int64, one line per column (6, steps).
-
-    `started_at`, `ended_at`: the step scheduled, its tokens known. `tokens`: delivered to this request.
-    `others_prefill_tokens`: prompt tokens of other requests in the same step.
-    """
-
-    __slots__ = ("table",)
-    STEP, STARTED_AT, ENDED_AT, TOKENS, BATCH_SIZE, OTHERS_PREFILL_TOKENS = range(6)
-
-    def __init__(self, table: Any) -> None:
-        self.table = table
-
-    step = property(lambda self: self.table[0])
-    started_at = property(lambda self: self.table[1])
-    ended_at = property(lambda self: self.table[2])
-    tokens = property(lambda self: self.table[3])
-    batch_size = property(lambda self: self.table[4])
-    others_prefill_tokens = property(lambda self: self.table[5])
-
-    def __len__(self) -> int:
-        return int(self.table.shape[1])
-
-    def take(self, selection: Any) -> StepRows:
-        """The rows of a slice (as a view), a mask or an index array."""
-        return StepRows(self.table[:, selection])
 
 
 class PrefillStep(NamedTuple):
@@ -112,6 +85,7 @@ class RequestRecord:
     tracestate: str = ""
     ring: int = 0
     handle: int = 0
+    _summary: StepSummary | None = None
 
     @property
     def duration_ns(self) -> int:
@@ -125,11 +99,18 @@ class RequestRecord:
 
     def gaps_ns(self) -> Any:
         """The time between each two steps that delivered tokens, as a column; a hole where steps were lost is none."""
-        rows = self.steps
-        if rows is None:
-            return ()
-        gaps = rows.ended_at[1:] - rows.ended_at[:-1]
-        return gaps[rows.step[1:] - rows.step[:-1] == 1] if self.telemetry_lost else gaps
+        return () if self.steps is None else gaps_of(self.steps, self.telemetry_lost)
+
+    @property
+    def summary(self) -> StepSummary:
+        """What its decode steps come to."""
+        if self._summary is None:
+            (self._summary,) = summarized([self.steps], [self.telemetry_lost])
+        return self._summary
+
+    @summary.setter
+    def summary(self, summary: StepSummary) -> None:
+        self._summary = summary
 
     def stage(self, name: str) -> Stage | None:
         """The first stage of this name."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from otel_infer import facts
-from otel_infer.records import StepRecord, StepRows
+from otel_infer.records import StepRecord
 
 if TYPE_CHECKING:
     from otel_infer.conclusion import Request
@@ -126,42 +126,17 @@ class StepLog:
 
     # ── what requests ask when they are over ─────────────────────────────────────────────────────────────────────
 
-    def rows(self, runs: list[Run], deltas: dict[int, int], own: dict[int, int]) -> tuple[StepRows, int]:
-        """The steps of these runs that delivered tokens, and how many steps of them are no longer remembered.
+    @property
+    def oldest(self) -> int:
+        """The oldest step that is remembered."""
+        return self.last_step - CAPACITY + 1
 
-        `deltas`: by step, tokens delivered beyond one per sequence. `own`: by step, prompt tokens of the request itself.
-        """
-        changes = [
-            (StepRows.TOKENS, _columns(deltas, 1)),
-            (StepRows.OTHERS_PREFILL_TOKENS, _columns(own, -1)),
-        ]
-        oldest = self.last_step - CAPACITY + 1
-        parts = [self._table[:, :0]]
-        forgotten = 0
-        for run in runs:
-            first = max(run.first, oldest)
-            forgotten += min(first, run.last + 1) - run.first
-            if first <= run.last:
-                parts.append(self._part(run._replace(first=first), changes))
-        return StepRows(np.concatenate(parts, axis=1) if len(parts) != 2 else parts[1]), forgotten
-
-    def _part(self, run: Run, changes: list[tuple[int, Any]]) -> Any:
-        """The lines of one run whose steps are all remembered, or missing."""
-        begin, end = run.first % CAPACITY, run.last % CAPACITY + 1
-        pieces = (
-            [self._table[:, begin:end]] if begin < end else [self._table[:, begin:], self._table[:, :end]]
-        )
-        part = np.concatenate(pieces, axis=1)
-        part[StepRows.TOKENS] = run.sequences
-        for line, (steps, numbers) in changes:
-            if len(steps):
-                inside = (steps >= run.first) & (steps <= run.last)
-                part[line, steps[inside] - run.first] += numbers[inside]
-        # Where a step is missing, its place holds an older one.
-        seen = (
-            (part[StepRows.TOKENS] > 0) & (part[StepRows.STEP] >= run.first) & (part[StepRows.ENDED_AT] > 0)
-        )
-        return part if seen.all() else part[:, seen]
+    def columns(self, first: int, last: int) -> list[Any]:
+        """The steps from `first` to `last`, all remembered or missing, as views with the lines of `StepRows`."""
+        begin, end = first % CAPACITY, last % CAPACITY + 1
+        if begin < end:
+            return [self._table[:, begin:end]]
+        return [self._table[:, begin:], self._table[:, :end]]
 
     def ended_at(self, step: int) -> int:
         """When this step was done; 0 = not yet, or no longer remembered."""
@@ -291,8 +266,3 @@ def _positions(members: Sequence[int], handle: int) -> list[int]:
     for _ in range(members.count(handle)):
         found.append(members.index(handle, found[-1] + 1 if found else 0))
     return found
-
-
-def _columns(changes: dict[int, int], sign: int) -> Any:
-    """Steps, and the numbers with this sign: (2, n)."""
-    return np.array((list(changes), [sign * number for number in changes.values()]), np.int64)

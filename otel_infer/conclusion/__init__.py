@@ -6,26 +6,36 @@ out: a record says less then, never something else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from otel_infer import facts, semconv
 from otel_infer.conclusion.request import Request
 from otel_infer.conclusion.stages import Life, died_in, stages_of
-from otel_infer.records import PrefillStep, RequestRecord, StepRows
-from otel_infer.steplog import Run, StepLog
+from otel_infer.conclusion.steps import Part, steps_of
+from otel_infer.records import PrefillStep, RequestRecord
+from otel_infer.steprows import summarized
 
 __all__ = ["Request", "conclude"]
 
 NOT_FINISHED = ("abort", "error")
 
 
-def conclude(request: Request) -> RequestRecord:
-    """The record of an ended request."""
-    record = _begun(request)
-    _adopt_said(record, request)
-    _adopt_steps(record, request)
+def conclude(requests: Sequence[Request]) -> list[RequestRecord]:
+    """The records of ended requests."""
+    records = [_begun(request) for request in requests]
+    firsts = [_first_at(record, request) for record, request in zip(records, requests)]
+    for record, request, part in zip(records, requests, steps_of(requests, firsts)):
+        _adopt_said(record, request)
+        _adopt_steps(record, request, part)
+        _conclude(record, request)
+    lost = [record.telemetry_lost for record in records]
+    for record, summary in zip(records, summarized([record.steps for record in records], lost)):
+        record.summary = summary
+    return records
+
+
+def _conclude(record: RequestRecord, request: Request) -> None:
     life = _life(record, request)
     _adopt_prefill_steps(record, request, life)
     _adopt_tokens(record, request, life)
@@ -37,7 +47,6 @@ def conclude(request: Request) -> RequestRecord:
     if not record.operation and record.server_span_id:
         # One span is enough, and it is the live one: what ran below it names it as its parent.
         record.server_span_id = record.span_id
-    return record
 
 
 def _begun(request: Request) -> RequestRecord:
@@ -88,52 +97,12 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _adopt_steps(record: RequestRecord, request: Request) -> None:
-    by_log: dict[StepLog, list[Run]] = {}
-    for run in request.all_runs():
-        by_log.setdefault(run.log, []).append(run)
-    parts: list[StepRows] = []
-    is_last_known = False
-    for log, runs in by_log.items():
-        own = {step: chunk.tokens for step, chunk in request.chunks.get(log, {}).items()}
-        ordered = sorted(runs, key=lambda run: run.first)
-        rows, forgotten = log.rows(ordered, request.deltas.get(log, {}), own)
-        record.steps_forgotten += forgotten
-        parts.append(rows)
-        is_last_known = is_last_known or (len(rows) > 0 and request.is_last(log, int(rows.step[-1])))
-    inside = _inside(record, request, _joined(parts)) if parts else None
-    if inside is not None and len(inside):
-        record.steps = inside
-        record.last_token_at = int(inside.ended_at[-1]) if is_last_known else 0
+def _adopt_steps(record: RequestRecord, request: Request, part: Part) -> None:
+    record.steps_forgotten = part.forgotten
     record.discarded = request.discarded
-
-
-def _joined(parts: list[StepRows]) -> StepRows:
-    """Rows of one or several engines as one, in the order in which they were done."""
-    whole = parts[0] if len(parts) == 1 else StepRows(np.concatenate([part.table for part in parts], axis=1))
-    at = whole.ended_at
-    return whole if (at[1:] >= at[:-1]).all() else whole.take(np.argsort(at, kind="stable"))
-
-
-def _inside(record: RequestRecord, request: Request, rows: StepRows) -> StepRows:
-    """The steps of which the reader could have had something, with what of them lies inside the request.
-
-    Nobody is given a token that is not known yet, so where a success ended before its last step was told to be done, that
-    was told late. A step that was scheduled before the first token (two are in flight) is this request's from there on.
-    """
-    before_end = rows.started_at < record.ended_at
-    if record.outcome != facts.OK:
-        before_end = rows.ended_at <= record.ended_at
-    inside = before_end & (rows.ended_at > record.arrived_at)
-    if not inside.all():
-        rows = rows.take(inside)
-    started_at, ended_at, first_at = rows.started_at, rows.ended_at, _first_at(record, request)
-    np.minimum(ended_at, record.ended_at, out=ended_at)
-    np.maximum(started_at, record.arrived_at, out=started_at)
-    before_first = int(ended_at.searchsorted(first_at, "right"))
-    np.maximum(started_at[before_first:], first_at, out=started_at[before_first:])
-    # Where the first step is not known, the first token is: those before it are no decode steps.
-    return rows.take(slice(max(before_first - 1, 0), None))
+    if len(part.rows):
+        record.steps = part.rows
+        record.last_token_at = int(part.rows.ended_at[-1]) if part.is_last_known else 0
 
 
 def _first_at(record: RequestRecord, request: Request) -> int:
@@ -157,6 +126,8 @@ def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) ->
     for log, chunks in request.chunks.items():
         for step, (at, tokens, size) in chunks.items():
             ended_at = log.ended_at(step)
+            if ended_at > request.concluded_at:
+                continue
             if record.outcome == facts.OK:
                 ended_at = min(ended_at, record.ended_at)
             started_at = max(at, record.arrived_at)

@@ -27,6 +27,7 @@ class Request:
     `steps_lost`: steps are missing that it may have been in, so no later step is known to be its first.
     `resumed`: by engine, the step from which on all of them are known again, so that its last one is if it came after.
     `touch_lost`: facts are missing from before anything but its arrival was seen.
+    `concluded_at`: what happened later is not taken into account.
     """
 
     def __init__(self, ring: int, handle: int, arrived: facts.RequestArrived) -> None:
@@ -49,7 +50,18 @@ class Request:
         self.deltas: dict[StepLog, dict[int, int]] = {}
         self.chunks: dict[StepLog, dict[int, Chunk]] = {}
         self.discarded = 0
+        self.concluded_at = 0
         self.is_prefilling = True
+
+    @property
+    def arrived_at(self) -> int:
+        """Its first byte."""
+        return self.arrived.at
+
+    @property
+    def outcome(self) -> int:
+        """How it ended; well, as long as it has not."""
+        return self.ended.outcome if self.ended is not None else facts.OK
 
     @property
     def ended_at(self) -> int:
@@ -132,10 +144,13 @@ class Request:
         """Whether the last step that is known to have delivered something is the last one that did."""
         return not self.steps_lost or step >= self.resumed.get(log, step + 1)
 
-    def all_runs(self) -> list[Run]:
-        """Every run, those still going on included."""
-        going = [Run(log, first, log.last_step, n) for log, (first, n) in self.present.items()]
-        return self.runs + [run for run in going if run.first <= run.last]
+    def leave(self, at: int) -> None:
+        """Nothing that happens after this instant belongs to it, and no more facts will come."""
+        self.concluded_at = at
+        for log, (first, sequences) in self.present.items():
+            if first <= log.last_step:
+                self.runs.append(Run(log, first, log.last_step, sequences))
+        self.present = {}
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from otel_infer import keeper, otlp, semconv
 from otel_infer.facts import Value
-from otel_infer.records import RequestRecord, StepRows
+from otel_infer.records import RequestRecord
 from otel_infer.sinks import transport, tree
+from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
 
 BATCH_BYTES = 3 << 20

@@ -8,9 +8,6 @@ again sends the same spans.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
-
-import numpy as np
 
 from otel_infer import facts, keeper, semconv
 from otel_infer.facts import Value
@@ -102,37 +99,26 @@ def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict
 
 def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
     """Aggregates of all steps, whichever of them are written as spans. Lengths in s."""
-    rows = record.steps
-    if rows is None or len(rows) < 2:
+    seen = record.summary
+    if not seen.steps:
         return {}
-    decode = rows.take(slice(1, None))
-    lengths = decode.ended_at - decode.started_at
-    ordered = np.sort(lengths)
-    gaps = record.gaps_ns()
     attributes: dict[str, Value] = {
-        semconv.STEPS_COUNT: len(decode),
-        semconv.STEPS_SUM: int(lengths.sum()) / 1e9,
-        semconv.STEPS_P50: _percentile(ordered, 50) / 1e9,
-        semconv.STEPS_P95: _percentile(ordered, 95) / 1e9,
-        semconv.STEPS_MAX: int(ordered[-1]) / 1e9,
-        semconv.STEPS_SLOWEST: int(decode.step[int(lengths.argmax())]),
-        semconv.BATCH_SIZE_MAX: int(decode.batch_size.max()),
+        semconv.STEPS_COUNT: seen.steps,
+        semconv.STEPS_SUM: seen.total / 1e9,
+        semconv.STEPS_P50: seen.p50 / 1e9,
+        semconv.STEPS_P95: seen.p95 / 1e9,
+        semconv.STEPS_MAX: seen.longest / 1e9,
+        semconv.STEPS_SLOWEST: seen.slowest,
+        semconv.BATCH_SIZE_MAX: seen.batch_size_max,
     }
-    if len(gaps):
-        attributes[semconv.ITL_MAX] = float(gaps.max()) / 1e9
-    left_out = len(decode) - granted + record.steps_forgotten
+    if seen.gaps:
+        attributes[semconv.ITL_MAX] = seen.gap_max / 1e9
+    left_out = seen.steps - granted + record.steps_forgotten
     if left_out > 0:
         attributes[semconv.STEPS_LEFT_OUT] = left_out
     if record.discarded:
         attributes[semconv.STEPS_DISCARDED] = record.discarded
     return attributes
-
-
-def _percentile(ordered: Any, percent: int) -> float:
-    """Between neighbours in proportion, as `numpy.percentile` has it, without its 50 µs."""
-    below, rest = divmod(percent * (len(ordered) - 1), 100)
-    low, high = int(ordered[below]), int(ordered[min(below + 1, len(ordered) - 1)])
-    return low + (high - low) * rest / 100
 
 
 def _described(record: RequestRecord, span: Span) -> Span:

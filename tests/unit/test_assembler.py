@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from otel_infer import facts, tape
 from otel_infer.assembler import GRACE_NS, Assembler
-from otel_infer.records import RequestRecord, StepRows
+from otel_infer.records import RequestRecord
+from otel_infer.steprows import StepRows
 from tests.simulator import Simulator, Tick, ticks
 from tests.story import BASE, LATER, PROCESS, WALL, Story, ids, ms, ns
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from otel_infer import facts, keeper
 from otel_infer.keeper import BURST_SECONDS, RESERVED_SHARE, STEPS_PER_TRACE, Decision, Keeper
-from otel_infer.records import PrefillStep, RequestRecord, Stage, StepRows
+from otel_infer.records import PrefillStep, RequestRecord, Stage
+from otel_infer.steprows import StepRows
 
 SECOND = 1_000_000_000
 

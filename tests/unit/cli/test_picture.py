@@ -11,7 +11,8 @@ from rich.console import Console
 
 from otel_infer import facts
 from otel_infer.cli import picture
-from otel_infer.records import RequestRecord, StepRows
+from otel_infer.records import RequestRecord
+from otel_infer.steprows import StepRows
 from tests.story import BASE, MS, Story, text
 
 

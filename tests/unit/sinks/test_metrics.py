@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 
 from otel_infer import facts, keeper, semconv
-from otel_infer.records import RequestRecord, Stage, StepRecord, StepRows
+from otel_infer.records import RequestRecord, Stage, StepRecord
 from otel_infer.sinks.metrics import MetricsSink, metric_exporter
+from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
 from tests.otlp_messages import decoded
 from tests.otlp_receiver import GRPC, HTTP, OtlpReceiver

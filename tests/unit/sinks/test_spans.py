@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision
-from otel_infer.records import RequestRecord, StepRows
+from otel_infer.records import RequestRecord
 from otel_infer.sinks import spans as room
 from otel_infer.sinks import tree
 from otel_infer.sinks.spans import (
@@ -26,6 +26,7 @@ from otel_infer.sinks.spans import (
     encoded_identity,
 )
 from otel_infer.sinks.transport import Sent
+from otel_infer.steprows import StepRows, summarized
 from tests.otlp_messages import decoded
 from tests.story import BASE, MS, Batches, Story, ids
 
@@ -49,6 +50,7 @@ def record_of(steps: int, name: str = "a") -> RequestRecord:
     story.ends(21 + steps, a)
     record = story.record()
     record.steps = rows([1] * steps)
+    (record.summary,) = summarized([record.steps], [False])
     record.stages[-1] = record.stages[-1]._replace(ended_at=int(record.steps.ended_at[-1]))
     return record
 
