@@ -1,0 +1,114 @@
+"""The decode steps of requests as columns, and what they come to: counted for many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class StepRows:
+    """The steps that delivered tokens to one request, in order. `table`: numpy int64, one line per column (6, steps).
+
+    `started_at`, `ended_at`: the step scheduled, its tokens known. `tokens`: delivered to this request.
+    `others_prefill_tokens`: prompt tokens of other requests in the same step.
+    """
+
+    __slots__ = ("table",)
+    STEP, STARTED_AT, ENDED_AT, TOKENS, BATCH_SIZE, OTHERS_PREFILL_TOKENS = range(6)
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    step = property(lambda self: self.table[0])
+    started_at = property(lambda self: self.table[1])
+    ended_at = property(lambda self: self.table[2])
+    tokens = property(lambda self: self.table[3])
+    batch_size = property(lambda self: self.table[4])
+    others_prefill_tokens = property(lambda self: self.table[5])
+
+    def __len__(self) -> int:
+        return int(self.table.shape[1])
+
+    def take(self, selection: Any) -> StepRows:
+        """The rows of a slice (as a view), a mask or an index array."""
+        return StepRows(self.table[:, selection])
+
+
+class StepSummary(NamedTuple):
+    """All decode steps of a request (the first row is the prefill's) and the gaps between tokens; lengths in ns.
+
+    `slowest`: number of the first step of the greatest length. `gaps`: how many there are, holes left out.
+    """
+
+    steps: int
+    total: int
+    p50: float
+    p95: float
+    longest: int
+    slowest: int
+    batch_size_max: int
+    gaps: int
+    gaps_total: int
+    gap_max: int
+
+
+NO_STEPS = StepSummary(0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
+_LENGTH_BITS = 44  # of a step: up to 4.8 hours
+
+
+def gaps_of(rows: StepRows, with_holes: bool) -> Any:
+    """The time between each two steps that delivered tokens, ns; a hole where steps were lost is none."""
+    gaps = rows.ended_at[1:] - rows.ended_at[:-1]
+    return gaps[rows.step[1:] - rows.step[:-1] == 1] if with_holes else gaps
+
+
+def summarized(tables: Sequence[StepRows | None], with_holes: Sequence[bool]) -> list[StepSummary]:
+    """A summary of each; numpy's price per call is paid once for all."""
+    some = [i for i, rows in enumerate(tables) if rows is not None and len(rows) > 1]
+    summaries = [NO_STEPS] * len(tables)
+    if some:
+        rows = [tables[i].table for i in some]  # type: ignore[union-attr]
+        found = _summarized(rows, np.array([with_holes[i] for i in some]))
+        for i, summary in zip(some, found):
+            summaries[i] = summary
+    return summaries
+
+
+def _summarized(tables: list[Any], with_holes: Any) -> list[StepSummary]:
+    """Of tables with two rows or more each."""
+    counts = np.array([table.shape[1] - 1 for table in tables])
+    begins = np.cumsum(counts) - counts
+    step, started, ended, _, size, _ = np.concatenate(tables, axis=1)
+    decode = np.ones(len(step), bool)
+    decode[begins + np.arange(len(counts))] = False  # the first row of each
+    owner = np.repeat(np.arange(len(counts)), counts)
+    lengths = (ended - started)[decode]
+    longest = np.maximum.reduceat(lengths, begins)
+    hits = np.flatnonzero(lengths == longest[owner])
+    slowest = step[decode][hits[np.searchsorted(hits, begins)]]
+    gaps = (ended[1:] - ended[:-1])[decode[1:]]
+    if with_holes.any():
+        gaps[with_holes[owner] & ((step[1:] - step[:-1])[decode[1:]] != 1)] = -1
+    seen = gaps >= 0
+    p50, p95 = _percentiles(lengths, owner, begins, counts, (50, 95))
+    columns = (
+        counts, np.add.reduceat(lengths, begins), p50, p95, longest, slowest,
+        np.maximum.reduceat(size[decode], begins), np.add.reduceat(seen, begins, dtype=np.int64),
+        np.add.reduceat(gaps * seen, begins), np.maximum(np.maximum.reduceat(gaps, begins), 0),
+    )  # fmt: skip
+    return list(map(StepSummary, *(column.tolist() for column in columns)))
+
+
+def _percentiles(lengths: Any, owner: Any, begins: Any, counts: Any, percents: tuple[int, ...]) -> list[Any]:
+    """Of each owner's lengths, between neighbours in proportion, as `numpy.percentile` has it; one sort for all."""
+    ordered = np.sort(owner << _LENGTH_BITS | np.minimum(lengths, (1 << _LENGTH_BITS) - 1))
+    ordered &= (1 << _LENGTH_BITS) - 1
+    found = []
+    for percent in percents:
+        below, rest = np.divmod(percent * (counts - 1), 100)
+        low = ordered[begins + below]
+        high = ordered[begins + np.minimum(below + 1, counts - 1)]
+        found.append(low + (high - low) * rest / 100)
+    return found
