@@ -66,6 +66,8 @@ def varint(value: int) -> bytes:
     """Canonical; a negative number is its two's complement in 64 bits."""
     if 0 <= value < 128:
         return _SMALL[value]
+    if 128 <= value < 1 << 14:
+        return bytes((value & 127 | 128, value >> 7))
     value &= _U64
     out = bytearray()
     while value > 127:
@@ -137,23 +139,30 @@ def key(name: str) -> bytes:
 
 
 def _attributes(number: int, attributes: Mapping[str, AttributeValue]) -> bytes:
-    """Repeated KeyValue fields."""
-    return b"".join([_attribute(number, name, value) for name, value in attributes.items()])
-
-
-def _attribute(number: int, name: str, value: AttributeValue) -> bytes:
-    """One KeyValue; what recurs in every request is remembered."""
-    kind = type(value)
-    if kind is float:
-        return _before_double(number, name) + _DOUBLE.pack(value)
-    if kind is str or kind is bool:
-        return _recurring(number, name, value)
-    return field(number, key(name) + field(2, _any_value(value)))
+    """Repeated KeyValue fields; what recurs in every request is remembered."""
+    parts = []
+    for name, value in attributes.items():
+        kind = type(value)
+        if kind is float:
+            parts += _before_double(number, name), _DOUBLE.pack(value)
+        elif kind is str or kind is bool:
+            parts.append(_recurring(number, name, value))
+        elif kind is int and 0 <= value < 1 << 63:
+            whole = varint(value)
+            parts += _before_whole(number, name, len(whole)), whole
+        else:
+            parts.append(field(number, key(name) + field(2, _any_value(value))))
+    return b"".join(parts)
 
 
 @lru_cache(maxsize=1024)
 def _before_double(number: int, name: str) -> bytes:
     return field(number, key(name) + field(2, b"\x21" + bytes(8)))[:-8]
+
+
+@lru_cache(maxsize=4096)
+def _before_whole(number: int, name: str, width: int) -> bytes:
+    return field(number, key(name) + field(2, b"\x18" + bytes(width)))[:-width]
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -171,24 +180,27 @@ def _link(link: Link) -> bytes:
 
 def encode_span(span: Span) -> bytes:
     """One span as an entry of `ScopeSpans`, byte for byte what the stock classes would write."""
+    trace_id, span_id, parent, name, kind, start, end, attributes, events, links, status, state, flags = span
     parts = [
-        _bytes(1, span.trace_id),
-        _bytes(2, span.span_id),
-        string(3, span.trace_state),
-        _bytes(4, span.parent_span_id),
-        string(5, span.name),
-        number(6, span.kind),
-        _fixed64(7, span.start),
-        _fixed64(8, span.end),
-        _attributes(9, span.attributes),
-        *map(_event, span.events),
-        *map(_link, span.links),
+        _bytes(1, trace_id) + _bytes(2, span_id),
+        string(3, state) if state else b"",
+        _bytes(4, parent),
+        _named(name, kind),
+        _fixed64(7, start) + _fixed64(8, end),
+        _attributes(9, attributes),
     ]
-    if span.status:
-        parts.append(field(15, number(3, span.status)))
-    if span.flags:
-        parts.append(b"\x85\x01" + struct.pack("<I", span.flags))
+    parts += map(_event, events)
+    parts += map(_link, links)
+    if status:
+        parts.append(field(15, number(3, status)))
+    if flags:
+        parts.append(b"\x85\x01" + struct.pack("<I", flags))
     return field(2, b"".join(parts))
+
+
+@lru_cache(maxsize=1024)
+def _named(name: str, kind: int) -> bytes:
+    return string(5, name) + number(6, kind)
 
 
 def encode_resource(attributes: Mapping[str, AttributeValue]) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
 import numpy as np
@@ -45,6 +45,10 @@ class Source(NamedTuple):
     at: int
 
 
+def _nowhere(position: int) -> None:
+    """Comes from no span."""
+
+
 class Histogram:
     """What both forms share. The exemplar of a bucket is the latest value in it that has a source."""
 
@@ -63,17 +67,22 @@ class Histogram:
         if source is not None:
             self._exemplars[bucket] = (value, source)
 
-    def record_many(self, values: Any, source: Source | None = None) -> None:
-        """Counts a numpy array of values; the largest in each bucket may become its exemplar."""
-        values = np.sort(values)
+    def record_many(self, values: Any, source: Callable[[int], Source | None] = _nowhere) -> None:
+        """Counts a sorted numpy array of values; the largest in each bucket may become its exemplar.
+
+        `source`: of the value at a position.
+        """
+        begin = 0
         if len(values) and not (values[0] >= 0 and values[-1] < math.inf):  # NaN sorts last
-            values = values[(values >= 0) & (values < math.inf)]
+            begin, end = int(values.searchsorted(0.0)), int(values.searchsorted(math.inf))
+            values = values[begin:end]
         if len(values) == 0:
             return
         self._note(len(values), float(values.sum()), float(values[0]), float(values[-1]))
         for bucket, largest in self._count_sorted(values):
-            if source is not None:
-                self._exemplars[bucket] = (float(values[largest]), source)
+            known = source(begin + largest)
+            if known is not None:
+                self._exemplars[bucket] = (float(values[largest]), known)
 
     def point(self, attributes: Mapping[str, Value], started_at: int, now: int) -> Any:
         """The SDK's data point for all values since `started_at`; instants in unix ns."""

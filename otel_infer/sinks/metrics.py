@@ -17,6 +17,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from otel_infer import facts, semconv
 from otel_infer.facts import Value
 from otel_infer.records import RequestRecord, StepRecord
+from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import (
     MAX_SERIES,
     OVERFLOW_KEY,
@@ -130,6 +131,7 @@ class MetricsSink:
         self._numbers = {
             metric.name: Numbers(metric) for metric in semconv.METRICS if metric.name not in self._histograms
         }
+        self._gaps = Gaps(self._histograms[semconv.INTER_TOKEN_LATENCY.name])
         self._served: set[str] = set()
         self._operations, self._providers = FirstCome(MAX_MODELS), FirstCome(MAX_MODELS)
         self._stages, self._errors = FirstCome(MAX_NAMES), FirstCome(MAX_NAMES)
@@ -190,6 +192,7 @@ class MetricsSink:
 
     def collect(self, now_unix_ns: int) -> export.MetricsData:
         """All data points there are; where it is delta, those of the time since the last collection."""
+        self._gaps.count()
         metrics = []
         for metric in semconv.METRICS:
             series = self._histograms.get(metric.name) or self._numbers[metric.name]
@@ -233,25 +236,25 @@ class MetricsSink:
     def _count_tokens(self, record: RequestRecord, who: Key, source: Source | None) -> None:
         if record.outcome == facts.ERROR:
             return
-        gaps, tokens = _gaps(record)
-        if len(gaps):
-            self._histograms[semconv.INTER_TOKEN_LATENCY.name].at(who).record_many(gaps / 1e9, source)
+        if record.summary.gaps:
+            self._gaps.add(who, record, source)
         if record.outcome != facts.OK:
             return
         if record.ttft_ns:
             self._record(semconv.TIME_TO_FIRST_TOKEN, who, record.ttft_ns, source)
+        tokens = _tokens_after_first(record)
         if tokens > 0:
             seen = record.steps is not None
-            decode_ns = int(gaps.sum()) if seen else record.last_token_at - record.first_token_at
+            decode_ns = record.summary.gaps_total if seen else record.last_token_at - record.first_token_at
             self._record(semconv.TIME_PER_OUTPUT_TOKEN, who, decode_ns / tokens, source)
 
     def _count_steps(self, kind: Label, engine: Key, group: list[StepRecord]) -> None:
         lengths = np.array([record.ended_at - record.started_at for record in group]) / 1e9
         sizes = np.array([record.size for record in group], float)
         self._histograms[semconv.STEP_DURATION.name].at((kind, semconv.CLOCK_HOST, *engine)).record_many(
-            lengths
+            np.sort(lengths)
         )
-        self._histograms[semconv.STEP_BATCH_SIZE.name].at((kind, *engine)).record_many(sizes)
+        self._histograms[semconv.STEP_BATCH_SIZE.name].at((kind, *engine)).record_many(np.sort(sizes))
         tokens = self._numbers[semconv.STEP_TOKENS_TOTAL.name]
         for of, count in (
             (semconv.STEP_PREFILL, sum(record.prefill_tokens for record in group)),
@@ -272,22 +275,21 @@ def metric_exporter(protocol: str) -> export.MetricExporter:
     return HttpExporter()
 
 
-def _gaps(record: RequestRecord) -> tuple[Any, float]:
-    """The ns between steps that delivered tokens, and how many tokens each of its sequences got in that time.
+def _tokens_after_first(record: RequestRecord) -> float:
+    """How many tokens each of its sequences got in the gaps that were seen.
 
     Where facts were lost, a request may seem to wait from one step to a much later one: that gap was never seen.
     """
     rows, sequences = record.steps, record.sequences
     after_first = record.output_tokens / sequences - 1
     if rows is None:
-        return (), after_first if record.last_token_at else 0
-    gaps = record.gaps_ns()
+        return after_first if record.last_token_at else 0
     if record.telemetry_lost:
         seen = rows.step[1:] - rows.step[:-1] == 1
-        return gaps, int(rows.tokens[1:][seen].sum()) / sequences
+        return int(rows.tokens[1:][seen].sum()) / sequences
     if record.steps_forgotten:
-        return gaps, int(rows.tokens[1:].sum()) / sequences
-    return gaps, after_first if len(gaps) else 0
+        return int(rows.tokens[1:].sum()) / sequences
+    return after_first if record.summary.gaps else 0
 
 
 def _source(record: RequestRecord) -> Source | None:

@@ -46,7 +46,7 @@ def of_sdk(batches: list[list[float]], aggregation: Any) -> Any:
 def ours(histogram: Any, batches: list[list[float]], whole: bool) -> Any:
     for batch in batches:
         if whole:
-            histogram.record_many(np.array(batch))
+            histogram.record_many(np.sort(batch))
         else:
             for value in batch:
                 histogram.record(value)
@@ -147,10 +147,10 @@ def test_the_index_is_that_of_the_sdk_at_coarse_scales(scale: int, value: float)
 def test_values_that_are_no_lengths_are_ignored(histogram: histograms.Histogram) -> None:
     for value in (-0.1, math.nan, math.inf):
         histogram.record(value)
-    histogram.record_many(np.array([-1.0, math.nan, math.inf]))
+    histogram.record_many(np.array([-1.0, math.inf, math.nan]))
     histogram.record_many(np.array([]))
     assert 0 == histogram.count
-    histogram.record_many(np.array([math.nan, 0.5, -1.0]))
+    histogram.record_many(np.array([-1.0, 0.5, math.nan]))
     assert (1, 0.5, 0.5, 0.5) == (histogram.count, histogram.sum, histogram.min, histogram.max)
 
 
@@ -176,7 +176,7 @@ def test_the_exemplar_of_a_bucket_is_its_latest_value_with_a_source(whole: bool)
         (5.0, Source(5, 6, 30)),
     ):
         if whole:
-            histogram.record_many(np.array([value]), source)
+            histogram.record_many(np.array([value]), [source].__getitem__)
         else:
             histogram.record(value, source)
     said = histogram.point({}, 1, 2).exemplars
@@ -189,9 +189,10 @@ def test_of_many_values_the_largest_in_each_bucket_is_the_exemplar(histogram: hi
     histogram.record(0.0)
     histogram.record(100.0)  # so that the scale is coarse enough for two values in one bucket
     histogram.record(1e-9)
-    histogram.record_many(np.array([3.02, 0.0, 3.01, 1.5, 3.03]), Source(1, 2, 3))
+    sources = [Source(1, 2, number) for number in range(5)]
+    histogram.record_many(np.array([0.0, 1.5, 3.01, 3.02, 3.03]), sources.__getitem__)
     said = [exemplar.value for exemplar in histogram.point({}, 1, 2).exemplars]
-    assert sorted(said) == [0.0, 1.5, 3.03]
+    assert said == [0.0, 1.5, 3.03]  # by time, each that of its own source
     assert all(isinstance(value, float) for value in said)
 
 
