@@ -99,7 +99,7 @@ class RequestRecord:
 
     def gaps_ns(self) -> Any:
         """The time between each two steps that delivered tokens, as a column; a hole where steps were lost is none."""
-        return () if self.steps is None else gaps_of(self.steps, self.telemetry_lost)
+        return () if self.steps is None else gaps_of([self.steps], [self.telemetry_lost])[0]
 
     @property
     def summary(self) -> StepSummary:

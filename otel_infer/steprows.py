@@ -58,10 +58,16 @@ NO_STEPS = StepSummary(0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
 _LENGTH_BITS = 44  # of a step: up to 4.8 hours
 
 
-def gaps_of(rows: StepRows, with_holes: bool) -> Any:
-    """The time between each two steps that delivered tokens, ns; a hole where steps were lost is none."""
-    gaps = rows.ended_at[1:] - rows.ended_at[:-1]
-    return gaps[rows.step[1:] - rows.step[:-1] == 1] if with_holes else gaps
+def gaps_of(tables: Sequence[StepRows], with_holes: Sequence[bool]) -> tuple[Any, Any]:
+    """The time between each two steps that delivered tokens, ns, and whose it is; a hole where steps were lost is none."""
+    counts = np.array([len(rows) for rows in tables])
+    owner = np.repeat(np.arange(len(counts)), counts)
+    ended = np.concatenate([rows.ended_at for rows in tables])
+    counted = owner[1:] == owner[:-1]
+    if any(with_holes):
+        step = np.concatenate([rows.step for rows in tables])
+        counted &= ~np.array(with_holes)[owner[1:]] | (step[1:] - step[:-1] == 1)
+    return (ended[1:] - ended[:-1])[counted], owner[1:][counted]
 
 
 def summarized(tables: Sequence[StepRows | None], with_holes: Sequence[bool]) -> list[StepSummary]:

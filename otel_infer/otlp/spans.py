@@ -140,15 +140,15 @@ def key(name: str) -> bytes:
 
 def _attributes(number: int, attributes: Mapping[str, AttributeValue]) -> bytes:
     """Repeated KeyValue fields; what recurs in every request is remembered."""
-    parts = []
+    parts: list[bytes] = []
     for name, value in attributes.items():
         kind = type(value)
         if kind is float:
             parts += _before_double(number, name), _DOUBLE.pack(value)
         elif kind is str or kind is bool:
             parts.append(_recurring(number, name, value))
-        elif kind is int and 0 <= value < 1 << 63:
-            whole = varint(value)
+        elif kind is int and 0 <= value < 1 << 63:  # type: ignore[operator]
+            whole = varint(value)  # type: ignore[arg-type]
             parts += _before_whole(number, name, len(whole)), whole
         else:
             parts.append(field(number, key(name) + field(2, _any_value(value))))

@@ -63,10 +63,17 @@ def step_span_ids(request_span_id: Bytes, step: Ints) -> Bytes:
 
     Different for all steps of a request; the same on any machine; never zero.
     """
-    request = np.ascontiguousarray(request_span_id).view("<u8").ravel().astype(np.uint64)
-    ids = _mixed(_mixed(request) + step.astype(np.int64).view(np.uint64) * _STEP)
+    return _step_ids(_seeds(request_span_id), step).view(np.uint8).reshape(-1, 8)
+
+
+def _seeds(request_span_id: Bytes) -> npt.NDArray[np.uint64]:
+    return _mixed(np.ascontiguousarray(request_span_id).view("<u8").ravel().astype(np.uint64))
+
+
+def _step_ids(seeds: npt.NDArray[np.uint64], step: Ints) -> npt.NDArray[np.uint64]:
+    ids = _mixed(seeds + step.astype(np.int64).view(np.uint64) * _STEP)
     ids[ids == 0] = _STEP
-    return ids.astype("<u8").view(np.uint8).reshape(-1, 8)
+    return ids.astype("<u8")
 
 
 def _width(values: Ints) -> int:
@@ -139,10 +146,8 @@ class StepEncoder:
         if known is None:  # widths are few: each is at most 10
             known = self._templates[widths] = self._template(widths)
         template, holes = known
-        rows = np.frombuffer(bytearray(template) * len(columns.owner), holes)
-        trace, parent, request = (np.ascontiguousarray(ids)[columns.owner] for ids in owners)
-        rows["trace_id"], rows["parent_span_id"] = trace, parent
-        rows["span_id"] = step_span_ids(request, columns.step)
+        rows = np.frombuffer(_repeated(template, holes, columns.owner, owners), holes)
+        rows["span_id"] = _step_ids(_seeds(owners.request_span_id)[columns.owner], columns.step)
         rows["start"], rows["end"] = columns.start, columns.end
         for name, column, width in zip(self._keys, columns[3:], widths):
             if width:
@@ -153,7 +158,7 @@ class StepEncoder:
         """A row with zeros in its holes, and a type that says where the holes are."""
         holes = [
             ("trace_id", b"\x0a\x10", "(16,)u1"),
-            ("span_id", b"\x12\x08", "(8,)u1"),
+            ("span_id", b"\x12\x08", "<u8"),
             ("parent_span_id", b"\x22\x08", "(8,)u1"),
             ("start", self._name_and_kind + b"\x39", "<i8"),
             ("end", b"\x41", "<i8"),
@@ -170,6 +175,22 @@ class StepEncoder:
         offsets = [int(end) - length for end, length in zip(ends, lengths)]
         layout: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": len(row)}
         return row, np.dtype(layout)
+
+
+def _repeated(
+    template: bytes, holes: np.dtype[Any], owner: npt.NDArray[np.uint32], owners: StepOwners
+) -> bytearray:
+    """A row for each of `owner`, which is sorted, with what all rows of an owner share: cheaper than as columns."""
+    assert holes.fields is not None
+    trace, parent = holes.fields["trace_id"][1], holes.fields["parent_span_id"][1]
+    counts = np.bincount(owner, minlength=len(owners.trace_id))
+    rows = bytearray()
+    row = bytearray(template)
+    for i in np.flatnonzero(counts).tolist():
+        row[trace : trace + 16] = owners.trace_id[i].tobytes()
+        row[parent : parent + 8] = owners.parent_span_id[i].tobytes()
+        rows += row * int(counts[i])
+    return rows
 
 
 def _interleaved(shapes: Sequence[tuple[npt.NDArray[np.intp], Rows]], count: int) -> bytes:

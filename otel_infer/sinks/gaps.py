@@ -9,6 +9,7 @@ import numpy as np
 
 from otel_infer.records import RequestRecord
 from otel_infer.sinks.histograms import Histograms, Key, Source
+from otel_infer.steprows import gaps_of
 
 TOGETHER = 8192
 """Gaps that are counted at once."""
@@ -18,9 +19,9 @@ _MAX_NS = 1 << 62 - _REQUEST_BITS
 
 
 class _Waiting(NamedTuple):
-    """Columns of gaps in ns, and the span that stands for each column's request."""
+    """Requests whose gaps are not counted yet, and the span that stands for each."""
 
-    columns: list[Any]
+    records: list[RequestRecord]
     sources: list[Source | None]
 
 
@@ -35,21 +36,23 @@ class Gaps:
     def add(self, key: Key, record: RequestRecord, source: Source | None) -> None:
         """The gaps of one request, for the point with these attributes."""
         waiting = self._waiting.setdefault(key, _Waiting([], []))
-        waiting.columns.append(record.gaps_ns())
+        waiting.records.append(record)
         waiting.sources.append(source)
         self._number += record.summary.gaps
-        if self._number >= TOGETHER or len(waiting.columns) == MAX_REQUESTS:
+        if self._number >= TOGETHER or len(waiting.records) == MAX_REQUESTS:
             self.count()
 
     def count(self) -> None:
         """Counts what waits."""
-        for key, waiting in self._waiting.items():
-            owners = np.repeat(np.arange(len(waiting.columns)), [len(column) for column in waiting.columns])
-            lengths = np.minimum(np.concatenate(waiting.columns), _MAX_NS)
+        for key, (records, sources) in self._waiting.items():
+            lengths, owners = gaps_of(
+                [record.steps for record in records if record.steps is not None],
+                [record.telemetry_lost for record in records],
+            )
             # One sort of integers orders the lengths and takes along whose they are.
-            ordered = np.sort(lengths << _REQUEST_BITS | owners)
+            ordered = np.sort(np.minimum(lengths, _MAX_NS) << _REQUEST_BITS | owners)
             values = (ordered >> _REQUEST_BITS) / 1e9
-            self._histograms.at(key).record_many(values, partial(_source, ordered, waiting.sources))
+            self._histograms.at(key).record_many(values, partial(_source, ordered, sources))
         self._waiting, self._number = {}, 0
 
 
