@@ -19,7 +19,7 @@ from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.records import RequestRecord
 from otel_infer.ring import folder, layout, membership
 from otel_infer.ring.membership import Handles, StepLog
-from otel_infer.ring.read import StepReader
+from otel_infer.ring.read_steps import StepReader
 from otel_infer.ring.write import MemoryArena, RequestWriter, StepWriter
 
 CHUNK = 16

@@ -17,7 +17,8 @@ import numpy as np
 
 from otel_infer import facts
 from otel_infer.ring import layout
-from otel_infer.ring.read import NotARing, RequestReader, StepReader
+from otel_infer.ring.read import NotARing, RequestReader
+from otel_infer.ring.read_steps import StepReader
 
 LIVENESS_NS = 250_000_000
 

@@ -19,88 +19,16 @@ from otel_infer.facts import Value
 from otel_infer.records import RequestRecord, StepRecord
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import (
-    MAX_SERIES,
-    OVERFLOW_KEY,
     Histograms,
     Key,
     Label,
     Source,
-    attributes_of,
 )
+from otel_infer.sinks.numbers import CUMULATIVE, DELTA, FirstCome, Numbers
 from otel_infer.version import VERSION
 
 MAX_MODELS = 50
 MAX_NAMES = 64
-
-_DELTA, _CUMULATIVE = export.AggregationTemporality.DELTA, export.AggregationTemporality.CUMULATIVE
-
-
-class FirstCome:
-    """Lets the first so many different names through; those that come later are `_OTHER`."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._known: set[str] = set()
-
-    def admit(self, name: str) -> str | None:
-        """The name, as it may be said; None for no name."""
-        if name in self._known:
-            return name
-        if not name:
-            return None
-        if len(self._known) >= self._limit:
-            return semconv.OTHER
-        self._known.add(name)
-        return name
-
-
-class Numbers:
-    """The points of a counter, an up-down counter or a gauge."""
-
-    def __init__(self, metric: semconv.Metric) -> None:
-        self._metric = metric
-        self._values: dict[Key, float] = {}
-        self._reported: dict[Key, float] = {}
-
-    def key(self, attributes: Mapping[str, Value]) -> Key:
-        """Attributes that the metric does not have are left out."""
-        return tuple(_label(attributes.get(name)) for name in self._metric.attributes)
-
-    def retain(self, keys: Collection[Key]) -> None:
-        """Points of other attributes are of things that are gone."""
-        self._values = {key: value for key, value in self._values.items() if key in keys}
-
-    def set(self, key: Key, value: float) -> None:
-        """The value, or the total, from now on."""
-        self._values[self._admitted(key)] = value
-
-    def add(self, key: Key, value: float) -> None:
-        """Adds to what was counted."""
-        key = self._admitted(key)
-        self._values[key] = self._values.get(key, 0) + value
-
-    def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
-        """The SDK's data of this metric, or None if there are no points."""
-        delta = temporality is _DELTA
-        points = [
-            export.NumberDataPoint(
-                attributes=attributes_of(self._metric, key),
-                start_time_unix_nano=since,
-                time_unix_nano=now,
-                value=max(value - self._reported.get(key, 0), 0) if delta else value,
-            )
-            for key, value in self._values.items()
-        ]
-        self._reported = dict(self._values)
-        if not points:
-            return None
-        if self._metric.instrument == semconv.GAUGE:
-            return export.Gauge(data_points=points)
-        monotonic = self._metric.instrument == semconv.COUNTER
-        return export.Sum(data_points=points, aggregation_temporality=temporality, is_monotonic=monotonic)
-
-    def _admitted(self, key: Key) -> Key:
-        return key if key in self._values or len(self._values) < MAX_SERIES else OVERFLOW_KEY
 
 
 class MetricsSink:
@@ -198,7 +126,7 @@ class MetricsSink:
             series = self._histograms.get(metric.name) or self._numbers[metric.name]
             delta = self._delta and metric.instrument in (semconv.HISTOGRAM, semconv.COUNTER)
             since = self._collected_at if delta else self._started_at
-            data = series.data(_DELTA if delta else _CUMULATIVE, since, now_unix_ns)
+            data = series.data(DELTA if delta else CUMULATIVE, since, now_unix_ns)
             if data is not None:
                 name, meaning, unit = metric.name, metric.description, metric.unit
                 metrics.append(export.Metric(name=name, description=meaning, unit=unit, data=data))
@@ -299,7 +227,3 @@ def _source(record: RequestRecord) -> Source | None:
         return None
     ended_at = record.ended_at + record.wall_offset
     return Source(int.from_bytes(record.trace_id, "big"), int.from_bytes(span_id, "big"), ended_at)
-
-
-def _label(value: Value | None) -> Label:
-    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from otel_infer import facts
 from otel_infer.ring import layout, write
 from otel_infer.ring.membership import Handles, StepLog
-from otel_infer.ring.read import StepReader
+from otel_infer.ring.read_steps import StepReader
 
 
 def make_log(halvings: int = 0) -> tuple[StepLog, Handles, mmap.mmap]:

@@ -1,0 +1,86 @@
+"""Counters and gauges as points of the SDK, and which names may become values of their attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from opentelemetry.sdk.metrics import export
+
+from otel_infer import semconv
+from otel_infer.facts import Value
+from otel_infer.sinks.histograms import MAX_SERIES, OVERFLOW_KEY, Key, Label, attributes_of
+
+DELTA, CUMULATIVE = export.AggregationTemporality.DELTA, export.AggregationTemporality.CUMULATIVE
+
+
+class FirstCome:
+    """Lets the first so many different names through; those that come later are `_OTHER`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def admit(self, name: str) -> str | None:
+        """The name, as it may be said; None for no name."""
+        if name in self._known:
+            return name
+        if not name:
+            return None
+        if len(self._known) >= self._limit:
+            return semconv.OTHER
+        self._known.add(name)
+        return name
+
+
+class Numbers:
+    """The points of a counter, an up-down counter or a gauge."""
+
+    def __init__(self, metric: semconv.Metric) -> None:
+        self._metric = metric
+        self._values: dict[Key, float] = {}
+        self._reported: dict[Key, float] = {}
+
+    def key(self, attributes: Mapping[str, Value]) -> Key:
+        """Attributes that the metric does not have are left out."""
+        return tuple(_label(attributes.get(name)) for name in self._metric.attributes)
+
+    def retain(self, keys: Collection[Key]) -> None:
+        """Points of other attributes are of things that are gone."""
+        self._values = {key: value for key, value in self._values.items() if key in keys}
+
+    def set(self, key: Key, value: float) -> None:
+        """The value, or the total, from now on."""
+        self._values[self._admitted(key)] = value
+
+    def add(self, key: Key, value: float) -> None:
+        """Adds to what was counted."""
+        key = self._admitted(key)
+        self._values[key] = self._values.get(key, 0) + value
+
+    def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
+        """The SDK's data of this metric, or None if there are no points."""
+        delta = temporality is DELTA
+        points = [
+            export.NumberDataPoint(
+                attributes=attributes_of(self._metric, key),
+                start_time_unix_nano=since,
+                time_unix_nano=now,
+                value=max(value - self._reported.get(key, 0), 0) if delta else value,
+            )
+            for key, value in self._values.items()
+        ]
+        self._reported = dict(self._values)
+        if not points:
+            return None
+        if self._metric.instrument == semconv.GAUGE:
+            return export.Gauge(data_points=points)
+        monotonic = self._metric.instrument == semconv.COUNTER
+        return export.Sum(data_points=points, aggregation_temporality=temporality, is_monotonic=monotonic)
+
+    def _admitted(self, key: Key) -> Key:
+        return key if key in self._values or len(self._values) < MAX_SERIES else OVERFLOW_KEY
+
+
+def _label(value: Value | None) -> Label:
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
