@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from otel_infer import facts, semconv
 from otel_infer.conclusion import Request, conclude
-from otel_infer.records import RequestRecord, StepRecord
+from otel_infer.records import Pause, RequestRecord, StepRecord
 from otel_infer.steplog import StepLog
 
 GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
+PAUSES = 1024
+"""Pauses of one process that are remembered."""
 TOGETHER = 64
 """Requests that are concluded at once; more would not fit a processor's cache."""
 
@@ -33,6 +36,7 @@ class Assembler:
         self.open: dict[Key, Request] = {}
         self.engines: dict[int, StepLog] = {}
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
+        self.pauses: dict[int, deque[Pause]] = {}
         self.facts_lost = 0
         self.facts_torn = 0
         self.steps: list[StepRecord] = []
@@ -47,6 +51,7 @@ class Assembler:
             facts.LiveRecovered: self._recovered,
             facts.RequestEnded: self._request_ended,
             facts.HooksReported: self._hooks,
+            facts.PauseSeen: self._paused,
             facts.StepScheduled: self._scheduled,
             facts.StepDone: self._done,
             facts.StepsLost: self._steps_lost,
@@ -138,6 +143,7 @@ class Assembler:
                 del self.open[key]
             if due > self._concluded_at.get(request.ring, 0):
                 request.leave(due)
+                request.pauses = self._pauses_of(request)
                 self._left.append(request)
                 if len(self._left) == TOGETHER:
                     self._conclude()
@@ -153,6 +159,7 @@ class Assembler:
             self._end(request, died)
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
             del self.engines[number]
+        self.pauses.pop(ring, None)
         for key in [key for key in self.hooks if key[0] == ring]:
             del self.hooks[key]
 
@@ -170,6 +177,18 @@ class Assembler:
 
     def _of(self, process: int) -> list[Request]:
         return [request for (ring, _), request in self.open.items() if ring == process]
+
+    def _paused(self, ring: int, handle: int, fact: facts.PauseSeen) -> None:
+        pauses = self.pauses.setdefault(ring, deque(maxlen=PAUSES))
+        pauses.append(Pause(fact.started_at, fact.at, fact.cause))
+
+    def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
+        """What held up its process while it was there."""
+        pauses = self.pauses.get(request.ring)
+        if not pauses or pauses[-1].ended_at <= request.arrived_at:
+            return ()
+        begin, end = request.arrived_at, request.ended_at
+        return tuple(pause for pause in pauses if pause.started_at < end and pause.ended_at > begin)
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
 

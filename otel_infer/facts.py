@@ -187,6 +187,14 @@ class HooksReported(NamedTuple):
     total: int
 
 
+class PauseSeen(NamedTuple):
+    """Something held up this process, whatever request it was at, from `started_at` to `at`. `cause`: gc, compile, …"""
+
+    at: int
+    started_at: int
+    cause: str
+
+
 class StepScheduled(NamedTuple):
     """A batch was composed. `members` is the ordered batch as handles; only its change travels.
 
@@ -322,6 +330,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(12, SpanLinked, "q 16s 8s"),
     _layout(13, HooksReported, "q S H H"),
     _layout(14, HttpDescribed, "q S S S"),
+    _layout(15, PauseSeen, "q q S"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

@@ -36,6 +36,14 @@ class PrefillStep(NamedTuple):
     batch_size: int
 
 
+class Pause(NamedTuple):
+    """A time in which the whole process was held up, and by what (gc, compile, …)."""
+
+    started_at: int
+    ended_at: int
+    cause: str
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
@@ -79,6 +87,7 @@ class RequestRecord:
     chunks: int = 0
     telemetry_lost: bool = False
     attributes: dict[str, Value] = field(default_factory=dict)
+    pauses: tuple[Pause, ...] = ()
     events: list[UserEvent] = field(default_factory=list)
     links: list[tuple[bytes, bytes]] = field(default_factory=list)
     span_name: str = ""

@@ -232,6 +232,9 @@ class Story:
         self.done(until, step, delivered, engine=more.get("engine", ENGINE))
         return step
 
+    def paused(self, since: float, until: float, cause: str = "gc", process: int = PROCESS) -> None:
+        self.tell(process, 0, facts.PauseSeen(ns(until), ns(since), cause))
+
     def steps_lost(self, at: float, engine: int = ENGINE) -> None:
         self.tell(engine, 0, facts.StepsLost(ns(at), 1))
 

@@ -85,6 +85,7 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
     record.attributes = attributes
     record.events, record.links = request.events, request.links
+    record.pauses = request.pauses
     record.span_name, record.tracestate = request.span_name, request.tracestate
     record.telemetry_lost = request.telemetry_lost
     record.preemptions = len(request.preempted)

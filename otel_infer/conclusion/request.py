@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from otel_infer import facts, semconv
-from otel_infer.records import UserEvent
+from otel_infer.records import Pause, UserEvent
 from otel_infer.steplog import Run, StepLog
 
 MAX_STAGES = 256
@@ -51,6 +51,7 @@ class Request:
         self.chunks: dict[StepLog, dict[int, Chunk]] = {}
         self.discarded = 0
         self.concluded_at = 0
+        self.pauses: tuple[Pause, ...] = ()
         self.is_prefilling = True
 
     @property

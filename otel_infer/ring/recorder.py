@@ -139,6 +139,15 @@ class Recorder:
             except Exception as broken:  # the request goes on without us
                 self._broke(broken)
 
+    def paused(self, cause: str, started_at: int, ended_at: int) -> None:
+        """States that this process was held up; nothing where nobody records."""
+        writer = self.requests
+        if writer is not None:
+            try:
+                writer.state(0, facts.PauseSeen(ended_at, started_at, cause))
+            except Exception as broken:  # whoever was held up already is not to be stopped as well
+                self._broke(broken)
+
     def _lose(self, facts_lost: int) -> None:
         if self.requests is not None:
             self.requests.words[layout.W_LOST] += facts_lost

@@ -73,6 +73,7 @@ of_requests = st.one_of(
 of_processes = st.one_of(
     st.builds(facts.HooksReported, instants, words, counts, counts),
     st.builds(facts.FactsLost, instants, counts, counts),
+    st.builds(facts.PauseSeen, instants, instants, words),
     st.builds(facts.ProcessSeen, instants, counts, words, st.just(0)),
     st.builds(facts.EngineSeen, instants, st.integers(1, 2), counts, words),
     st.builds(facts.ProcessDied, instants),
@@ -497,3 +498,16 @@ def test_a_request_of_more_steps_than_are_remembered_counts_what_it_has_forgotte
     assert (ms(record.first_token_at), ms(record.last_token_at)) == (11, 50)
     assert record.output_tokens == 0, "nobody knows"
     assert np.all(record.steps.tokens == 1)
+
+
+def test_a_pause_of_the_process_belongs_to_whoever_was_there() -> None:
+    story = Story()
+    early = story.arrives(0, "early")
+    story.ends(10, early)
+    later = story.arrives(20, "later")
+    story.paused(22, 25)
+    story.ends(40, later)
+    assert [[(ms(p.started_at), ms(p.ended_at), p.cause) for p in r.pauses] for r in story.records()] == [
+        [],
+        [(22, 25, "gc")],
+    ]
