@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
-from otel_infer import clock, keeper, semconv, tape
+from otel_infer import blame, clock, keeper, semconv, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.config import Config
 from otel_infer.facts import RingFact, Value
@@ -153,6 +153,10 @@ class Pipeline:
             self.metrics.steps(steps)
         records = self.assembler.concluded(horizon)
         self.requests += len(records)
+        try:
+            blame.assign(records)
+        except Exception:  # what they say without it is true all the same
+            log.exception("requests are exported without blame")
         for record in records:
             try:
                 self._hand_on(record)

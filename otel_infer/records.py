@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from otel_infer.facts import Value
+from otel_infer.stepcosts import StepCosts
 from otel_infer.steprows import StepRows, StepSummary, gaps_of, summarized
 
 
@@ -34,6 +36,35 @@ class PrefillStep(NamedTuple):
     ended_at: int
     tokens: int
     batch_size: int
+    others_prefill_tokens: int = 0
+
+
+class Prefiller(NamedTuple):
+    """A request that had so many tokens of its prompt in a step."""
+
+    trace_id: bytes
+    span_id: bytes
+    tokens: int
+
+
+class Offender(NamedTuple):
+    """A request whose prompt held up another, and for how long (ns)."""
+
+    trace_id: bytes
+    span_id: bytes
+    length: int
+
+
+class Blame(NamedTuple):
+    """Where the time of a request went: ns by cause (none of them 0), and who interfered most."""
+
+    causes: dict[str, int]
+    offender: Offender | None
+
+    @property
+    def top(self) -> str:
+        """The cause with the most time; empty if the request took none."""
+        return max(self.causes, key=lambda cause: self.causes[cause], default="")
 
 
 class Pause(NamedTuple):
@@ -49,7 +80,8 @@ class RequestRecord:
     """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
 
     `server_span_id`: of the server span, if it is ours; the same as `span_id` where the request reached no engine, so that
-    the two are one. `telemetry_lost`: what is here is true, but not all of it is.
+    the two are one. `telemetry_lost`: what is here is true, but not all of it is. `costs`: of its engine's steps, as known at
+    its end. `prefillers`: whose prompts were in a step, asked soon after.
     """
 
     trace_id: bytes
@@ -88,6 +120,12 @@ class RequestRecord:
     telemetry_lost: bool = False
     attributes: dict[str, Value] = field(default_factory=dict)
     pauses: tuple[Pause, ...] = ()
+    received_at: int = 0
+    preempted_at: tuple[int, ...] = ()
+    detokenize_ns: int = 0
+    costs: StepCosts | None = None
+    prefillers: Callable[[int], Sequence[Prefiller]] | None = None
+    blame: Blame | None = None
     events: list[UserEvent] = field(default_factory=list)
     links: list[tuple[bytes, bytes]] = field(default_factory=list)
     span_name: str = ""

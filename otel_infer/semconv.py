@@ -42,6 +42,50 @@ STAGES = (
 DEVICE_STAGES = (SPAN_H2D, SPAN_FORWARD, SPAN_D2H)
 """Those that mean the device, so that it must be said by whose clock they were timed."""
 
+# ── causes: where the time of a request went ─────────────────────────────────────────────────────────────────────
+CAUSE_INGRESS = "ingress"
+CAUSE_TOKENIZE = "tokenize"
+CAUSE_HIDDEN_QUEUE = "hidden_queue"
+CAUSE_SCHEDULER_QUEUE = "scheduler_queue"
+CAUSE_PREFILL = "prefill"
+CAUSE_DECODE = "decode"
+CAUSE_BATCHING = "batching"
+CAUSE_INTERFERENCE = "interference"
+CAUSE_PREEMPTION = "preemption"
+CAUSE_HOST = "host_bubble"
+CAUSE_TRANSFER = "transfer"
+CAUSE_APPLICATION = "application"
+CAUSE_DETOKENIZE = "detokenize"
+CAUSE_EGRESS = "egress"
+CAUSE_GC = "gc"
+CAUSE_COMPILE = "compile"
+CAUSE_THROTTLED = "throttled"
+CAUSE_PAUSE = "pause"
+CAUSE_UNEXPLAINED = "unexplained"
+PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_THROTTLED)
+"""Those that hold up a whole process; any other such cause is a `pause`."""
+CAUSES: dict[str, str] = {
+    CAUSE_INGRESS: "first byte in to handed over to the engine",
+    CAUSE_TOKENIZE: "text to tokens",
+    CAUSE_HIDDEN_QUEUE: "handed over, not yet seen by the scheduler",
+    CAUSE_SCHEDULER_QUEUE: "waiting for the scheduler to take it up",
+    CAUSE_PREFILL: "its own prompt",
+    CAUSE_DECODE: "its own tokens: what its steps would have cost alone",
+    CAUSE_BATCHING: "what the tokens of the sequences beside it added to its steps",
+    CAUSE_INTERFERENCE: "what the prompts of other requests added to its steps, and steps it was left out of",
+    CAUSE_PREEMPTION: "put back, waited, and computed again",
+    CAUSE_HOST: "between two steps of the engine",
+    CAUSE_TRANSFER: "to and from the device",
+    CAUSE_APPLICATION: "stages the application named itself",
+    CAUSE_DETOKENIZE: "tokens to text, after the last token",
+    CAUSE_EGRESS: "last token to last byte handed over",
+    CAUSE_GC: "garbage collection",
+    CAUSE_COMPILE: "torch compiling or capturing",
+    CAUSE_THROTTLED: "the CPU quota was used up",
+    CAUSE_PAUSE: "something else that held up the process",
+    CAUSE_UNEXPLAINED: "nobody saw",
+}
+
 # ── conventions ──────────────────────────────────────────────────────────────────────────────────────────────────
 OPERATION_NAME = "gen_ai.operation.name"
 PROVIDER_NAME = "gen_ai.provider.name"
@@ -90,6 +134,12 @@ LATENCY_DECODE = "gen_ai.latency.time_in_model_decode"
 STAGE = "infer.stage"
 CLOCK = "infer.clock"
 KEEP_REASON = "infer.keep.reason"
+BLAME = {cause: f"infer.blame.{cause}" for cause in CAUSES}
+"""The attribute of each cause: its time in s. They sum to the duration."""
+BLAME_CAUSE = "infer.blame.cause"
+BLAME_TOP = "infer.blame.top"
+OFFENDER_DELAY = "infer.offender.delay"
+"""On the link to the request whose prompt held this one up most: for how long, s."""
 REQUEST_ID = "infer.request.id"
 REQUEST_STATE = "infer.request.state"
 DIED_IN = "infer.died_in"
@@ -205,6 +255,13 @@ STAGE_DURATION = Metric(
     "Time of a request in one stage.",
     (STAGE, CLOCK, *_REQUEST),
     STAGE_BOUNDS,
+)
+BLAME_DURATION = Metric(
+    "infer.blame.duration",
+    COUNTER,
+    "s",
+    "Time of finished requests by what it went into; the causes of a request sum to its duration.",
+    (BLAME_CAUSE, *_REQUEST),
 )
 REQUEST_ABANDONED = Metric(
     "infer.request.abandoned",

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from otel_infer import facts
-from otel_infer.records import StepRecord
+from otel_infer.records import Prefiller, StepRecord
+from otel_infer.stepcosts import StepCosts, fitted
 
 if TYPE_CHECKING:
     from otel_infer.conclusion import Request
 
 CAPACITY = 65536
 """Steps that are remembered; a request's older steps are counted as forgotten."""
+FIT_FIRST, FIT_EVERY, FIT_OVER = 16, 256, 1024
+"""What a step costs is estimated anew when there are twice as many steps, then every so often, from so many."""
+MAX_PREFILLERS = 8192
+"""Steps with prompts of which it is remembered whose."""
 MAX_FLIGHTS = 64
 """Far more than any engine keeps in flight: the ends of older ones will not come."""
 
@@ -70,6 +75,9 @@ class StepLog:
         self.gap_at = 0
         self._members: list[int] | None = None
         self._flights: dict[int, _Flight] = {}
+        self._prefillers: dict[int, tuple[Prefiller, ...]] = {}
+        self._costs: StepCosts | None = None
+        self._fit_due = FIT_FIRST
         self._prefilling: dict[int, int] = {}  # handle → how many of its members have no token yet
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,6 +156,29 @@ class StepLog:
         i = step % CAPACITY
         return float(self._kv[i]) if self._step[i] == step else float("nan")
 
+    def prefill_tokens(self, step: int) -> int:
+        """Prompt tokens of all requests in this step."""
+        i = step % CAPACITY
+        return int(self._prefill[i]) if self._step[i] == step else 0
+
+    def prefillers(self, step: int) -> tuple[Prefiller, ...]:
+        """Whose prompts were in this step."""
+        return self._prefillers.get(step, ())
+
+    def costs(self) -> StepCosts | None:
+        """What a step without prompts costs; the same for the same facts before it."""
+        if self.last_step >= self._fit_due:
+            self._costs = self._fitted()
+            self._fit_due = self.last_step + min(self.last_step, FIT_EVERY)
+        return self._costs
+
+    def _fitted(self) -> StepCosts | None:
+        first = max(self.last_step - FIT_OVER, 1)
+        step, started, ended, _, size, prefill = np.concatenate(self.columns(first, self.last_step), axis=1)
+        lengths = ended[1:] - np.maximum(started[1:], ended[:-1])
+        plain = (prefill[1:] == 0) & (ended[1:] > 0) & (ended[:-1] > 0) & (step[1:] - step[:-1] == 1)
+        return fitted(lengths[plain], size[1:][plain])
+
     # ── who is in the batch ──────────────────────────────────────────────────────────────────────────────────────
 
     def _change(self, fact: facts.StepScheduled, find: Find) -> None:
@@ -206,7 +237,8 @@ class StepLog:
         if members is None or not self._prefilling:
             return {}
         tokens = dict(fact.tokens)
-        found = {}
+        found: dict[int, _Prefill] = {}
+        whose: list[Prefiller] = []
         for handle, young in self._prefilling.items():
             positions = sorted(_positions(members, handle), key=lambda position: -tokens.get(position, 1))[
                 :young
@@ -217,7 +249,13 @@ class StepLog:
             found[handle] = prefill
             request = find(handle)
             if request is not None:
-                request.schedule(self, fact.step, fact.at, sum(prefill.tokens), fact.size)
+                tokens_of = sum(prefill.tokens)
+                request.schedule(self, fact.step, fact.at, tokens_of, fact.size)
+                whose.append(Prefiller(request.arrived.trace_id, request.arrived.span_id, tokens_of))
+        if whose:
+            self._prefillers[fact.step] = tuple(whose)
+            if len(self._prefillers) > MAX_PREFILLERS:
+                del self._prefillers[next(iter(self._prefillers))]
         return found
 
     def _deliver(self, step: int, flight: _Flight, delivered: dict[int, int], find: Find) -> None:
@@ -246,6 +284,10 @@ class StepLog:
                 self._prefill[step % CAPACITY] -= sum(prefill.tokens) - sum(tokens)
                 if request is not None:
                     request.schedule(self, step, flight.at, sum(tokens), flight.size)
+                    self._prefillers[step] = tuple(
+                        who._replace(tokens=sum(tokens)) if who.span_id == request.arrived.span_id else who
+                        for who in self.prefillers(step)
+                    )
 
 
 def _tokens(prefills: dict[int, _Prefill]) -> int:

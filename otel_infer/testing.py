@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-from otel_infer import clock, config, identity, ingress, semconv
+from otel_infer import blame, clock, config, identity, ingress, semconv
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.integrations import registry
 from otel_infer.integrations._base import Integration
@@ -76,7 +76,9 @@ class Captured:
             time.sleep(STRAGGLERS_S)
         with self._turn:
             self._read()
-            self._records += self._assembler.concluded(clock.now() + GRACE_NS)
+            concluded = self._assembler.concluded(clock.now() + GRACE_NS)
+            blame.assign(concluded)
+            self._records += concluded
             return list(self._records)
 
     def tree(self, times: bool = False, timeout: float = 2.0) -> str:

@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def records(path: Path) -> Iterator[RequestRecord]:
     """The finished requests of a tape, in the order in which they ended."""
+    from otel_infer import blame
     from otel_infer.assembler import GRACE_NS, Assembler
 
     assembler = Assembler()
@@ -47,8 +48,12 @@ def records(path: Path) -> Iterator[RequestRecord]:
     for passage in tape.read(path):
         horizon = passage.horizon
         assembler.feed(passage.said)
-        yield from assembler.concluded(horizon)
-    yield from assembler.concluded(horizon + GRACE_NS)
+        concluded = assembler.concluded(horizon)
+        blame.assign(concluded)
+        yield from concluded
+    concluded = assembler.concluded(horizon + GRACE_NS)
+    blame.assign(concluded)
+    yield from concluded
 
 
 def described(record: RequestRecord) -> dict[str, Any]:
@@ -65,6 +70,9 @@ def described(record: RequestRecord) -> dict[str, Any]:
         "input_tokens": record.input_tokens,
         "output_tokens": record.output_tokens,
         "stages": _lengths(record),
+        "blame_ms": {cause: length / 1e6 for cause, length in record.blame.causes.items()}
+        if record.blame
+        else {},
         "decode_steps": max(len(steps) - 1, 0) if steps is not None else 0,
         semconv.TELEMETRY_LOST: record.telemetry_lost,
     }

@@ -85,7 +85,11 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
     record.attributes = attributes
     record.events, record.links = request.events, request.links
-    record.pauses = request.pauses
+    record.pauses, record.costs = request.pauses, request.costs
+    record.prefillers = request.runs[-1].log.prefillers if request.runs else None
+    record.received_at = request.received_at
+    record.preempted_at = tuple(fact.at for fact in request.preempted)
+    record.detokenize_ns = request.ended.detokenize_ns if request.ended is not None else 0
     record.span_name, record.tracestate = request.span_name, request.tracestate
     record.telemetry_lost = request.telemetry_lost
     record.preemptions = len(request.preempted)
@@ -133,7 +137,8 @@ def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) ->
                 ended_at = min(ended_at, record.ended_at)
             started_at = max(at, record.arrived_at)
             if started_at < ended_at <= until:
-                record.prefill_steps.append(PrefillStep(step, started_at, ended_at, tokens, size))
+                others = max(log.prefill_tokens(step) - tokens, 0)
+                record.prefill_steps.append(PrefillStep(step, started_at, ended_at, tokens, size, others))
     record.prefill_steps.sort(key=lambda chunk: chunk.started_at)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from otel_infer import facts, semconv
 from otel_infer.records import Pause, UserEvent
+from otel_infer.stepcosts import StepCosts
 from otel_infer.steplog import Run, StepLog
 
 MAX_STAGES = 256
@@ -52,6 +53,7 @@ class Request:
         self.discarded = 0
         self.concluded_at = 0
         self.pauses: tuple[Pause, ...] = ()
+        self.costs: StepCosts | None = None
         self.is_prefilling = True
 
     @property
@@ -152,6 +154,8 @@ class Request:
             if first <= log.last_step:
                 self.runs.append(Run(log, first, log.last_step, sequences))
         self.present = {}
+        if self.runs:
+            self.costs = self.runs[-1].log.costs()
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
 

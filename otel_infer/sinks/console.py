@@ -35,6 +35,9 @@ def line(record: RequestRecord) -> str:
         parts.append(f"first token {milliseconds(record.ttft_ns)}")
     if record.output_tokens:
         parts.append(f"{record.input_tokens} → {record.output_tokens} tokens")
+    if record.blame is not None and record.operation and record.duration_ns:
+        top = record.blame.top
+        parts.append(f"{100 * record.blame.causes[top] / record.duration_ns:.0f} % {top.replace('_', ' ')}")
     return f"{'  '.join(parts)}  [{stages}]"
 
 

@@ -82,6 +82,10 @@ class MetricsSink:
         if record.outcome == facts.ABORTED:
             key = (self._stages.admit(record.died_in), error, *who)
             self._record(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
+        if record.blame is not None:
+            spent = self._numbers[semconv.BLAME_DURATION.name]
+            for cause, length in record.blame.causes.items():
+                spent.add((cause, *who), length / 1e9)
         if record.preemptions:
             self._numbers[semconv.REQUEST_PREEMPTIONS.name].add(who, record.preemptions)
         self._count_tokens(record, who, source)

@@ -93,6 +93,10 @@ def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict
         semconv.TELEMETRY_LOST: record.telemetry_lost,
     }
     attributes = {key: value for key, value in said.items() if value}
+    if record.blame is not None and record.operation:
+        for cause, length in record.blame.causes.items():
+            attributes[semconv.BLAME[cause]] = length / 1e9
+        attributes[semconv.BLAME_TOP] = record.blame.top
     own = {k: v for k, v in record.attributes.items() if not k.startswith(_SERVER_ATTRIBUTES)}
     return {**own, **attributes}
 
@@ -124,7 +128,13 @@ def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
 def _described(record: RequestRecord, span: Span) -> Span:
     """With the events and links that were added to the live span."""
     events = [Event(event.at + record.wall_offset, event.name, event.attributes) for event in record.events]
-    return span._replace(events=events, links=[Link(trace_id, span_id) for trace_id, span_id in record.links])
+    links = [Link(trace_id, span_id) for trace_id, span_id in record.links]
+    offender = record.blame.offender if record.blame is not None else None
+    if offender is not None:
+        links.append(
+            Link(offender.trace_id, offender.span_id, {semconv.OFFENDER_DELAY: offender.length / 1e9})
+        )
+    return span._replace(events=events, links=links)
 
 
 def _stages(record: RequestRecord, decision: keeper.Decision) -> list[Span]:

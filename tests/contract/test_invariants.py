@@ -575,7 +575,7 @@ def test_7_the_assembler_gives_the_same_records_for_the_same_facts_in_any_proces
 
 
 def test_8_every_name_on_the_wire_is_in_semconv(tmp_path: Path, receiver: Recording) -> None:
-    names = {value for value in vars(semconv).values() if isinstance(value, str)}
+    names = {value for value in vars(semconv).values() if isinstance(value, str)} | {*semconv.BLAME.values()}
     metrics = {metric.name: metric for metric in semconv.METRICS}
     with Toy(tmp_path / "log", {**receiver.environ, "OTEL_INFER_LATENCY_ATTRIBUTES": "on"}) as toy:
         replies = [toy.chat(tokens=5), toy.chat(fail="on purpose"), toy.chat()]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer import facts, tape
+from otel_infer import blame, facts, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.records import RequestRecord
 from otel_infer.steprows import StepRows
@@ -28,8 +28,10 @@ def concluded(said: list[facts.RingFact]) -> list[RequestRecord]:
 
 
 def plain(record: RequestRecord) -> dict[str, Any]:
-    """A record that can be compared."""
+    """A record that can be compared, with its blame."""
+    blame.assign([record])
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    del fields["prefillers"]  # a question to the step log, not an answer
     steps = fields["steps"]
     return {**fields, "steps": steps.table.tolist() if steps is not None else None}
 

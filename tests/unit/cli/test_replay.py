@@ -50,7 +50,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_request_is_a_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(path)]) == 0
     assert capsys.readouterr().out == (
-        f"{ids('a0')[0].hex()[:8]}  chat toy  ok  60 ms  first token 20 ms  5 → 4 tokens  [ingress 2.0 ms · tokenize 2.0 ms · "
+        f"{ids('a0')[0].hex()[:8]}  chat toy  ok  60 ms  first token 20 ms  5 → 4 tokens  50 % decode  [ingress 2.0 ms · tokenize 2.0 ms · "
         "queue 6.0 ms · prefill 10 ms · decode 30 ms · rerank 1.0 ms · postprocess 10 ms · rerank 2.0 ms]\n"
     )
 
@@ -76,6 +76,15 @@ def test_a_request_is_an_object_with_lengths_in_ms(path: Path, capsys: pytest.Ca
             "decode": 30.0,
             "rerank": 3.0,
             "postprocess": 10.0,
+        },
+        "blame_ms": {
+            "scheduler_queue": 6.0,
+            "prefill": 10.0,
+            "decode": 30.0,
+            "application": 3.0,
+            "tokenize": 2.0,
+            "ingress": 2.0,
+            "egress": 7.0,
         },
         "decode_steps": 3,
         "infer.telemetry.lost": False,

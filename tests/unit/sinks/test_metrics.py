@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 
 from otel_infer import facts, keeper, semconv
-from otel_infer.records import RequestRecord, Stage, StepRecord
+from otel_infer.records import Blame, RequestRecord, Stage, StepRecord
 from otel_infer.sinks.metrics import MetricsSink, metric_exporter
 from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
@@ -606,10 +606,22 @@ def test_the_resource_may_still_gain_its_name() -> None:
     assert {"service.name": "vllm", "process.pid": 7} == sent(metrics)["infer.request.kept"]["resource"]
 
 
+def test_time_is_counted_by_what_it_went_into() -> None:
+    metrics = sink()
+    one, two = generation(), generation()
+    one.blame, two.blame = (
+        Blame({"decode": 250_000_000, "gc": 50_000_000}, None),
+        Blame({"gc": 1_000_000_000}, None),
+    )
+    points = counted(metrics, one, two)["infer.blame.duration"]["points"]
+    assert {p["attributes"]["infer.blame.cause"]: p["value"] for p in points} == {"decode": 0.25, "gc": 1.05}
+
+
 def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics = sink()
     aborted = generation(outcome=facts.ABORTED, died_in="decode", error_type="timeout")
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})])
+    preempted.blame = Blame({"decode": 1}, None)
     metrics.steps([step(prefill_tokens=5)])
     for metric in semconv.METRICS:
         if metric.name.startswith("infer.self.") or metric is semconv.REQUEST_ACTIVE:

@@ -1,0 +1,156 @@
+"""Where the time of a request went, by cause. Pure; exact: the causes of a request sum to its duration, in whole ns.
+
+Time is given away once, in this order: to pauses of the process, to what the engine did with the request (queue, prefill,
+decode), to stages that were said, to what came after the last token. Inside decode each step is divided by what the engine's
+own log says a step of that size costs (`stepcosts`): what it would have cost the request alone is its own *decode*, what
+the other sequences' tokens add is *batching*, and what a step with other requests' prompts took beyond that is their
+*interference*. Its error per step is `StepCosts.spread`. Longer than a step without prompts can be explained by (three
+times the spread, at least a twentieth): *unexplained*, like whatever nobody saw.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from otel_infer import decodeblame, facts, semconv
+from otel_infer.decodeblame import DecodeBlame
+from otel_infer.records import Blame, Offender, Pause, RequestRecord, Stage
+
+Causes = dict[str, int]
+
+_OF_STAGES = {
+    semconv.SPAN_INGRESS: semconv.CAUSE_INGRESS,
+    semconv.SPAN_TOKENIZE: semconv.CAUSE_TOKENIZE,
+    semconv.SPAN_FORWARD: semconv.CAUSE_DECODE,
+    semconv.SPAN_H2D: semconv.CAUSE_TRANSFER,
+    semconv.SPAN_D2H: semconv.CAUSE_TRANSFER,
+    semconv.SPAN_QUEUE: semconv.CAUSE_SCHEDULER_QUEUE,
+    semconv.SPAN_PREFILL: semconv.CAUSE_PREFILL,
+    semconv.SPAN_DECODE: semconv.CAUSE_DECODE,
+    semconv.SPAN_POSTPROCESS: semconv.CAUSE_EGRESS,
+    semconv.STAGE_DETOKENIZE: semconv.CAUSE_DETOKENIZE,
+}
+_ENGINES = (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
+_OF_PAUSES = {cause: cause for cause in semconv.PAUSE_CAUSES}
+
+
+def assign(records: Sequence[RequestRecord]) -> None:
+    """Writes into each record where its time went; many at once cost less."""
+    for record, decode in zip(records, decodeblame.divided(records)):
+        record.blame = _blame(record, decode)
+
+
+def _blame(record: RequestRecord, decode: DecodeBlame) -> Blame:
+    free = [(record.arrived_at, record.ended_at)]
+    causes: Causes = defaultdict(int)
+    for pause in record.pauses:
+        free, taken = _taken(free, pause.started_at, pause.ended_at)
+        causes[_OF_PAUSES.get(pause.cause, semconv.CAUSE_PAUSE)] += taken
+    for stage in _in_order(record.stages):
+        if stage.name == semconv.SPAN_QUEUE and stage.started_at < record.received_at < stage.ended_at:
+            free, taken = _taken(free, stage.started_at, record.received_at)
+            causes[semconv.CAUSE_HIDDEN_QUEUE] += taken
+        free, taken = _taken(free, stage.started_at, stage.ended_at)
+        if stage.name == semconv.SPAN_DECODE:
+            rest = semconv.CAUSE_DECODE if record.outcome != facts.OK else semconv.CAUSE_UNEXPLAINED
+            _add(causes, _fitting(decode.causes, taken, rest))
+        elif stage.name == semconv.SPAN_PREFILL:
+            _add(causes, _fitting(_prefill(record), taken, semconv.CAUSE_PREFILL))
+        elif stage.name == semconv.SPAN_POSTPROCESS:
+            last = min(taken, record.detokenize_ns // max(record.chunks, 1))
+            _add(causes, {semconv.CAUSE_DETOKENIZE: last, semconv.CAUSE_EGRESS: taken - last})
+        else:
+            causes[_OF_STAGES.get(stage.name, semconv.CAUSE_APPLICATION)] += taken
+    causes[semconv.CAUSE_UNEXPLAINED] += sum(end - begin for begin, end in free)
+    causes = {cause: length for cause, length in causes.items() if length}
+    return Blame(causes, _offender(record, decode, causes.get(semconv.CAUSE_INTERFERENCE, 0)))
+
+
+def _in_order(stages: Iterable[Stage]) -> list[Stage]:
+    """Who is asked first: the engine, then the stage that began last (it is inside the others), at last what came after."""
+    rank = dict.fromkeys(_ENGINES, -1) | {semconv.SPAN_POSTPROCESS: 1, semconv.SPAN_INGRESS: 1}
+    return sorted(stages, key=lambda stage: (rank.get(stage.name, 0), -stage.started_at))
+
+
+def _taken(free: list[tuple[int, int]], begin: int, end: int) -> tuple[list[tuple[int, int]], int]:
+    """What is free after this interval was given away, and how much of it was."""
+    left, taken = [], 0
+    for since, until in free:
+        low, high = max(since, begin), min(until, end)
+        if low >= high:
+            left.append((since, until))
+            continue
+        taken += high - low
+        if since < low:
+            left.append((since, low))
+        if high < until:
+            left.append((high, until))
+    return left, taken
+
+
+def _fitting(parts: Causes, whole: int, rest: str) -> Causes:
+    """The parts so that they sum to `whole`: what is left is `rest`; what is too much is taken from the largest first."""
+    parts = {cause: length for cause, length in parts.items() if length > 0}
+    over = sum(parts.values()) - whole
+    if over <= 0:
+        parts[rest] = parts.get(rest, 0) - over
+        return parts
+    for cause in sorted(parts, key=lambda cause: -parts[cause]):
+        cut = min(parts[cause], over)
+        parts[cause] -= cut
+        over -= cut
+    return parts
+
+
+def _prefill(record: RequestRecord) -> Causes:
+    """The chunks of its prompt: shared with others' prompts by tokens; between them, others ran or the host was busy."""
+    parts: Causes = defaultdict(int)
+    per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
+    before = None
+    for chunk in record.prefill_steps:
+        began = chunk.started_at if before is None else max(chunk.started_at, before.ended_at)
+        if before is not None and began > before.ended_at:
+            skipped = chunk.step - before.step > 1
+            parts[semconv.CAUSE_INTERFERENCE if skipped else semconv.CAUSE_HOST] += _unpaused(
+                record.pauses, before.ended_at, began
+            )
+        length = _unpaused(record.pauses, began, chunk.ended_at)
+        mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
+        others = chunk.others_prefill_tokens
+        theirs = (length - mates) * others // max(chunk.tokens + others, 1)
+        parts[semconv.CAUSE_BATCHING] += mates
+        parts[semconv.CAUSE_INTERFERENCE] += theirs
+        parts[semconv.CAUSE_PREFILL] += length - mates - theirs
+        before = chunk
+    return parts
+
+
+def _unpaused(pauses: Sequence[Pause], begin: int, end: int) -> int:
+    free = [(begin, end)] if begin < end else []
+    for pause in pauses:
+        free, _ = _taken(free, pause.started_at, pause.ended_at)
+    return sum(until - since for since, until in free)
+
+
+def _add(causes: Causes, parts: Causes) -> None:
+    for cause, length in parts.items():
+        causes[cause] += length
+
+
+def _offender(record: RequestRecord, decode: DecodeBlame, interference: int) -> Offender | None:
+    """Who interfered most; nobody is named for what is below a fiftieth of the request."""
+    if interference * 50 < record.duration_ns or record.prefillers is None:
+        return None
+    steps = [*decode.interfered]
+    steps += [(chunk.step, chunk.ended_at - chunk.started_at) for chunk in record.prefill_steps]
+    found: dict[tuple[bytes, bytes], int] = defaultdict(int)
+    for step, length in steps:
+        others = [who for who in record.prefillers(step) if who.span_id != record.span_id]
+        tokens = sum(who.tokens for who in others)
+        for who in others:
+            found[who.trace_id, who.span_id] += length * who.tokens // max(tokens, 1)
+    if not found:
+        return None
+    (trace_id, span_id), length = max(found.items(), key=lambda item: item[1])
+    return Offender(trace_id, span_id, min(length, interference)) if length else None

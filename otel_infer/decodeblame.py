@@ -1,0 +1,132 @@
+"""Decode steps by cause, for many requests at once. Pure; `blame` says what the causes mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from otel_infer import semconv
+from otel_infer.records import RequestRecord
+
+MOST_INTERFERED = 64
+"""Steps of one request, the worst ones, whose offenders are looked up."""
+_UNKNOWN = 1 << 60
+_SIGMAS, _SHARE = 3.0, 0.05
+
+
+class DecodeBlame(NamedTuple):
+    """ns by cause, and the steps others interfered in: (step, ns)."""
+
+    causes: dict[str, int]
+    interfered: list[tuple[int, int]]
+
+
+NOTHING = DecodeBlame({}, [])
+_CAUSES = (
+    semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION,
+    semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED,
+)  # fmt: skip
+
+
+def divided(records: Sequence[RequestRecord]) -> list[DecodeBlame]:
+    """The time from the first known token to the last, step by step."""
+    some = [i for i, record in enumerate(records) if record.steps is not None and len(record.steps) > 1]
+    found = [NOTHING] * len(records)
+    if some:
+        for i, one in zip(some, _divided([records[i] for i in some])):
+            found[i] = one
+    return found
+
+
+class _Steps:
+    """The decode steps of all requests as columns. `begins`: where each request's are."""
+
+    def __init__(self, records: list[RequestRecord]) -> None:
+        tables = [record.steps.table for record in records if record.steps is not None]
+        self.counts = np.array([table.shape[1] - 1 for table in tables])
+        self.begins = np.cumsum(self.counts) - self.counts
+        self.owner = np.repeat(np.arange(len(tables)), self.counts)
+        step, started, ended, tokens, size, prefill = np.concatenate(tables, axis=1)
+        later = np.ones(len(step), bool)
+        later[self.begins + np.arange(len(tables))] = False  # the first row of each is its prefill's
+        self.step, self.tokens, self.size, self.prefill = (
+            step[later],
+            tokens[later],
+            size[later],
+            prefill[later],
+        )
+        self.since, self.until = ended[:-1][later[1:]], ended[later]
+        self.began = np.clip(started[later], self.since, self.until)
+        self.next = self.step - step[:-1][later[1:]] == 1
+
+
+def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
+    steps = _Steps(records)
+    costs = [record.costs for record in records]
+    base, each, spread = (
+        np.array([getattr(cost, name) if cost is not None else default for cost in costs])[steps.owner]
+        for name, default in (("base", _UNKNOWN), ("per_sequence", 0.0), ("spread", 0.0))
+    )
+    ran, waited = steps.until - steps.began, steps.began - steps.since
+    _without_pauses(records, steps, ran, waited)
+    typical = base + each * steps.size
+    others = np.where(steps.prefill > 0, np.maximum(ran - typical, 0), 0).astype(np.int64)
+    rest = ran - others
+    own = np.minimum(rest, base + each * np.minimum(steps.tokens, steps.size)).astype(np.int64)
+    batching = np.minimum(rest - own, each * np.maximum(steps.size - steps.tokens, 0)).astype(np.int64)
+    over = rest - own - batching
+    stalled = over > np.maximum(_SIGMAS * spread, _SHARE * typical)
+    own += np.where(stalled, 0, over)
+    unexplained = np.where(stalled, over, 0)
+    preempted = _preempted(records, steps)
+    recomputed = np.where(preempted, others + unexplained + waited, 0)
+    holes = np.array([record.telemetry_lost for record in records])[steps.owner] & ~steps.next & ~preempted
+    host = np.where(steps.next & ~preempted, waited, 0)
+    others = np.where(preempted, 0, others)
+    starved = np.where(~steps.next & ~preempted & ~holes, waited, 0)
+    unexplained = np.where(preempted, 0, unexplained) + np.where(holes, waited, 0)
+    columns = (own, batching, others + starved, recomputed, host, unexplained)
+    sums = np.array([np.add.reduceat(column, steps.begins) for column in columns]).T.tolist()
+    return [
+        DecodeBlame(dict(zip(_CAUSES, line)), _worst(steps, others, i) if line[2] else [])
+        for i, line in enumerate(sums)
+    ]
+
+
+def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waited: Any) -> None:
+    """Takes what the process was held up out of the steps it happened in."""
+    for i, record in enumerate(records):
+        if not record.pauses:
+            continue
+        mine = slice(int(steps.begins[i]), int(steps.begins[i] + steps.counts[i]))
+        since, began, until = steps.since[mine], steps.began[mine], steps.until[mine]
+        told = record.arrived_at
+        for pause in sorted(record.pauses):
+            begin, end = max(pause.started_at, told), pause.ended_at  # of pauses that overlap, each ns once
+            told = max(told, end)
+            if begin < end:
+                waited[mine] -= np.maximum(np.minimum(began, end) - np.maximum(since, begin), 0)
+                ran[mine] -= np.maximum(np.minimum(until, end) - np.maximum(began, begin), 0)
+
+
+def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:
+    """In which steps, or before which, a request came back from a preemption."""
+    found = np.zeros(len(steps.step), bool)
+    for i, record in enumerate(records):
+        begin, end = int(steps.begins[i]), int(steps.begins[i] + steps.counts[i])
+        for at in record.preempted_at:
+            row = begin + int(steps.until[begin:end].searchsorted(at))
+            if row < end:
+                found[row] = True
+    return found
+
+
+def _worst(steps: _Steps, others: Any, i: int) -> list[tuple[int, int]]:
+    begin, end = int(steps.begins[i]), int(steps.begins[i] + steps.counts[i])
+    lengths = others[begin:end]
+    rows = np.flatnonzero(lengths)
+    if len(rows) > MOST_INTERFERED:
+        rows = rows[np.argpartition(lengths[rows], -MOST_INTERFERED)[-MOST_INTERFERED:]]
+    return list(zip(steps.step[begin:end][rows].tolist(), lengths[rows].tolist()))

@@ -1,0 +1,267 @@
+"""Where the time of a request went: every ns is given away once, and to whom it belongs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otel_infer import blame, facts
+from otel_infer.assembler import Assembler
+from otel_infer.records import RequestRecord
+from tests.simulator import Simulator, Tick, ticks
+from tests.story import LATER, Story, Who, exported, ids
+from tests.unit.test_assembler import ENGINES, anything, plausible
+
+
+def blamed(said: Any) -> list[RequestRecord]:
+    assembler = Assembler()
+    assembler.feed(said)
+    records = assembler.concluded(LATER)
+    blame.assign(records)
+    return records
+
+
+def of(story: Story, who: Who) -> dict[str, float]:
+    """ms by cause."""
+    (record,) = [record for record in blamed(story.in_order()) if record.span_id == ids(who.name)[1]]
+    assert record.blame is not None
+    assert sum(record.blame.causes.values()) == record.duration_ns
+    return {cause: length / 1e6 for cause, length in record.blame.causes.items()}
+
+
+def warmed_up(story: Story, steps: int = 40, length: float = 10) -> float:
+    """An engine that has shown what its steps cost: 10 ms each, whatever the batch; when it has."""
+    early = story.arrives(0, "early", http=False)
+    for i in range(steps):
+        story.step(i * length, (i + 1) * length, [early])
+    story.ends(steps * length, early)
+    return steps * length
+
+
+# ── anything at all ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.lists(anything, max_size=60), plausible()))
+def test_the_causes_sum_to_the_duration_whatever_is_told(said: list[facts.RingFact]) -> None:
+    for record in blamed([*ENGINES, *said]):
+        assert record.blame is not None
+        assert sum(record.blame.causes.values()) == record.duration_ns
+        assert all(length > 0 for length in record.blame.causes.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(ticks(most=60), st.integers(1, 2))
+def test_the_causes_sum_to_the_duration_on_an_engine_of_any_schedule(program: list[Tick], depth: int) -> None:
+    with Simulator(depth) as simulator:
+        simulator.run(program)
+    for record in blamed(simulator.said):
+        assert record.blame is not None
+        assert sum(record.blame.causes.values()) == record.duration_ns
+
+
+# ── before the engine ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_the_scheduler_had_not_seen_yet_is_a_queue_of_its_own() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("tokenize", 2, 5, a)
+    story.submitted(6, a)
+    story.received(36, a)
+    story.step(56, 66, [a], {a: 4})
+    story.step(66, 76, [a])
+    story.ends(78, a, chunks=2)
+    assert of(story, a) == {
+        "ingress": 2,
+        "tokenize": 3,
+        "unexplained": 1,
+        "hidden_queue": 30,
+        "scheduler_queue": 20,
+        "prefill": 10,
+        "decode": 10,
+        "egress": 2,
+    }
+
+
+def test_a_stage_that_the_application_named_is_its_own() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("database lookup", 1, 251, a)
+    story.submitted(260, a)
+    story.step(260, 270, [a], {a: 4})
+    story.ends(270, a)
+    assert of(story, a) == {"ingress": 1, "application": 250, "unexplained": 9, "prefill": 10}
+
+
+def test_a_stage_inside_another_takes_its_time_from_it() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("outer", 0, 100, a)
+    story.stage("tokenize", 40, 60, a)
+    story.ends(100, a)
+    assert of(story, a) == {"application": 80, "tokenize": 20}
+
+
+# ── in the batch ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def held_up(prompt: int) -> tuple[Story, Who, Who]:
+    """One that decodes beside another whose prompt makes a step of 10 ms one of 90."""
+    story = Story()
+    at = warmed_up(story)
+    victim = story.arrives(at, "victim")
+    story.submitted(at, victim)
+    offender = story.arrives(at + 1, "offender")
+    story.submitted(at + 1, offender)
+    story.step(at, at + 10, [victim], {victim: 4})
+    story.step(at + 10, at + 20, [victim])
+    until = at + 110 if prompt else at + 30
+    story.step(
+        at + 20, until, [victim, offender] if prompt else [victim], {offender: prompt} if prompt else None
+    )
+    story.step(until, until + 10, [victim])
+    story.ends(until + 10, victim)
+    story.ends(until + 10, offender)
+    return story, victim, offender
+
+
+def test_the_excess_of_a_step_with_anothers_prompt_is_interference_and_names_the_other() -> None:
+    story, victim, offender = held_up(prompt=4000)
+    assert of(story, victim) == {"prefill": 10, "decode": 30, "interference": 80}
+    (record,) = [r for r in blamed(story.in_order()) if r.span_id == ids("victim")[1]]
+    assert record.blame is not None and record.blame.offender is not None
+    assert record.blame.offender.span_id == ids("offender")[1]
+    assert record.blame.offender.length == 80_000_000
+
+
+def test_without_the_others_prompt_nothing_is_blamed_on_it() -> None:
+    story, victim, _ = held_up(prompt=0)
+    assert of(story, victim) == {"prefill": 10, "decode": 30}
+
+
+def test_the_offender_is_linked_from_the_span_of_the_victim() -> None:
+    story, _, _ = held_up(prompt=4000)
+    (span,) = [
+        s
+        for s in exported(blamed(story.in_order()))
+        if s["name"] == "chat toy" and s["span_id"] == ids("victim")[1].hex()
+    ]
+    assert span["attributes"]["infer.blame.interference"] == pytest.approx(0.08)
+    assert span["attributes"]["infer.blame.top"] == "interference"
+    assert [link["span_id"] for link in span["links"]] == [ids("offender")[1].hex()]
+
+
+def test_two_prompts_in_one_step_share_it_by_their_tokens() -> None:
+    story = Story()
+    at = warmed_up(story)
+    small, large = story.arrives(at, "small"), story.arrives(at, "large")
+    story.submitted(at, small)
+    story.submitted(at, large)
+    story.step(at, at + 100, [small, large], {small: 100, large: 300})
+    story.ends(at + 100, small)
+    story.ends(at + 100, large)
+    assert of(story, small) == {"prefill": 25, "interference": 75}
+    assert of(story, large) == {"prefill": 75, "interference": 25}
+
+
+def test_what_a_bigger_batch_adds_to_each_step_is_batching() -> None:
+    story = Story()
+    crowd = [story.arrives(0, f"one of many {i}") for i in range(20)]
+    at = 0.0
+    for step in range(80):  # 5 ms and 1 ms for each sequence
+        members = crowd[: 2 + step % 10]
+        length = 5 + len(members)
+        story.step(at, at + length, members)
+        at += length
+    a = story.arrives(at, "a")
+    story.step(at, at + 10, [a, *crowd[:9]], {a: 4})
+    story.step(at + 10, at + 25, [a, *crowd[:9]])
+    story.ends(at + 25, a)
+    said = of(story, a)
+    assert said["batching"] == pytest.approx(9 + 9, abs=0.1)
+    assert said["decode"] == pytest.approx(6, abs=0.1)
+
+
+def test_a_step_that_nothing_explains_is_unexplained() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.step(at, at + 10, [a], {a: 4})
+    story.step(at + 10, at + 300, [a])
+    story.ends(at + 300, a)
+    assert of(story, a) == {"prefill": 10, "decode": 10, "unexplained": 280}
+
+
+def test_time_between_steps_is_the_hosts() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(0, 10, [a], {a: 4})
+    for i in range(3):
+        story.step(25 + 25 * i, 35 + 25 * i, [a])
+    story.ends(85, a)
+    assert of(story, a) == {"prefill": 10, "decode": 30, "host_bubble": 45}
+
+
+def test_a_preemption_is_to_blame_for_the_wait_and_for_what_is_computed_again() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, b = story.arrives(at, "a"), story.arrives(at, "b")
+    story.step(at, at + 10, [a, b], {a: 4, b: 4})
+    story.preempted(at + 12, a, "recompute")
+    for i in range(5):
+        story.step(at + 10 + 10 * i, at + 20 + 10 * i, [b])
+    story.step(at + 60, at + 90, [b, a], {a: 5})
+    story.ends(at + 90, a)
+    assert of(story, a) == {"prefill": 5, "interference": 5, "preemption": 70, "decode": 10}
+
+
+# ── what stops everything ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_garbage_collection_takes_its_time_from_the_step_it_fell_into() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.step(at, at + 10, [a], {a: 4})
+    story.step(at + 10, at + 70, [a])
+    story.paused(at + 12, at + 62)
+    story.ends(at + 70, a)
+    assert of(story, a) == {"prefill": 10, "decode": 10, "gc": 50}
+
+
+def test_pauses_that_overlap_are_counted_once() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.step(at, at + 10, [a], {a: 4})
+    story.step(at + 10, at + 70, [a])
+    story.paused(at + 12, at + 62)
+    story.paused(at + 22, at + 52, "throttled")
+    story.ends(at + 70, a)
+    said = of(story, a)
+    assert said["gc"] + said.get("throttled", 0) == 50
+    assert said["decode"] == 10
+
+
+# ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_slow_reader_is_egress_and_text_made_at_the_end_is_detokenize() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(0, 10, [a], {a: 4})
+    story.step(10, 20, [a])
+    story.ends(120, a, chunks=1, send_wait=90, detokenize=8)
+    assert of(story, a) == {"prefill": 10, "decode": 10, "detokenize": 8, "egress": 92}
+
+
+def test_one_that_is_aborted_while_it_waits_waited() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(5, a)
+    story.aborts(500, a)
+    assert of(story, a) == {"ingress": 5, "scheduler_queue": 495}
