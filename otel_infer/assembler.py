@@ -87,6 +87,10 @@ class Assembler:
         steps, self.steps = self.steps, []
         return steps
 
+    def oldest_live(self, horizon: int) -> int:
+        """When the oldest request that is not concluded arrived; `horizon` if there is none."""
+        return min((request.arrived_at for request in self.open.values()), default=horizon)
+
     def active(self) -> dict[str, int]:
         """How many requests are in flight, by `queued` (not scheduled yet) and `running`."""
         counts = {"queued": 0, "running": 0}

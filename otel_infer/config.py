@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from otel_infer import objectives
+
 
 class BadSetting(ValueError):
     """A variable has a value that it does not accept."""
@@ -56,6 +58,18 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _percent(text: str) -> int:
+    if not text.isdigit() or int(text) > 100:
+        raise ValueError("a whole number from 0 to 100")
+    return int(text)
+
+
+def _objectives(text: str) -> str:
+    """As it was written, for the sidecar to read again."""
+    objectives.parse(text)
+    return text
+
+
 def _milliseconds(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise ValueError("a whole number of milliseconds, 1 or more")
@@ -94,6 +108,19 @@ SETTINGS: dict[str, Setting] = {
     ),
     "step_budget": Setting(
         "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans a second and server, in `auto`", _count
+    ),
+    "slo": Setting(
+        "OTEL_INFER_SLO",
+        "",
+        "what a request may take at most: `ttft=1s,itl=200ms,tpot=50ms,e2e=30s,queue=500ms`, for a model or route apart "
+        "after `;`: `model:NAME ttft=3s`; the steps of one that took longer are kept",
+        _objectives,
+    ),
+    "slow_percent": Setting(
+        "OTEL_INFER_SLOW_PERCENT",
+        "5",
+        "of the requests of each size, so many percent count as slow, and their steps are kept; `0`: none",
+        _percent,
     ),
     "keep_unsampled": Setting(
         "OTEL_INFER_KEEP_UNSAMPLED",
@@ -146,6 +173,8 @@ class Config:
     mode: str = "auto"
     steps: str = "auto"
     step_budget: int = 2000
+    slo: str = ""
+    slow_percent: int = 5
     keep_unsampled: bool = False
     rings: str = ""
     console: bool = False

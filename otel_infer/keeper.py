@@ -7,89 +7,205 @@ and per trace id, because trace stores refuse traces over a few MB and with them
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from otel_infer import facts, semconv
+from otel_infer import facts, objectives, semconv
+from otel_infer.objectives import Objectives
 from otel_infer.records import RequestRecord
+from otel_infer.slowest import Slowest
+from otel_infer.steprows import StepRows
 
 STEPS_PER_TRACE = 1000
 TRACES_REMEMBERED = 4096
 BURST_SECONDS = 10
 """At low load everything is kept: unused budget of so many seconds may be spent at once."""
-RESERVED_SHARE = 4
-"""One part in so many of the budget is kept for requests that failed or were aborted."""
+RESERVED_SHARE = 0.25
+"""So much of the budget is there only for requests that are kept for a reason of their own."""
+BASELINE_SHARE = 0.125
+"""So much more, for ordinary ones to compare them with."""
+
+HELD_NS = 30_000_000_000
+HELD_REQUESTS = 2000
+"""A finished request without steps waits so long, at most so many do, for one that it held up to end and name it."""
+NAMED = 4096
+BASELINE_NS = 10_000_000_000
+"""Where there is no room for ordinary requests, one of each size is kept so often, to compare the slow ones with."""
 
 REASON_ERROR = "error"
 REASON_ABORTED = "aborted"
+REASON_PREEMPTED = "preempted"
+REASON_SLO = "slo"
+REASON_SLOW = "slow"
+REASON_OFFENDER = "offender"
+REASON_BASELINE = "baseline"
 REASON_SAMPLED = "sampled"
 REASON_ALL = "all"
 REASON_BUDGET = "budget"
 REASON_NONE = "none"
 REASON_UNSAMPLED = "unsampled"
 REASONS = (
-    REASON_ERROR, REASON_ABORTED, REASON_SAMPLED, REASON_ALL, REASON_BUDGET, REASON_NONE, REASON_UNSAMPLED,
+    REASON_ERROR, REASON_ABORTED, REASON_PREEMPTED, REASON_SLO, REASON_SLOW, REASON_OFFENDER, REASON_BASELINE,
+    REASON_SAMPLED, REASON_ALL, REASON_BUDGET, REASON_NONE, REASON_UNSAMPLED,
 )  # fmt: skip
 """`budget`: an ordinary request, kept because there was room. `none`: exported without its steps."""
+NOTABLE = (REASON_ERROR, REASON_ABORTED, REASON_PREEMPTED, REASON_SLO, REASON_SLOW)
+"""Of requests that somebody may ask about: what held them up is kept too."""
 
 
 class Decision(NamedTuple):
     """`export`: request and stage spans. `steps`: how many decode-step spans at most. `reason`: why those.
 
-    `prefill_steps`: whether the chunks of its prompt are spans too.
+    `prefill_steps`: whether the chunks of its prompt are spans too. `missed`: objectives that it did not meet.
     """
 
     export: bool
     steps: int
     reason: str
     prefill_steps: bool = False
+    missed: tuple[str, ...] = ()
+
+
+class Kept(NamedTuple):
+    """A request whose decision is final."""
+
+    record: RequestRecord
+    decision: Decision
 
 
 class Keeper:
-    """`mode`: `all`, `auto` or `off`; `budget`: step spans a second, in `auto`; `ratio`: the sampler is a ratio."""
+    """`mode`: `all`, `auto` or `off`; `budget`: step spans a second, in `auto`; `ratio`: the sampler is a ratio.
 
-    def __init__(self, mode: str, budget: int, keep_unsampled: bool, ratio: bool) -> None:
+    `slow_share`: of the requests of each size, how many count as slow, 0 to 1.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        budget: int,
+        keep_unsampled: bool,
+        ratio: bool,
+        promised: Objectives | None = None,
+        slow_share: float = 0.0,
+    ) -> None:
         self._mode, self._budget, self._keep_unsampled, self._ratio = mode, budget, keep_unsampled, ratio
+        self._objectives, self._slowest = promised or Objectives(), Slowest(slow_share)
         self._room = float(budget * BURST_SECONDS)
         self._filled_at = 0
         self._per_trace: OrderedDict[bytes, int] = OrderedDict()
-        self.left_out = 0
+        self._held: OrderedDict[bytes, Kept] = OrderedDict()
+        self._named: OrderedDict[bytes, None] = OrderedDict()
+        self._baselines: dict[tuple[int, int], int] = {}
+        self.left_out: Counter[str] = Counter()
+
+    def exports(self, record: RequestRecord) -> bool:
+        """Whether request and stage spans leave at all: the caller's word, or the configuration's."""
+        return record.sampled or self._keep_unsampled
+
+    def take(self, records: Iterable[RequestRecord], oldest_live: int) -> list[Kept]:
+        """Those that are decided now: of these, and of earlier ones that waited to be named.
+
+        `oldest_live`: when the oldest request in flight arrived; what ended before held up none of those.
+        """
+        final: list[Kept] = []
+        now = 0
+        for record in records:
+            decision = self.decide(record)
+            now = max(now, record.ended_at)
+            if decision.export and decision.reason == REASON_NONE and self._mode == "auto" and record.steps:
+                self._held[record.span_id] = Kept(_apart(record), decision)
+            else:
+                final.append(Kept(record, decision))
+            offender = record.blame.offender if record.blame is not None else None
+            if offender is not None and decision.reason in NOTABLE:
+                final += self._name(offender.span_id)
+        return final + self._released(now - HELD_NS, oldest_live)
 
     def decide(self, record: RequestRecord) -> Decision:
-        """The decision for a finished request; spends its part of the budget."""
-        if not record.sampled and not self._keep_unsampled:
+        """The decision for a finished request as it looks now; spends its part of the budget."""
+        if not self.exports(record):
+            self._slowest.has(record)
             return Decision(False, 0, REASON_UNSAMPLED)
-        chunks, steps = _chunks(record), _steps(record)
-        urgent = self._urgent(record)
+        missed = self._objectives.missed(record.model, _route(record), _lengths(record))
+        urgent = self._urgent(record, missed)
         if self._mode == "off":
-            return Decision(True, 0, REASON_NONE)
+            return Decision(True, 0, REASON_NONE, missed=missed)
         if self._mode == "all":
-            return Decision(True, steps, urgent or REASON_ALL, chunks > 0)
+            return Decision(True, _steps(record), urgent or REASON_ALL, _chunks(record) > 0, missed)
+        return self._granted(record, urgent)._replace(missed=missed)
+
+    def _urgent(self, record: RequestRecord, missed: tuple[str, ...]) -> str:
+        """Why this is one of those that steps are kept for; empty for an ordinary one."""
+        is_slow = self._slowest.has(record)
+        if record.outcome == facts.ERROR:
+            return REASON_ERROR
+        if record.outcome == facts.ABORTED:
+            return REASON_ABORTED
+        if missed:
+            return REASON_SLO
+        if record.preemptions:
+            return REASON_PREEMPTED
+        if is_slow:
+            return REASON_SLOW
+        return REASON_OFFENDER if record.span_id in self._named else ""
+
+    def _granted(self, record: RequestRecord, urgent: str) -> Decision:
+        chunks, steps = _chunks(record), _steps(record)
         used = self._per_trace.get(record.trace_id, 0)
-        room = max(min(STEPS_PER_TRACE - used, self._room_at(record.ended_at, bool(urgent))), 0)
+        self._fill(record.ended_at)
+        if not urgent and self._room_for("") < steps and self._is_baseline(record):
+            urgent = REASON_BASELINE
+        room = max(min(STEPS_PER_TRACE - used, self._room_for(urgent)), 0)
         with_chunks = 0 < chunks <= room
         granted = min(steps, room - chunks * with_chunks)
         spent = granted + chunks * with_chunks
         self._spend(record.trace_id, used, spent)
-        self.left_out += chunks + steps - spent
-        if spent == 0 and chunks + steps > 0:
-            return Decision(True, 0, urgent or REASON_NONE)
         reason = urgent or (REASON_SAMPLED if self._ratio else REASON_BUDGET)
+        if spent == 0 and chunks + steps > 0:
+            reason = urgent or REASON_NONE
+        if chunks + steps > spent:
+            self.left_out[reason] += chunks + steps - spent
         return Decision(True, granted, reason, with_chunks)
 
-    @staticmethod
-    def _urgent(record: RequestRecord) -> str:
-        if record.outcome == facts.ERROR:
-            return REASON_ERROR
-        return REASON_ABORTED if record.outcome == facts.ABORTED else ""
+    def _is_baseline(self, record: RequestRecord) -> bool:
+        size = record.input_tokens.bit_length(), record.output_tokens.bit_length()
+        last = self._baselines.get(size)
+        if last is not None and record.ended_at - last < BASELINE_NS:
+            return False
+        self._baselines[size] = record.ended_at
+        return True
 
-    def _room_at(self, at: int, urgent: bool) -> int:
-        """How many step spans there is room for at this instant."""
-        capacity = self._budget * BURST_SECONDS
+    def _name(self, span_id: bytes) -> list[Kept]:
+        """Somebody was held up by this request: it is kept too, now or when it ends."""
+        held = self._held.pop(span_id, None)
+        if held is None:
+            self._named[span_id] = None
+            if len(self._named) > NAMED:
+                self._named.popitem(last=False)
+            return []
+        record, before = held
+        self.left_out[before.reason] -= _chunks(record) + _steps(record)
+        return [Kept(record, self._granted(record, REASON_OFFENDER)._replace(missed=before.missed))]
+
+    def _released(self, ended_before: int, oldest_live: int) -> list[Kept]:
+        """Those that nobody can name any more, or that have waited too long."""
+        limit = max(ended_before, oldest_live)
+        gone = [span_id for span_id, kept in self._held.items() if kept.record.ended_at < limit]
+        gone += list(self._held)[: max(len(self._held) - HELD_REQUESTS, 0)]
+        return [self._held.pop(span_id) for span_id in dict.fromkeys(gone)]
+
+    def _fill(self, at: int) -> None:
+        """The budget comes back with time."""
         if self._filled_at:
-            self._room = min(capacity, self._room + max(at - self._filled_at, 0) * self._budget / 1e9)
+            come = max(at - self._filled_at, 0) * self._budget / 1e9
+            self._room = min(self._budget * BURST_SECONDS, self._room + come)
         self._filled_at = max(at, self._filled_at)
-        return int(self._room - (0 if urgent else capacity / RESERVED_SHARE))
+
+    def _room_for(self, reason: str) -> int:
+        """How many step spans there is room for; whoever has no reason leaves what is reserved alone."""
+        reserved = {"": RESERVED_SHARE + BASELINE_SHARE, REASON_BASELINE: RESERVED_SHARE}.get(reason, 0.0)
+        return int(self._room - self._budget * BURST_SECONDS * reserved)
 
     def _spend(self, trace_id: bytes, used: int, spent: int) -> None:
         self._room -= spent
@@ -109,3 +225,30 @@ def _steps(record: RequestRecord) -> int:
 def _chunks(record: RequestRecord) -> int:
     """How many chunks of the prompt could be spans; one alone is the prefill itself."""
     return len(record.prefill_steps) if len(record.prefill_steps) > 1 else 0
+
+
+def _lengths(record: RequestRecord) -> dict[str, int]:
+    """What objectives are about, ns; what a request does not have is not there."""
+    lengths = {
+        objectives.E2E: record.duration_ns,
+        objectives.QUEUE: sum(
+            stage.ended_at - stage.started_at for stage in record.stages if stage.name == semconv.SPAN_QUEUE
+        ),
+    }
+    if record.ttft_ns:
+        lengths[objectives.TTFT] = record.ttft_ns
+    if record.summary.gaps:
+        lengths[objectives.ITL] = record.summary.gap_max
+        lengths[objectives.TPOT] = record.summary.gaps_total // record.summary.gaps
+    return lengths
+
+
+def _route(record: RequestRecord) -> str:
+    return str(record.attributes.get(semconv.HTTP_ROUTE, ""))
+
+
+def _apart(record: RequestRecord) -> RequestRecord:
+    """Its steps are a part of the table of many; what waits is not to hold that."""
+    if record.steps is not None:
+        record.steps = StepRows(record.steps.table.copy())
+    return record

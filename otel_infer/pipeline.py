@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import logging
 import resource as rusage
-import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from otel_infer import blame, clock, keeper, semconv, tape
+from otel_infer import blame, clock, keeper, objectives, semconv, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.config import Config
 from otel_infer.facts import RingFact, Value
 from otel_infer.records import RequestRecord
 from otel_infer.ring.folder import Rings
-from otel_infer.sinks.metrics import MetricsSink, metric_exporter
+from otel_infer.sinks import console
+from otel_infer.sinks.metrics import MetricsSink
+from otel_infer.sinks.outlet import MetricsOutlet
 from otel_infer.sinks.spans import Sender
 
 log = logging.getLogger(__name__)
+kept = logging.getLogger("otel_infer.kept")
+"""One line for every request that is kept for a reason of its own."""
+_NEVER = 1 << 63
 
 WAKE_NS = 50_000_000
 CONCLUDE_NS = 500_000_000
@@ -40,62 +45,11 @@ class RequestSink(Protocol):
     def flush(self, now: int) -> None: ...
 
 
-class MetricsOutlet(threading.Thread):
-    """Sends collected metrics by the SDK's exporter; a collection that finds the last one still being sent is skipped,
-    since the next one says it all again (cumulative) or carries it along (delta is collected only when free)."""
-
-    def __init__(self, protocol: str) -> None:
-        super().__init__(name="otel_infer-metrics", daemon=True)
-        self._exporter = metric_exporter(protocol)
-        self._condition = threading.Condition()
-        self._data: Any = None
-        self._busy = self._closing = False
-        self.failed = 0
-
-    @property
-    def free(self) -> bool:
-        """Whether the last collection has been sent."""
-        return self._data is None and not self._busy
-
-    def put(self, data: Any) -> None:
-        """Hands over one collection."""
-        with self._condition:
-            self._data = data
-            self._condition.notify()
-
-    def run(self) -> None:
-        while True:
-            with self._condition:
-                while self._data is None and not self._closing:
-                    self._condition.wait()
-                if self._data is None:
-                    return
-                data, self._data, self._busy = self._data, None, True
-            try:
-                result = self._exporter.export(data)
-                self.failed += getattr(result, "name", "SUCCESS") != "SUCCESS"
-            except Exception:  # an exporter's bug must not end the thread
-                self.failed += 1
-                log.warning("metrics were not exported", exc_info=True)
-            with self._condition:
-                self._busy = False
-                self._condition.notify_all()
-
-    def wait(self, timeout: float) -> bool:
-        """Waits until the last collection has been sent or given up; False if `timeout` s were not enough."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self.free, timeout)
-
-    def close(self, timeout: float) -> None:
-        """Sends what is left, for at most `timeout` s."""
-        self.wait(timeout)
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-
-
 class Pipeline:
-    """Everything between rings and senders. `resource` may gain a service name when the engine is known."""
+    """Everything between rings and senders. `resource` may gain a service name when the engine is known.
+
+    `watchers` are told of every request when it is concluded; sinks, when it is decided what is kept of it.
+    """
 
     def __init__(
         self,
@@ -106,11 +60,17 @@ class Pipeline:
         resource: dict[str, Value],
         metrics_outlet: MetricsOutlet | None,
         started_wall_ns: int,
+        watchers: Sequence[Callable[[RequestRecord], None]] = (),
     ) -> None:
         self.config, self.rings, self.sinks, self.sender = config, rings, sinks, sender
         self.assembler = Assembler()
         self.keeper = keeper.Keeper(
-            config.steps, config.step_budget, config.keep_unsampled, config.ratio_sampling
+            config.steps,
+            config.step_budget,
+            config.keep_unsampled,
+            config.ratio_sampling,
+            objectives.parse(config.slo),
+            config.slow_percent / 100,
         )
         self.resource = resource
         self.requests = 0
@@ -120,6 +80,7 @@ class Pipeline:
         self._started_wall_ns = started_wall_ns
         self._collected_at = self._concluded_at = 0
         self._tape = _tape(config.tape)
+        self._watchers = watchers
 
     def wake(self, now: int, final: bool = False) -> bool:
         """Reads, concludes and hands on; whether there was anything. `final`: there will be no other wake."""
@@ -128,7 +89,7 @@ class Pipeline:
         self._save(said, horizon)
         self.assembler.feed(said)
         if final or now - self._concluded_at >= CONCLUDE_NS:
-            self._concluded_at = now if self.conclude(horizon) else 0
+            self._concluded_at = now if self.conclude(horizon, final) else 0
             self.rings.conclude(horizon)
         for sink in self.sinks:
             sink.flush(0 if final else now)
@@ -146,8 +107,8 @@ class Pipeline:
                 self._tape = None
                 log.error("the tape ends here: %s", reason)
 
-    def conclude(self, horizon: int) -> bool:
-        """Hands on the requests that ended before `horizon`; whether there were any."""
+    def conclude(self, horizon: int, final: bool = False) -> bool:
+        """Hands on the requests that ended before `horizon`; whether there were any. `final`: none of them waits."""
         steps = self.assembler.drain_steps()
         if steps:
             self.metrics.steps(steps)
@@ -158,22 +119,35 @@ class Pipeline:
         except Exception:  # what they say without it is true all the same
             log.exception("requests are exported without blame")
         for record in records:
-            try:
-                self._hand_on(record)
-            except Exception:  # one request that we cannot describe must not cost all others
-                self.failed += 1
-                log.exception("a request is not exported: trace %s", record.trace_id.hex())
+            self._guarded(self._count, record)
+        oldest_live = _NEVER if final else self.assembler.oldest_live(horizon)
+        for record, decision in self.keeper.take(records, oldest_live):
+            self._guarded(self._hand_on, record, decision)
         return bool(records)
 
-    def _hand_on(self, record: RequestRecord) -> None:
+    def _guarded(self, work: Callable[..., None], record: RequestRecord, *more: Any) -> None:
+        try:
+            work(record, *more)
+        except Exception:  # one request that we cannot describe must not cost all others
+            self.failed += 1
+            log.exception("a request is not exported: trace %s", record.trace_id.hex())
+
+    def _count(self, record: RequestRecord) -> None:
+        """What does not wait for the keeper's last word."""
         self._name_service(record)
         if record.engine and record.model:
             self.metrics.serve(record.model)
-        decision = self.keeper.decide(record)
-        self.metrics.request(record, exported=decision.export, reason=decision.reason)
+        self.metrics.request(record, exported=self.keeper.exports(record))
+        for watch in self._watchers:
+            watch(record)
+
+    def _hand_on(self, record: RequestRecord, decision: keeper.Decision) -> None:
+        self.metrics.kept(decision)
         for sink in self.sinks:
             if decision.export or not sink.exported_only:
                 sink.request(record, decision)
+        if decision.reason in keeper.NOTABLE:
+            kept.info("%s", console.line(record))
 
     @property
     def metrics(self) -> MetricsSink:
@@ -200,7 +174,7 @@ class Pipeline:
 
     def settle(self, now: int) -> None:
         """Concludes what has ended without waiting for stragglers: somebody wants everything sent."""
-        self.conclude(now + GRACE_NS)
+        self.conclude(now + GRACE_NS, final=True)
         self.rings.conclude(self.rings.horizon + GRACE_NS)
 
     def flush(self, timeout: float) -> bool:
@@ -243,6 +217,8 @@ class Pipeline:
         metrics.engines({(log.engine, log.pid) for log in self.assembler.engines.values()})
         for reason, count in self.losses().items():
             metrics.set(semconv.SELF_LOST, {semconv.LOSS_REASON: reason}, count)
+        for reason, count in self.keeper.left_out.items():
+            metrics.set(semconv.SELF_LEFT_OUT, {semconv.KEEP_REASON: reason}, count)
         metrics.set(semconv.SELF_ERRORS, {}, self.rings.errors())
         if self.sender is not None:
             metrics.set(semconv.SELF_SPANS, {}, self.sender.accepted)
@@ -257,7 +233,7 @@ class Pipeline:
         lost = {
             "facts_overwritten": self.assembler.facts_lost,
             "facts_torn": self.assembler.facts_torn,
-            "steps_over_budget": self.keeper.left_out,
+            "steps_over_budget": self.keeper.left_out.total(),
             "requests_not_described": self.failed,
         }
         if self.sender is not None:

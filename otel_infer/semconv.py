@@ -134,7 +134,9 @@ LATENCY_DECODE = "gen_ai.latency.time_in_model_decode"
 STAGE = "infer.stage"
 CLOCK = "infer.clock"
 KEEP_REASON = "infer.keep.reason"
-BLAME = {cause: f"infer.blame.{cause}" for cause in CAUSES}
+SLO_MISSED = "infer.slo.missed"
+BLAME_PREFIX = "infer.blame."
+BLAME = {cause: BLAME_PREFIX + cause for cause in CAUSES}
 """The attribute of each cause: its time in s. They sum to the duration."""
 BLAME_CAUSE = "infer.blame.cause"
 BLAME_TOP = "infer.blame.top"
@@ -331,6 +333,13 @@ SELF_LOST = Metric(
     "{item}",
     "Telemetry that did not arrive, by reason: facts overwritten or torn, step spans over budget, spans refused.",
     (LOSS_REASON,),
+)
+SELF_LEFT_OUT = Metric(
+    "infer.self.steps.left_out",
+    COUNTER,
+    "{span}",
+    "Step spans that there was no room for, by the reason for which their request was kept.",
+    (KEEP_REASON,),
 )
 SELF_ERRORS = Metric("infer.self.errors", COUNTER, "{error}", "Probes of ours that raised and were disabled.")
 SELF_SPANS = Metric("infer.self.spans", COUNTER, "{span}", "Spans that the destination accepted.")

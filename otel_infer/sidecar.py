@@ -20,11 +20,12 @@ from typing import Any
 from otel_infer import clock, semconv
 from otel_infer.config import Config, from_plain
 from otel_infer.facts import Value
-from otel_infer.pipeline import WAKE_NS, MetricsOutlet, Pipeline, RequestSink
+from otel_infer.pipeline import WAKE_NS, Pipeline, RequestSink
 from otel_infer.ring import place
 from otel_infer.ring.folder import Rings
 from otel_infer.sinks import transport
-from otel_infer.sinks.console import ConsoleSink
+from otel_infer.sinks.console import Console
+from otel_infer.sinks.outlet import MetricsOutlet
 from otel_infer.sinks.spans import Sender, SpanSink, encoded_identity
 
 log = logging.getLogger(__name__)
@@ -82,9 +83,8 @@ def make_pipeline(settings: Config, resource: dict[str, Value], rings: Rings, *,
     if settings.sends_metrics:
         outlet = MetricsOutlet(settings.metrics_protocol)
         outlet.start()
-    if show or settings.console:
-        sinks.append(ConsoleSink())
-    return Pipeline(settings, rings, sinks, sender, resource, outlet, clock.wall_pair()[1])
+    watchers = [Console().request] if show or settings.console else []
+    return Pipeline(settings, rings, sinks, sender, resource, outlet, clock.wall_pair()[1], watchers)
 
 
 class Sidecar:

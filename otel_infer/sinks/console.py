@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from otel_infer import facts, keeper, semconv
+from otel_infer import facts, semconv
 from otel_infer.records import RequestRecord
 from otel_infer.sinks import tree
 
@@ -41,21 +41,16 @@ def line(record: RequestRecord) -> str:
     return f"{'  '.join(parts)}  [{stages}]"
 
 
-class ConsoleSink:
+class Console:
     """Prints a line for every request, exported or not."""
-
-    exported_only = False
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stderr
 
-    def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
+    def request(self, record: RequestRecord) -> None:
         """Prints one request; a closed terminal is no reason to stop."""
         try:
             self._out.write(line(record) + "\n")
             self._out.flush()
         except (OSError, ValueError):
             pass
-
-    def flush(self, now: int) -> None:
-        """Nothing waits here."""

@@ -16,6 +16,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from otel_infer import facts, semconv
 from otel_infer.facts import Value
+from otel_infer.keeper import Decision
 from otel_infer.records import RequestRecord, StepRecord
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import (
@@ -69,14 +70,17 @@ class MetricsSink:
         if model and len(self._served) < MAX_MODELS:
             self._served.add(model)
 
-    def request(self, record: RequestRecord, *, exported: bool, reason: str) -> None:
+    def kept(self, decision: Decision) -> None:
+        """Counts why a request was kept, or that it was not."""
+        self._numbers[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
+
+    def request(self, record: RequestRecord, *, exported: bool) -> None:
         """Counts a finished request, kept or not; only an exported one becomes an exemplar."""
         who = self._who(record)
         source = _source(record) if exported and self._exemplars else None
         error = self._errors.admit(record.error_type or semconv.OTHER) if record.outcome != facts.OK else None
         self._record(semconv.REQUEST_DURATION, (*who, error), record.duration_ns, source)
         self._count_stages(record, who, source)
-        self._numbers[semconv.REQUEST_KEPT.name].add((reason,), 1)
         if not record.generative:
             return
         if record.outcome == facts.ABORTED:

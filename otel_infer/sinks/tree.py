@@ -89,6 +89,7 @@ def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict
         semconv.DIED_IN: record.died_in,
         semconv.ERROR_TYPE: record.error_type,
         semconv.KEEP_REASON: decision.reason,
+        semconv.SLO_MISSED: list(decision.missed),
         semconv.UNSAMPLED: decision.export and not record.sampled,
         semconv.TELEMETRY_LOST: record.telemetry_lost,
     }

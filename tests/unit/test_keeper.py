@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer import facts, keeper
+from otel_infer import facts, keeper, objectives
 from otel_infer.keeper import BURST_SECONDS, RESERVED_SHARE, STEPS_PER_TRACE, Decision, Keeper
-from otel_infer.records import PrefillStep, RequestRecord, Stage
+from otel_infer.records import Blame, Offender, PrefillStep, RequestRecord, Stage
 from otel_infer.steprows import StepRows
 
 SECOND = 1_000_000_000
@@ -61,7 +61,7 @@ def test_a_request_that_is_not_sampled_is_not_exported_and_costs_nothing(mode: s
     for _ in range(100):
         decision = keeps.decide(finished(50, sampled=False, outcome=outcome))
         assert decision == Decision(False, 0, "unsampled")
-    assert keeps.left_out == 0
+    assert keeps.left_out.total() == 0
     assert keeps.decide(finished(50)).steps == (0 if mode == "off" else 50)
 
 
@@ -96,7 +96,7 @@ def test_all_is_all_without_a_budget(outcome: int, reason: str) -> None:
         assert keeps.decide(finished(50_000, outcome=outcome, chunks=3)) == Decision(
             True, 50_000, reason, True
         )
-    assert keeps.left_out == 0
+    assert keeps.left_out.total() == 0
 
 
 @pytest.mark.parametrize("outcome", [facts.OK, facts.ERROR])
@@ -120,7 +120,7 @@ def test_chunks_are_kept_whole_or_not_at_all() -> None:
     keeps._room = 7.0
     decision = keeps.decide(finished(4, chunks=8))
     assert (decision.steps, decision.prefill_steps) == (4, False)
-    assert keeps.left_out == 8
+    assert keeps.left_out.total() == 8
 
 
 def test_decode_steps_that_have_no_decode_to_hang_from_cost_nothing() -> None:
@@ -174,7 +174,7 @@ def test_what_is_kept_and_what_is_left_out_are_all_there_was(
         assert decision.reason in keeper.REASONS
         wanted += steps + (chunks if chunks > 1 else 0)
         kept += spent(decision, record)
-    assert keeps.left_out == wanted - kept
+    assert keeps.left_out.total() == wanted - kept
 
 
 @settings(max_examples=100)
@@ -186,7 +186,7 @@ def test_however_much_went_well_there_is_room_for_what_fails(
     for number, (gap, steps) in enumerate(history):
         at += gap
         keeps.decide(finished(steps, at, trace=number))
-    reserved = min(budget * BURST_SECONDS // RESERVED_SHARE, STEPS_PER_TRACE)
+    reserved = min(int(budget * BURST_SECONDS * RESERVED_SHARE), STEPS_PER_TRACE)
     assert keeps.decide(finished(reserved, at, trace=9999, outcome=facts.ERROR)) == Decision(
         True, reserved, "error"
     )
@@ -195,7 +195,12 @@ def test_however_much_went_well_there_is_room_for_what_fails(
 def test_ordinary_requests_leave_the_reserve_alone_and_say_that_they_have_no_steps() -> None:
     keeps = auto(budget=40)
     kept = [keeps.decide(finished(100, trace=number)) for number in range(10)]
-    assert sum(decision.steps for decision in kept) == 300
+    assert [(decision.reason, decision.steps) for decision in kept[:4]] == [
+        ("budget", 100),
+        ("budget", 100),
+        ("baseline", 100),
+        ("none", 0),
+    ]
     assert kept[-1] == Decision(True, 0, "none")
     assert keeps.decide(finished(100, trace=99, outcome=facts.ABORTED)) == Decision(True, 100, "aborted")
     assert keeps.decide(finished(100, trace=98, outcome=facts.ERROR)) == Decision(True, 0, "error")
@@ -205,7 +210,7 @@ def test_the_budget_comes_back_with_time() -> None:
     keeps = auto(budget=100)
     assert sum(keeps.decide(finished(900, trace=number)).steps for number in range(3)) == 750
     assert keeps.decide(finished(900, SECOND, trace=7)).steps == 0
-    assert keeps.decide(finished(900, 3 * SECOND, trace=8)).steps == 200
+    assert keeps.decide(finished(900, 3 * SECOND, trace=8)).steps == 75
     assert keeps.decide(finished(900, 1000 * SECOND, trace=9)).steps == 750
 
 
@@ -237,3 +242,126 @@ def test_traces_are_remembered_by_their_last_use_and_not_for_ever(monkeypatch: p
         keeps.decide(finished(1000, trace=trace))
     assert keeps.decide(finished(10, trace=1)).steps == 0
     assert keeps.decide(finished(10, trace=2)).steps == 10
+
+
+# ── what explains ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def named(span: str, record: RequestRecord) -> RequestRecord:
+    record.span_id = span.encode().ljust(8)
+    return record
+
+
+def held_up_by(span: str, record: RequestRecord) -> RequestRecord:
+    record.blame = Blame({"interference": 1}, Offender(b"t" * 16, span.encode().ljust(8), 1))
+    return record
+
+
+def taken(keeps: Keeper, *records: RequestRecord, oldest_live: int = 0) -> dict[str, str]:
+    """Reasons of those that are decided now, by span."""
+    return {
+        kept.record.span_id.decode().strip(): kept.decision.reason
+        for kept in keeps.take(records, oldest_live)
+    }
+
+
+def busy(budget: int = 100, **more: Any) -> Keeper:
+    """No room for ordinary requests, and no baseline due for those of no size."""
+    keeps = Keeper("auto", budget, False, False, **more)
+    keeps._room = budget * BURST_SECONDS * RESERVED_SHARE
+    keeps._filled_at = SECOND
+    keeps._baselines[0, 0] = SECOND
+    return keeps
+
+
+def test_an_objective_that_was_missed_is_a_reason_and_is_named() -> None:
+    keeps = Keeper("auto", 2000, False, False, objectives.parse("e2e=100ms,queue=1ms"))
+    record = finished(5, at=SECOND)
+    record.stages.append(Stage("queue", 0, 2_000_000, {}))
+    assert keeps.decide(record) == Decision(True, 5, "slo", missed=("e2e", "queue"))
+    assert keeps.decide(finished(5, at=1000)) == Decision(True, 5, "budget")
+
+
+def test_a_preempted_request_and_a_slow_one_are_kept_where_there_is_no_room_for_ordinary_ones() -> None:
+    keeps = busy(slow_share=0.05)
+    for number in range(100):
+        assert keeps.decide(finished(10, SECOND, trace=number)).reason == "none"
+    preempted = finished(10, SECOND, trace=200)
+    preempted.preemptions = 1
+    assert keeps.decide(preempted) == Decision(True, 10, "preempted")
+    assert keeps.decide(finished(10, 3 * SECOND, trace=201)) == Decision(True, 10, "slow")
+
+
+def test_one_that_held_up_another_is_kept_when_it_is_named_though_it_was_over_before() -> None:
+    keeps = busy()
+    assert taken(keeps, named("culprit", finished(10, trace=1)), named("other", finished(10, trace=2))) == {}
+    victim = held_up_by("culprit", named("victim", finished(10, SECOND + 1, trace=3, outcome=facts.ERROR)))
+    assert taken(keeps, victim) == {"victim": "error", "culprit": "offender"}
+    assert taken(keeps, oldest_live=2 * SECOND) == {"other": "none"}
+    assert keeps.left_out == {"none": 10}
+
+
+def test_one_that_is_named_before_it_ends_is_kept_when_it_ends() -> None:
+    keeps = busy()
+    victim = held_up_by("culprit", named("victim", finished(10, trace=3, outcome=facts.ERROR)))
+    assert taken(keeps, victim) == {"victim": "error"}
+    assert taken(keeps, named("culprit", finished(10, SECOND, trace=4))) == {"culprit": "offender"}
+
+
+def test_an_ordinary_request_names_nobody() -> None:
+    keeps = busy()
+    taken(keeps, named("culprit", finished(10, trace=1)))
+    assert taken(keeps, held_up_by("culprit", named("fine", finished(10, trace=3)))) == {}
+    assert set(taken(keeps, oldest_live=2 * SECOND).values()) == {"none"}
+
+
+def test_nobody_waits_once_all_who_could_name_it_are_gone_or_for_more_than_half_a_minute() -> None:
+    keeps = busy()
+    assert taken(keeps, named("a", finished(10, SECOND, trace=1)), oldest_live=SECOND // 2) == {}
+    assert taken(keeps, oldest_live=SECOND) == {}
+    assert taken(keeps, oldest_live=SECOND + 1) == {"a": "none"}
+    taken(keeps, named("b", finished(10, SECOND, trace=2)))
+    late = named("c", finished(0, SECOND + keeper.HELD_NS + 1, trace=3))
+    assert taken(keeps, late) == {"c": "budget", "b": "none"}
+
+
+def test_no_more_than_so_many_wait() -> None:
+    keeps = busy()
+    many = [named(str(i), finished(1, SECOND, trace=i)) for i in range(keeper.HELD_REQUESTS + 3)]
+    assert list(taken(keeps, *many)) == ["0", "1", "2"]
+
+
+def test_an_ordinary_request_of_each_size_is_kept_now_and_then_to_compare_with() -> None:
+    keeps = busy()
+    keeps._baselines.clear()
+    reasons = [keeps.decide(finished(5, SECOND + i * SECOND // 100, trace=i)).reason for i in range(50)]
+    assert reasons == ["baseline"] + ["none"] * 49
+    assert keeps.decide(finished(700, SECOND + keeper.BASELINE_NS, trace=99)).reason == "baseline"
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, SECOND),
+            st.integers(0, 400),
+            st.sampled_from([facts.OK, facts.OK, facts.ERROR]),
+            st.integers(0, 40),
+            st.booleans(),
+        ),
+        max_size=40,
+    ),
+    st.integers(0, 50),
+)
+def test_every_request_is_decided_once_and_what_was_left_out_is_what_is_missing(
+    history: list[tuple[int, int, int, int, bool]], budget: int
+) -> None:
+    keeps, at, final, wanted = auto(budget), SECOND, [], 0
+    for number, (gap, steps, outcome, other, living) in enumerate(history):
+        at += gap
+        wanted += steps
+        record = named(str(number), finished(steps, at, trace=number, outcome=outcome))
+        final += keeps.take([held_up_by(str(other), record)], 0 if living else at)
+    final += keeps.take([], 1 << 62)
+    assert sorted(int(kept.record.span_id) for kept in final) == list(range(len(history)))
+    assert sum(kept.decision.steps for kept in final) + keeps.left_out.total() == wanted

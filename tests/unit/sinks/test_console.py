@@ -7,8 +7,7 @@ import io
 import pytest
 
 from otel_infer import facts
-from otel_infer.keeper import Decision
-from otel_infer.sinks.console import ConsoleSink, line, milliseconds
+from otel_infer.sinks.console import Console, line, milliseconds
 from tests.story import Story
 
 
@@ -32,10 +31,9 @@ def test_a_length_has_as_many_digits_as_say_something(ns: int, text: str) -> Non
 
 def lines(story: Story) -> str:
     out = io.StringIO()
-    sink = ConsoleSink(out)
+    sink = Console(out)
     for record in story.records():
-        sink.request(record, Decision(False, 0, "unsampled"))
-    sink.flush(0)
+        sink.request(record)
     return out.getvalue()
 
 
@@ -83,4 +81,4 @@ def test_a_terminal_that_is_closed_is_no_reason_to_stop() -> None:
     story.ends(3, story.arrives(0))
     out = io.StringIO()
     out.close()
-    ConsoleSink(out).request(story.record(), Decision(True, 0, "none"))
+    Console(out).request(story.record())

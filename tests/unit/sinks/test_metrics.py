@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 
-from otel_infer import facts, keeper, semconv
+from otel_infer import facts, semconv
+from otel_infer.keeper import Decision
 from otel_infer.records import Blame, RequestRecord, Stage, StepRecord
 from otel_infer.sinks.metrics import MetricsSink, metric_exporter
 from otel_infer.steprows import StepRows
@@ -86,7 +87,8 @@ def counted(
     metrics: MetricsSink, *records: RequestRecord, exported: bool = True
 ) -> dict[str, dict[str, Any]]:
     for each in records:
-        metrics.request(each, exported=exported, reason=keeper.REASON_BUDGET)
+        metrics.request(each, exported=exported)
+        metrics.kept(Decision(exported, 0, "budget"))
     return sent(metrics)
 
 
@@ -214,8 +216,8 @@ def test_without_steps_time_per_output_token_is_between_first_and_last_token() -
 
 def test_time_per_output_token_is_of_one_sequence_however_many_a_request_has() -> None:
     alone, three = sink(), sink()
-    alone.request(generation(), exported=False, reason="none")
-    three.request(generation(sequences=3, output_tokens=15), exported=False, reason="none")
+    alone.request(generation(), exported=False)
+    three.request(generation(sequences=3, output_tokens=15), exported=False)
     said = [only_point(sent(metrics)["gen_ai.server.time_per_output_token"]) for metrics in (alone, three)]
     assert said[0]["sum"] == said[1]["sum"] == 0.025
 
@@ -267,8 +269,10 @@ def test_each_stage_is_counted_and_detokenize_beside_them() -> None:
 
 def test_preemptions_and_reasons_are_monotonic_sums() -> None:
     metrics = sink()
-    metrics.request(record(preemptions=2), exported=True, reason="budget")
-    metrics.request(record(preemptions=1), exported=False, reason="unsampled")
+    metrics.request(record(preemptions=2), exported=True)
+    metrics.request(record(preemptions=1), exported=False)
+    for reason in ("budget", "unsampled"):
+        metrics.kept(Decision(True, 0, reason))
     said = sent(metrics)
     preemptions, kept = said["infer.request.preemptions"], said["infer.request.kept"]
     assert (True, CUMULATIVE, "{preemption}") == (
@@ -298,8 +302,8 @@ def spans(number: int) -> bytes:
 
 def test_only_an_exported_request_is_an_exemplar() -> None:
     metrics = sink()
-    metrics.request(generation(span_id=spans(3)), exported=True, reason="budget")
-    metrics.request(generation(span_id=spans(4)), exported=False, reason="unsampled")
+    metrics.request(generation(span_id=spans(3)), exported=True)
+    metrics.request(generation(span_id=spans(4)), exported=False)
     said = sent(metrics)
     assert 2 == only_point(said["gen_ai.server.request.duration"])["count"]
     assert [(0.3, "3")] == exemplars_of(said, "gen_ai.server.request.duration")
@@ -341,9 +345,7 @@ def test_ten_thousand_random_models_names_and_methods_add_at_most_three_series()
     for _ in range(10_000):
         noise = f"{dice.getrandbits(64):x}"
         attributes: dict[str, facts.Value] = {"http.request.method": noise, "http.route": noise}
-        metrics.request(
-            generation(model=noise, name=noise, attributes=attributes), exported=True, reason="budget"
-        )
+        metrics.request(generation(model=noise, name=noise, attributes=attributes), exported=True)
     said = sent(metrics)
     assert baseline.keys() == said.keys()
     for name, metric in said.items():
@@ -356,10 +358,10 @@ def test_ten_thousand_random_models_names_and_methods_add_at_most_three_series()
 
 def test_a_model_is_named_once_it_is_served_and_the_first_fifty_are() -> None:
     metrics = MetricsSink(resource={}, started_at_unix_ns=STARTED)
-    metrics.request(record(model="m0"), exported=True, reason="budget")
+    metrics.request(record(model="m0"), exported=True)
     for number in range(60):
         metrics.serve(f"m{number}")
-        metrics.request(record(model=f"m{number}"), exported=True, reason="budget")
+        metrics.request(record(model=f"m{number}"), exported=True)
     points = sent(metrics)["gen_ai.server.request.duration"]["points"]
     counts = {point["attributes"]["gen_ai.request.model"]: point["count"] for point in points}
     assert {"_OTHER": 11, **{f"m{number}": 1 for number in range(50)}} == counts
@@ -505,7 +507,7 @@ def test_attributes_that_a_metric_does_not_have_do_not_leave() -> None:
 def test_cumulative_says_all_of_it_again_from_the_start() -> None:
     metrics = sink()
     counted(metrics, record())
-    metrics.request(record(), exported=False, reason="unsampled")
+    metrics.request(record(), exported=False)
     point = only_point(sent(metrics, LATER)["gen_ai.server.request.duration"])
     assert (2, STARTED, LATER) == (point["count"], point["start_time_unix_nano"], point["time_unix_nano"])
     assert 1 == len(point["exemplars"])
@@ -522,7 +524,8 @@ def test_delta_reports_histograms_and_counters_and_begins_anew(temporality: str)
         assert (2, STARTED, NOW) == (point[instant], point["start_time_unix_nano"], point["time_unix_nano"])
     assert 10 == only_point(first["infer.self.spans"])["value"]
     metrics.set(semconv.SELF_SPANS, {}, 14)
-    metrics.request(record(ended_at=500 * MS), exported=False, reason="budget")
+    metrics.request(record(ended_at=500 * MS), exported=False)
+    metrics.kept(Decision(True, 0, "budget"))
     second = sent(metrics, LATER)
     point = only_point(second["gen_ai.server.request.duration"])
     assert (1, 0.4, 0.4, NOW, LATER, []) == (
@@ -562,7 +565,7 @@ def test_deltas_add_up_to_what_cumulative_says(lengths: list[list[int]], exponen
     for interval in lengths:
         for length in interval:
             for each in (delta, cumulative):
-                each.request(record(arrived_at=0, ended_at=length), exported=True, reason="budget")
+                each.request(record(arrived_at=0, ended_at=length), exported=True)
         said = sent(delta)
         if interval:
             count += only_point(said[name])["count"]
@@ -652,7 +655,7 @@ def receiver(
 def test_the_exporter_of_the_sdk_sends_it(receiver: tuple[str, OtlpReceiver]) -> None:
     protocol, listening = receiver
     metrics = sink()
-    metrics.request(generation(), exported=True, reason="budget")
+    metrics.request(generation(), exported=True)
     exporter = metric_exporter(protocol)
     try:
         assert "SUCCESS" == exporter.export(metrics.collect(NOW)).name
