@@ -1,0 +1,66 @@
+"""Two tapes side by side: the p95 of every stage before and after, and whether the difference is more than chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from otel_infer import facts, semconv
+from otel_infer.records import RequestRecord
+
+FEWEST = 8
+"""Values on each side without which nothing is said."""
+DRAWS = 2000
+PERCENT = 95
+
+
+class Row(NamedTuple):
+    """p95 in ms before and after; `low`, `high`: 95 % interval of the difference, by bootstrap."""
+
+    name: str
+    before: float
+    after: float
+    low: float
+    high: float
+    verdict: str
+
+
+def compared(before: list[RequestRecord], after: list[RequestRecord]) -> list[Row]:
+    """The three latencies, then the stages, as far as both tapes have them."""
+    rows = []
+    draw = np.random.default_rng(0)
+    for name, of in _measures(before + after).items():
+        one, two = (np.array([v for r in records for v in of(r)], float) / 1e6 for records in (before, after))
+        if len(one) and len(two):
+            rows.append(_row(name, one, two, draw))
+    return rows
+
+
+def _row(name: str, one: Any, two: Any, draw: np.random.Generator) -> Row:
+    was, now = (float(np.percentile(values, PERCENT)) for values in (one, two))
+    if min(len(one), len(two)) < FEWEST:
+        return Row(name, was, now, float("-inf"), float("inf"), "too few")
+    samples = [
+        np.percentile(values[draw.integers(0, len(values), (DRAWS, len(values)))], PERCENT, axis=1)
+        for values in (one, two)
+    ]
+    low, high = (float(value) for value in np.percentile(samples[1] - samples[0], (2.5, 97.5)))
+    return Row(name, was, now, low, high, "worse" if low > 0 else "better" if high < 0 else "no difference seen")
+
+
+def _measures(records: list[RequestRecord]) -> dict[str, Callable[[RequestRecord], list[int]]]:
+    """ns of one request, by name; of latencies only those that ended well, as the metrics have it."""
+    names = [name for name in semconv.STAGES if any(record.stage(name) for record in records)]
+    of_stages = {name: _stage(name) for name in names}
+    return {
+        "time to first token": lambda r: [r.ttft_ns] if r.ttft_ns and r.outcome == facts.OK else [],
+        "longest gap": lambda r: [r.summary.gap_max] if r.summary.gaps and r.outcome == facts.OK else [],
+        "end to end": lambda r: [r.duration_ns] if r.outcome == facts.OK else [],
+        **of_stages,
+    }
+
+
+def _stage(name: str) -> Callable[[RequestRecord], list[int]]:
+    return lambda record: [s.ended_at - s.started_at for s in record.stages if s.name == name]

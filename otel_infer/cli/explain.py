@@ -1,0 +1,177 @@
+"""Read a tape and say which complaint about latency its requests amount to, with the evidence, and what to change first.
+
+otel-infer explain demo.tape                      the verdict, and the slowest requests
+otel-infer explain demo.tape --request 4bf92f35   one request, by the beginning of its trace id or by its response id
+otel-infer explain after.tape --against before.tape
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from otel_infer import semconv, tape
+from otel_infer.records import RequestRecord
+
+SHOWN_CAUSES = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `explain`."""
+    parser.add_argument("tape", help="a file that `otel-infer run --tape` wrote")
+    parser.add_argument(
+        "--request", metavar="ID", help="only this one: a trace id, its beginning, or a response id"
+    )
+    parser.add_argument(
+        "--against", metavar="TAPE", help="compare with the requests of another tape, stage by stage"
+    )
+    parser.add_argument(
+        "--worst", type=int, default=5, metavar="N", help="how many slow requests to show (5)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Explains one tape; 2 where it cannot be read or holds no such request."""
+    try:
+        records = _inferences(arguments.tape)
+        if arguments.against:
+            return _compare(_inferences(arguments.against), records, arguments.json)
+    except (tape.BadTape, OSError) as reason:
+        print(f"otel-infer explain: {reason}", file=sys.stderr)
+        return 2
+    if arguments.request:
+        return _one(records, arguments.request, arguments.json)
+    return _all(records, arguments.worst, arguments.json)
+
+
+def _inferences(path: str) -> list[RequestRecord]:
+    """Those that were to reach an engine: health checks and the like have no complaint."""
+    from otel_infer.cli.replay import records
+
+    return [record for record in records(Path(path)) if record.operation]
+
+
+# ── all ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
+    from otel_infer.diagnosis import COMPLAINTS, diagnose
+
+    diagnosis = diagnose(records)
+    slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
+    if as_json:
+        findings = [
+            {**finding._asdict(), **COMPLAINTS[finding.complaint]._asdict()} for finding in diagnosis.findings
+        ]
+        said = {
+            **diagnosis._asdict(),
+            "findings": findings,
+            "worst": [described(record) for record in slowest],
+        }
+        print(json.dumps(said))
+        return 0
+    from otel_infer.cli import picture
+
+    out = picture.console()
+    out.print(picture.latency_table(records))
+    out.print()
+    if not diagnosis.findings:
+        out.print(f"{diagnosis.verdict}: {diagnosis.note}", style="bold")
+    for number, finding in enumerate(diagnosis.findings):
+        row = COMPLAINTS[finding.complaint]
+        out.print(f"{'' if number == 0 else 'also: '}“{row.said}”: {row.happens}", style="bold")
+        for evidence in finding.evidence:
+            out.print(f"  · {evidence}")
+        out.print(f"  change first: {row.change}")
+    out.print()
+    out.print("where the time of the slowest tenth went", style="bold")
+    for cause, share in diagnosis.causes.items():
+        if share >= 0.005:
+            out.print(f"  {cause:<16} {100 * share:5.1f} %  {semconv.CAUSES.get(cause, '')}")
+    out.print()
+    out.print(f"the slowest {len(slowest)}", style="bold")
+    for record in slowest:
+        out.print("  " + sentence(record))
+    return 0
+
+
+def sentence(record: RequestRecord) -> str:
+    """One request: how long it took, what that went into, and who held it up."""
+    from otel_infer.sinks.console import milliseconds
+
+    said = f"{record.trace_id.hex()[:8]}  {milliseconds(record.duration_ns)}"
+    if record.blame is None:
+        return said
+    largest = sorted(record.blame.causes.items(), key=lambda item: -item[1])[:SHOWN_CAUSES]
+    said += ": " + ", ".join(f"{cause.replace('_', ' ')} {milliseconds(length)}" for cause, length in largest)
+    offender = record.blame.offender
+    if offender is not None:
+        said += f"; held up {milliseconds(offender.length)} by trace {offender.trace_id.hex()[:8]}"
+    return said
+
+
+def described(record: RequestRecord) -> dict[str, Any]:
+    """A request as plain data; lengths in ms."""
+    from otel_infer.cli.replay import described as plain
+
+    offender = record.blame.offender if record.blame is not None else None
+    by = {"trace_id": offender.trace_id.hex(), "ms": offender.length / 1e6} if offender is not None else None
+    return {**plain(record), "offender": by}
+
+
+# ── one ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _one(records: Sequence[RequestRecord], wanted: str, as_json: bool) -> int:
+    found = [record for record in records if _is(record, wanted)]
+    if len(found) != 1:
+        several = ", ".join(record.trace_id.hex() for record in found[:5])
+        reason = (
+            f"several requests: {several}" if found else f"none of its {len(records)} requests is {wanted}"
+        )
+        print(f"otel-infer explain: {reason}", file=sys.stderr)
+        return 2
+    (record,) = found
+    if as_json:
+        print(json.dumps(described(record)))
+        return 0
+    from otel_infer.cli import picture
+
+    out = picture.console()
+    for line in picture.waterfall(record):
+        out.print(line)
+    for cause, length in (
+        sorted(record.blame.causes.items(), key=lambda item: -item[1]) if record.blame else ()
+    ):
+        share = 100 * length / max(record.duration_ns, 1)
+        out.print(f"  {cause:<16} {length / 1e6:9.1f} ms {share:5.1f} %  {semconv.CAUSES.get(cause, '')}")
+    out.print(sentence(record))
+    return 0
+
+
+def _is(record: RequestRecord, wanted: str) -> bool:
+    return record.trace_id.hex().startswith(wanted.lower()) or wanted in record.attributes.values()
+
+
+# ── two tapes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _compare(before: list[RequestRecord], after: list[RequestRecord], as_json: bool) -> int:
+    from otel_infer.cli.comparison import compared
+
+    rows = compared(before, after)
+    if as_json:
+        print(json.dumps([row._asdict() for row in rows]))
+        return 0
+    print(
+        f"{len(before)} requests before, {len(after)} after; p95 in ms, with the 95 % interval of the difference"
+    )
+    for row in rows:
+        change = f"{row.low:+.1f} to {row.high:+.1f}"
+        print(f"  {row.name:<20} {row.before:9.1f} → {row.after:9.1f}   {change:<22} {row.verdict}")
+    return 0

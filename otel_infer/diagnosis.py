@@ -1,0 +1,272 @@
+"""From finished requests to the complaint they amount to, the evidence for it, and what to change first. Pure.
+
+Seven complaints about latency, told apart by where the time of the slowest requests went (`blame`). Nothing is guessed: with too
+few requests, or where most of the time is unexplained, the answer is that the evidence is insufficient; where the slow
+requests only did their own work, that nothing in this server held them up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from otel_infer import facts, semconv
+from otel_infer.crowding import Crowd
+from otel_infer.records import RequestRecord
+
+FEWEST = 12
+"""Requests without which nothing is said."""
+TAIL = 0.1
+"""Share of the requests that are the slow ones."""
+MOST_UNEXPLAINED = 0.5
+_MS = 1_000_000
+
+
+class Complaint(NamedTuple):
+    """A row of the table: how people say it, what happens, what to change first."""
+
+    said: str
+    happens: str
+    change: str
+
+
+COMPLAINTS = {
+    "before_the_engine": Complaint(
+        "slow even for tiny prompts",
+        "time goes before inference starts",
+        "look at what runs before the engine: body reads, tokenizing, look-ups; make them fewer, nearer, or concurrent",
+    ),
+    "queueing": Complaint(
+        "fine locally, bad in production",
+        "requests wait for their turn at any time of the load",
+        "limit concurrency where requests come in, give the engine a larger batch or another replica, separate traffic",
+    ),
+    "prefill": Complaint(
+        "nothing for a while, then fast",
+        "prompts are expensive",
+        "shorten or cap prompts, switch the prefix cache on, prefill in smaller batches",
+    ),
+    "stutter": Complaint(
+        "starts, then freezes or stutters",
+        "decode is interrupted",
+        "see the cause beside: chunked prefill or fewer prompt tokens a step, more KV cache, collect garbage between requests",
+    ),
+    "peak": Complaint(
+        "explodes at peak hours",
+        "for a time more is accepted than served",
+        "shed or spread load at the peak, scale up earlier, shorten the queue's limit",
+    ),
+    "big_and_small": Complaint(
+        "big customers slow down small ones",
+        "light requests wait behind heavy ones",
+        "serve heavy requests apart, or limit how many of them run at once; priorities for short ones",
+    ),
+    "batching": Complaint(
+        "cheap batch mode is fine, live is slow",
+        "batches are made large, or waited for, at the cost of each request",
+        "batch only where nobody waits: no batching delay and a smaller batch for live traffic",
+    ),
+}
+
+
+class Finding(NamedTuple):
+    """One complaint that fits. `weight`: share of its slow requests' whole time."""
+
+    complaint: str
+    cause: str
+    weight: float
+    evidence: list[str]
+
+
+class Diagnosis(NamedTuple):
+    """`verdict`: name of a complaint, `healthy` or `insufficient`. `findings`: heaviest first."""
+
+    verdict: str
+    requests: int
+    findings: list[Finding]
+    causes: dict[str, float]
+    note: str
+
+
+class _Tail(NamedTuple):
+    """Requests that stand for what people complain about, and what their time is compared with."""
+
+    records: list[RequestRecord]
+    whole: float
+
+    def share(self, *causes: str) -> float:
+        """Of that part of their lives that the complaint is about."""
+        return self.total(*causes) / self.whole if self.whole else 0.0
+
+    def weight(self, *causes: str) -> float:
+        """Of their whole lives, so that one complaint can be compared with another."""
+        return self.total(*causes) / max(sum(record.duration_ns for record in self.records), 1)
+
+    def total(self, *causes: str) -> float:
+        return float(sum(_spent(record, *causes) for record in self.records))
+
+    def each(self, *causes: str) -> float:
+        """ms for one of them, on average."""
+        return self.total(*causes) / max(len(self.records), 1) / _MS
+
+
+def diagnose(records: Sequence[RequestRecord]) -> Diagnosis:
+    """What these requests amount to."""
+    served = [r for r in records if r.blame is not None and r.generative and r.operation and r.duration_ns]
+    served = [r for r in served if r.outcome != facts.ERROR]
+    causes = _shares(served)
+    if len(served) < FEWEST:
+        said = f"{len(served)} requests; at least {FEWEST} are needed"
+        return Diagnosis("insufficient", len(served), [], causes, said)
+    found = [finding for rule in _RULES for finding in rule(served)]
+    found.sort(key=lambda finding: -finding.weight)
+    if found:
+        return Diagnosis(found[0].complaint, len(served), found, causes, "")
+    if _slowest(served, lambda r: r.duration_ns).share(semconv.CAUSE_UNEXPLAINED) > MOST_UNEXPLAINED:
+        said = "most of the slow requests' time was not seen: is the engine instrumented (otel-infer doctor)?"
+        return Diagnosis("insufficient", len(served), [], causes, said)
+    said = "the slow requests did their own work; what else their readers felt is not in this server"
+    return Diagnosis("healthy", len(served), [], causes, said)
+
+
+# ── one rule for each part of a request's life ───────────────────────────────────────────────────────────────────
+
+_BEFORE = (semconv.CAUSE_INGRESS, semconv.CAUSE_TOKENIZE, semconv.CAUSE_APPLICATION)
+_QUEUES = (semconv.CAUSE_HIDDEN_QUEUE, semconv.CAUSE_SCHEDULER_QUEUE)
+_STALLS = (
+    semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION, semconv.CAUSE_GC, semconv.CAUSE_COMPILE,
+    semconv.CAUSE_THROTTLED, semconv.CAUSE_PAUSE, semconv.CAUSE_UNEXPLAINED,
+)  # fmt: skip
+
+
+def _before(served: list[RequestRecord]) -> list[Finding]:
+    tail = _slowest(served, _ttft, whole=_ttft)
+    weight, each = tail.share(*_BEFORE), tail.each(*_BEFORE)
+    if weight < 0.4 or each < 20:
+        return []
+    cause = max(_BEFORE, key=tail.total)
+    return [Finding("before_the_engine", cause, tail.weight(*_BEFORE), [
+        f"{weight:.0%} of the time to the first token of the slowest {len(tail.records)} lies before the engine",
+        f"{cause}: {tail.each(cause):.0f} ms each",
+    ])]  # fmt: skip
+
+
+def _prefill(served: list[RequestRecord]) -> list[Finding]:
+    """Prompts that cost more than all else before the first token; what they do to others then follows from it."""
+    gap, usual = _typical_gap(served), np.median([_spent(record, semconv.CAUSE_PREFILL) for record in served])
+    typical = float(np.median([_spent(record, semconv.CAUSE_PREFILL) / _ttft(record) for record in served]))
+    tail = _slowest(served, _ttft, whole=_ttft)
+    share, each = tail.share(semconv.CAUSE_PREFILL), tail.each(semconv.CAUSE_PREFILL)
+    is_usual = typical >= 0.5 and usual / _MS >= max(20, 5 * gap)
+    if not is_usual and (share < 0.5 or each < max(20, 5 * gap)):
+        return []
+    causes = (semconv.CAUSE_PREFILL, semconv.CAUSE_INTERFERENCE) if is_usual else (semconv.CAUSE_PREFILL,)
+    tokens = np.median([record.input_tokens for record in tail.records])
+    evidence = [
+        f"{share:.0%} of the time to the first token of the slowest {len(tail.records)} is their own prompt",
+        f"{typical:.0%} of the usual one's",
+        f"{each:.0f} ms for {tokens:.0f} prompt tokens; then a token every {gap:.1f} ms",
+    ]
+    return [Finding("prefill", semconv.CAUSE_PREFILL, tail.weight(*causes), evidence)]
+
+
+def _stutter(served: list[RequestRecord]) -> list[Finding]:
+    streamed = [record for record in served if record.summary.gaps >= 3]
+    if len(streamed) < FEWEST // 2:
+        return []
+    tail = _slowest(streamed, lambda r: r.summary.gap_max, whole=lambda r: r.summary.gaps_total)
+    gap, longest = _typical_gap(streamed), float(np.median([r.summary.gap_max for r in tail.records])) / _MS
+    weight = min(tail.share(*_STALLS), 1.0)
+    if weight < 0.15 or longest < 4 * gap or longest < 15:
+        return []
+    cause = max(_STALLS, key=tail.total)
+    evidence = [
+        f"the longest pause between tokens of the slowest {len(tail.records)} is {longest:.0f} ms; usual is {gap:.1f} ms",
+        f"{cause}: {tail.share(cause):.0%} of their streaming time, {tail.each(cause):.0f} ms each",
+    ]
+    offenders = {r.blame.offender.trace_id.hex() for r in tail.records if r.blame and r.blame.offender}
+    if cause == semconv.CAUSE_INTERFERENCE and offenders:
+        evidence.append(f"held up most by trace {sorted(offenders)[0]} ({len(offenders)} such requests)")
+    return [Finding("stutter", cause, tail.weight(*_STALLS), evidence)]
+
+
+def _queue(served: list[RequestRecord]) -> list[Finding]:
+    """Who waits for a turn: because of a peak, of heavy requests, of batches that are waited for, or always."""
+    tail = _slowest(served, _ttft, whole=_ttft)
+    weight, each = tail.share(*_QUEUES), tail.each(*_QUEUES)
+    if weight < 0.4 or each < 20 or each < 3 * _typical_gap(served):
+        return []
+    cause, weighs = max(_QUEUES, key=tail.total), tail.weight(*_QUEUES)
+    crowd = Crowd(served)
+    said = f"{weight:.0%} of the time to the first token of the slowest {len(tail.records)} is queue, {each:.0f} ms each"
+    idle, heavy, peak = crowd.idle_share(), crowd.behind_heavy(), crowd.peak()
+    if idle > 0.5:
+        return [
+            Finding(
+                "batching", cause, weight, [said, f"{idle:.0%} of the waiting while no request was running"]
+            )
+        ]
+    if heavy is not None:
+        return [Finding("big_and_small", cause, weighs, [said, heavy])]
+    if peak is not None:
+        return [Finding("peak", cause, weighs, [said, peak])]
+    return [Finding("queueing", cause, weighs, [said, "at any time of the load, not at a peak"])]
+
+
+def _batching(served: list[RequestRecord]) -> list[Finding]:
+    tail = _slowest(served, lambda r: r.summary.gaps_total, whole=lambda r: r.summary.gaps_total)
+    weight, own = tail.share(semconv.CAUSE_BATCHING), tail.share(semconv.CAUSE_DECODE)
+    if weight < 0.5 or weight < 2 * own:
+        return []
+    size = max(record.summary.batch_size_max for record in tail.records)
+    return [Finding("batching", semconv.CAUSE_BATCHING, tail.weight(semconv.CAUSE_BATCHING), [
+        f"{weight:.0%} of the streaming time is what the other sequences add to each step, {own:.0%} the request's own",
+        f"up to {size} sequences in a step",
+    ])]  # fmt: skip
+
+
+_RULES: tuple[Callable[[list[RequestRecord]], list[Finding]], ...] = (
+    _before, _prefill, _stutter, _queue, _batching,
+)  # fmt: skip
+
+
+# ── what is compared ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _spent(record: RequestRecord, *causes: str) -> int:
+    return sum(record.blame.causes.get(cause, 0) for cause in causes) if record.blame is not None else 0
+
+
+def _ttft(record: RequestRecord) -> int:
+    """To the first token, or to the end of one that never had any."""
+    return record.ttft_ns or record.duration_ns
+
+
+def _slowest(
+    served: list[RequestRecord],
+    key: Callable[[RequestRecord], int],
+    whole: Callable[[RequestRecord], int] = lambda r: r.duration_ns,
+) -> _Tail:
+    """The slowest tenth, three at least."""
+    many = max(round(len(served) * TAIL), 3)
+    records = sorted(served, key=key)[-many:]
+    return _Tail(records, float(sum(map(whole, records))))
+
+
+def _typical_gap(served: list[RequestRecord]) -> float:
+    """ms between two tokens as most requests see it; 0 where nothing was streamed."""
+    means = [record.summary.p50 for record in served if record.summary.steps]
+    return float(np.median(means)) / _MS if means else 0.0
+
+
+def _shares(served: list[RequestRecord]) -> dict[str, float]:
+    """Of the time of the slowest tenth, by cause, largest first."""
+    total: dict[str, int] = defaultdict(int)
+    for record in _slowest(served, lambda r: r.duration_ns).records if served else []:
+        for cause, length in record.blame.causes.items() if record.blame is not None else ():
+            total[cause] += length
+    whole = sum(total.values()) or 1
+    return {cause: length / whole for cause, length in sorted(total.items(), key=lambda item: -item[1])}

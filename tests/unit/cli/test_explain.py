@@ -1,0 +1,104 @@
+"""`otel-infer explain`: from a tape to the complaint."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from otel_infer import tape
+from otel_infer.cli import main
+from tests.served_load import Asked, Served
+from tests.unit.test_diagnosis import before_the_engine, healthy
+
+
+def recorded(path: Path, served: Served, asked: list[Asked]) -> Path:
+    writer = tape.TapeWriter(path)
+    said = served.facts(asked)
+    writer.write(said, said[-1].fact.at)
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    return recorded(tmp_path / "slow.tape", *before_the_engine(random.Random(2)))
+
+
+@pytest.fixture
+def fine(tmp_path: Path) -> Path:
+    return recorded(tmp_path / "fine.tape", *healthy(random.Random(2)))
+
+
+def test_a_tape_is_explained_with_its_evidence_and_what_to_change(
+    slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(slow), "--worst", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "“slow even for tiny prompts”: time goes before inference starts" in said
+    assert "change first: look at what runs before the engine" in said
+    assert "the slowest 2" in said
+    assert "  ingress " in said
+
+
+def test_a_server_that_is_fine_is_told_so(fine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(fine)]) == 0
+    assert "healthy: the slow requests did their own work" in capsys.readouterr().out
+
+
+def test_the_same_as_json(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(slow), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["verdict"], said["requests"], len(said["worst"])) == ("before_the_engine", 60, 5)
+    assert said["findings"][0]["cause"] == "ingress"
+    worst = said["worst"][0]
+    assert sum(worst["blame_ms"].values()) == pytest.approx(worst["duration_ms"])
+
+
+def test_one_request_is_found_by_the_beginning_of_its_trace_id(
+    slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace_id = (7).to_bytes(16, "big").hex()
+    assert main(["explain", str(slow), "--request", trace_id]) == 0
+    said = capsys.readouterr().out
+    assert f"trace {trace_id}" in said and "first byte in to handed over to the engine" in said
+    assert main(["explain", str(slow), "--request", trace_id, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trace_id"] == trace_id
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"), [("f" * 32, "none of its 60 requests"), ("0", "several requests")]
+)
+def test_one_that_is_not_there_or_not_one_is_an_error_that_says_so(
+    slow: Path, wanted: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(slow), "--request", wanted]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_no_tape_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").write_text("not a tape")
+    assert main(["explain", str(tmp_path / "x")]) == 2
+    assert main(["explain", str(tmp_path / "gone")]) == 2
+    assert "otel-infer explain: " in capsys.readouterr().err
+
+
+def test_two_tapes_are_compared_stage_by_stage(
+    slow: Path, fine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(fine), "--against", str(slow), "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["ingress"]["verdict"] == rows["time to first token"]["verdict"] == "better"
+    assert rows["decode"]["verdict"] == "no difference seen"
+    assert rows["ingress"]["high"] < 0
+    assert main(["explain", str(fine), "--against", str(slow)]) == 0
+    assert "better" in capsys.readouterr().out
+
+
+def test_a_tape_without_requests_is_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    served, asked = healthy(random.Random(1))
+    path = recorded(tmp_path / "few.tape", served, asked[:3])
+    assert main(["explain", str(path)]) == 0
+    assert "insufficient: 3 requests; at least 12 are needed" in capsys.readouterr().out

@@ -1,0 +1,145 @@
+"""From a tape to the complaint: each row of the table is told from the others, and from a server that is fine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from otel_infer.diagnosis import COMPLAINTS, diagnose
+from tests.served_load import Asked, Served
+
+Draw = random.Random
+
+
+def steady(draw: Draw, count: int = 60, every: float = 60.0, **more: float) -> list[Asked]:
+    """Requests that come one by one, of mixed lengths."""
+    at, asked = 0.0, []
+    for _ in range(count):
+        at += draw.expovariate(1 / every)
+        asked.append(Asked(at, draw.randint(16, 64), draw.randint(12, 48), **more))
+    return asked
+
+
+def healthy(draw: Draw) -> tuple[Served, list[Asked]]:
+    return Served(seed=draw.randint(0, 9999)), steady(draw)
+
+
+def uniformly_slow(draw: Draw) -> tuple[Served, list[Asked]]:
+    slow = draw.uniform(20, 60)
+    return Served(base=slow, seed=draw.randint(0, 9999)), steady(draw, every=8 * slow)
+
+
+def before_the_engine(draw: Draw) -> tuple[Served, list[Asked]]:
+    return healthy(draw)[0], steady(draw, before_ms=draw.uniform(80, 400))
+
+
+def queueing(draw: Draw) -> tuple[Served, list[Asked]]:
+    """More users than places, all the time: each sends again when it has its answer."""
+    batch = draw.randint(2, 4)
+    return Served(max_batch=batch, seed=draw.randint(0, 9999)), steady(
+        draw, 80, every=draw.uniform(0.8, 1.0) * 290 / batch
+    )
+
+
+def prefill(draw: Draw) -> tuple[Served, list[Asked]]:
+    served = Served(prompt_token=draw.uniform(0.1, 0.3), seed=draw.randint(0, 9999))
+    asked = steady(draw, every=5000)
+    for one in asked:
+        one.prompt = draw.randint(1500, 4000)
+    return served, asked
+
+
+def stutter(draw: Draw) -> tuple[Served, list[Asked]]:
+    served, asked = healthy(draw)
+    if draw.random() < 0.5:
+        last = asked[-1].at
+        served.pauses = [(draw.uniform(0, last), draw.uniform(80, 300)) for _ in range(round(last / 250))]
+        return served, asked
+    served.prompt_token = 0.1
+    for one in draw.sample(asked, len(asked) // 6):
+        one.prompt = draw.randint(1000, 3000)
+    return served, asked
+
+
+def peak(draw: Draw) -> tuple[Served, list[Asked]]:
+    served, asked = Served(max_batch=8, seed=draw.randint(0, 9999)), steady(draw, every=80)
+    middle = asked[len(asked) // 2].at
+    asked += [
+        Asked(middle + draw.uniform(0, 300), 32, draw.randint(24, 48)) for _ in range(draw.randint(40, 90))
+    ]
+    return served, asked
+
+
+def big_and_small(draw: Draw) -> tuple[Served, list[Asked]]:
+    served, asked = Served(max_batch=4, seed=draw.randint(0, 9999)), steady(draw, 70, every=120)
+    for one in asked:
+        one.tokens = draw.randint(6, 14)
+    for at in range(6):
+        asked += [
+            Asked(at * 1400 + draw.uniform(0, 40), 400, draw.randint(90, 130))
+            for _ in range(4 if at % 2 == 0 else 0)
+        ]
+    return served, asked
+
+
+def batching(draw: Draw) -> tuple[Served, list[Asked]]:
+    if draw.random() < 0.5:
+        served = Served(batch_delay=draw.uniform(150, 400), seed=draw.randint(0, 9999))
+        asked = steady(draw, every=400)
+        for one in asked:
+            one.tokens = draw.randint(4, 8)
+        return served, asked
+    return Served(base=4, each=draw.uniform(1.0, 2.0), max_batch=64, seed=draw.randint(0, 9999)), steady(
+        draw, 120, every=25
+    )
+
+
+ROWS: dict[str, Callable[[Draw], tuple[Served, list[Asked]]]] = {
+    "before_the_engine": before_the_engine,
+    "queueing": queueing,
+    "prefill": prefill,
+    "stutter": stutter,
+    "peak": peak,
+    "big_and_small": big_and_small,
+    "batching": batching,
+}
+
+
+def test_every_row_of_the_table_has_its_load() -> None:
+    assert ROWS.keys() == COMPLAINTS.keys()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_complaint_is_recognized_by_what_the_requests_say(row: str) -> None:
+    right = 0
+    for seed in range(10):
+        served, asked = ROWS[row](random.Random(f"{row} {seed}"))
+        right += diagnose(served.records(asked)).verdict == row
+    assert right >= 9
+
+
+@pytest.mark.parametrize("load", [healthy, uniformly_slow])
+def test_a_server_that_is_fine_or_slow_as_a_whole_has_no_complaint(
+    load: Callable[[Draw], tuple[Served, list[Asked]]],
+) -> None:
+    for seed in range(10):
+        served, asked = load(random.Random(f"fine {seed}"))
+        diagnosis = diagnose(served.records(asked))
+        assert (diagnosis.verdict, diagnosis.findings) == ("healthy", []), seed
+
+
+def test_a_few_requests_are_not_evidence() -> None:
+    served, asked = healthy(random.Random(1))
+    diagnosis = diagnose(served.records(asked[:5]))
+    assert (diagnosis.verdict, diagnosis.note) == ("insufficient", "5 requests; at least 12 are needed")
+
+
+def test_the_evidence_names_the_cause_and_who_held_up_whom() -> None:
+    served, asked = healthy(random.Random(3))
+    served.prompt_token = 0.1
+    asked[20].prompt = asked[40].prompt = 4000
+    finding, *_ = diagnose(served.records(asked)).findings
+    assert (finding.complaint, finding.cause) == ("stutter", "interference")
+    assert "held up most by trace 000000" in finding.evidence[-1]
