@@ -151,6 +151,9 @@ class Pipeline:
         steps = self.assembler.drain_steps()
         if steps:
             self.metrics.steps(steps)
+        pauses = self.assembler.drain_pauses()
+        if pauses:
+            self.metrics.pauses(pauses)
         records = self.assembler.concluded(horizon)
         self.requests += len(records)
         for record in records:

@@ -25,6 +25,8 @@ SPAN_D2H = "d2h"
 SPAN_FORWARD = "forward"
 SPAN_POSTPROCESS = "postprocess"
 SPAN_DOCTOR = "otel_infer doctor"
+EVENT_PAUSE = "infer.pause"
+"""On the request span: something held up the whole process while the request was there."""
 STAGE_DETOKENIZE = "detokenize"
 """No span: a part of postprocess, and a stage to the metrics."""
 STAGES = (
@@ -122,6 +124,9 @@ ITL_MAX = "infer.inter_token_latency.max"
 BATCH_SIZE_MAX = "infer.batch.size.max"
 KV_UTILIZATION_START = "infer.kv_cache.utilization.start"
 KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
+PAUSE_CAUSE = "infer.pause.cause"
+PAUSE_DURATION = "infer.pause.duration"
+PAUSES_LEFT_OUT = "infer.pauses.left_out"
 ENGINE = "infer.engine"
 PROCESS_ROLE = "infer.process.role"
 INTEGRATION = "infer.integration"
@@ -257,6 +262,14 @@ STEP_TOKENS_TOTAL = Metric(
     "{token}",
     "Tokens scheduled in engine steps: of prompts (prefill) and one per running sequence (decode).",
     (STEP_KIND, *_ENGINE),
+)
+PAUSES = Metric(
+    "infer.pause.duration",
+    HISTOGRAM,
+    "s",
+    "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CPU quota (throttled).",
+    (PAUSE_CAUSE,),
+    STAGE_BOUNDS,
 )
 KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
 KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)
