@@ -4,7 +4,8 @@
 
 A signal that arrives during a collection is handled in the first bytecode after it. Were that in a callback of the
 collector, whatever the handler raises would be lost: a Ctrl-C, or the SystemExit of a SIGTERM. So at the stop no
-bytecode of ours runs, it is only noted when it was, and what is to be said of it is said when Python runs anyway.
+bytecode of ours runs, it is only noted when it was, and what is to be said of it is said when Python runs anyway. At the
+start some does: a signal that is still to be handled by then came within the last call of C, if at all.
 """
 
 from __future__ import annotations
@@ -42,20 +43,19 @@ class _Collections(defaultdict[str, int]):
     @property
     def start(self) -> None:
         """A collection begins."""
-        try:
-            self.say()
-            self._started_at = clock.now()
-        except Exception as exc:
-            self._hook.fail(exc)
+        self.say()
+        self._started_at = clock.now()
 
     stop = property(itemgetter("stopped_at"))
 
     def say(self) -> None:
         """States the last collection, if it is over and was long; once, whoever asks."""
-        stopped_at = self.pop("stopped_at", 0)
-        started_at = self._started_at
+        started_at, stopped_at = self._started_at, self.pop("stopped_at", 0)
         if started_at and stopped_at - started_at > LONG_NS and self._hook.alive:
-            recorder.paused(CAUSE, started_at, stopped_at)
+            try:
+                recorder.paused(CAUSE, started_at, stopped_at)
+            except Exception as exc:
+                self._hook.fail(exc)
 
 
 @integration.listener("gc:callbacks")
