@@ -30,7 +30,7 @@ _NEVER = 1 << 63
 
 
 class Assembler:
-    """Feed it facts; drain `concluded` and `drain_steps`."""
+    """Feed it facts; drain `concluded`, `drain_steps` and `drain_pauses`."""
 
     def __init__(self) -> None:
         self.open: dict[Key, Request] = {}
@@ -40,6 +40,7 @@ class Assembler:
         self.facts_lost = 0
         self.facts_torn = 0
         self.steps: list[StepRecord] = []
+        self._new_pauses: list[Pause] = []
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due = _NEVER
         self._numbers = itertools.count()
@@ -90,6 +91,11 @@ class Assembler:
     def oldest_live(self, horizon: int) -> int:
         """When the oldest request that is not concluded arrived; `horizon` if there is none."""
         return min((request.arrived_at for request in self.open.values()), default=horizon)
+
+    def drain_pauses(self) -> list[Pause]:
+        """The pauses seen since the last call, of all processes."""
+        pauses, self._new_pauses = self._new_pauses, []
+        return pauses
 
     def active(self) -> dict[str, int]:
         """How many requests are in flight, by `queued` (not scheduled yet) and `running`."""
@@ -183,16 +189,24 @@ class Assembler:
         return [request for (ring, _), request in self.open.items() if ring == process]
 
     def _paused(self, ring: int, handle: int, fact: facts.PauseSeen) -> None:
-        pauses = self.pauses.setdefault(ring, deque(maxlen=PAUSES))
-        pauses.append(Pause(fact.started_at, fact.at, fact.cause))
+        """Kept in order of their ends: of a collection it is said later that it was."""
+        pauses, pause = (
+            self.pauses.setdefault(ring, deque(maxlen=PAUSES)),
+            Pause(fact.started_at, fact.at, fact.cause),
+        )
+        is_late = bool(pauses) and pauses[-1].ended_at > pause.ended_at
+        pauses.append(pause)
+        if is_late:
+            self.pauses[ring] = deque(sorted(pauses, key=lambda pause: pause.ended_at), maxlen=PAUSES)
+        if fact.at > self._concluded_at.get(ring, 0):
+            self._new_pauses.append(pause)
 
     def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
         """What held up its process while it was there."""
-        pauses = self.pauses.get(request.ring)
-        if not pauses or pauses[-1].ended_at <= request.arrived_at:
-            return ()
         begin, end = request.arrived_at, request.ended_at
-        return tuple(pause for pause in pauses if pause.started_at < end and pause.ended_at > begin)
+        latest_first = reversed(self.pauses.get(request.ring, ()))
+        since = itertools.takewhile(lambda pause: pause.ended_at > begin, latest_first)
+        return tuple(pause for pause in since if pause.started_at < end)[::-1]
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
 

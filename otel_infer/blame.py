@@ -1,6 +1,7 @@
 """Where the time of a request went, by cause. Pure; exact: the causes of a request sum to its duration, in whole ns.
 
-Time is given away once, in this order: to pauses of the process, to what the engine did with the request (queue, prefill,
+Time is given away once, in this order: to pauses of the process (of two at once, to the one that is not throttling, which
+is an estimate), to what the engine did with the request (queue, prefill,
 decode), to stages that were said, to what came after the last token. Inside decode each step is divided by what the engine's
 own log says a step of that size costs (`stepcosts`): what it would have cost the request alone is its own *decode*, what
 the other sequences' tokens add is *batching*, and what a step with other requests' prompts took beyond that is their
@@ -44,7 +45,7 @@ def assign(records: Sequence[RequestRecord]) -> None:
 def _blame(record: RequestRecord, decode: DecodeBlame) -> Blame:
     free = [(record.arrived_at, record.ended_at)]
     causes: Causes = defaultdict(int)
-    for pause in record.pauses:
+    for pause in sorted(record.pauses, key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED):
         free, taken = _taken(free, pause.started_at, pause.ended_at)
         causes[_OF_PAUSES.get(pause.cause, semconv.CAUSE_PAUSE)] += taken
     for stage in _in_order(record.stages):

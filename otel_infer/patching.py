@@ -382,7 +382,7 @@ class _Place(ABC):
 
     def _find(self) -> tuple[Any, str, Any, Parameters] | None:
         try:
-            owner, name, current = _resolve(self.module, self.path)
+            owner, name, current = resolve(self.module, self.path)
         except LookupError as exc:
             if self.optional:
                 return None
@@ -440,7 +440,7 @@ class StepHook(_Place):
         return functools.wraps(original)(self.make(original, self.hook))
 
 
-def _resolve(module: str, path: str) -> tuple[Any, str, Any]:
+def resolve(module: str, path: str) -> tuple[Any, str, Any]:
     """Owner, name, what it holds; runs nobody's code. Raises LookupError with what is missing."""
     owner = sys.modules.get(module)
     if owner is None:

@@ -112,6 +112,9 @@ class Pipeline:
         steps = self.assembler.drain_steps()
         if steps:
             self.metrics.steps(steps)
+        pauses = self.assembler.drain_pauses()
+        if pauses:
+            self.metrics.pauses(pauses)
         records = self.assembler.concluded(horizon)
         self.requests += len(records)
         try:

@@ -2,7 +2,7 @@
 
 Names of the OpenTelemetry conventions are used as they are (semantic-conventions v1.44 for `http.*`, `error.*`, `hw.*`,
 `server.*`; semantic-conventions-genai for `gen_ai.*`, all of it in development). What no convention has is ours, under
-`infer.*`. Dashboards, alerts, docs and tests take names from here.
+`infer.*`. Dashboards, alerts, docs and tests take names from here. Long, since it is one table.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ SPAN_D2H = "d2h"
 SPAN_FORWARD = "forward"
 SPAN_POSTPROCESS = "postprocess"
 SPAN_DOCTOR = "otel_infer doctor"
+EVENT_PAUSE = "infer.pause"
+"""On the request span: something held up the whole process while the request was there."""
 STAGE_DETOKENIZE = "detokenize"
 """No span: a part of postprocess, and a stage to the metrics."""
 STAGES = (
@@ -174,6 +176,9 @@ ITL_MAX = "infer.inter_token_latency.max"
 BATCH_SIZE_MAX = "infer.batch.size.max"
 KV_UTILIZATION_START = "infer.kv_cache.utilization.start"
 KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
+PAUSE_CAUSE = "infer.pause.cause"
+PAUSE_DURATION = "infer.pause.duration"
+PAUSES_LEFT_OUT = "infer.pauses.left_out"
 ENGINE = "infer.engine"
 PROCESS_ROLE = "infer.process.role"
 INTEGRATION = "infer.integration"
@@ -316,6 +321,14 @@ STEP_TOKENS_TOTAL = Metric(
     "{token}",
     "Tokens scheduled in engine steps: of prompts (prefill) and one per running sequence (decode).",
     (STEP_KIND, *_ENGINE),
+)
+PAUSES = Metric(
+    "infer.pause.duration",
+    HISTOGRAM,
+    "s",
+    "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CPU quota (throttled).",
+    (PAUSE_CAUSE,),
+    STAGE_BOUNDS,
 )
 KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
 KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)

@@ -27,6 +27,7 @@ from otel_infer.sinks import transport
 from otel_infer.sinks.console import Console
 from otel_infer.sinks.outlet import MetricsOutlet
 from otel_infer.sinks.spans import Sender, SpanSink, encoded_identity
+from otel_infer.throttling import Throttling
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Sidecar:
         self._rings = Rings()
         resource = {**resource, semconv.SERVICE_INSTANCE_ID: _instance(self._folder, resource)}
         self._pipeline = make_pipeline(settings, resource, self._rings, show=show)
+        self._throttling = Throttling()
         self._asked: list[tuple[int, int]] = []
         self._wakes_since_asked = 0
         self._recovered: list[tuple[Path, place.Lock]] = []
@@ -138,6 +140,8 @@ class Sidecar:
     def _wake(self, now: int) -> None:
         if now - self._discovered_at > DISCOVER_NS:
             self._discover(now)
+        for said in self._throttling.look(self._rings.writers):
+            self._rings.say(said)
         if self._pipeline.wake(now) or self._asked:
             self._busy_at = now
         self._answer_flushes(now)

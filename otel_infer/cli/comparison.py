@@ -47,7 +47,9 @@ def _row(name: str, one: Any, two: Any, draw: np.random.Generator) -> Row:
         for values in (one, two)
     ]
     low, high = (float(value) for value in np.percentile(samples[1] - samples[0], (2.5, 97.5)))
-    return Row(name, was, now, low, high, "worse" if low > 0 else "better" if high < 0 else "no difference seen")
+    return Row(
+        name, was, now, low, high, "worse" if low > 0 else "better" if high < 0 else "no difference seen"
+    )
 
 
 def _measures(records: list[RequestRecord]) -> dict[str, Callable[[RequestRecord], list[int]]]:

@@ -19,15 +19,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 import wrapt
 
+from otel_infer.integrations._listening import Listener, MakeListener
 from otel_infer.patching import Drift, Make, Patch, Probe, StepHook
 
 log = logging.getLogger(__name__)
 
 State = Literal["absent", "waiting", "active", "drifted", "removed"]
+AnyHook = Union[Patch, StepHook, Listener]
 
 _lock = threading.RLock()  # one for all; not held while an import logs, since logging may import in turn
 
@@ -62,7 +64,7 @@ class Status:
 @dataclass
 class _Part:
     name: str
-    hooks: list[Patch | StepHook] = field(default_factory=list)
+    hooks: list[AnyHook] = field(default_factory=list)
     state: State = "waiting"
     drift: str | None = None
 
@@ -73,7 +75,7 @@ class _Part:
 
     def install(self) -> str | None:
         """Put all hooks on, or none; the drift if it is none."""
-        done: list[Patch | StepHook] = []
+        done: list[AnyHook] = []
         try:
             for hook in self.hooks:
                 hook.check()
@@ -142,6 +144,15 @@ class Integration:
 
         return register
 
+    def listener(self, target: str, part: str = "") -> Callable[[MakeListener], MakeListener]:
+        """Register what the decorated `make(hook)` returns as one that is called from the list `target`."""
+
+        def register(make: MakeListener) -> MakeListener:
+            self._add(Listener(target, make, part))
+            return make
+
+        return register
+
     def install(self) -> None:
         """Install every part whose modules are imported, the others when they are. Drift is in `status`."""
         self._wanted, self._removed = True, False
@@ -201,7 +212,7 @@ class Integration:
             return "absent", None
         return "drifted", f"{missing[0]}: there is no such module"
 
-    def _add(self, hook: Patch | StepHook) -> None:
+    def _add(self, hook: AnyHook) -> None:
         self._parts.setdefault(hook.part, _Part(hook.part)).hooks.append(hook)
 
     def _watch(self, name: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from otel_infer import facts
-from otel_infer.ring import layout
+from otel_infer.ring import layout, place
 from otel_infer.ring.read import NotARing, RequestReader
 from otel_infer.ring.read_steps import StepReader
 
@@ -137,6 +137,17 @@ class Rings:
             self._checked_at = now
             self._bury(now)
         return self._released(None if final else self._previous, now)
+
+    def say(self, said: facts.RingFact) -> None:
+        """Hands out, in its turn, what was learned of a process otherwise than from its ring."""
+        self._pending.append(said)
+
+    def writers(self) -> list[tuple[int, int]]:
+        """(ring, pid as seen from here) of the processes that live and can be seen; never of those in our own memory."""
+        holders = [
+            (p.ring, place.holder(p.descriptor)) for p in self._processes.values() if p.descriptor >= 0
+        ]
+        return [(ring, pid) for ring, pid in holders if pid]
 
     def alive(self) -> int:
         """How many writers live."""

@@ -128,15 +128,27 @@ def is_held(path: Path) -> bool:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
-    # Asking, where trying to take it would keep the one from having it who is just about to.
-    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        found = fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted)
+        return _lock_on(descriptor)[0] != fcntl.F_UNLCK
     except OSError:
         return True
     finally:
         os.close(descriptor)
-    return int(_FLOCK.unpack(found)[0]) != fcntl.F_UNLCK
+
+
+def holder(descriptor: int) -> int:
+    """The pid of whoever holds the lock of this file, as seen from here; 0: nobody, or nobody that can be seen."""
+    try:
+        kind, _, _, _, pid = _lock_on(descriptor)
+    except OSError:
+        return 0
+    return max(pid, 0) if kind != fcntl.F_UNLCK else 0
+
+
+def _lock_on(descriptor: int) -> tuple[int, ...]:
+    """A `struct flock`. Asking, where trying to take it would keep the one from having it who is just about to."""
+    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
 
 
 def claim(folder: Path) -> bool:

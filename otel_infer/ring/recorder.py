@@ -50,6 +50,8 @@ class Recorder:
         self._making = threading.Lock()
         self._maker = 0
         self._complained = False
+        self.overdue: Callable[[], None] = lambda: None
+        """Says what could not be said when it happened, before a request ends that it may concern."""
         os.register_at_fork(after_in_child=self.forget)
 
     def start(
@@ -135,6 +137,7 @@ class Recorder:
         writer = self.requests
         if writer is not None and handle:
             try:
+                self.overdue()
                 writer.close(handle, ended)
             except Exception as broken:  # the request goes on without us
                 self._broke(broken)

@@ -17,7 +17,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from otel_infer import facts, semconv
 from otel_infer.facts import Value
 from otel_infer.keeper import Decision
-from otel_infer.records import RequestRecord, StepRecord
+from otel_infer.records import Pause, RequestRecord, StepRecord
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import (
     Histograms,
@@ -64,6 +64,7 @@ class MetricsSink:
         self._served: set[str] = set()
         self._operations, self._providers = FirstCome(MAX_MODELS), FirstCome(MAX_MODELS)
         self._stages, self._errors = FirstCome(MAX_NAMES), FirstCome(MAX_NAMES)
+        self._causes = FirstCome(MAX_NAMES)
 
     def serve(self, model: str) -> None:
         """This model is served, so metrics may name it; the first 50 are. Every other model is `_OTHER`."""
@@ -109,6 +110,12 @@ class MetricsSink:
             self._numbers[semconv.KV_USAGE.name].set(key, record.kv_used)
             self._numbers[semconv.KV_LIMIT.name].set(key, record.kv_total)
             self._numbers[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
+
+    def pauses(self, pauses: Sequence[Pause]) -> None:
+        """Counts what held up a process; what holds up several is counted for each."""
+        for pause in pauses:
+            key = (self._causes.admit(pause.cause),)
+            self._record(semconv.PAUSES, key, pause.ended_at - pause.started_at, None)
 
     def engines(self, living: Collection[tuple[str, int]]) -> None:
         """These (engine, pid) are there: nothing uses the KV cache of any other."""

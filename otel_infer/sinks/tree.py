@@ -19,6 +19,8 @@ STATUS_UNSET, STATUS_ERROR = 0, 2
 _SERVER_ATTRIBUTES = ("http.", "url.", "server.", "client.", "network.", "user_agent.")
 _HTTP = "HTTP"
 """The word of the conventions for a method that is not known."""
+_PAUSES = 32
+"""Events for pauses on one request; the longest are told."""
 _NOT_ERRORS = (semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
 
 
@@ -40,7 +42,7 @@ def spans_of(
     if is_server_only(record):
         name = record.span_name or server_name(record)
         server = _span(record, record.span_id, record.parent_span_id, name, SERVER, {**attributes, **http})
-        return [_described(record, server)]
+        return [_described(record, server, decision)]
     spans, parent = [], record.parent_span_id
     if record.server_span_id:
         spans.append(_span(record, record.server_span_id, parent, server_name(record), SERVER, http))
@@ -49,7 +51,7 @@ def spans_of(
         attributes.update(_latency(record))
     name = record.span_name or request_name(record)
     request = _span(record, record.span_id, parent, name, INTERNAL, {**attributes, **http})
-    return [*spans, _described(record, request), *_stages(record, decision)]
+    return [*spans, _described(record, request, decision), *_stages(record, decision)]
 
 
 def is_server_only(record: RequestRecord) -> bool:
@@ -92,6 +94,7 @@ def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict
         semconv.SLO_MISSED: list(decision.missed),
         semconv.UNSAMPLED: decision.export and not record.sampled,
         semconv.TELEMETRY_LOST: record.telemetry_lost,
+        semconv.PAUSES_LEFT_OUT: max(len(record.pauses) - _PAUSES, 0) if _is_kept(decision) else 0,
     }
     attributes = {key: value for key, value in said.items() if value}
     if record.blame is not None and record.operation:
@@ -126,9 +129,11 @@ def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
     return attributes
 
 
-def _described(record: RequestRecord, span: Span) -> Span:
-    """With the events and links that were added to the live span."""
+def _described(record: RequestRecord, span: Span, decision: keeper.Decision) -> Span:
+    """With the events and links that were added to the live span, and the pauses if the request is kept."""
     events = [Event(event.at + record.wall_offset, event.name, event.attributes) for event in record.events]
+    if _is_kept(decision):
+        events = sorted([*events, *_pauses(record)], key=lambda event: event.at)
     links = [Link(trace_id, span_id) for trace_id, span_id in record.links]
     offender = record.blame.offender if record.blame is not None else None
     if offender is not None:
@@ -136,6 +141,27 @@ def _described(record: RequestRecord, span: Span) -> Span:
             Link(offender.trace_id, offender.span_id, {semconv.OFFENDER_DELAY: offender.length / 1e9})
         )
     return span._replace(events=events, links=links)
+
+
+def _is_kept(decision: keeper.Decision) -> bool:
+    return decision.reason not in (keeper.REASON_NONE, keeper.REASON_UNSAMPLED)
+
+
+def _pauses(record: RequestRecord) -> list[Event]:
+    """Of each pause the part in which the request was there."""
+    held_up = [
+        (max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at), pause.cause)
+        for pause in record.pauses
+    ]
+    longest = sorted(held_up, key=lambda pause: pause[0] - pause[1])[:_PAUSES]
+    return [
+        Event(
+            begin + record.wall_offset,
+            semconv.EVENT_PAUSE,
+            {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (end - begin) / 1e9},
+        )
+        for begin, end, cause in longest
+    ]
 
 
 def _stages(record: RequestRecord, decision: keeper.Decision) -> list[Span]:

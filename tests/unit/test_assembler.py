@@ -513,3 +513,26 @@ def test_a_pause_of_the_process_belongs_to_whoever_was_there() -> None:
         [],
         [(22, 25, "gc")],
     ]
+
+
+def test_a_pause_that_is_told_late_is_put_where_it_belongs() -> None:
+    story = Story()
+    early = story.arrives(0, "early")
+    story.paused(20, 25, "compile")
+    story.paused(10, 12)
+    story.ends(22, early)
+    assembler = Assembler()
+    assembler.feed(story.said)
+    (record,) = assembler.concluded(LATER)
+    assert [(ms(p.started_at), p.cause) for p in record.pauses] == [(10, "gc"), (20, "compile")]
+
+
+def test_pauses_are_handed_out_once_and_not_again_after_another_reader() -> None:
+    story = Story()
+    story.tell(PROCESS, 0, facts.ProcessSeen(0, 1, "server", ns(30)))
+    story.paused(20, 25)
+    story.paused(32, 35)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert [ms(pause.ended_at) for pause in assembler.drain_pauses()] == [35]
+    assert assembler.drain_pauses() == []

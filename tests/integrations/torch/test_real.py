@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from otel_infer import facts, ingress
+from otel_infer.integrations import dynamo
 from otel_infer.integrations import torch as ours
 from otel_infer.integrations._base import Integration
 from tests.rings import Recording, stages_of
@@ -325,6 +326,25 @@ def test_a_compiled_model_compiles_the_graph_that_it_compiles_without_us(no_grad
         counts.append(graphs)
     assert counts[0] == counts[1]
     assert len(counts[0]) == 1
+
+
+def test_a_compilation_holds_up_the_request_that_waits_for_it(
+    recording: Recording, no_grad: None, compiling: list[int]
+) -> None:
+    dynamo.integration.install()
+    try:
+        assert dynamo.integration.status.state == "active", dynamo.integration.status.drift
+        torch._dynamo.reset()  # which forgets whoever asked by `on_compile_start`
+        compiled = torch.compile(Net().eval(), backend=backend(compiling))
+        for _ in range(2):
+            compiled(x())
+    finally:
+        dynamo.integration.remove()
+    first, second = recording.records()
+    assert [pause.cause for pause in first.pauses] == ["compile"]
+    assert second.pauses == ()
+    (pause,) = first.pauses
+    assert first.arrived_at < pause.started_at < pause.ended_at < first.ended_at
 
 
 def test_compile_in_place_is_seen_whenever_it_came(

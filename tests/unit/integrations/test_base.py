@@ -466,3 +466,52 @@ def test_the_log_of_drift_is_a_warning(library: Library, caplog: pytest.LogCaptu
     library.load("engine")
     library.integration.install()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+# ── listeners ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def listening(library: Library) -> Any:
+    library.write("events", "callbacks = []\ndef happen(): [each() for each in callbacks]\nname = 'n'")
+
+    @library.integration.listener(library.target("events:callbacks"))
+    def listen(hook: Hook) -> Callable[[], None]:
+        return lambda: library.seen.append("event")
+
+    library.integration.install()
+    return library.load("events")
+
+
+def test_a_listener_is_called_from_the_import_on_until_it_is_removed(library: Library) -> None:
+    events = listening(library)
+    library.integration.install()
+    events.happen()
+    assert library.seen == ["event"]
+    assert (library.status.state, library.status.hooks_active, library.status.hooks_total) == ("active", 1, 1)
+    library.integration.remove()
+    events.happen()
+    assert library.seen == ["event"]
+    assert events.callbacks == []
+    library.integration.install()
+    assert len(events.callbacks) == 1
+
+
+def test_of_a_list_that_others_have_emptied_nothing_is_taken(library: Library) -> None:
+    events = listening(library)
+    events.callbacks[:] = [print]
+    assert library.status.hooks_active == 0
+    library.integration.remove()
+    assert events.callbacks == [print]
+
+
+@pytest.mark.parametrize("place", ["events:listeners", "events:name"])
+def test_a_listener_without_its_list_is_drift(library: Library, place: str) -> None:
+    library.write("events", "name = 'n'")
+
+    @library.integration.listener(library.target(place))
+    def listen(hook: Hook) -> Callable[[], None]:
+        return lambda: None
+
+    library.integration.install()
+    library.load("events")
+    assert library.status.state == "drifted"

@@ -328,3 +328,30 @@ def test_a_flush_is_asked_and_answered_by_number() -> None:
     rings.flush_done(asked)
     assert writer.words[layout.W_FLUSH_DONE] == 3
     assert rings.flushes_asked() == [(asked[0][0], 4)]
+
+
+# ── what is known otherwise ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_learned_otherwise_is_handed_out_in_its_turn() -> None:
+    rings, arena = Rings(), MemoryArena()
+    writer = RequestWriter(arena, "1-a", "server")
+    rings.add(*arena.buffers[0], 1)
+    rings.poll(100)
+    writer.open(arrival(150))
+    rings.say(facts.RingFact(1, 0, facts.PauseSeen(160, 120, "throttled")))
+    writer.open(arrival(170, 2))
+    assert rings.poll(200) == []
+    assert kinds(rings.poll(300)) == ["RequestArrived", "PauseSeen", "RequestArrived"]
+
+
+def test_writers_are_those_who_hold_the_locks_of_files(folder: Path) -> None:
+    rings, arena = Rings(), MemoryArena()
+    RequestWriter(arena, "1-a", "server")
+    rings.add(*arena.buffers[0], 1)
+    with Process(folder, writing("2-b", 10)) as process:
+        rings.discover(folder, 100)
+        assert [pid for _, pid in rings.writers()] == [process.pid]
+        process.kill()
+        assert rings.writers() == []
+        rings.close(remove=False)

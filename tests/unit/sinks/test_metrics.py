@@ -14,7 +14,7 @@ from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metr
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision
-from otel_infer.records import Blame, RequestRecord, Stage, StepRecord
+from otel_infer.records import Blame, Pause, RequestRecord, Stage, StepRecord
 from otel_infer.sinks.metrics import MetricsSink, metric_exporter
 from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
@@ -620,12 +620,25 @@ def test_time_is_counted_by_what_it_went_into() -> None:
     assert {p["attributes"]["infer.blame.cause"]: p["value"] for p in points} == {"decode": 0.25, "gc": 1.05}
 
 
+def test_pauses_are_counted_by_cause_and_causes_are_few() -> None:
+    metrics = sink()
+    metrics.pauses([Pause(0, 2 * MS, "gc"), Pause(MS, 4 * MS, "gc"), Pause(0, 5000 * MS, "compile")])
+    paused = {
+        p["attributes"]["infer.pause.cause"]: p for p in sent(metrics)["infer.pause.duration"]["points"]
+    }
+    assert (paused["gc"]["count"], paused["gc"]["sum"]) == (2, pytest.approx(0.005))
+    assert (paused["compile"]["count"], paused["compile"]["sum"]) == (1, 5)
+    metrics.pauses([Pause(0, MS, f"invented {number}") for number in range(1000)])
+    assert len(sent(metrics)["infer.pause.duration"]["points"]) <= 65
+
+
 def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics = sink()
     aborted = generation(outcome=facts.ABORTED, died_in="decode", error_type="timeout")
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})])
     preempted.blame = Blame({"decode": 1}, None)
     metrics.steps([step(prefill_tokens=5)])
+    metrics.pauses([Pause(0, MS, "gc")])
     for metric in semconv.METRICS:
         if metric.name.startswith("infer.self.") or metric is semconv.REQUEST_ACTIVE:
             metrics.set(metric, dict.fromkeys(metric.attributes, "x"), 1)

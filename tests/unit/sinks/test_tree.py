@@ -262,3 +262,67 @@ def test_chunks_are_spans_only_where_that_was_decided() -> None:
     without = [span.name for span in tree.spans_of(record, ALL._replace(prefill_steps=False))]
     assert with_chunks == ["chat toy", "prefill", "prefill step", "prefill step", "decode"]
     assert without == ["chat toy", "prefill", "decode"]
+
+
+# ── pauses ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def events(story: Story, name: str = "chat toy") -> list[tuple[str, float, float]]:
+    """(cause, when, how long), ms."""
+    return [
+        (
+            event["attributes"]["infer.pause.cause"],
+            (event["at"] - WALL) / MS,
+            round(event["attributes"]["infer.pause.duration"] * 1e3, 6),
+        )
+        for event in story.span(name)["events"]
+        if event["name"] == "infer.pause"
+    ]
+
+
+def test_a_kept_request_says_what_held_it_up() -> None:
+    story = Story()
+    served(story)
+    story.paused(42, 60, "gc")
+    story.paused(5, 9, "compile")
+    story.paused(90, 95, "gc")
+    assert events(story) == [("compile", 5, 4), ("gc", 42, 18)]
+    assert [span["name"] for span in story.spans() if span["events"]] == ["chat toy"]
+
+
+def test_of_a_pause_a_request_says_the_part_in_which_it_was_there() -> None:
+    story = Story()
+    served(story)
+    story.paused(-10, 3, "throttled")
+    story.paused(75, 100, "gc")
+    assert events(story) == [("throttled", 0, 3), ("gc", 75, 5)]
+
+
+def test_the_longest_pauses_are_told_and_the_others_counted() -> None:
+    story = Story()
+    a = story.arrives(0)
+    for number in range(40):
+        story.paused(10 * number, 10 * number + (1 + number % 5))
+    story.ends(500, a)
+    said = events(story)
+    assert len(said) == 32
+    assert [at for _, at, _ in said] == sorted(at for _, at, _ in said)
+    assert [length for _, _, length in said].count(1) == 0
+    assert attributes(story, "chat toy")["infer.pauses.left_out"] == 8
+
+
+def test_a_request_that_is_not_kept_says_nothing_of_pauses() -> None:
+    story = Story()
+    served(story)
+    story.paused(42, 60)
+    spans = story.spans(Keeper("off", 0, keep_unsampled=False, ratio=False))
+    assert [span["events"] for span in spans] == [[]] * len(spans)
+
+
+def test_pauses_stand_among_the_users_own_events_in_order_of_time() -> None:
+    story = Story()
+    a = served(story)
+    story.paused(42, 60)
+    for at, name in ((50, "after"), (10, "before")):
+        story.state(a, facts.EventAdded(ns(at), name, {}))
+    assert [event["name"] for event in story.span("chat toy")["events"]] == ["before", "infer.pause", "after"]
