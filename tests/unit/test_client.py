@@ -32,6 +32,7 @@ from otel_infer import semconv
 from otel_infer.client import AsyncTracedTransport, TracedTransport, felt, instrument_client
 from otel_infer.client.events import Events
 from otel_infer.client.felt import server_duration_ms
+from otel_infer.integrations import asgi
 from otel_infer.testing import Captured, capture
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,9 +50,16 @@ TOKENS = {semconv.CLIENT_FIRST_TOKEN, semconv.CLIENT_ITL_MAX, semconv.CLIENT_ITL
 
 def event(text: str) -> bytes:
     """As an engine streams it."""
+    return delta({"content": text})
+
+
+def delta(said: dict[str, str]) -> bytes:
     data = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    choice = {"index": 0, "delta": said, "finish_reason": None}
     return f"data: {json.dumps({**data, 'choices': [choice]})}\n\n".encode()
+
+
+ROLE = delta({"role": "assistant", "content": ""})
 
 
 class Server:
@@ -80,7 +88,7 @@ class Server:
 
     async def on_completions(self, receive: Any, send: Any) -> None:
         await asyncio.sleep(PACE_S)
-        await self.answer(send, b": ping\n\n", *map(event, "abcd"), b"data: [DONE]\n\n")
+        await self.answer(send, ROLE, *map(event, "abcd"), b"data: [DONE]\n\n")
 
     async def on_stutter(self, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": SSE})
@@ -154,6 +162,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captured]:
     monkeypatch.setenv("OTEL_INFER_RESPONSE_HEADERS", "on")
     with capture("asgi") as captured:
         yield captured
+    asgi.configure("")
 
 
 def until(reached: Callable[[], Any], timeout: float = 10.0) -> None:
@@ -279,7 +288,7 @@ def test_a_streamed_request_is_one_span_above_the_servers_with_what_its_reader_f
     began = time.time_ns()
     response, chunks = reader.read(f"{server.url}/v1/chat/completions")
     ended = time.time_ns()
-    assert b"".join(chunks) == b"".join([b": ping\n\n", *map(event, "abcd"), b"data: [DONE]\n\n"])
+    assert b"".join(chunks) == b"".join([ROLE, *map(event, "abcd"), b"data: [DONE]\n\n"])
     span, felt = spans.one, said(spans.one)
     assert (span.name, span.kind, span.status.status_code) == (
         "POST",
@@ -665,6 +674,13 @@ def test_what_cannot_be_of_this_response_is_not_believed(spans: Spans, told: str
         (b"data:x", True),
         (b"event: delta\r\ndata: {}\r\n\r\n", True),
         (b"data: [DONE]\n\ndata: {}\n\n", True),
+        (b'data: {"choices": [{"text": ""}]}\n\n', True),
+        (b'data: {"choices": [{"delta": {"role": "assistant", "content": "a"}}]}\n\n', True),
+        (b'data: {"choices": [{"delta": {"tool_calls": [{}]}}]}\n\n', True),
+        (b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n', False),
+        (b'data: {"choices": [{"delta": {"role": "assistant", "content": null}}]}\r\n\r\n', False),
+        (b'data: {"choices": [], "prompt_filter_results": [{}]}\n\n', False),
+        (b'data: {"choices": [{"delta": ', False),
         (b"data: [DONE]\n\n", False),
         (b"data:\n\ndata:   \n\n", False),
         (b": data: {}\n\nevent: data: x\nid: 1\nretry: 10\n\n", False),
@@ -691,14 +707,18 @@ def test_a_token_is_seen_once_wherever_the_stream_is_cut(lines: list[str], end: 
     assert singly.over and cut.over if "data: [DONE]" in lines else not singly.over
 
 
-def test_a_line_without_an_end_is_not_kept() -> None:
+def test_an_event_that_only_opens_the_answer_is_no_token_until_there_was_one() -> None:
+    events, role = Events(), b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+    pieces = [role[:20], role[20:], event("a"), role, b"data: [DONE]\n\n"]
+    assert [events.bring_token(piece) for piece in pieces] == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("begun", [b"data: {", b"data: x", b"data:  ", b"event: ", b""])
+def test_a_line_without_an_end_is_not_kept(begun: bytes) -> None:
     events = Events()
-    assert [events.bring_token(b"data: " + b"x" * 10_000), *(events.bring_token(b"x" * 10_000),) * 3].count(
-        True
-    ) == 1
-    for _ in range(100):
-        events.bring_token(b"\ndata:" + b" " * 1000)
-        assert len(events._begun) <= 1100
+    brought = [events.bring_token(begun), *(events.bring_token(b" x" * 1000) for _ in range(100))]
+    assert len(events._begun) <= 4096
+    assert sum(brought) == begun.startswith(b"data:")
 
 
 # ── code of ours that raises ─────────────────────────────────────────────────────────────────────────────────────
