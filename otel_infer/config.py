@@ -148,6 +148,13 @@ SETTINGS: dict[str, Setting] = {
         "also put the `gen_ai.latency.*` attributes of vLLM and SGLang on the request span, with vLLM's meaning",
         _switch,
     ),
+    "response_headers": Setting(
+        "OTEL_INFER_RESPONSE_HEADERS",
+        "off",
+        "tell HTTP clients in the response: `traceresponse` (ids of the trace and of the server's span) and `Server-Timing` "
+        "(ms from arrival to response start), which `otel_infer.client` reads",
+        _switch,
+    ),
     "log": Setting(
         "OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", _path
     ),
@@ -181,6 +188,7 @@ class Config:
     tape: str = ""
     integrations: tuple[str, ...] = ()
     latency_attributes: bool = False
+    response_headers: bool = False
     log: str = ""
     sdk_disabled: bool = False
     disabled_integrations: tuple[str, ...] = ()

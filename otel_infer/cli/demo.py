@@ -74,7 +74,7 @@ class Demo:
         began = time.monotonic()
         self.say("making a tiny Llama (random weights, nothing is downloaded) …")
         make_demo_model(self.model)
-        changes = {"enabled": "on", "tape": self.tape}
+        changes = {"enabled": "on", "tape": self.tape, "response_headers": "on"}
         self.supervisor = Supervisor(config.from_env(config.child_environment(**changes)))
         self.say(f"starting transformers serve with continuous batching on 127.0.0.1:{self.port} …")
         log = self.folder / "server.log"

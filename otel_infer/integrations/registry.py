@@ -24,7 +24,7 @@ def configure(settings: Config, on_change: Callable[[Integration], None]) -> Non
     """Tells integrations what they need of the configuration, and whom to tell when hooks were bound."""
     global _on_change
     _on_change = on_change
-    asgi.configure(settings.excluded_urls)
+    asgi.configure(settings.excluded_urls, settings.response_headers)
 
 
 def load() -> list[Integration]:

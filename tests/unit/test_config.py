@@ -22,6 +22,7 @@ BAD = {
     "OTEL_INFER_KEEP_UNSAMPLED": ("2", "on or off"),
     "OTEL_INFER_CONSOLE": ("tty", "on or off"),
     "OTEL_INFER_LATENCY_ATTRIBUTES": ("vllm", "on or off"),
+    "OTEL_INFER_RESPONSE_HEADERS": ("loud", "on or off"),
     "OTEL_EXPORTER_OTLP_PROTOCOL": ("http/json", "one of http/protobuf, grpc"),
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": ("udp", "one of http/protobuf, grpc"),
     "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": ("udp", "one of http/protobuf, grpc"),

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from opentelemetry import trace
-
 from otel_infer import clock, facts, ingress
-from otel_infer.integrations.asgi.parent import Tokens, enter_remote, is_traced, leave
+from otel_infer.integrations.asgi import response_headers
+from otel_infer.integrations.asgi.parent import Tokens, enter_remote, is_innermost, is_traced, leave
 from otel_infer.patching import Hook
 
 Scope = MutableMapping[str, Any]
@@ -46,9 +45,6 @@ class _Silent:
     """Stands for a server that does not say whether its client is still there."""
 
     disconnected = False
-
-
-_SILENT = _Silent()
 
 
 class Exchange:
@@ -89,7 +85,7 @@ class Exchange:
         self._receive, self._send = receive, send
         # uvicorn drops what is sent to a client that has left, and tells only those who ask `receive`.
         server = getattr(send, "__self__", None)
-        self._server: Any = server if type(getattr(server, "disconnected", None)) is bool else _SILENT
+        self._server: Any = server if type(getattr(server, "disconnected", None)) is bool else _Silent
 
     async def run(self, call: App, ambient: bool) -> Any:
         """Calls the application. `ambient`: the span that is current is the parent."""
@@ -136,16 +132,10 @@ class Exchange:
                 return self.open(ambient=True) if is_traced() else ()
             if self.door is not None:
                 self.door.inside = True
-                self.door.traced = self.door.traced or not self._is_current()
+                self.door.traced = self.door.traced or not is_innermost(self.request)
         except BaseException as exc:
             self.hook.fail(exc)
         return ()
-
-    def _is_current(self) -> bool:
-        """Whether nobody has started a span since the request was opened."""
-        if self.request is None:
-            return True
-        return trace.get_current_span().get_span_context().span_id == self.request.get_span_context().span_id
 
     def _template(self) -> str:
         """The route with the names of its parameters; empty if there was none."""
@@ -171,6 +161,8 @@ class Exchange:
     async def send(self, message: Message) -> None:
         """The server's `send`, seen and timed."""
         began = self._sends(message)
+        if not began and response_headers.wanted:
+            message = self._told(message)
         try:
             await self._send(message)
         except BaseException as exc:
@@ -201,6 +193,15 @@ class Exchange:
         except BaseException as exc:
             self._give_up(exc)
         return 0
+
+    def _told(self, message: Message) -> Message:
+        """The message, with what the client is told if it starts the response."""
+        try:
+            if self.request is not None and message["type"] == "http.response.start":
+                return response_headers.added(message, self.request)
+        except BaseException as exc:
+            self._give_up(exc)
+        return message
 
     def _sent(self, began: int, exc: BaseException | None) -> None:
         try:
@@ -264,7 +265,7 @@ class Exchange:
             return facts.ABORTED, CLIENT_DISCONNECT
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
             # A server that would say that the client has left cancels because it is shutting down.
-            return facts.ABORTED, CLIENT_DISCONNECT if self._server is _SILENT else CANCELLED
+            return facts.ABORTED, CLIENT_DISCONNECT if self._server is _Silent else CANCELLED
         if exc is None and self.completed_at and self.status < 500:
             return facts.OK, ""
         cut_short = bool(self.status) and not self.completed_at

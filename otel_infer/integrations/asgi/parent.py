@@ -37,6 +37,13 @@ def is_traced() -> bool:
     return span.is_recording() or isinstance(span, trace.NonRecordingSpan)
 
 
+def is_innermost(request: ingress.LiveRequest | None) -> bool:
+    """Whether nobody has started a span since this request was opened."""
+    if request is None:
+        return True
+    return trace.get_current_span().get_span_context().span_id == request.get_span_context().span_id
+
+
 def enter_remote(headers: Iterable[tuple[bytes, bytes]]) -> Tokens:
     """Makes current what the headers say, span and baggage; no span if they name none."""
     global _read_headers

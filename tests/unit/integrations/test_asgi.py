@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
 from otel_infer import clock, facts, identity, ingress, semconv
 from otel_infer.integrations import asgi
-from otel_infer.integrations.asgi import exchange
+from otel_infer.integrations.asgi import exchange, response_headers
 from otel_infer.patching import Hook
 from otel_infer.ring import write
 from otel_infer.ring.read import RequestReader
@@ -711,3 +712,111 @@ async def test_requests_at_the_same_time_keep_to_themselves(watched: Watched) ->
     await asyncio.gather(*(one(number) for number in range(1, 20)))
     assert sorted(seen.attributes["number"] for seen in watched.requests) == list(range(1, 20))
     assert all(seen.verdict == (facts.OK, "", 200) for seen in watched.requests)
+
+
+# ── what the client is told ──────────────────────────────────────────────────────────────────────────────────────
+
+TIMING = re.compile(rb'infer;dur=(\d+\.\d{3});desc="arrival to response start"')
+
+
+@pytest.fixture
+def telling(watched: Watched) -> Watched:
+    asgi.configure("", tell_client=True)
+    return watched
+
+
+def told(client: Client) -> list[tuple[bytes, bytes]]:
+    return list(client.sent[0]["headers"])
+
+
+def starting(*headers: tuple[bytes, bytes]) -> Message:
+    return {**START, "headers": list(headers)}
+
+
+async def test_a_client_is_told_nothing_unless_that_was_asked_for(watched: Watched) -> None:
+    client = Client(headers=[TRACEPARENT])
+    await asked(sending(START, chunk(b"a"), LAST), client)
+    assert client.sent[0] is START
+
+
+async def test_a_client_is_told_whose_span_it_was_and_how_long_the_response_took_to_start(
+    telling: Watched,
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.02)
+        await sending(starting((b"content-type", b"text/plain")), chunk(b"a"), LAST)(scope, receive, send)
+
+    client, before = Client(headers=[TRACEPARENT]), clock.now()
+    await asked(app, client)
+    after = clock.now()
+    (kind, context, timing) = told(client)
+    server = telling.one.arrived.server_span_id.hex()
+    assert kind == (b"content-type", b"text/plain")
+    assert context == (b"traceresponse", f"00-{TRACE_ID}-{server}-01".encode())
+    assert timing[0] == b"server-timing"
+    spent = TIMING.fullmatch(timing[1])
+    assert spent is not None
+    assert 20 <= float(spent[1]) <= (after - before) / 1e6
+    assert client.sent[1:] == [chunk(b"a"), LAST]
+    assert telling.one.verdict == (facts.OK, "", 200)
+
+
+async def test_below_somebody_elses_server_span_the_client_is_told_of_the_request(telling: Watched) -> None:
+    client = Client()
+    seen = exchange.Exchange(client.scope, client.receive, client.send, Hook("test"), None)
+    with TracerProvider().get_tracer("test").start_as_current_span("theirs") as span:
+        await seen.run(sending(START, LAST), ambient=True)
+    trace_id, request = f"{span.get_span_context().trace_id:032x}", telling.one.arrived.span_id.hex()
+    assert dict(told(client))[b"traceresponse"].decode() == f"00-{trace_id}-{request}-01"
+
+
+async def test_a_request_that_is_not_sampled_says_so(telling: Watched) -> None:
+    client = Client(headers=[(b"traceparent", f"00-{TRACE_ID}-{SPAN_ID}-00".encode())])
+    await asked(sending(START, LAST), client)
+    assert dict(told(client))[b"traceresponse"].endswith(b"-00")
+
+
+async def test_what_the_application_tells_is_neither_overwritten_nor_told_twice(telling: Watched) -> None:
+    own = starting((b"TraceResponse", b"theirs"), (b"x", b"1"), (b"Server-Timing", b'db;dur=3, q;desc="a,b"'))
+    client = Client()
+    await asked(sending(own, LAST), client)
+    context, other, timing = told(client)
+    assert (context, other) == ((b"TraceResponse", b"theirs"), (b"x", b"1"))
+    assert timing[0] == b"Server-Timing"
+    kept, _, ours = timing[1].rpartition(b", ")
+    assert kept == b'db;dur=3, q;desc="a,b"'
+    assert TIMING.fullmatch(ours)
+
+
+async def test_a_message_that_is_sent_for_every_request_stays_as_it_is(telling: Watched) -> None:
+    own, clients = starting((b"server-timing", b"db")), [Client() for _ in range(3)]
+    for client in clients:
+        await asked(sending(own, LAST), client)
+    assert own == starting((b"server-timing", b"db"))
+    assert len({dict(told(client))[b"traceresponse"] for client in clients}) == 3
+
+
+@pytest.mark.parametrize("client", [Client(method="GET"), Client(type="websocket")])
+async def test_clients_of_what_is_not_watched_are_told_nothing(telling: Watched, client: Client) -> None:
+    await asked(sending(START, LAST), client)
+    assert client.sent[0] is START
+
+
+async def test_a_response_without_headers_gets_ours(telling: Watched) -> None:
+    client = Client()
+    await asked(sending({"type": "http.response.start", "status": 204}, LAST), client)
+    assert [name for name, _ in told(client)] == [b"traceresponse", b"server-timing"]
+
+
+async def test_telling_that_fails_leaves_the_response_as_it_was(
+    telling: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("canary")
+
+    monkeypatch.setattr(response_headers, "added", fail)
+    client = Client()
+    assert await asked(sending(START, chunk(b"a"), LAST), client) is None
+    assert client.sent == [START, chunk(b"a"), LAST]
+    assert len([record for record in caplog.records if record.name == "otel_infer.patching"]) == 1
+    assert "canary" not in caplog.text
