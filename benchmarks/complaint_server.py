@@ -1,0 +1,173 @@
+"""A server with a hand-written batching loop whose faults are its arguments: what its operators complain about is known.
+
+    otel-infer run --tape FILE -- python benchmarks/complaint_server.py PORT '{"max_batch": 4, "lookup_ms": 0, …}'
+
+A step takes `base_ms + each_ms × sequences + prompt_ms × prompt tokens` without the GIL, as a device would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import otel_infer
+
+otel_infer.instrument()
+
+
+@dataclass
+class Faults:
+    """How the engine is and what is wrong with the server; lengths in ms."""
+
+    base_ms: float = 8.0
+    each_ms: float = 0.1
+    prompt_ms: float = 0.02
+    max_batch: int = 16
+    batch_delay_ms: float = 0.0
+    lookup_ms: float = 0.0
+    heavy_apart: bool = False
+    gc_every_ms: float = 0.0
+    gc_objects: int = 0
+
+
+HEAVY_TOKENS = 60
+
+
+class Sequence:
+    """One answer in the making; None is its end."""
+
+    def __init__(self, request: otel_infer.request, prompt: int, tokens: int) -> None:
+        self.request, self.prompt, self.left = request, prompt, tokens
+        self.is_new = True
+        self.came_at = time.perf_counter()
+        self.tokens: asyncio.Queue[int | None] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+
+    def deliver(self, token: int | None) -> None:
+        self.loop.call_soon_threadsafe(self.tokens.put_nowait, token)
+
+
+class Engine(threading.Thread):
+    """Steps for whoever is there; new ones join between two steps."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(daemon=True)
+        self.faults = faults
+        self.inbox: queue.Queue[Sequence] = queue.Queue()
+        self.running: list[Sequence] = []
+
+    def run(self) -> None:
+        while True:
+            self.take_up()
+            prompts = {s.request: s.prompt for s in self.running if s.is_new}
+            with otel_infer.step(
+                [s.request for s in self.running], prompt_tokens=prompts, waiting=self.inbox.qsize()
+            ):
+                self.compute(sum(prompts.values()))
+            for sequence in self.running:
+                sequence.is_new = False
+                sequence.left -= 1
+                sequence.deliver(1)
+                if sequence.left == 0:
+                    sequence.request.finished("length")
+                    sequence.deliver(None)
+            self.running = [s for s in self.running if s.left]
+
+    def compute(self, prompt_tokens: int) -> None:
+        faults = self.faults
+        length = faults.base_ms + faults.each_ms * len(self.running) + faults.prompt_ms * prompt_tokens
+        time.sleep(length / 1000)
+
+    def take_up(self) -> None:
+        delay = self.faults.batch_delay_ms / 1000
+        if delay and self.running:
+            return  # the batch was closed when it began
+        if not self.running:
+            self._take(self.inbox.get())
+        if delay:
+            until = self.running[0].came_at + delay
+            while len(self.running) < self.faults.max_batch and (left := until - time.perf_counter()) > 0:
+                try:
+                    self._take(self.inbox.get(timeout=left))
+                except queue.Empty:
+                    break
+        while len(self.running) < self.faults.max_batch and not self.inbox.empty():
+            self._take(self.inbox.get())
+
+    def _take(self, sequence: Sequence) -> None:
+        sequence.request.received()
+        self.running.append(sequence)
+
+
+class Garbage(threading.Thread):
+    """Collects a heap of cycles now and then, as a server that caches objects does."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(daemon=True)
+        self.faults = faults
+        self.heap: list[Any] = []
+
+    def run(self) -> None:
+        gc.disable()
+        for _ in range(self.faults.gc_objects):
+            one: list[Any] = []
+            one.append(one)
+            self.heap.append(one)
+        while True:
+            time.sleep(self.faults.gc_every_ms / 1000)
+            gc.collect()
+
+
+class App:
+    """POST {"prompt": tokens, "tokens": n} → that many lines; anything else → 200."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.engine, self.heavy = Engine(faults), Engine(faults)
+        self.engine.start()
+        if faults.heavy_apart:
+            self.heavy.start()
+        if faults.gc_every_ms:
+            Garbage(faults).start()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body = json.loads((await receive()).get("body") or b"{}") if scope["method"] == "POST" else {}
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-server", b"toy")]})
+        if body:
+            async for _ in self.answer(body["prompt"], body["tokens"]):
+                await send({"type": "http.response.body", "body": b"data: x\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def answer(self, prompt: int, tokens: int) -> AsyncIterator[int]:
+        async with otel_infer.request("text_completion", model="toy") as request:
+            if self.faults.lookup_ms:
+                async with otel_infer.stage("lookup"):
+                    await asyncio.sleep(self.faults.lookup_ms / 1000)
+            sequence = Sequence(request, prompt, tokens)
+            request.submitted(input_tokens=prompt, max_tokens=tokens)
+            is_heavy = self.faults.heavy_apart and tokens >= HEAVY_TOKENS
+            (self.heavy if is_heavy else self.engine).inbox.put(sequence)
+            while (token := await sequence.tokens.get()) is not None:
+                yield token
+
+
+if __name__ == "__main__":
+    import uvicorn
+
+    uvicorn.run(
+        App(Faults(**json.loads(sys.argv[2]))),
+        host="127.0.0.1",
+        port=int(sys.argv[1]),
+        log_level="error",
+        lifespan="off",
+    )
