@@ -13,7 +13,7 @@ import numpy as np
 
 FEWEST = 6
 """Steps without which nothing is estimated."""
-MAX_SIZES = 32
+SEEN, MAX_GROUPS = 3, 32
 _TO_SIGMA = 1.4826
 
 
@@ -30,9 +30,10 @@ def fitted(lengths: Any, sizes: Any) -> StepCosts | None:
     """From the lengths (ns) and batch sizes of steps without prompts; None where there are too few."""
     if len(lengths) < FEWEST:
         return None
-    known, group = np.unique(sizes, return_inverse=True)
-    if len(known) > MAX_SIZES:  # neighbours together
-        group = group * MAX_SIZES // len(known)
+    _, group, often = np.unique(sizes, return_inverse=True, return_counts=True)
+    # Sizes that were seen too seldom for a median go together with their neighbours.
+    together = max(SEEN, -(-len(lengths) // MAX_GROUPS))
+    group = np.unique((np.cumsum(often) - often) // together, return_inverse=True)[1][group]
     order = np.lexsort((lengths, group))
     counts = np.bincount(group)
     begins = np.cumsum(counts) - counts
@@ -46,7 +47,7 @@ def fitted(lengths: Any, sizes: Any) -> StepCosts | None:
 
 def _slope(size: Any, middle: Any, counts: Any) -> float:
     """Never negative: a bigger batch is no cheaper. Sizes that were seen once or twice say little."""
-    often = counts >= 3
+    often = counts >= SEEN
     size, middle = size[often], middle[often]
     if len(size) < 2:
         return 0.0
