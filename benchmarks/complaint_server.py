@@ -25,7 +25,10 @@ otel_infer.instrument()
 
 @dataclass
 class Faults:
-    """How the engine is and what is wrong with the server; lengths in ms."""
+    """How the engine is and what is wrong with the server; lengths in ms.
+
+    Whoever has a prompt of `preempted_prompt` tokens is put back after so many tokens, for so long, and computed again.
+    """
 
     base_ms: float = 8.0
     each_ms: float = 0.1
@@ -36,6 +39,9 @@ class Faults:
     heavy_apart: bool = False
     gc_every_ms: float = 0.0
     gc_objects: int = 0
+    preempted_prompt: int = 0
+    preempted_after: int = 0
+    preempted_ms: float = 0.0
 
 
 HEAVY_TOKENS = 60
@@ -45,7 +51,7 @@ class Sequence:
     """One answer in the making; None is its end."""
 
     def __init__(self, request: otel_infer.request, prompt: int, tokens: int) -> None:
-        self.request, self.prompt, self.left = request, prompt, tokens
+        self.request, self.prompt, self.left, self.all = request, prompt, tokens, tokens
         self.is_new = True
         self.came_at = time.perf_counter()
         self.tokens: asyncio.Queue[int | None] = asyncio.Queue()
@@ -63,10 +69,13 @@ class Engine(threading.Thread):
         self.faults = faults
         self.inbox: queue.Queue[Sequence] = queue.Queue()
         self.running: list[Sequence] = []
+        self.put_back: list[tuple[float, Sequence]] = []
 
     def run(self) -> None:
         while True:
             self.take_up()
+            if not self.running:
+                continue
             prompts = {s.request: s.prompt for s in self.running if s.is_new}
             with otel_infer.step(
                 [s.request for s in self.running], prompt_tokens=prompts, waiting=self.inbox.qsize()
@@ -80,6 +89,23 @@ class Engine(threading.Thread):
                     sequence.request.finished("length")
                     sequence.deliver(None)
             self.running = [s for s in self.running if s.left]
+            self.preempt()
+
+    def preempt(self) -> None:
+        for sequence in [s for s in self.running if s.prompt == self.faults.preempted_prompt]:
+            if sequence.all - sequence.left == self.faults.preempted_after:
+                sequence.request.preempted()
+                self.running.remove(sequence)
+                self.put_back.append((time.perf_counter() + self.faults.preempted_ms / 1000, sequence))
+
+    def resume(self) -> None:
+        """Its KV is gone: the prompt and what it had written are a prompt again."""
+        for due, sequence in list(self.put_back):
+            if time.perf_counter() >= due:
+                self.put_back.remove((due, sequence))
+                sequence.prompt += sequence.all - sequence.left
+                sequence.is_new = True
+                self.running.append(sequence)
 
     def compute(self, prompt_tokens: int) -> None:
         faults = self.faults
@@ -90,9 +116,12 @@ class Engine(threading.Thread):
         delay = self.faults.batch_delay_ms / 1000
         if delay and self.running:
             return  # the batch was closed when it began
-        if not self.running:
+        self.resume()
+        if not self.running and not self.put_back:
             self._take(self.inbox.get())
-        if delay:
+        elif not self.running:
+            time.sleep(0.001)
+        if delay and self.running:
             until = self.running[0].came_at + delay
             while len(self.running) < self.faults.max_batch and (left := until - time.perf_counter()) > 0:
                 try:
