@@ -8,6 +8,7 @@ Its other half, `Toy`, is the test's end of it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import http.client
@@ -81,6 +82,8 @@ def answer(loop: Loop | None, headers: dict[str, str], body: dict[str, Any]) -> 
             prompt = str(body.get("prompt", ""))
         if body.get("fail"):
             raise ValueError(body["fail"])
+        if body.get("abort"):
+            raise asyncio.CancelledError
         request.submitted(input_tokens=8, max_tokens=tokens)
         if body.get("fork"):
             child = fork(body["fork"])
@@ -172,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self.say(200, DEEDS[path](body))
             headers = {name.lower(): value for name, value in self.headers.items()}
             self.say(200, answer(self.loop, headers, body))
-        except Exception as broken:
+        except (Exception, asyncio.CancelledError) as broken:
             self.say(500, {"error": str(broken)})
 
     def do_GET(self) -> None:
@@ -239,10 +242,11 @@ def until(reached: Any, timeout: float = 15.0, every: float = 0.02) -> Any:
     return result
 
 
-def traceparent() -> tuple[str, str, dict[str, str]]:
-    """Trace id, span id, and the header that says them."""
+def traceparent(flags: str | None = "01") -> tuple[str, str, dict[str, str]]:
+    """Trace id, span id, and the header that says them with these flags (None: no header)."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
-    return trace_id, span_id, {"traceparent": f"00-{trace_id}-{span_id}-01"}
+    said = {"traceparent": f"00-{trace_id}-{span_id}-{flags}"} if flags is not None else {}
+    return trace_id, span_id, said
 
 
 class Toy:
@@ -274,9 +278,15 @@ class Toy:
             assert time.monotonic() < deadline, f"it did not get ready:\n{self.said()}"
             time.sleep(0.02)
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 30.0) -> Reply:
-        """One request with a `traceparent` of its own."""
-        trace_id, parent_id, headers = traceparent()
+    def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float = 30.0,
+        flags: str | None = "01",
+    ) -> Reply:
+        """One request with a `traceparent` of its own, with these flags; None: without one."""
+        trace_id, parent_id, headers = traceparent(flags)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         began = time.perf_counter()
         status, answered = 0, {}
@@ -290,8 +300,8 @@ class Toy:
             connection.close()
         return Reply(status, trace_id, parent_id, time.perf_counter() - began, answered)
 
-    def chat(self, tokens: int = 3, **body: Any) -> Reply:
-        return self.ask("/chat", {"tokens": tokens, **body})
+    def chat(self, tokens: int = 3, flags: str | None = "01", **body: Any) -> Reply:
+        return self.ask("/chat", {"tokens": tokens, **body}, flags=flags)
 
     def state(self) -> dict[str, Any]:
         """What it knows of itself; remembers its folder, to be looked at when it is gone."""
