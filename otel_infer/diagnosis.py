@@ -155,7 +155,7 @@ def _before(served: list[RequestRecord]) -> list[Finding]:
 
 
 def _prefill(served: list[RequestRecord]) -> list[Finding]:
-    """Prompts that cost more than all else before the first token; what they do to others then follows from it."""
+    """Prompts that cost more than all else before the first token; that others wait for them then follows from it."""
     gap, usual = _typical_gap(served), np.median([_spent(record, semconv.CAUSE_PREFILL) for record in served])
     typical = float(np.median([_spent(record, semconv.CAUSE_PREFILL) / _ttft(record) for record in served]))
     tail = _slowest(served, _ttft, whole=_ttft)
@@ -163,14 +163,14 @@ def _prefill(served: list[RequestRecord]) -> list[Finding]:
     is_usual = typical >= 0.5 and usual / _MS >= max(20, 5 * gap)
     if not is_usual and (share < 0.5 or each < max(20, 5 * gap)):
         return []
-    causes = (semconv.CAUSE_PREFILL, semconv.CAUSE_INTERFERENCE) if is_usual else (semconv.CAUSE_PREFILL,)
+    followed = (semconv.CAUSE_INTERFERENCE, *_QUEUES) if is_usual else ()
     tokens = np.median([record.input_tokens for record in tail.records])
     evidence = [
         f"{share:.0%} of the time to the first token of the slowest {len(tail.records)} is their own prompt",
         f"{typical:.0%} of the usual one's",
         f"{each:.0f} ms for {tokens:.0f} prompt tokens; then a token every {gap:.1f} ms",
     ]
-    return [Finding("prefill", semconv.CAUSE_PREFILL, tail.weight(*causes), evidence)]
+    return [Finding("prefill", semconv.CAUSE_PREFILL, tail.weight(semconv.CAUSE_PREFILL, *followed), evidence)]
 
 
 def _stutter(served: list[RequestRecord]) -> list[Finding]:

@@ -71,7 +71,13 @@ def telemetry() -> str:
         f"`{semconv.PAUSE_CAUSE}`, for `{semconv.PAUSE_DURATION}` s of the request's time. The 32 longest are told, and how many",
         f"were not is `{semconv.PAUSES_LEFT_OUT}`.\n",
         f"`{semconv.KEEP_REASON}` on the request says why its steps were kept: {reasons}.\n",
-        "## Metrics\n",
+        "## Where the time went\n",
+        f"On a request that reached an engine, `{semconv.BLAME_PREFIX}CAUSE` is the time it lost to each cause, in s; they sum to its",
+        f"duration. `{semconv.BLAME_TOP}` is the largest, and a link with `{semconv.OFFENDER_DELAY}` leads to the request whose",
+        f"prompt held it up most. The metric `{semconv.BLAME_DURATION.name}` has them for all requests, kept or not.",
+        "[How they are told apart](explain.md).\n",
+        "| cause | meaning |", "|---|---|", *(f"| `{cause}` | {says} |" for cause, says in semconv.CAUSES.items()),
+        "\n## Metrics\n",
         "| name | kind | unit | attributes | meaning |", "|---|---|---|---|---|", *metrics, "",
     ])  # fmt: skip
 

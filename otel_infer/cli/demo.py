@@ -170,6 +170,7 @@ class Demo:
         steps = sum(len(record.steps) - 1 for record in records if record.steps is not None)
         self.console.print(f"\n{len(records)} requests and {steps} decode steps, all on {self.tape}")
         self.console.print(
+            f"what to change first:        otel-infer explain {self.tape}\n"
             "the same for your server:   otel-infer run --show -- <your command>\n"
             "to Grafana (`docker compose up` with the docker-compose.yml of our repository, then):\n"
             "  OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 otel-infer demo",
