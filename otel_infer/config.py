@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from otel_infer import objectives
+from otel_infer import governor, objectives
 
 
 class BadSetting(ValueError):
@@ -64,6 +64,11 @@ def _percent(text: str) -> int:
     return int(text)
 
 
+def _allowance(text: str) -> str:
+    governor.parse(text)
+    return text
+
+
 def _objectives(text: str) -> str:
     """As it was written, for the sidecar to read again."""
     objectives.parse(text)
@@ -108,6 +113,12 @@ SETTINGS: dict[str, Setting] = {
     ),
     "step_budget": Setting(
         "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans a second and server, in `auto`", _count
+    ),
+    "budget": Setting(
+        "OTEL_INFER_BUDGET",
+        "cpu=25%,memory=256MiB",
+        "what the sidecar may take, of one core and of memory: above it, it makes fewer step spans",
+        _allowance,
     ),
     "slo": Setting(
         "OTEL_INFER_SLO",
@@ -180,6 +191,7 @@ class Config:
     mode: str = "auto"
     steps: str = "auto"
     step_budget: int = 2000
+    budget: str = "cpu=25%,memory=256MiB"
     slo: str = ""
     slow_percent: int = 5
     keep_unsampled: bool = False

@@ -170,7 +170,9 @@ def _prefill(served: list[RequestRecord]) -> list[Finding]:
         f"{typical:.0%} of the usual one's",
         f"{each:.0f} ms for {tokens:.0f} prompt tokens; then a token every {gap:.1f} ms",
     ]
-    return [Finding("prefill", semconv.CAUSE_PREFILL, tail.weight(semconv.CAUSE_PREFILL, *followed), evidence)]
+    return [
+        Finding("prefill", semconv.CAUSE_PREFILL, tail.weight(semconv.CAUSE_PREFILL, *followed), evidence)
+    ]
 
 
 def _stutter(served: list[RequestRecord]) -> list[Finding]:

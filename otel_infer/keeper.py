@@ -77,7 +77,8 @@ class Kept(NamedTuple):
 class Keeper:
     """`mode`: `all`, `auto` or `off`; `budget`: step spans a second, in `auto`; `ratio`: the sampler is a ratio.
 
-    `slow_share`: of the requests of each size, how many count as slow, 0 to 1.
+    `slow_share`: of the requests of each size, how many count as slow, 0 to 1. `share`: of the step spans that it would keep,
+    how many it may, 0 to 1: of a budget that much, of `all` those of that many requests, by trace id.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Keeper:
         self._named: OrderedDict[bytes, None] = OrderedDict()
         self._baselines: dict[tuple[int, int], int] = {}
         self.left_out: Counter[str] = Counter()
+        self.share = 1.0
 
     def exports(self, record: RequestRecord) -> bool:
         """Whether request and stage spans leave at all: the caller's word, or the configuration's."""
@@ -130,6 +132,9 @@ class Keeper:
         missed = self._objectives.missed(record.model, _route(record), _lengths(record))
         urgent = self._urgent(record, missed)
         if self._mode == "off":
+            return Decision(True, 0, REASON_NONE, missed=missed)
+        if self._mode == "all" and not urgent and _draw(record) >= self.share:
+            self.left_out[REASON_NONE] += _chunks(record) + _steps(record)
             return Decision(True, 0, REASON_NONE, missed=missed)
         if self._mode == "all":
             return Decision(True, _steps(record), urgent or REASON_ALL, _chunks(record) > 0, missed)
@@ -198,14 +203,14 @@ class Keeper:
     def _fill(self, at: int) -> None:
         """The budget comes back with time."""
         if self._filled_at:
-            come = max(at - self._filled_at, 0) * self._budget / 1e9
-            self._room = min(self._budget * BURST_SECONDS, self._room + come)
+            come = max(at - self._filled_at, 0) * self._budget * self.share / 1e9
+            self._room = min(self._budget * self.share * BURST_SECONDS, self._room + come)
         self._filled_at = max(at, self._filled_at)
 
     def _room_for(self, reason: str) -> int:
         """How many step spans there is room for; whoever has no reason leaves what is reserved alone."""
         reserved = {"": RESERVED_SHARE + BASELINE_SHARE, REASON_BASELINE: RESERVED_SHARE}.get(reason, 0.0)
-        return int(self._room - self._budget * BURST_SECONDS * reserved)
+        return int(self._room - self._budget * self.share * BURST_SECONDS * reserved)
 
     def _spend(self, trace_id: bytes, used: int, spent: int) -> None:
         self._room -= spent
@@ -241,6 +246,11 @@ def _lengths(record: RequestRecord) -> dict[str, int]:
         lengths[objectives.ITL] = record.summary.gap_max
         lengths[objectives.TPOT] = record.summary.gaps_total // record.summary.gaps
     return lengths
+
+
+def _draw(record: RequestRecord) -> float:
+    """0 to 1, the same for all requests of a trace."""
+    return int.from_bytes(record.trace_id[:4], "big") / (1 << 32)
 
 
 def _route(record: RequestRecord) -> str:

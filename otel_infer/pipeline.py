@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from otel_infer import blame, clock, keeper, objectives, semconv, tape
+from otel_infer import blame, clock, governor, keeper, objectives, semconv, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.config import Config
 from otel_infer.facts import RingFact, Value
@@ -79,6 +79,7 @@ class Pipeline:
         self._metrics: MetricsSink | None = None
         self._started_wall_ns = started_wall_ns
         self._collected_at = self._concluded_at = 0
+        self._governor = governor.Governor(governor.parse(config.budget))
         self._tape = _tape(config.tape)
         self._watchers = watchers
 
@@ -98,6 +99,12 @@ class Pipeline:
                 self._outlet.wait(LAST_S)
             self._collect(now)
         return bool(said)
+
+    def govern(self, now: int) -> None:
+        """Sheds detail if this process takes more than it may; for one that does nothing else."""
+        usage = rusage.getrusage(rusage.RUSAGE_SELF)
+        cpu = round((usage.ru_utime + usage.ru_stime) * 1e9)
+        self.keeper.share = self._governor.observe(now, cpu, _resident())
 
     def _save(self, said: list[RingFact], horizon: int) -> None:
         if self._tape is not None and said:
@@ -229,7 +236,8 @@ class Pipeline:
         usage = rusage.getrusage(rusage.RUSAGE_SELF)
         metrics.set(semconv.SELF_CPU, {semconv.CPU_MODE: "user"}, usage.ru_utime)
         metrics.set(semconv.SELF_CPU, {semconv.CPU_MODE: "system"}, usage.ru_stime)
-        metrics.set(semconv.SELF_MEMORY, {}, usage.ru_maxrss * 1024)
+        metrics.set(semconv.SELF_MEMORY, {}, _resident())
+        metrics.set(semconv.SELF_SHARE, {}, self.keeper.share)
 
     def losses(self) -> dict[str, int]:
         """What did not arrive, by reason."""
@@ -242,6 +250,14 @@ class Pipeline:
         if self.sender is not None:
             lost.update(self.sender.lost)
         return lost
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds now; the most it ever held where that cannot be read."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * rusage.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return rusage.getrusage(rusage.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _tape(path: str) -> tape.TapeWriter | None:

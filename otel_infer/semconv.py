@@ -372,6 +372,12 @@ SELF_SPANS = Metric("infer.self.spans", COUNTER, "{span}", "Spans that the desti
 SELF_BYTES = Metric(
     "infer.self.export.size", COUNTER, "By", "Bytes of spans handed to the exporter, uncompressed."
 )
+SELF_SHARE = Metric(
+    "infer.self.steps.share",
+    GAUGE,
+    "1",
+    "Share of the step spans that may be made, so that the sidecar stays inside OTEL_INFER_BUDGET; 1 = all.",
+)
 SELF_CPU = Metric("infer.self.cpu.time", COUNTER, "s", "CPU time of the sidecar.", (CPU_MODE,))
 SELF_MEMORY = Metric("infer.self.memory.usage", UP_DOWN, "By", "Resident memory of the sidecar.")
 

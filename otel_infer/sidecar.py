@@ -140,6 +140,7 @@ class Sidecar:
     def _wake(self, now: int) -> None:
         if now - self._discovered_at > DISCOVER_NS:
             self._discover(now)
+            self._pipeline.govern(now)
         for said in self._throttling.look(self._rings.writers):
             self._rings.say(said)
         if self._pipeline.wake(now) or self._asked:

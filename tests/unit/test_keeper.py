@@ -99,6 +99,24 @@ def test_all_is_all_without_a_budget(outcome: int, reason: str) -> None:
     assert keeps.left_out.total() == 0
 
 
+def test_of_all_only_a_share_is_made_where_that_is_too_much_but_what_failed_keeps_its_steps() -> None:
+    keeps = Keeper("all", 1, keep_unsampled=False, ratio=False)
+    keeps.share = 0.25
+    traces = [number << 120 | 1 for number in range(256)]
+    reasons = [keeps.decide(finished(10, trace=trace)).reason for trace in traces]
+    assert reasons == ["all"] * 64 + ["none"] * 192
+    assert keeps.left_out == {"none": 1920}
+    assert keeps.decide(finished(10, trace=traces[-1], outcome=facts.ERROR)) == Decision(True, 10, "error")
+
+
+def test_a_share_of_the_budget_is_a_smaller_budget() -> None:
+    keeps = auto(budget=100)
+    keeps.share = 0.5
+    assert keeps.decide(finished(1000, SECOND, trace=1)).steps > 0
+    kept = sum(keeps.decide(finished(100, SECOND * (2 + n), trace=10 + n)).steps for n in range(100))
+    assert kept <= 50 * 110
+
+
 @pytest.mark.parametrize("outcome", [facts.OK, facts.ERROR])
 def test_off_is_no_step_and_the_request_all_the_same(outcome: int) -> None:
     keeps = Keeper("off", 2000, keep_unsampled=False, ratio=False)
