@@ -22,7 +22,7 @@ GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
 PAUSES = 1024
 """Pauses of one process that are remembered."""
-TOGETHER = 64
+TOGETHER = 32
 """Requests that are concluded at once; more would not fit a processor's cache."""
 
 Key = tuple[int, int]
