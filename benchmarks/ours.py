@@ -7,6 +7,9 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+from opentelemetry import context, trace
+from opentelemetry.context import Context
+
 import otel_infer
 from benchmarks import machine
 from benchmarks.engine import PROMPT, Engine, Sequence
@@ -57,10 +60,13 @@ class Exporting:
 
 
 class Binding:
-    """Our hooks on one engine. `put_on` and `take_off` change what the engine calls: off is the bare engine."""
+    """Our hooks on one engine. `put_on` and `take_off` change what the engine calls: off is the bare engine.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    Not `sampled`: every request comes from a caller who does not sample.
+    """
+
+    def __init__(self, engine: Engine, sampled: bool = True) -> None:
+        self.engine, self._around = engine, None if sampled else _unsampled()
         log = recorder.step_log(ENGINE)
         if log is None:
             raise RuntimeError("no step log to be had")
@@ -158,9 +164,12 @@ class Binding:
         return answer
 
     def _arrived(self, sequence: Sequence) -> None:
+        token = context.attach(self._around) if self._around is not None else None
         request: Any = ingress.open_request(
             f"chat {MODEL}", owner=ENGINE, operation="chat", provider=ENGINE, model=MODEL
         )
+        if token is not None:
+            context.detach(token)
         request.submitted(ENGINE, 1, 0, 0)
         request.state(facts.RequestReceived(clock.now()))
         sequence.live, sequence.packed = request, request.packed
@@ -177,3 +186,9 @@ class Binding:
     def _steps_between(self, first: int, last: int) -> int:
         """The steps of these that we watched; the first of them is the request's prefill to us."""
         return sum(max(min(last + 1, seen.stop) - max(first, seen.start), 0) for seen in self._seen)
+
+
+def _unsampled() -> Context:
+    """A caller's context whose flags say 00."""
+    caller = trace.SpanContext(1 << 100, 1 << 50, is_remote=True, trace_flags=trace.TraceFlags(0))
+    return trace.set_span_in_context(trace.NonRecordingSpan(caller))

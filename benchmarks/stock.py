@@ -15,16 +15,17 @@ from otel_infer import semconv
 
 
 class Stock:
-    """A provider of the SDK, as the documentation sets it up."""
+    """A provider of the SDK, as the documentation sets it up; not `sampled`: with the sampler that says no."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, sampled: bool = True) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON
 
         for name in [name for name in os.environ if name.startswith("OTEL_")]:
             del os.environ[name]
-        self._provider = TracerProvider(shutdown_on_exit=False)
+        self._provider = TracerProvider(DEFAULT_ON if sampled else ALWAYS_OFF, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{endpoint}/v1/traces")))
         self._tracer = self._provider.get_tracer("stock")
         self.steps_made = 0

@@ -21,6 +21,7 @@ from benchmarks.verdict import Control, Figure, Gate, Line, exactly, line, lost_
 
 OFFERED = 50_000
 CPU_FACTOR = 50.0
+OUT_FACTOR = 10.0
 RAW_BYTES = 130.0
 PACE_LIMIT = 0.01
 """How far below the rate that was offered we may have been, as a share, to say that it was offered."""
@@ -53,11 +54,23 @@ def measure(quick: bool) -> list[Line]:
             for _ in range(parts):
                 ours.append(_part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds))
                 theirs.append(_part(engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds))
+            out = Stock(receiver.endpoint, sampled=False)
+            ours_out, theirs_out = [], []
+            for _ in range(parts):
+                unsampled = Binding(engine, sampled=False)
+                ours_out.append(_part(engine, unsampled, receiver, exporting.flush, exporting.pid, seconds))
+                theirs_out.append(_part(engine, StockBinding(engine, out), receiver, out.flush, 0, seconds))
+            out.close()
             memory = machine.peak_memory(exporting.pid)
             engine.churning = False
             calm = _part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds)
             stock.close()
-    return [*_loss(ours, theirs), *_cpu(ours, theirs, idle), *_sizes(ours, theirs, calm, memory)]
+    return [
+        *_loss(ours, theirs),
+        *_cpu(ours, theirs, idle),
+        *_sampled_out(ours_out, theirs_out),
+        *_sizes(ours, theirs, calm, memory),
+    ]
 
 
 def _part(
@@ -130,6 +143,23 @@ def _cpu(ours: list[Part], theirs: list[Part], idle: float) -> list[Line]:
         line(f"{below}: sidecar and server", "×", _times(ours, theirs, 1), note=_share(ours)),
         line("CPU per exported span: sidecar", "µs", sidecar.scaled(1 / 1000)),
         line("CPU of the sidecar while nothing happens", "% of a core", exactly(idle * 100)),
+    ]
+
+
+def _sampled_out(ours: list[Part], theirs: list[Part]) -> list[Line]:
+    """What a token costs of which nothing is exported."""
+    below, tokens = "CPU per token sampled out, below the stock SDK", "CPU per token sampled out"
+    pairs = list(zip(ours, theirs))
+    server = [(b.server_cpu / b.expected) / (a.server_cpu / a.expected) for a, b in pairs]
+    both = [(b.server_cpu / b.expected) / ((a.server_cpu + a.sidecar_cpu) / a.expected) for a, b in pairs]
+    note = f"stock {median([b.server_cpu / b.expected for b in theirs]).value / 1000:.2f} µs"
+    exported = sum(part.arrived["spans"] for part in (*ours, *theirs))
+    return [
+        line(f"{below}: server", "×", median(server), Gate(OUT_FACTOR, at_least=True), note=note),
+        line(f"{below}: sidecar and server", "×", median(both)),
+        line(f"{tokens}: server", "µs", median([a.server_cpu / a.expected for a in ours]).scaled(1 / 1000)),
+        line(f"{tokens}: sidecar", "µs", median([a.sidecar_cpu / a.expected for a in ours]).scaled(1 / 1000)),
+        line("sampled out and exported all the same", "spans", exactly(exported), Gate(0)),
     ]
 
 
