@@ -422,6 +422,7 @@ _NOT_FOR_THE_SIDECAR = (
 
 def sidecar_environment() -> dict[str, str]:
     """The environment of the sidecar: ours, but nothing is injected into it and it instruments nothing."""
-    left_out = (*_NOT_FOR_THE_SIDECAR, SETTINGS["tenant_hash_key"].variable)
+    ours = (SETTINGS[name].variable for name in ("tenant_hash_key", "tenants"))  # it is told what it needs
+    left_out = {*_NOT_FOR_THE_SIDECAR, *ours}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return {SIDECAR_GUARD: "1", **kept, "OTEL_INFER_ENABLED": "off", "CUDA_VISIBLE_DEVICES": ""}
