@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from otel_infer import callers, decodeblame, facts, semconv
 from otel_infer.decodeblame import DecodeBlame
-from otel_infer.records import Blame, Offender, Pause, RequestRecord, Stage
+from otel_infer.records import Blame, Offender, Pause, Prefiller, RequestRecord, Stage
 
 Causes = dict[str, int]
 
@@ -149,15 +149,19 @@ def _offenders(record: RequestRecord, decode: DecodeBlame) -> list[Offender]:
         return []
     steps = [*decode.interfered]
     steps += [(chunk.step, chunk.ended_at - chunk.started_at) for chunk in record.prefill_steps]
-    found: dict[tuple[bytes, bytes], int] = defaultdict(int)
-    named: dict[tuple[bytes, bytes], str] = {}
+    lengths: dict[bytes, int] = defaultdict(int)
+    latest: dict[bytes, Prefiller] = {}
     for step, length in sorted(steps):  # what is known of an offender last is most
-        others = [who for who in record.prefillers(step) if who.span_id != record.span_id]
+        others = [who for who in record.prefillers(step) if who.tokens and who.span_id != record.span_id]
         tokens = sum(who.tokens for who in others)
         for who in others:
-            found[who.trace_id, who.span_id] += length * who.tokens // max(tokens, 1)
-            named[who.trace_id, who.span_id] = who.named
-    return [Offender(*who, length, named[who]) for who, length in found.items() if length]
+            lengths[who.span_id] += length * who.tokens // tokens
+            latest[who.span_id] = who
+    return [
+        Offender(latest[span_id].trace_id, span_id, length, latest[span_id].named)
+        for span_id, length in lengths.items()
+        if length
+    ]
 
 
 def _worst(record: RequestRecord, offenders: Sequence[Offender], interference: int) -> Offender | None:
