@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from otel_infer import decodeblame, facts, semconv
+from otel_infer import callers, decodeblame, facts, semconv
 from otel_infer.decodeblame import DecodeBlame
-from otel_infer.records import Blame, Offender, Pause, RequestRecord, Stage
+from otel_infer.records import Blame, Offender, Pause, Prefiller, RequestRecord, Stage
 
 Causes = dict[str, int]
 
@@ -69,7 +69,11 @@ def _blame(record: RequestRecord, decode: DecodeBlame) -> Blame:
             causes[_OF_STAGES.get(stage.name, semconv.CAUSE_APPLICATION)] += taken
     causes[semconv.CAUSE_UNEXPLAINED] += sum(end - begin for begin, end in free)
     causes = {cause: length for cause, length in causes.items() if length}
-    return Blame(causes, _offender(record, decode, causes.get(semconv.CAUSE_INTERFERENCE, 0)))
+    interference = causes.get(semconv.CAUSE_INTERFERENCE, 0)
+    if not interference:
+        return Blame(causes, None)
+    offenders = _offenders(record, decode)
+    return Blame(causes, _worst(record, offenders, interference), _by_class(offenders, interference))
 
 
 def _in_order(stages: Iterable[Stage]) -> list[Stage]:
@@ -143,19 +147,43 @@ def _add(causes: Causes, parts: Causes) -> None:
         causes[cause] += length
 
 
-def _offender(record: RequestRecord, decode: DecodeBlame, interference: int) -> Offender | None:
-    """Who interfered most; nobody is named for what is below a fiftieth of the request."""
-    if interference * 50 < record.duration_ns or record.prefillers is None:
-        return None
+def _offenders(record: RequestRecord, decode: DecodeBlame) -> list[Offender]:
+    """Whose prompts were in the steps that took longer, and in those of its own prompt: by tokens, for how long each."""
+    if record.prefillers is None:
+        return []
     steps = [*decode.interfered]
     steps += [(chunk.step, chunk.ended_at - chunk.started_at) for chunk in record.prefill_steps]
-    found: dict[tuple[bytes, bytes], int] = defaultdict(int)
-    for step, length in steps:
-        others = [who for who in record.prefillers(step) if who.span_id != record.span_id]
+    lengths: dict[bytes, int] = defaultdict(int)
+    latest: dict[bytes, Prefiller] = {}
+    for step, length in sorted(steps):  # what is known of an offender last is most
+        others = [who for who in record.prefillers(step) if who.tokens and who.span_id != record.span_id]
         tokens = sum(who.tokens for who in others)
         for who in others:
-            found[who.trace_id, who.span_id] += length * who.tokens // max(tokens, 1)
-    if not found:
+            lengths[who.span_id] += length * who.tokens // tokens
+            latest[who.span_id] = who
+    return [
+        Offender(latest[span_id].trace_id, span_id, length, latest[span_id].named)
+        for span_id, length in lengths.items()
+        if length
+    ]
+
+
+def _worst(record: RequestRecord, offenders: Sequence[Offender], interference: int) -> Offender | None:
+    """Who interfered most; nobody is named for what is below a fiftieth of the request."""
+    if interference * 50 < record.duration_ns or not offenders:
         return None
-    (trace_id, span_id), length = max(found.items(), key=lambda item: item[1])
-    return Offender(trace_id, span_id, min(length, interference)) if length else None
+    worst = max(offenders, key=lambda offender: offender.length)
+    return worst._replace(length=min(worst.length, interference))
+
+
+def _by_class(offenders: Sequence[Offender], interference: int) -> tuple[tuple[str, int], ...]:
+    """The interference, divided as those who are known have caused it; in whole ns, the rest is of the largest."""
+    lengths: dict[str, int] = defaultdict(int)
+    for offender in offenders:
+        lengths[offender.named] += offender.length
+    if not lengths:
+        return ((callers.UNKNOWN, interference),)
+    whole = sum(lengths.values())
+    parts = {named: interference * length // whole for named, length in lengths.items()}
+    parts[max(lengths, key=lambda named: lengths[named])] += interference - sum(parts.values())
+    return tuple((named, length) for named, length in parts.items() if length)

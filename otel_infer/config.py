@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from otel_infer import governor, objectives
+from otel_infer import callers, governor, objectives
 
 
 class BadSetting(ValueError):
@@ -72,6 +72,17 @@ def _allowance(text: str) -> str:
 def _objectives(text: str) -> str:
     """As it was written, for the sidecar to read again."""
     objectives.parse(text)
+    return text
+
+
+def _tenant(text: str) -> str:
+    """As it was written; likewise below."""
+    callers.source(text)
+    return text
+
+
+def _traffic_class(text: str) -> str:
+    callers.traffic_classes(text)
     return text
 
 
@@ -166,6 +177,34 @@ SETTINGS: dict[str, Setting] = {
         "(ms from arrival to response start), which `otel_infer.client` reads",
         _switch,
     ),
+    "tenant": Setting(
+        "OTEL_INFER_TENANT",
+        "",
+        "whose a request is, as `infer.tenant`: `header:NAME` of the HTTP request, `baggage:KEY`, or `lora`, the adapter's "
+        "name (no integration of this release tells it); cut to 64 characters",
+        _tenant,
+    ),
+    "tenant_hash_key": Setting(
+        "OTEL_INFER_TENANT_HASH_KEY",
+        "",
+        "any secret text: instead of a tenant's name, its hash with this key (16 hex digits) is written, everywhere",
+        str,
+    ),
+    "tenants": Setting(
+        "OTEL_INFER_TENANTS",
+        "",
+        "comma-separated, at most 50: the tenants that metrics name; every other is `_OTHER`. With a hash key their names "
+        "are written here all the same, and metrics have the hashes",
+        callers.tenants,
+    ),
+    "traffic_class": Setting(
+        "OTEL_INFER_TRAFFIC_CLASS",
+        "",
+        "which requests are `batch` and which `interactive`, as `infer.traffic.class`: `header:NAME` says one of the two, "
+        "and without it `route:/v1/batches=batch` does (that path and below, `{…}` is any one segment; the first that fits); "
+        "comma-separated; whatever else is `interactive`",
+        _traffic_class,
+    ),
     "log": Setting(
         "OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", _path
     ),
@@ -201,6 +240,10 @@ class Config:
     integrations: tuple[str, ...] = ()
     latency_attributes: bool = False
     response_headers: bool = False
+    tenant: str = ""
+    tenant_hash_key: str = field(default="", repr=False)
+    tenants: tuple[str, ...] = ()
+    traffic_class: str = ""
     log: str = ""
     sdk_disabled: bool = False
     disabled_integrations: tuple[str, ...] = ()
@@ -310,6 +353,8 @@ def from_env(environ: Mapping[str, str] | None = None) -> Config:
     for name, setting in SETTINGS.items():
         if environ.get(setting.variable, "").strip():
             values[name] = _parsed(setting.variable, setting.parse, environ)
+    key = callers.hash_key(values.get("tenant_hash_key", ""))
+    values["tenants"] = tuple(callers.told(name, key) for name in values.get("tenants", ()))
     return Config(**values)
 
 
@@ -333,6 +378,11 @@ def from_env_leniently(environ: Mapping[str, str] | None = None) -> tuple[Config
             complaints.append(f"{bad}; using the default")
             del remaining[variable]
     return from_env(remaining), complaints
+
+
+def to_plain(settings: Config) -> dict[str, Any]:
+    """For JSON, to a process of ours: all but the key, which only the server needs."""
+    return {**asdict(settings), "tenant_hash_key": ""}
 
 
 def from_plain(values: Mapping[str, Any]) -> Config:
@@ -384,5 +434,7 @@ _NOT_FOR_THE_SIDECAR = (
 
 def sidecar_environment() -> dict[str, str]:
     """The environment of the sidecar: ours, but nothing is injected into it and it instruments nothing."""
-    kept = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_THE_SIDECAR}
+    ours = (SETTINGS[name].variable for name in ("tenant_hash_key", "tenants"))  # it is told what it needs
+    left_out = {*_NOT_FOR_THE_SIDECAR, *ours}
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return {SIDECAR_GUARD: "1", **kept, "OTEL_INFER_ENABLED": "off", "CUDA_VISIBLE_DEVICES": ""}

@@ -37,8 +37,7 @@ class LiveRequest(trace.Span):
         self.inner = opened.inner
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
         self.packed = handle.to_bytes(4, "little")
-        self.ended = False
-        self.named = False
+        self.ended = self.named = False
         self.operation = ""
         self.engine = ""
         self.sequences_left = 1
@@ -72,14 +71,20 @@ class LiveRequest(trace.Span):
 
     def name(self, operation: str = "", provider: str = "", model: str = "") -> None:
         """What became known after arrival: operation, provider (engine), served model."""
-        said = (
+        self._say_known(
             (semconv.OPERATION_NAME, operation),
             (semconv.PROVIDER_NAME, provider),
             (semconv.REQUEST_MODEL, model),
         )
+
+    def asked(self, tenant: str, traffic_class: str) -> None:
+        """Who asks, and whether somebody waits for it."""
+        self._say_known((semconv.TENANT, tenant), (semconv.TRAFFIC_CLASS, traffic_class))
+
+    def _say_known(self, *said: tuple[str, str]) -> None:
         for key, value in said:
             if value:
-                recorder.state(self.handle, facts.AttributeSet(clock.now(), key, value))
+                self.say(key, value)
 
     def say(self, key: str, value: facts.Value) -> None:
         """An attribute of ours on the request span, outside the limits of user code."""

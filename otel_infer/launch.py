@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -56,7 +55,7 @@ def sidecar(
     """
     boot = {
         "folder": str(folder),
-        "config": dataclasses.asdict(settings),
+        "config": config.to_plain(settings),
         "resource": resource,
         "path": [os.path.abspath(entry) for entry in sys.path if entry],
         "show": show,

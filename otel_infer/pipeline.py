@@ -169,6 +169,8 @@ class Pipeline:
                 exponential=self.config.exponential,
                 started_at_unix_ns=self._started_wall_ns,
                 exemplars=self.config.exemplars,
+                tenants=frozenset(self.config.tenants) if self.config.tenant else None,
+                traffic_classes=bool(self.config.traffic_class),
             )
         return self._metrics
 

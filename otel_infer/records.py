@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from otel_infer import callers
 from otel_infer.facts import Value
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steprows import StepRows, StepSummary, gaps_of, summarized
@@ -40,26 +41,32 @@ class PrefillStep(NamedTuple):
 
 
 class Prefiller(NamedTuple):
-    """A request that had so many tokens of its prompt in a step."""
+    """A request that had so many tokens of its prompt in a step, and its class (`callers.class_of`) as known by then."""
 
     trace_id: bytes
     span_id: bytes
     tokens: int
+    named: str = callers.UNKNOWN
 
 
 class Offender(NamedTuple):
-    """A request whose prompt held up another, and for how long (ns)."""
+    """A request whose prompt held up another, for how long (ns), and its class."""
 
     trace_id: bytes
     span_id: bytes
     length: int
+    named: str = callers.UNKNOWN
 
 
 class Blame(NamedTuple):
-    """Where the time of a request went: ns by cause (none of them 0), and who interfered most."""
+    """Where the time of a request went: ns by cause (none of them 0), and who interfered most.
+
+    `classes`: the interference by class of those who caused it; they sum to it.
+    """
 
     causes: dict[str, int]
     offender: Offender | None
+    classes: tuple[tuple[str, int], ...] = ()
 
     @property
     def top(self) -> str:

@@ -148,6 +148,10 @@ BLAME_CAUSE = "infer.blame.cause"
 BLAME_TOP = "infer.blame.top"
 OFFENDER_DELAY = "infer.offender.delay"
 """On the link to the request whose prompt held this one up most: for how long, s."""
+OFFENDER_CLASS, VICTIM_CLASS = "infer.offender.class", "infer.victim.class"
+"""The traffic class where one was said, else the size of the prompt."""
+TENANT = "infer.tenant"
+TRAFFIC_CLASS = "infer.traffic.class"
 REQUEST_ID = "infer.request.id"
 REQUEST_STATE = "infer.request.state"
 DIED_IN = "infer.died_in"
@@ -235,13 +239,15 @@ class Metric(NamedTuple):
 
 _REQUEST = (OPERATION_NAME, PROVIDER_NAME, REQUEST_MODEL)
 _ENGINE = (ENGINE, PROCESS_PID)
+_CALLER = (TENANT, TRAFFIC_CLASS)
+"""Only where it is configured how to find them."""
 
 REQUEST_DURATION = Metric(
     "gen_ai.server.request.duration",
     HISTOGRAM,
     "s",
     "Arrival to last byte, every request; failed and aborted ones carry error.type.",
-    (*_REQUEST, ERROR_TYPE),
+    (*_REQUEST, ERROR_TYPE, *_CALLER),
     DURATION_BOUNDS,
 )
 TIME_TO_FIRST_TOKEN = Metric(
@@ -249,7 +255,7 @@ TIME_TO_FIRST_TOKEN = Metric(
     HISTOGRAM,
     "s",
     "Arrival to first token, as near the reader as the server sees; successful requests only.",
-    _REQUEST,
+    (*_REQUEST, *_CALLER),
     TTFT_BOUNDS,
 )
 TIME_PER_OUTPUT_TOKEN = Metric(
@@ -257,7 +263,7 @@ TIME_PER_OUTPUT_TOKEN = Metric(
     HISTOGRAM,
     "s",
     "(last token - first token) / (tokens - 1), one value per successful request.",
-    _REQUEST,
+    (*_REQUEST, *_CALLER),
     TPOT_BOUNDS,
 )
 INTER_TOKEN_LATENCY = Metric(
@@ -265,7 +271,7 @@ INTER_TOKEN_LATENCY = Metric(
     HISTOGRAM,
     "s",
     "Time between two steps that delivered tokens to one request, one value per gap.",
-    _REQUEST,
+    (*_REQUEST, *_CALLER),
     TPOT_BOUNDS,
 )
 STAGE_DURATION = Metric(
@@ -281,14 +287,22 @@ BLAME_DURATION = Metric(
     COUNTER,
     "s",
     "Time of finished requests by what it went into; the causes of a request sum to its duration.",
-    (BLAME_CAUSE, *_REQUEST),
+    (BLAME_CAUSE, *_REQUEST, *_CALLER),
+)
+INTERFERENCE_DURATION = Metric(
+    "infer.interference.duration",
+    COUNTER,
+    "s",
+    "Time that prompts of other requests (offender) took from finished ones (victim), by the class of each: interactive, "
+    "batch, else by prompt: short (under 256 tokens), medium, long (from 2048), unknown; in sum, the cause interference.",
+    (OFFENDER_CLASS, VICTIM_CLASS),
 )
 REQUEST_ABANDONED = Metric(
     "infer.request.abandoned",
     HISTOGRAM,
     "s",
     "How long an aborted request had waited, by the stage it was in.",
-    (STAGE, ERROR_TYPE, *_REQUEST),
+    (STAGE, ERROR_TYPE, *_REQUEST, *_CALLER),
     STAGE_BOUNDS,
 )
 REQUEST_KEPT = Metric(

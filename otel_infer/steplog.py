@@ -251,7 +251,7 @@ class StepLog:
             if request is not None:
                 tokens_of = sum(prefill.tokens)
                 request.schedule(self, fact.step, fact.at, tokens_of, fact.size)
-                whose.append(Prefiller(request.arrived.trace_id, request.arrived.span_id, tokens_of))
+                whose.append(request.prefiller(tokens_of))
         if whose:
             self._prefillers[fact.step] = tuple(whose)
             if len(self._prefillers) > MAX_PREFILLERS:

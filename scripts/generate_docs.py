@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from otel_infer import cli, keeper, semconv
+from otel_infer import callers, cli, keeper, semconv
 from otel_infer.config import SETTINGS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -70,6 +70,12 @@ def telemetry() -> str:
         f"`{semconv.EVENT_PAUSE}` is an event on a kept request: the whole process was held up while the request was there, by",
         f"`{semconv.PAUSE_CAUSE}`, for `{semconv.PAUSE_DURATION}` s of the request's time. The 32 longest are told, and how many",
         f"were not is `{semconv.PAUSES_LEFT_OUT}`.\n",
+        f"`{semconv.TENANT}` and `{semconv.TRAFFIC_CLASS}` are on the request, and on the metrics that list them below, only where",
+        "`OTEL_INFER_TENANT` and `OTEL_INFER_TRAFFIC_CLASS` say how to find them; metrics name the tenants of `OTEL_INFER_TENANTS`,",
+        "every other is `_OTHER`. The link of a request to the one that held it up most has",
+        f"`{semconv.OFFENDER_DELAY}` (s) and `{semconv.OFFENDER_CLASS}`: its traffic class where that was said, else the size of",
+        f"its prompt, `{callers.SHORT}`, `{callers.MEDIUM}` (from {callers.MEDIUM_FROM} tokens) or `{callers.LONG}` (from",
+        f"{callers.LONG_FROM}).\n",
         f"`{semconv.KEEP_REASON}` on the request says why its steps were kept: {reasons}.\n",
         "## Where the time went\n",
         f"On a request that reached an engine, `{semconv.BLAME_PREFIX}CAUSE` is the time it lost to each cause, in s; they sum to its",

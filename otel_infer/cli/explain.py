@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from otel_infer import semconv, tape
 from otel_infer.records import RequestRecord
 
 SHOWN_CAUSES = 4
+SHOWN_TENANTS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +73,7 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
         said = {
             **diagnosis._asdict(),
             "findings": findings,
+            "tenants": tenants(records),
             "worst": [described(record) for record in slowest],
         }
         print(json.dumps(said))
@@ -93,11 +96,52 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
     for cause, share in diagnosis.causes.items():
         if share >= 0.005:
             out.print(f"  {cause:<16} {100 * share:5.1f} %  {semconv.CAUSES.get(cause, '')}")
+    for line in map(_of_tenant, tenants(records)):
+        out.print(line, markup=False)
     out.print()
     out.print(f"the slowest {len(slowest)}", style="bold")
     for record in slowest:
         out.print("  " + sentence(record))
     return 0
+
+
+def tenants(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
+    """The tenants with the most requests, where tenants are told; p95 in ms, None where nothing had a first token."""
+    by_name: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        name = record.attributes.get(semconv.TENANT)
+        if name:
+            by_name.setdefault(str(name), []).append(record)
+    most = sorted(by_name.items(), key=lambda item: (-len(item[1]), item[0]))[:SHOWN_TENANTS]
+    return [{"tenant": name, **_summed_up(theirs)} for name, theirs in most]
+
+
+def _summed_up(records: list[RequestRecord]) -> dict[str, Any]:
+    causes: Counter[str] = Counter()
+    for record in records:
+        causes.update(record.blame.causes if record.blame is not None else {})
+    top, length = causes.most_common(1)[0] if causes else ("", 0)
+    return {
+        "requests": len(records),
+        "ttft_p95_ms": _p95([record.ttft_ns for record in records if record.ttft_ns]),
+        "e2e_p95_ms": _p95([record.duration_ns for record in records]),
+        "top_cause": top,
+        "top_cause_share": length / max(causes.total(), 1),
+    }
+
+
+def _p95(lengths: list[int]) -> float | None:
+    import numpy as np
+
+    return float(np.percentile(lengths, 95)) / 1e6 if lengths else None
+
+
+def _of_tenant(row: dict[str, Any]) -> str:
+    ttft = f"{row['ttft_p95_ms']:.0f} ms" if row["ttft_p95_ms"] is not None else "none"
+    return (
+        f"tenant {row['tenant']}: {row['requests']} requests, p95 to first token {ttft}, end to end "
+        f"{row['e2e_p95_ms']:.0f} ms; {row['top_cause_share']:.0%} of the time is {row['top_cause'].replace('_', ' ')}"
+    )
 
 
 def sentence(record: RequestRecord) -> str:

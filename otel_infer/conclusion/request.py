@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from otel_infer import facts, semconv
-from otel_infer.records import Pause, UserEvent
+from otel_infer import callers, facts, semconv
+from otel_infer.records import Pause, Prefiller, UserEvent
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steplog import Run, StepLog
 
@@ -130,6 +130,13 @@ class Request:
             chunks[step] = Chunk(at, tokens, size)
         else:
             chunks.pop(step, None)
+
+    def prefiller(self, tokens: int) -> Prefiller:
+        """It has so many tokens of its prompt in a step. Where nobody said how long that is, it is what was seen by now."""
+        prompt = self.submitted.input_tokens if self.submitted is not None else 0
+        prompt = prompt or sum(chunk.tokens for chunks in self.chunks.values() for chunk in chunks.values())
+        named = callers.class_of(self.attributes.get(semconv.TRAFFIC_CLASS), prompt)
+        return Prefiller(self.arrived.trace_id, self.arrived.span_id, tokens, named)
 
     def deliver(self, log: StepLog, step: int, tokens: int, discarded: bool) -> None:
         """One of its sequences got so many tokens, and not one, in this step."""

@@ -14,10 +14,10 @@ from opentelemetry.sdk.metrics import export
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from otel_infer import facts, semconv
+from otel_infer import callers, facts, semconv
 from otel_infer.facts import Value
 from otel_infer.keeper import Decision
-from otel_infer.records import Pause, RequestRecord, StepRecord
+from otel_infer.records import Blame, Pause, RequestRecord, StepRecord
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import (
     Histograms,
@@ -36,7 +36,7 @@ class MetricsSink:
     """Counts finished requests and engine steps.
 
     `temporality`: `cumulative`, `delta` or `lowmemory`. `resource` is read at each collection, so it may still
-    gain names.
+    gain names. `tenants`: those that may be named, None where nobody asked for tenants; `traffic_classes`: they are told.
     """
 
     def __init__(
@@ -47,6 +47,8 @@ class MetricsSink:
         exponential: bool = False,
         started_at_unix_ns: int,
         exemplars: bool = True,
+        tenants: Collection[str] | None = None,
+        traffic_classes: bool = False,
     ) -> None:
         self._resource = resource
         self._delta = temporality in ("delta", "lowmemory")  # the same, but for observable counters
@@ -65,6 +67,7 @@ class MetricsSink:
         self._operations, self._providers = FirstCome(MAX_MODELS), FirstCome(MAX_MODELS)
         self._stages, self._errors = FirstCome(MAX_NAMES), FirstCome(MAX_NAMES)
         self._causes = FirstCome(MAX_NAMES)
+        self._tenants, self._traffic_classes = tenants, traffic_classes
 
     def serve(self, model: str) -> None:
         """This model is served, so metrics may name it; the first 50 are. Every other model is `_OTHER`."""
@@ -77,23 +80,21 @@ class MetricsSink:
 
     def request(self, record: RequestRecord, *, exported: bool) -> None:
         """Counts a finished request, kept or not; only an exported one becomes an exemplar."""
-        who = self._who(record)
+        who, caller = self._who(record), self._caller(record)
         source = _source(record) if exported and self._exemplars else None
         error = self._errors.admit(record.error_type or semconv.OTHER) if record.outcome != facts.OK else None
-        self._record(semconv.REQUEST_DURATION, (*who, error), record.duration_ns, source)
+        self._record(semconv.REQUEST_DURATION, (*who, error, *caller), record.duration_ns, source)
         self._count_stages(record, who, source)
         if not record.generative:
             return
         if record.outcome == facts.ABORTED:
-            key = (self._stages.admit(record.died_in), error, *who)
+            key = (self._stages.admit(record.died_in), error, *who, *caller)
             self._record(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
         if record.blame is not None:
-            spent = self._numbers[semconv.BLAME_DURATION.name]
-            for cause, length in record.blame.causes.items():
-                spent.add((cause, *who), length / 1e9)
+            self._count_blame(record, record.blame, (*who, *caller))
         if record.preemptions:
             self._numbers[semconv.REQUEST_PREEMPTIONS.name].add(who, record.preemptions)
-        self._count_tokens(record, who, source)
+        self._count_tokens(record, (*who, *caller), source)
 
     def steps(self, records: Sequence[StepRecord]) -> None:
         """Counts engine steps, and takes over the KV usage that each engine said last."""
@@ -164,6 +165,17 @@ class MetricsSink:
             model if record.model else None,
         )
 
+    def _caller(self, record: RequestRecord) -> Key:
+        """A tenant that may be named, and the traffic class; nothing where nobody asked for either."""
+        tenant = traffic = None
+        if self._tenants is not None:
+            said = str(record.attributes.get(semconv.TENANT, ""))
+            tenant = said if said in self._tenants else semconv.OTHER
+        if self._traffic_classes:
+            batch = record.attributes.get(semconv.TRAFFIC_CLASS) == callers.BATCH
+            traffic = callers.BATCH if batch else callers.INTERACTIVE
+        return (tenant, traffic) if tenant or traffic else ()
+
     def _record(self, metric: semconv.Metric, key: Key, length_ns: float, source: Source | None) -> None:
         self._histograms[metric.name].at(key).record(length_ns / 1e9, source)
 
@@ -175,6 +187,17 @@ class MetricsSink:
             if stage.name == semconv.SPAN_POSTPROCESS and isinstance(detokenize, (int, float)):
                 key = (semconv.STAGE_DETOKENIZE, semconv.CLOCK_HOST, *who)
                 self._record(semconv.STAGE_DURATION, key, detokenize * 1e9, source)
+
+    def _count_blame(self, record: RequestRecord, blame: Blame, who: Key) -> None:
+        spent = self._numbers[semconv.BLAME_DURATION.name]
+        for cause, length in blame.causes.items():
+            spent.add((cause, *who), length / 1e9)
+        if blame.classes:
+            prompt = record.input_tokens or sum(chunk.tokens for chunk in record.prefill_steps)
+            victim = callers.class_of(record.attributes.get(semconv.TRAFFIC_CLASS), prompt)
+            held_up = self._numbers[semconv.INTERFERENCE_DURATION.name]
+            for offender, length in blame.classes:
+                held_up.add((offender, victim), length / 1e9)
 
     def _count_tokens(self, record: RequestRecord, who: Key, source: Source | None) -> None:
         if record.outcome == facts.ERROR:

@@ -137,9 +137,11 @@ def _described(record: RequestRecord, span: Span, decision: keeper.Decision) -> 
     links = [Link(trace_id, span_id) for trace_id, span_id in record.links]
     offender = record.blame.offender if record.blame is not None else None
     if offender is not None:
-        links.append(
-            Link(offender.trace_id, offender.span_id, {semconv.OFFENDER_DELAY: offender.length / 1e9})
-        )
+        said: dict[str, Value] = {
+            semconv.OFFENDER_DELAY: offender.length / 1e9,
+            semconv.OFFENDER_CLASS: offender.named,
+        }
+        links.append(Link(offender.trace_id, offender.span_id, said))
     return span._replace(events=events, links=links)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 import otel_infer
-from otel_infer import clock, facts, identity, ingress, semconv
+from otel_infer import callers, clock, facts, identity, ingress, semconv
 from otel_infer.assembler import Assembler
 from otel_infer.config import Config
 from otel_infer.integrations import asgi
@@ -646,7 +646,7 @@ assert not unwanted & set(sys.modules), unwanted & set(sys.modules)
 CANARIES = {
     name: f"canary-{name}-{''.join(random.choices(string.ascii_lowercase, k=8))}"
     for name in (
-        "prompt", "output", "user", "header", "cookie", "query", "path", "body", "exception", "status", "baggage",
+        "prompt", "output", "user", "header", "cookie", "query", "path", "body", "exception", "status", "baggage", "key",
     )
 }  # fmt: skip
 
@@ -706,7 +706,18 @@ def of_the_sidecar(pid: int) -> dict[str, bytes]:
     return {name: Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")}
 
 
-def test_10_no_content_leaves_unless_capture_is_on(tmp_path: Path, receiver: Recording) -> None:
+HASHED = {
+    "OTEL_INFER_TENANT": "header:X-User",
+    "OTEL_INFER_TENANT_HASH_KEY": CANARIES["key"],
+    "OTEL_INFER_TENANTS": CANARIES["user"],
+    "OTEL_INFER_TRAFFIC_CLASS": "header:X-User",
+}
+
+
+@pytest.mark.parametrize("asked", [{}, HASHED], ids=["nobody is asked who asks", "tenants are hashed"])
+def test_10_no_content_leaves_unless_capture_is_on(
+    tmp_path: Path, receiver: Recording, asked: dict[str, str]
+) -> None:
     pytest.importorskip("fastapi", reason="fastapi is not installed")
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     (tmp_path / "private_app.py").write_text(f"CANARY = {CANARIES!r}\n{APP}")
@@ -715,6 +726,7 @@ def test_10_no_content_leaves_unless_capture_is_on(tmp_path: Path, receiver: Rec
         tmp_path / "log",
         {
             **receiver.environ,
+            **asked,
             "OTEL_INFER_TAPE": str(tape),
             "OTEL_INFER_LOG": str(log),
             "OTEL_INFER_CONSOLE": "on",
@@ -749,6 +761,8 @@ def test_10_no_content_leaves_unless_capture_is_on(tmp_path: Path, receiver: Rec
     finally:
         toy.__exit__()
     assert "/v1/users/{user}/chat" in {span["attributes"].get("http.route") for span in receiver.spans}
+    tenants = {span["attributes"].get("infer.tenant") for span in receiver.spans} - {None}
+    assert [len(tenant) for tenant in tenants] == ([16] if asked else [])
     assert {"500", "RuntimeError", None} <= {span["attributes"].get("error.type") for span in receiver.spans}
     assert_no_canary(
         {
@@ -889,12 +903,17 @@ def _p99(latencies: list[float]) -> float:
     return sorted(latencies)[int(len(latencies) * 0.99)]
 
 
-def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series() -> None:
-    """Models, paths, methods, query strings and error types that a client makes up."""
+WHO = Config(tenant="header:host", tenants=("acme",), traffic_class="header:host")
+
+
+@pytest.mark.parametrize("config", [Config(), WHO], ids=["nobody is asked who asks", "tenants are asked for"])
+def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(config: Config) -> None:
+    """Models, paths, methods, query strings, tenants and error types that a client makes up."""
+    asgi.configure("", wanted=callers.wanted(config.tenant, "", config.traffic_class))
     arena, rings = MemoryArena(), Rings()
     ingress.opener = identity.IdOpener(*_standard_sampling(), identity.Limits())
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
-    pipeline = Pipeline(Config(), rings, [], None, {}, None, clock.wall_pair()[1])
+    pipeline = Pipeline(config, rings, [], None, {}, None, clock.wall_pair()[1])
     try:
         app = asgi.wrap(_Echo())
         asyncio.run(_drive(app, [("POST", "/v1/chat", "toy")], pipeline, arena))
@@ -908,7 +927,9 @@ def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series() -
         assert all(more <= 3 for more in grown.values()), grown
         values = {value for series in after.values() for key in series for _, value in key}
         assert not values & {name for request in asked for name in request}
+        assert ("_OTHER" in values, "interactive" in values) == (True, config is WHO)
     finally:
+        asgi.configure("")
         recorder.stop()
         ingress.opener = None
 

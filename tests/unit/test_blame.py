@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer import blame, facts
+from otel_infer import blame, facts, semconv
 from otel_infer.assembler import Assembler
 from otel_infer.records import RequestRecord
 from tests.simulator import Simulator, Tick, ticks
@@ -50,6 +50,9 @@ def test_the_causes_sum_to_the_duration_whatever_is_told(said: list[facts.RingFa
     for record in blamed([*ENGINES, *said]):
         assert record.blame is not None
         assert sum(record.blame.causes.values()) == record.duration_ns
+        by_class = [length for _, length in record.blame.classes]
+        assert sum(by_class) == record.blame.causes.get("interference", 0)
+        assert all(length > 0 for length in by_class)
         assert all(length > 0 for length in record.blame.causes.values())
 
 
@@ -153,6 +156,54 @@ def test_the_offender_is_linked_from_the_span_of_the_victim() -> None:
     assert span["attributes"]["infer.blame.interference"] == pytest.approx(0.08)
     assert span["attributes"]["infer.blame.top"] == "interference"
     assert [link["span_id"] for link in span["links"]] == [ids("offender")[1].hex()]
+
+
+def classes(story: Story, who: Who) -> dict[str, float]:
+    """ms of its interference, by class of who caused it."""
+    (record,) = [record for record in blamed(story.in_order()) if record.span_id == ids(who.name)[1]]
+    assert record.blame is not None
+    return {named: length / 1e6 for named, length in record.blame.classes}
+
+
+def test_interference_is_of_the_size_of_the_prompt_that_caused_it() -> None:
+    story, victim, offender = held_up(prompt=4000)
+    assert classes(story, victim) == {"long": 80}
+    assert classes(story, offender) == {}
+    story, victim, _ = held_up(prompt=300)
+    assert classes(story, victim) == {"medium": 80}
+
+
+def test_a_chunk_is_of_the_whole_prompt_if_that_was_said() -> None:
+    story, victim, offender = held_up(prompt=300)
+    story.said = [
+        said._replace(fact=said.fact._replace(input_tokens=5000))
+        if said.handle == offender.handle and isinstance(said.fact, facts.RequestSubmitted)
+        else said
+        for said in story.said
+    ]
+    assert classes(story, victim) == {"long": 80}
+
+
+def test_interference_is_of_the_traffic_class_where_one_was_said() -> None:
+    story, victim, offender = held_up(prompt=4000)
+    arrived = next(s.fact.at for s in story.said if s.handle == offender.handle)
+    story.state(offender, facts.AttributeSet(arrived, semconv.TRAFFIC_CLASS, "batch"))
+    assert classes(story, victim) == {"batch": 80}
+    (span,) = [s for s in exported(blamed(story.in_order())) if s["span_id"] == ids("victim")[1].hex()]
+    (link,) = span["links"]
+    assert link["attributes"] == {"infer.offender.delay": 0.08, "infer.offender.class": "batch"}
+
+
+def test_offenders_of_two_classes_share_interference_by_their_tokens() -> None:
+    story = Story()
+    at = warmed_up(story)
+    victim, small, large = (story.arrives(at, name) for name in ("victim", "small", "large"))
+    story.step(at, at + 10, [victim], {victim: 4})
+    story.step(at + 10, at + 110, [victim, small, large], {small: 100, large: 300})
+    story.step(at + 110, at + 120, [victim])
+    for who in (victim, small, large):
+        story.ends(at + 120, who)
+    assert classes(story, victim) == {"short": 22.5, "medium": 67.5}
 
 
 def test_two_prompts_in_one_step_share_it_by_their_tokens() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
-from otel_infer import config
+from otel_infer import callers, config
 from otel_infer.config import SETTINGS, BadSetting, Config, from_env, from_env_leniently
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
@@ -24,12 +24,21 @@ BAD = {
     "OTEL_INFER_CONSOLE": ("tty", "on or off"),
     "OTEL_INFER_LATENCY_ATTRIBUTES": ("vllm", "on or off"),
     "OTEL_INFER_RESPONSE_HEADERS": ("loud", "on or off"),
+    "OTEL_INFER_TENANT": ("X-Tenant", "header:NAME, baggage:KEY or lora"),
+    "OTEL_INFER_TENANTS": (",".join(map(str, range(51))), "at most 50 names"),
+    "OTEL_INFER_TRAFFIC_CLASS": ("X-Class", "header:NAME and route:/PATH=interactive or route:/PATH=batch"),
     "OTEL_EXPORTER_OTLP_PROTOCOL": ("http/json", "one of http/protobuf, grpc"),
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": ("udp", "one of http/protobuf, grpc"),
     "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": ("udp", "one of http/protobuf, grpc"),
     "OTEL_METRIC_EXPORT_INTERVAL": ("0", "a whole number of milliseconds, 1 or more"),
 }
-ACCEPTS_ANYTHING = {"OTEL_INFER_RINGS", "OTEL_INFER_TAPE", "OTEL_INFER_LOG", "OTEL_INFER_INTEGRATIONS"}
+ACCEPTS_ANYTHING = {
+    "OTEL_INFER_RINGS",
+    "OTEL_INFER_TAPE",
+    "OTEL_INFER_LOG",
+    "OTEL_INFER_INTEGRATIONS",
+    "OTEL_INFER_TENANT_HASH_KEY",
+}
 
 
 def test_defaults_are_those_of_the_table() -> None:
@@ -178,3 +187,22 @@ def test_the_sidecars_environment_injects_and_instruments_nothing(monkeypatch: p
     assert not config.is_sidecar()
     monkeypatch.setenv(config.SIDECAR_GUARD, "1")
     assert config.is_sidecar()
+
+
+def test_with_a_hash_key_the_tenants_that_metrics_may_name_are_hashes() -> None:
+    listed = {"OTEL_INFER_TENANTS": "acme, umbrella"}
+    assert from_env(listed).tenants == ("acme", "umbrella")
+    hashed = from_env({**listed, "OTEL_INFER_TENANT_HASH_KEY": "secret"}).tenants
+    assert hashed == tuple(callers.told(name, callers.hash_key("secret")) for name in ("acme", "umbrella"))
+
+
+def test_the_hash_key_stays_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_INFER_TENANT_HASH_KEY", "secret")
+    monkeypatch.setenv("OTEL_INFER_TENANTS", "acme")
+    settings = from_env()
+    assert settings.tenant_hash_key == "secret"
+    assert "secret" not in repr(settings)
+    plain = config.to_plain(settings)
+    assert "secret" not in repr(plain)
+    assert config.from_plain(plain) == replace(settings, tenant_hash_key="")
+    assert not {"secret", "acme"} & set(config.sidecar_environment().values())

@@ -6,7 +6,6 @@ In a process of its own: the exporters retry, log and may wait for long.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import logging
 import re
@@ -80,7 +79,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 def exporter(settings: Config, environ: Mapping[str, str]) -> list[Check]:
     """The exporters' private seam, then one check for each signal that is sent."""
     limit = IMPORTS_S + 2 * _timeout(environ)
-    told = {"config": dataclasses.asdict(settings)}
+    told = {"config": config.to_plain(settings)}
     found, trouble = apart.ask("exporter", told, {TIMEOUT: f"{DEFAULT_S:g}", **environ}, limit)
     said = {line["what"]: line for line in found}
     checks = [seam(said.get("seam", {"error": "", "text": trouble}), settings.traces_protocol)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from opentelemetry import baggage, propagate, trace
 from opentelemetry import context as otel_context
-from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from otel_infer import ingress
@@ -61,7 +61,8 @@ def enter_remote(headers: Iterable[tuple[bytes, bytes]]) -> Tokens:
             carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
     if not carrier and trace.get_current_span() is trace.INVALID_SPAN:
         return ()
-    context: Context = trace.set_span_in_context(trace.INVALID_SPAN)
+    # What is current here may be left over from another request, whose baggage is not this one's.
+    context: Context = baggage.clear(trace.set_span_in_context(trace.INVALID_SPAN))
     return (otel_context.attach(propagate.extract(carrier, context) if carrier else context),)
 
 

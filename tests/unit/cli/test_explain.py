@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 
-from otel_infer import tape
+from otel_infer import facts, semconv, tape
 from otel_infer.cli import main
 from tests.served_load import Asked, Served
 from tests.unit.test_diagnosis import before_the_engine, healthy
@@ -102,3 +103,34 @@ def test_a_tape_without_requests_is_no_evidence(tmp_path: Path, capsys: pytest.C
     path = recorded(tmp_path / "few.tape", served, asked[:3])
     assert main(["explain", str(path)]) == 0
     assert "insufficient: 3 requests; at least 12 are needed" in capsys.readouterr().out
+
+
+def test_where_tenants_are_told_those_with_the_most_requests_have_a_line_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, asked = before_the_engine(random.Random(2))
+    said = served.facts(asked)
+    names = ["[acme]", "b", "c", "d", "e", "f", "[acme]"]
+    arrived = [one for one in said if isinstance(one.fact, facts.RequestArrived)]
+    told = [
+        facts.RingFact(one.ring, one.handle, facts.AttributeSet(one.fact.at, semconv.TENANT, names[i % 7]))
+        for i, one in enumerate(arrived)
+    ]
+    writer = tape.TapeWriter(tmp_path / "a.tape")
+    writer.write(sorted([*said, *told], key=lambda one: one.fact.at), said[-1].fact.at)
+    writer.close()
+    assert main(["explain", str(tmp_path / "a.tape")]) == 0
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("tenant ")]
+    assert len(lines) == 5
+    assert re.match(r"tenant \[acme\]: 17 requests, p95 to first token \d+ ms, end to end \d+ ms; ", lines[0])
+    assert "of the time is " in out
+    assert main(["explain", str(tmp_path / "a.tape"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["tenants"]
+    assert [row["tenant"] for row in rows] == ["[acme]", "b", "c", "d", "e"]
+    assert 0 < rows[0]["top_cause_share"] <= 1
+
+
+def test_without_tenants_explain_says_nothing_of_them(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(slow)]) == 0
+    assert "tenant" not in capsys.readouterr().out

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
-from otel_infer import clock, facts, identity, ingress, semconv
+from otel_infer import callers, clock, facts, identity, ingress, semconv
 from otel_infer.integrations import asgi
 from otel_infer.integrations.asgi import exchange, response_headers
 from otel_infer.patching import Hook
@@ -820,3 +820,88 @@ async def test_telling_that_fails_leaves_the_response_as_it_was(
     assert client.sent == [START, chunk(b"a"), LAST]
     assert len([record for record in caplog.records if record.name == "otel_infer.patching"]) == 1
     assert "canary" not in caplog.text
+
+
+# ── who asks ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ASKED = ((b"X-Tenant", b" canary-tenant "), (b"baggage", b"tenant=canary-baggage,other=canary-other"))
+
+
+def wanting(tenant: str = "", key: str = "", traffic: str = "") -> None:
+    asgi.configure("", wanted=callers.wanted(tenant, key, traffic))
+
+
+async def test_nobody_is_asked_who_asks_unless_that_is_configured(watched: Watched) -> None:
+    await asked(sending(START, LAST), Client(headers=ASKED))
+    assert not {semconv.TENANT, semconv.TRAFFIC_CLASS} & watched.one.attributes.keys()
+    assert b"canary" not in watched.bytes + repr(watched.one.said).encode()
+
+
+@pytest.mark.parametrize(
+    ("tenant", "said"), [("header:x-TENANT", "canary-tenant"), ("baggage:tenant", "canary-baggage")]
+)
+async def test_the_tenant_is_what_the_one_header_or_baggage_entry_says(
+    watched: Watched, tenant: str, said: str
+) -> None:
+    wanting(tenant)
+    await asked(sending(START, LAST), Client(headers=ASKED))
+    assert watched.one.attributes[semconv.TENANT] == said
+    assert repr(watched.one.said).count("canary") == 1
+
+
+@pytest.mark.parametrize("tenant", ["header:x-tenant", "baggage:tenant"])
+async def test_with_a_key_only_a_hash_of_the_tenant_is_stated(watched: Watched, tenant: str) -> None:
+    wanting(tenant, "secret")
+    await asked(sending(START, LAST), Client(headers=ASKED))
+    assert re.fullmatch("[0-9a-f]{16}", str(watched.one.attributes[semconv.TENANT]))
+    said = watched.bytes + repr(watched.one.said).encode()  # in a ring, text may be in pieces
+    assert b"canary" not in said and b"secret" not in said
+
+
+@pytest.mark.parametrize("tenant", ["header:x-tenant", "baggage:tenant", "lora"])
+async def test_a_request_of_nobody_has_no_tenant(watched: Watched, tenant: str) -> None:
+    wanting(tenant, "secret")
+    await asked(sending(START, LAST), Client(headers=[(b"x-tenant", b" "), (b"baggage", b"tenant= ")]))
+    assert semconv.TENANT not in watched.one.attributes
+
+
+async def test_a_tenant_of_any_length_and_any_bytes_is_bounded(watched: Watched) -> None:
+    wanting("header:x-tenant")
+    await asked(sending(START, LAST), Client(headers=[(b"x-tenant", b"\xff" + b"a" * 60_000)]))
+    assert watched.one.attributes[semconv.TENANT] == "\ufffd" + "a" * 63
+
+
+async def test_the_baggage_of_an_earlier_request_is_not_this_ones(watched: Watched) -> None:
+    """asyncio may leak the context of a request into the next one on its connection, which need not be its client's."""
+    wanting("baggage:tenant")
+    await asked(sending(START, LAST), Client(headers=ASKED))
+    leaked = trace.set_span_in_context(ingress.LiveRequest(_opened(), 0, 0, "asgi"))
+    token = otel_context.attach(baggage.set_baggage("tenant", "of another", leaked))
+    try:
+        await asked(sending(START, LAST), Client(headers=[TRACEPARENT]))
+    finally:
+        otel_context.detach(token)
+    assert [seen.attributes.get(semconv.TENANT) for seen in watched.requests] == ["canary-baggage", None]
+
+
+def _opened() -> identity.Opened:
+    assert ingress.opener is not None
+    return ingress.opener.open("POST", otel_context.get_current(), False, 0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "path", "named"),
+    [
+        ((), "/v1/chat", "interactive"),
+        ((), "/v1/batches/7", "batch"),
+        ([(b"x-class", b"batch")], "/v1/chat", "batch"),
+        ([(b"x-class", b"canary")], "/v1/batches", "interactive"),
+    ],
+)
+async def test_the_traffic_class_is_one_of_two_whatever_a_client_says(
+    watched: Watched, headers: Any, path: str, named: str
+) -> None:
+    wanting(traffic="header:X-Class,route:/v1/batches=batch")
+    await asked(sending(START, LAST), Client(headers=headers, path=path))
+    assert watched.one.attributes[semconv.TRAFFIC_CLASS] == named
+    assert b"canary" not in watched.bytes + repr(watched.one.said).encode()

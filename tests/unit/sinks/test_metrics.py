@@ -632,11 +632,74 @@ def test_pauses_are_counted_by_cause_and_causes_are_few() -> None:
     assert len(sent(metrics)["infer.pause.duration"]["points"]) <= 65
 
 
+BY_CALLER = {
+    "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token",
+    "infer.inter_token_latency", "infer.blame.duration", "infer.request.abandoned",
+}  # fmt: skip
+
+
+def by_callers(metrics: MetricsSink, *said: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """For each metric, what its points say of the callers of requests with these attributes."""
+    for attributes in said:
+        one = generation(attributes=attributes, stages=[Stage("queue", 0, 1, {})], preemptions=1)
+        one.blame = Blame({"decode": 1}, None)
+        aborted = generation(attributes=attributes, outcome=facts.ABORTED, died_in="decode", steps=None)
+        metrics.request(one, exported=True)
+        metrics.request(aborted, exported=True)
+    return {
+        name: [
+            {key: value for key, value in point["attributes"].items() if key in semconv._CALLER}
+            for point in metric["points"]
+            if "error.type" not in point["attributes"] or name == "infer.request.abandoned"
+        ]
+        for name, metric in sent(metrics).items()
+    }
+
+
+def test_where_nobody_asked_who_asks_metrics_say_nothing_of_it() -> None:
+    points = by_callers(sink(), {"infer.tenant": "acme", "infer.traffic.class": "batch"})
+    assert points.keys() > BY_CALLER
+    assert all(point == {} for of_metric in points.values() for point in of_metric)
+
+
+def test_only_tenants_that_are_listed_are_named_on_metrics_and_only_on_those_of_the_callers() -> None:
+    metrics = sink(tenants={"acme"})
+    points = by_callers(
+        metrics, {"infer.tenant": "acme"}, {"infer.tenant": "other"}, {}, {"infer.tenant": [1]}
+    )
+    for name, said in points.items():
+        named = [point.get("infer.tenant") for point in said]
+        assert named == (["acme", "_OTHER"] if name in BY_CALLER else [None]), name
+
+
+def test_the_traffic_class_is_one_of_two_on_metrics() -> None:
+    metrics = sink(traffic_classes=True)
+    points = by_callers(metrics, {"infer.traffic.class": "batch"}, {"infer.traffic.class": "invented"}, {})
+    for name, said in points.items():
+        named = [point.get("infer.traffic.class") for point in said]
+        assert named == (["batch", "interactive"] if name in BY_CALLER else [None]), name
+
+
+def test_interference_is_counted_by_the_class_of_offender_and_victim() -> None:
+    metrics = sink()
+    victims = [
+        generation(input_tokens=8),
+        generation(input_tokens=8, attributes={"infer.traffic.class": "batch"}),
+    ]
+    for victim in victims:
+        victim.blame = Blame({"interference": 5 * MS}, None, (("long", 4 * MS), ("unknown", MS)))
+    points = counted(metrics, *victims)["infer.interference.duration"]["points"]
+    said = {tuple(point["attributes"].values()): point["value"] for point in points}
+    assert said == {
+        ("long", "short"): 0.004, ("unknown", "short"): 0.001, ("long", "batch"): 0.004, ("unknown", "batch"): 0.001,
+    }  # fmt: skip
+
+
 def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics = sink()
     aborted = generation(outcome=facts.ABORTED, died_in="decode", error_type="timeout")
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})])
-    preempted.blame = Blame({"decode": 1}, None)
+    preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
     metrics.steps([step(prefill_tokens=5)])
     metrics.pauses([Pause(0, MS, "gc")])
     for metric in semconv.METRICS:
