@@ -10,7 +10,7 @@ import numpy as np
 from otel_infer import semconv
 from otel_infer.records import RequestRecord
 
-MOST_INTERFERED = 64
+MOST_INTERFERED = 16
 """Steps of one request, the worst ones, whose offenders are looked up."""
 _UNKNOWN = 1 << 60
 _SIGMAS, _SHARE = 3.0, 0.05
