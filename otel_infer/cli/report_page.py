@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from importlib import resources
 
 from otel_infer import facts, semconv
-from otel_infer.cli.report_request import HEADS, rows
+from otel_infer.cli.report_request import HEADS, place_of, rows
 from otel_infer.cli.report_view import BINS, MOST_OFFENDERS, MOST_REQUESTS, Bin, Spread, View
 from otel_infer.cli.report_words import (
     COLOURS,
@@ -77,8 +77,8 @@ def _about(view: View, source: str) -> str:
         )
         if many
     ]
-    when = f"from {_utc(view.began + view.wall_offset)}" if view.wall_offset else "no request"
-    return f"<code>{safe(source)}</code>: {when}, {seconds:,.1f} s; {', '.join(counts)}; {len(told.steps):,} engine steps"
+    when = f"from {_utc(view.began + view.wall_offset)}, " if told.records else ""
+    return f"<code>{safe(source)}</code>: {when}{seconds:,.1f} s; {', '.join(counts)}; {len(told.steps):,} engine steps"
 
 
 def _utc(unix_ns: int) -> str:
@@ -99,14 +99,14 @@ def _verdict(view: View) -> str:
     return "".join(_finding(view, diagnosis, i) for i in range(len(diagnosis.findings)))
 
 
-def _finding(view: View, diagnosis: Diagnosis, place: int) -> str:
-    finding = diagnosis.findings[place]
+def _finding(view: View, diagnosis: Diagnosis, number: int) -> str:
+    finding = diagnosis.findings[number]
     row = COMPLAINTS[finding.complaint]
     evidence = "".join(f"<li>{_with_links(view, safe(line))}</li>" for line in finding.evidence)
     head = f"“{safe(row.said)}”: {safe(row.happens)}"
     title = (
         f'<h2 id="verdict" data-verdict="{safe(diagnosis.verdict)}">{head}</h2>'
-        if place == 0
+        if number == 0
         else f"<h3>Also: {head}</h3>"
     )
     return f'{title}<ul>{evidence}</ul><p class="change"><b>Change first</b> {safe(row.change)}</p>'
@@ -162,8 +162,8 @@ def _requests(view: View) -> str:
         + (f" At most {MOST_REQUESTS} are shown: the slowest by end to end, first token and gap, and those who held them up."
            if many > len(view.shown) else "")
     )  # fmt: skip
-    shown = frozenset(record.span_id for record in view.shown)
-    lines = [rows(record, view.began, shown) for record in view.shown]
+    page = place_of(view.began, view.shown)
+    lines = [rows(record, page) for record in view.shown]
     return table(caption, HEADS, lines, "requests") if lines else '<p class="dim">None on this tape.</p>'
 
 

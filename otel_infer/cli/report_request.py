@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,28 +27,43 @@ from otel_infer.records import Pause, RequestRecord
 from otel_infer.sinks.console import milliseconds
 from otel_infer.sinks.tree import request_name
 
-MOST_BARS = 1000
-"""Of one strip; of more steps the slowest of each group is drawn."""
-MOST_STAGES = 32
+MOST_BARS, BARS_TOGETHER = 2000, 100_000
+"""Of one strip, and of all; of more steps the slowest of each group is drawn."""
+MOST_STAGES = 16
+MOST_ATTRIBUTES = 4
+"""Of one stage; of a request, twice as many."""
 MOST_STEPS = 8
 """Slowest steps in the table below a strip."""
 MOST_PAUSES = 50
+MOST_CAUSES = 4
+"""Causes of pauses of one request, each a line."""
 HEADS = (
     "trace", "request", "ended", "#end to end", "#first token", "#longest gap", "#prompt", "#tokens", "most of it",
     "held up by",
 )  # fmt: skip
 OUTCOMES = {facts.OK: "ok", facts.ERROR: "error", facts.ABORTED: "aborted"}
 
-Shown = frozenset[bytes]
-"""The span ids of the requests that are in the page."""
+
+class Place(NamedTuple):
+    """Where a request stands: when the tape began, which requests (span ids) are in the page too, bars of a strip."""
+
+    began: int
+    shown: frozenset[bytes]
+    bars: int
 
 
-def rows(record: RequestRecord, began: int, shown: Shown) -> str:
+def place_of(began: int, shown: Sequence[RequestRecord]) -> Place:
+    """The same for all requests of a page."""
+    bars = min(MOST_BARS, BARS_TOGETHER // max(len(shown), 1))
+    return Place(began, frozenset(record.span_id for record in shown), bars)
+
+
+def rows(record: RequestRecord, page: Place) -> str:
     """Two rows: what it came to, and all about it."""
-    return _row(record, shown) + "\n" + _detail(record, began, shown)
+    return _row(record, page) + "\n" + _detail(record, page)
 
 
-def _row(record: RequestRecord, shown: Shown) -> str:
+def _row(record: RequestRecord, page: Place) -> str:
     key = anchor(record.span_id)
     ended = OUTCOMES.get(record.outcome, "") + (f" ({record.error_type})" if record.error_type else "")
     top = record.blame.top if record.blame is not None else ""
@@ -57,7 +72,7 @@ def _row(record: RequestRecord, shown: Shown) -> str:
         f"{swatch(COLOURS.get(top, STEP_COLOUR))}{safe(top.replace('_', ' '))} {share(part)}" if top else "–"
     )
     offender = record.blame.offender if record.blame is not None else None
-    by = linked(offender.trace_id, offender.span_id, offender.span_id in shown) if offender else "–"
+    by = linked(offender.trace_id, offender.span_id, offender.span_id in page.shown) if offender else "–"
     bad = ' class="bad"' if record.outcome != facts.OK else ""
     return (
         f'<tr class="row"><td><a class="open" href="#{key}" aria-controls="{key}" aria-expanded="false">'
@@ -68,10 +83,10 @@ def _row(record: RequestRecord, shown: Shown) -> str:
     )
 
 
-def _detail(record: RequestRecord, began: int, shown: Shown) -> str:
+def _detail(record: RequestRecord, page: Place) -> str:
     return (
         f'<tr class="detail" id="{anchor(record.span_id)}"><td colspan="{len(HEADS)}"><div class="in">'
-        f"{_about(record, began)}{_waterfall(record)}{_strip(record)}{_blame(record, shown)}</div></td></tr>"
+        f"{_about(record, page.began)}{_waterfall(record)}{_strip(record, page.bars)}{_blame(record, page)}</div></td></tr>"
     )
 
 
@@ -91,7 +106,8 @@ def _about(record: RequestRecord, began: int) -> str:
         "telemetry lost": "yes: what is here is true, but not all of it" if record.telemetry_lost else "",
     }
     known = (semconv.RESPONSE_ID, semconv.HTTP_ROUTE)
-    said |= {k: v for k, v in sorted(record.attributes.items()) if k in known or k.startswith("infer.")}
+    more = [(k, v) for k, v in sorted(record.attributes.items()) if k in known or k.startswith("infer.")]
+    said |= dict(more[: 2 * MOST_ATTRIBUTES])
     return "<dl>" + "".join(f"<dt>{safe(k)}</dt><dd>{safe(v)}</dd>" for k, v in said.items() if v) + "</dl>"
 
 
@@ -104,14 +120,14 @@ def _waterfall(record: RequestRecord) -> str:
     for stage in stages:
         colour = COLOURS.get(_STAGE_CAUSES.get(stage.name, stage.name), COLOURS[semconv.CAUSE_APPLICATION])
         bar = _bars(record, [(stage.started_at, stage.ended_at)], colour)
-        more = ", ".join(f"{safe(k)} = {safe(v)}" for k, v in [*stage.attributes.items()][:6])
+        more = safe(", ".join(f"{k} = {v}" for k, v in [*stage.attributes.items()][:MOST_ATTRIBUTES]), 240)
         lines.append(
             f'<th scope="row">{safe(stage.name)}</th><td class="bar">{bar}</td>'
             f'<td class="n">{_ms(stage.started_at - record.arrived_at)}</td>'
             f'<td class="n">{_ms(stage.ended_at - stage.started_at)}</td><td class="dim">{more}</td>'
         )
     pauses = _longest(record)
-    for cause in sorted({pause.cause for pause in pauses}):
+    for cause in sorted({pause.cause for pause in pauses})[:MOST_CAUSES]:
         there = [(pause.started_at, pause.ended_at) for pause in pauses if pause.cause == cause]
         total = sum(min(end, record.ended_at) - max(begin, record.arrived_at) for begin, end in there)
         lines.append(
@@ -155,7 +171,7 @@ def _longest(record: RequestRecord) -> list[Pause]:
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _strip(record: RequestRecord) -> str:
+def _strip(record: RequestRecord, bars: int) -> str:
     """The bars are drawn from the numbers when the row is opened; the slowest are a table for whoever cannot see them."""
     rows = record.steps
     if rows is None or len(rows) < 2:
@@ -164,8 +180,8 @@ def _strip(record: RequestRecord) -> str:
     lengths, idle = ended - began, np.maximum(began - rows.ended_at[:-1], 0)
     held = _paused(record, rows.ended_at[:-1], ended)
     columns = (rows.step[1:], ended - record.arrived_at, lengths, idle, *rows.table[3:, 1:])
-    keep = _slowest_of_each(lengths + idle)
-    slowest = np.sort(np.argsort(-(lengths + idle), kind="stable")[:MOST_STEPS])
+    keep = slowest_of_each(lengths + idle, bars)
+    slowest = np.argsort(-(lengths + idle), kind="stable")[:MOST_STEPS]
     return (
         f'<h4>Decode steps</h4><p class="caption">{_caption(lengths, keep)}</p>'
         '<div class="strip"><noscript>The bars are drawn by a script; the slowest steps are below.</noscript></div>'
@@ -180,11 +196,11 @@ def _caption(lengths: Any, keep: Any) -> str:
     return f"{len(lengths):,} steps that gave this request a token{some}; median {median}, longest {longest}"
 
 
-def _slowest_of_each(lengths: Any) -> Any:
+def slowest_of_each(lengths: Any, bars: int) -> Any:
     """The rows that are drawn."""
-    if len(lengths) <= MOST_BARS:
+    if len(lengths) <= bars:
         return np.arange(len(lengths))
-    begins = np.arange(MOST_BARS) * len(lengths) // MOST_BARS
+    begins = np.arange(bars) * len(lengths) // bars
     return np.array([
         begin + int(group.argmax()) for begin, group in zip(begins, np.split(lengths, begins[1:]))
     ])  # fmt: skip
@@ -239,7 +255,7 @@ def _slowest_table(columns: Sequence[Any], held: Any, slowest: Any, pauses: Sequ
 # ── blame ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _blame(record: RequestRecord, shown: Shown) -> str:
+def _blame(record: RequestRecord, page: Place) -> str:
     if record.blame is None or not record.blame.causes:
         return ""
     whole = max(record.duration_ns, 1)
@@ -253,7 +269,7 @@ def _blame(record: RequestRecord, shown: Shown) -> str:
     said = "Where its time went; the parts sum to its duration"
     offender = record.blame.offender
     if offender is not None:
-        who = linked(offender.trace_id, offender.span_id, offender.span_id in shown)
+        who = linked(offender.trace_id, offender.span_id, offender.span_id in page.shown)
         said += f". Held up most by {who}: {milliseconds(offender.length)}"
     bar = stacked([(cause, took / whole) for cause, took in causes])
     return f"{bar}{table(said, ('cause', '#time', '#share', 'meaning'), lines)}"

@@ -6,13 +6,14 @@ import html
 import json
 import re
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 from otel_infer import semconv
 from otel_infer.sinks.console import milliseconds
 
-MOST_LETTERS = 120
-"""Of any text that came from a server."""
+MOST_BYTES = 120
+"""Of any text that came from a server, as it stands in the page."""
 COLOURS = {
     semconv.CAUSE_INGRESS: "#7fb2e5",
     semconv.CAUSE_TOKENIZE: "#a9cdf0",
@@ -44,12 +45,15 @@ STEP_COLOUR = COLOURS[semconv.CAUSE_INGRESS]
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
-def safe(said: object) -> str:
+def safe(said: object, most: int = MOST_BYTES) -> str:
     """Text for any place in a page, an attribute's value among them: short, on one line, no markup."""
-    text = _UNPRINTABLE.sub("�", str(said))
-    if len(text) > MOST_LETTERS:
-        text = text[: MOST_LETTERS - 1] + "…"
-    return html.escape(text, quote=True)
+    text = _UNPRINTABLE.sub("�", str(said))[: most + 1]
+    escaped = html.escape(text, quote=True)
+    if len(escaped.encode()) <= most:
+        return escaped
+    sizes = accumulate(len(html.escape(letter, quote=True).encode()) for letter in text)
+    letters = sum(size < most for size in sizes)
+    return html.escape(text[:letters], quote=True) + "…"
 
 
 def data(value: Any) -> str:
