@@ -46,7 +46,7 @@ def rendered(view: View, source: str) -> str:
         "about": _about(view, source),
         "verdict": _verdict(view),
         "latencies": _spreads("What the reader felt; successful requests", "latency", view.latencies),
-        "stages": _spreads("Where the time went; all requests", "stage", view.stages),
+        "stages": _spreads("All requests; share of all time", "stage", view.stages),
         "causes": _causes(view),
         "timeline": _timeline(view),
         "requests": _requests(view),
@@ -109,7 +109,7 @@ def _finding(view: View, diagnosis: Diagnosis, number: int) -> str:
         if number == 0
         else f"<h3>Also: {head}</h3>"
     )
-    return f'{title}<ul>{evidence}</ul><p class="change"><b>Change first</b> {safe(row.change)}</p>'
+    return f'{title}<ul>{evidence}</ul><p class="change"><b>Change first:</b> {safe(row.change)}</p>'
 
 
 def _with_links(view: View, line: str) -> str:
@@ -136,7 +136,7 @@ def _spreads(caption: str, what: str, spreads: Sequence[Spread]) -> str:
         + (f'<td class="n">{share(spread.share)}</td>' if spread.share is not None else "")
         for spread in spreads
     ]
-    heads = (what, "#values", "#p50", "#p95", "#p99", "#max", *(["#share of all time"] if shares else []))
+    heads = (what, "#values", "#p50", "#p95", "#p99", "#max", *(["#share"] if shares else []))
     return table(caption, heads, lines)
 
 

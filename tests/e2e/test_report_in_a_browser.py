@@ -131,3 +131,27 @@ def test_even_markup_that_got_into_a_page_may_load_and_run_nothing(
     assert ('id="run"' in dom) is not guarded
     assert ("/i" in was_asked) is (f"{server}/i" in urls) is not guarded
     assert bool(was_asked or urls) is not guarded
+
+
+def test_requests_are_sorted_by_a_column_and_steps_are_read_with_the_arrow_keys(
+    chromium: str, tmp_path: Path
+) -> None:
+    served, asked = stutter(40)
+    out, key = report_of(recorded(tmp_path / "a.tape", served.facts(asked)), tmp_path)
+    acts = """<script>
+        const heads = document.querySelectorAll("table.requests th button");
+        [...heads].find((head) => head.textContent === "prompt").click();
+        document.querySelector("tr.row a.open").click();
+        const strip = document.querySelector("tr.opened .strip svg");
+        for (let i = 0; i < 3; i++) strip.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+    </script></body>"""
+    text = out.read_text().replace("Content-Security-Policy", "x")
+    out.write_text(text.replace("</body>", acts))
+    page = Page(dumped(chromium, out.as_uri(), tmp_path)[0])
+    records = sorted(read(tmp_path / "a.tape").records, key=lambda record: -record.input_tokens)
+    details = [row for row in page.all("tr") if "detail" in row.get("class", "").split()]
+    assert [row["id"] for row in details][:5] == [f"r-{record.span_id.hex()}" for record in records[:5]]
+    assert "opened" in details[0]["class"] and page.all("th", **{"aria-sort": "descending"})
+    rows = records[0].steps
+    assert rows is not None
+    assert f"step {rows.step[3]}, tokens at " in page.text("output")
