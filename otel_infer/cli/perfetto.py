@@ -169,7 +169,7 @@ def _slices(record: RequestRecord) -> list[Slice]:
         if record.blame.offender is not None:
             said["held up most by trace"] = record.blame.offender.trace_id.hex()
     slices = [Slice(request_name(record), record.arrived_at, record.ended_at, said)]
-    slices += [Slice(stage.name, stage.started_at, stage.ended_at, {}) for stage in record.stages]
+    slices += [Slice(s.name, s.started_at, max(s.ended_at, s.started_at), {}) for s in record.stages]
     for pause in record.pauses:
         begin, end = max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at)
         slices.append(Slice(f"pause: {pause.cause}", begin, end, {}))

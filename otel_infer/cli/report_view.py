@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,11 +39,11 @@ class Told(NamedTuple):
 
     def span(self) -> tuple[int, int]:
         """The first and the last instant of which anything is told; monotonic ns."""
-        instants = [*self.unfinished]
-        for told in (self.records, self.steps, self.pauses):
-            instants += [one.ended_at for one in told]
-        instants += [record.arrived_at for record in self.records]
-        instants += [step.started_at for step in self.steps]
+        spans = [(record.arrived_at, record.ended_at) for record in self.records]
+        spans += [(stage.started_at, stage.ended_at) for record in self.records for stage in record.stages]
+        spans += [(step.started_at, step.ended_at) for step in self.steps]
+        spans += [(pause.started_at, pause.ended_at) for pause in self.pauses]
+        instants = [*self.unfinished, *chain.from_iterable(spans)]
         return (min(instants), max(instants)) if instants else (0, 0)
 
 
@@ -225,7 +225,7 @@ def waits(records: Iterable[RequestRecord]) -> list[tuple[int, int]]:
 def levels(intervals: Iterable[tuple[int, int]]) -> tuple[Any, Any]:
     """How many of these intervals hold from each instant on at which that changes, up to the next."""
     column = np.array([*intervals], np.int64).reshape(-1, 2)
-    instants = np.concatenate([column[:, 0], column[:, 1]])
+    instants = np.concatenate([column[:, 0], column.max(axis=1)])
     change = np.repeat([1, -1], len(column))
     at, which = np.unique(instants, return_inverse=True)
     return at, np.cumsum(np.bincount(which, weights=change, minlength=len(at))).astype(np.int64)

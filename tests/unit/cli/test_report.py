@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from otel_infer import facts, semconv, tape
-from otel_infer.cli import main, perfetto, report, report_page, report_request, report_view
+from otel_infer.cli import main, perfetto, report, report_page, report_request, report_view, report_words
 from otel_infer.cli.perfetto import Slice, laned
 from otel_infer.cli.report_view import Told, view
 from otel_infer.diagnosis import diagnose
@@ -291,6 +291,12 @@ def test_names_from_outside_are_text_wherever_they_stand(name: str) -> None:
     assert page.text("verdict") == "Insufficient evidence"
 
 
+@pytest.mark.parametrize("name", HOSTILE)
+def test_data_inside_a_script_cannot_end_it(name: str) -> None:
+    text = report_words.data([name])
+    assert not set("<>&\u2028") & set(text) and json.loads(text) == [name]
+
+
 def test_an_applications_own_attributes_stay_on_the_tape() -> None:
     story = Story()
     who = story.arrives(0)
@@ -358,6 +364,29 @@ def test_of_more_requests_than_rows_the_slowest_of_each_kind_and_their_offenders
     assert quick in shown and late in shown and records[259] in shown
     lengths = [record.duration_ns for record in shown]
     assert lengths == sorted(lengths, reverse=True)
+
+
+def test_what_lies_outside_its_request_or_ends_before_it_begins_is_drawn_all_the_same() -> None:
+    story = Story()
+    who = story.arrives(10)
+    story.ends(40, who)
+    (record,) = story.records()
+    at = record.arrived_at
+    record.stages += [Stage("early", at - 8 * MS, at + MS, {}), Stage("queue", at + 5 * MS, at + MS, {})]
+    told = Told([record], [], [Pause(at - 9 * MS, at - 7 * MS, "gc")], [], 0)
+    Page(report_page.rendered(view(told), "x")).whole()
+    events = validate(json.loads(perfetto.rendered(told)))
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 0
+
+
+def test_what_rises_and_falls_within_a_moment_of_the_tape_is_seen() -> None:
+    records = [made(number, 2) for number in range(4)]
+    for number, record in enumerate(records):
+        record.stages, record.pauses = [], ()
+        record.arrived_at, record.ended_at = 1000 + number, 1010 + number
+    records[0].arrived_at, records[0].ended_at = 0, 1_000_000
+    bins = view(Told(records, [], [], [], 0)).bins
+    assert [bins[i].running for i in (0, 1, 199)] == [4, 1, 1]
 
 
 def test_levels_are_how_many_intervals_hold_and_end_at_none() -> None:
