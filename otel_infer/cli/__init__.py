@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": "what binds here, what has drifted, what the destination answers, and what to do",
     "explain": "read a tape: which complaint its requests amount to, the evidence, what to change first",
     "replay": "read a tape: print its requests, or send them",
+    "report": "read a tape: one HTML page that opens offline, and a trace for Perfetto",
     "sidecar": "read the rings of servers in another container",
 }
 

@@ -10,10 +10,13 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from otel_infer import config, semconv, tape
 from otel_infer.records import RequestRecord
+
+if TYPE_CHECKING:
+    from otel_infer.assembler import Assembler
 
 SEND_S = 30.0
 
@@ -38,12 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def records(path: Path) -> Iterator[RequestRecord]:
-    """The finished requests of a tape, in the order in which they ended."""
+def records(path: Path, assembler: Assembler | None = None) -> Iterator[RequestRecord]:
+    """The finished requests of a tape, in the order in which they ended. What else it tells stays in `assembler`."""
     from otel_infer import blame
     from otel_infer.assembler import GRACE_NS, Assembler
 
-    assembler = Assembler()
+    assembler = assembler or Assembler()
     horizon = 0
     for passage in tape.read(path):
         horizon = passage.horizon

@@ -67,7 +67,9 @@ def test_every_name_in_a_page_is_one_that_we_use(page: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("page", ["docs/read-a-trace.md", "docs/explain.md", "docs/nothing-arrives.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/read-a-trace.md", "docs/explain.md", "docs/nothing-arrives.md", "docs/report.md"]
+)
 def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     for line in commands(ROOT / page):

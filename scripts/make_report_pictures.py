@@ -1,0 +1,79 @@
+"""Takes the pictures of docs/report.md: a tape of a server that stutters, its report, Chromium. Needs `chromium`."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from otel_infer import cli, facts, tape  # noqa: E402
+from tests.served_load import Asked, Served  # noqa: E402
+
+MS = 1_000_000
+WALL = 1_800_000_000_000_000_000
+ONLY_REQUESTS = (
+    "<style>header,.verdict,footer,section:not(:has(.requests)){display:none}"
+    ".requests>tbody>tr:nth-child(n+11){display:none}</style>"
+)
+
+
+def stutter() -> list[facts.RingFact]:
+    """Short chats; a few long documents come between them, and two garbage collections."""
+    draw = random.Random(11)
+    at, asked = 0.0, []
+    for _ in range(150):
+        at += draw.expovariate(1 / 75)
+        asked.append(Asked(at, draw.randint(16, 64), draw.randint(24, 90)))
+    for one in draw.sample(asked, 9):
+        one.prompt = draw.randint(1500, 3500)
+    served = Served(prompt_token=0.06, seed=5, max_batch=24, pauses=[(3300, 130), (8200, 90)])
+    return [fact._replace(fact=_as_in_life(fact.fact)) for fact in served.facts(asked)]
+
+
+def _as_in_life(fact: object) -> object:
+    """With ids and a clock as servers have them."""
+    if not isinstance(fact, facts.RequestArrived):
+        return fact
+    digest = hashlib.sha256(fact.span_id).digest()
+    named = {"trace_id": digest[:16], "span_id": digest[16:24], "model": "llama-3-8b"}
+    return fact._replace(wall_at=WALL + fact.at, **named)
+
+
+def opened(text: str) -> str:
+    """The page with its requests only, the third of them open; a fragment would scroll, which pictures do not survive."""
+    row = text.split('class="detail" id="')[3].split('"')[0]
+    text = text.replace("Content-Security-Policy", "x").replace("location.hash.slice(1)", f"'{row}'")
+    text = text.replace("    row.previousElementSibling.scrollIntoView();\n", "")
+    return text.replace("</head>", ONLY_REQUESTS + "</head>")
+
+
+def shoot(page: Path, out: Path, height: int) -> None:
+    """A picture of the top of a page."""
+    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
+             "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
+    profile = page.parent / "profile"
+    where = (f"--user-data-dir={profile}", f"--window-size=1200,{height}", f"--screenshot={out}")
+    subprocess.run(["chromium", *quiet, *where, page.as_uri()], check=True, capture_output=True)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        said, page = stutter(), folder / "page.html"
+        writer = tape.TapeWriter(folder / "stutter.tape")
+        writer.write(said, said[-1].fact.at)
+        writer.close()
+        cli.main(["report", str(folder / "stutter.tape"), "--out", str(page)])
+        shoot(page, ROOT / "docs" / "report.png", 1200)
+        page.write_text(opened(page.read_text()))
+        shoot(page, ROOT / "docs" / "report-request.png", 1250)
+
+
+if __name__ == "__main__":
+    main()
