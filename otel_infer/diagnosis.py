@@ -52,7 +52,7 @@ COMPLAINTS = {
     "stutter": Complaint(
         "starts, then freezes or stutters",
         "decode is interrupted",
-        "see the cause beside: chunked prefill or fewer prompt tokens a step, more KV cache, collect garbage between requests",
+        "find out what stops the process: other work on its cores, a lock, a slow disk",
     ),
     "peak": Complaint(
         "explodes at peak hours",
@@ -72,6 +72,16 @@ COMPLAINTS = {
 }
 
 
+_STUTTERS = {
+    semconv.CAUSE_INTERFERENCE: "chunked prefill with fewer prompt tokens a step; long prompts apart",
+    semconv.CAUSE_PREEMPTION: "more KV cache, or fewer and shorter sequences at once",
+    semconv.CAUSE_GC: "gc.freeze() once the server is warm, a higher threshold, fewer objects that live long",
+    semconv.CAUSE_COMPILE: "warm up all shapes before the first request",
+    semconv.CAUSE_THROTTLED: "raise the CPU quota of the container",
+}
+"""What to change first where streams are interrupted, by what interrupts them."""
+
+
 class Finding(NamedTuple):
     """One complaint that fits. `weight`: share of its slow requests' whole time."""
 
@@ -79,6 +89,12 @@ class Finding(NamedTuple):
     cause: str
     weight: float
     evidence: list[str]
+
+    @property
+    def change(self) -> str:
+        """What to change first."""
+        said = COMPLAINTS[self.complaint].change
+        return _STUTTERS.get(self.cause, said) if self.complaint == "stutter" else said
 
 
 class Diagnosis(NamedTuple):

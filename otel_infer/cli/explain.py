@@ -68,7 +68,8 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
         findings = [
-            {**finding._asdict(), **COMPLAINTS[finding.complaint]._asdict()} for finding in diagnosis.findings
+            {**finding._asdict(), **COMPLAINTS[finding.complaint]._asdict(), "change": finding.change}
+            for finding in diagnosis.findings
         ]
         said = {
             **diagnosis._asdict(),
@@ -90,7 +91,7 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
         out.print(f"{'' if number == 0 else 'also: '}“{row.said}”: {row.happens}", style="bold")
         for evidence in finding.evidence:
             out.print(f"  · {evidence}")
-        out.print(f"  change first: {row.change}")
+        out.print(f"  change first: {finding.change}")
     out.print()
     out.print("where the time of the slowest tenth went", style="bold")
     for cause, share in diagnosis.causes.items():

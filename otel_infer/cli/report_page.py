@@ -109,7 +109,7 @@ def _finding(view: View, diagnosis: Diagnosis, number: int) -> str:
         if number == 0
         else f"<h3>Also: {head}</h3>"
     )
-    return f'{title}<ul>{evidence}</ul><p class="change"><b>Change first:</b> {safe(row.change)}</p>'
+    return f'{title}<ul>{evidence}</ul><p class="change"><b>Change first:</b> {safe(finding.change)}</p>'
 
 
 def _with_links(view: View, line: str) -> str:

@@ -143,3 +143,13 @@ def test_the_evidence_names_the_cause_and_who_held_up_whom() -> None:
     finding, *_ = diagnose(served.records(asked)).findings
     assert (finding.complaint, finding.cause) == ("stutter", "interference")
     assert "held up most by trace 000000" in finding.evidence[-1]
+
+
+def test_what_to_change_first_follows_from_what_interrupts() -> None:
+    served, asked = healthy(random.Random(3))
+    served.pauses = [(at * 300.0, 200.0) for at in range(10)]
+    finding, *_ = diagnose(served.records(asked)).findings
+    assert (finding.cause, finding.change) == (
+        "gc",
+        "gc.freeze() once the server is warm, a higher threshold, fewer objects that live long",
+    )
