@@ -177,7 +177,7 @@ def test_the_verdict_comes_with_its_evidence_and_what_to_change_first(page: Page
     assert page.text("verdict") == "“starts, then freezes or stutters”: decode is interrupted"
     for evidence in finding.evidence:
         assert evidence in page.text()
-    assert "Change first: see the cause beside: chunked prefill" in page.text()
+    assert "Change first: chunked prefill with fewer prompt tokens a step" in page.text()
 
 
 def test_the_percentiles_are_those_of_the_requests(page: Page, told: Told) -> None:
