@@ -16,6 +16,7 @@ BAD = {
     "OTEL_INFER_ENABLED": ("perhaps", "one of auto, on, off"),
     "OTEL_INFER_MODE": ("thread", "one of auto, sidecar, in-process"),
     "OTEL_INFER_STEPS": ("few", "one of all, auto, off"),
+    "OTEL_INFER_DUMP_PORT": ("localhost:", "a port, or ADDRESS:PORT"),
     "OTEL_INFER_STEP_BUDGET": ("-1", "a whole number, 0 or more"),
     "OTEL_INFER_SLO": ("ttft=fast", "like ttft=1s,itl=200ms"),
     "OTEL_INFER_SLOW_PERCENT": ("101", "a whole number from 0 to 100"),
@@ -28,7 +29,13 @@ BAD = {
     "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": ("udp", "one of http/protobuf, grpc"),
     "OTEL_METRIC_EXPORT_INTERVAL": ("0", "a whole number of milliseconds, 1 or more"),
 }
-ACCEPTS_ANYTHING = {"OTEL_INFER_RINGS", "OTEL_INFER_TAPE", "OTEL_INFER_LOG", "OTEL_INFER_INTEGRATIONS"}
+ACCEPTS_ANYTHING = {
+    "OTEL_INFER_RINGS",
+    "OTEL_INFER_TAPE",
+    "OTEL_INFER_DUMP_ON_SLO",
+    "OTEL_INFER_LOG",
+    "OTEL_INFER_INTEGRATIONS",
+}
 
 
 def test_defaults_are_those_of_the_table() -> None:
@@ -104,7 +111,11 @@ def test_what_is_sent_follows_from_the_standard_variables(
 
 
 def test_a_console_or_a_tape_records_without_sending() -> None:
-    for environ in ({"OTEL_INFER_CONSOLE": "on"}, {"OTEL_INFER_TAPE": "/tmp/a.tape"}):
+    for environ in (
+        {"OTEL_INFER_CONSOLE": "on"},
+        {"OTEL_INFER_TAPE": "/tmp/a.tape"},
+        {"OTEL_INFER_DUMP_ON_SLO": "/tmp/tapes"},
+    ):
         settings = from_env(environ)
         assert settings.exports
         assert not settings.sends_spans
@@ -177,3 +188,14 @@ def test_the_sidecars_environment_injects_and_instruments_nothing(monkeypatch: p
     assert not config.is_sidecar()
     monkeypatch.setenv(config.SIDECAR_GUARD, "1")
     assert config.is_sidecar()
+
+
+@pytest.mark.parametrize("accepted", ["9465", "0.0.0.0:9465", "[::1]:9465", "localhost:1"])
+def test_the_port_of_the_webhook_may_have_an_address(accepted: str) -> None:
+    assert from_env({"OTEL_INFER_DUMP_PORT": accepted}).dump_port == accepted
+
+
+@pytest.mark.parametrize("refused", ["0", "65536", "port", ":9465", "localhost", "9465:"])
+def test_what_is_no_port_of_the_webhook_is_refused(refused: str) -> None:
+    with pytest.raises(BadSetting, match="a port, or ADDRESS:PORT"):
+        from_env({"OTEL_INFER_DUMP_PORT": refused})

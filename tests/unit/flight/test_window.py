@@ -15,10 +15,11 @@ from otel_infer import facts, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.cli import replay
 from otel_infer.facts import RingFact
+from otel_infer.flight import edge
 from otel_infer.flight import window as room
 from otel_infer.flight.window import Snapshot, Window
 from otel_infer.records import RequestRecord
-from tests.simulator import Simulator, Tick, by_number, ticks
+from tests.simulator import Simulator, Tick, by_number, ticks, told
 
 SECOND = 1_000_000_000
 MB = 1 << 20
@@ -117,17 +118,19 @@ def test_while_nothing_happens_it_empties() -> None:
 @pytest.mark.parametrize("limit", [1 * MB, 32 * MB])
 def test_it_never_holds_more_bytes_than_it_may_and_holds_less_time_instead(limit: int) -> None:
     window, dice, number = Window(limit=limit), random.Random(1), 0
-    wakes, most = (400, 0) if limit == MB else (60, 0)
+    wakes, most = 400 if limit == MB else 60, 0
     tracemalloc.start()
     for wake in range(wakes):
         at = wake * SECOND // 20
-        told = []
+        facts_of_it = []
         for _ in range(2000 if limit == 32 * MB else 200):
             number += 1  # what cannot be compressed, and never ends
-            told.append(RingFact(1, number, arrived(at, number)._replace(trace_id=dice.randbytes(600))))
-        window.keep(told, at)
+            facts_of_it.append(
+                RingFact(1, number, arrived(at, number)._replace(trace_id=dice.randbytes(600)))
+            )
+        window.keep(facts_of_it, at)
         most = max(most, window.size)
-    del told
+    del facts_of_it
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.8 * limit < most <= limit
@@ -184,7 +187,14 @@ def long_ago(window: Window, steps: int) -> int:
     return (steps + 1) * SECOND // 2
 
 
-def test_a_request_whose_first_steps_are_forgotten_is_marked_and_one_that_arrives_later_is_whole() -> None:
+@pytest.mark.parametrize("room_for", ["all", "few", "none"])
+def test_a_request_in_flight_is_whole_while_there_is_room_and_else_marked_and_one_that_arrives_later_is_whole(
+    room_for: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if room_for == "few":
+        monkeypatch.setattr(edge, "MOST_SECTIONS", 2)
+    if room_for == "none":
+        monkeypatch.setattr(edge, "MOST_STEPS", 10)
     window = Window()
     at = long_ago(window, 400)
     later = [
@@ -198,13 +208,24 @@ def test_a_request_whose_first_steps_are_forgotten_is_marked_and_one_that_arrive
     ]
     window.keep(later, at + 10)
     found = records(window.snapshot())
-    assert found[1].telemetry_lost
     assert found[1].arrived_at == 10
-    assert found[1].first_token_at == 0
+    assert found[1].telemetry_lost == (room_for != "all")
+    assert found[1].first_token_at == (0 if room_for != "all" else SECOND // 2 + 1000)
+    assert room_for != "all" or found[1].output_tokens == 402
     assert not found[2].telemetry_lost
     assert found[2].output_tokens == 2
     assert found[2].steps is not None
     assert found[2].steps.step.tolist() == [401, 402]
+
+
+def test_steps_that_no_request_in_flight_was_in_are_forgotten() -> None:
+    window = Window()
+    at = long_ago(window, 400)
+    window.keep([RingFact(1, 5, ended(at))], at)
+    for second in range(200, 400):
+        window.keep([], second * SECOND)
+    assert [type(one.fact) for one in said(window.snapshot())][2:4] == [facts.StepScheduled] * 2
+    assert len(said(window.snapshot())) == 2 + 1 + 2 * 4
 
 
 def test_the_steps_begin_at_a_keyframe_and_nothing_is_forgotten_of_an_engine_that_just_began() -> None:
@@ -274,11 +295,14 @@ def test_a_request_of_which_too_much_was_said_is_left_out_and_counted() -> None:
 
 
 @settings(max_examples=150)
-@given(program=ticks(most=60), depth=st.integers(1, 2), span=st.integers(1, 3000))
-def test_requests_that_lie_in_the_window_are_as_on_the_whole_tape_and_those_that_began_before_it_are_marked(
-    program: list[Tick], depth: int, span: int
+@given(program=ticks(most=60), depth=st.integers(1, 2), span=st.integers(1, 3000), scarce=st.booleans())
+def test_requests_in_the_window_are_as_on_the_whole_tape_and_those_that_began_before_it_are_so_or_marked(
+    program: list[Tick], depth: int, span: int, scarce: bool
 ) -> None:
+    """`scarce`: steps of before the last keyframe are not remembered. Whose prompts were in a step with those who are
+    marked is then a guess, and so is how many tokens of others' prompts there were."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edge, "MOST_SECTIONS", 1 if scarce else edge.MOST_SECTIONS)
         patch.setattr(room, "CHUNK_NS", 1_000_000)
         window = Window(span * 1_000_000)
         with Simulator(depth) as simulator:
@@ -301,10 +325,11 @@ def test_requests_that_lie_in_the_window_are_as_on_the_whole_tape_and_those_that
     whole, found = by_number(simulator.records), records(snapshot)
     assert in_window <= found.keys() <= whole.keys()
     for number, record in found.items():
-        if number in in_window:
+        assert number not in in_window or not record.telemetry_lost
+        if not record.telemetry_lost and not scarce:
             assert plain(record) == plain(whole[number])
         elif not record.telemetry_lost:
-            assert record.output_tokens == whole[number].output_tokens
+            assert told(record) == told(whole[number])
         assert record.arrived_at == whole[number].arrived_at
         assert record.ended_at == whole[number].ended_at
 
@@ -322,4 +347,4 @@ def test_it_is_a_tape_like_any_other(tmp_path: Path) -> None:
     writer.close()
     (record,) = replay.records(tmp_path / "a.tape")
     assert record.arrived_at == 10
-    assert record.telemetry_lost
+    assert record.output_tokens == 400
