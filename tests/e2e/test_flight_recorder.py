@@ -53,6 +53,13 @@ def tapes(folder: Path) -> list[Path]:
     return sorted(folder.glob("otel_infer-*.tape"))
 
 
+def recording(toy: Toy) -> str:
+    """The folder of a server, once its sidecar is at work."""
+    folder = str(toy.state()["folder"])
+    until(lambda: place.is_held(Path(folder) / place.SIDECAR_LOCK))
+    return folder
+
+
 def handles_signals(pid: int) -> bool:
     """Whether it has a handler for SIGUSR2 by now."""
     (caught,) = [
@@ -70,8 +77,7 @@ def test_dump_writes_what_was_served_as_a_tape_that_can_be_replayed_and_explaine
 ) -> None:
     with Toy(tmp_path / "log", receiver.environ, launcher) as toy:
         replies = [toy.chat(tokens=5) for _ in range(4)]
-        folder = toy.state()["folder"]
-        toy.sidecar()
+        folder = recording(toy)
         out = tmp_path / "slow.tape"
         done = run("dump", "--out", str(out), "--rings", folder)
         assert done.returncode == 0, done.stderr
@@ -93,7 +99,7 @@ def test_dump_writes_what_was_served_as_a_tape_that_can_be_replayed_and_explaine
 def test_under_load_a_tape_holds_every_step_of_what_ended(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy, toy.load(threads=2, tokens=100) as replies:
         until(toy.sidecars)
-        folder = toy.state()["folder"]
+        folder = recording(toy)
         until(lambda: len(replies) >= 2)
         done = run("dump", "--out", str(tmp_path / "a.tape"), "--rings", folder)
         assert done.returncode == 0, done.stderr
@@ -112,9 +118,8 @@ def test_where_there_is_no_sidecar_dump_says_so(tmp_path: Path) -> None:
 def test_of_several_servers_one_has_to_be_chosen(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "a", receiver.environ) as first, Toy(tmp_path / "b", receiver.environ) as second:
         mine, other = first.chat(), second.chat()
-        pid, parent = first.state()["pid"], str(Path(first.state()["folder"]).parent)
-        second.state()
-        first.sidecar(), second.sidecar()
+        pid, parent = first.state()["pid"], str(Path(recording(first)).parent)
+        recording(second)
         out = tmp_path / "first.tape"
         unclear = run("dump", "--out", str(out), "--rings", parent)
         assert unclear.returncode == 2
@@ -134,8 +139,7 @@ def test_of_several_servers_one_has_to_be_chosen(tmp_path: Path, receiver: OtlpR
 def test_dump_names_a_file_that_cannot_be_written(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with Toy(tmp_path / "log", receiver.environ) as toy:
         toy.chat()
-        folder = toy.state()["folder"]
-        toy.sidecar()
+        folder = recording(toy)
         done = run("dump", "--out", str(tmp_path / "nowhere" / "a.tape"), "--rings", folder)
         assert done.returncode == 2
         assert "nowhere" in done.stderr
