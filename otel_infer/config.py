@@ -97,6 +97,14 @@ def _path(text: str) -> str:
     return os.path.abspath(text)
 
 
+def _address(text: str) -> str:
+    """`PORT`, or `ADDRESS:PORT`."""
+    address, _, port = text.rpartition(":")
+    if not port.isdigit() or not 0 < int(port) < 65536 or (":" in text and not address):
+        raise ValueError("a port, or ADDRESS:PORT")
+    return text
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -158,6 +166,19 @@ SETTINGS: dict[str, Setting] = {
     ),
     "console": Setting("OTEL_INFER_CONSOLE", "off", "print one line for each finished request", _switch),
     "tape": Setting("OTEL_INFER_TAPE", "", "file to save all facts to, for `otel-infer replay`", _path),
+    "dump_on_slo": Setting(
+        "OTEL_INFER_DUMP_ON_SLO",
+        "",
+        "folder: when 3 requests miss objectives (`OTEL_INFER_SLO`) within 10 s, the sidecar writes a tape of the last 120 s "
+        "into it; at most one a minute, and the newest 20 stay",
+        _path,
+    ),
+    "dump_port": Setting(
+        "OTEL_INFER_DUMP_PORT",
+        "",
+        "port, on loopback unless it is ADDRESS:PORT: `POST /dump`, by an Alertmanager say, has the sidecar write such a tape",
+        _address,
+    ),
     "integrations": Setting(
         "OTEL_INFER_INTEGRATIONS",
         "",
@@ -237,6 +258,8 @@ class Config:
     rings: str = ""
     console: bool = False
     tape: str = ""
+    dump_on_slo: str = ""
+    dump_port: str = ""
     integrations: tuple[str, ...] = ()
     latency_attributes: bool = False
     response_headers: bool = False
@@ -266,7 +289,7 @@ class Config:
     def exports(self) -> bool:
         """Whether anything is to be sent anywhere."""
         sends = self.sends_spans or self.sends_metrics
-        return not self.switched_off and (sends or self.console or bool(self.tape))
+        return not self.switched_off and (sends or self.console or bool(self.tape or self.dump_on_slo))
 
     @property
     def switched_off(self) -> bool:

@@ -16,6 +16,7 @@ from otel_infer import blame, clock, governor, keeper, objectives, semconv, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.config import Config
 from otel_infer.facts import RingFact, Value
+from otel_infer.flight.dumps import FlightRecorder
 from otel_infer.records import RequestRecord
 from otel_infer.ring.folder import Rings
 from otel_infer.sinks import console
@@ -61,6 +62,7 @@ class Pipeline:
         metrics_outlet: MetricsOutlet | None,
         started_wall_ns: int,
         watchers: Sequence[Callable[[RequestRecord], None]] = (),
+        flight: FlightRecorder | None = None,
     ) -> None:
         self.config, self.rings, self.sinks, self.sender = config, rings, sinks, sender
         self.assembler = Assembler()
@@ -82,6 +84,7 @@ class Pipeline:
         self._governor = governor.Governor(governor.parse(config.budget))
         self._tape = _tape(config.tape)
         self._watchers = watchers
+        self._flight = flight
 
     def wake(self, now: int, final: bool = False) -> bool:
         """Reads, concludes and hands on; whether there was anything. `final`: there will be no other wake."""
@@ -107,6 +110,8 @@ class Pipeline:
         self.keeper.share = self._governor.observe(now, cpu, _resident())
 
     def _save(self, said: list[RingFact], horizon: int) -> None:
+        if self._flight is not None:
+            self._flight.keep(said, horizon)
         if self._tape is not None and said:
             try:
                 self._tape.write(said, horizon)
@@ -153,6 +158,8 @@ class Pipeline:
 
     def _hand_on(self, record: RequestRecord, decision: keeper.Decision) -> None:
         self.metrics.kept(decision)
+        if self._flight is not None and decision.missed:
+            self._flight.missed(record.ended_at)
         for sink in self.sinks:
             if decision.export or not sink.exported_only:
                 sink.request(record, decision)

@@ -11,15 +11,17 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from otel_infer import clock, semconv
 from otel_infer.config import Config, from_plain
 from otel_infer.facts import Value
+from otel_infer.flight.dumps import FlightRecorder
 from otel_infer.pipeline import WAKE_NS, Pipeline, RequestSink
 from otel_infer.ring import place
 from otel_infer.ring.folder import Rings
@@ -28,6 +30,9 @@ from otel_infer.sinks.console import Console
 from otel_infer.sinks.outlet import MetricsOutlet
 from otel_infer.sinks.spans import Sender, SpanSink, encoded_identity
 from otel_infer.throttling import Throttling
+
+if TYPE_CHECKING:
+    from otel_infer.flight.webhook import Webhook
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +52,7 @@ YOUNG = 50_000
 
 def main(boot: dict[str, Any]) -> None:
     """The whole life of the sidecar process; exits 0, or 1 if it broke."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     settings = from_plain(boot["config"])
@@ -70,7 +75,14 @@ def _take(lock: place.Lock) -> bool:
         (lock.path.parent / place.STARTING).unlink(missing_ok=True)
 
 
-def make_pipeline(settings: Config, resource: dict[str, Value], rings: Rings, *, show: bool) -> Pipeline:
+def make_pipeline(
+    settings: Config,
+    resource: dict[str, Value],
+    rings: Rings,
+    *,
+    show: bool,
+    flight: FlightRecorder | None = None,
+) -> Pipeline:
     """Pipeline and senders as configured, running."""
     sinks: list[RequestSink] = []
     sender = outlet = None
@@ -85,7 +97,7 @@ def make_pipeline(settings: Config, resource: dict[str, Value], rings: Rings, *,
         outlet = MetricsOutlet(settings.metrics_protocol)
         outlet.start()
     watchers = [Console().request] if show or settings.console else []
-    return Pipeline(settings, rings, sinks, sender, resource, outlet, clock.wall_pair()[1], watchers)
+    return Pipeline(settings, rings, sinks, sender, resource, outlet, clock.wall_pair()[1], watchers, flight)
 
 
 class Sidecar:
@@ -105,7 +117,9 @@ class Sidecar:
         self._stays, self._stopped = stays, False
         self._rings = Rings()
         resource = {**resource, semconv.SERVICE_INSTANCE_ID: _instance(self._folder, resource)}
-        self._pipeline = make_pipeline(settings, resource, self._rings, show=show)
+        self._flight = FlightRecorder(self._folder, settings.dump_on_slo, bool(settings.dump_on_slo))
+        self._webhook = _webhook(settings.dump_port, self._flight)
+        self._pipeline = make_pipeline(settings, resource, self._rings, show=show, flight=self._flight)
         self._throttling = Throttling()
         self._asked: list[tuple[int, int]] = []
         self._wakes_since_asked = 0
@@ -118,6 +132,8 @@ class Sidecar:
         """Until the last writer is gone."""
         gc.freeze()  # what is here now stays
         gc.set_threshold(YOUNG)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR2, self._signalled)
         self._recover()
         while True:
             began = clock.now()
@@ -129,6 +145,9 @@ class Sidecar:
         # Only a sidecar that ended well removes rings: the next one goes on with those of one that broke.
         self._pipeline.wake(clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
+        self._flight.close(FLUSH_S)
+        if self._webhook is not None:
+            self._webhook.close()
         self._rings.close(remove=not self._stays)
         if not self._stays:
             place.remove(self._folder)
@@ -136,6 +155,9 @@ class Sidecar:
     def stop(self) -> None:
         """Ends a sidecar that stays."""
         self._stopped = True
+
+    def _signalled(self, *_: object) -> None:
+        self._flight.signalled = True
 
     def _wake(self, now: int) -> None:
         if now - self._discovered_at > DISCOVER_NS:
@@ -145,6 +167,7 @@ class Sidecar:
             self._rings.say(said)
         if self._pipeline.wake(now) or self._asked:
             self._busy_at = now
+        self._flight.look(now)
         self._answer_flushes(now)
         if self._recovered:
             self._forget_recovered()
@@ -203,6 +226,18 @@ class Sidecar:
                 place.remove(sibling)
                 lock.release()
                 self._recovered.remove((sibling, lock))
+
+
+def _webhook(address: str, flight: FlightRecorder) -> Webhook | None:
+    if not address:
+        return None
+    from otel_infer.flight.webhook import Webhook
+
+    try:
+        return Webhook(address, flight)
+    except (OSError, OverflowError) as reason:  # another sidecar of this host has it, say
+        log.error("no webhook at %s: %s", address, reason)
+        return None
 
 
 def _instance(folder: Path, resource: Mapping[str, Value]) -> str:

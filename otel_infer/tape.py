@@ -26,6 +26,8 @@ _FACTS: Mapping[str, type] = {
 _BYTES: Mapping[str, tuple[bool, ...]] = {
     name: tuple(field is bytes for field in get_type_hints(fact).values()) for name, fact in _FACTS.items()
 }
+KINDS: tuple[type[Any], ...] = tuple(_FACTS.values())
+"""Every kind of fact that a tape may hold."""
 
 
 class BadTape(ValueError):
@@ -58,13 +60,20 @@ class TapeWriter:
         self._file.close()
 
 
+def head(path: Path) -> dict[str, Any]:
+    """What a tape says of itself in its first line; raises `BadTape`."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            return _head(lines)
+    except (OSError, EOFError, ValueError, zlib.error) as reason:
+        raise BadTape(f"{path}: {reason}") from None
+
+
 def read(path: Path) -> Iterator[Passage]:
     """The passages of a tape; a tape whose end is missing is read as far as it goes."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            head = json.loads(next(lines, "null"))
-            if not isinstance(head, dict) or head.get(_HEAD) != FORMAT:
-                raise BadTape(f"not an otel_infer tape of format {FORMAT}")
+            _head(lines)
             yield from _passages(lines)
     except EOFError:
         return
@@ -72,6 +81,13 @@ def read(path: Path) -> Iterator[Passage]:
         raise BadTape(f"{path}: {reason}") from None
     except (OSError, ValueError, TypeError, IndexError, zlib.error) as reason:
         raise BadTape(f"{path}: damaged, or not a tape: {reason}") from None
+
+
+def _head(lines: Iterator[str]) -> dict[str, Any]:
+    said = json.loads(next(lines, "null"))
+    if not isinstance(said, dict) or said.get(_HEAD) != FORMAT:
+        raise BadTape(f"not an otel_infer tape of format {FORMAT}")
+    return said
 
 
 def _passages(lines: Iterable[str]) -> Iterator[Passage]:

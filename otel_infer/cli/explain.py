@@ -24,7 +24,7 @@ SHOWN_TENANTS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `explain`."""
-    parser.add_argument("tape", help="a file that `otel-infer run --tape` wrote")
+    parser.add_argument("tape", help="a file that `otel-infer run --tape` or `otel-infer dump` wrote")
     parser.add_argument(
         "--request", metavar="ID", help="only this one: a trace id, its beginning, or a response id"
     )

@@ -23,7 +23,7 @@ SEND_S = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `replay`."""
-    parser.add_argument("tape", help="a file that `otel-infer run --tape` wrote")
+    parser.add_argument("tape", help="a file that `otel-infer run --tape` or `otel-infer dump` wrote")
     parser.add_argument("--send", action="store_true", help="export spans over OTLP instead of printing")
     parser.add_argument("--json", action="store_true", help="one JSON object per request")
 

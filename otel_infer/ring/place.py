@@ -7,6 +7,7 @@
         instance                    this server's `service.instance.id`
         PID-TOKEN.requests          held by each writing process
         PID-TOKEN-N.steps
+        dump-TOKEN.*                somebody asks for a tape, and the answer (`flight.asking`)
 
 A folder that somebody named (`OTEL_INFER_RINGS`) takes the place of SERVER, or holds an `otel_infer-UID` in that place if
 others may use it too. Only files with these names are ever removed, and only where no writer lives.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import stat
 import struct
@@ -31,6 +33,9 @@ OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
 STARTING = "starting"
 INSTANCE = "instance"
+DUMP = "dump-"
+ASKED, DUMPED, REFUSED, DUMP_PART = ".asked", ".tape", ".refused", ".part"
+_DUMP = re.compile(r"dump-[0-9a-f]{16}\.(asked|tape|refused|part)")
 ABANDONED_S = 3600.0
 PATIENCE_S = 10.0
 _OURS = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING, INSTANCE))
@@ -186,6 +191,28 @@ def dead_servers(folder: Path) -> Iterator[tuple[Path, Lock]]:
         yield sibling, lock
 
 
+def is_dump(name: str) -> bool:
+    """Whether a file of this name belongs to a tape that somebody asked for."""
+    return _DUMP.fullmatch(name) is not None
+
+
+def served(folders: Path) -> list[Path]:
+    """The folder itself, or those in it, where a sidecar is at work now; for this user and those in `otel_infer-UID`."""
+    candidates = [folders, folders / _name_of_user()]
+    for folder in list(candidates):
+        try:
+            candidates += sorted(path for path in folder.iterdir() if path.is_dir())
+        except OSError:
+            continue
+    return [folder for folder in dict.fromkeys(candidates) if is_held(folder / SIDECAR_LOCK)]
+
+
+def writers(folder: Path) -> list[int]:
+    """The pids in the names of this folder's rings: of the server's processes, as they see themselves."""
+    names = sorted(path.name.partition("-")[0] for path in folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
+    return [int(name) for name in names if name.isdigit()]
+
+
 def remove(folder: Path) -> None:
     """Removes what is ours in a folder where no writer lives, and the folder unless somebody named it."""
     try:
@@ -193,7 +220,7 @@ def remove(folder: Path) -> None:
         if any(path.suffix in _RINGS and is_held(path) for path in found):
             return
         for path in found:
-            if path.suffix in _RINGS or path.name in _OURS:
+            if path.suffix in _RINGS or path.name in _OURS or is_dump(path.name):
                 path.unlink(missing_ok=True)
         if _name_of_user() in folder.parts[:-1]:
             folder.rmdir()

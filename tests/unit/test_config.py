@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import FrozenInstanceError, asdict, replace
+from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 
-from otel_infer import callers, config
+from otel_infer import config
 from otel_infer.config import SETTINGS, BadSetting, Config, from_env, from_env_leniently
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
@@ -16,6 +16,7 @@ BAD = {
     "OTEL_INFER_ENABLED": ("perhaps", "one of auto, on, off"),
     "OTEL_INFER_MODE": ("thread", "one of auto, sidecar, in-process"),
     "OTEL_INFER_STEPS": ("few", "one of all, auto, off"),
+    "OTEL_INFER_DUMP_PORT": ("localhost:", "a port, or ADDRESS:PORT"),
     "OTEL_INFER_STEP_BUDGET": ("-1", "a whole number, 0 or more"),
     "OTEL_INFER_BUDGET": ("much", "like cpu=25%,memory=256MiB"),
     "OTEL_INFER_SLO": ("ttft=fast", "like ttft=1s,itl=200ms"),
@@ -35,8 +36,9 @@ BAD = {
 ACCEPTS_ANYTHING = {
     "OTEL_INFER_RINGS",
     "OTEL_INFER_TAPE",
-    "OTEL_INFER_LOG",
+    "OTEL_INFER_DUMP_ON_SLO",
     "OTEL_INFER_INTEGRATIONS",
+    "OTEL_INFER_LOG",
     "OTEL_INFER_TENANT_HASH_KEY",
 }
 
@@ -114,7 +116,11 @@ def test_what_is_sent_follows_from_the_standard_variables(
 
 
 def test_a_console_or_a_tape_records_without_sending() -> None:
-    for environ in ({"OTEL_INFER_CONSOLE": "on"}, {"OTEL_INFER_TAPE": "/tmp/a.tape"}):
+    for environ in (
+        {"OTEL_INFER_CONSOLE": "on"},
+        {"OTEL_INFER_TAPE": "/tmp/a.tape"},
+        {"OTEL_INFER_DUMP_ON_SLO": "/tmp/tapes"},
+    ):
         settings = from_env(environ)
         assert settings.exports
         assert not settings.sends_spans
@@ -188,21 +194,7 @@ def test_the_sidecars_environment_injects_and_instruments_nothing(monkeypatch: p
     monkeypatch.setenv(config.SIDECAR_GUARD, "1")
     assert config.is_sidecar()
 
-
-def test_with_a_hash_key_the_tenants_that_metrics_may_name_are_hashes() -> None:
-    listed = {"OTEL_INFER_TENANTS": "acme, umbrella"}
-    assert from_env(listed).tenants == ("acme", "umbrella")
-    hashed = from_env({**listed, "OTEL_INFER_TENANT_HASH_KEY": "secret"}).tenants
-    assert hashed == tuple(callers.told(name, callers.hash_key("secret")) for name in ("acme", "umbrella"))
-
-
-def test_the_hash_key_stays_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_INFER_TENANT_HASH_KEY", "secret")
-    monkeypatch.setenv("OTEL_INFER_TENANTS", "acme")
-    settings = from_env()
-    assert settings.tenant_hash_key == "secret"
-    assert "secret" not in repr(settings)
-    plain = config.to_plain(settings)
-    assert "secret" not in repr(plain)
-    assert config.from_plain(plain) == replace(settings, tenant_hash_key="")
-    assert not {"secret", "acme"} & set(config.sidecar_environment().values())
+    ("OTEL_INFER_DUMP_ON_SLO",)
+    ("OTEL_INFER_INTEGRATIONS",)
+    ("OTEL_INFER_LOG",)
+    ("OTEL_INFER_TENANT_HASH_KEY",)

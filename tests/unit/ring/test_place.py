@@ -286,3 +286,29 @@ def test_one_process_starts_the_sidecar_until_it_is_there_or_late(shm: Path) -> 
     assert not place.claim(shm)
     (shm / place.STARTING).unlink()  # as the sidecar does
     assert place.claim(shm)
+
+
+def test_where_a_sidecar_is_at_work_is_found_from_the_folder_itself_and_from_those_around_it(
+    tmp_path: Path,
+) -> None:
+    user = tmp_path / f"otel_infer-{os.getuid()}"
+    mine, idle = user / "12-ab", user / "34-cd"
+    for folder in (mine, idle):
+        folder.mkdir(parents=True)
+    (idle / place.SIDECAR_LOCK).touch()
+    (mine / f"12-ab{layout.SUFFIX_REQUESTS}").touch()
+    (mine / f"13-cd{layout.SUFFIX_REQUESTS}").touch()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        place.Lock(mine / place.SIDECAR_LOCK).acquire()
+        os.write(writer, b"1")
+        signal.pause()
+    try:
+        os.read(reader, 1)
+        assert [place.served(folder) for folder in (mine, user, tmp_path)] == [[mine]] * 3
+        assert place.served(idle) == place.served(tmp_path / "nowhere") == []
+        assert place.writers(mine) == [12, 13]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -1,0 +1,81 @@
+"""How somebody else asks a sidecar for a tape: by files in the folder of its rings, which both can reach and nobody else.
+
+    dump-TOKEN.asked      made by who asks, removed by the sidecar that takes it up
+    dump-TOKEN.tape       the answer, whole
+    dump-TOKEN.refused    or why there is none
+
+Never a signal to a pid: pids lie across containers. The asker takes the tape away.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from otel_infer.ring import place
+
+PATIENCE_S = 60.0
+LOOK_S = 0.05
+STALE_S = 600.0
+
+
+class NoTape(Exception):
+    """The sidecar gave none; the message says why."""
+
+
+def ask(folder: Path, patience_s: float = PATIENCE_S) -> Path:
+    """Has the sidecar of this folder write a tape there and waits for it; raises `NoTape`."""
+    asked = folder / f"{place.DUMP}{secrets.token_hex(8)}{place.ASKED}"
+    tape, refused = asked.with_suffix(place.DUMPED), asked.with_suffix(place.REFUSED)
+    try:
+        os.close(os.open(asked, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if tape.exists():
+                return tape
+            if refused.exists():
+                reason = refused.read_text(encoding="utf-8")
+                refused.unlink(missing_ok=True)
+                raise NoTape(reason)
+            if not place.is_held(folder / place.SIDECAR_LOCK):
+                raise NoTape("its sidecar ended meanwhile")
+            time.sleep(LOOK_S)
+    except OSError as reason:
+        raise NoTape(f"{reason.filename}: {reason.strerror}") from None
+    finally:
+        asked.unlink(missing_ok=True)
+    raise NoTape(f"its sidecar did not answer within {patience_s:g} s")
+
+
+def asked(folder: Path) -> Iterator[Path]:
+    """The tapes that somebody waits for. What nobody fetched is removed."""
+    try:
+        names = [name for name in os.listdir(folder) if place.is_dump(name)]
+    except OSError:
+        return
+    for path in sorted(folder / name for name in names):
+        if path.suffix == place.ASKED:
+            path.unlink(missing_ok=True)
+            yield path.with_suffix(place.DUMPED)
+        elif _age_s(path) > STALE_S:
+            path.unlink(missing_ok=True)
+
+
+def refuse(tape: Path, reason: str) -> None:
+    """Says why there will be no such tape."""
+    part = tape.with_suffix(place.DUMP_PART)
+    try:
+        part.write_text(reason, encoding="utf-8")
+        part.rename(tape.with_suffix(place.REFUSED))
+    except OSError:
+        part.unlink(missing_ok=True)
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0

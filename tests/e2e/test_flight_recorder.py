@@ -1,0 +1,306 @@
+"""The last two minutes of a running server as a tape: asked for by a command, a signal, an alert, or a breach."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer import tape
+from otel_infer.ring import place
+from tests.otlp_receiver import OtlpReceiver
+from tests.toy_server import RUN, Toy, free_port, until
+
+pytestmark = pytest.mark.timeout(90)
+
+COMMAND = (sys.executable, "-m", "otel_infer")
+
+
+@pytest.fixture
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+def run(*arguments: str, cwd: Path | None = None, **environ: str) -> Any:
+    """A command of ours to its end."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    command = [*COMMAND, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=cwd, env={**kept, **environ}
+    )
+
+
+def traces(path: Path) -> dict[str, dict[str, Any]]:
+    """What `otel-infer replay` makes of a tape, by trace."""
+    done = run("replay", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    return {request["trace_id"]: request for request in told}
+
+
+def tapes(folder: Path) -> list[Path]:
+    return sorted(folder.glob("otel_infer-*.tape"))
+
+
+def recording(toy: Toy) -> str:
+    """The folder of a server, once its sidecar is at work."""
+    folder = str(toy.state()["folder"])
+    until(lambda: place.is_held(Path(folder) / place.SIDECAR_LOCK))
+    return folder
+
+
+def handles_signals(pid: int) -> bool:
+    """Whether it has a handler for SIGUSR2 by now."""
+    (caught,) = [
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+    ]
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("launcher", [(), RUN], ids=["one-line", "otel-infer-run"])
+def test_dump_writes_what_was_served_as_a_tape_that_can_be_replayed_and_explained(
+    tmp_path: Path, receiver: OtlpReceiver, launcher: tuple[str, ...]
+) -> None:
+    with Toy(tmp_path / "log", receiver.environ, launcher) as toy:
+        replies = [toy.chat(tokens=5) for _ in range(4)]
+        folder = recording(toy)
+        out = tmp_path / "slow.tape"
+        done = run("dump", "--out", str(out), "--rings", folder)
+        assert done.returncode == 0, done.stderr
+        assert str(out) in done.stdout
+        found = traces(out)
+        assert set(found) == {reply.trace_id for reply in replies}
+        assert {request["output_tokens"] for request in found.values()} == {5}
+        assert not any(request["infer.telemetry.lost"] for request in found.values())
+        assert run("explain", str(out)).returncode == 0
+        assert out.stat().st_mode & 0o077 in (0o044, 0o000, 0o004)  # as this user makes files
+        assert not [name for name in os.listdir(folder) if place.is_dump(name)]
+        again = run("dump", cwd=tmp_path, OTEL_INFER_RINGS=folder)
+        assert again.returncode == 0, again.stderr
+        (named,) = tapes(tmp_path)
+        assert set(traces(named)) == set(found)
+        toy.stop()
+
+
+def test_under_load_a_tape_holds_every_step_of_what_ended(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    with Toy(tmp_path / "log", receiver.environ) as toy, toy.load(threads=2, tokens=100) as replies:
+        until(toy.sidecars)
+        folder = recording(toy)
+        until(lambda: len(replies) >= 2)
+        done = run("dump", "--out", str(tmp_path / "a.tape"), "--rings", folder)
+        assert done.returncode == 0, done.stderr
+        found = traces(tmp_path / "a.tape")
+        assert len(found) >= 2
+        assert {request["output_tokens"] for request in found.values()} == {100}
+
+
+def test_where_there_is_no_sidecar_dump_says_so(tmp_path: Path) -> None:
+    done = run("dump", "--rings", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"no sidecar is at work below {tmp_path}" in done.stderr
+    assert tapes(tmp_path) == []
+
+
+def test_of_several_servers_one_has_to_be_chosen(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    with Toy(tmp_path / "a", receiver.environ) as first, Toy(tmp_path / "b", receiver.environ) as second:
+        mine, other = first.chat(), second.chat()
+        pid, parent = first.state()["pid"], str(Path(recording(first)).parent)
+        recording(second)
+        out = tmp_path / "first.tape"
+        unclear = run("dump", "--out", str(out), "--rings", parent)
+        assert unclear.returncode == 2
+        assert f"--server {pid} " in unclear.stderr
+        assert not out.exists()
+        done = run("dump", "--out", str(out), "--rings", parent, "--server", str(pid))
+        assert done.returncode == 0, done.stderr
+        assert set(traces(out)) == {mine.trace_id}
+        assert other.trace_id not in traces(out)
+        nobody = run("dump", "--out", str(out), "--rings", parent, "--server", "1")
+        assert nobody.returncode == 2
+        assert "no sidecar of a server with process 1" in nobody.stderr
+        first.stop()
+        second.stop()
+
+
+def test_dump_names_a_file_that_cannot_be_written(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    with Toy(tmp_path / "log", receiver.environ) as toy:
+        toy.chat()
+        folder = recording(toy)
+        done = run("dump", "--out", str(tmp_path / "nowhere" / "a.tape"), "--rings", folder)
+        assert done.returncode == 2
+        assert "nowhere" in done.stderr
+        assert "Traceback" not in done.stderr
+        toy.stop()
+
+
+def test_dump_takes_a_tape_from_a_separate_sidecar_by_the_folder_that_both_know(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    rings = Path("/dev/shm") / f"otel-infer-test-dump-{os.getpid()}"
+    rings.mkdir(mode=0o777)
+    rings.chmod(0o777)
+    environ = {**receiver.environ, "OTEL_INFER_RINGS": str(rings)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    separate = subprocess.Popen([*COMMAND, "sidecar", "--rings", str(rings)], env={**kept, **environ})
+    toy = Toy(tmp_path / "log", environ)
+    try:
+        until((rings / f"otel_infer-{os.getuid()}" / place.SIDECAR_LOCK).exists)
+        toy.start()
+        reply = toy.chat()
+        done = run("dump", "--out", str(tmp_path / "a.tape"), "--rings", str(rings))
+        assert done.returncode == 0, done.stderr
+        assert set(traces(tmp_path / "a.tape")) == {reply.trace_id}
+        separate.send_signal(signal.SIGTERM)
+        assert separate.wait(15) == 0
+        toy.stop()
+    finally:
+        separate.kill()
+        separate.wait()
+        toy.__exit__()
+        subprocess.run(["rm", "-r", str(rings)], check=True)
+
+
+# ── the signal ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_signal_writes_a_tape_into_a_private_folder(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with Toy(tmp_path / "log", {**receiver.environ, "TMPDIR": str(temporary)}) as toy:
+        reply = toy.chat()
+        toy.state()
+        sidecar = toy.sidecar()
+        until(lambda: handles_signals(sidecar))
+        os.kill(sidecar, signal.SIGUSR2)
+        folder = temporary / f"otel_infer-{os.getuid()}"
+        (path,) = until(lambda: tapes(folder))
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert set(traces(path)) == {reply.trace_id}
+        assert tape.head(path)["by"] == "signal"
+        assert toy.chat().status == 200
+        assert toy.sidecars() == [sidecar]
+        toy.stop()
+
+
+# ── objectives ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_breach_writes_one_tape_with_the_breach_in_it_and_what_came_before(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    folder = tmp_path / "tapes"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"otel_infer-20000101T0000{number:02d}.000000Z-slo-1.tape").touch()
+    environ = {**receiver.environ, "OTEL_INFER_SLO": "e2e=200ms", "OTEL_INFER_DUMP_ON_SLO": str(folder)}
+    with Toy(tmp_path / "log", environ) as toy:
+        fine = [toy.chat(tokens=2) for _ in range(3)]
+        missed = [toy.chat(tokens=40) for _ in range(2)]
+        time.sleep(1.0)
+        assert len(tapes(folder)) == 20
+        missed += [toy.chat(tokens=40) for _ in range(2)]
+        (path,) = until(lambda: [path for path in tapes(folder) if path.stat().st_size])
+        found = traces(path)
+        assert {reply.trace_id for reply in [*fine, *missed]} <= set(found)
+        missed += [toy.chat(tokens=40) for _ in range(3)]
+        time.sleep(3.0)
+        written = [path for path in tapes(folder) if path.stat().st_size]
+        assert written == [path]  # one a minute
+        assert len(tapes(folder)) == 20  # the oldest made room
+        toy.stop()
+    assert tape.head(path)["by"] == "slo"
+
+
+def test_a_breach_just_before_the_end_is_written_all_the_same(tmp_path: Path, receiver: OtlpReceiver) -> None:
+    folder = tmp_path / "tapes"
+    environ = {**receiver.environ, "OTEL_INFER_SLO": "e2e=1ms", "OTEL_INFER_DUMP_ON_SLO": str(folder)}
+    with Toy(tmp_path / "log", environ) as toy:
+        replies = [toy.chat() for _ in range(3)]
+        toy.state()
+        toy.stop()
+    (path,) = tapes(folder)
+    assert set(traces(path)) == {reply.trace_id for reply in replies}
+
+
+# ── the webhook ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def post(port: int, path: str, body: str, headers: Mapping[str, str] = {}) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("POST", path, body, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def test_an_alert_asks_for_a_tape_which_holds_nothing_of_what_was_posted_or_prompted(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    folder, port, log = tmp_path / "tapes", free_port(), tmp_path / "side.log"
+    environ = {
+        **receiver.environ,
+        "OTEL_INFER_DUMP_ON_SLO": str(folder),
+        "OTEL_INFER_DUMP_PORT": str(port),
+        "OTEL_INFER_LOG": str(log),
+    }
+    canaries = {name: f"canary-{name}-{os.urandom(6).hex()}" for name in ("prompt", "error", "alert")}
+    with Toy(tmp_path / "log", environ) as toy:
+        reply = toy.chat(prompt=canaries["prompt"])
+        toy.chat(fail=canaries["error"])
+        toy.state()
+        sidecar = toy.sidecar()
+        until(lambda: handles_signals(sidecar))
+        alert = {"status": "firing", "alerts": [{"labels": {"alertname": canaries["alert"]}}]}
+        status, answer = post(port, f"/dump?q={canaries['alert']}", json.dumps(alert))
+        assert status == 202
+        path = Path(answer["file"])
+        until(path.exists)
+        assert path.parent == folder
+        assert reply.trace_id in traces(path)
+        taped = gzip.decompress(path.read_bytes())
+        for name, canary in canaries.items():
+            assert canary.encode() not in taped, name
+            assert canary.encode() not in log.read_bytes(), name
+            assert canary not in str(path)
+        assert _listens_on(port) == {"0100007F"}  # loopback only
+        toy.stop()
+
+
+def _listens_on(port: int) -> set[str]:
+    """The local addresses, in the kernel's words, at which this port is listened on."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
+
+
+def test_a_port_that_is_taken_costs_the_webhook_and_nothing_else(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    log = tmp_path / "side.log"
+    environ = {
+        **receiver.environ,
+        "OTEL_INFER_DUMP_PORT": str(receiver.port),
+        "OTEL_INFER_LOG": str(log),
+    }
+    with Toy(tmp_path / "log", environ) as toy:
+        reply = toy.chat()
+        toy.state()
+        assert receiver.wait_for(lambda it: reply.trace_id in {span["trace_id"] for span in it.spans})
+        assert "no webhook at" in log.read_text()
+        toy.stop()

@@ -1,0 +1,366 @@
+"""When a tape is written, one at a time, and what is said where there is none."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer import facts, tape
+from otel_infer.facts import RingFact
+from otel_infer.flight import asking, dumps
+from otel_infer.flight.dumps import CannotDump, FlightRecorder
+from otel_infer.flight.webhook import Webhook
+from otel_infer.ring import place
+
+SECOND = 1_000_000_000
+START = 1000 * SECOND
+
+
+class Flight:
+    """A recorder with a server that says something at each wake."""
+
+    def __init__(self, folder: Path, on_slo: bool = True) -> None:
+        self.rings, self.folder = folder / "rings", folder / "tapes"
+        self.rings.mkdir(mode=0o700)
+        self.recorder = FlightRecorder(self.rings, str(self.folder), on_slo)
+        self.now = START
+        self.wakes(1)
+
+    def wakes(self, count: int, apart: int = SECOND // 20) -> None:
+        for _ in range(count):
+            self.now += apart
+            self.recorder.keep([RingFact(1, 7, facts.TokenReached(self.now))], self.now)
+            self.recorder.look(self.now)
+        self.rest()
+
+    def rest(self) -> None:
+        """Until nobody writes."""
+        if self.recorder._thread is not None:
+            self.recorder._thread.join(10)
+
+    def tapes(self) -> list[Path]:
+        return sorted(self.folder.glob("*"))
+
+
+@pytest.fixture
+def flight(tmp_path: Path) -> Flight:
+    return Flight(tmp_path)
+
+
+# ── breaches ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_two_that_missed_their_objectives_are_no_breach_and_three_are(flight: Flight) -> None:
+    for number in range(2):
+        flight.recorder.missed(flight.now + number)
+    flight.wakes(100)
+    assert flight.tapes() == []
+    flight.recorder.missed(flight.now)
+    flight.wakes(100)
+    assert len(flight.tapes()) == 1
+
+
+def test_three_in_more_than_ten_seconds_are_no_breach(flight: Flight) -> None:
+    for _ in range(5):
+        flight.recorder.missed(flight.now)
+        flight.wakes(102)
+    assert flight.tapes() == []
+
+
+def test_a_breach_is_written_two_seconds_later_with_itself_in_it(flight: Flight) -> None:
+    at = flight.now
+    for _ in range(3):
+        flight.recorder.missed(at)
+    flight.wakes(39)
+    assert flight.tapes() == []
+    flight.wakes(2)
+    (path,) = flight.tapes()
+    said = [fact.fact.at for passage in tape.read(path) for fact in passage.said]
+    assert at in said
+    assert max(said) >= at + 2 * SECOND
+
+
+def test_there_is_at_most_one_tape_a_minute_and_then_another(flight: Flight) -> None:
+    for _ in range(58 * 2):
+        flight.recorder.missed(flight.now)
+        flight.wakes(10)
+    assert len(flight.tapes()) == 1
+    for _ in range(10):
+        flight.recorder.missed(flight.now)
+        flight.wakes(10)
+    flight.wakes(45)
+    assert len(flight.tapes()) == 2
+
+
+def test_unless_it_was_asked_for_a_breach_writes_nothing(tmp_path: Path) -> None:
+    flight = Flight(tmp_path, on_slo=False)
+    for _ in range(9):
+        flight.recorder.missed(flight.now)
+    flight.wakes(100)
+    assert flight.tapes() == []
+
+
+def test_the_newest_20_tapes_stay_and_nothing_else_is_removed(flight: Flight) -> None:
+    flight.folder.mkdir()
+    other = flight.folder / "mine.tape"
+    other.touch()
+    for _ in range(23):
+        flight.recorder.ask(dumps.SIGNAL)
+        flight.wakes(3)
+    assert len(flight.tapes()) == 21
+    assert other.exists()
+    assert {path.stat().st_mode & 0o777 for path in flight.tapes() if path != other} == {0o600}
+
+
+# ── one at a time ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_never_is_more_than_one_written_at_a_time_and_who_asks_again_gets_the_same(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, most, real = [], threading.Event(), [], dumps.write
+
+    def slowly(*arguments: Any) -> None:
+        writing.append(arguments)
+        most.append(len(writing))
+        assert go_on.wait(10)
+        real(*arguments)
+        writing.pop()
+
+    monkeypatch.setattr(dumps, "write", slowly)
+    first = flight.recorder.ask(dumps.WEBHOOK)
+    assert flight.recorder.ask(dumps.WEBHOOK) == first
+    for _ in range(4):
+        flight.now += SECOND
+        flight.recorder.look(flight.now)
+    assert flight.recorder.ask(dumps.WEBHOOK) == first
+    other = flight.recorder.ask(dumps.SIGNAL)
+    for _ in range(4):
+        flight.now += SECOND
+        flight.recorder.look(flight.now)
+    assert not first.exists()
+    go_on.set()
+    flight.rest()
+    flight.wakes(3)
+    assert first.exists()
+    assert other.exists()
+    assert max(most) == 1
+
+
+def test_what_was_said_before_somebody_asked_is_in_the_tape(flight: Flight) -> None:
+    """Rings hand out what was complete a wake ago: of now, two wakes later."""
+    path = flight.recorder.ask(dumps.SIGNAL)
+    flight.wakes(1)
+    assert not path.exists()
+    flight.wakes(1)
+    assert path.exists()
+
+
+def test_at_the_end_what_is_waiting_is_written(flight: Flight) -> None:
+    for _ in range(3):
+        flight.recorder.missed(flight.now)
+    other = flight.recorder.ask(dumps.WEBHOOK)
+    flight.recorder.close(10)
+    assert other.exists()
+    assert len(flight.tapes()) == 2
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    flight = Flight(tmp_path)
+    flight.folder.touch()
+    with pytest.raises(CannotDump, match="no folder"):
+        flight.recorder.ask(dumps.WEBHOOK)
+    flight.recorder.signalled = True
+    flight.wakes(3)
+
+
+def test_what_breaks_the_recorder_breaks_nothing_else_and_is_said(flight: Flight) -> None:
+    flight.recorder.keep([RingFact(1, 7, facts.AttributeSet(5, "key", object()))], 6)  # type: ignore[arg-type]
+    with pytest.raises(CannotDump, match="the flight recorder broke"):
+        flight.recorder.ask(dumps.WEBHOOK)
+    flight.wakes(5)
+    assert flight.recorder.window.size == 0
+
+
+def test_a_disk_that_is_full_costs_the_tape_and_leaves_nothing(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dumps.TapeWriter, "write", full)
+    flight.recorder.ask(dumps.SIGNAL)
+    flight.wakes(5)
+    assert flight.tapes() == []
+    monkeypatch.undo()
+    flight.recorder.ask(dumps.SIGNAL)
+    flight.wakes(5)
+    assert len(flight.tapes()) == 1
+
+
+# ── by files beside the rings ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def sidecar(flight: Flight) -> Iterator[threading.Event]:
+    """Wakes until it is told to stop; another process holds its lock."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        place.Lock(flight.rings / place.SIDECAR_LOCK).acquire()
+        os.write(writer, b"1")
+        threading.Event().wait(60)
+        os._exit(0)
+    os.read(reader, 1)
+    over = threading.Event()
+
+    def wake() -> None:
+        while not over.wait(0.01):
+            flight.now += SECOND // 20
+            flight.recorder.look(flight.now)
+
+    thread = threading.Thread(target=wake, daemon=True)
+    thread.start()
+    yield over
+    over.set()
+    thread.join()
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+
+
+def test_who_asks_by_a_file_gets_a_tape(flight: Flight, sidecar: threading.Event) -> None:
+    path = asking.ask(flight.rings)
+    assert path.parent == flight.rings
+    assert tape.head(path)["by"] == "command"
+    assert flight.tapes() == []
+    assert {name for name in os.listdir(flight.rings) if place.is_dump(name)} == {path.name}
+
+
+def test_who_is_refused_is_told_why(flight: Flight, sidecar: threading.Event) -> None:
+    flight.recorder.keep([RingFact(1, 7, facts.AttributeSet(5, "key", object()))], 6)  # type: ignore[arg-type]
+    with pytest.raises(asking.NoTape, match="the flight recorder broke"):
+        asking.ask(flight.rings)
+    assert not [name for name in os.listdir(flight.rings) if place.is_dump(name)]
+
+
+def test_who_gets_no_answer_stops_waiting_and_leaves_nothing(
+    flight: Flight, sidecar: threading.Event
+) -> None:
+    sidecar.set()
+    with pytest.raises(asking.NoTape, match=r"did not answer within 0\.2 s"):
+        asking.ask(flight.rings, 0.2)
+    assert os.listdir(flight.rings) == [place.SIDECAR_LOCK]
+
+
+def test_where_the_sidecar_ended_nobody_waits(flight: Flight) -> None:
+    with pytest.raises(asking.NoTape, match="ended meanwhile"):
+        asking.ask(flight.rings)
+
+
+def test_a_tape_that_nobody_fetched_is_removed_in_time_and_nothing_else(flight: Flight) -> None:
+    stale, fresh, other = (
+        flight.rings / name for name in (f"dump-{'a' * 16}.tape", f"dump-{'b' * 16}.tape", "dump-mine.tape")
+    )
+    for path in (stale, fresh, other):
+        path.touch()
+    for path in (stale, other):
+        os.utime(path, (1, 1))
+    assert list(asking.asked(flight.rings)) == []
+    assert sorted(os.listdir(flight.rings)) == [fresh.name, other.name]
+    place.remove(flight.rings)
+    assert os.listdir(flight.rings) == [other.name]
+
+
+# ── by HTTP ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def webhook(flight: Flight) -> Iterator[Webhook]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    webhook = Webhook(str(port), flight.recorder)
+    yield webhook
+    webhook.close()
+
+
+def asked(
+    webhook: Webhook,
+    method: str = "POST",
+    path: str = "/dump",
+    body: str = "",
+    headers: Mapping[str, str] = {},
+) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", webhook.port, timeout=10)
+    try:
+        connection.request(method, path, body, dict(headers))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read() or b"{}")
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("body", ["", "{}", '{"status": "firing", "alerts": []}', "[1]"])
+def test_a_post_is_answered_with_the_name_of_a_tape(flight: Flight, webhook: Webhook, body: str) -> None:
+    status, answer = asked(webhook, body=body)
+    assert status == 202
+    flight.wakes(3)
+    assert [Path(answer["file"])] == flight.tapes()
+
+
+def test_an_alert_that_is_over_writes_nothing(flight: Flight, webhook: Webhook) -> None:
+    assert asked(webhook, body='{"status": "resolved"}')[0] == 200
+    flight.wakes(5)
+    assert flight.tapes() == []
+
+
+BAD: dict[str, tuple[int, dict[str, Any]]] = {
+    "another path": (404, {"path": "/"}),
+    "GET elsewhere": (404, {"method": "GET", "path": "/metrics"}),
+    "GET": (405, {"method": "GET"}),
+    "HEAD": (405, {"method": "HEAD"}),
+    "DELETE": (405, {"method": "DELETE"}),
+    "no JSON": (400, {"body": "hello"}),
+    "nested too deep": (400, {"body": "[" * 100_000}),
+    "a length that is none": (400, {"headers": {"Content-Length": "-1"}}),
+    "no length": (411, {"headers": {"Transfer-Encoding": "chunked"}}),
+    "too long": (413, {"headers": {"Content-Length": "99999999999"}}),
+    "a page in a browser": (403, {"headers": {"Origin": "http://example.com"}}),
+}
+
+
+@pytest.mark.parametrize(("status", "request_"), BAD.values(), ids=BAD)
+def test_a_bad_request_is_told_what_is_wrong_and_writes_nothing(
+    flight: Flight, webhook: Webhook, status: int, request_: dict[str, Any]
+) -> None:
+    answered, answer = asked(webhook, **request_)
+    assert answered == status
+    assert "error" in answer or request_.get("method") == "HEAD"
+    flight.wakes(5)
+    assert flight.tapes() == []
+    assert asked(webhook)[0] == 202
+
+
+def test_where_no_tape_can_be_written_the_alert_is_told_to_come_again(
+    flight: Flight, webhook: Webhook
+) -> None:
+    flight.folder.touch()
+    status, answer = asked(webhook)
+    assert status == 503
+    assert "no folder" in answer["error"]
+
+
+def test_it_is_for_this_machine_unless_an_address_is_given(flight: Flight, webhook: Webhook) -> None:
+    assert webhook._server.server_address[0] == "127.0.0.1"
+    webhook.close()
+    other = Webhook(f"0.0.0.0:{webhook.port}", flight.recorder)
+    assert other._server.server_address[0] == "0.0.0.0"
+    other.close()
