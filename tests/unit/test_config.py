@@ -194,7 +194,32 @@ def test_the_sidecars_environment_injects_and_instruments_nothing(monkeypatch: p
     monkeypatch.setenv(config.SIDECAR_GUARD, "1")
     assert config.is_sidecar()
 
-    ("OTEL_INFER_DUMP_ON_SLO",)
-    ("OTEL_INFER_INTEGRATIONS",)
-    ("OTEL_INFER_LOG",)
-    ("OTEL_INFER_TENANT_HASH_KEY",)
+
+def test_with_a_hash_key_the_tenants_that_metrics_may_name_are_hashes() -> None:
+    listed = {"OTEL_INFER_TENANTS": "acme, umbrella"}
+    assert from_env(listed).tenants == ("acme", "umbrella")
+    hashed = from_env({**listed, "OTEL_INFER_TENANT_HASH_KEY": "secret"}).tenants
+    assert hashed == tuple(callers.told(name, callers.hash_key("secret")) for name in ("acme", "umbrella"))
+
+
+def test_the_hash_key_stays_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_INFER_TENANT_HASH_KEY", "secret")
+    monkeypatch.setenv("OTEL_INFER_TENANTS", "acme")
+    settings = from_env()
+    assert settings.tenant_hash_key == "secret"
+    assert "secret" not in repr(settings)
+    plain = config.to_plain(settings)
+    assert "secret" not in repr(plain)
+    assert config.from_plain(plain) == replace(settings, tenant_hash_key="")
+    assert not {"secret", "acme"} & set(config.sidecar_environment().values())
+
+
+@pytest.mark.parametrize("accepted", ["9465", "0.0.0.0:9465", "[::1]:9465", "localhost:1"])
+def test_the_port_of_the_webhook_may_have_an_address(accepted: str) -> None:
+    assert from_env({"OTEL_INFER_DUMP_PORT": accepted}).dump_port == accepted
+
+
+@pytest.mark.parametrize("refused", ["0", "65536", "port", ":9465", "localhost", "9465:"])
+def test_what_is_no_port_of_the_webhook_is_refused(refused: str) -> None:
+    with pytest.raises(BadSetting, match="a port, or ADDRESS:PORT"):
+        from_env({"OTEL_INFER_DUMP_PORT": refused})
