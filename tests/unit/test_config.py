@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 
-from otel_infer import config
+from otel_infer import callers, config
 from otel_infer.config import SETTINGS, BadSetting, Config, from_env, from_env_leniently
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
