@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
