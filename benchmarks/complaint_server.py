@@ -143,13 +143,13 @@ class Garbage(threading.Thread):
         super().__init__(daemon=True)
         self.faults = faults
         self.heap: list[Any] = []
-
-    def run(self) -> None:
         gc.disable()
-        for _ in range(self.faults.gc_objects):
+        for _ in range(faults.gc_objects):  # before anybody is served: to make them takes the GIL too
             one: list[Any] = []
             one.append(one)
             self.heap.append(one)
+
+    def run(self) -> None:
         while True:
             time.sleep(self.faults.gc_every_ms / 1000)
             gc.collect()

@@ -153,7 +153,7 @@ class Assembler:
                 del self.open[key]
             if due > self._concluded_at.get(request.ring, 0):
                 request.leave(due)
-                request.pauses = self._pauses_of(request)
+                request.pauses = request.pauses or self._pauses_of(request)
                 self._left.append(request)
                 if len(self._left) == TOGETHER:
                     self._conclude()
@@ -167,6 +167,7 @@ class Assembler:
         died = facts.RequestEnded(fact.at, facts.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)
         for request in self._of(ring):
             self._end(request, died)
+            request.pauses = self._pauses_of(request)
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
             del self.engines[number]
         self.pauses.pop(ring, None)

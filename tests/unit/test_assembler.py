@@ -536,3 +536,12 @@ def test_pauses_are_handed_out_once_and_not_again_after_another_reader() -> None
     assembler.feed(story.in_order())
     assert [ms(pause.ended_at) for pause in assembler.drain_pauses()] == [35]
     assert assembler.drain_pauses() == []
+
+
+def test_a_process_that_ends_right_after_a_request_takes_no_pause_of_it_along() -> None:
+    story = Story()
+    a = story.arrives(20)
+    story.paused(22, 25)
+    story.ends(40, a)
+    story.tell(PROCESS, 0, facts.ProcessDied(ns(60)))
+    assert [(ms(p.started_at), ms(p.ended_at)) for p in story.record().pauses] == [(22, 25)]
