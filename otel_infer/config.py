@@ -64,26 +64,14 @@ def _percent(text: str) -> int:
     return int(text)
 
 
-def _allowance(text: str) -> str:
-    governor.parse(text)
-    return text
+def _as_written(parse: Callable[[str], Any]) -> Callable[[str], str]:
+    """Checked here, and kept as text for whoever reads it again in another process."""
 
+    def checked(text: str) -> str:
+        parse(text)
+        return text
 
-def _objectives(text: str) -> str:
-    """As it was written, for the sidecar to read again."""
-    objectives.parse(text)
-    return text
-
-
-def _tenant(text: str) -> str:
-    """As it was written; likewise below."""
-    callers.source(text)
-    return text
-
-
-def _traffic_class(text: str) -> str:
-    callers.traffic_classes(text)
-    return text
+    return checked
 
 
 def _milliseconds(text: str) -> int:
@@ -137,14 +125,14 @@ SETTINGS: dict[str, Setting] = {
         "OTEL_INFER_BUDGET",
         "cpu=25%,memory=256MiB",
         "what the sidecar may take, of one core and of memory: above it, it makes fewer step spans",
-        _allowance,
+        _as_written(governor.parse),
     ),
     "slo": Setting(
         "OTEL_INFER_SLO",
         "",
         "what a request may take at most: `ttft=1s,itl=200ms,tpot=50ms,e2e=30s,queue=500ms`, for a model or route apart "
         "after `;`: `model:NAME ttft=3s`; the steps of one that took longer are kept",
-        _objectives,
+        _as_written(objectives.parse),
     ),
     "slow_percent": Setting(
         "OTEL_INFER_SLOW_PERCENT",
@@ -203,7 +191,7 @@ SETTINGS: dict[str, Setting] = {
         "",
         "whose a request is, as `infer.tenant`: `header:NAME` of the HTTP request, `baggage:KEY`, or `lora`, the adapter's "
         "name (no integration of this release tells it); cut to 64 characters",
-        _tenant,
+        _as_written(callers.source),
     ),
     "tenant_hash_key": Setting(
         "OTEL_INFER_TENANT_HASH_KEY",
@@ -224,7 +212,7 @@ SETTINGS: dict[str, Setting] = {
         "which requests are `batch` and which `interactive`, as `infer.traffic.class`: `header:NAME` says one of the two, "
         "and without it `route:/v1/batches=batch` does (that path and below, `{…}` is any one segment; the first that fits); "
         "comma-separated; whatever else is `interactive`",
-        _traffic_class,
+        _as_written(callers.traffic_classes),
     ),
     "log": Setting(
         "OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", _path

@@ -8,7 +8,6 @@ and per trace id, because trace stores refuse traces over a few MB and with them
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from otel_infer import facts, objectives, semconv
@@ -105,24 +104,28 @@ class Keeper:
         """Whether request and stage spans leave at all: the caller's word, or the configuration's."""
         return record.sampled or self._keep_unsampled
 
-    def take(self, records: Iterable[RequestRecord], oldest_live: int) -> list[Kept]:
-        """Those that are decided now: of these, and of earlier ones that waited to be named.
+    def take(self, record: RequestRecord) -> list[Kept]:
+        """A finished request: what is decided by it, of itself and of one that waited to be named."""
+        decision = self.decide(record)
+        final = [Kept(record, decision)]
+        if decision.export and decision.reason == REASON_NONE and self._mode == "auto" and record.steps:
+            before = self._held.pop(record.span_id, None)
+            final = [before] if before is not None else []
+            self._held[record.span_id] = Kept(_apart(record), decision)
+        offender = record.blame.offender if record.blame is not None else None
+        if offender is not None and decision.reason in NOTABLE:
+            final += self._name(offender.span_id)
+        return final
+
+    def release(self, now: int, oldest_live: int) -> list[Kept]:
+        """Those that nobody can name any more, or that have waited too long.
 
         `oldest_live`: when the oldest request in flight arrived; what ended before held up none of those.
         """
-        final: list[Kept] = []
-        now = 0
-        for record in records:
-            decision = self.decide(record)
-            now = max(now, record.ended_at)
-            if decision.export and decision.reason == REASON_NONE and self._mode == "auto" and record.steps:
-                self._held[record.span_id] = Kept(_apart(record), decision)
-            else:
-                final.append(Kept(record, decision))
-            offender = record.blame.offender if record.blame is not None else None
-            if offender is not None and decision.reason in NOTABLE:
-                final += self._name(offender.span_id)
-        return final + self._released(now - HELD_NS, oldest_live)
+        limit = max(now - HELD_NS, oldest_live)
+        gone = [span_id for span_id, kept in self._held.items() if kept.record.ended_at < limit]
+        gone += list(self._held)[: max(len(self._held) - HELD_REQUESTS, 0)]
+        return [self._held.pop(span_id) for span_id in dict.fromkeys(gone)]
 
     def decide(self, record: RequestRecord) -> Decision:
         """The decision for a finished request as it looks now; spends its part of the budget."""
@@ -192,13 +195,6 @@ class Keeper:
         record, before = held
         self.left_out[before.reason] -= _chunks(record) + _steps(record)
         return [Kept(record, self._granted(record, REASON_OFFENDER)._replace(missed=before.missed))]
-
-    def _released(self, ended_before: int, oldest_live: int) -> list[Kept]:
-        """Those that nobody can name any more, or that have waited too long."""
-        limit = max(ended_before, oldest_live)
-        gone = [span_id for span_id, kept in self._held.items() if kept.record.ended_at < limit]
-        gone += list(self._held)[: max(len(self._held) - HELD_REQUESTS, 0)]
-        return [self._held.pop(span_id) for span_id in dict.fromkeys(gone)]
 
     def _fill(self, at: int) -> None:
         """The budget comes back with time."""

@@ -133,10 +133,12 @@ class Pipeline:
             blame.assign(records)
         except Exception:  # what they say without it is true all the same
             log.exception("requests are exported without blame")
+        decided: list[keeper.Kept] = []
         for record in records:
             self._guarded(self._count, record)
+            self._guarded(lambda one: decided.extend(self.keeper.take(one)), record)
         oldest_live = _NEVER if final else self.assembler.oldest_live(horizon)
-        for record, decision in self.keeper.take(records, oldest_live):
+        for record, decision in decided + self.keeper.release(horizon, oldest_live):
             self._guarded(self._hand_on, record, decision)
         return bool(records)
 
@@ -163,7 +165,7 @@ class Pipeline:
         for sink in self.sinks:
             if decision.export or not sink.exported_only:
                 sink.request(record, decision)
-        if decision.reason in keeper.NOTABLE:
+        if decision.reason in keeper.NOTABLE and kept.isEnabledFor(logging.INFO):
             kept.info("%s", console.line(record))
 
     @property

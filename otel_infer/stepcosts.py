@@ -26,6 +26,17 @@ class StepCosts(NamedTuple):
     steps: int
 
 
+def of_steps(table: Any) -> StepCosts | None:
+    """From a step log's columns (lines of `StepRows`, prompt tokens of all in the last): its steps without prompts.
+
+    A step that began before the one before it was done (two are in flight) is counted from there on.
+    """
+    step, started, ended, _, size, prompts = table
+    lengths = ended[1:] - np.maximum(started[1:], ended[:-1])
+    plain = (prompts[1:] == 0) & (ended[1:] > 0) & (ended[:-1] > 0) & (step[1:] - step[:-1] == 1)
+    return fitted(lengths[plain], size[1:][plain])
+
+
 def fitted(lengths: Any, sizes: Any) -> StepCosts | None:
     """From the lengths (ns) and batch sizes of steps without prompts; None where there are too few."""
     if len(lengths) < FEWEST:

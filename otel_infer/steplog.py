@@ -14,7 +14,7 @@ import numpy as np
 
 from otel_infer import facts
 from otel_infer.records import Prefiller, StepRecord
-from otel_infer.stepcosts import StepCosts, fitted
+from otel_infer.stepcosts import StepCosts, of_steps
 
 if TYPE_CHECKING:
     from otel_infer.conclusion import Request
@@ -168,16 +168,10 @@ class StepLog:
     def costs(self) -> StepCosts | None:
         """What a step without prompts costs; the same for the same facts before it."""
         if self.last_step >= self._fit_due:
-            self._costs = self._fitted()
+            first = max(self.last_step - FIT_OVER, 1)
+            self._costs = of_steps(np.concatenate(self.columns(first, self.last_step), axis=1))
             self._fit_due = self.last_step + min(self.last_step, FIT_EVERY)
         return self._costs
-
-    def _fitted(self) -> StepCosts | None:
-        first = max(self.last_step - FIT_OVER, 1)
-        step, started, ended, _, size, prefill = np.concatenate(self.columns(first, self.last_step), axis=1)
-        lengths = ended[1:] - np.maximum(started[1:], ended[:-1])
-        plain = (prefill[1:] == 0) & (ended[1:] > 0) & (ended[:-1] > 0) & (step[1:] - step[:-1] == 1)
-        return fitted(lengths[plain], size[1:][plain])
 
     # ── who is in the batch ──────────────────────────────────────────────────────────────────────────────────────
 

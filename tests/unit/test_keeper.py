@@ -276,11 +276,10 @@ def held_up_by(span: str, record: RequestRecord) -> RequestRecord:
 
 
 def taken(keeps: Keeper, *records: RequestRecord, oldest_live: int = 0) -> dict[str, str]:
-    """Reasons of those that are decided now, by span."""
-    return {
-        kept.record.span_id.decode().strip(): kept.decision.reason
-        for kept in keeps.take(records, oldest_live)
-    }
+    """Reasons of those that are decided now, by span; now is the last of these ends."""
+    final = [kept for record in records for kept in keeps.take(record)]
+    final += keeps.release(max((record.ended_at for record in records), default=0), oldest_live)
+    return {kept.record.span_id.decode().strip(): kept.decision.reason for kept in final}
 
 
 def busy(budget: int = 100, **more: Any) -> Keeper:
@@ -343,6 +342,20 @@ def test_nobody_waits_once_all_who_could_name_it_are_gone_or_for_more_than_half_
     assert taken(keeps, late) == {"c": "budget", "b": "none"}
 
 
+def test_half_a_minute_is_over_though_nothing_else_ends() -> None:
+    keeps = busy()
+    assert keeps.take(named("a", finished(10, SECOND, trace=1))) == []
+    assert keeps.release(SECOND + keeper.HELD_NS, 0) == []
+    assert [kept.decision.reason for kept in keeps.release(SECOND + keeper.HELD_NS + 1, 0)] == ["none"]
+
+
+def test_two_of_the_same_span_are_both_decided() -> None:
+    keeps = busy()
+    assert keeps.take(named("a", finished(10, SECOND, trace=1))) == []
+    assert len(keeps.take(named("a", finished(10, SECOND, trace=2)))) == 1
+    assert len(keeps.release(0, 1 << 62)) == 1
+
+
 def test_no_more_than_so_many_wait() -> None:
     keeps = busy()
     many = [named(str(i), finished(1, SECOND, trace=i)) for i in range(keeper.HELD_REQUESTS + 3)]
@@ -379,7 +392,8 @@ def test_every_request_is_decided_once_and_what_was_left_out_is_what_is_missing(
         at += gap
         wanted += steps
         record = named(str(number), finished(steps, at, trace=number, outcome=outcome))
-        final += keeps.take([held_up_by(str(other), record)], 0 if living else at)
-    final += keeps.take([], 1 << 62)
+        final += keeps.take(held_up_by(str(other), record))
+        final += keeps.release(at, 0 if living else at)
+    final += keeps.release(at, 1 << 62)
     assert sorted(int(kept.record.span_id) for kept in final) == list(range(len(history)))
     assert sum(kept.decision.steps for kept in final) + keeps.left_out.total() == wanted
