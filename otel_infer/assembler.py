@@ -60,6 +60,7 @@ class Assembler:
             facts.LiveListed: self._listed,
             facts.ProcessSeen: self._process_seen,
             facts.EngineSeen: self._engine_seen,
+            facts.ThreadSeen: self._thread_seen,
             facts.ProcessDied: self._died,
         }
 
@@ -216,6 +217,11 @@ class Assembler:
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
         self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process)
+
+    def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
+        engine = self.engines.get(ring)
+        if engine is not None:
+            engine.strain.look(fact)
 
     def _hooks(self, ring: int, handle: int, fact: facts.HooksReported) -> None:
         self.hooks[ring, fact.integration] = (fact.active, fact.total)

@@ -125,6 +125,10 @@ def _prefill(record: RequestRecord) -> Causes:
                 record.pauses, before.ended_at, began
             )
         length = _unpaused(record.pauses, began, chunk.ended_at)
+        for cause, held in _held(record, began, chunk.ended_at):
+            held = min(held, length)
+            parts[cause] += held
+            length -= held
         mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
         others = chunk.others_prefill_tokens
         theirs = (length - mates) * others // max(chunk.tokens + others, 1)
@@ -133,6 +137,14 @@ def _prefill(record: RequestRecord) -> Causes:
         parts[semconv.CAUSE_PREFILL] += length - mates - theirs
         before = chunk
     return parts
+
+
+def _held(record: RequestRecord, begin: int, end: int) -> list[tuple[str, int]]:
+    """What held up its engine's thread meanwhile, ns."""
+    if record.strain is None:
+        return []
+    starved, faulted = record.strain.counted(begin, end)
+    return [(semconv.CAUSE_STARVED, int(starved)), (semconv.CAUSE_FAULTS, int(faulted))]
 
 
 def _unpaused(pauses: Sequence[Pause], begin: int, end: int) -> int:

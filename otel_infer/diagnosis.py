@@ -78,6 +78,9 @@ _STUTTERS = {
     semconv.CAUSE_GC: "gc.freeze() once the server is warm, a higher threshold, fewer objects that live long",
     semconv.CAUSE_COMPILE: "warm up all shapes before the first request",
     semconv.CAUSE_THROTTLED: "raise the CPU quota of the container",
+    semconv.CAUSE_STARVED: "more cores, or fewer threads and processes on them (OMP_NUM_THREADS, workers, neighbours)",
+    semconv.CAUSE_FAULTS: "keep freed memory: MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ at 1 GiB, or jemalloc",
+    semconv.CAUSE_BLOCKED: "find the lock: work of other threads that holds the GIL, a slow disk (py-spy dump)",
 }
 """What to change first where streams are interrupted, by what interrupts them."""
 
@@ -154,7 +157,8 @@ _BEFORE = (semconv.CAUSE_INGRESS, semconv.CAUSE_TOKENIZE, semconv.CAUSE_APPLICAT
 _QUEUES = (semconv.CAUSE_HIDDEN_QUEUE, semconv.CAUSE_SCHEDULER_QUEUE)
 _STALLS = (
     semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION, semconv.CAUSE_GC, semconv.CAUSE_COMPILE,
-    semconv.CAUSE_THROTTLED, semconv.CAUSE_PAUSE, semconv.CAUSE_UNEXPLAINED,
+    semconv.CAUSE_THROTTLED, semconv.CAUSE_STARVED, semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED,
+    semconv.CAUSE_PAUSE, semconv.CAUSE_UNEXPLAINED,
 )  # fmt: skip
 
 

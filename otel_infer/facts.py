@@ -265,6 +265,21 @@ class EngineSeen(NamedTuple):
     engine: str
 
 
+class ThreadSeen(NamedTuple):
+    """Said by the reader: what the kernel counted of an engine's thread in (`since`, `at`].
+
+    `ran_ns` on a CPU, `waited_ns` for one while it could have run, `system_ns` in the kernel (in whole ticks); pages
+    mapped to it one by one (`faults`).
+    """
+
+    at: int
+    since: int
+    ran_ns: int
+    waited_ns: int
+    system_ns: int
+    faults: int
+
+
 class ProcessDied(NamedTuple):
     """Said by the reader: a writer is gone, with whatever was in flight."""
 

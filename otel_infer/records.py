@@ -10,6 +10,7 @@ from otel_infer import callers
 from otel_infer.facts import Value
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steprows import StepRows, StepSummary, gaps_of, summarized
+from otel_infer.strain import Strain
 
 
 class Stage(NamedTuple):
@@ -88,7 +89,7 @@ class RequestRecord:
 
     `server_span_id`: of the server span, if it is ours; the same as `span_id` where the request reached no engine, so that
     the two are one. `telemetry_lost`: what is here is true, but not all of it is. `costs`: of its engine's steps, as known at
-    its end. `prefillers`: whose prompts were in a step, asked soon after.
+    its end. `prefillers`: whose prompts were in a step, and `strain`: what its engine's thread suffered, asked soon after.
     """
 
     trace_id: bytes
@@ -131,6 +132,7 @@ class RequestRecord:
     preempted_at: tuple[int, ...] = ()
     detokenize_ns: int = 0
     costs: StepCosts | None = None
+    strain: Strain | None = field(default=None, compare=False)
     prefillers: Callable[[int], Sequence[Prefiller]] | None = None
     blame: Blame | None = None
     events: list[UserEvent] = field(default_factory=list)

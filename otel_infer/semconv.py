@@ -63,6 +63,9 @@ CAUSE_EGRESS = "egress"
 CAUSE_GC = "gc"
 CAUSE_COMPILE = "compile"
 CAUSE_THROTTLED = "throttled"
+CAUSE_STARVED = "starved"
+CAUSE_FAULTS = "page_faults"
+CAUSE_BLOCKED = "blocked"
 CAUSE_PAUSE = "pause"
 CAUSE_UNEXPLAINED = "unexplained"
 PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_THROTTLED)
@@ -85,6 +88,9 @@ CAUSES: dict[str, str] = {
     CAUSE_GC: "garbage collection",
     CAUSE_COMPILE: "torch compiling or capturing",
     CAUSE_THROTTLED: "the CPU quota was used up",
+    CAUSE_STARVED: "the engine's thread could have run and had no CPU",
+    CAUSE_FAULTS: "the kernel mapped memory to the engine's thread, page by page",
+    CAUSE_BLOCKED: "the engine's thread waited, for a lock, the GIL, a disk or the device",
     CAUSE_PAUSE: "something else that held up the process",
     CAUSE_UNEXPLAINED: "nobody saw",
 }

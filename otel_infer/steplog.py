@@ -15,6 +15,7 @@ import numpy as np
 from otel_infer import facts
 from otel_infer.records import Prefiller, StepRecord
 from otel_infer.stepcosts import StepCosts, of_steps
+from otel_infer.strain import Strain
 
 if TYPE_CHECKING:
     from otel_infer.conclusion import Request
@@ -23,6 +24,8 @@ CAPACITY = 65536
 """Steps that are remembered; a request's older steps are counted as forgotten."""
 FIT_FIRST, FIT_EVERY, FIT_OVER = 16, 256, 1024
 """What a step costs is estimated anew when there are twice as many steps, then every so often, from so many."""
+LOOKED_OVER = 512
+"""Steps among which those are found that were in a look at their thread."""
 MAX_PREFILLERS = 8192
 """Steps with prompts of which it is remembered whose."""
 MAX_FLIGHTS = 64
@@ -78,6 +81,7 @@ class StepLog:
         self._prefillers: dict[int, tuple[Prefiller, ...]] = {}
         self._costs: StepCosts | None = None
         self._fit_due = FIT_FIRST
+        self.strain = Strain()
         self._prefilling: dict[int, int] = {}  # handle → how many of its members have no token yet
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,6 +118,8 @@ class StepLog:
             grown = sum(delivered.get(position, 1) > 0 for position in prefill.positions)
             if grown:
                 self._grow(handle, grown, ended_at, fact.step, find)
+        if ended_at >= self.strain.due:
+            self.strain.settle(self._table_of(LOOKED_OVER), self.costs())
         prefilling = sum(len(prefill.positions) for prefill in flight.prefills.values())
         return StepRecord(
             self.engine, self.pid, fact.step, flight.at, ended_at, flight.size,
@@ -168,10 +174,15 @@ class StepLog:
     def costs(self) -> StepCosts | None:
         """What a step without prompts costs; the same for the same facts before it."""
         if self.last_step >= self._fit_due:
-            first = max(self.last_step - FIT_OVER, 1)
-            self._costs = of_steps(np.concatenate(self.columns(first, self.last_step), axis=1))
+            table = self._table_of(FIT_OVER)
+            held = sum(self.strain.counted(np.maximum(table[1, 1:], table[2, :-1]), table[2, 1:]))
+            self._costs = of_steps(table, held)
             self._fit_due = self.last_step + min(self.last_step, FIT_EVERY)
         return self._costs
+
+    def _table_of(self, most: int) -> Any:
+        """The columns of the last steps."""
+        return np.concatenate(self.columns(max(self.last_step - most, 1), self.last_step), axis=1)
 
     # ── who is in the batch ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -86,7 +86,9 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.attributes = attributes
     record.events, record.links = request.events, request.links
     record.pauses, record.costs = request.pauses, request.costs
-    record.prefillers = request.runs[-1].log.prefillers if request.runs else None
+    if request.runs:
+        log = request.runs[-1].log
+        record.prefillers, record.strain = log.prefillers, log.strain
     record.received_at = request.received_at
     record.preempted_at = tuple(fact.at for fact in request.preempted)
     record.detokenize_ns = request.ended.detokenize_ns if request.ended is not None else 0

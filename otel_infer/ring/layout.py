@@ -50,6 +50,8 @@ W_FLUSH_ASKED = 14
 """Written by the writer: counts its requests to have everything sent."""
 W_FLUSH_DONE = 15
 """Written by the reader: the last such request that it fulfilled."""
+W_THREAD = 16
+"""Of a step ring: the kernel's number of the thread that writes it; 0 = not known."""
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")

@@ -190,7 +190,7 @@ class Recorder:
         free = self._free_logs.get(engine)
         if free:
             try:
-                return free.popleft()
+                return free.popleft().handed_over()
             except IndexError:
                 pass
         if self._no_more_logs or (self.requests is None and self._make() is None) or self.arena is None:
@@ -207,7 +207,7 @@ class Recorder:
             return None
         made = StepLog(writer, Handles())
         self._logs.append(made)
-        return made
+        return made.handed_over()
 
     def give_back(self, engine: str, log: StepLog) -> None:
         """This thread is done with the log; the next one may go on with it."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,6 +23,18 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
 ]
+
+
+@pytest.fixture
+def quota_group() -> Iterator[str]:
+    """A control group whose CPU time may be limited from here."""
+    group = Path("/sys/fs/cgroup/cpu") / f"otel_infer-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no control group of version 1 can be made here (cpu controller, root)")
+    yield str(group)
+    group.rmdir()
 
 
 def victim(faults: dict[str, Any], asked: list[Asked]) -> dict[str, Any]:
@@ -45,10 +61,37 @@ def test_what_a_fault_added_is_what_is_blamed_on_it(
     cause: str, faults: dict[str, Any], faulty: dict[str, Any]
 ) -> None:
     asked = [*EARLY, VICTIM]
+    struck_is_blamed(cause, faults, faulty, asked, [*asked, OFFENDER] if cause == "interference" else asked)
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core only: the load would starve the server too"
+)
+def test_time_without_a_cpu_is_what_another_process_on_the_same_core_took() -> None:
+    spin = {"spin": True}
+    struck_is_blamed(
+        "starved", spin, {**spin, "struck_prompt": VICTIM.prompt, "hog_ms": 500}, [*EARLY, VICTIM]
+    )
+
+
+def test_throttled_time_is_what_the_quota_took(quota_group: str) -> None:
+    spin = {"spin": True, "quota_group": quota_group}
+    faulty = {**spin, "struck_prompt": VICTIM.prompt, "throttled_ms": 700}
+    struck_is_blamed("throttled", spin, faulty, [*EARLY, VICTIM])
+
+
+def struck_is_blamed(
+    cause: str,
+    faults: dict[str, Any],
+    faulty: dict[str, Any],
+    asked: list[Asked],
+    struck: list[Asked] | None = None,
+) -> None:
+    """Pairs of runs: what the faulty one took longer is blamed on the cause, and nothing in the other."""
     added, blamed, without = [], [], []
     for _ in range(PAIRS):
         plain = victim(faults, asked)
-        hit = victim(faulty, [*asked, OFFENDER] if cause == "interference" else asked)
+        hit = victim(faulty, struck or asked)
         added.append(hit["duration_ms"] - plain["duration_ms"])
         blamed.append(hit["blame_ms"].get(cause, 0.0))
         without.append(plain["blame_ms"].get(cause, 0.0) / plain["duration_ms"])

@@ -31,7 +31,7 @@ def plain(record: RequestRecord) -> dict[str, Any]:
     """A record that can be compared, with its blame."""
     blame.assign([record])
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    del fields["prefillers"]  # a question to the step log, not an answer
+    del fields["prefillers"], fields["strain"]  # questions to the step log, not answers
     steps = fields["steps"]
     return {**fields, "steps": steps.table.tolist() if steps is not None else None}
 

@@ -72,7 +72,7 @@ def records(snapshot: Snapshot) -> dict[int, RequestRecord]:
 
 def plain(record: RequestRecord) -> dict[str, Any]:
     """What two records of the same request have in common. What a step costs is estimated from all that is known."""
-    left_out = {"costs", "prefillers", "blame", "_summary", "steps"}
+    left_out = {"costs", "prefillers", "strain", "blame", "_summary", "steps"}
     fields = {name: getattr(record, name) for name in record.__slots__ if name not in left_out}
     return {**fields, "steps": record.steps.table.tolist() if record.steps is not None else None}
 
