@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from otel_infer import callers, decodeblame, facts, semconv
 from otel_infer.decodeblame import DecodeBlame
@@ -20,6 +21,8 @@ from otel_infer.records import Blame, Offender, Pause, Prefiller, RequestRecord,
 
 Causes = dict[str, int]
 
+MOST_NAMED = 16
+"""Requests with prompts in one step of which each may be named as the offender."""
 TOGETHER = 32
 """Requests whose steps are looked at together; the columns of more would not fit a processor's cache."""
 
@@ -40,13 +43,14 @@ _ENGINES = (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
 
 def assign(records: Sequence[RequestRecord]) -> None:
     """Writes into each record where its time went; many at once cost less."""
+    crowds: dict[tuple[Any, int], _Crowd] = {}
     for begin in range(0, len(records), TOGETHER):
         some = records[begin : begin + TOGETHER]
         for record, decode in zip(some, decodeblame.divided(some)):
-            record.blame = _blame(record, decode)
+            record.blame = _blame(record, decode, crowds)
 
 
-def _blame(record: RequestRecord, decode: DecodeBlame) -> Blame:
+def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, int], _Crowd]) -> Blame:
     free = [(record.arrived_at, record.ended_at)]
     causes: Causes = defaultdict(int)
     for pause in sorted(record.pauses, key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED):
@@ -72,7 +76,7 @@ def _blame(record: RequestRecord, decode: DecodeBlame) -> Blame:
     interference = causes.get(semconv.CAUSE_INTERFERENCE, 0)
     if not interference:
         return Blame(causes, None)
-    offenders = _offenders(record, decode)
+    offenders = _offenders(record, decode, crowds)
     return Blame(causes, _worst(record, offenders, interference), _by_class(offenders, interference))
 
 
@@ -159,33 +163,58 @@ def _add(causes: Causes, parts: Causes) -> None:
         causes[cause] += length
 
 
-def _offenders(record: RequestRecord, decode: DecodeBlame) -> list[Offender]:
+class _Crowd:
+    """Whose prompts were in one step. Of many, those with few tokens only count for their class."""
+
+    def __init__(self, prefillers: Sequence[Prefiller]) -> None:
+        known = sorted(prefillers, key=lambda who: -who.tokens)
+        self.first, rest = known[:MOST_NAMED], known[MOST_NAMED:]
+        self.tokens = {who.span_id: who.tokens for who in known}
+        self.all = sum(self.tokens.values())
+        self.rest: dict[str, int] = defaultdict(int)
+        self._of_rest = {who.span_id: who.named for who in rest}
+        for who in rest:
+            self.rest[who.named] += who.tokens
+
+    def beside(self, span_id: bytes) -> tuple[int, dict[str, int]]:
+        """Tokens of all but this request; those by class that nobody is named for."""
+        own = self.tokens.get(span_id, 0)
+        named = self._of_rest.get(span_id)
+        return self.all - own, self.rest if named is None else {**self.rest, named: self.rest[named] - own}
+
+
+def _offenders(
+    record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, int], _Crowd]
+) -> list[Offender]:
     """Whose prompts were in the steps that took longer, and in those of its own prompt: by tokens, for how long each."""
     if record.prefillers is None:
         return []
     steps = [*decode.interfered]
     steps += [(chunk.step, chunk.ended_at - chunk.started_at) for chunk in record.prefill_steps]
-    lengths: dict[bytes, int] = defaultdict(int)
-    latest: dict[bytes, Prefiller] = {}
+    lengths: dict[tuple[bytes, bytes], int] = defaultdict(int)
+    named: dict[tuple[bytes, bytes], str] = {}
     for step, length in sorted(steps):  # what is known of an offender last is most
-        others = [who for who in record.prefillers(step) if who.tokens and who.span_id != record.span_id]
-        tokens = sum(who.tokens for who in others)
-        for who in others:
-            lengths[who.span_id] += length * who.tokens // tokens
-            latest[who.span_id] = who
-    return [
-        Offender(latest[span_id].trace_id, span_id, length, latest[span_id].named)
-        for span_id, length in lengths.items()
-        if length
-    ]
+        crowd = crowds.get((record.prefillers, step))
+        if crowd is None:
+            crowd = crowds[record.prefillers, step] = _Crowd(record.prefillers(step))
+        tokens, rest = crowd.beside(record.span_id)
+        for who in crowd.first:
+            if who.tokens and who.span_id != record.span_id:
+                lengths[who.trace_id, who.span_id] += length * who.tokens // tokens
+                named[who.trace_id, who.span_id] = who.named
+        for class_, of_class in rest.items():
+            if of_class:
+                lengths[b"", class_.encode()] += length * of_class // tokens
+                named[b"", class_.encode()] = class_
+    return [Offender(*who, length, named[who]) for who, length in lengths.items() if length]
 
 
 def _worst(record: RequestRecord, offenders: Sequence[Offender], interference: int) -> Offender | None:
     """Who interfered most; nobody is named for what is below a fiftieth of the request."""
     if interference * 50 < record.duration_ns or not offenders:
         return None
-    worst = max(offenders, key=lambda offender: offender.length)
-    return worst._replace(length=min(worst.length, interference))
+    worst = max(offenders, key=lambda offender: offender.length if offender.trace_id else 0)
+    return worst._replace(length=min(worst.length, interference)) if worst.trace_id else None
 
 
 def _by_class(offenders: Sequence[Offender], interference: int) -> tuple[tuple[str, int], ...]:
