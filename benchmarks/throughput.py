@@ -76,8 +76,8 @@ def measure(quick: bool) -> list[Line]:
 def _part(
     engine: Engine, binding: Any, receiver: Receiver, flush: Callable[[], None], sidecar: int, seconds: float
 ) -> Part:
-    """One part: a bare one first, whose CPU is subtracted, then the hooked one."""
-    bare_taken, _ = _paced(engine, seconds / 4)
+    """One part: a bare one of the same length first, whose CPU is subtracted, then the hooked one."""
+    bare_taken, _ = _paced(engine, seconds)
     if binding is None:
         return Part(0, 0, 0, {}, 0, 0)
     binding.put_on()
@@ -92,7 +92,7 @@ def _part(
     taken += time.process_time_ns() - before
     sidecar_cpu = machine.cpu_ns(sidecar) - sidecar_cpu if sidecar else 0
     engine.answered.clear()
-    return Part(rate, lasted, expected, receiver.counted(), taken - 4 * bare_taken, sidecar_cpu)
+    return Part(rate, lasted, expected, receiver.counted(), taken - bare_taken, sidecar_cpu)
 
 
 def _paced(engine: Engine, seconds: float) -> tuple[int, float]:
