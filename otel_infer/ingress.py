@@ -49,7 +49,8 @@ class LiveRequest(trace.Span):
         self.detokenize_ns = 0
         self._room = opener.limits if opener is not None else Limits()
         self._attributes = self._events = self._links = 0
-        self._failed = ""
+        self._failed = False
+        self._engine_failed = ""
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -91,8 +92,8 @@ class LiveRequest(trace.Span):
         recorder.state(self.handle, facts.AttributeSet(clock.now(), key, value))
 
     def failed(self, error_type: str) -> None:
-        """The engine failed it; whoever closes it will say so."""
-        self._failed = self._failed or error_type
+        """The engine failed it; whoever closes it will say so. Empty: a later attempt did not fail."""
+        self._engine_failed = error_type and (self._engine_failed or error_type)
 
     def token_reached(self) -> None:
         """A token reached the side of the server that talks to the reader."""
@@ -105,8 +106,10 @@ class LiveRequest(trace.Span):
         if self.ended:
             return
         self.ended = True
-        if outcome == facts.OK and self._failed:
-            outcome, error_type = facts.ERROR, self._failed
+        if self._engine_failed and outcome != facts.ABORTED:  # what was made of it says less
+            outcome, error_type = facts.ERROR, self._engine_failed
+        elif self._failed and outcome == facts.OK:
+            outcome, error_type = facts.ERROR, semconv.OTHER
         ended = facts.RequestEnded(
             at or clock.now(),
             outcome,
@@ -157,9 +160,9 @@ class LiveRequest(trace.Span):
     def set_status(self, status: Any, description: str | None = None) -> None:
         code = getattr(status, "status_code", status)
         if code is trace.StatusCode.ERROR:
-            self._failed = self._failed or semconv.OTHER
+            self._failed = True
         elif code is trace.StatusCode.OK:
-            self._failed = ""
+            self._failed, self._engine_failed = False, ""
 
     def record_exception(
         self,

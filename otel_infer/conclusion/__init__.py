@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from otel_infer import facts, semconv
-from otel_infer.conclusion.request import Request
+from otel_infer.conclusion.request import GIVEN_UP, Request
 from otel_infer.conclusion.stages import Life, died_in, stages_of
 from otel_infer.conclusion.steps import Part, steps_of
 from otel_infer.records import PrefillStep, RequestRecord
 from otel_infer.steprows import summarized
 
 __all__ = ["Request", "conclude"]
-
-NOT_FINISHED = ("abort", "error")
 
 
 def conclude(requests: Sequence[Request]) -> list[RequestRecord]:
@@ -68,8 +66,8 @@ def _begun(request: Request) -> RequestRecord:
         ended_at=request.ended_at,
         wall_offset=arrived.wall_at - arrived.at,
         generative=not arrived.flags & facts.NON_GENERATIVE,
-        outcome=ended.outcome,
-        error_type=ended.error_type,
+        outcome=request.outcome,
+        error_type=request.error_type,
         status_code=ended.status_code,
         chunks=ended.chunks,
         ring=request.ring,
@@ -147,7 +145,7 @@ def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) ->
 
 def _life(record: RequestRecord, request: Request) -> Life:
     died = record.outcome != facts.OK
-    done = [fact for fact in _in_time(record, request) if fact.reason not in NOT_FINISHED]
+    done = [fact for fact in _in_time(record, request) if fact.reason not in GIVEN_UP]
     said = sum(fact.output_tokens for fact in done)
     # Some engines say once that they are done with all sequences.
     with_all = len(done) >= request.sequences or (0 < said >= _counted(record) and not request.steps_lost)

@@ -12,6 +12,9 @@ from otel_infer.steplog import Run, StepLog
 
 MAX_STAGES = 256
 """Stages of one request that are remembered."""
+ABORT, FAILURE = "abort", "error"
+GIVEN_UP = {ABORT: facts.ABORTED, FAILURE: facts.ERROR}
+"""What a request came to whose sequences all ended for this reason, though its response ended well."""
 
 
 class Chunk(NamedTuple):
@@ -64,7 +67,16 @@ class Request:
     @property
     def outcome(self) -> int:
         """How it ended; well, as long as it has not."""
-        return self.ended.outcome if self.ended is not None else facts.OK
+        if self.ended is None or self.ended.outcome != facts.OK:
+            return self.ended.outcome if self.ended is not None else facts.OK
+        reasons = {fact.reason for fact in self.finished}
+        return GIVEN_UP.get(reasons.pop(), facts.OK) if len(reasons) == 1 else facts.OK
+
+    @property
+    def error_type(self) -> str:
+        """Empty as well where its client had it stopped."""
+        said = self.ended.error_type if self.ended is not None else ""
+        return said or (semconv.OTHER if self.outcome == facts.ERROR else "")
 
     @property
     def ended_at(self) -> int:

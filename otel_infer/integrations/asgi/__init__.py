@@ -144,11 +144,14 @@ def _application(original: App, hook: Hook) -> App:
 def _router(original: App, hook: Hook) -> App:
     async def called(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
         seen = scope.get(KEY)
-        if seen is None or not seen.deferred or not hook.alive:
+        if seen is None or not hook.alive:
             return await original(self, scope, receive, send)
-        tokens = seen.open(ambient=is_traced())
+        tokens = seen.open(ambient=is_traced()) if seen.deferred else ()
         try:
             return await original(self, scope, receive, send)
+        except Exception as exc:
+            seen.breaks(exc)
+            raise
         finally:
             leave(tokens)
 

@@ -21,6 +21,7 @@ KEY = "otel_infer"
 """In a scope: the `Exchange` of a request, None if it is excluded; in that of the lifespan, the front's `Door`."""
 KNOWN_METHODS = frozenset(("POST", "PUT", "PATCH", "QUERY"))  # of those that are watched
 CLIENT_DISCONNECT, TIMEOUT, CANCELLED = "client_disconnect", "timeout", "cancelled"
+GATEWAY_TIMEOUT = 504
 TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # one and the same from Python 3.11 on
 
 _now = clock.now
@@ -50,6 +51,7 @@ class _Silent:
 class Exchange:
     """One HTTP request and what is sent in return. Nothing of it raises but what the server or the application does.
 
+    `broken`: what left the routes while the response was on its way. Middleware of Starlette's ends such a response well.
     `deferred`: to be opened further in. `left_at`, `completed_at`: when the client was seen to be gone, and the last
     byte was handed over; 0 = not yet.
     """
@@ -59,6 +61,7 @@ class Exchange:
         "_send",
         "_server",
         "arrived_at",
+        "broken",
         "completed_at",
         "deferred",
         "door",
@@ -82,6 +85,7 @@ class Exchange:
         self.status = self.left_at = self.completed_at = 0
         self.root, self.mounted = scope.get("root_path") or "", ""
         self.route: Any = None
+        self.broken: Exception | None = None
         self._receive, self._send = receive, send
         # uvicorn drops what is sent to a client that has left, and tells only those who ask `receive`.
         server = getattr(send, "__self__", None)
@@ -137,6 +141,11 @@ class Exchange:
         except BaseException as exc:
             self.hook.fail(exc)
         return ()
+
+    def breaks(self, exc: Exception) -> None:
+        """This left the routes before the last byte did. Where the answer is a good one, it was begun before."""
+        if self.request is not None and not self.finishing:
+            self.broken = exc
 
     def _template(self) -> str:
         """The route with the names of its parameters; empty if there was none."""
@@ -251,7 +260,8 @@ class Exchange:
         if request is None:
             return
         try:
-            outcome, error_type = self._verdict(_only(exc))
+            broken, self.broken = self.broken, None
+            outcome, error_type = self._verdict(_only(exc or (broken if self.status < 300 else None)))
             if request.server is not None:
                 self._describe(request)
             request.close(outcome, error_type, self.status, self.left_at or self.completed_at)
@@ -269,6 +279,8 @@ class Exchange:
             return facts.ABORTED, CLIENT_DISCONNECT if self._server is _Silent else CANCELLED
         if exc is None and self.completed_at and self.status < 500:
             return facts.OK, ""
+        if exc is None and self.completed_at and self.status == GATEWAY_TIMEOUT:
+            return facts.ABORTED, TIMEOUT
         cut_short = bool(self.status) and not self.completed_at
         self.status = self.status or 500  # as servers answer where the application has not
         if isinstance(exc, TIMEOUTS):
