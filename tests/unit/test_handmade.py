@@ -291,6 +291,23 @@ def test_how_a_request_ended_is_said_by_type(
     assert (record.outcome, record.error_type) == (outcome, error_type)
 
 
+@pytest.mark.parametrize(
+    ("reason", "outcome", "error_type"),
+    [("abort", facts.ABORTED, ""), ("error", facts.ERROR, "_OTHER"), ("stop", facts.OK, "")],
+)
+def test_a_loop_says_that_it_was_told_to_stop_or_has_failed(
+    recording: Recording, reason: str, outcome: int, error_type: str
+) -> None:
+    with otel_infer.request() as request:
+        request.submitted()
+        with otel_infer.step([request]):
+            pass
+        request.finished(reason)
+    record = only(recording)
+    assert (record.outcome, record.error_type) == (outcome, error_type)
+    assert record.died_in == ("" if reason == "stop" else "decode")
+
+
 async def test_a_decorated_function_is_a_request_at_each_call(recording: Recording) -> None:
     @otel_infer.request("embeddings", model="tiny")
     def embed(x: int) -> int:

@@ -191,14 +191,6 @@ def make_app(**settings: Any) -> FastAPI:
     async def fails(request: Request) -> None:
         raise ZeroDivisionError("canary")
 
-    @app.post("/fails-later")
-    async def fails_later() -> StreamingResponse:
-        async def events() -> AsyncIterator[bytes]:
-            yield b"data\n\n"
-            raise ZeroDivisionError("canary")
-
-        return StreamingResponse(events())
-
     @app.get("/health")
     async def health() -> dict[str, bool]:
         return {"current": ingress.current() is not None}
@@ -280,12 +272,87 @@ def test_an_exception_before_the_response_is_a_500_by_its_type(
     assert b"canary" not in watched.bytes
 
 
-def test_an_exception_in_mid_stream_is_an_error_with_the_status_that_was_sent(
+@pytest.mark.parametrize("middleware", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "verdict"),
+    [
+        (ZeroDivisionError("canary"), (facts.ERROR, "ZeroDivisionError", 200)),
+        (TimeoutError(), (facts.ABORTED, "timeout", 200)),
+    ],
+)
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_an_exception_in_mid_stream_is_told_with_the_status_that_was_sent(
+    watched: Watched,
+    serve: Callable[..., int],
+    failure: Exception,
+    verdict: tuple[int, str, int],
+    chunks: int,
+    middleware: bool,
+) -> None:
+    """Middleware of Starlette's ends such a response as if nothing were amiss, and raises afterwards."""
+    app = make_app()
+
+    @app.post("/fails-later")
+    async def fails_later() -> StreamingResponse:
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(chunks):
+                yield b"data\n\n"
+            raise failure
+
+        return StreamingResponse(events())
+
+    if middleware:
+        app.add_middleware(Middle)
+    assert b"200 OK" in posted(serve(app), "/fails-later")
+    (seen,) = ended(watched)
+    assert seen.verdict == verdict
+    assert b"canary" not in watched.bytes
+
+
+def test_an_exception_that_is_answered_with_a_status_of_the_callers_is_no_error(
     watched: Watched, serve: Callable[..., int]
 ) -> None:
-    assert b"200 OK" in posted(serve(make_app()), "/fails-later")
+    async def refuses(scope: Any, receive: Any, send: Any) -> None:
+        raise fastapi.HTTPException(409)
+
+    app = starlette.applications.Starlette(routes=[Mount("/", app=refuses)])
+    assert b"409" in posted(serve(app), "/taken")
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.ERROR, "ZeroDivisionError", 200)
+    assert seen.verdict == (facts.OK, "", 409)
+
+
+def test_a_failure_after_the_last_byte_is_none_of_the_requests(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    app = make_app()
+
+    @app.post("/later")
+    async def later(tasks: fastapi.BackgroundTasks) -> dict[str, bool]:
+        tasks.add_task(lambda: 1 / 0)
+        return {}
+
+    app.add_middleware(Middle)
+    assert b"200 OK" in posted(serve(app), "/later")
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.OK, "", 200)
+
+
+def test_a_server_that_gives_up_in_time_and_says_so_is_a_timeout(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    app = make_app()
+
+    @app.post("/late")
+    async def late() -> dict[str, bool]:
+        try:
+            await asyncio.wait_for(asyncio.sleep(10), 0.02)
+        except asyncio.TimeoutError:
+            raise fastapi.HTTPException(504) from None
+        return {}
+
+    assert b"504" in posted(serve(app), "/late")
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.ABORTED, "timeout", 504)
 
 
 @pytest.mark.parametrize("middleware", [False, True])
