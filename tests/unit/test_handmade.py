@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from opentelemetry import trace
 
 import otel_infer
-from otel_infer import facts, ingress
+from otel_infer import asking, callers, facts, ingress, semconv
 from otel_infer.handmade import scope
 from otel_infer.integrations._claims import claimed
 from otel_infer.records import RequestRecord
@@ -267,6 +267,51 @@ def test_a_request_that_says_nothing_leaves_the_name_to_the_engine(recording: Re
     first, second = recording.records()
     assert (first.operation, first.model) == ("chat", "outer")
     assert second.operation == "inference"
+
+
+CALLER = {
+    "X-Tenant": "blue",
+    "x-class": "batch",
+    "baggage": "tenant=red",
+    "traceparent": f"00-{'a' * 32}-{'b' * 16}-01",
+}
+
+
+@pytest.mark.parametrize(
+    ("tenant", "headers", "expected"),
+    [
+        ("header:x-tenant", CALLER, ("blue", "batch")),
+        ("baggage:tenant", CALLER, ("red", "batch")),
+        ("header:x-tenant", {}, (None, "interactive")),
+        ("header:x-tenant", None, (None, None)),
+        ("", CALLER, (None, None)),
+    ],
+)
+def test_who_asks_is_found_in_the_headers_that_were_handed_in(
+    recording: Recording,
+    monkeypatch: pytest.MonkeyPatch,
+    tenant: str,
+    headers: dict[str, str] | None,
+    expected: tuple[str | None, str | None],
+) -> None:
+    wanted = callers.wanted(tenant, "", "header:X-Class" if tenant else "")
+    monkeypatch.setattr(asking, "wanted", wanted if tenant else callers.NOTHING)
+    with otel_infer.request(headers=headers):
+        with otel_infer.request(headers=CALLER):
+            pass
+    said = only(recording).attributes
+    assert (said.get(semconv.TENANT), said.get(semconv.TRAFFIC_CLASS)) == expected
+
+
+def test_headers_that_are_no_text_cost_no_request(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "wanted", callers.wanted("header:x-tenant", "", ""))
+    odd: Any = {7: None, "\udcff": "\udcff", "x-tenant": 7}
+    with otel_infer.request(headers=odd):
+        pass
+    assert only(recording).attributes[semconv.TENANT] == "7"
+    assert recording.in_flight == 0
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from otel_infer import clock, facts, ingress
-from otel_infer.integrations.asgi import asking, response_headers
+from otel_infer import asking, clock, facts, ingress
+from otel_infer.integrations.asgi import response_headers
 from otel_infer.integrations.asgi.parent import Tokens, enter_remote, is_innermost, is_traced, leave
 from otel_infer.patching import Hook
 
@@ -117,7 +117,7 @@ class Exchange:
             request = ingress.open_request(name, owner="asgi", server=True, arrived_at=self.arrived_at)
             if request is not None:
                 self.request = request
-                asking.tell(request, self.scope)
+                asking.tell(request, self.scope.get("headers") or (), str(self.scope.get("path", "")))
                 return (*tokens, request.attach())
         except BaseException as exc:
             self.hook.fail(exc)
