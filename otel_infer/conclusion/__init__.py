@@ -42,6 +42,7 @@ def _conclude(record: RequestRecord, request: Request) -> None:
         record.died_in = died_in(record, request, life)
     if not record.operation and (_reached_engine(record) or not record.name):
         record.operation = semconv.OPERATION_INFERENCE
+    record.redundant = request.unseen and _says_nothing(record)
     if not record.operation and record.server_span_id:
         # One span is enough, and it is the live one: what ran below it names it as its parent.
         record.server_span_id = record.span_id
@@ -183,6 +184,14 @@ def _in_time(record: RequestRecord, request: Request) -> list[facts.EngineFinish
 
 def _counted(record: RequestRecord) -> int:
     return int(record.steps.tokens.sum()) if record.steps is not None else 0
+
+
+def _says_nothing(record: RequestRecord) -> bool:
+    """An HTTP request that reached no engine, below the span of another instrumentation that tells the same."""
+    told = record.attributes.keys() - {semconv.TENANT, semconv.TRAFFIC_CLASS}
+    said = record.operation or record.span_name or told or record.events or record.links
+    below_another = record.parent_span_id and not (record.server_span_id or record.remote_parent)
+    return bool(below_another and record.outcome == facts.OK and not said)
 
 
 def _reached_engine(record: RequestRecord) -> bool:

@@ -55,6 +55,7 @@ class Request:
         self.chunks: dict[StepLog, dict[int, Chunk]] = {}
         self.discarded = 0
         self.concluded_at = 0
+        self.unseen = False
         self.pauses: tuple[Pause, ...] = ()
         self.costs: StepCosts | None = None
         self.is_prefilling = True
@@ -235,6 +236,7 @@ _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.EventAdded: _event,
     facts.SpanLinked: lambda request, fact: request.links.append((fact.trace_id, fact.span_id)),
     facts.HttpDescribed: Request._http,
+    facts.SpanUnseen: lambda request, fact: setattr(request, "unseen", True),
     facts.NameUpdated: lambda request, fact: setattr(request, "span_name", fact.name),
     facts.StateCarried: lambda request, fact: setattr(request, "tracestate", fact.tracestate),
 }

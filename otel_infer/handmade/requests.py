@@ -119,7 +119,8 @@ class request(Scope):  # noqa: N801 - used like a function
             self._live.state(facts.RequestPreempted(clock.now(), "recompute"))
 
     def finished(self, reason: str = "stop", output_tokens: int = 0) -> None:
-        """The loop is done with it. `output_tokens` 0 = count those that its steps delivered."""
+        """The loop is done with it. `reason`: `stop`, `length`, or why it gave up: `abort` (it was told to stop, which is no
+        error), `error`. `output_tokens` 0 = count those that its steps delivered."""
         if self._live is not None:
             self._live.state(facts.EngineFinished(clock.now(), str(reason), count(output_tokens)))
 

@@ -9,6 +9,7 @@ from typing import Any
 from otel_infer import asking, clock, facts, ingress
 from otel_infer.integrations.asgi import response_headers
 from otel_infer.integrations.asgi.parent import Tokens, enter_remote, is_innermost, is_traced, leave
+from otel_infer.integrations.asgi.verdict import only, verdict
 from otel_infer.patching import Hook
 
 Scope = MutableMapping[str, Any]
@@ -20,9 +21,7 @@ App = Callable[..., Awaitable[Any]]
 KEY = "otel_infer"
 """In a scope: the `Exchange` of a request, None if it is excluded; in that of the lifespan, the front's `Door`."""
 KNOWN_METHODS = frozenset(("POST", "PUT", "PATCH", "QUERY"))  # of those that are watched
-CLIENT_DISCONNECT, TIMEOUT, CANCELLED = "client_disconnect", "timeout", "cancelled"
-GATEWAY_TIMEOUT = 504
-TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # one and the same from Python 3.11 on
+CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"
 
 _now = clock.now
 
@@ -261,7 +260,7 @@ class Exchange:
             return
         try:
             broken, self.broken = self.broken, None
-            outcome, error_type = self._verdict(_only(exc or (broken if self.status < 300 else None)))
+            outcome, error_type = self._verdict(only(exc or (broken if self.status < 300 else None)))
             if request.server is not None:
                 self._describe(request)
             request.close(outcome, error_type, self.status, self.left_at or self.completed_at)
@@ -277,17 +276,8 @@ class Exchange:
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
             # A server that would say that the client has left cancels because it is shutting down.
             return facts.ABORTED, CLIENT_DISCONNECT if self._server is _Silent else CANCELLED
-        if exc is None and self.completed_at and self.status < 500:
-            return facts.OK, ""
-        if exc is None and self.completed_at and self.status == GATEWAY_TIMEOUT:
-            return facts.ABORTED, TIMEOUT
-        cut_short = bool(self.status) and not self.completed_at
-        self.status = self.status or 500  # as servers answer where the application has not
-        if isinstance(exc, TIMEOUTS):
-            return facts.ABORTED, TIMEOUT
-        if exc is not None:
-            return facts.ERROR, type(exc).__qualname__
-        return facts.ERROR, facts.OTHER if cut_short else str(self.status)
+        sent, self.status = self.status, self.status or 500  # as servers answer where the application has not
+        return verdict(exc, sent, bool(self.completed_at))
 
     def _describe(self, request: ingress.LiveRequest) -> None:
         """What belongs to the SERVER span, where that is ours."""
@@ -304,9 +294,3 @@ class Exchange:
                 request.close(facts.ABORTED, CANCELLED)
         finally:
             self.hook.fail(exc)
-
-
-def _only(exc: BaseException | None) -> BaseException | None:
-    """The one exception in a group of one, as a task group raises it."""
-    inner = getattr(exc, "exceptions", None)
-    return _only(inner[0]) if isinstance(inner, tuple) and len(inner) == 1 else exc

@@ -31,6 +31,7 @@ from starlette.responses import StreamingResponse as Streaming
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+import otel_infer
 from otel_infer import clock, facts, ingress
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.integrations import asgi
@@ -593,12 +594,12 @@ def one_tree(seen: Seen, spans: InMemorySpanExporter) -> ReadableSpan:
     return server
 
 
-def instrumented(app: FastAPI) -> FastAPI:
+def instrumented(app: FastAPI, **options: Any) -> FastAPI:
     instrumentation = pytest.importorskip(
         "opentelemetry.instrumentation.fastapi",
         reason="opentelemetry-instrumentation-fastapi is not installed",
     )
-    instrumentation.FastAPIInstrumentor.instrument_app(app)
+    instrumentation.FastAPIInstrumentor.instrument_app(app, **options)
     return app
 
 
@@ -620,6 +621,72 @@ def test_below_the_span_of_the_fastapi_instrumentation(
     assert server.instrumentation_scope.name == "opentelemetry.instrumentation.fastapi"
     assert seen.arrived.wall_at < (server.start_time or 0)  # its arrival is still the outermost instant
     assert before < seen.arrived.at
+
+
+QUIET: dict[str, Any] = {"exclude_spans": ["send", "receive"]}
+
+
+def test_what_reached_no_engine_below_somebody_elses_span_is_no_second_one(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
+) -> None:
+    """And whatever a task that outlives it starts hangs from theirs."""
+    app = instrumented(make_app(), **QUIET)
+    over = threading.Event()
+
+    async def later() -> None:
+        await asyncio.to_thread(over.wait, 5)
+        trace.get_tracer("database").start_span("late").end()
+
+    @app.post("/refresh")
+    async def refresh() -> dict[str, bool]:
+        app.state.task = asyncio.create_task(later())
+        return {}
+
+    posted(serve(app), "/refresh", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert record_of(seen).redundant
+    over.set()
+    until(lambda: len(spans.get_finished_spans()) == 2)
+    server = one_tree(seen, spans)
+    late = next(span for span in spans.get_finished_spans() if span.name == "late")
+    assert late.parent == server.context
+
+
+async def _told_its_id() -> None:
+    trace.get_tracer("database").start_span("select").end()
+
+
+async def _said_something() -> None:
+    trace.get_current_span().set_attribute("cache", "cold")
+
+
+async def _staged() -> None:
+    with otel_infer.stage("rerank"):
+        pass
+
+
+async def _failed() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("deed", [_told_its_id, _said_something, _staged, _failed])
+def test_what_says_something_of_its_own_below_somebody_elses_span_stays(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, deed: Callable[[], Any]
+) -> None:
+    app = instrumented(make_app(), **QUIET)
+
+    @app.post("/refresh")
+    async def refresh() -> dict[str, bool]:
+        await deed()
+        return {}
+
+    posted(serve(app), "/refresh", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert not record_of(seen).redundant
+    for span in spans.get_finished_spans():
+        if span.name == "select":
+            assert span.parent is not None
+            assert span.parent.span_id.to_bytes(8, "big") == seen.arrived.span_id
 
 
 NATIVE = tuple(int(part) for part in fastapi.__version__.split(".")[:2]) >= (0, 142)

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
 from otel_infer import asking, callers, clock, facts, identity, ingress, semconv
 from otel_infer.integrations import asgi
-from otel_infer.integrations.asgi import exchange, response_headers
+from otel_infer.integrations.asgi import exchange, response_headers, verdict
 from otel_infer.patching import Hook
 from otel_infer.ring import write
 from otel_infer.ring.read import RequestReader
@@ -272,7 +272,7 @@ def test_every_name_and_error_type_is_in_the_conventions() -> None:
     assert semconv.URL_SCHEME == "url.scheme"
     assert semconv.HTTP_ROUTE == "http.route"
     assert exchange.CLIENT_DISCONNECT == semconv.ERROR_CLIENT_DISCONNECT
-    assert exchange.TIMEOUT == semconv.ERROR_TIMEOUT
+    assert verdict.TIMEOUT == semconv.ERROR_TIMEOUT
     assert exchange.CANCELLED == semconv.ERROR_CANCELLED
 
 
