@@ -12,8 +12,7 @@ from otel_infer.steplog import Run, StepLog
 
 MAX_STAGES = 256
 """Stages of one request that are remembered."""
-ABORT, FAILURE = "abort", "error"
-GIVEN_UP = {ABORT: facts.ABORTED, FAILURE: facts.ERROR}
+GIVEN_UP = {"abort": facts.ABORTED, "error": facts.ERROR}
 """What a request came to whose sequences all ended for this reason, though its response ended well."""
 
 
