@@ -169,6 +169,12 @@ class StateCarried(NamedTuple):
     tracestate: str
 
 
+class SpanUnseen(NamedTuple):
+    """Nobody was told the id of the request's span, and nobody will be: nothing can hang from it."""
+
+    at: int
+
+
 class HttpDescribed(NamedTuple):
     """What an HTTP request is, in words of ours: a known method, the scheme, the route's template ("" = no route)."""
 
@@ -346,6 +352,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(13, HooksReported, "q S H H"),
     _layout(14, HttpDescribed, "q S S S"),
     _layout(15, PauseSeen, "q q S"),
+    _layout(16, SpanUnseen, "q"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from opentelemetry import trace
@@ -19,6 +20,14 @@ class Limits(NamedTuple):
     events: int = 128
     links: int = 128
     length: int | None = None
+
+    def cut(self, value: Any) -> Any:
+        """The value of an attribute, as long as it may be."""
+        if isinstance(value, str):
+            return value[: self.length]
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self.cut(item) for item in value]
+        return value
 
 
 class Opened(NamedTuple):

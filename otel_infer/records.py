@@ -88,8 +88,9 @@ class RequestRecord:
     """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
 
     `server_span_id`: of the server span, if it is ours; the same as `span_id` where the request reached no engine, so that
-    the two are one. `telemetry_lost`: what is here is true, but not all of it is. `costs`: of its engine's steps, as known at
-    its end. `prefillers`: whose prompts were in a step, and `strain`: what its engine's thread suffered, asked soon after.
+    the two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is
+    true, but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step,
+    and `strain`: what its engine's thread suffered, asked soon after.
     """
 
     trace_id: bytes
@@ -126,6 +127,7 @@ class RequestRecord:
     preemptions: int = 0
     chunks: int = 0
     telemetry_lost: bool = False
+    redundant: bool = False
     attributes: dict[str, Value] = field(default_factory=dict)
     pauses: tuple[Pause, ...] = ()
     received_at: int = 0

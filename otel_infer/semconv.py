@@ -307,7 +307,7 @@ REQUEST_ABANDONED = Metric(
     "infer.request.abandoned",
     HISTOGRAM,
     "s",
-    "How long an aborted request had waited, by the stage it was in.",
+    "How long an aborted request had waited, by the stage it was in; without error.type its client had it stopped.",
     (STAGE, ERROR_TYPE, *_REQUEST, *_CALLER),
     STAGE_BOUNDS,
 )
@@ -315,7 +315,7 @@ REQUEST_KEPT = Metric(
     "infer.request.kept",
     COUNTER,
     "{request}",
-    "Requests whose decode steps were kept, by reason; `none`: exported without them, `unsampled`: not exported.",
+    "Requests whose decode steps were kept, by reason; `none`: without them, `unsampled`: not exported.",
     (KEEP_REASON,),
 )
 REQUEST_ACTIVE = Metric(

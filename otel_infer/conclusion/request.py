@@ -12,6 +12,8 @@ from otel_infer.steplog import Run, StepLog
 
 MAX_STAGES = 256
 """Stages of one request that are remembered."""
+GIVEN_UP = {"abort": facts.ABORTED, "error": facts.ERROR}
+"""What a request came to whose sequences all ended for this reason, though its response ended well."""
 
 
 class Chunk(NamedTuple):
@@ -52,6 +54,7 @@ class Request:
         self.chunks: dict[StepLog, dict[int, Chunk]] = {}
         self.discarded = 0
         self.concluded_at = 0
+        self.unseen = False
         self.pauses: tuple[Pause, ...] = ()
         self.costs: StepCosts | None = None
         self.is_prefilling = True
@@ -64,7 +67,16 @@ class Request:
     @property
     def outcome(self) -> int:
         """How it ended; well, as long as it has not."""
-        return self.ended.outcome if self.ended is not None else facts.OK
+        if self.ended is None or self.ended.outcome != facts.OK:
+            return self.ended.outcome if self.ended is not None else facts.OK
+        reasons = {fact.reason for fact in self.finished}
+        return GIVEN_UP.get(reasons.pop(), facts.OK) if len(reasons) == 1 else facts.OK
+
+    @property
+    def error_type(self) -> str:
+        """Empty as well where its client had it stopped."""
+        said = self.ended.error_type if self.ended is not None else ""
+        return said or (semconv.OTHER if self.outcome == facts.ERROR else "")
 
     @property
     def ended_at(self) -> int:
@@ -223,6 +235,7 @@ _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.EventAdded: _event,
     facts.SpanLinked: lambda request, fact: request.links.append((fact.trace_id, fact.span_id)),
     facts.HttpDescribed: Request._http,
+    facts.SpanUnseen: lambda request, fact: setattr(request, "unseen", True),
     facts.NameUpdated: lambda request, fact: setattr(request, "span_name", fact.name),
     facts.StateCarried: lambda request, fact: setattr(request, "tracestate", fact.tracestate),
 }

@@ -82,7 +82,8 @@ class MetricsSink:
         """Counts a finished request, kept or not; only an exported one becomes an exemplar."""
         who, caller = self._who(record), self._caller(record)
         source = _source(record) if exported and self._exemplars else None
-        error = self._errors.admit(record.error_type or semconv.OTHER) if record.outcome != facts.OK else None
+        error_type = record.error_type or (semconv.OTHER if record.outcome == facts.ERROR else "")
+        error = self._errors.admit(error_type) if error_type else None
         self._record(semconv.REQUEST_DURATION, (*who, error, *caller), record.duration_ns, source)
         self._count_stages(record, who, source)
         if not record.generative:

@@ -21,7 +21,7 @@ _HTTP = "HTTP"
 """The word of the conventions for a method that is not known."""
 _PAUSES = 32
 """Events for pauses on one request; the longest are told."""
-_NOT_ERRORS = (semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
+_NOT_ERRORS = ("", semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
 
 
 def derived_id(span_id: bytes, name: str, number: int) -> bytes:

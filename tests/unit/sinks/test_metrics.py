@@ -189,6 +189,13 @@ def test_an_aborted_request_says_how_long_it_had_waited_and_in_which_stage() -> 
     assert (expected, 1, 0.3) == (point["attributes"], point["count"], point["sum"])
 
 
+def test_a_clients_own_stop_is_counted_without_an_error() -> None:
+    said = counted(sink(), generation(outcome=facts.ABORTED, died_in="decode"))
+    assert {**WHO, "infer.stage": "decode"} == only_point(said["infer.request.abandoned"])["attributes"]
+    assert WHO == only_point(said["gen_ai.server.request.duration"])["attributes"]
+    assert "gen_ai.server.time_to_first_token" not in said
+
+
 def test_a_failed_request_was_not_abandoned() -> None:
     said = counted(sink(), record(outcome=facts.ERROR, error_type="RuntimeError", died_in="prefill"))
     assert "infer.request.abandoned" not in said
