@@ -1,6 +1,7 @@
 """An OTLP/HTTP receiver in a process of its own: keeps what arrives as it came and counts it when asked, after the load.
 
-python -m benchmarks.receiver        says its port on standard output, ends with its standard input
+python -m benchmarks.receiver [SECONDS]     says its port on standard output, ends with its standard input; every answer
+                                            takes so many seconds
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -21,11 +23,11 @@ STEP = "decode step"
 
 
 class Receiver:
-    """The parent's side: starts one, asks it what arrived."""
+    """The parent's side: starts one, asks it what arrived. `delay`: seconds that every answer to an export takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, delay: float = 0.0) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.receiver"],
+            [sys.executable, "-m", "benchmarks.receiver", str(delay)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -35,7 +37,8 @@ class Receiver:
         self.endpoint = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
     def counted(self) -> dict[str, Any]:
-        """What arrived since it was last asked: spans, unique ids, spans by name, bytes raw and as sent."""
+        """What arrived since it was last asked: spans, unique ids, spans by name, bytes raw and as sent; `metrics`: what the
+        last export said of every series, by metric and the values of its attributes."""
         with urllib.request.urlopen(f"{self.endpoint}/counted", timeout=300) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
@@ -54,11 +57,12 @@ class Receiver:
 
 
 class _Kept:
-    """Bodies of trace exports, in order of arrival."""
+    """Bodies of trace exports, in order of arrival, and of the last export of metrics."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bodies: list[tuple[bytes, str]] = []
+        self.metrics = b""
 
     def add(self, body: bytes, encoding: str) -> None:
         with self._lock:
@@ -79,7 +83,7 @@ def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
     sizes: dict[bool, list[int]] = {True: [], False: []}
     raw = wire = 0
     for body, encoding in bodies:
-        text = gzip.decompress(body) if encoding == "gzip" else body
+        text = _text(body, encoding)
         raw, wire = raw + len(text), wire + len(body)
         lengths = span_lengths(text)
         for of_resource in ExportTraceServiceRequest.FromString(text).resource_spans:
@@ -97,6 +101,31 @@ def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
         "other_raw": sum(sizes[False]),
     }
     return {**found, **steps, "raw": raw, "wire": wire}
+
+
+def _text(body: bytes, encoding: str) -> bytes:
+    return gzip.decompress(body) if encoding == "gzip" else body
+
+
+def totals(body: bytes) -> dict[str, dict[str, float]]:
+    """The value of every point, of a histogram its count, by metric and by the values of its attributes."""
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    found: dict[str, dict[str, float]] = {}
+    for of_resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+        for of_scope in of_resource.scope_metrics:
+            for metric in of_scope.metrics:
+                kind = metric.WhichOneof("data")
+                for point in getattr(metric, kind).data_points:
+                    key = ",".join(str(_plain(pair.value)) for pair in point.attributes)
+                    value = point.count if kind.endswith("histogram") else _plain(point)
+                    found.setdefault(metric.name, {})[key] = value
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """What an AnyValue or a number point holds."""
+    return getattr(value, value.WhichOneof("value"))
 
 
 def span_lengths(request: bytes) -> Iterator[int]:
@@ -131,15 +160,21 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     kept = _Kept()
+    delay = 0.0
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        encoding = self.headers.get("Content-Encoding", "")
         if self.path == "/v1/traces":
-            self.kept.add(body, self.headers.get("Content-Encoding", ""))
+            self.kept.add(body, encoding)
+        elif self.path == "/v1/metrics":
+            self.kept.metrics = _text(body, encoding)
+        time.sleep(self.delay)
         self._answer(b"")
 
     def do_GET(self) -> None:
-        self._answer(json.dumps(count(self.kept.taken())).encode())
+        found = {**count(self.kept.taken()), "metrics": totals(self.kept.metrics)}
+        self._answer(json.dumps(found).encode())
 
     def _answer(self, body: bytes) -> None:
         self.send_response(200)
@@ -155,6 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
 def main() -> None:
     """Serves until its standard input ends; it stands for another machine, so it takes what is left of this one."""
     os.nice(19)
+    _Handler.delay = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
