@@ -1,7 +1,6 @@
 """An OTLP/HTTP receiver in a process of its own: keeps what arrives as it came and counts it when asked, after the load.
 
-python -m benchmarks.receiver [SECONDS]     says its port on standard output, ends with its standard input; every answer
-                                            takes so many seconds
+python -m benchmarks.receiver        says its port on standard output, ends with its standard input
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ STEP = "decode step"
 
 
 class Receiver:
-    """The parent's side: starts one, asks it what arrived. `delay`: seconds that every answer to an export takes."""
+    """The parent's side: starts one, asks it what arrived."""
 
-    def __init__(self, delay: float = 0.0) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.receiver", str(delay)],
+            [sys.executable, "-m", "benchmarks.receiver"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -42,6 +41,11 @@ class Receiver:
         with urllib.request.urlopen(f"{self.endpoint}/counted", timeout=300) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
+
+    def answer_after(self, seconds: float) -> None:
+        """Every answer to an export takes so long from now on."""
+        with urllib.request.urlopen(f"{self.endpoint}/answer_after/{seconds}", timeout=30):
+            pass
 
     def close(self) -> None:
         """Ends it."""
@@ -160,7 +164,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     kept = _Kept()
-    delay = 0.0
+    answer_after = 0.0
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -169,10 +173,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.kept.add(body, encoding)
         elif self.path == "/v1/metrics":
             self.kept.metrics = _text(body, encoding)
-        time.sleep(self.delay)
+        time.sleep(self.answer_after)
         self._answer(b"")
 
     def do_GET(self) -> None:
+        if self.path.startswith("/answer_after/"):
+            _Handler.answer_after = float(self.path.rpartition("/")[2])
+            self._answer(b"")
+            return
         found = {**count(self.kept.taken()), "metrics": totals(self.kept.metrics)}
         self._answer(json.dumps(found).encode())
 
@@ -190,7 +198,6 @@ class _Handler(BaseHTTPRequestHandler):
 def main() -> None:
     """Serves until its standard input ends; it stands for another machine, so it takes what is left of this one."""
     os.nice(19)
-    _Handler.delay = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
