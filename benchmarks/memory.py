@@ -1,7 +1,7 @@
 """A million short requests through the real sidecar: whether it, or the server, holds more for every one of them.
 
-Requests come in batches of a few steps. Each brings values from outside that no other has, some fail and some are aborted:
-what is remembered by such a value would grow. Memory is what a process has for itself alone; it is read when everything that
+Requests come in batches of a few steps. They bring values from outside that no other has (callers, attributes, types of
+errors), some fail and some are aborted: what is remembered by such a value would grow. Memory is what a process has for itself alone; it is read when everything that
 was offered has been sent, so that what is on its way is not in it. What is filled once and kept full from then on is the
 warm-up, and is left out; the longest is the flight recorder's window.
 """
@@ -31,8 +31,9 @@ from otel_infer.ring.recorder import recorder
 REQUESTS, QUICK = 1_000_000, 20_000
 SAMPLES, QUICK_SAMPLES = 100, 20
 BATCH, STEPS, PROMPT = 32, 3, 64
-RATE = 2500
-"""Requests a second: the ring holds those of 0.4 s, and a reader that is held up by a neighbour must not lose any."""
+AT_ONCE = 640
+"""Requests that are offered before it is waited until they are read: those of a ring that is not overwritten, whatever the
+sidecar is held up by."""
 WARM_S = SPAN_NS / 1e9 * 1.25
 MOST_MB_PER_H = 1.0
 
@@ -45,18 +46,18 @@ class Series:
         self.sidecar, self.server = array("d"), array("d")
         self.begun = 0
 
-    def note(self, at: float, requests: int, sidecar: int) -> None:
+    def note(self, at: float, requests: int, sidecar: int, server: int) -> None:
         """One sample; `at` in s since the first request."""
         self.at.append(at)
         self.requests.append(requests)
         self.sidecar.append(sidecar)
-        self.server.append(machine.own_memory(os.getpid()))
+        self.server.append(server)
         if at < WARM_S:
             self.begun = len(self.at)
 
 
 def measure(quick: bool) -> list[Line]:
-    """Offers them at a fixed pace, with a pause after each hundredth for everything to be sent."""
+    """Offers them as fast as the ring takes them; whenever memory is read, nothing is on its way."""
     wanted, samples = (QUICK, QUICK_SAMPLES) if quick else (REQUESTS, SAMPLES)
     with Receiver() as receiver:
         _, others = machine.cores()
@@ -65,11 +66,13 @@ def measure(quick: bool) -> list[Line]:
             series, load, spans = Series(), Load(), 0
             began = time.perf_counter()
             for sample in range(1, samples + 1):
-                load.offer(wanted * sample // samples)
-                exporting.flush()
+                while load.ended < wanted * sample // samples:
+                    load.offer(AT_ONCE)
+                    exporting.flush()
                 arrived = receiver.counted()
                 spans += arrived["spans"]
-                series.note(time.perf_counter() - began, load.ended, machine.own_memory(exporting.pid))
+                both = machine.own_memory(exporting.pid), machine.own_memory(os.getpid())
+                series.note(time.perf_counter() - began, load.ended, *both)
             counted = arrived["metrics"]
     return lines_of(series, load.ended, counted, spans)
 
@@ -83,7 +86,8 @@ def lines_of(series: Series, ended: int, counted: dict[str, dict[str, float]], s
     missing = exactly(ended - seen + sum(lost.values()))
     rows = [line("memory: requests, facts and spans lost", "", missing, Gate(0), note=note)]
     begun = series.begun
-    warm = Control(f"after {WARM_S:.0f} s", len(series.at) - begun >= SAMPLES // 2)
+    settled = not missing.value and len(series.at) - begun >= SAMPLES // 2
+    warm = Control(f"after {WARM_S:.0f} s", settled)
     for process, column in (("sidecar", series.sidecar), ("server", series.server)):
         rows += grown(process, series.at[begun:], series.requests[begun:], column[begun:], warm)
     return rows
@@ -129,15 +133,10 @@ class Load:
         self._left: list[Any] = []
         self.ended = 0
 
-    def offer(self, upto: int) -> None:
-        """So many in all, evenly over time; who falls behind does not catch up."""
-        due = time.perf_counter()
-        while self.ended < upto:
+    def offer(self, count: int) -> None:
+        """So many more, as fast as it goes."""
+        for _ in range(count // BATCH):
             self._batch()
-            due = max(due + BATCH / RATE, time.perf_counter() - BATCH / RATE)
-            time.sleep(max(due - time.perf_counter(), 0))
-        self._log.idle()
-        self._left = []
 
     def _batch(self) -> None:
         members = [self._arrived(self.ended + number) for number in range(BATCH)]
@@ -159,8 +158,9 @@ class Load:
         )
         if token is not None:
             context.detach(token)
-        request.set_attribute("number", number)
-        request.set_attribute("name", f"request {number}")
+        if number % 8 == 0:
+            request.set_attribute("number", number)
+            request.set_attribute("name", f"request {number}")
         request.submitted(ENGINE, 1, PROMPT, STEPS)
         request.state(facts.RequestReceived(clock.now()))
         return request

@@ -117,6 +117,8 @@ class LiveRequest(trace.Span):
             self.detokenize_ns,
         )
         recorder.close(self.handle, ended)
+        if not self.handle and self.inner is not None:  # nobody will hear of it
+            identity.end(self.inner)
 
     def __deepcopy__(self, memo: Any) -> LiveRequest:
         """Engines copy their own objects, which may carry this one: it stays one request."""
@@ -251,17 +253,13 @@ def open_request(
     if opened.request.trace_state and (state := identity.sampling_state(opened.request.trace_state)):
         request.state(facts.StateCarried(now, state))
     request.come_from(parent)
-    if opened.inner is not None:
-        _inner[arrived.span_id] = opened.inner
+    if opened.inner is not None and request.handle:
+        unclaimed.put(arrived.span_id, opened.inner)
     return request
 
 
-_inner: dict[bytes, tuple[trace.Span | None, trace.Span]] = {}
-
-
-def claim(span_id: bytes) -> tuple[trace.Span | None, trace.Span] | None:
-    """A provider's live spans of the request with this span id, once; who claims them ends them."""
-    return _inner.pop(span_id, None)
+unclaimed = identity.Unclaimed()
+"""A provider's live spans of requests that are recorded."""
 
 
 def to_headers(request: LiveRequest) -> dict[str, str]:
