@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -22,7 +22,7 @@ class Limits(NamedTuple):
     length: int | None = None
 
 
-Inner = tuple[Optional[trace.Span], trace.Span]
+Inner = tuple[trace.Span | None, trace.Span]
 """A provider's own live spans of a request: server span, if there is one, and request span."""
 MOST_UNCLAIMED = 8192
 """As many as can be in flight, and as many again that have ended and are not concluded."""
