@@ -31,9 +31,12 @@ from otel_infer.ring.recorder import recorder
 REQUESTS, QUICK = 1_000_000, 20_000
 SAMPLES, QUICK_SAMPLES = 100, 20
 BATCH, STEPS, PROMPT = 32, 3, 64
-AT_ONCE = 640
-"""Requests that are offered before it is waited until they are read: those of a ring that is not overwritten, whatever the
-sidecar is held up by."""
+AT_ONCE, EVERY_S = 640, 0.32
+"""So many requests, then it is waited until they are read, and until it is time for the next ones: they fit into the ring,
+whatever the sidecar is held up by."""
+RATE_LIMIT = 0.05
+"""How much more or less was offered in the second half, as a share: the flight recorder holds the facts of two minutes, so
+memory follows the rate."""
 WARM_S = SPAN_NS / 1e9 * 1.25
 MOST_MB_PER_H = 1.0
 
@@ -57,18 +60,20 @@ class Series:
 
 
 def measure(quick: bool) -> list[Line]:
-    """Offers them as fast as the ring takes them; whenever memory is read, nothing is on its way."""
+    """Offers them about as fast as the ring takes them; whenever memory is read, nothing is on its way."""
     wanted, samples = (QUICK, QUICK_SAMPLES) if quick else (REQUESTS, SAMPLES)
     with Receiver() as receiver:
         _, others = machine.cores()
         machine.pin_process(receiver.pid, others)
         with Exporting(receiver.endpoint, steps="auto") as exporting:
             series, load, spans = Series(), Load(), 0
-            began = time.perf_counter()
+            began = due = time.perf_counter()
             for sample in range(1, samples + 1):
                 while load.ended < wanted * sample // samples:
                     load.offer(AT_ONCE)
                     exporting.flush()
+                    due = max(due + EVERY_S, time.perf_counter())
+                    time.sleep(max(due - time.perf_counter(), 0))
                 arrived = receiver.counted()
                 spans += arrived["spans"]
                 both = machine.own_memory(exporting.pid), machine.own_memory(os.getpid())
@@ -86,8 +91,7 @@ def lines_of(series: Series, ended: int, counted: dict[str, dict[str, float]], s
     missing = exactly(ended - seen + sum(lost.values()))
     rows = [line("memory: requests, facts and spans lost", "", missing, Gate(0), note=note)]
     begun = series.begun
-    settled = not missing.value and len(series.at) - begun >= SAMPLES // 2
-    warm = Control(f"after {WARM_S:.0f} s", settled)
+    warm = settled(series) if not missing.value else Control("some were lost", False)
     for process, column in (("sidecar", series.sidecar), ("server", series.server)):
         rows += grown(process, series.at[begun:], series.requests[begun:], column[begun:], warm)
     return rows
@@ -109,6 +113,25 @@ def grown(
         Line(f"{claim} at this rate", "MB/h", *by_time, gate, warm.said, judged, note),
         line(f"{claim} per million requests", "MB", Figure(*by_request)),
     ]
+
+
+def settled(series: Series) -> Control:
+    """Half of the samples are from after the warm-up, and the rate was the same throughout."""
+    at, requests = series.at[series.begun :], series.requests[series.begun :]
+    if len(at) < SAMPLES // 2:
+        return Control(f"too short: {WARM_S:.0f} s are warm-up", False)
+    rate = rate_change(at, requests)
+    return Control(f"after {WARM_S:.0f} s, rate {100 * rate:+.1f} %", abs(rate) <= RATE_LIMIT)
+
+
+def rate_change(at: Sequence[float], requests: Sequence[float]) -> float:
+    """How much faster they came in the second half than in the first, as a share."""
+    middle = len(at) // 2
+    first, second = (
+        (requests[last] - requests[begin]) / (at[last] - at[begin])
+        for begin, last in ((0, middle), (middle, len(at) - 1))
+    )
+    return second / first - 1
 
 
 def verdict_of(found: Slope, warm: Control) -> str:

@@ -28,6 +28,7 @@ QUICK_S, QUICK_ROUNDS = 5, 1
 PYTHON_US = 1000.0
 MOST_MEMORY = 256
 """MiB: what OTEL_INFER_BUDGET allows by default."""
+LOST_FACTS = ("facts_overwritten", "facts_torn")
 MODES = {"all": "every step", "auto": "default budget"}
 
 
@@ -78,7 +79,11 @@ def _mode(said: str, slow: Slow, exporting: Exporting, quick: bool) -> list[Line
     slow.take_off()
     requests = len(engine.answered) + engine.size + WAITING
     memory = machine.peak_memory(exporting.pid)
-    return [*step_lines(said, found), *_account(said, steps, requests, slow), _memory(said, memory)]
+    return [
+        *step_lines(said, found),
+        *account(said, steps, requests, slow.arrived, slow.metrics),
+        _memory(said, memory),
+    ]
 
 
 def paced(engine: Engine, seconds: float) -> Block:
@@ -109,28 +114,25 @@ def step_lines(said: str, rounds: Rounds) -> list[Line]:
     return rows
 
 
-def _account(said: str, steps: int, requests: int, slow: Slow) -> list[Line]:
-    """Offered by the server's own count (requests, steps), and by the stages that the metrics counted."""
-    metrics = slow.metrics
+def account(
+    said: str, steps: int, requests: int, arrived: Counter[str], metrics: dict[str, dict[str, float]]
+) -> list[Line]:
+    """`steps` and `requests` by the server's own count; how many stages those have, the metrics say, which lose none."""
     counted = int(sum(metrics[semconv.REQUEST_DURATION.name].values()))
-    stages = metrics[semconv.STAGE_DURATION.name].items()
-    spans = sum(int(count) for key, count in stages if semconv.STAGE_DETOKENIZE not in key.split(","))
-    offered = steps + requests + spans
+    by_stage = metrics[semconv.STAGE_DURATION.name].items()
+    stages = sum(int(count) for key, count in by_stage if semconv.STAGE_DETOKENIZE not in key.split(","))
     lost = {reason: int(count) for reason, count in metrics[semconv.SELF_LOST.name].items() if count}
-    facts = sum(lost.get(reason, 0) for reason in ("facts_overwritten", "facts_torn"))
-    arrived = slow.arrived["unique"]
-    missing = offered - arrived - (sum(lost.values()) - facts)
-    note = f"{offered:,} offered, {arrived:,} arrived, lost: {lost or 'none'}; {counted:,} of {requests:,} requests counted"
-    doubled = slow.arrived["spans"] - arrived
+    facts = sum(lost.get(reason, 0) for reason in LOST_FACTS)
+    offered, doubled = steps + requests + stages, arrived["spans"] - arrived["unique"]
+    missing = offered - arrived["unique"] - (sum(lost.values()) - facts)
+    wrong = exactly(abs(missing) + doubled + abs(requests - counted))
+    note = f"{offered:,} offered, {arrived['unique']:,} arrived, lost: {lost or 'none'}"
+    claim = f"slow collector, {said}"
     return [
         line(
-            f"slow collector, {said}: spans neither arrived nor counted as lost, or doubled",
-            "",
-            exactly(abs(missing) + doubled + abs(requests - counted)),
-            Gate(0),
-            note=note,
+            f"{claim}: spans neither arrived nor counted as lost, or doubled", "", wrong, Gate(0), note=note
         ),
-        line(f"slow collector, {said}: facts overwritten in the rings", "", exactly(facts), Gate(0)),
+        line(f"{claim}: facts overwritten in the rings", "", exactly(facts), Gate(0)),
     ]
 
 

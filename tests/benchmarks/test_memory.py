@@ -33,11 +33,12 @@ def test_nothing_is_said_before_everything_is_warm() -> None:
     assert verdict_of(Slope(0, 0, 0), COLD) == INCONCLUSIVE
 
 
-def series(grows: float) -> Series:
-    """Samples every 4 s; the server stays as it is."""
+def series(grows: float, slower_after: int = 100) -> Series:
+    """Samples every 4 s, from some sample on every 6; the server stays as it is."""
     made = Series()
     for number in range(100):
-        made.note(number * 4.0, number * 10_000, int(1e8 + grows * number), 30_000_000)
+        at = number * 4.0 + max(number - slower_after, 0) * 2.0
+        made.note(at, number * 10_000, int(1e8 + grows * number), 30_000_000)
     return made
 
 
@@ -54,6 +55,19 @@ def test_a_sidecar_that_holds_a_few_bytes_of_every_request_fails() -> None:
 def test_a_run_that_lost_requests_says_nothing_of_memory() -> None:
     lost, sidecar, *_ = lines_of(series(0), 1000, counted(999, facts_overwritten=3), 0)
     assert (lost.verdict, lost.value, sidecar.verdict) == (FAIL, 4, INCONCLUSIVE)
+
+
+def test_memory_that_follows_the_rate_says_nothing() -> None:
+    _, sidecar, *_ = lines_of(series(1000, slower_after=70), 1000, counted(1000), 0)
+    assert (sidecar.verdict, sidecar.control) == (INCONCLUSIVE, "after 150 s, rate -32.6 %")
+
+
+def test_a_run_as_long_as_its_warm_up_says_nothing() -> None:
+    short = Series()
+    for number in range(60):
+        short.note(number * 2.6, number, 100_000_000, 30_000_000)
+    _, sidecar, *_ = lines_of(short, 1000, counted(1000), 0)
+    assert (sidecar.verdict, sidecar.control) == (INCONCLUSIVE, "too short: 150 s are warm-up")
 
 
 def test_steps_that_were_not_to_be_exported_are_no_loss() -> None:
