@@ -5,6 +5,7 @@ python -m benchmarks.receiver        says its port on standard output, ends with
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -188,8 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "application/x-protobuf")
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):  # who asked has lost patience
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Silent."""
