@@ -62,3 +62,15 @@ def test_a_request_that_cannot_be_recorded_ends_its_own_spans(monkeypatch: pytes
     request.close()
     assert [span.name for span in ended()] == ["chat", "chat"]
     assert ingress.unclaimed.claim(request.get_span_context().span_id.to_bytes(8, "big")) is None
+
+
+def test_a_processor_that_raises_stops_nobody() -> None:
+    class Broken(SimpleSpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise OSError
+
+    broken = TracerProvider()
+    broken.add_span_processor(Broken(exporter))
+    unclaimed = Unclaimed(most=0)
+    unclaimed.put(b"a", (None, broken.get_tracer("test").start_span("a")))
+    assert unclaimed.claim(b"a") is None
