@@ -57,6 +57,12 @@ def test_a_run_that_lost_requests_says_nothing_of_memory() -> None:
     assert (lost.verdict, lost.value, sidecar.verdict) == (FAIL, 4, INCONCLUSIVE)
 
 
+def test_a_few_pages_more_are_not_told_from_none() -> None:
+    _, pages, *_ = lines_of(series(4096 / 10), 1000, counted(1000), 0)
+    _, leak, *_ = lines_of(series(4096), 1000, counted(1000), 0)
+    assert (pages.verdict, leak.verdict) == (PASS, FAIL)
+
+
 def test_memory_that_follows_the_rate_says_nothing() -> None:
     _, sidecar, *_ = lines_of(series(1000, slower_after=70), 1000, counted(1000), 0)
     assert (sidecar.verdict, sidecar.control) == (INCONCLUSIVE, "after 150 s, rate -32.6 %")
