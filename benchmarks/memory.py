@@ -1,9 +1,9 @@
 """A million short requests through the real sidecar: whether it, or the server, holds more for every one of them.
 
 Requests come in batches of a few steps. They bring values from outside that no other has (callers, attributes, types of
-errors), some fail and some are aborted: what is remembered by such a value would grow. Memory is what a process has for itself alone; it is read when everything that
-was offered has been sent, so that what is on its way is not in it. What is filled once and kept full from then on is the
-warm-up, and is left out: the step log, and the flight recorder's window, which takes longest.
+errors), some fail and some are aborted: what is remembered by such a value would grow. Memory is what a process has for itself
+alone; it is read when everything that was offered has been sent, so that what is on its way is not in it. What is filled once
+and kept full from then on is the warm-up, and is left out: the step log, and the flight recorder's window, which takes longest.
 """
 
 from __future__ import annotations
