@@ -117,6 +117,8 @@ class LiveRequest(trace.Span):
         if not (self._seen or self.engine or self.server or self.inner) and self._above is not None:
             self._withdraw()
         recorder.close(self.handle, ended)
+        if not self.handle and self.inner is not None:  # nobody will hear of it
+            identity.end(self.inner)
 
     def _withdraw(self) -> None:
         """Whoever asks from now on, in a task that outlives the request, is told of the span above."""
@@ -260,17 +262,13 @@ def open_request(
     if opened.request.trace_state and (state := identity.sampling_state(opened.request.trace_state)):
         request.state(facts.StateCarried(now, state))
     request.come_from(parent)
-    if opened.inner is not None:
-        _inner[arrived.span_id] = opened.inner
+    if opened.inner is not None and request.handle:
+        unclaimed.put(arrived.span_id, opened.inner)
     return request
 
 
-_inner: dict[bytes, tuple[trace.Span | None, trace.Span]] = {}
-
-
-def claim(span_id: bytes) -> tuple[trace.Span | None, trace.Span] | None:
-    """A provider's live spans of the request with this span id, once; who claims them ends them."""
-    return _inner.pop(span_id, None)
+unclaimed = identity.Unclaimed()
+"""A provider's live spans of requests that are recorded."""
 
 
 def to_headers(request: LiveRequest) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from otel_infer import facts
+from otel_infer.prompts import Prompts
 from otel_infer.records import Prefiller, StepRecord
 from otel_infer.stepcosts import StepCosts, of_steps
 from otel_infer.strain import Strain
@@ -26,8 +27,6 @@ FIT_FIRST, FIT_EVERY, FIT_OVER = 16, 256, 1024
 """What a step costs is estimated anew when there are twice as many steps, then every so often, from so many."""
 LOOKED_OVER = 512
 """Steps among which those are found that were in a look at their thread."""
-MAX_PREFILLERS = 8192
-"""Steps with prompts of which it is remembered whose."""
 MAX_FLIGHTS = 64
 """Far more than any engine keeps in flight: the ends of older ones will not come."""
 
@@ -78,7 +77,7 @@ class StepLog:
         self.gap_at = 0
         self._members: list[int] | None = None
         self._flights: dict[int, _Flight] = {}
-        self._prefillers: dict[int, tuple[Prefiller, ...]] = {}
+        self._prompts = Prompts()
         self._costs: StepCosts | None = None
         self._fit_due = FIT_FIRST
         self.strain = Strain()
@@ -169,7 +168,7 @@ class StepLog:
 
     def prefillers(self, step: int) -> tuple[Prefiller, ...]:
         """Whose prompts were in this step."""
-        return self._prefillers.get(step, ())
+        return self._prompts.of(step)
 
     def costs(self) -> StepCosts | None:
         """What a step without prompts costs; the same for the same facts before it."""
@@ -257,10 +256,7 @@ class StepLog:
                 tokens_of = sum(prefill.tokens)
                 request.schedule(self, fact.step, fact.at, tokens_of, fact.size)
                 whose.append(request.prefiller(tokens_of))
-        if whose:
-            self._prefillers[fact.step] = tuple(whose)
-            if len(self._prefillers) > MAX_PREFILLERS:
-                del self._prefillers[next(iter(self._prefillers))]
+        self._prompts.note(fact.step, whose)
         return found
 
     def _deliver(self, step: int, flight: _Flight, delivered: dict[int, int], find: Find) -> None:
@@ -289,10 +285,7 @@ class StepLog:
                 self._prefill[step % CAPACITY] -= sum(prefill.tokens) - sum(tokens)
                 if request is not None:
                     request.schedule(self, step, flight.at, sum(tokens), flight.size)
-                    self._prefillers[step] = tuple(
-                        who._replace(tokens=sum(tokens)) if who.span_id == request.arrived.span_id else who
-                        for who in self.prefillers(step)
-                    )
+                    self._prompts.correct(step, request.arrived.span_id, sum(tokens))
 
 
 def _tokens(prefills: dict[int, _Prefill]) -> int:

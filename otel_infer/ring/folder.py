@@ -233,3 +233,4 @@ class Rings:
                 os.close(descriptor)
             if remove and path is not None:
                 path.unlink(missing_ok=True)
+                self._names.discard(str(path))

@@ -36,7 +36,7 @@ W_CELLS = 5
 W_LIVE_SLOTS = 6
 W_STRINGS = 7
 W_LOST = 8
-"""Facts the writer could not state: live table or string table full."""
+"""Facts the writer could not state: the live table was full, say."""
 W_ERRORS = 9
 """Probes of this process that raised."""
 W_KEYFRAME_ASKED = 10

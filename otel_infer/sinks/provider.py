@@ -12,11 +12,10 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from otel_infer import keeper, otlp, semconv
+from otel_infer.identity import Inner
 from otel_infer.records import RequestRecord
 from otel_infer.sinks import tree
 from otel_infer.sinks.spans import chosen_steps
-
-Inner = tuple["trace.Span | None", trace.Span]
 
 
 class ProviderSink:
