@@ -75,7 +75,7 @@ class Blame(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """A time in which the whole process was held up, and by what (gc, compile, …)."""
+    """A time in which the whole process was held up, or its event loop, and by what (gc, compile, …, event_loop)."""
 
     started_at: int
     ended_at: int
@@ -88,7 +88,8 @@ class RequestRecord:
 
     `server_span_id`: of the server span, if it is ours; the same as `span_id` where the request reached no engine, so that
     the two are one. `telemetry_lost`: what is here is true, but not all of it is. `costs`: of its engine's steps, as known at
-    its end. `prefillers`: whose prompts were in a step, asked soon after.
+    its end. `prefillers`: whose prompts were in a step, asked soon after. `pauses` held up the whole process, `loop_pauses` its
+    event loop alone.
     """
 
     trace_id: bytes
@@ -127,6 +128,7 @@ class RequestRecord:
     telemetry_lost: bool = False
     attributes: dict[str, Value] = field(default_factory=dict)
     pauses: tuple[Pause, ...] = ()
+    loop_pauses: tuple[Pause, ...] = ()
     received_at: int = 0
     preempted_at: tuple[int, ...] = ()
     detokenize_ns: int = 0
@@ -145,6 +147,11 @@ class RequestRecord:
     def duration_ns(self) -> int:
         """Arrival to last byte."""
         return self.ended_at - self.arrived_at
+
+    @property
+    def all_pauses(self) -> tuple[Pause, ...]:
+        """Of the whole process, then of its event loop."""
+        return self.pauses + self.loop_pauses
 
     @property
     def ttft_ns(self) -> int:

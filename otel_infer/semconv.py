@@ -62,11 +62,16 @@ CAUSE_DETOKENIZE = "detokenize"
 CAUSE_EGRESS = "egress"
 CAUSE_GC = "gc"
 CAUSE_COMPILE = "compile"
+CAUSE_CAPTURE = "capture"
+CAUSE_EVENT_LOOP = "event_loop"
+CAUSE_FIRST_USE = "first_use"
 CAUSE_THROTTLED = "throttled"
 CAUSE_PAUSE = "pause"
 CAUSE_UNEXPLAINED = "unexplained"
-PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_THROTTLED)
+PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_CAPTURE, CAUSE_THROTTLED)
 """Those that hold up a whole process; any other such cause is a `pause`."""
+LOOP_CAUSES = (CAUSE_EVENT_LOOP,)
+"""Those that hold up the event loop alone: the engine, on a thread of its own, goes on."""
 CAUSES: dict[str, str] = {
     CAUSE_INGRESS: "first byte in to handed over to the engine",
     CAUSE_TOKENIZE: "text to tokens",
@@ -83,7 +88,10 @@ CAUSES: dict[str, str] = {
     CAUSE_DETOKENIZE: "tokens to text, after the last token",
     CAUSE_EGRESS: "last token to last byte handed over",
     CAUSE_GC: "garbage collection",
-    CAUSE_COMPILE: "torch compiling or capturing",
+    CAUSE_COMPILE: "torch compiling",
+    CAUSE_CAPTURE: "torch capturing a CUDA graph",
+    CAUSE_FIRST_USE: "what a step took longer since it was the first of its engine, or of its size",
+    CAUSE_EVENT_LOOP: "the event loop was kept from going on, by a call that blocks it",
     CAUSE_THROTTLED: "the CPU quota was used up",
     CAUSE_PAUSE: "something else that held up the process",
     CAUSE_UNEXPLAINED: "nobody saw",
@@ -353,7 +361,8 @@ PAUSES = Metric(
     "infer.pause.duration",
     HISTOGRAM,
     "s",
-    "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CPU quota (throttled).",
+    "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CUDA graph capture "
+    "(capture), CPU quota (throttled); or its event loop alone (event_loop, over 20 ms).",
     (PAUSE_CAUSE,),
     STAGE_BOUNDS,
 )

@@ -85,7 +85,9 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
     record.attributes = attributes
     record.events, record.links = request.events, request.links
-    record.pauses, record.costs = request.pauses, request.costs
+    record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
+    record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
+    record.costs = request.costs
     record.prefillers = request.runs[-1].log.prefillers if request.runs else None
     record.received_at = request.received_at
     record.preempted_at = tuple(fact.at for fact in request.preempted)

@@ -94,7 +94,7 @@ def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict
         semconv.SLO_MISSED: list(decision.missed),
         semconv.UNSAMPLED: decision.export and not record.sampled,
         semconv.TELEMETRY_LOST: record.telemetry_lost,
-        semconv.PAUSES_LEFT_OUT: max(len(record.pauses) - _PAUSES, 0) if _is_kept(decision) else 0,
+        semconv.PAUSES_LEFT_OUT: max(len(record.all_pauses) - _PAUSES, 0) if _is_kept(decision) else 0,
     }
     attributes = {key: value for key, value in said.items() if value}
     if record.blame is not None and record.operation:
@@ -153,7 +153,7 @@ def _pauses(record: RequestRecord) -> list[Event]:
     """Of each pause the part in which the request was there."""
     held_up = [
         (max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at), pause.cause)
-        for pause in record.pauses
+        for pause in record.all_pauses
     ]
     longest = sorted(held_up, key=lambda pause: pause[0] - pause[1])[:_PAUSES]
     return [

@@ -298,6 +298,96 @@ def test_pauses_that_overlap_are_counted_once() -> None:
     assert said["decode"] == 10
 
 
+# ── what stops the event loop alone ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_who_waits_on_the_way_in_while_the_event_loop_is_blocked_waits_for_the_loop() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.paused(20, 170, "event_loop")
+    story.submitted(180, a)
+    story.step(180, 190, [a], {a: 4})
+    story.ends(190, a)
+    assert of(story, a) == {"ingress": 30, "event_loop": 150, "prefill": 10}
+
+
+def test_who_went_on_before_the_loop_did_was_not_waiting_for_it() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.paused(20, 170, "event_loop")
+    story.submitted(160, a)  # from the call that blocks the loop, or from another thread
+    story.step(180, 190, [a], {a: 4})
+    story.ends(190, a)
+    assert of(story, a) == {"ingress": 160, "scheduler_queue": 20, "prefill": 10}
+
+
+def test_what_is_sent_late_since_the_event_loop_is_blocked_waits_for_the_loop() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(0, 10, [a], {a: 4})
+    story.step(10, 20, [a])
+    story.paused(15, 215, "event_loop")
+    story.ends(220, a, chunks=1, detokenize=2)
+    assert of(story, a) == {"prefill": 10, "decode": 10, "event_loop": 195, "detokenize": 2, "egress": 3}
+
+
+def test_the_engine_goes_on_while_the_event_loop_is_blocked() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.submitted(at, a)
+    story.step(at + 5, at + 15, [a], {a: 3})
+    story.step(at + 15, at + 25, [a], {a: 1})
+    for i in range(4):
+        story.step(at + 25 + 10 * i, at + 35 + 10 * i, [a])
+    story.paused(at + 1, at + 55, "event_loop")
+    story.ends(at + 65, a)
+    said = of(story, a)
+    assert "event_loop" not in said
+    assert said["scheduler_queue"] == 5
+    assert said["decode"] + said["prefill"] == 60
+
+
+def test_a_stage_that_awaits_waits_for_the_loop_and_one_that_blocks_it_is_itself() -> None:
+    story = Story()
+    culprit, victim = story.arrives(0, "culprit"), story.arrives(0, "victim")
+    story.stage("retrieval", 10, 210, culprit)
+    story.stage("retrieval", 5, 220, victim)
+    story.paused(40, 211, "event_loop")
+    story.ends(215, culprit)
+    story.ends(225, victim)
+    assert of(story, culprit) == {"ingress": 10, "application": 200, "event_loop": 1, "unexplained": 4}
+    assert of(story, victim) == {"ingress": 5, "application": 44, "event_loop": 171, "unexplained": 5}
+
+
+def test_a_call_in_one_piece_does_not_wait_for_the_loop() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("tokenize", 5, 205, a)
+    story.paused(40, 160, "event_loop")
+    story.ends(210, a)
+    assert of(story, a) == {"ingress": 5, "tokenize": 200, "unexplained": 5}
+
+
+def test_of_a_loop_that_a_collection_holds_up_the_collection_is_told() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.paused(30, 130)
+    story.paused(50, 170, "event_loop")
+    story.submitted(180, a)
+    story.step(180, 190, [a], {a: 4})
+    story.ends(190, a)
+    assert of(story, a) == {"ingress": 40, "gc": 100, "event_loop": 40, "prefill": 10}
+
+
+def test_a_request_that_no_engine_sees_waits_for_the_loop_as_well() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.paused(20, 170, "event_loop")
+    story.ends(180, a)
+    assert of(story, a) == {"event_loop": 150, "unexplained": 30}
+
+
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
