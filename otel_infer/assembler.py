@@ -36,6 +36,7 @@ class Assembler:
         self.open: dict[Key, Request] = {}
         self.engines: dict[int, StepLog] = {}
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
+        self._seen_steps: dict[tuple[int, str], set[int]] = {}
         self.pauses: dict[int, deque[Pause]] = {}
         self.facts_lost = 0
         self.facts_torn = 0
@@ -171,8 +172,10 @@ class Assembler:
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
             del self.engines[number]
         self.pauses.pop(ring, None)
-        for key in [key for key in self.hooks if key[0] == ring]:
-            del self.hooks[key]
+        by_process: tuple[dict[Any, Any], ...] = (self.hooks, self._seen_steps)
+        for known in by_process:
+            for key in [key for key in known if key[0] == ring]:
+                del known[key]
 
     def _listed(self, ring: int, handle: int, fact: facts.LiveListed) -> None:
         living = set(fact.live)
@@ -215,7 +218,8 @@ class Assembler:
         self._concluded_at[ring] = fact.concluded_at
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
-        self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process)
+        seen = self._seen_steps.setdefault((fact.process, fact.engine), set())
+        self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process, seen)
 
     def _hooks(self, ring: int, handle: int, fact: facts.HooksReported) -> None:
         self.hooks[ring, fact.integration] = (fact.active, fact.total)

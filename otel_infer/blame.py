@@ -148,6 +148,11 @@ def _prefill(record: RequestRecord) -> Causes:
                 record.pauses, before.ended_at, began
             )
         length = _unpaused(record.pauses, began, chunk.ended_at)
+        if record.first_use is not None:
+            tokens = chunk.tokens + chunk.others_prefill_tokens
+            first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
+            parts[semconv.CAUSE_FIRST_USE] += first
+            length -= first
         mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
         others = chunk.others_prefill_tokens
         theirs = (length - mates) * others // max(chunk.tokens + others, 1)

@@ -26,7 +26,7 @@ class DecodeBlame(NamedTuple):
 NOTHING = DecodeBlame({}, [])
 _CAUSES = (
     semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION,
-    semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED,
+    semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_FIRST_USE,
 )  # fmt: skip
 
 
@@ -77,17 +77,21 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     own = np.minimum(rest, base + each * np.minimum(steps.tokens, steps.size)).astype(np.int64)
     batching = np.minimum(rest - own, each * np.maximum(steps.size - steps.tokens, 0)).astype(np.int64)
     over = rest - own - batching
+    cold, no_prompts = _first_uses(records, steps, others)
+    others -= no_prompts
     stalled = over > np.maximum(_SIGMAS * spread, _SHARE * typical)
     own += np.where(stalled, 0, over)
-    unexplained = np.where(stalled, over, 0)
+    unexplained = np.where(stalled & ~cold, over, 0)
+    first_use = np.where(stalled & cold, over, 0) + no_prompts
     preempted = _preempted(records, steps)
-    recomputed = np.where(preempted, others + unexplained + waited, 0)
+    recomputed = np.where(preempted, others + unexplained + first_use + waited, 0)
     holes = np.array([record.telemetry_lost for record in records])[steps.owner] & ~steps.next & ~preempted
     host = np.where(steps.next & ~preempted, waited, 0)
     others = np.where(preempted, 0, others)
     starved = np.where(~steps.next & ~preempted & ~holes, waited, 0)
+    first_use = np.where(preempted, 0, first_use)
     unexplained = np.where(preempted, 0, unexplained) + np.where(holes, waited, 0)
-    columns = (own, batching, others + starved, recomputed, host, unexplained)
+    columns = (own, batching, others + starved, recomputed, host, unexplained, first_use)
     sums = np.array([np.add.reduceat(column, steps.begins) for column in columns]).T.tolist()
     return [
         DecodeBlame(dict(zip(_CAUSES, line)), _worst(steps, others, i) if line[2] else [])
@@ -109,6 +113,20 @@ def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waite
             if begin < end:
                 waited[mine] -= np.maximum(np.minimum(began, end) - np.maximum(since, begin), 0)
                 ran[mine] -= np.maximum(np.minimum(until, end) - np.maximum(began, begin), 0)
+
+
+def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tuple[Any, Any]:
+    """Which steps were the first of their kind, and what of `others` in them no prompt costs."""
+    cold, over = np.zeros(len(steps.step), bool), np.zeros(len(steps.step), np.int64)
+    for i, record in enumerate(records):
+        begin, end = int(steps.begins[i]), int(steps.begins[i] + steps.counts[i])
+        found = record.first_use.among(steps.step[begin:end]) if record.first_use is not None else None
+        if record.first_use is None or found is None:
+            continue
+        cold[begin:end] = found
+        for row in begin + np.flatnonzero(found):
+            over[row] = max(others[row] - record.first_use.at_most(int(steps.prefill[row])), 0)
+    return cold, over
 
 
 def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from otel_infer import callers
 from otel_infer.facts import Value
+from otel_infer.firstuse import FirstUse
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steprows import StepRows, StepSummary, gaps_of, summarized
 
@@ -133,6 +134,7 @@ class RequestRecord:
     preempted_at: tuple[int, ...] = ()
     detokenize_ns: int = 0
     costs: StepCosts | None = None
+    first_use: FirstUse | None = None
     prefillers: Callable[[int], Sequence[Prefiller]] | None = None
     blame: Blame | None = None
     events: list[UserEvent] = field(default_factory=list)

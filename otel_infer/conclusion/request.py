@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from otel_infer import callers, facts, semconv
+from otel_infer.firstuse import FirstUse
 from otel_infer.records import Pause, Prefiller, UserEvent
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steplog import Run, StepLog
@@ -54,6 +55,7 @@ class Request:
         self.concluded_at = 0
         self.pauses: tuple[Pause, ...] = ()
         self.costs: StepCosts | None = None
+        self.first_use: FirstUse | None = None
         self.is_prefilling = True
 
     @property
@@ -162,7 +164,8 @@ class Request:
                 self.runs.append(Run(log, first, log.last_step, sequences))
         self.present = {}
         if self.runs:
-            self.costs = self.runs[-1].log.costs()
+            log = self.runs[-1].log
+            self.costs, self.first_use = log.costs(), log.firsts.known(log.costs())
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -270,6 +270,59 @@ def test_a_preemption_is_to_blame_for_the_wait_and_for_what_is_computed_again() 
     assert of(story, a) == {"prefill": 5, "interference": 5, "preemption": 70, "decode": 10}
 
 
+# ── for once ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_slow_step_with_a_batch_of_a_size_is_a_first_use_and_the_second_is_unexplained() -> None:
+    story = Story()
+    at = warmed_up(story)
+    crowd = [story.arrives(at, f"one of many {i}") for i in range(5)]
+    for who in crowd:  # one by one, so that the batch has grown when nobody has a prompt
+        story.step(at, at + 10, [who], {who: 1})
+        at += 10
+    story.step(at, at + 310, crowd)
+    story.step(at + 310, at + 620, crowd)
+    for who in crowd:
+        story.ends(at + 620, who)
+    said = of(story, crowd[4])
+    assert said["first_use"] == 300
+    assert said["unexplained"] == 300
+
+
+def test_the_first_prompt_of_an_engine_takes_long_for_once() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(0, a)
+    story.step(0, 2000, [a], {a: 4})
+    for i in range(30):
+        story.step(2000 + 10 * i, 2010 + 10 * i, [a])
+    story.ends(2300, a)
+    assert of(story, a) == {"prefill": 50, "first_use": 1950, "decode": 300}
+
+
+def test_others_are_not_to_blame_for_what_the_first_use_of_a_prompt_adds() -> None:
+    story = Story()
+    at = warmed_up(story)
+    victim, other = story.arrives(at, "victim"), story.arrives(at, "other")
+    story.step(at, at + 10, [victim], {victim: 1})
+    story.step(at + 10, at + 1020, [victim, other], {other: 16})
+    story.step(at + 1020, at + 1030, [victim, other])
+    story.ends(at + 1030, victim)
+    story.ends(at + 1030, other)
+    assert of(story, victim) == {"prefill": 10, "decode": 20, "interference": 160, "first_use": 840}
+
+
+def test_where_the_engines_beginning_was_not_seen_nothing_is_a_first_use() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(0, 2000, [a], {a: 4})
+    for i in range(30):
+        story.step(2000 + 10 * i, 2010 + 10 * i, [a])
+    story.ends(2300, a)
+    story.said = [said for said in story.said if getattr(said.fact, "step", 0) != 1]
+    assert "first_use" not in of(story, a)
+
+
 # ── what stops everything ────────────────────────────────────────────────────────────────────────────────────────
 
 

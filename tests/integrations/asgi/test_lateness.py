@@ -73,10 +73,17 @@ class Blocking:
         return {}
 
 
-def served(watched: Watched, serve: Callable[..., int], path: str) -> dict[str, RequestRecord]:
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loop(request: pytest.FixtureRequest) -> str:
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop", reason="uvloop is not installed")
+    return str(request.param)
+
+
+def served(watched: Watched, serve: Callable[..., int], path: str, loop: str) -> dict[str, RequestRecord]:
     """What is concluded of a request to `path`, and of the one that blocks the loop meanwhile; by route."""
     blocking = Blocking()
-    port = serve(blocking.app)
+    port = serve(blocking.app, loop=loop)
     victim = threading.Thread(target=posted, args=(port, path))
     victim.start()
     assert blocking.is_there.wait(5)
@@ -107,9 +114,9 @@ def blamed(record: RequestRecord, cause: str) -> float:
 
 @pytest.mark.parametrize(("path", "stage"), [("/looks-up", "ingress"), ("/streams", "postprocess")])
 def test_a_blocked_loop_is_blamed_for_what_the_others_wait(
-    watched: Watched, serve: Callable[..., int], path: str, stage: str
+    watched: Watched, serve: Callable[..., int], path: str, stage: str, loop: str
 ) -> None:
-    records = served(watched, serve, path)
+    records = served(watched, serve, path, loop)
     held_up = records[path].stage(stage)
     assert held_up is not None and held_up.ended_at - held_up.started_at >= BLOCKED_S * 1e9
     # The timer was due up to 50 ms after the loop was blocked.
@@ -118,7 +125,9 @@ def test_a_blocked_loop_is_blamed_for_what_the_others_wait(
     assert records[path].pauses == ()
 
 
-def test_who_blocks_the_loop_did_not_wait_for_it(watched: Watched, serve: Callable[..., int]) -> None:
-    record = served(watched, serve, "/looks-up")["/blocks"]
+def test_who_blocks_the_loop_did_not_wait_for_it(
+    watched: Watched, serve: Callable[..., int], loop: str
+) -> None:
+    record = served(watched, serve, "/looks-up", loop)["/blocks"]
     assert blamed(record, "ingress") >= BLOCKED_S
     assert blamed(record, "event_loop") <= 0.02
