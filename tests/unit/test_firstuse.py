@@ -41,7 +41,15 @@ def test_the_first_steps_of_an_engine_are_first_uses_whatever_their_size() -> No
 
 def test_so_is_the_first_step_with_a_batch_up_to_each_power_of_two() -> None:
     early = [(1, 0)] * EARLY
-    assert first_steps(*early, (2, 0), (2, 0), (3, 0), (4, 0), (5, 0), (8, 0), (9, 0)) == {1, 2, 3, 4, 6, 8, 10}
+    assert first_steps(*early, (2, 0), (2, 0), (3, 0), (4, 0), (5, 0), (8, 0), (9, 0)) == {
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        10,
+    }
 
 
 def test_and_the_first_step_with_prompts_of_each_length() -> None:
