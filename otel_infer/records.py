@@ -83,6 +83,15 @@ class Pause(NamedTuple):
     cause: str
 
 
+class Mark(NamedTuple):
+    """Something that happened to the process so many times between two looks, of unknown length."""
+
+    since: int
+    at: int
+    name: str
+    times: int
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
@@ -130,6 +139,7 @@ class RequestRecord:
     attributes: dict[str, Value] = field(default_factory=dict)
     pauses: tuple[Pause, ...] = ()
     loop_pauses: tuple[Pause, ...] = ()
+    marks: tuple[Mark, ...] = ()
     received_at: int = 0
     preempted_at: tuple[int, ...] = ()
     detokenize_ns: int = 0

@@ -27,6 +27,8 @@ SPAN_POSTPROCESS = "postprocess"
 SPAN_DOCTOR = "otel_infer doctor"
 EVENT_PAUSE = "infer.pause"
 """On the request span: something held up the whole process while the request was there."""
+EVENT_MARK = "infer.mark"
+"""On the request span: something happened to the process, maybe while the request was there; for how long is not known."""
 SPAN_HTTP = "HTTP"
 STAGE_DETOKENIZE = "detokenize"
 """No span: a part of postprocess, and a stage to the metrics."""
@@ -194,6 +196,11 @@ KV_UTILIZATION_START = "infer.kv_cache.utilization.start"
 KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
 PAUSE_CAUSE = "infer.pause.cause"
 PAUSE_DURATION = "infer.pause.duration"
+MARK = "infer.mark.name"
+MARK_NAMES = ("allocator_retry", "allocator_oom")
+MARK_COUNT = "infer.mark.count"
+MARK_WINDOW = "infer.mark.window"
+"""How long before the event it may have been, s."""
 PAUSES_LEFT_OUT = "infer.pauses.left_out"
 ENGINE = "infer.engine"
 PROCESS_ROLE = "infer.process.role"
@@ -365,6 +372,14 @@ PAUSES = Metric(
     "(capture), CPU quota (throttled); or its event loop alone (event_loop, over 20 ms).",
     (PAUSE_CAUSE,),
     STAGE_BOUNDS,
+)
+MARKS = Metric(
+    "infer.marks",
+    COUNTER,
+    "{mark}",
+    "What may have held up a process, of unknown length: the CUDA allocator freed what it kept and asked again "
+    "(allocator_retry), or had no more memory (allocator_oom).",
+    (MARK,),
 )
 KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
 KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)

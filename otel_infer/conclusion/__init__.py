@@ -87,6 +87,7 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.events, record.links = request.events, request.links
     record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
     record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
+    record.marks = request.marks
     record.costs, record.first_use = request.costs, request.first_use
     record.prefillers = request.runs[-1].log.prefillers if request.runs else None
     record.received_at = request.received_at

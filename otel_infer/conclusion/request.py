@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from otel_infer import callers, facts, semconv
 from otel_infer.firstuse import FirstUse
-from otel_infer.records import Pause, Prefiller, UserEvent
+from otel_infer.records import Mark, Pause, Prefiller, UserEvent
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steplog import Run, StepLog
 
@@ -54,6 +54,7 @@ class Request:
         self.discarded = 0
         self.concluded_at = 0
         self.pauses: tuple[Pause, ...] = ()
+        self.marks: tuple[Mark, ...] = ()
         self.costs: StepCosts | None = None
         self.first_use: FirstUse | None = None
         self.is_prefilling = True

@@ -1,26 +1,59 @@
-"""CUDA graphs while they are captured: the engine's thread is at it, and whoever is in flight waits.
+"""CUDA graphs while they are captured: the engine's thread is at it, and whoever is in flight waits. And short memory.
 
-    CUDAGraph.capture_begin ─ capture_end ─▶ a pause
+    CUDAGraph.capture_begin ─ capture_end ─▶ a pause               the end of a request ─ `gpu.allocator` ─▶ a mark
 
 Whoever captures comes by here: `torch.cuda.graph`, engines, torch's compiler; what that captures inside a compilation is told
-of as a capture. Nothing of CUDA is touched.
+of as a capture. CUDA is never initialized from here.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock
+from otel_infer.gpu.allocator import Allocator
 from otel_infer.integrations._base import Integration
 from otel_infer.patching import Hook
 from otel_infer.ring.recorder import recorder
 
+log = logging.getLogger(__name__)
+
 CAUSE = "capture"
 _GRAPH = "torch.cuda.graphs:CUDAGraph"
 
-integration = Integration("cuda", "torch", ("torch.cuda.graphs",))
+
+class _Cuda(Integration):
+    """Also looks at the allocator, of which nobody tells, as long as the hooks are on."""
+
+    def install(self) -> None:
+        super().install()
+        try:
+            recorder.overdue[self.name] = _looking(Allocator(recorder.marked))
+        except Exception as exc:
+            log.warning("the CUDA allocator is not looked at: %s", type(exc).__name__)
+
+    def remove(self) -> None:
+        recorder.overdue.pop(self.name, None)
+        super().remove()
+
+
+def _looking(allocator: Allocator) -> Callable[[], None]:
+    """Looks until it fails once: a request is about to end, and is not to be held up by another release of torch."""
+
+    def look() -> None:
+        try:
+            allocator.look()
+        except Exception as exc:
+            recorder.overdue.pop(integration.name, None)
+            log.warning("the CUDA allocator is looked at no more: %s", type(exc).__name__)
+
+    return look
+
+
+integration = _Cuda("cuda", "torch", ("torch.cuda.graphs",))
 
 
 class _Capture(threading.local):

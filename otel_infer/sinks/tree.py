@@ -133,7 +133,7 @@ def _described(record: RequestRecord, span: Span, decision: keeper.Decision) -> 
     """With the events and links that were added to the live span, and the pauses if the request is kept."""
     events = [Event(event.at + record.wall_offset, event.name, event.attributes) for event in record.events]
     if _is_kept(decision):
-        events = sorted([*events, *_pauses(record)], key=lambda event: event.at)
+        events = sorted([*events, *_pauses(record), *_marks(record)], key=lambda event: event.at)
     links = [Link(trace_id, span_id) for trace_id, span_id in record.links]
     offender = record.blame.offender if record.blame is not None else None
     if offender is not None:
@@ -163,6 +163,21 @@ def _pauses(record: RequestRecord) -> list[Event]:
             {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (end - begin) / 1e9},
         )
         for begin, end, cause in longest
+    ]
+
+
+def _marks(record: RequestRecord) -> list[Event]:
+    return [
+        Event(
+            min(mark.at, record.ended_at) + record.wall_offset,
+            semconv.EVENT_MARK,
+            {
+                semconv.MARK: mark.name,
+                semconv.MARK_COUNT: mark.times,
+                semconv.MARK_WINDOW: (mark.at - mark.since) / 1e9,
+            },
+        )
+        for mark in record.marks[-_PAUSES:]
     ]
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from otel_infer import ingress
 from otel_infer.integrations import cuda as ours
 from otel_infer.patching import Hook
 from otel_infer.ring.recorder import recorder
+from tests.rings import Recording
 
 
 class Graph:
@@ -100,3 +102,54 @@ def test_what_was_taken_off_says_nothing(told: list[Any], hook: Hook) -> None:
     graph.capture_end()
     assert told == []
     assert graph.called == ["begin None global", "end"]
+
+
+# ── the allocator ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Allocator:
+    """One that counts how often it is looked at."""
+
+    def __init__(self, say: Any, fails: bool = False) -> None:
+        self.looks, self.fails = 0, fails
+
+    def look(self) -> None:
+        self.looks += 1
+        if self.fails:
+            raise KeyError("num_alloc_retries")
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
+    allocator = Allocator(None)
+    monkeypatch.setattr(ours, "Allocator", lambda say: allocator)
+    ours.integration.install()
+    yield allocator
+    ours.integration.remove()
+
+
+def ends() -> None:
+    """A request."""
+    recording = Recording()
+    try:
+        request = ingress.open_request("POST", owner="test")
+        assert request is not None
+        request.close()
+        assert len(recording.records()) == 1
+    finally:
+        recording.stop()
+
+
+def test_the_allocator_is_looked_at_when_a_request_ends(allocator: Allocator) -> None:
+    ends()
+    assert allocator.looks == 1
+    ours.integration.remove()
+    ends()
+    assert allocator.looks == 1
+
+
+def test_one_that_cannot_be_read_is_looked_at_once_and_the_request_ends(allocator: Allocator) -> None:
+    allocator.fails = True
+    ends()
+    ends()
+    assert allocator.looks == 1
