@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
 from otel_infer import clock, ingress
 from otel_infer.gpu import allocator
 from otel_infer.integrations import cuda as ours
 from tests.rings import Recording
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 pytestmark = pytest.mark.gpu
 
