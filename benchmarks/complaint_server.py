@@ -27,7 +27,8 @@ otel_infer.instrument()
 class Faults:
     """How the engine is and what is wrong with the server; lengths in ms.
 
-    Whoever has a prompt of `preempted_prompt` tokens is put back after so many tokens, for so long, and computed again.
+    Whoever has a prompt of `preempted_prompt` tokens is put back after so many tokens, for so long, and computed again; one of
+    `blocking_prompt` blocks the event loop first.
     """
 
     base_ms: float = 8.0
@@ -42,6 +43,8 @@ class Faults:
     preempted_prompt: int = 0
     preempted_after: int = 0
     preempted_ms: float = 0.0
+    blocking_prompt: int = 0
+    blocking_ms: float = 0.0
 
 
 HEAVY_TOKENS = 60
@@ -179,6 +182,8 @@ class App:
 
     async def answer(self, prompt: int, tokens: int) -> AsyncIterator[int]:
         async with otel_infer.request("text_completion", model="toy") as request:
+            if prompt == self.faults.blocking_prompt:
+                time.sleep(self.faults.blocking_ms / 1000)
             if self.faults.lookup_ms:
                 async with otel_infer.stage("lookup"):
                     await asyncio.sleep(self.faults.lookup_ms / 1000)
