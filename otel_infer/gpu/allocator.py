@@ -47,7 +47,8 @@ class Allocator:
     def _read(self) -> dict[str, int] | None:
         """The marks so far, of all devices; None while CUDA is not in use."""
         cuda = sys.modules.get("torch.cuda")
-        if cuda is None or not cuda.is_initialized():
+        is_initialized = getattr(cuda, "is_initialized", None)  # another thread may be importing it
+        if cuda is None or is_initialized is None or not is_initialized():
             return None
         devices: list[Mapping[str, Any]] = [
             cuda.memory_stats_as_nested_dict(device) for device in range(cuda.device_count())

@@ -351,6 +351,18 @@ def test_pauses_that_overlap_are_counted_once() -> None:
     assert said["decode"] == 10
 
 
+def test_a_capture_inside_a_compilation_is_told_of_as_a_capture() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.step(at, at + 10, [a], {a: 4})
+    story.step(at + 10, at + 70, [a])
+    story.paused(at + 12, at + 62, "compile")
+    story.paused(at + 32, at + 52, "capture")
+    story.ends(at + 70, a)
+    assert of(story, a) == {"prefill": 10, "decode": 10, "compile": 30, "capture": 20}
+
+
 # ── what stops the event loop alone ──────────────────────────────────────────────────────────────────────────────
 
 

@@ -58,5 +58,6 @@ _here = _Here()
 def watch() -> None:
     """From now on, until no request is in flight, it is seen whether the loop that runs here is late."""
     loop = asyncio._get_running_loop()  # None where another library than asyncio has the loop
-    if loop is not None and (_here.timer is None or _here.timer.loop is not loop):
+    timer = _here.timer
+    if loop is not None and (timer is None or timer.loop is not loop):
         _here.timer = _Timer(loop)

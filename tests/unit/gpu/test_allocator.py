@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -94,6 +95,16 @@ def test_cuda_that_nobody_uses_is_not_asked_and_its_first_figures_are_news(cuda:
     assert watched.look(2) == []
     cuda.initialized = True
     cuda.stats[0]["num_ooms"] = 1
+    assert watched.look(4) == [("allocator_oom", 2, 4, 1)]
+
+
+def test_torch_that_is_being_imported_is_asked_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.cuda", ModuleType("torch.cuda"))
+    watched = Watched()
+    assert watched.look(2) == []
+    cuda = Cuda()
+    cuda.stats[0]["num_ooms"] = 1
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)  # type: ignore[arg-type]
     assert watched.look(4) == [("allocator_oom", 2, 4, 1)]
 
 
