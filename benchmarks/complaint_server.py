@@ -32,9 +32,10 @@ otel_infer.instrument()
 class Faults:
     """How the engine is and what is wrong with the server; lengths in ms.
 
-    Whoever has a prompt of `preempted_prompt` tokens is put back after so many tokens, for so long, and computed again.
-    While one with a prompt of `struck_prompt` tokens is answered, another process wants this server's only core for `hog_ms`,
-    or its control group (`quota_group`, version 1) may have `QUOTA` of a core for `throttled_ms`.
+    Whoever has a prompt of `preempted_prompt` tokens is put back after so many tokens, for so long, and computed again; one of
+    `blocking_prompt` blocks the event loop first. While one with a prompt of `struck_prompt` tokens is answered, another process
+    wants this server's only core for `hog_ms`, or its control group (`quota_group`, version 1) may have `QUOTA` of a core for
+    `throttled_ms`.
     """
 
     base_ms: float = 8.0
@@ -54,6 +55,8 @@ class Faults:
     hog_ms: float = 0.0
     quota_group: str = ""
     throttled_ms: float = 0.0
+    blocking_prompt: int = 0
+    blocking_ms: float = 0.0
 
 
 HEAVY_TOKENS = 60
@@ -220,6 +223,8 @@ class App:
 
     async def answer(self, prompt: int, tokens: int) -> AsyncIterator[int]:
         async with otel_infer.request("text_completion", model="toy") as request:
+            if prompt == self.faults.blocking_prompt:
+                time.sleep(self.faults.blocking_ms / 1000)
             if self.faults.lookup_ms:
                 async with otel_infer.stage("lookup"):
                     await asyncio.sleep(self.faults.lookup_ms / 1000)

@@ -15,13 +15,13 @@ from typing import Any
 
 from otel_infer import facts, semconv
 from otel_infer.conclusion import Request, conclude
-from otel_infer.records import Pause, RequestRecord, StepRecord
+from otel_infer.records import Mark, Pause, RequestRecord, StepRecord
 from otel_infer.steplog import StepLog
 
 GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
 PAUSES = 1024
-"""Pauses of one process that are remembered."""
+"""Pauses, and marks, of one process that are remembered."""
 TOGETHER = 32
 """Requests that are concluded at once; more would not fit a processor's cache."""
 
@@ -36,11 +36,14 @@ class Assembler:
         self.open: dict[Key, Request] = {}
         self.engines: dict[int, StepLog] = {}
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
+        self._seen_steps: dict[tuple[int, str], set[int]] = {}
         self.pauses: dict[int, deque[Pause]] = {}
         self.facts_lost = 0
         self.facts_torn = 0
         self.steps: list[StepRecord] = []
         self._new_pauses: list[Pause] = []
+        self._marks: dict[int, deque[Mark]] = {}
+        self._new_marks: list[Mark] = []
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due = _NEVER
         self._numbers = itertools.count()
@@ -53,6 +56,7 @@ class Assembler:
             facts.RequestEnded: self._request_ended,
             facts.HooksReported: self._hooks,
             facts.PauseSeen: self._paused,
+            facts.MarkSeen: self._marked,
             facts.StepScheduled: self._scheduled,
             facts.StepDone: self._done,
             facts.StepsLost: self._steps_lost,
@@ -97,6 +101,11 @@ class Assembler:
         """The pauses seen since the last call, of all processes."""
         pauses, self._new_pauses = self._new_pauses, []
         return pauses
+
+    def drain_marks(self) -> list[Mark]:
+        """The marks seen since the last call, of all processes."""
+        marks, self._new_marks = self._new_marks, []
+        return marks
 
     def active(self) -> dict[str, int]:
         """How many requests are in flight, by `queued` (not scheduled yet) and `running`."""
@@ -155,6 +164,7 @@ class Assembler:
             if due > self._concluded_at.get(request.ring, 0):
                 request.leave(due)
                 request.pauses = request.pauses or self._pauses_of(request)
+                request.marks = request.marks or self._marks_of(request)
                 self._left.append(request)
                 if len(self._left) == TOGETHER:
                     self._conclude()
@@ -168,12 +178,15 @@ class Assembler:
         died = facts.RequestEnded(fact.at, facts.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)
         for request in self._of(ring):
             self._end(request, died)
-            request.pauses = self._pauses_of(request)
+            request.pauses, request.marks = self._pauses_of(request), self._marks_of(request)
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
             del self.engines[number]
         self.pauses.pop(ring, None)
-        for key in [key for key in self.hooks if key[0] == ring]:
-            del self.hooks[key]
+        self._marks.pop(ring, None)
+        by_process: tuple[dict[Any, Any], ...] = (self.hooks, self._seen_steps)
+        for known in by_process:
+            for key in [key for key in known if key[0] == ring]:
+                del known[key]
 
     def _listed(self, ring: int, handle: int, fact: facts.LiveListed) -> None:
         living = set(fact.live)
@@ -210,13 +223,27 @@ class Assembler:
         since = itertools.takewhile(lambda pause: pause.ended_at > begin, latest_first)
         return tuple(pause for pause in since if pause.started_at < end)[::-1]
 
+    def _marked(self, ring: int, handle: int, fact: facts.MarkSeen) -> None:
+        mark = Mark(fact.since, fact.at, fact.mark, fact.times)
+        self._marks.setdefault(ring, deque(maxlen=PAUSES)).append(mark)
+        if fact.at > self._concluded_at.get(ring, 0):
+            self._new_marks.append(mark)
+
+    def _marks_of(self, request: Request) -> tuple[Mark, ...]:
+        """What happened to its process while it may have been there."""
+        begin, end = request.arrived_at, request.ended_at
+        return tuple(
+            mark for mark in self._marks.get(request.ring, ()) if mark.since < end and mark.at > begin
+        )
+
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _process_seen(self, ring: int, handle: int, fact: facts.ProcessSeen) -> None:
         self._concluded_at[ring] = fact.concluded_at
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
-        self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process)
+        seen = self._seen_steps.setdefault((fact.process, fact.engine), set())
+        self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process, seen)
 
     def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
         engine = self.engines.get(ring)

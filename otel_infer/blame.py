@@ -2,7 +2,8 @@
 
 Time is given away once, in this order: to pauses of the process (of two at once, to the one that is not throttling, which
 is an estimate), to what the engine did with the request (queue, prefill,
-decode), to stages that were said, to what came after the last token. Inside decode each step is divided by what the engine's
+decode), to stages that were said, to what came after the last token. Of a stage that waits for the event loop, what the loop
+was late goes first to that; the engine's do not, so there it takes nothing. Inside decode each step is divided by what the engine's
 own log says a step of that size costs (`stepcosts`): what it would have cost the request alone is its own *decode*, what
 the other sequences' tokens add is *batching*, and what a step with other requests' prompts took beyond that is their
 *interference*. Its error per step is `StepCosts.spread`. Longer than a step without prompts can be explained by (three
@@ -38,6 +39,8 @@ _OF_STAGES = {
     semconv.SPAN_POSTPROCESS: semconv.CAUSE_EGRESS,
     semconv.STAGE_DETOKENIZE: semconv.CAUSE_DETOKENIZE,
 }
+_OFF_LOOP = frozenset(_OF_STAGES) - {semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS}
+"""Stages that do not wait for the event loop: the engine's, and those that are one call."""
 _ENGINES = (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
 
 
@@ -57,6 +60,9 @@ def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, i
         free, taken = _taken(free, pause.started_at, pause.ended_at)
         causes[pause.cause if pause.cause in semconv.PAUSE_CAUSES else semconv.CAUSE_PAUSE] += taken
     for stage in _in_order(record.stages):
+        if stage.name not in _OFF_LOOP:
+            free, late = _loop_late(record, free, stage.started_at, stage.ended_at)
+            causes[semconv.CAUSE_EVENT_LOOP] += late
         if stage.name == semconv.SPAN_QUEUE and stage.started_at < record.received_at < stage.ended_at:
             free, taken = _taken(free, stage.started_at, record.received_at)
             causes[semconv.CAUSE_HIDDEN_QUEUE] += taken
@@ -71,6 +77,8 @@ def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, i
             _add(causes, {semconv.CAUSE_DETOKENIZE: last, semconv.CAUSE_EGRESS: taken - last})
         else:
             causes[_OF_STAGES.get(stage.name, semconv.CAUSE_APPLICATION)] += taken
+    free, late = _loop_late(record, free, record.arrived_at, record.ended_at)
+    causes[semconv.CAUSE_EVENT_LOOP] += late
     causes[semconv.CAUSE_UNEXPLAINED] += sum(end - begin for begin, end in free)
     causes = {cause: length for cause, length in causes.items() if length}
     interference = causes.get(semconv.CAUSE_INTERFERENCE, 0)
@@ -102,6 +110,21 @@ def _taken(free: list[tuple[int, int]], begin: int, end: int) -> tuple[list[tupl
     return left, taken
 
 
+def _loop_late(
+    record: RequestRecord, free: list[tuple[int, int]], begin: int, end: int
+) -> tuple[list[tuple[int, int]], int]:
+    """As `_taken`, what the event loop was late while this interval waited for it.
+
+    What ended before the loop went on did not wait for it: it is on another thread, or is what kept the loop.
+    """
+    late = 0
+    for pause in record.loop_pauses:
+        if pause.ended_at < end:
+            free, taken = _taken(free, max(pause.started_at, begin), pause.ended_at)
+            late += taken
+    return free, late
+
+
 def _fitting(parts: Causes, whole: int, rest: str) -> Causes:
     """The parts so that they sum to `whole`: what is left is `rest`; what is too much is taken from the largest first."""
     parts = {cause: length for cause, length in parts.items() if length > 0}
@@ -129,6 +152,11 @@ def _prefill(record: RequestRecord) -> Causes:
                 record.pauses, before.ended_at, began
             )
         length = _unpaused(record.pauses, began, chunk.ended_at)
+        if record.first_use is not None:
+            tokens = chunk.tokens + chunk.others_prefill_tokens
+            first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
+            parts[semconv.CAUSE_FIRST_USE] += first
+            length -= first
         for cause, held in _held(record, began, chunk.ended_at):
             held = min(held, length)
             parts[cause] += held

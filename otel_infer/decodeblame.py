@@ -26,7 +26,8 @@ class DecodeBlame(NamedTuple):
 NOTHING = DecodeBlame({}, [])
 _CAUSES = (
     semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION,
-    semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_STARVED, semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED,
+    semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_FIRST_USE, semconv.CAUSE_STARVED,
+    semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED,
 )  # fmt: skip
 
 
@@ -77,18 +78,23 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     own = np.minimum(rest, base + each * np.minimum(steps.tokens, steps.size)).astype(np.int64)
     batching = np.minimum(rest - own, each * np.maximum(steps.size - steps.tokens, 0)).astype(np.int64)
     over = rest - own - batching
+    cold, no_prompts = _first_uses(records, steps, others)
+    others -= no_prompts
     stalled = is_stalled(over, typical, spread)
     own += np.where(stalled, 0, over)
-    unexplained = np.where(stalled, over, 0)
+    unexplained = np.where(stalled & ~cold, over, 0)
+    first_use = np.where(stalled & cold, over, 0) + no_prompts
     preempted = _preempted(records, steps)
-    recomputed = np.where(preempted, others + unexplained + waited, 0)
-    others, unexplained = (np.where(preempted, 0, column) for column in (others, unexplained))
+    recomputed = np.where(preempted, others + unexplained + first_use + waited, 0)
+    others, unexplained, first_use = (
+        np.where(preempted, 0, some) for some in (others, unexplained, first_use)
+    )
     held = _held(records, steps, others, unexplained)
     holes = np.array([record.telemetry_lost for record in records])[steps.owner] & ~steps.next & ~preempted
     host = np.where(steps.next & ~preempted, waited, 0)
     skipped = np.where(~steps.next & ~preempted & ~holes, waited, 0)
     unexplained += np.where(holes, waited, 0)
-    columns = (own, batching, others + skipped, recomputed, host, unexplained, *held)
+    columns = (own, batching, others + skipped, recomputed, host, unexplained, first_use, *held)
     sums = np.array([np.add.reduceat(column, steps.begins) for column in columns]).T.tolist()
     return [
         DecodeBlame(dict(zip(_CAUSES, line)), _worst(steps, others, i) if line[2] else [])
@@ -128,6 +134,20 @@ def _held(records: list[RequestRecord], steps: _Steps, others: Any, unexplained:
         unexplained[mine] -= of_stalls.sum(axis=0)
         others[mine] -= of_others.sum(axis=0)
     return held
+
+
+def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tuple[Any, Any]:
+    """Which steps were the first of their kind, and what of `others` in them no prompt costs."""
+    cold, over = np.zeros(len(steps.step), bool), np.zeros(len(steps.step), np.int64)
+    for i, record in enumerate(records):
+        begin, end = int(steps.begins[i]), int(steps.begins[i] + steps.counts[i])
+        found = record.first_use.among(steps.step[begin:end]) if record.first_use is not None else None
+        if record.first_use is None or found is None:
+            continue
+        cold[begin:end] = found
+        for row in begin + np.flatnonzero(found):
+            over[row] = max(others[row] - record.first_use.at_most(int(steps.prefill[row])), 0)
+    return cold, over
 
 
 def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:

@@ -201,6 +201,15 @@ class PauseSeen(NamedTuple):
     cause: str
 
 
+class MarkSeen(NamedTuple):
+    """Something happened so many times in this process between `since` and `at`; how long it took, nobody knows."""
+
+    at: int
+    since: int
+    mark: str
+    times: int
+
+
 class StepScheduled(NamedTuple):
     """A batch was composed. `members` is the ordered batch as handles; only its change travels.
 
@@ -353,6 +362,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(14, HttpDescribed, "q S S S"),
     _layout(15, PauseSeen, "q q S"),
     _layout(16, SpanUnseen, "q"),
+    _layout(17, MarkSeen, "q q S I"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

@@ -127,6 +127,9 @@ class Pipeline:
         pauses = self.assembler.drain_pauses()
         if pauses:
             self.metrics.pauses(pauses)
+        marks = self.assembler.drain_marks()
+        if marks:
+            self.metrics.marks(marks)
         records = self.assembler.concluded(horizon)
         self.requests += len(records)
         try:

@@ -27,6 +27,8 @@ SPAN_POSTPROCESS = "postprocess"
 SPAN_DOCTOR = "otel_infer doctor"
 EVENT_PAUSE = "infer.pause"
 """On the request span: something held up the whole process while the request was there."""
+EVENT_MARK = "infer.mark"
+"""On the request span: something happened to the process, maybe while the request was there; for how long is not known."""
 SPAN_HTTP = "HTTP"
 STAGE_DETOKENIZE = "detokenize"
 """No span: a part of postprocess, and a stage to the metrics."""
@@ -62,14 +64,19 @@ CAUSE_DETOKENIZE = "detokenize"
 CAUSE_EGRESS = "egress"
 CAUSE_GC = "gc"
 CAUSE_COMPILE = "compile"
+CAUSE_CAPTURE = "capture"
+CAUSE_EVENT_LOOP = "event_loop"
+CAUSE_FIRST_USE = "first_use"
 CAUSE_THROTTLED = "throttled"
 CAUSE_STARVED = "starved"
 CAUSE_FAULTS = "page_faults"
 CAUSE_BLOCKED = "blocked"
 CAUSE_PAUSE = "pause"
 CAUSE_UNEXPLAINED = "unexplained"
-PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_THROTTLED)
+PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_CAPTURE, CAUSE_THROTTLED)
 """Those that hold up a whole process; any other such cause is a `pause`."""
+LOOP_CAUSES = (CAUSE_EVENT_LOOP,)
+"""Those that hold up the event loop alone: the engine, on a thread of its own, goes on."""
 CAUSES: dict[str, str] = {
     CAUSE_INGRESS: "first byte in to handed over to the engine",
     CAUSE_TOKENIZE: "text to tokens",
@@ -86,7 +93,10 @@ CAUSES: dict[str, str] = {
     CAUSE_DETOKENIZE: "tokens to text, after the last token",
     CAUSE_EGRESS: "last token to last byte handed over",
     CAUSE_GC: "garbage collection",
-    CAUSE_COMPILE: "torch compiling or capturing",
+    CAUSE_COMPILE: "torch compiling",
+    CAUSE_CAPTURE: "torch capturing a CUDA graph",
+    CAUSE_FIRST_USE: "what a step took longer since it was the first of its engine, or of its size",
+    CAUSE_EVENT_LOOP: "the event loop was kept from going on, by a call that blocks it",
     CAUSE_THROTTLED: "the CPU quota was used up",
     CAUSE_STARVED: "the engine's thread could have run and had no CPU",
     CAUSE_FAULTS: "the kernel mapped memory to the engine's thread, page by page",
@@ -192,6 +202,11 @@ KV_UTILIZATION_START = "infer.kv_cache.utilization.start"
 KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
 PAUSE_CAUSE = "infer.pause.cause"
 PAUSE_DURATION = "infer.pause.duration"
+MARK = "infer.mark.name"
+MARK_NAMES = ("allocator_retry", "allocator_oom")
+MARK_COUNT = "infer.mark.count"
+MARK_WINDOW = "infer.mark.window"
+"""How long before the event it may have been, s."""
 PAUSES_LEFT_OUT = "infer.pauses.left_out"
 ENGINE = "infer.engine"
 PROCESS_ROLE = "infer.process.role"
@@ -359,9 +374,18 @@ PAUSES = Metric(
     "infer.pause.duration",
     HISTOGRAM,
     "s",
-    "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CPU quota (throttled).",
+    "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CUDA graph capture "
+    "(capture), CPU quota (throttled); or its event loop alone (event_loop, over 20 ms).",
     (PAUSE_CAUSE,),
     STAGE_BOUNDS,
+)
+MARKS = Metric(
+    "infer.marks",
+    COUNTER,
+    "{mark}",
+    "What may have held up a process, of unknown length: the CUDA allocator freed what it kept and asked again "
+    "(allocator_retry), or had no more memory (allocator_oom).",
+    (MARK,),
 )
 KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
 KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from otel_infer import facts
+from otel_infer.firstuse import Firsts
 from otel_infer.prompts import Prompts
 from otel_infer.records import Prefiller, StepRecord
 from otel_infer.stepcosts import StepCosts, of_steps
@@ -63,10 +64,11 @@ class StepLog:
     """Membership and columns of one engine's steps. `process` is the ring whose handles the batches hold.
 
     `holed`: it is not known who is in the batch, for steps were lost. `gap_at`: the first step after some that are missing,
-    while nobody has said that they were lost (an engine may have skipped what it could not state); 0 = none.
+    while nobody has said that they were lost (an engine may have skipped what it could not state); 0 = none. `seen`: kinds of
+    steps, of this engine on other threads as well (`Firsts`).
     """
 
-    def __init__(self, engine: str, pid: int, process: int) -> None:
+    def __init__(self, engine: str, pid: int, process: int, seen: set[int] | None = None) -> None:
         self.engine, self.pid, self.process = engine, pid, process
         # As rows of a request, but for the tokens, which are each request's own.
         self._table = np.zeros((6, CAPACITY), np.int64)
@@ -81,6 +83,7 @@ class StepLog:
         self._costs: StepCosts | None = None
         self._fit_due = FIT_FIRST
         self.strain = Strain()
+        self.firsts = Firsts(seen)
         self._prefilling: dict[int, int] = {}  # handle → how many of its members have no token yet
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -131,6 +134,7 @@ class StepLog:
             self._take_part(handle, self.last_step + 1, 0, 0, find)
         self._members = None
         self._prefilling.clear()
+        self.firsts.lost()
         self.holed = True
 
     def prefill_again(self, handle: int) -> None:
@@ -176,6 +180,7 @@ class StepLog:
             table = self._table_of(FIT_OVER)
             held = sum(self.strain.counted(np.maximum(table[1, 1:], table[2, :-1]), table[2, 1:]))
             self._costs = of_steps(table, held)
+            self.firsts.learn(table, self._costs)
             self._fit_due = self.last_step + min(self.last_step, FIT_EVERY)
         return self._costs
 
@@ -234,6 +239,7 @@ class StepLog:
         self._step[i], self._started[i], self._ended[i] = fact.step, fact.at, 0
         self._size[i], self._prefill[i] = fact.size, _tokens(prefills)
         self._kv[i] = fact.kv_used / fact.kv_total if fact.kv_total else np.nan
+        self.firsts.scheduled(fact.step, fact.size, int(self._prefill[i]))
 
     def _prefills(self, fact: facts.StepScheduled, find: Find) -> dict[int, _Prefill]:
         """Those in this step that have no token yet; of several sequences of a request, it is the longest ones."""

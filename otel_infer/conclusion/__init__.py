@@ -84,7 +84,10 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
     record.attributes = attributes
     record.events, record.links = request.events, request.links
-    record.pauses, record.costs = request.pauses, request.costs
+    record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
+    record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
+    record.marks = request.marks
+    record.costs, record.first_use = request.costs, request.first_use
     if request.runs:
         log = request.runs[-1].log
         record.prefillers, record.strain = log.prefillers, log.strain

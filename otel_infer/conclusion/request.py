@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from otel_infer import callers, facts, semconv
-from otel_infer.records import Pause, Prefiller, UserEvent
+from otel_infer.firstuse import FirstUse
+from otel_infer.records import Mark, Pause, Prefiller, UserEvent
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steplog import Run, StepLog
 
@@ -56,7 +57,9 @@ class Request:
         self.concluded_at = 0
         self.unseen = False
         self.pauses: tuple[Pause, ...] = ()
+        self.marks: tuple[Mark, ...] = ()
         self.costs: StepCosts | None = None
+        self.first_use: FirstUse | None = None
         self.is_prefilling = True
 
     @property
@@ -174,7 +177,8 @@ class Request:
                 self.runs.append(Run(log, first, log.last_step, sequences))
         self.present = {}
         if self.runs:
-            self.costs = self.runs[-1].log.costs()
+            log = self.runs[-1].log
+            self.costs, self.first_use = log.costs(), log.firsts.known(log.costs())
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -50,8 +50,8 @@ class Recorder:
         self._making = threading.Lock()
         self._maker = 0
         self._complained = False
-        self.overdue: Callable[[], None] = lambda: None
-        """Says what could not be said when it happened, before a request ends that it may concern."""
+        self.overdue: dict[str, Callable[[], None]] = {}
+        """Each says what could not be said when it happened, before a request ends that it may concern."""
         os.register_at_fork(after_in_child=self.forget)
 
     def start(
@@ -137,7 +137,8 @@ class Recorder:
         writer = self.requests
         if writer is not None and handle:
             try:
-                self.overdue()
+                for say in list(self.overdue.values()):
+                    say()
                 writer.close(handle, ended)
             except Exception as broken:  # the request goes on without us
                 self._broke(broken)
@@ -149,6 +150,15 @@ class Recorder:
             try:
                 writer.state(0, facts.PauseSeen(ended_at, started_at, cause))
             except Exception as broken:  # whoever was held up already is not to be stopped as well
+                self._broke(broken)
+
+    def marked(self, mark: str, since: int, at: int, count: int) -> None:
+        """States that something happened so many times; nothing where nobody records."""
+        writer = self.requests
+        if writer is not None:
+            try:
+                writer.state(0, facts.MarkSeen(at, since, mark, count))
+            except Exception as broken:
                 self._broke(broken)
 
     def _lose(self, facts_lost: int) -> None:

@@ -17,7 +17,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from otel_infer import callers, facts, semconv
 from otel_infer.facts import Value
 from otel_infer.keeper import Decision
-from otel_infer.records import Blame, Pause, RequestRecord, StepRecord
+from otel_infer.records import Blame, Mark, Pause, RequestRecord, StepRecord
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import (
     Histograms,
@@ -118,6 +118,12 @@ class MetricsSink:
         for pause in pauses:
             key = (self._causes.admit(pause.cause),)
             self._record(semconv.PAUSES, key, pause.ended_at - pause.started_at, None)
+
+    def marks(self, marks: Sequence[Mark]) -> None:
+        """Counts what happened to processes."""
+        for mark in marks:
+            name = mark.name if mark.name in semconv.MARK_NAMES else semconv.OTHER
+            self._numbers[semconv.MARKS.name].add((name,), mark.times)
 
     def engines(self, living: Collection[tuple[str, int]]) -> None:
         """These (engine, pid) are there: nothing uses the KV cache of any other."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from otel_infer import ingress
 from otel_infer.integrations._base import Integration
-from otel_infer.integrations.asgi import response_headers
+from otel_infer.integrations.asgi import lateness, response_headers
 from otel_infer.integrations.asgi.exchange import KEY, App, Door, Exchange, Receive, Scope, Send
 from otel_infer.integrations.asgi.parent import has_provider, is_traced, leave
 from otel_infer.patching import Hook, Make
@@ -87,6 +87,7 @@ def _arrive(scope: Scope, receive: Receive, send: Send, hook: Hook, door: Door |
         else:
             exchange.deferred = door.inside and (door.traced or has_provider())
         scope[KEY] = exchange
+        lateness.watch()
         return exchange
     except BaseException as exc:
         hook.fail(exc)

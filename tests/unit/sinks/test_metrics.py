@@ -14,7 +14,7 @@ from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metr
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision
-from otel_infer.records import Blame, Pause, RequestRecord, Stage, StepRecord
+from otel_infer.records import Blame, Mark, Pause, RequestRecord, Stage, StepRecord
 from otel_infer.sinks.metrics import MetricsSink, metric_exporter
 from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
@@ -639,6 +639,17 @@ def test_pauses_are_counted_by_cause_and_causes_are_few() -> None:
     assert len(sent(metrics)["infer.pause.duration"]["points"]) <= 65
 
 
+def test_marks_are_counted_by_what_they_are_and_only_those_that_are_known() -> None:
+    metrics = sink()
+    metrics.marks([Mark(0, MS, "allocator_retry", 2), Mark(MS, 2 * MS, "allocator_retry", 3)])
+    metrics.marks([Mark(0, MS, f"invented {number}", 1) for number in range(100)])
+    points = sent(metrics)["infer.marks"]["points"]
+    assert {point["attributes"]["infer.mark.name"]: point["value"] for point in points} == {
+        "allocator_retry": 5,
+        "_OTHER": 100,
+    }
+
+
 BY_CALLER = {
     "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token",
     "infer.inter_token_latency", "infer.blame.duration", "infer.request.abandoned",
@@ -709,6 +720,7 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
     metrics.steps([step(prefill_tokens=5)])
     metrics.pauses([Pause(0, MS, "gc")])
+    metrics.marks([Mark(0, MS, "allocator_oom", 1)])
     for metric in semconv.METRICS:
         if metric.name.startswith("infer.self.") or metric is semconv.REQUEST_ACTIVE:
             metrics.set(metric, dict.fromkeys(metric.attributes, "x"), 1)
