@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from otel_infer import facts, semconv, tape
+from otel_infer import facts, objectives, semconv, tape
 from otel_infer.cli import main, perfetto, report, report_page, report_request, report_view, report_words
 from otel_infer.cli.perfetto import Slice, laned
 from otel_infer.cli.report_view import Told, view
@@ -364,6 +364,27 @@ def test_of_more_requests_than_rows_the_slowest_of_each_kind_and_their_offenders
     assert quick in shown and late in shown and records[259] in shown
     lengths = [record.duration_ns for record in shown]
     assert lengths == sorted(lengths, reverse=True)
+
+
+def test_what_missed_an_objective_stands_first_and_says_which() -> None:
+    records = [made(number, 2, length=1000 + number) for number in range(260)]
+    late = records[5]
+    late.first_token_at = late.arrived_at + 10**9
+    seen = view(Told(records, [], [], [], 0, objectives.parse("ttft=999ms")))
+    assert seen.missed == {late.span_id: ("ttft",)}
+    assert seen.shown[0] is late and seen.shown[1] is records[259]
+    page = Page(report_page.rendered(seen, "x"))
+    page.whole()
+    assert "1 missed an objective" in page.text("header") and "ok, missed ttft" in page.text()
+    assert len(page.all("line", class_="missed")) == 1
+
+
+def test_what_a_tape_says_of_objectives_is_taken_if_it_is_understood(tmp_path: Path) -> None:
+    said = {"a": "e2e=1s", "b": "<nonsense>", "c": ""}
+    for name, slo in said.items():
+        tape.TapeWriter(tmp_path / name, slo=slo).close()
+    found = [len(report.read(tmp_path / name).promised.sections) for name in said]
+    assert found == [1, 0, 0]
 
 
 def test_what_lies_outside_its_request_or_ends_before_it_begins_is_drawn_all_the_same() -> None:
