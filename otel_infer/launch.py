@@ -66,7 +66,9 @@ def sidecar(
             [sys.executable, "-I", "-c", _BOOT, NAME],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=None if show or settings.console else subprocess.DEVNULL,
+            stderr=None
+            if show or settings.console or settings.request_log == config.STDERR
+            else subprocess.DEVNULL,
             close_fds=True,
             start_new_session=True,
             env=config.sidecar_environment(),
