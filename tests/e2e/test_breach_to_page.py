@@ -20,6 +20,7 @@ from otel_infer.diagnosis import COMPLAINTS
 from tests.breach import OBJECTIVES, Breach, breached
 from tests.browser import CHROMIUM, WHY_NONE, dumped, without_a_network
 from tests.pages import Page
+from tests.trace_events import read_as_trace
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -68,6 +69,7 @@ def test_nothing_that_people_sent_is_on_the_tape_or_in_the_page(breach: Breach, 
         "the trace": trace.read_bytes(),
         "what explain says": command("explain", str(breach.tape), "--json").encode(),
     }
+    assert len(read_as_trace(trace.read_text())) > 1000
     assert len(places["the tape"]) > 10_000 and len(places["the page"]) > 10_000
     found = [
         f"{kind} in {where}"
