@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from otel_infer import semconv, tape
-from otel_infer.cli import live
+from otel_infer.cli import live, readers
+from otel_infer.cli.readers import Outside
 from otel_infer.flight import asking
 from otel_infer.records import RequestRecord
 
@@ -41,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", metavar="TAPE", help="compare with the requests of another tape, stage by stage"
     )
     parser.add_argument(
+        "--client",
+        metavar="FILE",
+        help="spans of `otel_infer.client` (OTLP JSON, or of ConsoleSpanExporter): how long the readers waited elsewhere",
+    )
+    parser.add_argument(
         "--worst", type=int, default=5, metavar="N", help="how many slow requests to show (5)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -50,14 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Explains a tape, or what a sidecar holds; 2 where that cannot be had or holds no such request."""
     try:
         records = _told(arguments)
+        felt = _felt(records, arguments.client)
         if arguments.against:
             return _compare(_inferences(Path(arguments.against)), records, arguments.json)
-    except (asking.NoTape, tape.BadTape, OSError) as reason:
+    except (asking.NoTape, tape.BadTape, readers.BadSpans, OSError) as reason:
         print(f"otel-infer explain: {reason}", file=sys.stderr)
         return 2
     if arguments.request:
         return _one(records, arguments.request, arguments.json)
-    return _all(records, arguments.worst, arguments.json)
+    return _all(records, arguments.worst, arguments.json, felt)
 
 
 def _told(arguments: argparse.Namespace) -> list[RequestRecord]:
@@ -67,6 +74,16 @@ def _told(arguments: argparse.Namespace) -> list[RequestRecord]:
     if arguments.rings or arguments.server:
         raise asking.NoTape("a tape, or a running server by --rings and --server: not both")
     return _inferences(Path(arguments.tape))
+
+
+def _felt(records: list[RequestRecord], path: str | None) -> Outside | None:
+    """What their readers felt; raises `BadSpans`, also where none of these requests is in the file."""
+    if not path:
+        return None
+    felt = readers.outside(records, readers.read(Path(path)))
+    if felt is None:
+        raise readers.BadSpans(f"{path}: none of its spans is of one of these {len(records)} requests")
+    return felt
 
 
 def _inferences(path: Path) -> list[RequestRecord]:
@@ -79,7 +96,7 @@ def _inferences(path: Path) -> list[RequestRecord]:
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
+def _all(records: list[RequestRecord], worst: int, as_json: bool, felt: Outside | None = None) -> int:
     from otel_infer.diagnosis import COMPLAINTS, diagnose
 
     diagnosis = diagnose(records)
@@ -94,6 +111,7 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
             "findings": findings,
             "tenants": tenants(records),
             "worst": [described(record) for record in slowest],
+            "readers": felt._asdict() if felt is not None else None,
         }
         print(json.dumps(said))
         return 0
@@ -110,6 +128,8 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
         for evidence in finding.evidence:
             out.print(f"  · {evidence}")
         out.print(f"  change first: {finding.change}")
+    if felt is not None:
+        out.print(felt.sentence())
     out.print()
     out.print("where the time of the slowest tenth went", style="bold")
     for cause, share in diagnosis.causes.items():

@@ -11,9 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
+from benchmarks.proxy import DelayingProxy
 from otel_infer.cli import main
+from otel_infer.client import instrument_client
 from otel_infer.ring import place
 from tests.otlp_receiver import OtlpReceiver
 from tests.served import Server, chat, transformers_serve
@@ -100,6 +105,42 @@ def test_a_request_is_found_by_the_id_that_its_client_was_given(
             done = explain("--rings", str(rings_of(server)), "--request", answer.body["id"], "--json")
             assert done.returncode == 0, done.stderr
             assert json.loads(done.stdout)["trace_id"] == answer.trace_id
+
+
+@pytest.mark.real
+def test_what_the_network_took_is_told_from_the_spans_of_the_client(
+    tmp_path: Path, tiny_llama: Path, receiver: OtlpReceiver
+) -> None:
+    delay, spans = 0.15, tmp_path / "spans.json"
+    with (
+        transformers_serve(tiny_llama, tmp_path / "log", receiver.environ, batching=True) as server,
+        DelayingProxy(server.port, delay) as proxy,
+    ):
+        read_as_a_client(f"http://127.0.0.1:{proxy.port}/v1/chat/completions", str(tiny_llama), spans)
+        done = explain("--rings", str(rings_of(server)), "--client", str(spans), "--json")
+        assert done.returncode == 0, done.stderr
+    felt = json.loads(done.stdout)["readers"]
+    assert felt["requests"] == 3
+    assert felt["outside_p50_ms"] >= 2 * delay * 1e3
+    assert felt["outside_p50_ms"] + felt["server_p95_ms"] >= 0.9 * felt["felt_p50_ms"]
+    assert felt["share"] > 0.5
+
+
+def read_as_a_client(url: str, model: str, spans: Path) -> None:
+    """Three streamed answers, read to their end; the spans of it in a file."""
+    provider = TracerProvider()
+    question = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Why?"}],
+        "max_tokens": 4,
+        "stream": True,
+    }
+    with spans.open("w") as out:
+        provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=out)))
+        for _ in range(3):
+            with instrument_client(httpx.Client(timeout=60), tracer_provider=provider) as client:
+                with client.stream("POST", url, json=question) as response:
+                    assert response.status_code == 200 and list(response.iter_lines())
 
 
 def rings_of(server: Server) -> Path:
