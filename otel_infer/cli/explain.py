@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         records = _told(arguments)
         felt = _felt(records, arguments.client)
+        if felt is not None and (arguments.request or arguments.against):
+            raise readers.BadSpans("--client goes with neither --request nor --against")
         if arguments.against:
             return _compare(_inferences(Path(arguments.against)), records, arguments.json)
     except (asking.NoTape, tape.BadTape, readers.BadSpans, OSError) as reason:

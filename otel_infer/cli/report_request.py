@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,9 +56,7 @@ class Place(NamedTuple):
     missed: Mapping[bytes, tuple[str, ...]]
 
 
-def place_of(
-    began: int, shown: Sequence[RequestRecord], missed: Mapping[bytes, tuple[str, ...]] = MappingProxyType({})
-) -> Place:
+def place_of(began: int, shown: Sequence[RequestRecord], missed: Mapping[bytes, tuple[str, ...]]) -> Place:
     """The same for all requests of a page."""
     bars = min(MOST_BARS, BARS_TOGETHER // max(len(shown), 1))
     return Place(began, frozenset(record.span_id for record in shown), bars, missed)

@@ -20,7 +20,7 @@ from otel_infer.records import RequestRecord
 from otel_infer.sinks import console
 
 log = logging.getLogger(__name__)
-requests = logging.getLogger("otel_infer.requests")
+kept = logging.getLogger("otel_infer.requests")
 
 MOST_A_SECOND, BURST = 10, 100
 LOGGED = (*keeper.NOTABLE, keeper.REASON_OFFENDER)
@@ -37,7 +37,7 @@ class RequestLog:
 
     def tell(self, record: RequestRecord, decision: keeper.Decision) -> None:
         """Logs one request, unless it is an ordinary one, or nobody listens, or there were too many."""
-        listens = requests.isEnabledFor(logging.INFO)
+        listens = kept.isEnabledFor(logging.INFO)
         if decision.reason not in LOGGED or not (listens or self._lines is not None):
             return
         if not self._has_room(record.ended_at):
@@ -49,14 +49,14 @@ class RequestLog:
         flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if record.sampled else trace.TraceFlags.DEFAULT)
         ids = int.from_bytes(record.trace_id, "big"), int.from_bytes(record.span_id, "big")
         with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(*ids, False, flags))):
-            line = requests.makeRecord(
-                requests.name, logging.INFO, __file__, 0, console.line(record), (), None, extra=said
+            line = kept.makeRecord(
+                kept.name, logging.INFO, __file__, 0, console.line(record), (), None, extra=said
             )
             if self._lines is not None:
                 line.said = said
                 self._lines.handle(line)
             if listens:
-                requests.handle(line)
+                kept.handle(line)
 
     def close(self) -> None:
         """Closes the file."""

@@ -123,3 +123,5 @@ def test_explain_tells_what_readers_felt_if_it_is_given_their_spans(
     assert main(["explain", str(path), "--client", str(tmp_path / "others")]) == 2
     assert "none of its spans is of one of these 60 requests" in capsys.readouterr().err
     assert main(["explain", str(path), "--client", str(tmp_path / "nowhere")]) == 2
+    assert main(["explain", str(path), "--client", str(tmp_path / "spans"), "--against", str(path)]) == 2
+    assert "neither" in capsys.readouterr().err
