@@ -10,7 +10,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest bench lint format wheel clean
+.PHONY: help demo test test-oldest browser bench lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,17 @@ demo: $(VENV)/.demo  ## make a tiny model, serve it instrumented, load it, print
 test-oldest: $(VENV)-oldest/.dev  ## the transformers tests against the oldest release claimed
 	$(VENV)-oldest/bin/python -m pytest tests/unit/integrations/test_transformers.py \
 	  tests/integrations/transformers tests/e2e/test_transformers_serve.py $(ARGS)
+
+# The only target that installs anything outside of .venv, so nothing asks for it but who wants it, and CI.
+browser:  ## a Chromium for the tests of pages, by apt-get as root; without one they are skipped by name
+	@for name in chromium chromium-headless-shell chromium-browser google-chrome chrome; do \
+	  command -v $$name >/dev/null && exit 0; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && { timeout 90 apt-get -qq update; \
+	  DEBIAN_FRONTEND=noninteractive timeout 240 apt-get -qq -y install --no-install-recommends chromium-headless-shell || \
+	  DEBIAN_FRONTEND=noninteractive timeout 240 apt-get -qq -y install --no-install-recommends chromium; \
+	} </dev/null >/dev/null 2>&1; then echo "installed Chromium"; \
+	else echo "no Chromium to be had here: the tests of pages in a browser will be skipped"; fi
 
 test: lint  ## format, lint, types, import contracts, tests
 	$(BIN)/python -m pytest $(ARGS)

@@ -250,8 +250,8 @@ class _Wiring:
             )
         if self.settings.console:
             places.append("console")
-        if self.settings.tape:
-            places.append(f"tape {self.settings.tape}")
+        files = {"request log": self.settings.request_log, "tape": self.settings.tape}
+        places += [f"{what} {path}" for what, path in files.items() if path]
         return ", ".join(places) or "nothing is exported"
 
     def _volume(self) -> str:

@@ -85,6 +85,12 @@ def _path(text: str) -> str:
     return os.path.abspath(text)
 
 
+def _log(text: str) -> str:
+    """A file, or where the server says things."""
+    words = {"off": "", STDERR: STDERR}
+    return words[text.lower()] if text.lower() in words else _path(text)
+
+
 def _address(text: str) -> str:
     """`PORT`, or `ADDRESS:PORT`."""
     address, _, port = text.rpartition(":")
@@ -96,6 +102,9 @@ def _address(text: str) -> str:
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
+
+STDERR = "stderr"
+"""Where a server says things, in place of a file."""
 
 SETTINGS: dict[str, Setting] = {
     "enabled": Setting(
@@ -153,6 +162,13 @@ SETTINGS: dict[str, Setting] = {
         _path,
     ),
     "console": Setting("OTEL_INFER_CONSOLE", "off", "print one line for each finished request", _switch),
+    "request_log": Setting(
+        "OTEL_INFER_REQUEST_LOG",
+        "",
+        "file, or `stderr`: one JSON line for each request that is kept for a reason of its own, with its trace id, stages and "
+        "where its time went; at most 10 a second",
+        _log,
+    ),
     "tape": Setting("OTEL_INFER_TAPE", "", "file to save all facts to, for `otel-infer replay`", _path),
     "dump_on_slo": Setting(
         "OTEL_INFER_DUMP_ON_SLO",
@@ -245,6 +261,7 @@ class Config:
     keep_unsampled: bool = False
     rings: str = ""
     console: bool = False
+    request_log: str = ""
     tape: str = ""
     dump_on_slo: str = ""
     dump_port: str = ""
@@ -277,7 +294,8 @@ class Config:
     def exports(self) -> bool:
         """Whether anything is to be sent anywhere."""
         sends = self.sends_spans or self.sends_metrics
-        return not self.switched_off and (sends or self.console or bool(self.tape or self.dump_on_slo))
+        kept_here = bool(self.console or self.request_log or self.tape or self.dump_on_slo)
+        return not self.switched_off and (sends or kept_here)
 
     @property
     def switched_off(self) -> bool:

@@ -132,10 +132,11 @@ class Keeper:
 
     def decide(self, record: RequestRecord) -> Decision:
         """The decision for a finished request as it looks now; spends its part of the budget."""
+        missed = missed_by(record, self._objectives)
         if not self.exports(record):
             self._slowest.has(record)
-            return Decision(False, 0, REASON_NONE if self._is_sampled(record) else REASON_UNSAMPLED)
-        missed = self._objectives.missed(record.model, _route(record), _lengths(record))
+            reason = REASON_NONE if self._is_sampled(record) else REASON_UNSAMPLED
+            return Decision(False, 0, reason, missed=missed)
         urgent = self._urgent(record, missed)
         if self._mode == "off":
             return Decision(True, 0, REASON_NONE, missed=missed)
@@ -231,6 +232,12 @@ def _chunks(record: RequestRecord) -> int:
     return len(record.prefill_steps) if len(record.prefill_steps) > 1 else 0
 
 
+def missed_by(record: RequestRecord, promised: Objectives) -> tuple[str, ...]:
+    """The objectives that a request did not meet, sampled or not."""
+    route = str(record.attributes.get(semconv.HTTP_ROUTE, ""))
+    return promised.missed(record.model, route, _lengths(record)) if promised.sections else ()
+
+
 def _lengths(record: RequestRecord) -> dict[str, int]:
     """What objectives are about, ns; what a request does not have is not there."""
     lengths = {
@@ -250,10 +257,6 @@ def _lengths(record: RequestRecord) -> dict[str, int]:
 def _draw(record: RequestRecord) -> float:
     """0 to 1, the same for all requests of a trace."""
     return int.from_bytes(record.trace_id[:4], "big") / (1 << 32)
-
-
-def _route(record: RequestRecord) -> str:
-    return str(record.attributes.get(semconv.HTTP_ROUTE, ""))
 
 
 def _apart(record: RequestRecord) -> RequestRecord:

@@ -60,13 +60,14 @@ def sidecar(
         "path": [os.path.abspath(entry) for entry in sys.path if entry],
         "show": show,
     }
+    says = show or settings.console or settings.request_log == config.STDERR
     child: subprocess.Popen[bytes] | None = None
     try:
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", _BOOT, NAME],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=None if show or settings.console else subprocess.DEVNULL,
+            stderr=None if says else subprocess.DEVNULL,
             close_fds=True,
             start_new_session=True,
             env=config.sidecar_environment(),

@@ -19,14 +19,12 @@ from otel_infer.facts import RingFact, Value
 from otel_infer.flight.dumps import FlightRecorder
 from otel_infer.records import RequestRecord
 from otel_infer.ring.folder import Rings
-from otel_infer.sinks import console
 from otel_infer.sinks.metrics import MetricsSink
 from otel_infer.sinks.outlet import MetricsOutlet
+from otel_infer.sinks.requestlog import RequestLog
 from otel_infer.sinks.spans import Sender
 
 log = logging.getLogger(__name__)
-kept = logging.getLogger("otel_infer.kept")
-"""One line for every request that is kept for a reason of its own."""
 _NEVER = 1 << 63
 
 WAKE_NS = 50_000_000
@@ -83,6 +81,7 @@ class Pipeline:
         self._collected_at = self._concluded_at = 0
         self._governor = governor.Governor(governor.parse(config.budget))
         self._tape = _tape(config.tape)
+        self._log = RequestLog(config.request_log)
         self._watchers = watchers
         self._flight = flight
 
@@ -168,8 +167,7 @@ class Pipeline:
         for sink in self.sinks:
             if decision.export or not sink.exported_only:
                 sink.request(record, decision)
-        if decision.reason in keeper.NOTABLE and kept.isEnabledFor(logging.INFO):
-            kept.info("%s", console.line(record))
+        self._log.tell(record, decision)
 
     @property
     def metrics(self) -> MetricsSink:
@@ -195,6 +193,7 @@ class Pipeline:
             self._outlet.close(LAST_S)
         if self._tape is not None:
             self._tape.close()
+        self._log.close()
 
     def settle(self, now: int) -> None:
         """Concludes what has ended without waiting for stragglers: somebody wants everything sent."""

@@ -118,7 +118,9 @@ class Sidecar:
         self._stays, self._stopped = stays, False
         self._rings = Rings()
         resource = {**resource, semconv.SERVICE_INSTANCE_ID: _instance(self._folder, resource)}
-        self._flight = FlightRecorder(self._folder, settings.dump_on_slo, bool(settings.dump_on_slo))
+        self._flight = FlightRecorder(
+            self._folder, settings.dump_on_slo, bool(settings.dump_on_slo), settings.slo
+        )
         self._webhook = _webhook(settings.dump_port, self._flight)
         self._pipeline = make_pipeline(settings, resource, self._rings, show=show, flight=self._flight)
         self._throttling = Throttling()

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from otel_infer import facts
+from otel_infer import facts, objectives
+from otel_infer.objectives import Objectives
 
 FORMAT = 1
 _HEAD = "otel_infer tape"
@@ -67,6 +68,16 @@ def head(path: Path) -> dict[str, Any]:
             return _head(lines)
     except (OSError, EOFError, ValueError, zlib.error) as reason:
         raise BadTape(f"{path}: {reason}") from None
+
+
+def promised(path: Path) -> Objectives:
+    """The objectives of the server, as its tape says them; none where it says nothing that we understand."""
+    try:
+        return objectives.parse(str(head(path).get("slo", "")))
+    except ValueError as reason:
+        if isinstance(reason, BadTape):
+            raise
+        return Objectives()
 
 
 def read(path: Path) -> Iterator[Passage]:

@@ -1,10 +1,13 @@
-"""Takes the pictures of docs/report.md: a tape of a server that stutters, its report, Chromium. Needs `chromium`."""
+"""Takes the pictures of docs/report.md and docs/flight-recorder.md with Chromium.
+
+The former are of a simulated server that stutters, the latter (a word `breach` says that it is wanted: it takes more than a
+minute) of a real one that is stopped for a while.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +16,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from otel_infer import cli, facts, tape  # noqa: E402
+from tests.breach import breached  # noqa: E402
+from tests.browser import pictured  # noqa: E402
 from tests.served_load import Asked, Served  # noqa: E402
+from tests.tiny import make_model  # noqa: E402
 
 MS = 1_000_000
 WALL = 1_800_000_000_000_000_000
@@ -53,26 +59,28 @@ def opened(text: str) -> str:
     return text.replace("</head>", ONLY_REQUESTS + "</head>")
 
 
-def shoot(page: Path, out: Path, height: int) -> None:
-    """A picture of the top of a page."""
-    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
-    profile = page.parent / "profile"
-    where = (f"--user-data-dir={profile}", f"--window-size=1200,{height}", f"--screenshot={out}")
-    subprocess.run(["chromium", *quiet, *where, page.as_uri()], check=True, capture_output=True)
+def breach(folder: Path) -> None:
+    """A picture of a real server that stood still, after a minute in which it did not."""
+    happened = breached(folder, make_model(folder / "model"), 64.0)
+    page = folder / "breach.html"
+    cli.main(["report", str(happened.tape), "--out", str(page)])
+    pictured(page.as_uri(), ROOT / "docs" / "breach.png", folder, 1500)
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if sys.argv[1:] == ["breach"]:
+            breach(folder)
+            return
         said, page = stutter(), folder / "page.html"
         writer = tape.TapeWriter(folder / "stutter.tape")
         writer.write(said, said[-1].fact.at)
         writer.close()
         cli.main(["report", str(folder / "stutter.tape"), "--out", str(page)])
-        shoot(page, ROOT / "docs" / "report.png", 1200)
+        pictured(page.as_uri(), ROOT / "docs" / "report.png", folder, 1200)
         page.write_text(opened(page.read_text()))
-        shoot(page, ROOT / "docs" / "report-request.png", 1250)
+        pictured(page.as_uri(), ROOT / "docs" / "report-request.png", folder, 1250)
 
 
 if __name__ == "__main__":

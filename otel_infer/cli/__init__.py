@@ -15,7 +15,7 @@ COMMANDS = {
     "demo": "make a tiny model, serve it instrumented, load it, show where the time goes",
     "doctor": "what binds here, what has drifted, what the destination answers, and what to do",
     "dump": "write a tape of the last two minutes of a running server",
-    "explain": "read a tape: which complaint its requests amount to, the evidence, what to change first",
+    "explain": "of a running server or a tape: which complaint it is, the evidence, what to change first",
     "replay": "read a tape: print its requests, or send them",
     "report": "read a tape: one HTML page that opens offline, and a trace for Perfetto",
     "sidecar": "read the rings of servers in another container",

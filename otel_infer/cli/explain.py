@@ -1,7 +1,9 @@
-"""Read a tape and say which complaint about latency its requests amount to, with the evidence, and what to change first.
+"""Say which complaint about latency the requests of a server amount to, with the evidence, and what to change first.
 
-otel-infer explain demo.tape                      the verdict, and the slowest requests
-otel-infer explain demo.tape --request 4bf92f35   one request, by the beginning of its trace id or by its response id
+otel-infer explain                                  the last two minutes of the one server that runs here; leaves no file
+otel-infer explain --server 4711                    of several, the one with this process
+otel-infer explain --request chatcmpl-abc           one request, by its response id, or by the beginning of its trace id
+otel-infer explain demo.tape                        the requests of a tape, now or later, here or elsewhere
 otel-infer explain after.tape --against before.tape
 """
 
@@ -16,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from otel_infer import semconv, tape
+from otel_infer.cli import live, readers
+from otel_infer.cli.readers import Outside
+from otel_infer.flight import asking
 from otel_infer.records import RequestRecord
 
 SHOWN_CAUSES = 4
@@ -24,12 +29,22 @@ SHOWN_TENANTS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `explain`."""
-    parser.add_argument("tape", help="a file that `otel-infer run --tape` or `otel-infer dump` wrote")
+    parser.add_argument(
+        "tape",
+        nargs="?",
+        help="a file that `otel-infer run --tape` or `otel-infer dump` wrote; without one, a running server is asked",
+    )
+    live.add_arguments(parser)
     parser.add_argument(
         "--request", metavar="ID", help="only this one: a trace id, its beginning, or a response id"
     )
     parser.add_argument(
         "--against", metavar="TAPE", help="compare with the requests of another tape, stage by stage"
+    )
+    parser.add_argument(
+        "--client",
+        metavar="FILE",
+        help="spans of `otel_infer.client` (OTLP JSON, or of ConsoleSpanExporter): how long the readers waited elsewhere",
     )
     parser.add_argument(
         "--worst", type=int, default=5, metavar="N", help="how many slow requests to show (5)"
@@ -38,30 +53,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explains one tape; 2 where it cannot be read or holds no such request."""
+    """Explains a tape, or what a sidecar holds; 2 where that cannot be had or holds no such request."""
     try:
-        records = _inferences(arguments.tape)
+        records = _told(arguments)
+        felt = _felt(records, arguments.client)
+        if felt is not None and (arguments.request or arguments.against):
+            raise readers.BadSpans("--client goes with neither --request nor --against")
         if arguments.against:
-            return _compare(_inferences(arguments.against), records, arguments.json)
-    except (tape.BadTape, OSError) as reason:
+            return _compare(_inferences(Path(arguments.against)), records, arguments.json)
+    except (asking.NoTape, tape.BadTape, readers.BadSpans, OSError) as reason:
         print(f"otel-infer explain: {reason}", file=sys.stderr)
         return 2
     if arguments.request:
         return _one(records, arguments.request, arguments.json)
-    return _all(records, arguments.worst, arguments.json)
+    return _all(records, arguments.worst, arguments.json, felt)
 
 
-def _inferences(path: str) -> list[RequestRecord]:
+def _told(arguments: argparse.Namespace) -> list[RequestRecord]:
+    if arguments.tape is None:
+        with live.window(live.chosen(arguments.rings, arguments.server)) as told:
+            return _inferences(told)
+    if arguments.rings or arguments.server:
+        raise asking.NoTape("a tape, or a running server by --rings and --server: not both")
+    return _inferences(Path(arguments.tape))
+
+
+def _felt(records: list[RequestRecord], path: str | None) -> Outside | None:
+    """What their readers felt; raises `BadSpans`, also where none of these requests is in the file."""
+    if not path:
+        return None
+    felt = readers.outside(records, readers.read(Path(path)))
+    if felt is None:
+        raise readers.BadSpans(f"{path}: none of its spans is of one of these {len(records)} requests")
+    return felt
+
+
+def _inferences(path: Path) -> list[RequestRecord]:
     """Those that were to reach an engine: health checks and the like have no complaint."""
     from otel_infer.cli.replay import records
 
-    return [record for record in records(Path(path)) if record.operation]
+    return [record for record in records(path) if record.operation]
 
 
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
+def _all(records: list[RequestRecord], worst: int, as_json: bool, felt: Outside | None = None) -> int:
     from otel_infer.diagnosis import COMPLAINTS, diagnose
 
     diagnosis = diagnose(records)
@@ -76,6 +113,7 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
             "findings": findings,
             "tenants": tenants(records),
             "worst": [described(record) for record in slowest],
+            "readers": felt._asdict() if felt is not None else None,
         }
         print(json.dumps(said))
         return 0
@@ -92,6 +130,8 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool) -> int:
         for evidence in finding.evidence:
             out.print(f"  · {evidence}")
         out.print(f"  change first: {finding.change}")
+    if felt is not None:
+        out.print(felt.sentence())
     out.print()
     out.print("where the time of the slowest tenth went", style="bold")
     for cause, share in diagnosis.causes.items():
@@ -177,7 +217,9 @@ def _one(records: Sequence[RequestRecord], wanted: str, as_json: bool) -> int:
     if len(found) != 1:
         several = ", ".join(record.trace_id.hex() for record in found[:5])
         reason = (
-            f"several requests: {several}" if found else f"none of its {len(records)} requests is {wanted}"
+            f"several requests: {several}"
+            if found
+            else f"none of its {len(records)} requests is {wanted}, unless it has not ended"
         )
         print(f"otel-infer explain: {reason}", file=sys.stderr)
         return 2

@@ -101,7 +101,7 @@ def _send(path: Path) -> int:
     from otel_infer.ring.folder import Rings
     from otel_infer.sidecar import make_pipeline
 
-    settings = config.from_env(config.child_environment(enabled="on", tape=""))
+    settings = config.from_env(config.child_environment(enabled="on", tape="", request_log=""))
     pipeline = make_pipeline(settings, resource(), Rings(), show=False)
     horizon = 0
     for passage in tape.read(path):

@@ -60,11 +60,12 @@ def read(path: Path) -> Told:
     from otel_infer.cli.report_view import Told
 
     assembler = Assembler()
+    promised = tape.promised(path)
     told = list(records(path, assembler))
     inferences = [record for record in told if record.operation]
     unfinished = [request.arrived_at for request in assembler.open.values() if request.submitted]
     steps, pauses = assembler.drain_steps(), assembler.drain_pauses()
-    return Told(inferences, steps, pauses, sorted(unfinished), len(told) - len(inferences))
+    return Told(inferences, steps, pauses, sorted(unfinished), len(told) - len(inferences), promised)
 
 
 def _write(path: Path, text: str, source: Path) -> None:

@@ -14,6 +14,7 @@ from otel_infer.cli.report_request import HEADS, place_of, rows
 from otel_infer.cli.report_view import BINS, MOST_OFFENDERS, MOST_REQUESTS, Bin, Spread, View
 from otel_infer.cli.report_words import (
     COLOURS,
+    MISSED_COLOUR,
     PAUSE_COLOUR,
     PROMPT_COLOUR,
     QUEUE_COLOUR,
@@ -72,6 +73,7 @@ def _about(view: View, source: str) -> str:
         for many, word in (
             (view.outcomes(facts.ERROR), "failed"),
             (view.outcomes(facts.ABORTED), "aborted"),
+            (len(view.missed), "missed an objective"),
             (len(told.unfinished), "still in flight at its end"),
             (told.elsewhere, "that reached no engine"),
         )
@@ -158,11 +160,12 @@ def _requests(view: View) -> str:
     many = len(view.told.records)
     some = f"all {many:,}" if many == len(view.shown) else f"{len(view.shown)} of {many:,}"
     caption = (
-        f"{some}, longest first; open one by its trace id."
+        f"{some}, {'those that missed an objective and then the longest' if view.missed else 'longest'} first; "
+        "open one by its trace id."
         + (f" At most {MOST_REQUESTS} are shown: the slowest by end to end, first token and gap, and those who held them up."
            if many > len(view.shown) else "")
     )  # fmt: skip
-    page = place_of(view.began, view.shown)
+    page = place_of(view.began, view.shown, view.missed)
     lines = [rows(record, page) for record in view.shown]
     return table(caption, HEADS, lines, "requests") if lines else '<p class="dim">None on this tape.</p>'
 
@@ -209,7 +212,7 @@ def _timeline(view: View) -> str:
             drawn.append(_area(view.bins, lambda b: b.running, most, top, RUNNING_COLOUR))
         drawn.append(f'<line x1="0" x2="{_WIDTH}" y1="{top + _LANE}" y2="{top + _LANE}"/>')
     height = len(_LANES) * (_LANE + _GAP)
-    drawn += _pauses(view, height)
+    drawn += _pauses(view, height) + _misses(view, height)
     return (
         f'<svg class="time" viewBox="0 0 {_WIDTH} {height + 22}" role="img" aria-label="Requests at once, longest step and '
         f'prompt tokens over the tape; the numbers are in the table below">{"".join(drawn)}{_ticks(view, height)}</svg>'
@@ -235,6 +238,18 @@ def _pauses(view: View, height: int) -> list[str]:
     ]
 
 
+def _misses(view: View, height: int) -> list[str]:
+    """A line where each request ended that missed an objective: that is when it was known."""
+    scale = _WIDTH / max(view.ended - view.began, 1)
+    return [
+        f'<line class="missed" x1="{x:.1f}" x2="{x:.1f}" y1="{_GAP}" y2="{height}"><title>{record.trace_id.hex()[:8]} '
+        f"missed {', '.join(view.missed[record.span_id])}</title></line>"
+        for record in view.shown
+        if record.span_id in view.missed
+        for x in [(record.ended_at - view.began) * scale]
+    ]
+
+
 def _ticks(view: View, height: int) -> str:
     seconds = (view.ended - view.began) / 1e9
     anchors = ("start", "middle", "middle", "middle", "end")
@@ -252,6 +267,8 @@ def _legend(view: View) -> str:
         entries.append(
             (PAUSE_COLOUR, f"pauses of the whole process ({causes}), {len(view.told.pauses):,} in all")
         )
+    if view.missed:
+        entries.append((MISSED_COLOUR, "a request ended that missed an objective"))
     return '<p class="legend">' + " ".join(f"<span>{swatch(c)}{text}</span>" for c, text in entries) + "</p>"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,17 +45,21 @@ OUTCOMES = {facts.OK: "ok", facts.ERROR: "error", facts.ABORTED: "aborted"}
 
 
 class Place(NamedTuple):
-    """Where a request stands: when the tape began, which requests (span ids) are in the page too, bars of a strip."""
+    """Where a request stands: when the tape began, which requests (span ids) are in the page too, bars of a strip.
+
+    `missed`: by span id, the objectives that a request did not meet.
+    """
 
     began: int
     shown: frozenset[bytes]
     bars: int
+    missed: Mapping[bytes, tuple[str, ...]]
 
 
-def place_of(began: int, shown: Sequence[RequestRecord]) -> Place:
+def place_of(began: int, shown: Sequence[RequestRecord], missed: Mapping[bytes, tuple[str, ...]]) -> Place:
     """The same for all requests of a page."""
     bars = min(MOST_BARS, BARS_TOGETHER // max(len(shown), 1))
-    return Place(began, frozenset(record.span_id for record in shown), bars)
+    return Place(began, frozenset(record.span_id for record in shown), bars, missed)
 
 
 def rows(record: RequestRecord, page: Place) -> str:
@@ -66,6 +70,8 @@ def rows(record: RequestRecord, page: Place) -> str:
 def _row(record: RequestRecord, page: Place) -> str:
     key = anchor(record.span_id)
     ended = OUTCOMES.get(record.outcome, "") + (f" ({record.error_type})" if record.error_type else "")
+    missed = page.missed.get(record.span_id, ())
+    ended += f", missed {', '.join(missed)}" if missed else ""
     top = record.blame.top if record.blame is not None else ""
     part = record.blame.causes[top] / max(record.duration_ns, 1) if record.blame is not None and top else 0.0
     most = (
@@ -73,7 +79,7 @@ def _row(record: RequestRecord, page: Place) -> str:
     )
     offender = record.blame.offender if record.blame is not None else None
     by = linked(offender.trace_id, offender.span_id, offender.span_id in page.shown) if offender else "–"
-    bad = ' class="bad"' if record.outcome != facts.OK else ""
+    bad = ' class="bad"' if record.outcome != facts.OK or missed else ""
     return (
         f'<tr class="row"><td><a class="open" href="#{key}" aria-controls="{key}" aria-expanded="false">'
         f"<code>{record.trace_id.hex()[:8]}</code></a></td><td>{safe(request_name(record))}</td><td{bad}>{safe(ended)}</td>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from otel_infer import facts, semconv
 from otel_infer.diagnosis import Diagnosis, diagnose
+from otel_infer.keeper import missed_by
+from otel_infer.objectives import Objectives
 from otel_infer.records import Offender, Pause, RequestRecord, StepRecord
 
 MOST_REQUESTS = 200
@@ -28,7 +30,7 @@ _OFFENDERS_PLACES = (
 class Told(NamedTuple):
     """Everything on a tape. `records`: those that were to reach an engine. `unfinished`: when the others of these arrived.
 
-    `elsewhere`: how many requests reached no engine, as health checks do.
+    `elsewhere`: how many requests reached no engine, as health checks do. `promised`: what the server was to meet.
     """
 
     records: list[RequestRecord]
@@ -36,6 +38,7 @@ class Told(NamedTuple):
     pauses: list[Pause]
     unfinished: list[int]
     elsewhere: int
+    promised: Objectives = Objectives()
 
     def span(self) -> tuple[int, int]:
         """The first and the last instant of which anything is told; monotonic ns."""
@@ -90,7 +93,10 @@ class Bin(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a report shows. `shown`: requests one by one, slowest first. `wall_offset`: unix ns − monotonic ns."""
+    """What a report shows. `shown`: requests one by one, those of `missed` first, then the slowest.
+
+    `missed`: by span id the objectives that a request did not meet. `wall_offset`: unix ns − monotonic ns.
+    """
 
     told: Told
     began: int
@@ -104,6 +110,7 @@ class View(NamedTuple):
     pauses: list[Pause]
     shown: list[RequestRecord]
     offenders: list[OffenderRow]
+    missed: dict[bytes, tuple[str, ...]]
 
     def outcomes(self, outcome: int) -> int:
         """How many requests ended so."""
@@ -115,11 +122,13 @@ def view(told: Told) -> View:
     began, ended = told.span()
     diagnosis = diagnose(told.records)
     held_up = _held_up(told.records)
+    missed = {r.span_id: names for r in told.records if (names := missed_by(r, told.promised))}
     longest = sorted(told.pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[:MOST_PAUSES]
     return View(
         told, began, ended, told.records[0].wall_offset if told.records else 0, diagnosis,
         _latencies(told.records), _stages(told.records), _causes(diagnosis, told.records),
-        _bins(told, began, ended), sorted(longest), _shown(told.records, held_up), held_up[:MOST_OFFENDERS],
+        _bins(told, began, ended), sorted(longest), _shown(told.records, held_up, missed),
+        held_up[:MOST_OFFENDERS], missed,
     )  # fmt: skip
 
 
@@ -191,22 +200,27 @@ def _held_up(records: Sequence[RequestRecord]) -> list[OffenderRow]:
     return sorted(rows, key=lambda row: (-row.total, row.span_id))
 
 
-def _shown(records: Sequence[RequestRecord], held_up: Sequence[OffenderRow]) -> list[RequestRecord]:
-    """The slowest by end to end, first token and gap in turn, and those who held them up."""
+def _shown(
+    records: Sequence[RequestRecord], held_up: Sequence[OffenderRow], missed: Container[bytes]
+) -> list[RequestRecord]:
+    """The slowest by end to end, first token and gap in turn, and those who held them up; what missed objectives first."""
+    by_length = _ranked(records, lambda record: record.duration_ns)
     offenders = [row.record for row in held_up if row.record is not None]
     ranks = (
-        _ranked(records, lambda record: record.duration_ns),
+        by_length,
         _ranked(records, lambda record: record.ttft_ns),
         _ranked(records, lambda record: record.summary.gap_max),
     )
-    slow = [record for places in zip_longest(*ranks) for record in places if record is not None]
+    slow = [record for record in by_length if record.span_id in missed]
+    slow += [record for places in zip_longest(*ranks) for record in places if record is not None]
     chosen: dict[int, RequestRecord] = {}
     places = MOST_REQUESTS - min(len(offenders), _OFFENDERS_PLACES)
     for many, candidates in ((places, slow), (MOST_REQUESTS, offenders), (MOST_REQUESTS, slow)):
         for record in candidates:
             if len(chosen) < many:
                 chosen.setdefault(id(record), record)
-    return _ranked(chosen.values(), lambda record: record.duration_ns)
+    longest = _ranked(chosen.values(), lambda record: record.duration_ns)
+    return sorted(longest, key=lambda record: record.span_id not in missed)
 
 
 def _ranked(records: Iterable[RequestRecord], key: Any) -> list[RequestRecord]:

@@ -56,13 +56,16 @@ class _Ask(NamedTuple):
 
 
 class FlightRecorder:
-    """Holds the window of a sidecar and writes it when asked. `rings`: their folder. `folder`: of what nobody waits for."""
+    """Holds the window of a sidecar and writes it when asked. `rings`: their folder. `folder`: of what nobody waits for.
 
-    def __init__(self, rings: Path, folder: str = "", on_slo: bool = False) -> None:
+    `slo`: the objectives as the operator wrote them, which its tapes say.
+    """
+
+    def __init__(self, rings: Path, folder: str = "", on_slo: bool = False, slo: str = "") -> None:
         self.window = Window()
         self.signalled = False
         """Set by a signal handler, which may do no more than that."""
-        self._rings, self._folder, self._on_slo = rings, folder, on_slo
+        self._rings, self._folder, self._on_slo, self._slo = rings, folder, on_slo, slo
         self._waiting: list[_Ask] = []
         self._running: _Ask | None = None
         self._thread: threading.Thread | None = None
@@ -171,7 +174,7 @@ class FlightRecorder:
     def _write(self, ask: _Ask, snapshot: Snapshot) -> None:
         refusal = ""
         try:
-            write(ask.path, snapshot, ask.reason)
+            write(ask.path, snapshot, ask.reason, self._slo)
             if ask.reason != COMMAND:
                 _keep_newest(ask.path.parent)
                 log.info("a tape of the last %.0f s (%s): %s", snapshot.seconds, ask.reason, ask.path)
@@ -188,7 +191,7 @@ class FlightRecorder:
             self._running = None
 
 
-def write(path: Path, snapshot: Snapshot, reason: str) -> None:
+def write(path: Path, snapshot: Snapshot, reason: str, slo: str = "") -> None:
     """Writes a window as a tape, mode 0600, which is there when it is whole; raises `OSError`."""
     part = path.with_suffix(place.DUMP_PART)
     try:
@@ -201,6 +204,7 @@ def write(path: Path, snapshot: Snapshot, reason: str) -> None:
             seconds=round(snapshot.seconds, 3),
             facts=snapshot.facts,
             requests_left_out=snapshot.requests_left_out,
+            slo=slo,
         )
         try:
             for passage in snapshot.passages():

@@ -730,6 +730,7 @@ def test_10_no_content_leaves_unless_capture_is_on(
             "OTEL_INFER_TAPE": str(tape),
             "OTEL_INFER_LOG": str(log),
             "OTEL_INFER_CONSOLE": "on",
+            "OTEL_INFER_REQUEST_LOG": str(tmp_path / "requests.log"),
             "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
         },
         RUN,
@@ -770,6 +771,7 @@ def test_10_no_content_leaves_unless_capture_is_on(
             "the rings": rings,
             "the tape": gzip.decompress(tape.read_bytes()),
             "the log of the sidecar": log.read_bytes() or b"silent",
+            "the log of requests": (tmp_path / "requests.log").read_bytes(),
             "what the server said": toy.log.read_bytes(),
             **places,
         }

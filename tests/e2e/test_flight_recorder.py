@@ -226,14 +226,18 @@ def test_a_breach_writes_one_tape_with_the_breach_in_it_and_what_came_before(
     assert tape.head(path)["by"] == "slo"
 
 
-def test_a_breach_just_before_the_end_is_written_all_the_same(tmp_path: Path, receiver: OtlpReceiver) -> None:
+@pytest.mark.parametrize("flags", ["01", "00"], ids=["sampled", "not sampled"])
+def test_a_breach_just_before_the_end_is_written_all_the_same(
+    tmp_path: Path, receiver: OtlpReceiver, flags: str
+) -> None:
     folder = tmp_path / "tapes"
     environ = {**receiver.environ, "OTEL_INFER_SLO": "e2e=1ms", "OTEL_INFER_DUMP_ON_SLO": str(folder)}
     with Toy(tmp_path / "log", environ) as toy:
-        replies = [toy.chat() for _ in range(3)]
+        replies = [toy.chat(flags=flags) for _ in range(3)]
         toy.state()
         toy.stop()
     (path,) = tapes(folder)
+    assert tape.head(path)["slo"] == "e2e=1ms"
     assert set(traces(path)) == {reply.trace_id for reply in replies}
 
 

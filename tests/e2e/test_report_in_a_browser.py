@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import json
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,27 +12,11 @@ import pytest
 from otel_infer import facts
 from otel_infer.cli import main
 from otel_infer.cli.report import read
+from tests.browser import CHROMIUM, WHY_NONE, dumped
 from tests.pages import Page
 from tests.unit.cli.test_report import recorded, stutter
 
-pytestmark = pytest.mark.real
-
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
-)
-QUIET = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--disable-default-apps",
-    "--disable-dev-shm-usage", "--no-proxy-server",
-    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
-)  # fmt: skip
-
-
-@pytest.fixture
-def chromium() -> str:
-    if CHROMIUM is None:
-        pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
-    return CHROMIUM
+pytestmark = [pytest.mark.real, pytest.mark.skipif(CHROMIUM is None, reason=WHY_NONE)]
 
 
 @pytest.fixture
@@ -60,16 +41,6 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
-def dumped(chromium: str, url: str, folder: Path) -> tuple[str, set[str]]:
-    """The page after its scripts ran, and the addresses that it asked for; what the browser asks by itself has no origin."""
-    log = folder / "net.json"
-    command = [chromium, *QUIET, f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"]
-    ran = subprocess.run([*command, "--dump-dom", url], capture_output=True, timeout=100, check=True)
-    said = [event["params"] for event in json.loads(log.read_text())["events"] if "params" in event]
-    of_page = [one for one in said if one.get("initiator", "not an origin") != "not an origin"]
-    return ran.stdout.decode(), {one["url"] for one in of_page if one.get("url", "").startswith("http")}
-
-
 def report_of(path: Path, folder: Path) -> tuple[Path, str]:
     """The page of a tape, and the fragment that opens its slowest request."""
     out = folder / "out.html"
@@ -79,11 +50,11 @@ def report_of(path: Path, folder: Path) -> tuple[Path, str]:
 
 
 def test_the_verdict_stands_in_the_page_and_a_strip_is_drawn_for_the_request_that_is_opened(
-    chromium: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     served, asked = stutter()
     out, key = report_of(recorded(tmp_path / "a.tape", served.facts(asked)), tmp_path)
-    dom, urls = dumped(chromium, f"{out.as_uri()}#{key}", tmp_path)
+    dom, urls = dumped(f"{out.as_uri()}#{key}", tmp_path)
     page = Page(dom)
     assert page.text("verdict") == "“starts, then freezes or stutters”: decode is interrupted"
     (row,) = page.all("tr", id=key)
@@ -94,7 +65,7 @@ def test_the_verdict_stands_in_the_page_and_a_strip_is_drawn_for_the_request_tha
 
 
 def test_names_that_are_markup_load_nothing_and_run_nothing(
-    chromium: str, elsewhere: tuple[str, list[str]], tmp_path: Path
+    elsewhere: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     server, was_asked = elsewhere
     script = "document.title='run';document.body.id='run'"
@@ -107,7 +78,7 @@ def test_names_that_are_markup_load_nothing_and_run_nothing(
         for one in served.facts(asked)
     ]
     out, key = report_of(recorded(tmp_path / "a.tape", said), tmp_path)
-    dom, urls = dumped(chromium, f"{out.as_uri()}#{key}", tmp_path)
+    dom, urls = dumped(f"{out.as_uri()}#{key}", tmp_path)
     page = Page(dom)
     assert (
         not page.all("img") and not page.all("body", id="run") and "otel-infer report" in page.text("title")
@@ -118,7 +89,7 @@ def test_names_that_are_markup_load_nothing_and_run_nothing(
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["with its policy", "without, as a control"])
 def test_even_markup_that_got_into_a_page_may_load_and_run_nothing(
-    chromium: str, elsewhere: tuple[str, list[str]], tmp_path: Path, guarded: bool
+    elsewhere: tuple[str, list[str]], tmp_path: Path, guarded: bool
 ) -> None:
     server, was_asked = elsewhere
     served, asked = stutter(20)
@@ -127,15 +98,13 @@ def test_even_markup_that_got_into_a_page_may_load_and_run_nothing(
     injected = f'<script>{script}</script><img src="{server}/i" onerror="{script}">'
     text = out.read_text().replace("<main>", "<main>" + injected)
     out.write_text(text if guarded else text.replace("Content-Security-Policy", "x"))
-    dom, urls = dumped(chromium, out.as_uri(), tmp_path)
+    dom, urls = dumped(out.as_uri(), tmp_path)
     assert ('id="run"' in dom) is not guarded
     assert ("/i" in was_asked) is (f"{server}/i" in urls) is not guarded
     assert bool(was_asked or urls) is not guarded
 
 
-def test_requests_are_sorted_by_a_column_and_steps_are_read_with_the_arrow_keys(
-    chromium: str, tmp_path: Path
-) -> None:
+def test_requests_are_sorted_by_a_column_and_steps_are_read_with_the_arrow_keys(tmp_path: Path) -> None:
     served, asked = stutter(40)
     out, key = report_of(recorded(tmp_path / "a.tape", served.facts(asked)), tmp_path)
     acts = """<script>
@@ -147,7 +116,7 @@ def test_requests_are_sorted_by_a_column_and_steps_are_read_with_the_arrow_keys(
     </script></body>"""
     text = out.read_text().replace("Content-Security-Policy", "x")
     out.write_text(text.replace("</body>", acts))
-    page = Page(dumped(chromium, out.as_uri(), tmp_path)[0])
+    page = Page(dumped(out.as_uri(), tmp_path)[0])
     records = sorted(read(tmp_path / "a.tape").records, key=lambda record: -record.input_tokens)
     details = [row for row in page.all("tr") if "detail" in row.get("class", "").split()]
     assert [row["id"] for row in details][:5] == [f"r-{record.span_id.hex()}" for record in records[:5]]

@@ -39,6 +39,7 @@ ACCEPTS_ANYTHING = {
     "OTEL_INFER_DUMP_ON_SLO",
     "OTEL_INFER_INTEGRATIONS",
     "OTEL_INFER_LOG",
+    "OTEL_INFER_REQUEST_LOG",
     "OTEL_INFER_TENANT_HASH_KEY",
 }
 
@@ -47,6 +48,14 @@ def test_defaults_are_those_of_the_table() -> None:
     written = {setting.variable: setting.default for setting in SETTINGS.values()}
     assert from_env({}) == Config()
     assert from_env({name: default for name, default in written.items() if default}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"), [("off", ""), ("STDERR", "stderr"), ("/var/log/a.jsonl", "/var/log/a.jsonl")]
+)
+def test_the_log_of_requests_goes_to_a_file_or_to_where_the_server_says_things(said: str, taken: str) -> None:
+    settings = from_env({"OTEL_INFER_REQUEST_LOG": said})
+    assert settings.request_log == taken and settings.exports is bool(taken)
 
 
 def test_every_setting_is_either_checked_or_free_text() -> None:

@@ -73,6 +73,13 @@ def test_what_another_span_tells_already_is_not_exported(sampled: bool, reason: 
     assert (keeps.exports(record), keeps.decide(record)) == (False, Decision(False, 0, reason))
 
 
+@pytest.mark.parametrize("sampled", [True, False])
+def test_an_objective_is_missed_whether_or_not_the_request_is_sampled(sampled: bool) -> None:
+    keeps = Keeper("off", 0, False, False, objectives.parse("e2e=1us"))
+    decision = keeps.decide(finished(50, sampled=sampled))
+    assert (decision.export, decision.missed) == (sampled, ("e2e",))
+
+
 def test_a_request_that_is_not_sampled_is_kept_if_that_was_asked_for() -> None:
     assert auto(keep_unsampled=True).decide(finished(5, sampled=False)) == Decision(True, 5, "budget")
 

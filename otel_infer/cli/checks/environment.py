@@ -87,6 +87,8 @@ def _destinations(settings: Config, environ: Mapping[str, str]) -> str:
         said.append(f"{name} {where}" if sends else f"no {name}, by OTEL_{signal.upper()}_EXPORTER")
     if settings.console:
         said.append("a line for each request")
+    if settings.request_log:
+        said.append(f"a log of kept requests to {settings.request_log}")
     if settings.tape:
         said.append(f"a tape to {settings.tape}")
     return ", ".join(said)

@@ -152,7 +152,7 @@ def _tried(folder: Path, settings: Config) -> str:
     """What went wrong with a sidecar here; nothing if nothing did. Raises `launch.CannotStart`."""
     diary = folder.parent / "log"
     nowhere = dataclasses.replace(
-        settings, traces_exporter="none", metrics_exporter="none", console=False, tape=""
+        settings, traces_exporter="none", metrics_exporter="none", console=False, request_log="", tape=""
     )
     arena = FileArena(folder)
     words = RequestWriter(arena, "doctor", "doctor").words

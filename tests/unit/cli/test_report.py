@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import random
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from otel_infer import facts, semconv, tape
+from otel_infer import facts, objectives, semconv, tape
 from otel_infer.cli import main, perfetto, report, report_page, report_request, report_view, report_words
 from otel_infer.cli.perfetto import Slice, laned
 from otel_infer.cli.report_view import Told, view
@@ -28,6 +25,7 @@ from otel_infer.steprows import StepRows
 from tests.pages import Page
 from tests.served_load import Asked, Served
 from tests.story import Story, ids
+from tests.trace_events import read_as_trace
 
 MS = 1_000_000
 QUOTES = '"' * 500  # the letter that becomes longest in a page
@@ -137,7 +135,7 @@ def test_a_tape_without_requests_has_a_page_that_says_so(
         page.whole()
         assert page.text("verdict") == "Insufficient evidence"
         assert "There are no requests on this tape." in page.text()
-        validate(json.loads(trace.read_text()))
+        read_as_trace(trace.read_text())
     assert "1 that reached no engine" in page.text()
 
 
@@ -287,7 +285,7 @@ def test_names_from_outside_are_text_wherever_they_stand(name: str) -> None:
     assert len(page.all("h2", id="verdict")) == 1
     assert len(text) < 80_000
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", text)
-    validate(json.loads(perfetto.rendered(told)))
+    read_as_trace(perfetto.rendered(told))
     assert page.text("verdict") == "Insufficient evidence"
 
 
@@ -366,6 +364,27 @@ def test_of_more_requests_than_rows_the_slowest_of_each_kind_and_their_offenders
     assert lengths == sorted(lengths, reverse=True)
 
 
+def test_what_missed_an_objective_stands_first_and_says_which() -> None:
+    records = [made(number, 2, length=1000 + number) for number in range(260)]
+    late = records[5]
+    late.first_token_at = late.arrived_at + 10**9
+    seen = view(Told(records, [], [], [], 0, objectives.parse("ttft=999ms")))
+    assert seen.missed == {late.span_id: ("ttft",)}
+    assert seen.shown[0] is late and seen.shown[1] is records[259]
+    page = Page(report_page.rendered(seen, "x"))
+    page.whole()
+    assert "1 missed an objective" in page.text("header") and "ok, missed ttft" in page.text()
+    assert len(page.all("line", class_="missed")) == 1
+
+
+def test_what_a_tape_says_of_objectives_is_taken_if_it_is_understood(tmp_path: Path) -> None:
+    said = {"a": "e2e=1s", "b": "<nonsense>", "c": ""}
+    for name, slo in said.items():
+        tape.TapeWriter(tmp_path / name, slo=slo).close()
+    found = [len(report.read(tmp_path / name).promised.sections) for name in said]
+    assert found == [1, 0, 0]
+
+
 def test_what_lies_outside_its_request_or_ends_before_it_begins_is_drawn_all_the_same() -> None:
     story = Story()
     who = story.arrives(10)
@@ -375,7 +394,7 @@ def test_what_lies_outside_its_request_or_ends_before_it_begins_is_drawn_all_the
     record.stages += [Stage("early", at - 8 * MS, at + MS, {}), Stage("queue", at + 5 * MS, at + MS, {})]
     told = Told([record], [], [Pause(at - 9 * MS, at - 7 * MS, "gc")], [], 0)
     Page(report_page.rendered(view(told), "x")).whole()
-    events = validate(json.loads(perfetto.rendered(told)))
+    events = read_as_trace(perfetto.rendered(told))
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
 
 
@@ -397,36 +416,8 @@ def test_levels_are_how_many_intervals_hold_and_end_at_none() -> None:
 # ── trace events ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def validate(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """As the trace event format has it: fields, finite numbers, slices of a track beside or inside each other."""
-    assert isinstance(trace["traceEvents"], list) and trace["displayTimeUnit"] in ("ms", "ns")
-    tracks = defaultdict(list)
-    named = {
-        (e["pid"], e["tid"]) for e in trace["traceEvents"] if (e["ph"], e["name"]) == ("M", "thread_name")
-    }
-    for event in trace["traceEvents"]:
-        assert event["ph"] in ("X", "C", "M") and isinstance(event["name"], str)
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        assert math.isfinite(event["ts"]) and event["ts"] >= 0
-        if event["ph"] == "X":
-            assert math.isfinite(event["dur"]) and event["dur"] >= 0
-            assert (event["pid"], event["tid"]) in named
-            begin = round(event["ts"] * 1000)
-            tracks[event["pid"], event["tid"]].append((begin, begin + round(event["dur"] * 1000)))
-        elif event["ph"] == "C":
-            assert event["args"] and all(isinstance(n, int) and n >= 0 for n in event["args"].values())
-    for slices in tracks.values():
-        ends: list[int] = []
-        for begin, end in slices:
-            while ends and ends[-1] <= begin:
-                ends.pop()
-            assert not ends or end <= ends[-1], "one slice cuts another"
-            ends.append(end)
-    return trace["traceEvents"]  # type: ignore[no-any-return]
-
-
 def test_a_trace_is_valid_and_has_every_step_request_stage_and_pause(told: Told) -> None:
-    events = validate(json.loads(perfetto.rendered(told)))
+    events = read_as_trace(perfetto.rendered(told))
     slices = [event for event in events if event["ph"] == "X"]
     assert sum("batch_size" in event["args"] for event in slices) == len(told.steps)
     assert sum("trace_id" in event["args"] for event in slices) == len(told.records)
@@ -438,7 +429,7 @@ def test_a_trace_is_valid_and_has_every_step_request_stage_and_pause(told: Told)
 
 
 def test_the_counters_of_a_trace_end_at_none_in_flight_and_none_waiting(told: Told) -> None:
-    events = validate(json.loads(perfetto.rendered(told)))
+    events = read_as_trace(perfetto.rendered(told))
     for name in ("in flight", "waiting"):
         values = [event["args"][name] for event in events if event["ph"] == "C" and event["name"] == name]
         assert values[-1] == 0 and max(values) > 0
@@ -455,10 +446,10 @@ def test_slices_that_cut_each_other_are_on_tracks_of_their_own() -> None:
 
 
 def test_two_steps_in_flight_at_once_are_whole_slices() -> None:
-    steps = [StepRecord("toy", 1, i, i * 10, i * 10 + 15, 4, 0, 4, 0, 0, 4, 0) for i in range(50)]
-    events = validate(json.loads(perfetto.rendered(Told([], steps, [], [], 0))))
+    steps = [StepRecord("toy", 1, i, i * 10_000, i * 10_000 + 15_000, 4, 0, 4, 0, 0, 4, 0) for i in range(50)]
+    events = read_as_trace(perfetto.rendered(Told([], steps, [], [], 0)))
     lengths = [event["dur"] for event in events if event["ph"] == "X"]
-    assert lengths == [0.015] * 50
+    assert lengths == [15.0] * 50
 
 
 def test_a_stage_that_another_cuts_is_beside_its_request() -> None:
@@ -467,7 +458,7 @@ def test_a_stage_that_another_cuts_is_beside_its_request() -> None:
     story.stage("search", 5, 20, who)
     story.stage("rank", 10, 30, who)
     story.ends(40, who)
-    events = validate(json.loads(perfetto.rendered(Told(story.records(), [], [], [], 0))))
+    events = read_as_trace(perfetto.rendered(Told(story.records(), [], [], [], 0)))
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     short = ids("a")[0].hex()[:8]
     assert names == [f"{short} chat toy", f"{short} chat toy (beside)"]

@@ -1,0 +1,52 @@
+"""A real Chromium for tests of pages: without a window, without a network of its own accord, a profile for each page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+WHY_NONE = "no chromium on this machine (Debian: make browser)"
+QUIET = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-default-apps",
+    "--disable-dev-shm-usage", "--no-proxy-server", "--hide-scrollbars",
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+)  # fmt: skip
+
+
+def required() -> str:
+    """Where Chromium is; the test is skipped where there is none."""
+    if CHROMIUM is None:
+        pytest.skip(WHY_NONE)
+    return CHROMIUM
+
+
+def without_a_network() -> tuple[str, ...]:
+    """What a command is begun with to run where there is no network at all; nothing where that is not ours to do."""
+    alone = ("unshare", "--net")
+    allowed = (
+        shutil.which("unshare") and subprocess.run([*alone, "true"], capture_output=True).returncode == 0
+    )
+    return alone if allowed else ()
+
+
+def dumped(url: str, folder: Path, launcher: tuple[str, ...] = ()) -> tuple[str, set[str]]:
+    """The page after its scripts ran, and the addresses that it asked for; what the browser asks by itself has no origin."""
+    log = folder / "net.json"
+    command = [*launcher, required(), *QUIET, f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"]
+    ran = subprocess.run([*command, "--dump-dom", url], capture_output=True, timeout=100, check=True)
+    said = [event["params"] for event in json.loads(log.read_text())["events"] if "params" in event]
+    of_page = [one for one in said if one.get("initiator", "not an origin") != "not an origin"]
+    return ran.stdout.decode(), {one["url"] for one in of_page if one.get("url", "").startswith("http")}
+
+
+def pictured(url: str, out: Path, folder: Path, height: int) -> None:
+    """A picture of the top of a page, 1200 wide."""
+    where = (f"--user-data-dir={folder / 'profile'}", f"--window-size=1200,{height}", f"--screenshot={out}")
+    subprocess.run([required(), *QUIET, *where, url], check=True, capture_output=True, timeout=100)

@@ -1,0 +1,109 @@
+"""One walk, end to end: an objective is missed, the sidecar writes a tape by itself, and its page tells what happened.
+
+A minute of ordinary load comes first, since the tape is to show what was before: so this takes more than a minute.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from otel_infer import tape
+from otel_infer.cli import report
+from otel_infer.diagnosis import COMPLAINTS
+from tests.breach import OBJECTIVES, Breach, breached
+from tests.browser import CHROMIUM, WHY_NONE, dumped, without_a_network
+from tests.pages import Page
+from tests.trace_events import read_as_trace
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
+
+BEFORE_S = 60.0
+
+
+def command(*arguments: str) -> str:
+    ran = subprocess.run([sys.executable, "-m", "otel_infer", *arguments], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def breach(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Breach:
+    return breached(tmp_path_factory.mktemp("breach"), tiny_llama, BEFORE_S + 4)
+
+
+@pytest.fixture(scope="module")
+def written(breach: Breach) -> Path:
+    """The page that `otel-infer report` makes of the tape."""
+    out = breach.tape.parent.parent / "breach.html"
+    command("report", str(breach.tape), "--out", str(out))
+    return out
+
+
+def test_a_breach_writes_a_tape_of_itself_and_of_the_minute_before(breach: Breach) -> None:
+    assert len(breach.frozen) >= 3
+    assert tape.head(breach.tape)["by"] == "slo" and tape.head(breach.tape)["slo"] == OBJECTIVES
+    told = report.read(breach.tape)
+    by_trace = {record.trace_id.hex(): record for record in told.records}
+    assert {*breach.ordinary, *breach.frozen} <= set(by_trace)
+    breached_at = min(by_trace[trace_id].ended_at for trace_id in breach.frozen)
+    first = min(record.arrived_at for record in told.records)
+    assert breached_at - first >= BEFORE_S * 1e9
+    assert breached_at - min(step.started_at for step in told.steps) >= BEFORE_S * 1e9
+    assert not any(record.telemetry_lost for record in told.records)
+
+
+def test_nothing_that_people_sent_is_on_the_tape_or_in_the_page(breach: Breach, written: Path) -> None:
+    trace = written.with_suffix(".json")
+    command("report", str(breach.tape), "--out", str(written), "--perfetto", str(trace))
+    places = {
+        "the tape": gzip.decompress(breach.tape.read_bytes()),
+        "its name": str(breach.tape).encode(),
+        "the page": written.read_bytes(),
+        "the trace": trace.read_bytes(),
+        "what explain says": command("explain", str(breach.tape), "--json").encode(),
+    }
+    assert len(read_as_trace(trace.read_text())) > 1000
+    assert len(places["the tape"]) > 10_000 and len(places["the page"]) > 10_000
+    found = [
+        f"{kind} in {where}"
+        for where, said in places.items()
+        for kind, canary in breach.canaries.items()
+        if canary.encode() in said
+    ]
+    assert found == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=WHY_NONE)
+def test_the_page_opens_without_a_network_and_shows_the_breach_first_and_the_minute_before(
+    breach: Breach, written: Path, tmp_path: Path
+) -> None:
+    dom, urls = dumped(written.as_uri(), tmp_path, without_a_network())
+    page = Page(dom)
+    assert urls == set()
+    assert "scripted" in page.all("html")[0]["class"].split()
+    explained = json.loads(command("explain", str(breach.tape), "--json"))
+    (verdict,) = page.all("h2", id="verdict")
+    assert verdict["data-verdict"] == explained["verdict"] == "stutter"
+    assert page.text("verdict").endswith(COMPLAINTS["stutter"].happens)
+    rows = [row["id"] for row in page.all("tr") if "detail" in row.get("class", "").split()]
+    traces = [re.search(r"trace ([0-9a-f]{32})", page.text(row))[1] for row in rows]  # type: ignore[index]
+    assert set(traces[: len(breach.frozen)]) == set(breach.frozen)
+    assert f"{len(breach.frozen)} missed an objective" in page.text("header")
+    assert page.text("table").count("missed itl") >= len(breach.frozen)
+    assert len(page.all("line", class_="missed")) == len(breach.frozen)
+    arrived = {
+        trace: float(re.search(r"arrived at ([0-9.]+) s", page.text(row))[1])  # type: ignore[index]
+        for trace, row in zip(traces, rows)
+    }
+    assert set(breach.ordinary) <= set(arrived)
+    before = min(arrived[trace] for trace in breach.frozen) - min(arrived[t] for t in breach.ordinary)
+    assert before >= BEFORE_S
+    ordinary = rows[traces.index(breach.ordinary[0])]
+    assert len(page.data(ordinary)["length"]) == 5  # the steps after the first token of a minute ago
