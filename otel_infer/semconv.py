@@ -96,7 +96,7 @@ CAUSES: dict[str, str] = {
     CAUSE_COMPILE: "torch compiling",
     CAUSE_CAPTURE: "torch capturing a CUDA graph",
     CAUSE_FIRST_USE: "what a step took longer since it was the first of its engine, or of its size",
-    CAUSE_EVENT_LOOP: "the event loop was kept from going on, by a call that blocks it",
+    CAUSE_EVENT_LOOP: "the event loop was kept from going on: by a call that blocks it, or for want of a core or of the GIL",
     CAUSE_THROTTLED: "the CPU quota was used up",
     CAUSE_STARVED: "the engine's thread could have run and had no CPU",
     CAUSE_FAULTS: "the kernel mapped memory to the engine's thread, page by page",

@@ -4,7 +4,8 @@
 
 A timer, because every loop has one: asyncio's callbacks could be timed one by one, at a price for each chunk of each stream,
 and uvloop's could not. It costs one wake-up in 50 ms, none when no request is in flight. The loop was blocked for up to 50 ms
-longer than is said: it is not known when in the time before the timer was due that began.
+longer than is said: it is not known when in the time before the timer was due that began. Nor is it known why: a loop that did
+not get a core, or the GIL, is as late as one that is blocked.
 """
 
 from __future__ import annotations
