@@ -175,8 +175,8 @@ def _held(record: RequestRecord, begin: int, end: int) -> list[tuple[str, int]]:
     """What held up its engine's thread meanwhile, ns."""
     if record.strain is None:
         return []
-    starved, faulted = record.strain.counted(begin, end)
-    return [(semconv.CAUSE_STARVED, int(starved)), (semconv.CAUSE_FAULTS, int(faulted))]
+    starved, faulted = record.strain.held(begin, end)
+    return [(semconv.CAUSE_STARVED, starved), (semconv.CAUSE_FAULTS, faulted)]
 
 
 def _unpaused(pauses: Sequence[Pause], begin: int, end: int) -> int:

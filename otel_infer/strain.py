@@ -26,6 +26,8 @@ CAPACITY = 4096
 """Looks that are remembered; half of them go at once."""
 FAULT_NS = 4000
 """No fault costs more than that: beyond it the kernel did something else."""
+NOTABLE = 0.01
+"""Share of a look below which nothing is said of page faults and of waiting for a CPU: every thread does a little."""
 _SIGMAS, _SHARE = 3.0, 0.05
 _NEVER = 1 << 63
 
@@ -79,6 +81,8 @@ class Strain:
             if seen.since > self._bounds[self._looks - 1]:
                 self._append(seen.since, 0.0, 0.0)
             fault_ns = self.fault_ns * seen.faults
+            if seen.waited_ns + fault_ns < NOTABLE * (seen.at - seen.since):
+                seen, fault_ns = seen._replace(waited_ns=0), 0.0
             shares = _shares(seen, fault_ns, some, costs) if costs is not None else _NOTHING
             self._append(
                 seen.at, np.array(shares) * (seen.at - seen.since), np.array([seen.waited_ns, fault_ns])
@@ -91,14 +95,19 @@ class Strain:
 
     def touches(self, begin: int, end: int) -> bool:
         """Whether anything in between is explained."""
-        first, last = self._bounds[: self._looks].searchsorted((begin, end)).tolist()
-        first, last = max(first - 1, 0), min(last, self._looks - 1)
-        return bool(last > first and (self._shares[:, last] > self._shares[:, first]).any())
+        return self._grows(self._shares, begin, end)
 
     def shares(self, begin: Any, end: Any) -> Held:
         """What share of its excess each step from `begin` to `end` (columns) had for which reason."""
         lengths = np.maximum(end - begin, 1)
         return Held(*(self._between(sums, begin, end) / lengths for sums in self._shares))
+
+    def held(self, begin: int, end: int) -> tuple[int, int]:
+        """`counted` of one interval."""
+        if not self._grows(self._counted, begin, end):
+            return 0, 0
+        starved, faulted = self.counted(begin, end)
+        return int(starved), int(faulted)
 
     def counted(self, begin: Any, end: Any) -> tuple[Any, Any]:
         """ns without a CPU, ns of page faults in these intervals, as if they were evenly spread over each look."""
@@ -110,6 +119,11 @@ class Strain:
             return np.zeros(np.shape(begin))
         bounds, sums = self._bounds[: self._looks], sums[: self._looks]
         return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
+
+    def _grows(self, sums: Any, begin: int, end: int) -> bool:
+        first, last = self._bounds[: self._looks].searchsorted((begin, end)).tolist()
+        first, last = max(first - 1, 0), min(last, self._looks - 1)
+        return bool(last > first and (sums[:, last] > sums[:, first]).any())
 
     def _append(self, at: int, shares: Any, counted: Any) -> None:
         if self._looks == CAPACITY:
