@@ -15,7 +15,8 @@ from typing import Any
 
 from otel_infer import facts, semconv
 from otel_infer.conclusion import Request, conclude
-from otel_infer.records import Pause, RequestRecord, StepRecord
+from otel_infer.records import Pause, RequestRecord, StartRecord, StepRecord
+from otel_infer.startup import Start
 from otel_infer.steplog import StepLog
 
 GRACE_NS = 300_000_000
@@ -30,7 +31,7 @@ _NEVER = 1 << 63
 
 
 class Assembler:
-    """Feed it facts; drain `concluded`, `drain_steps` and `drain_pauses`."""
+    """Feed it facts; drain `started`, `concluded`, `drain_steps` and `drain_pauses`."""
 
     def __init__(self) -> None:
         self.open: dict[Key, Request] = {}
@@ -41,6 +42,9 @@ class Assembler:
         self.facts_torn = 0
         self.steps: list[StepRecord] = []
         self._new_pauses: list[Pause] = []
+        self._pids: dict[int, int] = {}
+        self._starts: dict[int, Start] = {}
+        self._started: list[StartRecord] = []
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due = _NEVER
         self._numbers = itertools.count()
@@ -61,6 +65,11 @@ class Assembler:
             facts.ProcessSeen: self._process_seen,
             facts.EngineSeen: self._engine_seen,
             facts.ProcessDied: self._died,
+            facts.ProcessStarted: self._process_started,
+            facts.ModuleImported: self._starting,
+            facts.PhaseBegan: self._starting,
+            facts.PhaseEnded: self._starting,
+            facts.ProcessLeft: self._starting,
         }
 
     def feed(self, said: Iterable[facts.RingFact]) -> None:
@@ -82,6 +91,13 @@ class Assembler:
         self._conclude()
         ready, self._ready = self._ready, []
         return ready
+
+    def started(self, horizon: int) -> list[StartRecord]:
+        """The processes whose start was over long enough before `horizon` (monotonic ns)."""
+        for ring, start in self._starts.items():
+            self._conclude_start(ring, start, horizon)
+        started, self._started = self._started, []
+        return started
 
     def drain_steps(self) -> list[StepRecord]:
         """The steps done since the last call."""
@@ -114,6 +130,9 @@ class Assembler:
         elif before is not None and (before.ended is not None or not before.recovered):  # told twice
             return
         request = self.open[ring, handle] = Request(ring, handle, fact)
+        start = self._starts.get(ring)
+        if start is not None and start.arrived(fact):
+            request.start = start.ids
         if any(engine.holed for engine in self.engines.values() if engine.process == ring):
             request.lose_steps()
 
@@ -171,6 +190,10 @@ class Assembler:
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
             del self.engines[number]
         self.pauses.pop(ring, None)
+        start = self._starts.pop(ring, None)
+        if start is not None:
+            start.take(fact)
+            self._conclude_start(ring, start, _NEVER)
         for key in [key for key in self.hooks if key[0] == ring]:
             del self.hooks[key]
 
@@ -201,6 +224,7 @@ class Assembler:
             self.pauses[ring] = deque(sorted(pauses, key=lambda pause: pause.ended_at), maxlen=PAUSES)
         if fact.at > self._concluded_at.get(ring, 0):
             self._new_pauses.append(pause)
+        self._starting(ring, handle, fact)
 
     def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
         """What held up its process while it was there."""
@@ -213,6 +237,24 @@ class Assembler:
 
     def _process_seen(self, ring: int, handle: int, fact: facts.ProcessSeen) -> None:
         self._concluded_at[ring] = fact.concluded_at
+        self._pids[ring] = fact.pid
+
+    def _process_started(self, ring: int, handle: int, fact: facts.ProcessStarted) -> None:
+        self._starts[ring] = Start(fact, self._pids.get(ring, 0))
+
+    def _starting(self, ring: int, handle: int, fact: Any) -> None:
+        start = self._starts.get(ring)
+        if start is not None:
+            start.take(fact)
+
+    def _conclude_start(self, ring: int, start: Start, horizon: int) -> None:
+        due = start.ended_at + GRACE_NS
+        if start.is_told or not start.ended_at or due > horizon:
+            return
+        start.is_told = True
+        record = start.record()
+        if record is not None and due > self._concluded_at.get(ring, 0):
+            self._started.append(record)
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
         self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process)

@@ -84,7 +84,7 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.provider = str(attributes.pop(semconv.PROVIDER_NAME, record.provider))
     record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
     record.attributes = attributes
-    record.events, record.links = request.events, request.links
+    record.events, record.links, record.start = request.events, request.links, request.start
     record.pauses, record.costs = request.pauses, request.costs
     record.prefillers = request.runs[-1].log.prefillers if request.runs else None
     record.received_at = request.received_at

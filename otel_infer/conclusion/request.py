@@ -53,6 +53,7 @@ class Request:
         self.discarded = 0
         self.concluded_at = 0
         self.pauses: tuple[Pause, ...] = ()
+        self.start: tuple[bytes, bytes] | None = None
         self.costs: StepCosts | None = None
         self.is_prefilling = True
 
