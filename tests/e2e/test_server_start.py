@@ -60,7 +60,7 @@ def test_a_start_is_one_trace_and_the_first_request_leads_to_it(tiny_llama: Path
     points = _startup_points(receiver)
     assert set(points) == {"total", "imports", "weights", "ready"}
     assert points["total"]["count"] == 1 and points["total"]["sum"] == pytest.approx(total)
-    assert {resource["service.name"] for resource in receiver.resources} == {"transformers"}
+    assert {span["resource"]["service.name"] for span in receiver.spans} == {"transformers"}
 
 
 def test_a_server_that_is_killed_while_it_loads_has_a_start_that_failed(tmp_path: Path) -> None:

@@ -524,5 +524,5 @@ def test_a_streamer_that_got_the_prompt_has_reached_nobody(recording: Recording)
 def test_every_part_has_a_name_and_hooks_what_one_process_imports() -> None:
     parts = integration.parts
     assert set(parts) == {
-        "continuous batching", "generate", "processor", "serve", "streamers", "tokenizer", "transfers",
+        "continuous batching", "generate", "processor", "serve", "streamers", "tokenizer", "transfers", "weights",
     }  # fmt: skip
