@@ -43,7 +43,10 @@ def line(record: RequestRecord) -> str:
 
 def start_line(record: StartRecord) -> str:
     """What a start spent its time on, at a glance."""
-    outcome = f"ready by {record.ready_by}" if record.ready_by else f"error ({record.error_type})"
+    outcome = f"ready by {record.ready_by}"
+    if record.error_type:
+        where = f" in {record.died_in}" if record.died_in else ""
+        outcome = f"error ({record.error_type}{where})"
     phases = " · ".join(
         f"{phase.name} {milliseconds(phase.ended_at - phase.started_at)}" for phase in record.phases
     )

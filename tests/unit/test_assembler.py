@@ -83,7 +83,9 @@ of_processes = st.one_of(
     st.builds(facts.ProcessStarted, instants, instants, some_ids.map(lambda i: i * 2), some_ids),
     st.builds(facts.ModuleImported, instants, st.sampled_from(["torch", "uvicorn.config"])),
     st.builds(facts.PhaseBegan, instants, phases),
-    st.builds(facts.PhaseEnded, instants, instants, phases, st.sampled_from(["lifespan", "engine"]), words, words),
+    st.builds(
+        facts.PhaseEnded, instants, instants, phases, st.sampled_from(["lifespan", "engine"]), words, words
+    ),
     st.builds(facts.ProcessLeft, instants, words),
     st.builds(facts.LiveListed, instants, st.lists(counts, max_size=3)),
 )
