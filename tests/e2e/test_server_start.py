@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -63,20 +64,74 @@ def test_a_start_is_one_trace_and_the_first_request_leads_to_it(tiny_llama: Path
     assert {span["resource"]["service.name"] for span in receiver.spans} == {"transformers"}
 
 
+def test_a_model_that_is_loaded_and_warmed_up_in_a_lifespan_is_inside_ready(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    program, port = tmp_path / "server.py", free_port()
+    program.write_text(LIFESPAN)
+    command = [*RUN, sys.executable, str(program), str(tiny_llama), str(port)]
+    with OtlpReceiver() as receiver, Server(command, port, tmp_path / "log", receiver.environ):
+        root, phases = start_of(receiver)
+    named = {span["name"]: span for span in phases}
+    assert list(named) == ["imports", "ready", "weights", "compile"]
+    assert root["attributes"][semconv.READY_BY] == "lifespan"
+    ready, weights, compiled = named["ready"], named["weights"], named["compile"]
+    assert ready["start"] <= weights["start"] and weights["end"] <= compiled["start"]
+    assert compiled["end"] <= ready["end"] == root["end"]
+
+
+def test_an_application_that_cannot_start_is_a_start_that_failed(tiny_llama: Path, tmp_path: Path) -> None:
+    program, port = tmp_path / "server.py", free_port()
+    program.write_text(LIFESPAN)
+    bare = tmp_path / "without-weights"
+    bare.mkdir()
+    shutil.copy(tiny_llama / "config.json", bare)
+    command = [*RUN, sys.executable, str(program), str(bare), str(port)]
+    with OtlpReceiver() as receiver:
+        with pytest.raises(RuntimeError, match="the server ended with 3"):
+            Server(command, port, tmp_path / "log", receiver.environ).start()
+        root, phases = start_of(receiver)
+    assert root["status"] == 2
+    assert (root["attributes"][semconv.DIED_IN], root["attributes"][semconv.ERROR_TYPE]) == (
+        "ready",
+        "OSError",
+    )
+    assert [(span["name"], span["status"]) for span in phases] == [
+        ("imports", 0),
+        ("ready", 2),
+        ("weights", 2),
+    ]
+
+
 def test_a_server_that_is_killed_while_it_loads_has_a_start_that_failed(tmp_path: Path) -> None:
     program = tmp_path / "server.py"
     program.write_text(LOADING)
-    server = Server([*RUN, sys.executable, str(program)], free_port(), tmp_path / "log", {})
+    command = [*RUN, sys.executable, str(program)]
     with OtlpReceiver() as receiver:
-        server._environ.update(receiver.environ)
         with pytest.raises(RuntimeError, match="the server ended with 137"):
-            server.start()
+            Server(command, free_port(), tmp_path / "log", receiver.environ).start()
         root, phases = start_of(receiver)
     assert root["status"] == 2
     assert root["attributes"][semconv.ERROR_TYPE] == "process_died"
     assert root["attributes"][semconv.DIED_IN] == "weights"
     assert [span["name"] for span in phases] == ["imports"]
 
+
+LIFESPAN = """
+import contextlib, sys
+import torch, uvicorn
+from starlette.applications import Starlette
+from transformers import AutoModelForCausalLM
+
+@contextlib.asynccontextmanager
+async def lifespan(app):
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    torch.compile(lambda x: x * 2, backend="eager")(torch.ones(3))
+    model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, pad_token_id=0)
+    yield
+
+uvicorn.run(Starlette(lifespan=lifespan), port=int(sys.argv[2]), log_level="warning")
+"""
 
 LOADING = """
 import os, signal
