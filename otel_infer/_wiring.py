@@ -44,9 +44,7 @@ class _Wiring:
         self.reader: InProcess | None = None
         self.why_in_process = self._no_child = ""
         self._exported = self._said = False
-        self._restarts, self._birth = launch.Restarts(), birth.Birth()
-        self._lock = threading.Lock()
-        atexit.register(birth.leaving)
+        self._lock, self._restarts, self._birth = threading.Lock(), launch.Restarts(), birth.Birth()
         os.register_at_fork(after_in_child=self._forked)
 
     # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
@@ -115,11 +113,10 @@ class _Wiring:
             return True
         asked = writer.words[layout.W_FLUSH_ASKED] = writer.words[layout.W_FLUSH_ASKED] + 1
         deadline = clock.now() + int(timeout * 1e9)
-        wait = threading.Event()
         while clock.now() < deadline:
             if writer.words[layout.W_FLUSH_DONE] >= asked:
                 return True
-            wait.wait(0.02)
+            threading.Event().wait(0.02)
         return False
 
     # ── rings and their reader ───────────────────────────────────────────────────────────────────────────────────
@@ -173,6 +170,9 @@ class _Wiring:
                 self._tend_sidecar(self.folder)
         if not self._said:
             self._said = True
+            atexit.register(
+                birth.leaving
+            )  # the last that is registered is called first: somebody still reads
             _say(self.start_line())
 
     def _tend_thread(self, arena: MemoryArena) -> None:

@@ -77,3 +77,30 @@ def test_in_process_a_start_is_told_once_though_we_come_twice() -> None:
     requests = [span for span in said if span[0] == "chat tiny"]
     assert [span[3] for span in requests] == [[start[1]], []]
     assert before - 20_000_000 <= start[2] < requests[0][2]
+
+
+def test_in_process_an_exception_that_nobody_caught_is_told_before_it_is_over() -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    ran = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, env=kept)
+    assert "LookupError" in ran.stderr
+    assert json.loads(ran.stdout) == ["server start", "LookupError"]
+
+
+FAILING = """
+import json
+import otel_infer
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
+from otel_infer.ring.recorder import recorder
+
+class Printing(SpanExporter):
+    def export(self, spans):
+        for span in spans:
+            print(json.dumps([span.name, span.attributes["error.type"]]))
+
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(Printing()))
+otel_infer.instrument(tracer_provider=provider, integrations=("asgi",))
+recorder.ensure()  # as the import of an engine does
+raise LookupError("what no telemetry may show")
+"""
