@@ -22,7 +22,17 @@ from rich.table import Table
 from benchmarks import machine, verdict
 from benchmarks.verdict import Line
 
-SECTIONS = ("hooks", "simulated_loop", "transformers_loop", "throughput", "truth")
+SECTIONS = (
+    "hooks",
+    "simulated_loop",
+    "transformers_loop",
+    "throughput",
+    "retention",
+    "slow_collector",
+    "memory",
+    "accuracy",
+    "truth",
+)
 NOT_QUICK = ("truth",)
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 

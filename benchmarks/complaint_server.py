@@ -2,20 +2,25 @@
 
     otel-infer run --tape FILE -- python benchmarks/complaint_server.py PORT '{"max_batch": 4, "lookup_ms": 0, …}'
 
-A step takes `base_ms + each_ms × sequences + prompt_ms × prompt tokens` without the GIL, as a device would.
+A step takes `base_ms + each_ms × sequences + prompt_ms × prompt tokens` without the GIL, as a device would; with `spin`,
+so much time on a CPU.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import json
+import os
 import queue
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import otel_infer
@@ -27,7 +32,10 @@ otel_infer.instrument()
 class Faults:
     """How the engine is and what is wrong with the server; lengths in ms.
 
-    Whoever has a prompt of `preempted_prompt` tokens is put back after so many tokens, for so long, and computed again.
+    Whoever has a prompt of `preempted_prompt` tokens is put back after so many tokens, for so long, and computed again; one of
+    `blocking_prompt` blocks the event loop first. While one with a prompt of `struck_prompt` tokens is answered, another process
+    wants this server's only core for `hog_ms`, or its control group (`quota_group`, version 1) may have `QUOTA` of a core for
+    `throttled_ms`.
     """
 
     base_ms: float = 8.0
@@ -42,9 +50,19 @@ class Faults:
     preempted_prompt: int = 0
     preempted_after: int = 0
     preempted_ms: float = 0.0
+    spin: bool = False
+    struck_prompt: int = 0
+    hog_ms: float = 0.0
+    quota_group: str = ""
+    throttled_ms: float = 0.0
+    blocking_prompt: int = 0
+    blocking_ms: float = 0.0
 
 
 HEAVY_TOKENS = 60
+QUOTA, PERIOD_US = 0.4, 100_000
+BLOCK = bytes(1 << 14)
+HOG = "import sys, time; until = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < until: pass"
 
 
 class Sequence:
@@ -110,7 +128,12 @@ class Engine(threading.Thread):
     def compute(self, prompt_tokens: int) -> None:
         faults = self.faults
         length = faults.base_ms + faults.each_ms * len(self.running) + faults.prompt_ms * prompt_tokens
-        time.sleep(length / 1000)
+        if not faults.spin:
+            time.sleep(length / 1000)
+            return
+        until = time.thread_time() + length / 1000
+        while time.thread_time() < until:
+            hashlib.sha256(BLOCK)
 
     def take_up(self) -> None:
         delay = self.faults.batch_delay_ms / 1000
@@ -155,11 +178,32 @@ class Garbage(threading.Thread):
             gc.collect()
 
 
+class Struck:
+    """What happens to the server from outside while one request is answered."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults, self.group = faults, Path(faults.quota_group)
+        if faults.hog_ms or faults.spin:
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        if faults.quota_group:
+            (self.group / "cgroup.procs").write_text(str(os.getpid()))
+
+    def strike(self) -> None:
+        if self.faults.hog_ms:
+            subprocess.Popen([sys.executable, "-I", "-c", HOG, str(self.faults.hog_ms / 1000)])
+        if self.faults.throttled_ms:
+            self.allow(int(QUOTA * PERIOD_US))
+            threading.Timer(self.faults.throttled_ms / 1000, self.allow, [-1]).start()
+
+    def allow(self, quota_us: int) -> None:
+        (self.group / "cpu.cfs_quota_us").write_text(str(quota_us))
+
+
 class App:
     """POST {"prompt": tokens, "tokens": n} → that many lines; anything else → 200."""
 
     def __init__(self, faults: Faults) -> None:
-        self.faults = faults
+        self.faults, self.struck = faults, Struck(faults)
         self.engine, self.heavy = Engine(faults), Engine(faults)
         self.engine.start()
         if faults.heavy_apart:
@@ -179,9 +223,13 @@ class App:
 
     async def answer(self, prompt: int, tokens: int) -> AsyncIterator[int]:
         async with otel_infer.request("text_completion", model="toy") as request:
+            if prompt == self.faults.blocking_prompt:
+                time.sleep(self.faults.blocking_ms / 1000)
             if self.faults.lookup_ms:
                 async with otel_infer.stage("lookup"):
                     await asyncio.sleep(self.faults.lookup_ms / 1000)
+            if prompt == self.faults.struck_prompt:
+                self.struck.strike()
             sequence = Sequence(request, prompt, tokens)
             request.submitted(input_tokens=prompt, max_tokens=tokens)
             is_heavy = self.faults.heavy_apart and tokens >= HEAVY_TOKENS

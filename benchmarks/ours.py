@@ -27,13 +27,16 @@ _packed_of = attrgetter("packed")
 
 
 class Exporting:
-    """otel_infer with every step of every request exported by the real sidecar, for as long as `with` lasts."""
+    """otel_infer with the real sidecar, for as long as `with` lasts. Every step of every request is exported, unless `steps`
+    (OTEL_INFER_STEPS) says otherwise."""
 
-    def __init__(self, endpoint: str, integrations: tuple[str, ...] = ("none of them",)) -> None:
+    def __init__(
+        self, endpoint: str, integrations: tuple[str, ...] = ("none of them",), steps: str = "all"
+    ) -> None:
         for name in [name for name in os.environ if name.startswith("OTEL_")]:
             del os.environ[name]
         os.environ.update(
-            OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_INFER_STEPS="all", OTEL_INFER_MODE="sidecar"
+            OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_INFER_STEPS=steps, OTEL_INFER_MODE="sidecar"
         )
         otel_infer.instrument(integrations=integrations)
         if not recorder.ensure() or wiring.sidecar is None:

@@ -5,12 +5,14 @@ python -m benchmarks.receiver        says its port on standard output, ends with
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -35,10 +37,16 @@ class Receiver:
         self.endpoint = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
     def counted(self) -> dict[str, Any]:
-        """What arrived since it was last asked: spans, unique ids, spans by name, bytes raw and as sent."""
+        """What arrived since it was last asked: spans, unique ids, spans by name, bytes raw and as sent; `metrics`: what the
+        last export said of every series, by metric and the values of its attributes."""
         with urllib.request.urlopen(f"{self.endpoint}/counted", timeout=300) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
+
+    def answer_after(self, seconds: float) -> None:
+        """Every answer to an export takes so long from now on."""
+        with urllib.request.urlopen(f"{self.endpoint}/answer_after/{seconds}", timeout=30):
+            pass
 
     def close(self) -> None:
         """Ends it."""
@@ -54,11 +62,12 @@ class Receiver:
 
 
 class _Kept:
-    """Bodies of trace exports, in order of arrival."""
+    """Bodies of trace exports, in order of arrival, and of the last export of metrics."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bodies: list[tuple[bytes, str]] = []
+        self.metrics = b""
 
     def add(self, body: bytes, encoding: str) -> None:
         with self._lock:
@@ -79,7 +88,7 @@ def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
     sizes: dict[bool, list[int]] = {True: [], False: []}
     raw = wire = 0
     for body, encoding in bodies:
-        text = gzip.decompress(body) if encoding == "gzip" else body
+        text = _text(body, encoding)
         raw, wire = raw + len(text), wire + len(body)
         lengths = span_lengths(text)
         for of_resource in ExportTraceServiceRequest.FromString(text).resource_spans:
@@ -97,6 +106,31 @@ def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
         "other_raw": sum(sizes[False]),
     }
     return {**found, **steps, "raw": raw, "wire": wire}
+
+
+def _text(body: bytes, encoding: str) -> bytes:
+    return gzip.decompress(body) if encoding == "gzip" else body
+
+
+def totals(body: bytes) -> dict[str, dict[str, float]]:
+    """The value of every point, of a histogram its count, by metric and by the values of its attributes."""
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    found: dict[str, dict[str, float]] = {}
+    for of_resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+        for of_scope in of_resource.scope_metrics:
+            for metric in of_scope.metrics:
+                kind = metric.WhichOneof("data")
+                for point in getattr(metric, kind).data_points:
+                    key = ",".join(str(_plain(pair.value)) for pair in point.attributes)
+                    value = point.count if kind.endswith("histogram") else _plain(point)
+                    found.setdefault(metric.name, {})[key] = value
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """What an AnyValue or a number point holds."""
+    return getattr(value, value.WhichOneof("value"))
 
 
 def span_lengths(request: bytes) -> Iterator[int]:
@@ -131,22 +165,33 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     kept = _Kept()
+    answer_after = 0.0
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        encoding = self.headers.get("Content-Encoding", "")
         if self.path == "/v1/traces":
-            self.kept.add(body, self.headers.get("Content-Encoding", ""))
+            self.kept.add(body, encoding)
+        elif self.path == "/v1/metrics":
+            self.kept.metrics = _text(body, encoding)
+        time.sleep(self.answer_after)
         self._answer(b"")
 
     def do_GET(self) -> None:
-        self._answer(json.dumps(count(self.kept.taken())).encode())
+        if self.path.startswith("/answer_after/"):
+            _Handler.answer_after = float(self.path.rpartition("/")[2])
+            self._answer(b"")
+            return
+        found = {**count(self.kept.taken()), "metrics": totals(self.kept.metrics)}
+        self._answer(json.dumps(found).encode())
 
     def _answer(self, body: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/x-protobuf")
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):  # who asked has lost patience
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Silent."""

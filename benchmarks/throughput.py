@@ -49,21 +49,21 @@ def measure(quick: bool) -> list[Line]:
             stock = Stock(receiver.endpoint)
             machine.pin_process(os.getpid(), others)
             machine.pin_this_thread(mine)
-            _part(engine, None, receiver, exporting.flush, 0, 0.5)
+            part(engine, None, receiver, exporting.flush, 0, 0.5)
             idle = _idle(exporting.pid, seconds)
             for _ in range(parts):
-                ours.append(_part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds))
-                theirs.append(_part(engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds))
+                ours.append(part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds))
+                theirs.append(part(engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds))
             out = Stock(receiver.endpoint, sampled=False)
             ours_out, theirs_out = [], []
             for _ in range(parts):
                 unsampled = Binding(engine, sampled=False)
-                ours_out.append(_part(engine, unsampled, receiver, exporting.flush, exporting.pid, seconds))
-                theirs_out.append(_part(engine, StockBinding(engine, out), receiver, out.flush, 0, seconds))
+                ours_out.append(part(engine, unsampled, receiver, exporting.flush, exporting.pid, seconds))
+                theirs_out.append(part(engine, StockBinding(engine, out), receiver, out.flush, 0, seconds))
             out.close()
             memory = machine.peak_memory(exporting.pid)
             engine.churning = False
-            calm = _part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds)
+            calm = part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds)
             stock.close()
     return [
         *_loss(ours, theirs),
@@ -73,17 +73,24 @@ def measure(quick: bool) -> list[Line]:
     ]
 
 
-def _part(
-    engine: Engine, binding: Any, receiver: Receiver, flush: Callable[[], None], sidecar: int, seconds: float
+def part(
+    engine: Engine,
+    binding: Any,
+    receiver: Receiver,
+    flush: Callable[[], None],
+    sidecar: int,
+    seconds: float,
+    offered: int = OFFERED,
 ) -> Part:
-    """One part: a bare one first, whose CPU is subtracted, then the hooked one."""
-    bare_taken, _ = _paced(engine, seconds / 4)
+    """One part at `offered` step spans a second: a bare one of the same length first, whose CPU is subtracted, then the
+    hooked one."""
+    bare_taken, _ = paced(engine, seconds, offered)
     if binding is None:
         return Part(0, 0, 0, {}, 0, 0)
     binding.put_on()
     steps = engine.steps
     sidecar_cpu = machine.cpu_ns(sidecar) if sidecar else 0
-    taken, lasted = _paced(engine, seconds)
+    taken, lasted = paced(engine, seconds, offered)
     rate = (engine.steps - steps) * engine.size / lasted
     binding.take_off()
     before = time.process_time_ns()
@@ -92,15 +99,15 @@ def _part(
     taken += time.process_time_ns() - before
     sidecar_cpu = machine.cpu_ns(sidecar) - sidecar_cpu if sidecar else 0
     engine.answered.clear()
-    return Part(rate, lasted, expected, receiver.counted(), taken - 4 * bare_taken, sidecar_cpu)
+    return Part(rate, lasted, expected, receiver.counted(), taken - bare_taken, sidecar_cpu)
 
 
-def _paced(engine: Engine, seconds: float) -> tuple[int, float]:
+def paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float]:
     """Steps at the pace that offers so many spans a second; process CPU and the seconds it took.
 
     Who falls behind does not catch up: what was not offered in time is not offered.
     """
-    pause = engine.size / OFFERED
+    pause = engine.size / offered
     began, cpu = time.perf_counter(), time.process_time_ns()
     due = began
     for _ in range(int(seconds / pause)):
@@ -147,8 +154,8 @@ def _cpu(ours: list[Part], theirs: list[Part], idle: float) -> list[Line]:
 
 
 def _sampled_out(ours: list[Part], theirs: list[Part]) -> list[Line]:
-    """What a token costs of which nothing is exported."""
-    below, tokens = "CPU per token sampled out, below the stock SDK", "CPU per token sampled out"
+    """What a token costs of which nothing is exported; in µs it is said by `retention`."""
+    below = "CPU per token sampled out, below the stock SDK"
     pairs = list(zip(ours, theirs))
     server = [(b.server_cpu / b.expected) / (a.server_cpu / a.expected) for a, b in pairs]
     both = [(b.server_cpu / b.expected) / ((a.server_cpu + a.sidecar_cpu) / a.expected) for a, b in pairs]
@@ -157,8 +164,6 @@ def _sampled_out(ours: list[Part], theirs: list[Part]) -> list[Line]:
     return [
         line(f"{below}: server", "×", median(server), Gate(OUT_FACTOR, at_least=True), note=note),
         line(f"{below}: sidecar and server", "×", median(both)),
-        line(f"{tokens}: server", "µs", median([a.server_cpu / a.expected for a in ours]).scaled(1 / 1000)),
-        line(f"{tokens}: sidecar", "µs", median([a.sidecar_cpu / a.expected for a in ours]).scaled(1 / 1000)),
         line("sampled out and exported all the same", "spans", exactly(exported), Gate(0)),
     ]
 

@@ -13,16 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from otel_infer import facts, semconv
+from otel_infer import facts, semconv, startup
 from otel_infer.conclusion import Request, conclude
-from otel_infer.records import Pause, RequestRecord, StartRecord, StepRecord
-from otel_infer.startup import Start
+from otel_infer.records import Mark, Pause, RequestRecord, StartRecord, StepRecord
+from otel_infer.startup import Starts
 from otel_infer.steplog import StepLog
 
 GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
 PAUSES = 1024
-"""Pauses of one process that are remembered."""
+"""Pauses, and marks, of one process that are remembered."""
 TOGETHER = 32
 """Requests that are concluded at once; more would not fit a processor's cache."""
 
@@ -37,14 +37,15 @@ class Assembler:
         self.open: dict[Key, Request] = {}
         self.engines: dict[int, StepLog] = {}
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
+        self._seen_steps: dict[tuple[int, str], set[int]] = {}
         self.pauses: dict[int, deque[Pause]] = {}
         self.facts_lost = 0
         self.facts_torn = 0
         self.steps: list[StepRecord] = []
         self._new_pauses: list[Pause] = []
-        self._pids: dict[int, int] = {}
-        self._starts: dict[int, Start] = {}
-        self._started: list[StartRecord] = []
+        self._starts = Starts()
+        self._marks: dict[int, deque[Mark]] = {}
+        self._new_marks: list[Mark] = []
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due = _NEVER
         self._numbers = itertools.count()
@@ -57,6 +58,7 @@ class Assembler:
             facts.RequestEnded: self._request_ended,
             facts.HooksReported: self._hooks,
             facts.PauseSeen: self._paused,
+            facts.MarkSeen: self._marked,
             facts.StepScheduled: self._scheduled,
             facts.StepDone: self._done,
             facts.StepsLost: self._steps_lost,
@@ -64,12 +66,9 @@ class Assembler:
             facts.LiveListed: self._listed,
             facts.ProcessSeen: self._process_seen,
             facts.EngineSeen: self._engine_seen,
+            facts.ThreadSeen: self._thread_seen,
             facts.ProcessDied: self._died,
-            facts.ProcessStarted: self._process_started,
-            facts.ModuleImported: self._starting,
-            facts.PhaseBegan: self._starting,
-            facts.PhaseEnded: self._starting,
-            facts.ProcessLeft: self._starting,
+            **dict.fromkeys(startup.FACTS, self._starts.take),
         }
 
     def feed(self, said: Iterable[facts.RingFact]) -> None:
@@ -94,10 +93,7 @@ class Assembler:
 
     def started(self, horizon: int) -> list[StartRecord]:
         """The processes whose start was over long enough before `horizon` (monotonic ns)."""
-        for ring, start in self._starts.items():
-            self._conclude_start(ring, start, horizon)
-        started, self._started = self._started, []
-        return started
+        return self._starts.concluded(horizon - GRACE_NS)
 
     def drain_steps(self) -> list[StepRecord]:
         """The steps done since the last call."""
@@ -112,6 +108,11 @@ class Assembler:
         """The pauses seen since the last call, of all processes."""
         pauses, self._new_pauses = self._new_pauses, []
         return pauses
+
+    def drain_marks(self) -> list[Mark]:
+        """The marks seen since the last call, of all processes."""
+        marks, self._new_marks = self._new_marks, []
+        return marks
 
     def active(self) -> dict[str, int]:
         """How many requests are in flight, by `queued` (not scheduled yet) and `running`."""
@@ -130,9 +131,7 @@ class Assembler:
         elif before is not None and (before.ended is not None or not before.recovered):  # told twice
             return
         request = self.open[ring, handle] = Request(ring, handle, fact)
-        start = self._starts.get(ring)
-        if start is not None and start.arrived(fact):
-            request.start = start.ids
+        request.start = self._starts.arrived(ring, fact)
         if any(engine.holed for engine in self.engines.values() if engine.process == ring):
             request.lose_steps()
 
@@ -173,6 +172,7 @@ class Assembler:
             if due > self._concluded_at.get(request.ring, 0):
                 request.leave(due)
                 request.pauses = request.pauses or self._pauses_of(request)
+                request.marks = request.marks or self._marks_of(request)
                 self._left.append(request)
                 if len(self._left) == TOGETHER:
                     self._conclude()
@@ -186,16 +186,16 @@ class Assembler:
         died = facts.RequestEnded(fact.at, facts.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)
         for request in self._of(ring):
             self._end(request, died)
-            request.pauses = self._pauses_of(request)
+            request.pauses, request.marks = self._pauses_of(request), self._marks_of(request)
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
             del self.engines[number]
         self.pauses.pop(ring, None)
-        start = self._starts.pop(ring, None)
-        if start is not None:
-            start.take(fact)
-            self._conclude_start(ring, start, _NEVER)
-        for key in [key for key in self.hooks if key[0] == ring]:
-            del self.hooks[key]
+        self._starts.died(ring, fact)
+        self._marks.pop(ring, None)
+        by_process: tuple[dict[Any, Any], ...] = (self.hooks, self._seen_steps)
+        for known in by_process:
+            for key in [key for key in known if key[0] == ring]:
+                del known[key]
 
     def _listed(self, ring: int, handle: int, fact: facts.LiveListed) -> None:
         living = set(fact.live)
@@ -224,7 +224,7 @@ class Assembler:
             self.pauses[ring] = deque(sorted(pauses, key=lambda pause: pause.ended_at), maxlen=PAUSES)
         if fact.at > self._concluded_at.get(ring, 0):
             self._new_pauses.append(pause)
-        self._starting(ring, handle, fact)
+        self._starts.take(ring, handle, fact)
 
     def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
         """What held up its process while it was there."""
@@ -233,31 +233,33 @@ class Assembler:
         since = itertools.takewhile(lambda pause: pause.ended_at > begin, latest_first)
         return tuple(pause for pause in since if pause.started_at < end)[::-1]
 
+    def _marked(self, ring: int, handle: int, fact: facts.MarkSeen) -> None:
+        mark = Mark(fact.since, fact.at, fact.mark, fact.times)
+        self._marks.setdefault(ring, deque(maxlen=PAUSES)).append(mark)
+        if fact.at > self._concluded_at.get(ring, 0):
+            self._new_marks.append(mark)
+
+    def _marks_of(self, request: Request) -> tuple[Mark, ...]:
+        """What happened to its process while it may have been there."""
+        begin, end = request.arrived_at, request.ended_at
+        return tuple(
+            mark for mark in self._marks.get(request.ring, ()) if mark.since < end and mark.at > begin
+        )
+
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _process_seen(self, ring: int, handle: int, fact: facts.ProcessSeen) -> None:
         self._concluded_at[ring] = fact.concluded_at
-        self._pids[ring] = fact.pid
-
-    def _process_started(self, ring: int, handle: int, fact: facts.ProcessStarted) -> None:
-        self._starts[ring] = Start(fact, self._pids.get(ring, 0))
-
-    def _starting(self, ring: int, handle: int, fact: Any) -> None:
-        start = self._starts.get(ring)
-        if start is not None:
-            start.take(fact)
-
-    def _conclude_start(self, ring: int, start: Start, horizon: int) -> None:
-        due = start.ended_at + GRACE_NS
-        if start.is_told or not start.ended_at or due > horizon:
-            return
-        start.is_told = True
-        record = start.record()
-        if record is not None and due > self._concluded_at.get(ring, 0):
-            self._started.append(record)
+        self._starts.seen(ring, fact.pid, fact.concluded_at - GRACE_NS)
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
-        self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process)
+        seen = self._seen_steps.setdefault((fact.process, fact.engine), set())
+        self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process, seen)
+
+    def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
+        engine = self.engines.get(ring)
+        if engine is not None:
+            engine.strain.look(fact)
 
     def _hooks(self, ring: int, handle: int, fact: facts.HooksReported) -> None:
         self.hooks[ring, fact.integration] = (fact.active, fact.total)

@@ -2,7 +2,8 @@
 
 Time is given away once, in this order: to pauses of the process (of two at once, to the one that is not throttling, which
 is an estimate), to what the engine did with the request (queue, prefill,
-decode), to stages that were said, to what came after the last token. Inside decode each step is divided by what the engine's
+decode), to stages that were said, to what came after the last token. Of a stage that waits for the event loop, what the loop
+was late goes first to that; the engine's do not, so there it takes nothing. Inside decode each step is divided by what the engine's
 own log says a step of that size costs (`stepcosts`): what it would have cost the request alone is its own *decode*, what
 the other sequences' tokens add is *batching*, and what a step with other requests' prompts took beyond that is their
 *interference*. Its error per step is `StepCosts.spread`. Longer than a step without prompts can be explained by (three
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from otel_infer import callers, decodeblame, facts, semconv
 from otel_infer.decodeblame import DecodeBlame
@@ -20,6 +22,8 @@ from otel_infer.records import Blame, Offender, Pause, Prefiller, RequestRecord,
 
 Causes = dict[str, int]
 
+MOST_NAMED = 16
+"""Requests with prompts in one step of which each may be named as the offender."""
 TOGETHER = 32
 """Requests whose steps are looked at together; the columns of more would not fit a processor's cache."""
 
@@ -35,24 +39,30 @@ _OF_STAGES = {
     semconv.SPAN_POSTPROCESS: semconv.CAUSE_EGRESS,
     semconv.STAGE_DETOKENIZE: semconv.CAUSE_DETOKENIZE,
 }
+_OFF_LOOP = frozenset(_OF_STAGES) - {semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS}
+"""Stages that do not wait for the event loop: the engine's, and those that are one call."""
 _ENGINES = (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
 
 
 def assign(records: Sequence[RequestRecord]) -> None:
     """Writes into each record where its time went; many at once cost less."""
+    crowds: dict[tuple[Any, int], _Crowd] = {}
     for begin in range(0, len(records), TOGETHER):
         some = records[begin : begin + TOGETHER]
         for record, decode in zip(some, decodeblame.divided(some)):
-            record.blame = _blame(record, decode)
+            record.blame = _blame(record, decode, crowds)
 
 
-def _blame(record: RequestRecord, decode: DecodeBlame) -> Blame:
+def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, int], _Crowd]) -> Blame:
     free = [(record.arrived_at, record.ended_at)]
     causes: Causes = defaultdict(int)
     for pause in sorted(record.pauses, key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED):
         free, taken = _taken(free, pause.started_at, pause.ended_at)
         causes[pause.cause if pause.cause in semconv.PAUSE_CAUSES else semconv.CAUSE_PAUSE] += taken
     for stage in _in_order(record.stages):
+        if stage.name not in _OFF_LOOP:
+            free, late = _loop_late(record, free, stage.started_at, stage.ended_at)
+            causes[semconv.CAUSE_EVENT_LOOP] += late
         if stage.name == semconv.SPAN_QUEUE and stage.started_at < record.received_at < stage.ended_at:
             free, taken = _taken(free, stage.started_at, record.received_at)
             causes[semconv.CAUSE_HIDDEN_QUEUE] += taken
@@ -67,12 +77,14 @@ def _blame(record: RequestRecord, decode: DecodeBlame) -> Blame:
             _add(causes, {semconv.CAUSE_DETOKENIZE: last, semconv.CAUSE_EGRESS: taken - last})
         else:
             causes[_OF_STAGES.get(stage.name, semconv.CAUSE_APPLICATION)] += taken
+    free, late = _loop_late(record, free, record.arrived_at, record.ended_at)
+    causes[semconv.CAUSE_EVENT_LOOP] += late
     causes[semconv.CAUSE_UNEXPLAINED] += sum(end - begin for begin, end in free)
     causes = {cause: length for cause, length in causes.items() if length}
     interference = causes.get(semconv.CAUSE_INTERFERENCE, 0)
     if not interference:
         return Blame(causes, None)
-    offenders = _offenders(record, decode)
+    offenders = _offenders(record, decode, crowds)
     return Blame(causes, _worst(record, offenders, interference), _by_class(offenders, interference))
 
 
@@ -96,6 +108,21 @@ def _taken(free: list[tuple[int, int]], begin: int, end: int) -> tuple[list[tupl
         if high < until:
             left.append((high, until))
     return left, taken
+
+
+def _loop_late(
+    record: RequestRecord, free: list[tuple[int, int]], begin: int, end: int
+) -> tuple[list[tuple[int, int]], int]:
+    """As `_taken`, what the event loop was late while this interval waited for it.
+
+    What ended before the loop went on did not wait for it: it is on another thread, or is what kept the loop.
+    """
+    late = 0
+    for pause in record.loop_pauses:
+        if pause.ended_at < end:
+            free, taken = _taken(free, max(pause.started_at, begin), pause.ended_at)
+            late += taken
+    return free, late
 
 
 def _fitting(parts: Causes, whole: int, rest: str) -> Causes:
@@ -125,6 +152,15 @@ def _prefill(record: RequestRecord) -> Causes:
                 record.pauses, before.ended_at, began
             )
         length = _unpaused(record.pauses, began, chunk.ended_at)
+        if record.first_use is not None:
+            tokens = chunk.tokens + chunk.others_prefill_tokens
+            first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
+            parts[semconv.CAUSE_FIRST_USE] += first
+            length -= first
+        for cause, held in _held(record, began, chunk.ended_at):
+            held = min(held, length)
+            parts[cause] += held
+            length -= held
         mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
         others = chunk.others_prefill_tokens
         theirs = (length - mates) * others // max(chunk.tokens + others, 1)
@@ -133,6 +169,14 @@ def _prefill(record: RequestRecord) -> Causes:
         parts[semconv.CAUSE_PREFILL] += length - mates - theirs
         before = chunk
     return parts
+
+
+def _held(record: RequestRecord, begin: int, end: int) -> list[tuple[str, int]]:
+    """What held up its engine's thread meanwhile, ns."""
+    if record.strain is None:
+        return []
+    starved, faulted = record.strain.counted(begin, end)
+    return [(semconv.CAUSE_STARVED, int(starved)), (semconv.CAUSE_FAULTS, int(faulted))]
 
 
 def _unpaused(pauses: Sequence[Pause], begin: int, end: int) -> int:
@@ -147,33 +191,58 @@ def _add(causes: Causes, parts: Causes) -> None:
         causes[cause] += length
 
 
-def _offenders(record: RequestRecord, decode: DecodeBlame) -> list[Offender]:
+class _Crowd:
+    """Whose prompts were in one step. Of many, those with few tokens only count for their class."""
+
+    def __init__(self, prefillers: Sequence[Prefiller]) -> None:
+        known = sorted(prefillers, key=lambda who: -who.tokens)
+        self.first, rest = known[:MOST_NAMED], known[MOST_NAMED:]
+        self.tokens = {who.span_id: who.tokens for who in known}
+        self.all = sum(self.tokens.values())
+        self.rest: dict[str, int] = defaultdict(int)
+        self._of_rest = {who.span_id: who.named for who in rest}
+        for who in rest:
+            self.rest[who.named] += who.tokens
+
+    def beside(self, span_id: bytes) -> tuple[int, dict[str, int]]:
+        """Tokens of all but this request; those by class that nobody is named for."""
+        own = self.tokens.get(span_id, 0)
+        named = self._of_rest.get(span_id)
+        return self.all - own, self.rest if named is None else {**self.rest, named: self.rest[named] - own}
+
+
+def _offenders(
+    record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, int], _Crowd]
+) -> list[Offender]:
     """Whose prompts were in the steps that took longer, and in those of its own prompt: by tokens, for how long each."""
     if record.prefillers is None:
         return []
     steps = [*decode.interfered]
     steps += [(chunk.step, chunk.ended_at - chunk.started_at) for chunk in record.prefill_steps]
-    lengths: dict[bytes, int] = defaultdict(int)
-    latest: dict[bytes, Prefiller] = {}
+    lengths: dict[tuple[bytes, bytes], int] = defaultdict(int)
+    named: dict[tuple[bytes, bytes], str] = {}
     for step, length in sorted(steps):  # what is known of an offender last is most
-        others = [who for who in record.prefillers(step) if who.tokens and who.span_id != record.span_id]
-        tokens = sum(who.tokens for who in others)
-        for who in others:
-            lengths[who.span_id] += length * who.tokens // tokens
-            latest[who.span_id] = who
-    return [
-        Offender(latest[span_id].trace_id, span_id, length, latest[span_id].named)
-        for span_id, length in lengths.items()
-        if length
-    ]
+        crowd = crowds.get((record.prefillers, step))
+        if crowd is None:
+            crowd = crowds[record.prefillers, step] = _Crowd(record.prefillers(step))
+        tokens, rest = crowd.beside(record.span_id)
+        for who in crowd.first:
+            if who.tokens and who.span_id != record.span_id:
+                lengths[who.trace_id, who.span_id] += length * who.tokens // tokens
+                named[who.trace_id, who.span_id] = who.named
+        for class_, of_class in rest.items():
+            if of_class:
+                lengths[b"", class_.encode()] += length * of_class // tokens
+                named[b"", class_.encode()] = class_
+    return [Offender(*who, length, named[who]) for who, length in lengths.items() if length]
 
 
 def _worst(record: RequestRecord, offenders: Sequence[Offender], interference: int) -> Offender | None:
     """Who interfered most; nobody is named for what is below a fiftieth of the request."""
     if interference * 50 < record.duration_ns or not offenders:
         return None
-    worst = max(offenders, key=lambda offender: offender.length)
-    return worst._replace(length=min(worst.length, interference))
+    worst = max(offenders, key=lambda offender: offender.length if offender.trace_id else 0)
+    return worst._replace(length=min(worst.length, interference)) if worst.trace_id else None
 
 
 def _by_class(offenders: Sequence[Offender], interference: int) -> tuple[tuple[str, int], ...]:

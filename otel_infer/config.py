@@ -189,7 +189,7 @@ SETTINGS: dict[str, Setting] = {
     "tenant": Setting(
         "OTEL_INFER_TENANT",
         "",
-        "whose a request is, as `infer.tenant`: `header:NAME` of the HTTP request, `baggage:KEY`, or `lora`, the adapter's "
+        "whose a request is, as `infer.tenant`: `header:NAME` of the HTTP request (or of `otel_infer.request`), `baggage:KEY`, or `lora`, the adapter's "
         "name (no integration of this release tells it); cut to 64 characters",
         _as_written(callers.source),
     ),

@@ -9,11 +9,11 @@ import numpy as np
 
 from otel_infer import semconv
 from otel_infer.records import RequestRecord
+from otel_infer.strain import is_stalled
 
 MOST_INTERFERED = 16
 """Steps of one request, the worst ones, whose offenders are looked up."""
 _UNKNOWN = 1 << 60
-_SIGMAS, _SHARE = 3.0, 0.05
 
 
 class DecodeBlame(NamedTuple):
@@ -26,7 +26,8 @@ class DecodeBlame(NamedTuple):
 NOTHING = DecodeBlame({}, [])
 _CAUSES = (
     semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION,
-    semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED,
+    semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_FIRST_USE, semconv.CAUSE_STARVED,
+    semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED,
 )  # fmt: skip
 
 
@@ -77,17 +78,23 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     own = np.minimum(rest, base + each * np.minimum(steps.tokens, steps.size)).astype(np.int64)
     batching = np.minimum(rest - own, each * np.maximum(steps.size - steps.tokens, 0)).astype(np.int64)
     over = rest - own - batching
-    stalled = over > np.maximum(_SIGMAS * spread, _SHARE * typical)
+    cold, no_prompts = _first_uses(records, steps, others)
+    others -= no_prompts
+    stalled = is_stalled(over, typical, spread)
     own += np.where(stalled, 0, over)
-    unexplained = np.where(stalled, over, 0)
+    unexplained = np.where(stalled & ~cold, over, 0)
+    first_use = np.where(stalled & cold, over, 0) + no_prompts
     preempted = _preempted(records, steps)
-    recomputed = np.where(preempted, others + unexplained + waited, 0)
+    recomputed = np.where(preempted, others + unexplained + first_use + waited, 0)
+    others, unexplained, first_use = (
+        np.where(preempted, 0, some) for some in (others, unexplained, first_use)
+    )
+    held = _held(records, steps, others, unexplained)
     holes = np.array([record.telemetry_lost for record in records])[steps.owner] & ~steps.next & ~preempted
     host = np.where(steps.next & ~preempted, waited, 0)
-    others = np.where(preempted, 0, others)
-    starved = np.where(~steps.next & ~preempted & ~holes, waited, 0)
-    unexplained = np.where(preempted, 0, unexplained) + np.where(holes, waited, 0)
-    columns = (own, batching, others + starved, recomputed, host, unexplained)
+    skipped = np.where(~steps.next & ~preempted & ~holes, waited, 0)
+    unexplained += np.where(holes, waited, 0)
+    columns = (own, batching, others + skipped, recomputed, host, unexplained, first_use, *held)
     sums = np.array([np.add.reduceat(column, steps.begins) for column in columns]).T.tolist()
     return [
         DecodeBlame(dict(zip(_CAUSES, line)), _worst(steps, others, i) if line[2] else [])
@@ -109,6 +116,38 @@ def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waite
             if begin < end:
                 waited[mine] -= np.maximum(np.minimum(began, end) - np.maximum(since, begin), 0)
                 ran[mine] -= np.maximum(np.minimum(until, end) - np.maximum(began, begin), 0)
+
+
+def _held(records: list[RequestRecord], steps: _Steps, others: Any, unexplained: Any) -> Any:
+    """Takes out of both what the kernel knows the reason of: without a CPU, page faults, blocked (lines, ns)."""
+    held = np.zeros((3, len(steps.step)), np.int64)
+    for i, record in enumerate(records):
+        mine = slice(int(steps.begins[i]), int(steps.begins[i] + steps.counts[i]))
+        since, began, until = steps.since[mine], steps.began[mine], steps.until[mine]
+        if record.strain is None or not record.strain.touches(int(since[0]), int(until[-1])):
+            continue
+        shares = np.array(record.strain.shares(began, until))
+        of_stalls = (shares * unexplained[mine]).astype(np.int64)
+        shares[2] = 0  # a prompt that takes its time on the device is no lock
+        of_others = (shares * others[mine]).astype(np.int64)
+        held[:, mine] = of_stalls + of_others
+        unexplained[mine] -= of_stalls.sum(axis=0)
+        others[mine] -= of_others.sum(axis=0)
+    return held
+
+
+def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tuple[Any, Any]:
+    """Which steps were the first of their kind, and what of `others` in them no prompt costs."""
+    cold, over = np.zeros(len(steps.step), bool), np.zeros(len(steps.step), np.int64)
+    for i, record in enumerate(records):
+        begin, end = int(steps.begins[i]), int(steps.begins[i] + steps.counts[i])
+        found = record.first_use.among(steps.step[begin:end]) if record.first_use is not None else None
+        if record.first_use is None or found is None:
+            continue
+        cold[begin:end] = found
+        for row in begin + np.flatnonzero(found):
+            over[row] = max(others[row] - record.first_use.at_most(int(steps.prefill[row])), 0)
+    return cold, over
 
 
 def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:

@@ -16,13 +16,11 @@ import numpy as np
 from otel_infer import facts, semconv
 from otel_infer.crowding import Crowd
 from otel_infer.records import RequestRecord
+from otel_infer.tail import MS, late_before_token, late_while_streaming, slowest, spent, ttft, typical_gap
 
 FEWEST = 12
 """Requests without which nothing is said."""
-TAIL = 0.1
-"""Share of the requests that are the slow ones."""
 MOST_UNEXPLAINED = 0.5
-_MS = 1_000_000
 
 
 class Complaint(NamedTuple):
@@ -72,14 +70,20 @@ COMPLAINTS = {
 }
 
 
-_STUTTERS = {
+_BY_CAUSE = {
     semconv.CAUSE_INTERFERENCE: "chunked prefill with fewer prompt tokens a step; long prompts apart",
     semconv.CAUSE_PREEMPTION: "more KV cache, or fewer and shorter sequences at once",
     semconv.CAUSE_GC: "gc.freeze() once the server is warm, a higher threshold, fewer objects that live long",
     semconv.CAUSE_COMPILE: "warm up all shapes before the first request",
+    semconv.CAUSE_CAPTURE: "capture the graphs of all batch sizes before the first request",
+    semconv.CAUSE_FIRST_USE: "run a batch and a prompt of each size once, before the server says that it is ready",
     semconv.CAUSE_THROTTLED: "raise the CPU quota of the container",
+    semconv.CAUSE_STARVED: "more cores, or fewer threads and processes on them (OMP_NUM_THREADS, workers, neighbours)",
+    semconv.CAUSE_FAULTS: "keep freed memory: MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ at 1 GiB, or jemalloc",
+    semconv.CAUSE_BLOCKED: "find the lock: work of other threads that holds the GIL, a slow disk (py-spy dump)",
+    semconv.CAUSE_EVENT_LOOP: "take what blocks the event loop off it: `def` instead of `async def`, or asyncio.to_thread",
 }
-"""What to change first where streams are interrupted, by what interrupts them."""
+"""What to change first where streams are interrupted, or the first token is late, by what does it."""
 
 
 class Finding(NamedTuple):
@@ -94,7 +98,7 @@ class Finding(NamedTuple):
     def change(self) -> str:
         """What to change first."""
         said = COMPLAINTS[self.complaint].change
-        return _STUTTERS.get(self.cause, said) if self.complaint == "stutter" else said
+        return _BY_CAUSE.get(self.cause, said)
 
 
 class Diagnosis(NamedTuple):
@@ -105,28 +109,6 @@ class Diagnosis(NamedTuple):
     findings: list[Finding]
     causes: dict[str, float]
     note: str
-
-
-class _Tail(NamedTuple):
-    """Requests that stand for what people complain about, and what their time is compared with."""
-
-    records: list[RequestRecord]
-    whole: float
-
-    def share(self, *causes: str) -> float:
-        """Of that part of their lives that the complaint is about."""
-        return self.total(*causes) / self.whole if self.whole else 0.0
-
-    def weight(self, *causes: str) -> float:
-        """Of their whole lives, so that one complaint can be compared with another."""
-        return self.total(*causes) / max(sum(record.duration_ns for record in self.records), 1)
-
-    def total(self, *causes: str) -> float:
-        return float(sum(_spent(record, *causes) for record in self.records))
-
-    def each(self, *causes: str) -> float:
-        """ms for one of them, on average."""
-        return self.total(*causes) / max(len(self.records), 1) / _MS
 
 
 def diagnose(records: Sequence[RequestRecord]) -> Diagnosis:
@@ -141,7 +123,7 @@ def diagnose(records: Sequence[RequestRecord]) -> Diagnosis:
     found.sort(key=lambda finding: -finding.weight)
     if found:
         return Diagnosis(found[0].complaint, len(served), found, causes, "")
-    if _slowest(served, lambda r: r.duration_ns).share(semconv.CAUSE_UNEXPLAINED) > MOST_UNEXPLAINED:
+    if slowest(served, lambda r: r.duration_ns).share(semconv.CAUSE_UNEXPLAINED) > MOST_UNEXPLAINED:
         said = "most of the slow requests' time was not seen: is the engine instrumented (otel-infer doctor)?"
         return Diagnosis("insufficient", len(served), [], causes, said)
     said = "the slow requests did their own work; what else their readers felt is not in this server"
@@ -154,29 +136,46 @@ _BEFORE = (semconv.CAUSE_INGRESS, semconv.CAUSE_TOKENIZE, semconv.CAUSE_APPLICAT
 _QUEUES = (semconv.CAUSE_HIDDEN_QUEUE, semconv.CAUSE_SCHEDULER_QUEUE)
 _STALLS = (
     semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION, semconv.CAUSE_GC, semconv.CAUSE_COMPILE,
-    semconv.CAUSE_THROTTLED, semconv.CAUSE_PAUSE, semconv.CAUSE_UNEXPLAINED,
+    semconv.CAUSE_CAPTURE, semconv.CAUSE_FIRST_USE, semconv.CAUSE_THROTTLED, semconv.CAUSE_STARVED,
+    semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED, semconv.CAUSE_PAUSE, semconv.CAUSE_UNEXPLAINED,
 )  # fmt: skip
+_COLD = (semconv.CAUSE_FIRST_USE, semconv.CAUSE_COMPILE, semconv.CAUSE_CAPTURE)
 
 
 def _before(served: list[RequestRecord]) -> list[Finding]:
-    tail = _slowest(served, _ttft, whole=_ttft)
-    weight, each = tail.share(*_BEFORE), tail.each(*_BEFORE)
-    if weight < 0.4 or each < 20:
+    tail = slowest(served, ttft, whole=ttft)
+    parts = {cause: tail.total(cause) for cause in _BEFORE}
+    parts[semconv.CAUSE_EVENT_LOOP] = float(sum(map(late_before_token, tail.records)))
+    total, many = sum(parts.values()), len(tail.records)
+    if total < 0.4 * tail.whole or total / many / MS < 20:
         return []
-    cause = max(_BEFORE, key=tail.total)
-    return [Finding("before_the_engine", cause, tail.weight(*_BEFORE), [
-        f"{weight:.0%} of the time to the first token of the slowest {len(tail.records)} lies before the engine",
+    cause = max(parts, key=lambda cause: parts[cause])
+    return [Finding("before_the_engine", cause, total / tail.lives, [
+        f"{total / tail.whole:.0%} of the time to the first token of the slowest {many} lies before the engine",
+        f"{cause}: {parts[cause] / many / MS:.0f} ms each",
+    ])]  # fmt: skip
+
+
+def _cold(served: list[RequestRecord]) -> list[Finding]:
+    """Who comes first waits for what every later request finds ready."""
+    tail = slowest(served, lambda r: r.duration_ns)
+    share, each = tail.share(*_COLD), tail.each(*_COLD)
+    if share < 0.4 or each < 20:
+        return []
+    cause = max(_COLD, key=tail.total)
+    return [Finding("prefill", cause, share, [
+        f"{share:.0%} of the time of the slowest {len(tail.records)} is what the server does once only, {each:.0f} ms each",
         f"{cause}: {tail.each(cause):.0f} ms each",
     ])]  # fmt: skip
 
 
 def _prefill(served: list[RequestRecord]) -> list[Finding]:
     """Prompts that cost more than all else before the first token; that others wait for them then follows from it."""
-    gap, usual = _typical_gap(served), np.median([_spent(record, semconv.CAUSE_PREFILL) for record in served])
-    typical = float(np.median([_spent(record, semconv.CAUSE_PREFILL) / _ttft(record) for record in served]))
-    tail = _slowest(served, _ttft, whole=_ttft)
+    gap, usual = typical_gap(served), np.median([spent(record, semconv.CAUSE_PREFILL) for record in served])
+    typical = float(np.median([spent(record, semconv.CAUSE_PREFILL) / ttft(record) for record in served]))
+    tail = slowest(served, ttft, whole=ttft)
     share, each = tail.share(semconv.CAUSE_PREFILL), tail.each(semconv.CAUSE_PREFILL)
-    is_usual = typical >= 0.5 and usual / _MS >= max(20, 5 * gap)
+    is_usual = typical >= 0.5 and usual / MS >= max(20, 5 * gap)
     if not is_usual and (share < 0.5 or each < max(20, 5 * gap)):
         return []
     followed = (semconv.CAUSE_INTERFERENCE, *_QUEUES) if is_usual else ()
@@ -195,8 +194,8 @@ def _stutter(served: list[RequestRecord]) -> list[Finding]:
     streamed = [record for record in served if record.summary.gaps >= 3]
     if len(streamed) < FEWEST // 2:
         return []
-    tail = _slowest(streamed, lambda r: r.summary.gap_max, whole=lambda r: r.summary.gaps_total)
-    gap, longest = _typical_gap(streamed), float(np.median([r.summary.gap_max for r in tail.records])) / _MS
+    tail = slowest(streamed, lambda r: r.summary.gap_max, whole=lambda r: r.summary.gaps_total)
+    gap, longest = typical_gap(streamed), float(np.median([r.summary.gap_max for r in tail.records])) / MS
     weight = min(tail.share(*_STALLS), 1.0)
     if weight < 0.15 or longest < 4 * gap or longest < 15:
         return []
@@ -211,11 +210,27 @@ def _stutter(served: list[RequestRecord]) -> list[Finding]:
     return [Finding("stutter", cause, tail.weight(*_STALLS), evidence)]
 
 
+def _frozen(served: list[RequestRecord]) -> list[Finding]:
+    """Streams that stand still while the engine goes on, since the event loop does not send what there is."""
+    streamed = [record for record in served if record.summary.gaps >= 3]
+    if len(streamed) < FEWEST // 2:
+        return []
+    tail = slowest(streamed, lambda r: sum(late_while_streaming(r)), whole=lambda r: r.summary.gaps_total)
+    late = [late_while_streaming(record) for record in tail.records]
+    total, longest = sum(map(sum, late)), float(np.median([max(one, default=0) for one in late])) / MS
+    if total < 0.15 * tail.whole or longest < max(4 * typical_gap(streamed), 15):
+        return []
+    return [Finding("stutter", semconv.CAUSE_EVENT_LOOP, total / tail.lives, [
+        f"the event loop stood still for {longest:.0f} ms while the slowest {len(tail.records)} were streamed",
+        f"{total / tail.whole:.0%} of their streaming time; the engine went on meanwhile",
+    ])]  # fmt: skip
+
+
 def _queue(served: list[RequestRecord]) -> list[Finding]:
     """Who waits for a turn: because of a peak, of heavy requests, of batches that are waited for, or always."""
-    tail = _slowest(served, _ttft, whole=_ttft)
+    tail = slowest(served, ttft, whole=ttft)
     weight, each = tail.share(*_QUEUES), tail.each(*_QUEUES)
-    if weight < 0.4 or each < 20 or each < 3 * _typical_gap(served):
+    if weight < 0.4 or each < 20 or each < 3 * typical_gap(served):
         return []
     cause, weighs = max(_QUEUES, key=tail.total), tail.weight(*_QUEUES)
     crowd = Crowd(served)
@@ -235,7 +250,7 @@ def _queue(served: list[RequestRecord]) -> list[Finding]:
 
 
 def _batching(served: list[RequestRecord]) -> list[Finding]:
-    tail = _slowest(served, lambda r: r.summary.gaps_total, whole=lambda r: r.summary.gaps_total)
+    tail = slowest(served, lambda r: r.summary.gaps_total, whole=lambda r: r.summary.gaps_total)
     weight, own = tail.share(semconv.CAUSE_BATCHING), tail.share(semconv.CAUSE_DECODE)
     if weight < 0.5 or weight < 2 * own:
         return []
@@ -247,43 +262,14 @@ def _batching(served: list[RequestRecord]) -> list[Finding]:
 
 
 _RULES: tuple[Callable[[list[RequestRecord]], list[Finding]], ...] = (
-    _before, _prefill, _stutter, _queue, _batching,
+    _before, _prefill, _stutter, _frozen, _queue, _batching, _cold,
 )  # fmt: skip
-
-
-# ── what is compared ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _spent(record: RequestRecord, *causes: str) -> int:
-    return sum(record.blame.causes.get(cause, 0) for cause in causes) if record.blame is not None else 0
-
-
-def _ttft(record: RequestRecord) -> int:
-    """To the first token, or to the end of one that never had any."""
-    return record.ttft_ns or record.duration_ns
-
-
-def _slowest(
-    served: list[RequestRecord],
-    key: Callable[[RequestRecord], int],
-    whole: Callable[[RequestRecord], int] = lambda r: r.duration_ns,
-) -> _Tail:
-    """The slowest tenth, three at least."""
-    many = max(round(len(served) * TAIL), 3)
-    records = sorted(served, key=key)[-many:]
-    return _Tail(records, float(sum(map(whole, records))))
-
-
-def _typical_gap(served: list[RequestRecord]) -> float:
-    """ms between two tokens as most requests see it; 0 where nothing was streamed."""
-    means = [record.summary.p50 for record in served if record.summary.steps]
-    return float(np.median(means)) / _MS if means else 0.0
 
 
 def _shares(served: list[RequestRecord]) -> dict[str, float]:
     """Of the time of the slowest tenth, by cause, largest first."""
     total: dict[str, int] = defaultdict(int)
-    for record in _slowest(served, lambda r: r.duration_ns).records if served else []:
+    for record in slowest(served, lambda r: r.duration_ns).records if served else []:
         for cause, length in record.blame.causes.items() if record.blame is not None else ():
             total[cause] += length
     whole = sum(total.values()) or 1

@@ -174,6 +174,12 @@ class StateCarried(NamedTuple):
     tracestate: str
 
 
+class SpanUnseen(NamedTuple):
+    """Nobody was told the id of the request's span, and nobody will be: nothing can hang from it."""
+
+    at: int
+
+
 class HttpDescribed(NamedTuple):
     """What an HTTP request is, in words of ours: a known method, the scheme, the route's template ("" = no route)."""
 
@@ -198,6 +204,15 @@ class PauseSeen(NamedTuple):
     at: int
     started_at: int
     cause: str
+
+
+class MarkSeen(NamedTuple):
+    """Something happened so many times in this process between `since` and `at`; how long it took, nobody knows."""
+
+    at: int
+    since: int
+    mark: str
+    times: int
 
 
 class ProcessStarted(NamedTuple):
@@ -311,6 +326,21 @@ class EngineSeen(NamedTuple):
     engine: str
 
 
+class ThreadSeen(NamedTuple):
+    """Said by the reader: what the kernel counted of an engine's thread in (`since`, `at`].
+
+    `ran_ns` on a CPU, `waited_ns` for one while it could have run, `system_ns` in the kernel (in whole ticks); pages
+    mapped to it one by one (`faults`).
+    """
+
+    at: int
+    since: int
+    ran_ns: int
+    waited_ns: int
+    system_ns: int
+    faults: int
+
+
 class ProcessDied(NamedTuple):
     """Said by the reader: a writer is gone, with whatever was in flight."""
 
@@ -377,6 +407,8 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(13, HooksReported, "q S H H"),
     _layout(14, HttpDescribed, "q S S S"),
     _layout(15, PauseSeen, "q q S"),
+    _layout(16, SpanUnseen, "q"),
+    _layout(17, MarkSeen, "q q S I"),
     _layout(20, ProcessStarted, "q q 16s 8s"),
     _layout(21, ModuleImported, "q S"),
     _layout(22, PhaseBegan, "q S"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from opentelemetry import trace
@@ -21,14 +23,58 @@ class Limits(NamedTuple):
     links: int = 128
     length: int | None = None
 
+    def cut(self, value: Any) -> Any:
+        """The value of an attribute, as long as it may be."""
+        if isinstance(value, str):
+            return value[: self.length]
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self.cut(item) for item in value]
+        return value
+
+
+Inner = tuple[trace.Span | None, trace.Span]
+"""A provider's own live spans of a request: server span, if there is one, and request span."""
+MOST_UNCLAIMED = 8192
+"""As many as can be in flight, and as many again that have ended and are not concluded."""
+
 
 class Opened(NamedTuple):
-    """The identity of a new request. `inner`: a provider's own live spans, (server span or None, request span)."""
+    """The identity of a new request."""
 
     request: SpanContext
     server: SpanContext | None
     parent: SpanContext | None
-    inner: tuple[trace.Span | None, trace.Span] | None
+    inner: Inner | None
+
+
+class Unclaimed:
+    """A provider's live spans by the id of their request, until it is concluded. Where that never happens, because its facts
+    were lost, they end as they are when so many others have come."""
+
+    def __init__(self, most: int = MOST_UNCLAIMED) -> None:
+        self._most = most
+        self._spans: dict[bytes, Inner] = {}
+
+    def put(self, span_id: bytes, inner: Inner) -> None:
+        """They wait from now on."""
+        self._spans[span_id] = inner
+        if len(self._spans) > self._most:
+            with contextlib.suppress(RuntimeError, StopIteration):  # another thread put or claimed meanwhile
+                oldest = self.claim(next(iter(self._spans)))
+                if oldest is not None:
+                    end(oldest)
+
+    def claim(self, span_id: bytes) -> Inner | None:
+        """The spans of this request, once; who claims them ends them."""
+        return self._spans.pop(span_id, None)
+
+
+def end(inner: Inner) -> None:
+    """Ends them now, with what they say by now; never raises."""
+    for span in reversed(inner):
+        if span is not None:
+            with contextlib.suppress(Exception):  # a processor of the user's
+                span.end()
 
 
 class Opener(Protocol):

@@ -7,7 +7,7 @@ no data: what user code sets on it goes to the ring, limits honoured first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from opentelemetry import context as otel_context
@@ -31,25 +31,21 @@ class LiveRequest(trace.Span):
     """
 
     def __init__(self, opened: Opened, handle: int, arrived_at: int, owner: str) -> None:
-        self._context = opened.request
+        self._context, self._above, self._seen = opened.request, opened.parent, False
         self._around: Context | None = None
         self.server = opened.server
         self.inner = opened.inner
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
         self.packed = handle.to_bytes(4, "little")
         self.ended = self.named = False
-        self.operation = ""
-        self.engine = ""
+        self.operation = self.engine = ""
         self.sequences_left = 1
-        self.responding = False
-        self.tokens_reached = False
-        self.first_token_sent = False
-        self.chunks = 0
-        self.send_wait_ns = 0
-        self.detokenize_ns = 0
+        self.responding = self.tokens_reached = self.first_token_sent = False
+        self.chunks = self.send_wait_ns = self.detokenize_ns = 0
         self._room = opener.limits if opener is not None else Limits()
         self._attributes = self._events = self._links = 0
-        self._failed = ""
+        self._failed = False
+        self._engine_failed = ""
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -91,8 +87,8 @@ class LiveRequest(trace.Span):
         recorder.state(self.handle, facts.AttributeSet(clock.now(), key, value))
 
     def failed(self, error_type: str) -> None:
-        """The engine failed it; whoever closes it will say so."""
-        self._failed = self._failed or error_type
+        """The engine failed it; whoever closes it will say so. Empty: a later attempt did not fail."""
+        self._engine_failed = error_type and (self._engine_failed or error_type)
 
     def token_reached(self) -> None:
         """A token reached the side of the server that talks to the reader."""
@@ -105,8 +101,10 @@ class LiveRequest(trace.Span):
         if self.ended:
             return
         self.ended = True
-        if outcome == facts.OK and self._failed:
-            outcome, error_type = facts.ERROR, self._failed
+        if self._engine_failed and outcome != facts.ABORTED:  # what was made of it says less
+            outcome, error_type = facts.ERROR, self._engine_failed
+        elif self._failed and outcome == facts.OK:
+            outcome, error_type = facts.ERROR, semconv.OTHER
         ended = facts.RequestEnded(
             at or clock.now(),
             outcome,
@@ -116,7 +114,19 @@ class LiveRequest(trace.Span):
             self.send_wait_ns,
             self.detokenize_ns,
         )
+        if not (self._seen or self.engine or self.server or self.inner) and self._above is not None:
+            self._withdraw()
         recorder.close(self.handle, ended)
+        if not self.handle and self.inner is not None:  # nobody will hear of it
+            identity.end(self.inner)
+
+    def _withdraw(self) -> None:
+        """Whoever asks from now on, in a task that outlives the request, is told of the span above."""
+        own, self._context = self._context, self._above or self._context
+        if self._seen:  # another thread has asked just now
+            self._context = own
+        else:
+            self.state(facts.SpanUnseen(clock.now()))
 
     def __deepcopy__(self, memo: Any) -> LiveRequest:
         """Engines copy their own objects, which may carry this one: it stays one request."""
@@ -125,6 +135,7 @@ class LiveRequest(trace.Span):
     # ── the API's span ───────────────────────────────────────────────────────────────────────────────────────────
 
     def get_span_context(self) -> SpanContext:
+        self._seen = True
         return self._context
 
     def is_recording(self) -> bool:
@@ -133,7 +144,7 @@ class LiveRequest(trace.Span):
     def set_attribute(self, key: str, value: types.AttributeValue) -> None:
         if self.is_recording() and self._attributes < self._room.attributes:
             self._attributes += 1
-            self.say(key, _limited(value, self._room.length))
+            self.say(key, self._room.cut(value))
 
     def set_attributes(self, attributes: Mapping[str, types.AttributeValue]) -> None:
         for key, value in attributes.items():
@@ -142,7 +153,7 @@ class LiveRequest(trace.Span):
     def add_event(self, name: str, attributes: types.Attributes = None, timestamp: int | None = None) -> None:
         if self.is_recording() and self._events < self._room.events:
             self._events += 1
-            limited = {k: _limited(v, self._room.length) for k, v in (attributes or {}).items()}
+            limited = {k: self._room.cut(v) for k, v in (attributes or {}).items()}
             self.state(facts.EventAdded(_monotonic(timestamp), name, limited))
 
     def add_link(self, context: SpanContext, attributes: types.Attributes = None) -> None:
@@ -157,9 +168,9 @@ class LiveRequest(trace.Span):
     def set_status(self, status: Any, description: str | None = None) -> None:
         code = getattr(status, "status_code", status)
         if code is trace.StatusCode.ERROR:
-            self._failed = self._failed or semconv.OTHER
+            self._failed = True
         elif code is trace.StatusCode.OK:
-            self._failed = ""
+            self._failed, self._engine_failed = False, ""
 
     def record_exception(
         self,
@@ -251,17 +262,13 @@ def open_request(
     if opened.request.trace_state and (state := identity.sampling_state(opened.request.trace_state)):
         request.state(facts.StateCarried(now, state))
     request.come_from(parent)
-    if opened.inner is not None:
-        _inner[arrived.span_id] = opened.inner
+    if opened.inner is not None and request.handle:
+        unclaimed.put(arrived.span_id, opened.inner)
     return request
 
 
-_inner: dict[bytes, tuple[trace.Span | None, trace.Span]] = {}
-
-
-def claim(span_id: bytes) -> tuple[trace.Span | None, trace.Span] | None:
-    """A provider's live spans of the request with this span id, once; who claims them ends them."""
-    return _inner.pop(span_id, None)
+unclaimed = identity.Unclaimed()
+"""A provider's live spans of requests that are recorded."""
 
 
 def to_headers(request: LiveRequest) -> dict[str, str]:
@@ -289,12 +296,3 @@ def _span_bytes(context: SpanContext) -> bytes:
 def _monotonic(wall_at: int | None) -> int:
     now, wall_now = clock.wall_pair()
     return now if wall_at is None else now - (wall_now - wall_at)
-
-
-def _limited(value: Any, length: int | None) -> Any:
-    """The value cut to the attribute length limit."""
-    if isinstance(value, str):
-        return value[:length]
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [_limited(item, length) for item in value]
-    return value

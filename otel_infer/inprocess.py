@@ -114,7 +114,9 @@ class InProcess(threading.Thread):
             resource = {semconv.SERVICE_INSTANCE_ID: str(uuid.uuid4()), **self._resource}
             return make_pipeline(self._settings, resource, self._rings, show=False)
         sink = ProviderSink(
-            self._provider.get_tracer("otel_infer"), ingress.claim, self._settings.latency_attributes
+            self._provider.get_tracer("otel_infer"),
+            ingress.unclaimed.claim,
+            self._settings.latency_attributes,
         )
         return Pipeline(self._settings, self._rings, [sink], None, {}, None, clock.wall_pair()[1])
 

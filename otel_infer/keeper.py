@@ -102,6 +102,9 @@ class Keeper:
 
     def exports(self, record: RequestRecord) -> bool:
         """Whether request and stage spans leave at all: the caller's word, or the configuration's."""
+        return not record.redundant and self._is_sampled(record)
+
+    def _is_sampled(self, record: RequestRecord) -> bool:
         return record.sampled or self._keep_unsampled
 
     def take(self, record: RequestRecord) -> list[Kept]:
@@ -131,7 +134,7 @@ class Keeper:
         """The decision for a finished request as it looks now; spends its part of the budget."""
         if not self.exports(record):
             self._slowest.has(record)
-            return Decision(False, 0, REASON_UNSAMPLED)
+            return Decision(False, 0, REASON_NONE if self._is_sampled(record) else REASON_UNSAMPLED)
         missed = self._objectives.missed(record.model, _route(record), _lengths(record))
         urgent = self._urgent(record, missed)
         if self._mode == "off":

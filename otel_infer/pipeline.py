@@ -137,6 +137,9 @@ class Pipeline:
         pauses = self.assembler.drain_pauses()
         if pauses:
             self.metrics.pauses(pauses)
+        marks = self.assembler.drain_marks()
+        if marks:
+            self.metrics.marks(marks)
         for start in self.assembler.started(horizon):  # before the requests that link to it
             self._guarded(self._hand_on_start, start)
         records = self.assembler.concluded(horizon)
@@ -165,10 +168,8 @@ class Pipeline:
         """Whatever is decided of requests: there is one of these for each process."""
         self._name_service(record.engine)
         self.metrics.start(record)
-        for watcher in self._watchers:
-            watcher.start(record)
-        for sink in self.sinks:
-            sink.start(record)
+        for take in (*(one.start for one in self._watchers), *(one.start for one in self.sinks)):
+            take(record)
 
     def _count(self, record: RequestRecord) -> None:
         """What does not wait for the keeper's last word."""

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from otel_infer import callers
 from otel_infer.facts import Value
+from otel_infer.firstuse import FirstUse
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steprows import StepRows, StepSummary, gaps_of, summarized
+from otel_infer.strain import Strain
 
 
 class Stage(NamedTuple):
@@ -75,11 +77,20 @@ class Blame(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """A time in which the whole process was held up, and by what (gc, compile, …)."""
+    """A time in which the whole process was held up, or its event loop, and by what (gc, compile, …, event_loop)."""
 
     started_at: int
     ended_at: int
     cause: str
+
+
+class Mark(NamedTuple):
+    """Something that happened to the process so many times between two looks, of unknown length."""
+
+    since: int
+    at: int
+    name: str
+    times: int
 
 
 class Phase(NamedTuple):
@@ -123,9 +134,10 @@ class RequestRecord:
     """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
 
     `server_span_id`: of the server span, if it is ours; the same as `span_id` where the request reached no engine, so that
-    the two are one. `telemetry_lost`: what is here is true, but not all of it is. `costs`: of its engine's steps, as known at
-    its end. `prefillers`: whose prompts were in a step, asked soon after. `start`: of the first request of a process, trace
-    and span id of the process's start.
+    the two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is
+    true, but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step,
+    and `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its
+    event loop alone. `start`: of the first request of a process, trace and span id of the process's start.
     """
 
     trace_id: bytes
@@ -162,12 +174,17 @@ class RequestRecord:
     preemptions: int = 0
     chunks: int = 0
     telemetry_lost: bool = False
+    redundant: bool = False
     attributes: dict[str, Value] = field(default_factory=dict)
     pauses: tuple[Pause, ...] = ()
+    loop_pauses: tuple[Pause, ...] = ()
+    marks: tuple[Mark, ...] = ()
     received_at: int = 0
     preempted_at: tuple[int, ...] = ()
     detokenize_ns: int = 0
     costs: StepCosts | None = None
+    first_use: FirstUse | None = None
+    strain: Strain | None = field(default=None, compare=False)
     prefillers: Callable[[int], Sequence[Prefiller]] | None = None
     blame: Blame | None = None
     events: list[UserEvent] = field(default_factory=list)
@@ -183,6 +200,11 @@ class RequestRecord:
     def duration_ns(self) -> int:
         """Arrival to last byte."""
         return self.ended_at - self.arrived_at
+
+    @property
+    def all_pauses(self) -> tuple[Pause, ...]:
+        """Of the whole process, then of its event loop."""
+        return self.pauses + self.loop_pauses
 
     @property
     def ttft_ns(self) -> int:

@@ -27,6 +27,8 @@ SPAN_POSTPROCESS = "postprocess"
 SPAN_DOCTOR = "otel_infer doctor"
 EVENT_PAUSE = "infer.pause"
 """On the request span: something held up the whole process while the request was there."""
+EVENT_MARK = "infer.mark"
+"""On the request span: something happened to the process, maybe while the request was there; for how long is not known."""
 SPAN_START = "server start"
 """A trace of its own for each process, from its beginning until it was ready."""
 SPAN_IMPORTS = "imports"
@@ -83,11 +85,19 @@ CAUSE_DETOKENIZE = "detokenize"
 CAUSE_EGRESS = "egress"
 CAUSE_GC = "gc"
 CAUSE_COMPILE = "compile"
+CAUSE_CAPTURE = "capture"
+CAUSE_EVENT_LOOP = "event_loop"
+CAUSE_FIRST_USE = "first_use"
 CAUSE_THROTTLED = "throttled"
+CAUSE_STARVED = "starved"
+CAUSE_FAULTS = "page_faults"
+CAUSE_BLOCKED = "blocked"
 CAUSE_PAUSE = "pause"
 CAUSE_UNEXPLAINED = "unexplained"
-PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_THROTTLED)
+PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_CAPTURE, CAUSE_THROTTLED)
 """Those that hold up a whole process; any other such cause is a `pause`."""
+LOOP_CAUSES = (CAUSE_EVENT_LOOP,)
+"""Those that hold up the event loop alone: the engine, on a thread of its own, goes on."""
 CAUSES: dict[str, str] = {
     CAUSE_INGRESS: "first byte in to handed over to the engine",
     CAUSE_TOKENIZE: "text to tokens",
@@ -104,8 +114,14 @@ CAUSES: dict[str, str] = {
     CAUSE_DETOKENIZE: "tokens to text, after the last token",
     CAUSE_EGRESS: "last token to last byte handed over",
     CAUSE_GC: "garbage collection",
-    CAUSE_COMPILE: "torch compiling or capturing",
+    CAUSE_COMPILE: "torch compiling",
+    CAUSE_CAPTURE: "torch capturing a CUDA graph",
+    CAUSE_FIRST_USE: "what a step took longer since it was the first of its engine, or of its size",
+    CAUSE_EVENT_LOOP: "the event loop was kept from going on, by a call that blocks it",
     CAUSE_THROTTLED: "the CPU quota was used up",
+    CAUSE_STARVED: "the engine's thread could have run and had no CPU",
+    CAUSE_FAULTS: "the kernel mapped memory to the engine's thread, page by page",
+    CAUSE_BLOCKED: "the engine's thread waited, for a lock, the GIL, a disk or the device",
     CAUSE_PAUSE: "something else that held up the process",
     CAUSE_UNEXPLAINED: "nobody saw",
 }
@@ -207,6 +223,11 @@ KV_UTILIZATION_START = "infer.kv_cache.utilization.start"
 KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
 PAUSE_CAUSE = "infer.pause.cause"
 PAUSE_DURATION = "infer.pause.duration"
+MARK = "infer.mark.name"
+MARK_NAMES = ("allocator_retry", "allocator_oom")
+MARK_COUNT = "infer.mark.count"
+MARK_WINDOW = "infer.mark.window"
+"""How long before the event it may have been, s."""
 PAUSES_LEFT_OUT = "infer.pauses.left_out"
 READY_BY = "infer.ready.by"
 MODULE = "infer.module"
@@ -327,7 +348,7 @@ REQUEST_ABANDONED = Metric(
     "infer.request.abandoned",
     HISTOGRAM,
     "s",
-    "How long an aborted request had waited, by the stage it was in.",
+    "How long an aborted request had waited, by the stage it was in; without error.type its client had it stopped.",
     (STAGE, ERROR_TYPE, *_REQUEST, *_CALLER),
     STAGE_BOUNDS,
 )
@@ -335,7 +356,7 @@ REQUEST_KEPT = Metric(
     "infer.request.kept",
     COUNTER,
     "{request}",
-    "Requests whose decode steps were kept, by reason; `none`: exported without them, `unsampled`: not exported.",
+    "Requests whose decode steps were kept, by reason; `none`: without them, `unsampled`: not exported.",
     (KEEP_REASON,),
 )
 REQUEST_ACTIVE = Metric(
@@ -379,9 +400,18 @@ PAUSES = Metric(
     "infer.pause.duration",
     HISTOGRAM,
     "s",
-    "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CPU quota (throttled).",
+    "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CUDA graph capture "
+    "(capture), CPU quota (throttled); or its event loop alone (event_loop, over 20 ms).",
     (PAUSE_CAUSE,),
     STAGE_BOUNDS,
+)
+MARKS = Metric(
+    "infer.marks",
+    COUNTER,
+    "{mark}",
+    "What may have held up a process, of unknown length: the CUDA allocator freed what it kept and asked again "
+    "(allocator_retry), or had no more memory (allocator_oom).",
+    (MARK,),
 )
 STARTUP_DURATION = Metric(
     "infer.startup.duration",

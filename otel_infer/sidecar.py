@@ -22,6 +22,7 @@ from otel_infer import clock, semconv
 from otel_infer.config import Config, from_plain
 from otel_infer.facts import Value
 from otel_infer.flight.dumps import FlightRecorder
+from otel_infer.kernel import EngineThreads
 from otel_infer.pipeline import WAKE_NS, Pipeline, RequestSink
 from otel_infer.ring import place
 from otel_infer.ring.folder import Rings
@@ -121,6 +122,7 @@ class Sidecar:
         self._webhook = _webhook(settings.dump_port, self._flight)
         self._pipeline = make_pipeline(settings, resource, self._rings, show=show, flight=self._flight)
         self._throttling = Throttling()
+        self._threads = EngineThreads()
         self._asked: list[tuple[int, int]] = []
         self._wakes_since_asked = 0
         self._recovered: list[tuple[Path, place.Lock]] = []
@@ -148,6 +150,7 @@ class Sidecar:
         self._flight.close(FLUSH_S)
         if self._webhook is not None:
             self._webhook.close()
+        self._threads.close()
         self._rings.close(remove=not self._stays)
         if not self._stays:
             place.remove(self._folder)
@@ -163,7 +166,8 @@ class Sidecar:
         if now - self._discovered_at > DISCOVER_NS:
             self._discover(now)
             self._pipeline.govern(now)
-        for said in self._throttling.look(self._rings.writers):
+        looked = self._throttling.look(self._rings.writers) + self._threads.look(self._rings.engine_threads)
+        for said in looked:
             self._rings.say(said)
         if self._pipeline.wake(now) or self._asked:
             self._busy_at = now

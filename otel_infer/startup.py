@@ -23,11 +23,59 @@ MOST = 1024
 """Phases of one start that are remembered."""
 
 
+FACTS = (
+    facts.ProcessStarted,
+    facts.ModuleImported,
+    facts.PhaseBegan,
+    facts.PhaseEnded,
+    facts.ProcessLeft,
+)
+"""What `Starts.take` takes, besides pauses."""
+
+
+class Starts:
+    """The starts of all processes, by their rings."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Start] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._over: list[StartRecord] = []
+
+    def seen(self, ring: int, pid: int, told_until: int) -> None:
+        """A process is there; starts that were over by `told_until` were handed on by an earlier reader."""
+        self._seen[ring] = pid, told_until
+
+    def take(self, ring: int, handle: int, fact: Any) -> None:
+        """Takes what was told of a process."""
+        start = self._of.get(ring)
+        if isinstance(fact, facts.ProcessStarted):
+            self._of[ring] = Start(fact, *self._seen.get(ring, (0, 0)))
+        elif start is not None:
+            start.take(fact)
+
+    def arrived(self, ring: int, fact: facts.RequestArrived) -> tuple[bytes, bytes] | None:
+        """Takes an arrival; trace and span id of the start if it is the first request that was served."""
+        start = self._of.get(ring)
+        return start.ids if start is not None and start.arrived(fact) else None
+
+    def died(self, ring: int, fact: facts.ProcessDied) -> None:
+        """The process is gone, and nothing more will be told of it."""
+        start = self._of.pop(ring, None)
+        if start is not None:
+            start.take(fact)
+            self._over += start.concluded(start.ended_at)
+
+    def concluded(self, horizon: int) -> list[StartRecord]:
+        """Those that were over by `horizon`, once each."""
+        over, self._over = self._over, []
+        return over + [record for start in self._of.values() for record in start.concluded(horizon)]
+
+
 class Start:
     """The start of one process. `ended_at` 0: it goes on."""
 
-    def __init__(self, began: facts.ProcessStarted, pid: int) -> None:
-        self._began, self._pid = began, pid
+    def __init__(self, began: facts.ProcessStarted, pid: int, told_until: int) -> None:
+        self._began, self._pid, self._told_until = began, pid, told_until
         self._imports: list[tuple[int, str]] = []
         self._phases: list[Phase] = []
         self._open: list[facts.PhaseBegan] = []
@@ -35,8 +83,7 @@ class Start:
         self._behind_server = self._abandoned = False
         self._engine_ready_at = 0
         self.ended_at = 0
-        self.is_told = self.is_served = False
-        """Whether it was handed on, and whether its first request has come."""
+        self._is_told = self._is_served = False
         self._takes: dict[type, Callable[[Any], None]] = {
             facts.ModuleImported: self._imported,
             facts.PhaseBegan: self._phase_began,
@@ -58,17 +105,21 @@ class Start:
 
     def arrived(self, fact: facts.RequestArrived) -> bool:
         """Takes an arrival; whether it is the first request that was served."""
-        if self.is_served or self._abandoned or (self._behind_server and fact.operation):
+        if self._is_served or self._abandoned or (self._behind_server and fact.operation):
             return False
-        self.is_served = True
+        self._is_served = True
         if not self.ended_at and not self._was_ready():
             self._end(fact.at, facts.BY_REQUEST)
         return True
 
-    def record(self) -> StartRecord | None:
-        """What is to be told of it, when it is over; None of a process that was no server."""
-        if self._abandoned:
-            return None
+    def concluded(self, horizon: int) -> list[StartRecord]:
+        """What is to be told of it once it was over by `horizon`: nothing of what was no server, or was told before."""
+        if self._is_told or not 0 < self.ended_at <= horizon:
+            return []
+        self._is_told = True
+        return [] if self._abandoned or self.ended_at <= self._told_until else [self._record()]
+
+    def _record(self) -> StartRecord:
         inside = [phase for phase in self._phases if phase.ended_at <= self.ended_at]
         begun = [phase.started_at for phase in inside if phase.name in (facts.WEIGHTS, facts.READY)]
         until = min([self.ended_at, *begun, *(fact.at for fact in self._open)])

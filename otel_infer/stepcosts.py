@@ -26,15 +26,16 @@ class StepCosts(NamedTuple):
     steps: int
 
 
-def of_steps(table: Any) -> StepCosts | None:
+def of_steps(table: Any, held: Any = 0) -> StepCosts | None:
     """From a step log's columns (lines of `StepRows`, prompt tokens of all in the last): its steps without prompts.
 
-    A step that began before the one before it was done (two are in flight) is counted from there on.
+    A step that began before the one before it was done (two are in flight) is counted from there on. `held`: ns of each
+    step but the first in which it was held up for a reason that is known.
     """
     step, started, ended, _, size, prompts = table
     lengths = ended[1:] - np.maximum(started[1:], ended[:-1])
     plain = (prompts[1:] == 0) & (ended[1:] > 0) & (ended[:-1] > 0) & (step[1:] - step[:-1] == 1)
-    return fitted(lengths[plain], size[1:][plain])
+    return fitted(np.maximum(lengths - held, 0)[plain], size[1:][plain])
 
 
 def fitted(lengths: Any, sizes: Any) -> StepCosts | None:

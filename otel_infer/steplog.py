@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from otel_infer import facts
+from otel_infer.firstuse import Firsts
+from otel_infer.prompts import Prompts
 from otel_infer.records import Prefiller, StepRecord
 from otel_infer.stepcosts import StepCosts, of_steps
+from otel_infer.strain import Strain
 
 if TYPE_CHECKING:
     from otel_infer.conclusion import Request
@@ -23,8 +26,8 @@ CAPACITY = 65536
 """Steps that are remembered; a request's older steps are counted as forgotten."""
 FIT_FIRST, FIT_EVERY, FIT_OVER = 16, 256, 1024
 """What a step costs is estimated anew when there are twice as many steps, then every so often, from so many."""
-MAX_PREFILLERS = 8192
-"""Steps with prompts of which it is remembered whose."""
+LOOKED_OVER = 512
+"""Steps among which those are found that were in a look at their thread."""
 MAX_FLIGHTS = 64
 """Far more than any engine keeps in flight: the ends of older ones will not come."""
 
@@ -61,10 +64,11 @@ class StepLog:
     """Membership and columns of one engine's steps. `process` is the ring whose handles the batches hold.
 
     `holed`: it is not known who is in the batch, for steps were lost. `gap_at`: the first step after some that are missing,
-    while nobody has said that they were lost (an engine may have skipped what it could not state); 0 = none.
+    while nobody has said that they were lost (an engine may have skipped what it could not state); 0 = none. `seen`: kinds of
+    steps, of this engine on other threads as well (`Firsts`).
     """
 
-    def __init__(self, engine: str, pid: int, process: int) -> None:
+    def __init__(self, engine: str, pid: int, process: int, seen: set[int] | None = None) -> None:
         self.engine, self.pid, self.process = engine, pid, process
         # As rows of a request, but for the tokens, which are each request's own.
         self._table = np.zeros((6, CAPACITY), np.int64)
@@ -75,9 +79,11 @@ class StepLog:
         self.gap_at = 0
         self._members: list[int] | None = None
         self._flights: dict[int, _Flight] = {}
-        self._prefillers: dict[int, tuple[Prefiller, ...]] = {}
+        self._prompts = Prompts()
         self._costs: StepCosts | None = None
         self._fit_due = FIT_FIRST
+        self.strain = Strain()
+        self.firsts = Firsts(seen)
         self._prefilling: dict[int, int] = {}  # handle → how many of its members have no token yet
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,6 +120,8 @@ class StepLog:
             grown = sum(delivered.get(position, 1) > 0 for position in prefill.positions)
             if grown:
                 self._grow(handle, grown, ended_at, fact.step, find)
+        if ended_at >= self.strain.due:
+            self.strain.settle(self._table_of(LOOKED_OVER), self.costs())
         prefilling = sum(len(prefill.positions) for prefill in flight.prefills.values())
         return StepRecord(
             self.engine, self.pid, fact.step, flight.at, ended_at, flight.size,
@@ -126,6 +134,7 @@ class StepLog:
             self._take_part(handle, self.last_step + 1, 0, 0, find)
         self._members = None
         self._prefilling.clear()
+        self.firsts.lost()
         self.holed = True
 
     def prefill_again(self, handle: int) -> None:
@@ -163,15 +172,21 @@ class StepLog:
 
     def prefillers(self, step: int) -> tuple[Prefiller, ...]:
         """Whose prompts were in this step."""
-        return self._prefillers.get(step, ())
+        return self._prompts.of(step)
 
     def costs(self) -> StepCosts | None:
         """What a step without prompts costs; the same for the same facts before it."""
         if self.last_step >= self._fit_due:
-            first = max(self.last_step - FIT_OVER, 1)
-            self._costs = of_steps(np.concatenate(self.columns(first, self.last_step), axis=1))
+            table = self._table_of(FIT_OVER)
+            held = sum(self.strain.counted(np.maximum(table[1, 1:], table[2, :-1]), table[2, 1:]))
+            self._costs = of_steps(table, held)
+            self.firsts.learn(table, self._costs)
             self._fit_due = self.last_step + min(self.last_step, FIT_EVERY)
         return self._costs
+
+    def _table_of(self, most: int) -> Any:
+        """The columns of the last steps."""
+        return np.concatenate(self.columns(max(self.last_step - most, 1), self.last_step), axis=1)
 
     # ── who is in the batch ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -224,6 +239,7 @@ class StepLog:
         self._step[i], self._started[i], self._ended[i] = fact.step, fact.at, 0
         self._size[i], self._prefill[i] = fact.size, _tokens(prefills)
         self._kv[i] = fact.kv_used / fact.kv_total if fact.kv_total else np.nan
+        self.firsts.scheduled(fact.step, fact.size, int(self._prefill[i]))
 
     def _prefills(self, fact: facts.StepScheduled, find: Find) -> dict[int, _Prefill]:
         """Those in this step that have no token yet; of several sequences of a request, it is the longest ones."""
@@ -246,10 +262,7 @@ class StepLog:
                 tokens_of = sum(prefill.tokens)
                 request.schedule(self, fact.step, fact.at, tokens_of, fact.size)
                 whose.append(request.prefiller(tokens_of))
-        if whose:
-            self._prefillers[fact.step] = tuple(whose)
-            if len(self._prefillers) > MAX_PREFILLERS:
-                del self._prefillers[next(iter(self._prefillers))]
+        self._prompts.note(fact.step, whose)
         return found
 
     def _deliver(self, step: int, flight: _Flight, delivered: dict[int, int], find: Find) -> None:
@@ -278,10 +291,7 @@ class StepLog:
                 self._prefill[step % CAPACITY] -= sum(prefill.tokens) - sum(tokens)
                 if request is not None:
                     request.schedule(self, step, flight.at, sum(tokens), flight.size)
-                    self._prefillers[step] = tuple(
-                        who._replace(tokens=sum(tokens)) if who.span_id == request.arrived.span_id else who
-                        for who in self.prefillers(step)
-                    )
+                    self._prompts.correct(step, request.arrived.span_id, sum(tokens))
 
 
 def _tokens(prefills: dict[int, _Prefill]) -> int:

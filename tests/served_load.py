@@ -36,6 +36,10 @@ class Served:
     seed: int = 1
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """(at, ms) of garbage collections."""
+    frozen: list[tuple[float, float]] = field(default_factory=list)
+    """(at, ms) in which the event loop stands still; the engine does not."""
+    cold_ms: float = 0.0
+    """What the first step takes longer."""
 
     def records(self, asked: list[Asked]) -> list[RequestRecord]:
         assembler = Assembler()
@@ -46,6 +50,9 @@ class Served:
 
     def facts(self, asked: list[Asked]) -> list[facts.RingFact]:
         draw, said = random.Random(self.seed), [facts.RingFact(10, 0, facts.EngineSeen(0, 1, 1, "toy"))]
+        for since, length in self.frozen:
+            paused = facts.PauseSeen(round((since + length) * MS), round(since * MS), "event_loop")
+            said.append(facts.RingFact(1, 0, paused))
         coming = sorted(range(len(asked)), key=lambda i: asked[i].at + asked[i].before_ms)
         for i, one in enumerate(asked):
             self._arrives(said, i + 1, one)
@@ -81,6 +88,7 @@ class Served:
             )))  # fmt: skip
             cost = self.base + self.each * len(now) + self.prompt_token * sum(n for _, n in prompts)
             until = at + cost * max(draw.gauss(1, self.noise), 0.5)
+            until += self.cold_ms if step == 1 else 0.0
             while pauses and pauses[0][0] < until:
                 since, length = pauses.pop(0)
                 since = max(since, at)

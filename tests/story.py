@@ -235,6 +235,9 @@ class Story:
     def paused(self, since: float, until: float, cause: str = "gc", process: int = PROCESS) -> None:
         self.tell(process, 0, facts.PauseSeen(ns(until), ns(since), cause))
 
+    def marked(self, since: float, at: float, mark: str, count: int = 1, process: int = PROCESS) -> None:
+        self.tell(process, 0, facts.MarkSeen(ns(at), ns(since), mark, count))
+
     def steps_lost(self, at: float, engine: int = ENGINE) -> None:
         self.tell(engine, 0, facts.StepsLost(ns(at), 1))
 

@@ -170,7 +170,7 @@ def _slices(record: RequestRecord) -> list[Slice]:
             said["held up most by trace"] = record.blame.offender.trace_id.hex()
     slices = [Slice(request_name(record), record.arrived_at, record.ended_at, said)]
     slices += [Slice(s.name, s.started_at, max(s.ended_at, s.started_at), {}) for s in record.stages]
-    for pause in record.pauses:
+    for pause in record.all_pauses:
         begin, end = max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at)
         slices.append(Slice(f"pause: {pause.cause}", begin, end, {}))
     return slices

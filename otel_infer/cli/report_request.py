@@ -132,12 +132,14 @@ def _waterfall(record: RequestRecord) -> str:
         total = sum(min(end, record.ended_at) - max(begin, record.arrived_at) for begin, end in there)
         lines.append(
             f'<th scope="row">pause: {safe(cause)}</th><td class="bar">{_bars(record, there, PAUSE_COLOUR)}</td>'
-            f'<td class="n">{len(there)} ×</td><td class="n">{_ms(total)}</td><td class="dim">the whole process stood still</td>'
+            f'<td class="n">{len(there)} ×</td><td class="n">{_ms(total)}</td><td class="dim">{_STOOD_STILL.get(cause, "the whole process stood still")}</td>'
         )
     left = len(record.stages) - len(stages)
     caption = "Stages" + (f"; {left} more are on the tape" if left else "")
     return table(caption, ("stage", "", "#begins", "#takes", ""), lines, "fall")
 
+
+_STOOD_STILL = {semconv.CAUSE_EVENT_LOOP: "the event loop stood still, not the engine"}
 
 _STAGE_CAUSES = {
     semconv.SPAN_QUEUE: semconv.CAUSE_SCHEDULER_QUEUE,
@@ -164,7 +166,9 @@ def _bars(record: RequestRecord, intervals: Sequence[tuple[int, int]], colour: s
 
 
 def _longest(record: RequestRecord) -> list[Pause]:
-    found = sorted(record.pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[:MOST_PAUSES]
+    found = sorted(record.all_pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[
+        :MOST_PAUSES
+    ]
     return sorted(found)
 
 

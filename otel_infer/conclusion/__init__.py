@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from otel_infer import facts, semconv
-from otel_infer.conclusion.request import Request
+from otel_infer.conclusion.request import GIVEN_UP, Request
 from otel_infer.conclusion.stages import Life, died_in, stages_of
 from otel_infer.conclusion.steps import Part, steps_of
 from otel_infer.records import PrefillStep, RequestRecord
 from otel_infer.steprows import summarized
 
 __all__ = ["Request", "conclude"]
-
-NOT_FINISHED = ("abort", "error")
 
 
 def conclude(requests: Sequence[Request]) -> list[RequestRecord]:
@@ -44,6 +42,7 @@ def _conclude(record: RequestRecord, request: Request) -> None:
         record.died_in = died_in(record, request, life)
     if not record.operation and (_reached_engine(record) or not record.name):
         record.operation = semconv.OPERATION_INFERENCE
+    record.redundant = request.unseen and _says_nothing(record)
     if not record.operation and record.server_span_id:
         # One span is enough, and it is the live one: what ran below it names it as its parent.
         record.server_span_id = record.span_id
@@ -68,8 +67,8 @@ def _begun(request: Request) -> RequestRecord:
         ended_at=request.ended_at,
         wall_offset=arrived.wall_at - arrived.at,
         generative=not arrived.flags & facts.NON_GENERATIVE,
-        outcome=ended.outcome,
-        error_type=ended.error_type,
+        outcome=request.outcome,
+        error_type=request.error_type,
         status_code=ended.status_code,
         chunks=ended.chunks,
         ring=request.ring,
@@ -85,8 +84,13 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
     record.attributes = attributes
     record.events, record.links, record.start = request.events, request.links, request.start
-    record.pauses, record.costs = request.pauses, request.costs
-    record.prefillers = request.runs[-1].log.prefillers if request.runs else None
+    record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
+    record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
+    record.marks = request.marks
+    record.costs, record.first_use = request.costs, request.first_use
+    if request.runs:
+        log = request.runs[-1].log
+        record.prefillers, record.strain = log.prefillers, log.strain
     record.received_at = request.received_at
     record.preempted_at = tuple(fact.at for fact in request.preempted)
     record.detokenize_ns = request.ended.detokenize_ns if request.ended is not None else 0
@@ -147,7 +151,7 @@ def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) ->
 
 def _life(record: RequestRecord, request: Request) -> Life:
     died = record.outcome != facts.OK
-    done = [fact for fact in _in_time(record, request) if fact.reason not in NOT_FINISHED]
+    done = [fact for fact in _in_time(record, request) if fact.reason not in GIVEN_UP]
     said = sum(fact.output_tokens for fact in done)
     # Some engines say once that they are done with all sequences.
     with_all = len(done) >= request.sequences or (0 < said >= _counted(record) and not request.steps_lost)
@@ -185,6 +189,14 @@ def _in_time(record: RequestRecord, request: Request) -> list[facts.EngineFinish
 
 def _counted(record: RequestRecord) -> int:
     return int(record.steps.tokens.sum()) if record.steps is not None else 0
+
+
+def _says_nothing(record: RequestRecord) -> bool:
+    """An HTTP request that reached no engine, below the span of another instrumentation that tells the same."""
+    told = record.attributes.keys() - {semconv.TENANT, semconv.TRAFFIC_CLASS}
+    said = record.operation or record.span_name or told or record.events or record.links
+    below_another = record.parent_span_id and not (record.server_span_id or record.remote_parent)
+    return bool(below_another and record.outcome == facts.OK and not said)
 
 
 def _reached_engine(record: RequestRecord) -> bool:

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from otel_infer import callers, facts, semconv
-from otel_infer.records import Pause, Prefiller, UserEvent
+from otel_infer.firstuse import FirstUse
+from otel_infer.records import Mark, Pause, Prefiller, UserEvent
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steplog import Run, StepLog
 
 MAX_STAGES = 256
 """Stages of one request that are remembered."""
+GIVEN_UP = {"abort": facts.ABORTED, "error": facts.ERROR}
+"""What a request came to whose sequences all ended for this reason, though its response ended well."""
 
 
 class Chunk(NamedTuple):
@@ -52,9 +55,12 @@ class Request:
         self.chunks: dict[StepLog, dict[int, Chunk]] = {}
         self.discarded = 0
         self.concluded_at = 0
+        self.unseen = False
         self.pauses: tuple[Pause, ...] = ()
         self.start: tuple[bytes, bytes] | None = None
+        self.marks: tuple[Mark, ...] = ()
         self.costs: StepCosts | None = None
+        self.first_use: FirstUse | None = None
         self.is_prefilling = True
 
     @property
@@ -65,7 +71,16 @@ class Request:
     @property
     def outcome(self) -> int:
         """How it ended; well, as long as it has not."""
-        return self.ended.outcome if self.ended is not None else facts.OK
+        if self.ended is None or self.ended.outcome != facts.OK:
+            return self.ended.outcome if self.ended is not None else facts.OK
+        reasons = {fact.reason for fact in self.finished}
+        return GIVEN_UP.get(reasons.pop(), facts.OK) if len(reasons) == 1 else facts.OK
+
+    @property
+    def error_type(self) -> str:
+        """Empty as well where its client had it stopped."""
+        said = self.ended.error_type if self.ended is not None else ""
+        return said or (semconv.OTHER if self.outcome == facts.ERROR else "")
 
     @property
     def ended_at(self) -> int:
@@ -163,7 +178,8 @@ class Request:
                 self.runs.append(Run(log, first, log.last_step, sequences))
         self.present = {}
         if self.runs:
-            self.costs = self.runs[-1].log.costs()
+            log = self.runs[-1].log
+            self.costs, self.first_use = log.costs(), log.firsts.known(log.costs())
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -224,6 +240,7 @@ _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.EventAdded: _event,
     facts.SpanLinked: lambda request, fact: request.links.append((fact.trace_id, fact.span_id)),
     facts.HttpDescribed: Request._http,
+    facts.SpanUnseen: lambda request, fact: setattr(request, "unseen", True),
     facts.NameUpdated: lambda request, fact: setattr(request, "span_name", fact.name),
     facts.StateCarried: lambda request, fact: setattr(request, "tracestate", fact.tracestate),
 }

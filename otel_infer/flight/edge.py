@@ -27,7 +27,7 @@ MOST_SECTIONS = 1024
 """Keyframes of one engine; it says one every second."""
 FASTEST = 1
 PAUSES = 256
-"""Pauses of one process."""
+"""Pauses, and marks, of one process."""
 
 Row = tuple[Any, ...]
 """(ring, handle, code of the fact, its fields …)."""
@@ -108,6 +108,7 @@ class Edge:
                 (facts.StepDone, self._step),
                 (facts.StepsLost, self._resync),
                 (facts.PauseSeen, self._paused),
+                (facts.MarkSeen, self._paused),
                 (facts.ProcessSeen, self._know),
                 (facts.EngineSeen, self._know),
                 (facts.HooksReported, self._hooks),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from otel_infer import clock, facts, ingress
+from otel_infer import asking, clock, facts, ingress
 from otel_infer.handmade.scope import ENGINE, Scope, count, failed
 
 OPERATION = "inference"
@@ -40,7 +40,8 @@ class stage(Scope):  # noqa: N801 - used like a function
 class request(Scope):  # noqa: N801 - used like a function
     """A request: `with`, `async with`, or a decorator. Under a server that is instrumented, the one that is there.
 
-    `operation` and `model` are the served ones, never what a caller wrote. `headers`: of the caller, for its context.
+    `operation` and `model` are the served ones, never what a caller wrote. `headers`: of the caller, for its context,
+    and for who asks, where the settings want that known.
     Make a new one for each `with`.
     """
 
@@ -82,7 +83,10 @@ class request(Scope):  # noqa: N801 - used like a function
             provider=ENGINE,
             model=self._model,
         )
-        self._token = live.attach() if live is not None else None
+        if live is not None:
+            self._token = live.attach()
+            if self._headers is not None:
+                asking.tell(live, _on_the_wire(self._headers))
         return live
 
     def _name(self, live: ingress.LiveRequest) -> None:
@@ -115,7 +119,8 @@ class request(Scope):  # noqa: N801 - used like a function
             self._live.state(facts.RequestPreempted(clock.now(), "recompute"))
 
     def finished(self, reason: str = "stop", output_tokens: int = 0) -> None:
-        """The loop is done with it. `output_tokens` 0 = count those that its steps delivered."""
+        """The loop is done with it. `reason`: `stop`, `length`, or why it gave up: `abort` (it was told to stop, which is no
+        error), `error`. `output_tokens` 0 = count those that its steps delivered."""
         if self._live is not None:
             self._live.state(facts.EngineFinished(clock.now(), str(reason), count(output_tokens)))
 
@@ -123,6 +128,13 @@ class request(Scope):  # noqa: N801 - used like a function
         """An attribute on the request span."""
         if self._live is not None:
             self._live.set_attribute(key, value)
+
+
+def _on_the_wire(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [
+        (str(name).encode("utf-8", "replace"), str(value).encode("utf-8", "replace"))
+        for name, value in headers.items()
+    ]
 
 
 def _outcome(error: BaseException | None) -> tuple[int, str]:

@@ -61,5 +61,5 @@ class _Collections(defaultdict[str, int]):
 @integration.listener("gc:callbacks")
 def collections(hook: Hook) -> Callable[..., Any]:
     seen = _Collections(hook)
-    recorder.overdue = seen.say
+    recorder.overdue[CAUSE] = seen.say
     return functools.partial(getattr, seen)

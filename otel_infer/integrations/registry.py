@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from importlib import metadata
 
-from otel_infer import callers
+from otel_infer import asking, callers
 from otel_infer.config import Config
 from otel_infer.integrations import asgi
 from otel_infer.integrations._base import Integration
@@ -15,7 +15,7 @@ from otel_infer.integrations._base import Integration
 log = logging.getLogger(__name__)
 
 GROUP = "otel_infer.integrations"
-BUILTIN = ("asgi", "threads", "interpreter", "transformers", "torch", "dynamo")
+BUILTIN = ("asgi", "threads", "interpreter", "transformers", "torch", "dynamo", "cuda")
 """Modules beside this one, each with an `integration`."""
 
 _on_change: Callable[[Integration], None] | None = None
@@ -25,8 +25,8 @@ def configure(settings: Config, on_change: Callable[[Integration], None]) -> Non
     """Tells integrations what they need of the configuration, and whom to tell when hooks were bound."""
     global _on_change
     _on_change = on_change
-    wanted = callers.wanted(settings.tenant, settings.tenant_hash_key, settings.traffic_class)
-    asgi.configure(settings.excluded_urls, settings.response_headers, wanted)
+    asking.wanted = callers.wanted(settings.tenant, settings.tenant_hash_key, settings.traffic_class)
+    asgi.configure(settings.excluded_urls, settings.response_headers)
 
 
 def load() -> list[Integration]:

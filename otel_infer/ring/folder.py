@@ -149,6 +149,16 @@ class Rings:
         ]
         return [(ring, pid) for ring, pid in holders if pid]
 
+    def engine_threads(self) -> list[tuple[int, int, int, int]]:
+        """(ring of steps, pid as seen from here, pid and thread as their process sees them) of the engines that live."""
+        seen = dict(self.writers())
+        return [
+            (steps.ring, seen[process.ring], steps.header.pid, int(steps.header.words[layout.W_THREAD]))
+            for process in self._processes.values()
+            if process.ring in seen
+            for steps, _, _ in process.engines
+        ]
+
     def alive(self) -> int:
         """How many writers live."""
         return len(self._processes)
@@ -223,3 +233,4 @@ class Rings:
                 os.close(descriptor)
             if remove and path is not None:
                 path.unlink(missing_ok=True)
+                self._names.discard(str(path))

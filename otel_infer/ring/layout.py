@@ -36,7 +36,7 @@ W_CELLS = 5
 W_LIVE_SLOTS = 6
 W_STRINGS = 7
 W_LOST = 8
-"""Facts the writer could not state: live table or string table full."""
+"""Facts the writer could not state: the live table was full, say."""
 W_ERRORS = 9
 """Probes of this process that raised."""
 W_KEYFRAME_ASKED = 10
@@ -50,6 +50,8 @@ W_FLUSH_ASKED = 14
 """Written by the writer: counts its requests to have everything sent."""
 W_FLUSH_DONE = 15
 """Written by the reader: the last such request that it fulfilled."""
+W_THREAD = 16
+"""Of a step ring: the kernel's number of the thread that writes it; 0 = not known."""
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")

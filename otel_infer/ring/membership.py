@@ -8,6 +8,7 @@ else → a keyframe, the whole batch as packed handles. Nothing here runs byteco
 from __future__ import annotations
 
 import struct
+import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -82,6 +83,11 @@ class StepLog:
         self._next_keyframe_step = 0
         self._next_keyframe_at = 0
         self._asked = 0
+
+    def handed_over(self) -> StepLog:
+        """To this thread, which writes it from here on."""
+        self._writer.words[layout.W_THREAD] = threading.get_native_id()
+        return self
 
     def scheduled(
         self,

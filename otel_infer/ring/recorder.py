@@ -54,8 +54,8 @@ class Recorder:
         self._making = threading.Lock()
         self._maker = 0
         self._complained = False
-        self.overdue: Callable[[], None] = lambda: None
-        """Says what could not be said when it happened, before a request ends that it may concern."""
+        self.overdue: dict[str, Callable[[], None]] = {}
+        """Each says what could not be said when it happened, before a request ends that it may concern."""
         os.register_at_fork(after_in_child=self.forget)
 
     def start(
@@ -146,7 +146,8 @@ class Recorder:
         writer = self.requests
         if writer is not None and handle:
             try:
-                self.overdue()
+                for say in list(self.overdue.values()):
+                    say()
                 writer.close(handle, ended)
             except Exception as broken:  # the request goes on without us
                 self._broke(broken)
@@ -158,6 +159,15 @@ class Recorder:
             try:
                 writer.state(0, facts.PauseSeen(ended_at, started_at, cause))
             except Exception as broken:  # whoever was held up already is not to be stopped as well
+                self._broke(broken)
+
+    def marked(self, mark: str, since: int, at: int, count: int) -> None:
+        """States that something happened so many times; nothing where nobody records."""
+        writer = self.requests
+        if writer is not None:
+            try:
+                writer.state(0, facts.MarkSeen(at, since, mark, count))
+            except Exception as broken:
                 self._broke(broken)
 
     def startup(self, fact: Any) -> None:
@@ -209,7 +219,7 @@ class Recorder:
         free = self._free_logs.get(engine)
         if free:
             try:
-                return free.popleft()
+                return free.popleft().handed_over()
             except IndexError:
                 pass
         if self._no_more_logs or (self.requests is None and self._make() is None) or self.arena is None:
@@ -226,7 +236,7 @@ class Recorder:
             return None
         made = StepLog(writer, Handles())
         self._logs.append(made)
-        return made
+        return made.handed_over()
 
     def give_back(self, engine: str, log: StepLog) -> None:
         """This thread is done with the log; the next one may go on with it."""

@@ -213,8 +213,7 @@ class RequestWriter:
         if text == "":
             return facts.NONE
         index = self._next_string()
-        if index >= self._strings_max:
-            self.words[layout.W_LOST] += 1
+        if index >= self._strings_max:  # no fact is lost by that: it is stated, of `_OTHER`
             return layout.STRING_OTHER
         encoded = text.encode("utf-8", "replace")[: layout.STRING_MAX]
         layout.STRING.pack_into(self.memory, self._text + index * layout.STRING_BYTES, encoded, len(encoded))

@@ -21,10 +21,9 @@ def milliseconds(ns: float) -> str:
 def line(record: RequestRecord) -> str:
     """What a person wants to know of one request at a glance."""
     outcome = {facts.OK: "ok", facts.ERROR: "error", facts.ABORTED: "aborted"}[record.outcome]
-    if record.error_type:
-        outcome += (
-            f" ({record.error_type} in {record.died_in})" if record.died_in else f" ({record.error_type})"
-        )
+    where = f"in {record.died_in}" if record.died_in else ""
+    if said := " ".join(filter(None, (record.error_type, where))):
+        outcome += f" ({said})"
     stages = " · ".join(
         f"{stage.name} {milliseconds(stage.ended_at - stage.started_at)}"
         for stage in record.stages

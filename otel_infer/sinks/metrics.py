@@ -18,7 +18,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from otel_infer import callers, facts, semconv
 from otel_infer.facts import Value
 from otel_infer.keeper import Decision
-from otel_infer.records import Blame, Pause, RequestRecord, StartRecord, StepRecord
+from otel_infer.records import Blame, Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import (
     Histograms,
@@ -83,7 +83,8 @@ class MetricsSink:
         """Counts a finished request, kept or not; only an exported one becomes an exemplar."""
         who, caller = self._who(record), self._caller(record)
         source = _source(record) if exported and self._exemplars else None
-        error = self._errors.admit(record.error_type or semconv.OTHER) if record.outcome != facts.OK else None
+        error_type = record.error_type or (semconv.OTHER if record.outcome == facts.ERROR else "")
+        error = self._errors.admit(error_type) if error_type else None
         self._record(semconv.REQUEST_DURATION, (*who, error, *caller), record.duration_ns, source)
         self._count_stages(record, who, source)
         if not record.generative:
@@ -118,6 +119,12 @@ class MetricsSink:
         for pause in pauses:
             key = (self._causes.admit(pause.cause),)
             self._record(semconv.PAUSES, key, pause.ended_at - pause.started_at, None)
+
+    def marks(self, marks: Sequence[Mark]) -> None:
+        """Counts what happened to processes."""
+        for mark in marks:
+            name = mark.name if mark.name in semconv.MARK_NAMES else semconv.OTHER
+            self._numbers[semconv.MARKS.name].add((name,), mark.times)
 
     def start(self, record: StartRecord) -> None:
         """Counts the start of a process: each phase, which may have been there several times, and the whole."""

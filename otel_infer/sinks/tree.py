@@ -21,7 +21,7 @@ _HTTP = "HTTP"
 """The word of the conventions for a method that is not known."""
 _PAUSES = 32
 """Events for pauses on one request; the longest are told."""
-_NOT_ERRORS = (semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
+_NOT_ERRORS = ("", semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
 
 
 def derived_id(span_id: bytes, name: str, number: int) -> bytes:
@@ -95,7 +95,7 @@ def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict
         semconv.UNSAMPLED: decision.export and not record.sampled,
         semconv.TELEMETRY_LOST: record.telemetry_lost,
         semconv.FIRST_REQUEST: record.start is not None,
-        semconv.PAUSES_LEFT_OUT: max(len(record.pauses) - _PAUSES, 0) if _is_kept(decision) else 0,
+        semconv.PAUSES_LEFT_OUT: max(len(record.all_pauses) - _PAUSES, 0) if _is_kept(decision) else 0,
     }
     attributes = {key: value for key, value in said.items() if value}
     if record.blame is not None and record.operation:
@@ -134,7 +134,7 @@ def _described(record: RequestRecord, span: Span, decision: keeper.Decision) -> 
     """With the events and links that were added to the live span, and the pauses if the request is kept."""
     events = [Event(event.at + record.wall_offset, event.name, event.attributes) for event in record.events]
     if _is_kept(decision):
-        events = sorted([*events, *_pauses(record)], key=lambda event: event.at)
+        events = sorted([*events, *_pauses(record), *_marks(record)], key=lambda event: event.at)
     starts = [record.start] if record.start is not None else []
     links = [Link(trace_id, span_id) for trace_id, span_id in (*starts, *record.links)]
     offender = record.blame.offender if record.blame is not None else None
@@ -155,7 +155,7 @@ def _pauses(record: RequestRecord) -> list[Event]:
     """Of each pause the part in which the request was there."""
     held_up = [
         (max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at), pause.cause)
-        for pause in record.pauses
+        for pause in record.all_pauses
     ]
     longest = sorted(held_up, key=lambda pause: pause[0] - pause[1])[:_PAUSES]
     return [
@@ -165,6 +165,21 @@ def _pauses(record: RequestRecord) -> list[Event]:
             {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (end - begin) / 1e9},
         )
         for begin, end, cause in longest
+    ]
+
+
+def _marks(record: RequestRecord) -> list[Event]:
+    return [
+        Event(
+            min(mark.at, record.ended_at) + record.wall_offset,
+            semconv.EVENT_MARK,
+            {
+                semconv.MARK: mark.name,
+                semconv.MARK_COUNT: mark.times,
+                semconv.MARK_WINDOW: (mark.at - mark.since) / 1e9,
+            },
+        )
+        for mark in record.marks[-_PAUSES:]
     ]
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 import otel_infer
-from otel_infer import callers, clock, facts, identity, ingress, semconv
+from otel_infer import asking, callers, clock, facts, identity, ingress, semconv
 from otel_infer.assembler import Assembler
 from otel_infer.config import Config
 from otel_infer.integrations import asgi
@@ -909,7 +909,7 @@ WHO = Config(tenant="header:host", tenants=("acme",), traffic_class="header:host
 @pytest.mark.parametrize("config", [Config(), WHO], ids=["nobody is asked who asks", "tenants are asked for"])
 def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(config: Config) -> None:
     """Models, paths, methods, query strings, tenants and error types that a client makes up."""
-    asgi.configure("", wanted=callers.wanted(config.tenant, "", config.traffic_class))
+    asking.wanted = callers.wanted(config.tenant, "", config.traffic_class)
     arena, rings = MemoryArena(), Rings()
     ingress.opener = identity.IdOpener(*_standard_sampling(), identity.Limits())
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
@@ -929,7 +929,7 @@ def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(con
         assert not values & {name for request in asked for name in request}
         assert ("_OTHER" in values, "interactive" in values) == (True, config is WHO)
     finally:
-        asgi.configure("")
+        asking.wanted = callers.NOTHING
         recorder.stop()
         ingress.opener = None
 

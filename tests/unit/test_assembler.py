@@ -31,7 +31,7 @@ def plain(record: RequestRecord) -> dict[str, Any]:
     """A record that can be compared, with its blame."""
     blame.assign([record])
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    del fields["prefillers"]  # a question to the step log, not an answer
+    del fields["prefillers"], fields["strain"]  # questions to the step log, not answers
     steps = fields["steps"]
     return {**fields, "steps": steps.table.tolist() if steps is not None else None}
 
@@ -77,6 +77,7 @@ of_processes = st.one_of(
     st.builds(facts.HooksReported, instants, words, counts, counts),
     st.builds(facts.FactsLost, instants, counts, counts),
     st.builds(facts.PauseSeen, instants, instants, words),
+    st.builds(facts.MarkSeen, instants, instants, words, st.integers(0, 9)),
     st.builds(facts.ProcessSeen, instants, counts, words, st.just(0)),
     st.builds(facts.EngineSeen, instants, st.integers(1, 2), counts, words),
     st.builds(facts.ProcessDied, instants),
@@ -533,6 +534,29 @@ def test_a_pause_that_is_told_late_is_put_where_it_belongs() -> None:
     assembler.feed(story.said)
     (record,) = assembler.concluded(LATER)
     assert [(ms(p.started_at), p.cause) for p in record.pauses] == [(10, "gc"), (20, "compile")]
+
+
+def test_a_mark_belongs_to_whoever_may_have_been_there() -> None:
+    story = Story()
+    early, later = story.arrives(0, "early"), story.arrives(20, "later")
+    story.ends(10, early)
+    story.marked(12, 25, "allocator_retry", 2)
+    story.ends(40, later)
+    assert [[(ms(m.since), ms(m.at), m.name, m.times) for m in r.marks] for r in story.records()] == [
+        [],
+        [(12, 25, "allocator_retry", 2)],
+    ]
+
+
+def test_marks_are_handed_out_once_and_not_again_after_another_reader() -> None:
+    story = Story()
+    story.tell(PROCESS, 0, facts.ProcessSeen(0, 1, "server", ns(30)))
+    story.marked(20, 25, "allocator_oom")
+    story.marked(25, 35, "allocator_oom")
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert [ms(mark.at) for mark in assembler.drain_marks()] == [35]
+    assert assembler.drain_marks() == []
 
 
 def test_pauses_are_handed_out_once_and_not_again_after_another_reader() -> None:

@@ -270,6 +270,59 @@ def test_a_preemption_is_to_blame_for_the_wait_and_for_what_is_computed_again() 
     assert of(story, a) == {"prefill": 5, "interference": 5, "preemption": 70, "decode": 10}
 
 
+# ── for once ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_slow_step_with_a_batch_of_a_size_is_a_first_use_and_the_second_is_unexplained() -> None:
+    story = Story()
+    at = warmed_up(story)
+    crowd = [story.arrives(at, f"one of many {i}") for i in range(5)]
+    for who in crowd:  # one by one, so that the batch has grown when nobody has a prompt
+        story.step(at, at + 10, [who], {who: 1})
+        at += 10
+    story.step(at, at + 310, crowd)
+    story.step(at + 310, at + 620, crowd)
+    for who in crowd:
+        story.ends(at + 620, who)
+    said = of(story, crowd[4])
+    assert said["first_use"] == 300
+    assert said["unexplained"] == 300
+
+
+def test_the_first_prompt_of_an_engine_takes_long_for_once() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(0, a)
+    story.step(0, 2000, [a], {a: 4})
+    for i in range(30):
+        story.step(2000 + 10 * i, 2010 + 10 * i, [a])
+    story.ends(2300, a)
+    assert of(story, a) == {"prefill": 50, "first_use": 1950, "decode": 300}
+
+
+def test_others_are_not_to_blame_for_what_the_first_use_of_a_prompt_adds() -> None:
+    story = Story()
+    at = warmed_up(story)
+    victim, other = story.arrives(at, "victim"), story.arrives(at, "other")
+    story.step(at, at + 10, [victim], {victim: 1})
+    story.step(at + 10, at + 1020, [victim, other], {other: 16})
+    story.step(at + 1020, at + 1030, [victim, other])
+    story.ends(at + 1030, victim)
+    story.ends(at + 1030, other)
+    assert of(story, victim) == {"prefill": 10, "decode": 20, "interference": 160, "first_use": 840}
+
+
+def test_where_the_engines_beginning_was_not_seen_nothing_is_a_first_use() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(0, 2000, [a], {a: 4})
+    for i in range(30):
+        story.step(2000 + 10 * i, 2010 + 10 * i, [a])
+    story.ends(2300, a)
+    story.said = [said for said in story.said if getattr(said.fact, "step", 0) != 1]
+    assert "first_use" not in of(story, a)
+
+
 # ── what stops everything ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -296,6 +349,108 @@ def test_pauses_that_overlap_are_counted_once() -> None:
     said = of(story, a)
     assert said["gc"] + said.get("throttled", 0) == 50
     assert said["decode"] == 10
+
+
+def test_a_capture_inside_a_compilation_is_told_of_as_a_capture() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.step(at, at + 10, [a], {a: 4})
+    story.step(at + 10, at + 70, [a])
+    story.paused(at + 12, at + 62, "compile")
+    story.paused(at + 32, at + 52, "capture")
+    story.ends(at + 70, a)
+    assert of(story, a) == {"prefill": 10, "decode": 10, "compile": 30, "capture": 20}
+
+
+# ── what stops the event loop alone ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_who_waits_on_the_way_in_while_the_event_loop_is_blocked_waits_for_the_loop() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.paused(20, 170, "event_loop")
+    story.submitted(180, a)
+    story.step(180, 190, [a], {a: 4})
+    story.ends(190, a)
+    assert of(story, a) == {"ingress": 30, "event_loop": 150, "prefill": 10}
+
+
+def test_who_went_on_before_the_loop_did_was_not_waiting_for_it() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.paused(20, 170, "event_loop")
+    story.submitted(160, a)  # from the call that blocks the loop, or from another thread
+    story.step(180, 190, [a], {a: 4})
+    story.ends(190, a)
+    assert of(story, a) == {"ingress": 160, "scheduler_queue": 20, "prefill": 10}
+
+
+def test_what_is_sent_late_since_the_event_loop_is_blocked_waits_for_the_loop() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(0, 10, [a], {a: 4})
+    story.step(10, 20, [a])
+    story.paused(15, 215, "event_loop")
+    story.ends(220, a, chunks=1, detokenize=2)
+    assert of(story, a) == {"prefill": 10, "decode": 10, "event_loop": 195, "detokenize": 2, "egress": 3}
+
+
+def test_the_engine_goes_on_while_the_event_loop_is_blocked() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.submitted(at, a)
+    story.step(at + 5, at + 15, [a], {a: 3})
+    story.step(at + 15, at + 25, [a], {a: 1})
+    for i in range(4):
+        story.step(at + 25 + 10 * i, at + 35 + 10 * i, [a])
+    story.paused(at + 1, at + 55, "event_loop")
+    story.ends(at + 65, a)
+    said = of(story, a)
+    assert "event_loop" not in said
+    assert said["scheduler_queue"] == 5
+    assert said["decode"] + said["prefill"] == 60
+
+
+def test_a_stage_that_awaits_waits_for_the_loop_and_one_that_blocks_it_is_itself() -> None:
+    story = Story()
+    culprit, victim = story.arrives(0, "culprit"), story.arrives(0, "victim")
+    story.stage("retrieval", 10, 210, culprit)
+    story.stage("retrieval", 5, 220, victim)
+    story.paused(40, 211, "event_loop")
+    story.ends(215, culprit)
+    story.ends(225, victim)
+    assert of(story, culprit) == {"ingress": 10, "application": 200, "event_loop": 1, "unexplained": 4}
+    assert of(story, victim) == {"ingress": 5, "application": 44, "event_loop": 171, "unexplained": 5}
+
+
+def test_a_call_in_one_piece_does_not_wait_for_the_loop() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("tokenize", 5, 205, a)
+    story.paused(40, 160, "event_loop")
+    story.ends(210, a)
+    assert of(story, a) == {"ingress": 5, "tokenize": 200, "unexplained": 5}
+
+
+def test_of_a_loop_that_a_collection_holds_up_the_collection_is_told() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.paused(30, 130)
+    story.paused(50, 170, "event_loop")
+    story.submitted(180, a)
+    story.step(180, 190, [a], {a: 4})
+    story.ends(190, a)
+    assert of(story, a) == {"ingress": 40, "gc": 100, "event_loop": 40, "prefill": 10}
+
+
+def test_a_request_that_no_engine_sees_waits_for_the_loop_as_well() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.paused(20, 170, "event_loop")
+    story.ends(180, a)
+    assert of(story, a) == {"event_loop": 150, "unexplained": 30}
 
 
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -654,6 +654,51 @@ def test_what_the_engine_failed_died_where_the_engine_had_it() -> None:
     """)
 
 
+@pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
+def test_what_the_engine_was_told_to_stop_ended_early_and_is_no_error(stage: str) -> None:
+    """Its stream ended well, and the engine may have obeyed only after that."""
+    story = Story()
+    a = streamed(story)
+    if stage != "queue":
+        story.step(10, 20, [a], prompt={a: 5}, delivered={a: 0} if stage == "prefill" else None)
+    story.finished(41, a, "abort")
+    story.ends(40, a)
+    record, request = story.record(), story.span("chat toy")
+    assert (record.outcome, record.error_type, record.died_in) == (facts.ABORTED, "", stage)
+    assert [s.name for s in record.stages][-1] == stage
+    assert (request["status"], semconv.ERROR_TYPE in request["attributes"]) == (0, False)
+
+
+def test_what_the_engine_failed_is_an_error_though_its_response_ended_well() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    story.finished(30, a, "error", tokens=1)
+    story.ends(40, a)
+    record = story.record()
+    assert (record.outcome, record.error_type, record.died_in) == (facts.ERROR, "_OTHER", "decode")
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_one_of_several_sequences_that_was_given_up_leaves_the_request_a_success(reason: str) -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.state(a, facts.RequestSubmitted(ns(2), 2, 5, 0, "toy"))
+    story.step(10, 20, [a])
+    story.finished(15, a, reason)
+    story.finished(20, a, "stop", tokens=1)
+    story.ends(22, a)
+    assert story.record().outcome == facts.OK
+
+
+def test_why_a_request_ended_goes_before_what_the_engine_made_of_it() -> None:
+    story = Story()
+    a = streamed(story)
+    story.finished(20, a, "abort")
+    story.ends(21, a, facts.ABORTED, "timeout")
+    assert (story.record().outcome, story.record().error_type) == (facts.ABORTED, "timeout")
+
+
 def test_a_stage_by_hand_that_raised_is_where_a_request_died_and_of_nested_ones_the_inner() -> None:
     story = Story()
     a = story.arrives(0, operation="")
@@ -676,6 +721,7 @@ def test_a_request_by_hand_that_raised_before_any_stage_died_in_none() -> None:
     ("outcome", "error", "status"),
     [
         (facts.OK, "", 0),
+        (facts.ABORTED, "", 0),
         (facts.ABORTED, "client_disconnect", 0),
         (facts.ABORTED, "cancelled", 0),
         (facts.ABORTED, "timeout", 2),

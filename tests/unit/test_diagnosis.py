@@ -153,3 +153,40 @@ def test_what_to_change_first_follows_from_what_interrupts() -> None:
         "gc",
         "gc.freeze() once the server is warm, a higher threshold, fewer objects that live long",
     )
+
+
+def test_streams_that_the_event_loop_does_not_send_stutter_though_no_step_is_slow() -> None:
+    served, asked = healthy(random.Random(3))
+    served.frozen = [(at * 300.0, 250.0) for at in range(10)]
+    records = served.records(asked)
+    finding, *_ = diagnose(records).findings
+    assert (finding.complaint, finding.cause) == ("stutter", "event_loop")
+    assert "asyncio.to_thread" in finding.change
+    assert "the event loop stood still for" in finding.evidence[0]
+    assert not any("event_loop" in record.blame.causes for record in records if record.blame)
+
+
+def test_a_loop_that_a_collection_holds_up_is_no_finding_of_its_own() -> None:
+    served, asked = healthy(random.Random(3))
+    served.pauses = [(at * 300.0, 200.0) for at in range(10)]
+    paused = {pause for record in served.records(asked) for pause in record.pauses}
+    served.frozen = [(p.started_at / 1e6 + 1, (p.ended_at - p.started_at) / 1e6 - 1) for p in paused]
+    assert [finding.cause for finding in diagnose(served.records(asked)).findings] == ["gc"]
+
+
+def test_requests_that_wait_for_the_event_loop_before_the_engine_are_told_so() -> None:
+    served, asked = Served(), steady(random.Random(3), every=5000)
+    for one in asked[10:16]:
+        one.before_ms = 305.0
+    served.frozen = [(one.at + 2, 300.0) for one in asked[10:16]]
+    finding, *_ = diagnose(served.records(asked)).findings
+    assert (finding.complaint, finding.cause) == ("before_the_engine", "event_loop")
+    assert "asyncio.to_thread" in finding.change
+
+
+def test_the_first_requests_of_a_server_that_is_cold_are_told_to_be() -> None:
+    served, asked = Served(), steady(random.Random(3), every=5000)
+    served.cold_ms = 3000.0
+    finding, *_ = diagnose(served.records(asked)).findings
+    assert (finding.complaint, finding.cause) == ("prefill", "first_use")
+    assert finding.change.startswith("run a batch and a prompt of each size once")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from opentelemetry import trace
 
 import otel_infer
-from otel_infer import facts, ingress
+from otel_infer import asking, callers, facts, ingress, semconv
 from otel_infer.handmade import scope
 from otel_infer.integrations._claims import claimed
 from otel_infer.records import RequestRecord
@@ -269,6 +269,51 @@ def test_a_request_that_says_nothing_leaves_the_name_to_the_engine(recording: Re
     assert second.operation == "inference"
 
 
+CALLER = {
+    "X-Tenant": "blue",
+    "x-class": "batch",
+    "baggage": "tenant=red",
+    "traceparent": f"00-{'a' * 32}-{'b' * 16}-01",
+}
+
+
+@pytest.mark.parametrize(
+    ("tenant", "headers", "expected"),
+    [
+        ("header:x-tenant", CALLER, ("blue", "batch")),
+        ("baggage:tenant", CALLER, ("red", "batch")),
+        ("header:x-tenant", {}, (None, "interactive")),
+        ("header:x-tenant", None, (None, None)),
+        ("", CALLER, (None, None)),
+    ],
+)
+def test_who_asks_is_found_in_the_headers_that_were_handed_in(
+    recording: Recording,
+    monkeypatch: pytest.MonkeyPatch,
+    tenant: str,
+    headers: dict[str, str] | None,
+    expected: tuple[str | None, str | None],
+) -> None:
+    wanted = callers.wanted(tenant, "", "header:X-Class" if tenant else "")
+    monkeypatch.setattr(asking, "wanted", wanted if tenant else callers.NOTHING)
+    with otel_infer.request(headers=headers):
+        with otel_infer.request(headers=CALLER):
+            pass
+    said = only(recording).attributes
+    assert (said.get(semconv.TENANT), said.get(semconv.TRAFFIC_CLASS)) == expected
+
+
+def test_headers_that_are_no_text_cost_no_request(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "wanted", callers.wanted("header:x-tenant", "", ""))
+    odd: Any = {7: None, "\udcff": "\udcff", "x-tenant": 7}
+    with otel_infer.request(headers=odd):
+        pass
+    assert only(recording).attributes[semconv.TENANT] == "7"
+    assert recording.in_flight == 0
+
+
 @pytest.mark.parametrize(
     ("error", "outcome", "error_type"),
     [
@@ -289,6 +334,23 @@ def test_how_a_request_ended_is_said_by_type(
     assert caught.value is error
     record = only(recording)
     assert (record.outcome, record.error_type) == (outcome, error_type)
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome", "error_type"),
+    [("abort", facts.ABORTED, ""), ("error", facts.ERROR, "_OTHER"), ("stop", facts.OK, "")],
+)
+def test_a_loop_says_that_it_was_told_to_stop_or_has_failed(
+    recording: Recording, reason: str, outcome: int, error_type: str
+) -> None:
+    with otel_infer.request() as request:
+        request.submitted()
+        with otel_infer.step([request]):
+            pass
+        request.finished(reason)
+    record = only(recording)
+    assert (record.outcome, record.error_type) == (outcome, error_type)
+    assert record.died_in == ("" if reason == "stop" else "decode")
 
 
 async def test_a_decorated_function_is_a_request_at_each_call(recording: Recording) -> None:

@@ -65,6 +65,14 @@ def test_a_request_that_is_not_sampled_is_not_exported_and_costs_nothing(mode: s
     assert keeps.decide(finished(50)).steps == (0 if mode == "off" else 50)
 
 
+@pytest.mark.parametrize(("sampled", "reason"), [(True, "none"), (False, "unsampled")])
+def test_what_another_span_tells_already_is_not_exported(sampled: bool, reason: str) -> None:
+    record = finished(sampled=sampled)
+    record.redundant = True
+    keeps = auto()
+    assert (keeps.exports(record), keeps.decide(record)) == (False, Decision(False, 0, reason))
+
+
 def test_a_request_that_is_not_sampled_is_kept_if_that_was_asked_for() -> None:
     assert auto(keep_unsampled=True).decide(finished(5, sampled=False)) == Decision(True, 5, "budget")
 

@@ -18,9 +18,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer import callers, ingress
+from otel_infer import ingress
 from otel_infer.integrations._base import Integration
-from otel_infer.integrations.asgi import asking, response_headers
+from otel_infer.integrations.asgi import lateness, response_headers
 from otel_infer.integrations.asgi.exchange import KEY, App, Door, Exchange, Receive, Scope, Send
 from otel_infer.integrations.asgi.lifespan import Lifespan
 from otel_infer.integrations.asgi.parent import has_provider, is_traced, leave
@@ -36,16 +36,13 @@ integration = Integration("asgi", "starlette", MODULES)
 _excluded: tuple[re.Pattern[str], ...] = ()
 
 
-def configure(
-    excluded_urls: str, tell_client: bool = False, wanted: callers.Wanted = callers.NOTHING
-) -> None:
+def configure(excluded_urls: str, tell_client: bool = False) -> None:
     """Leaves requests alone in whose URL one of these comma-separated regular expressions is found.
 
-    `tell_client`: responses say in headers whose span they are, and how long they took to start. `wanted`: what is to be
-    found out of who asks.
+    `tell_client`: responses say in headers whose span they are, and how long they took to start.
     """
     global _excluded
-    response_headers.wanted, asking.wanted = tell_client, wanted
+    response_headers.wanted = tell_client
     kept = []
     for pattern in filter(None, map(str.strip, excluded_urls.split(","))):
         try:
@@ -93,6 +90,7 @@ def _arrive(scope: Scope, receive: Receive, send: Send, hook: Hook, door: Door |
         else:
             exchange.deferred = door.inside and (door.traced or has_provider())
         scope[KEY] = exchange
+        lateness.watch()
         return exchange
     except BaseException as exc:
         hook.fail(exc)
@@ -149,11 +147,14 @@ def _application(original: App, hook: Hook) -> App:
 def _router(original: App, hook: Hook) -> App:
     async def called(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
         seen = scope.get(KEY)
-        if seen is None or not seen.deferred or not hook.alive:
+        if seen is None or not hook.alive:
             return await original(self, scope, receive, send)
-        tokens = seen.open(ambient=is_traced())
+        tokens = seen.open(ambient=is_traced()) if seen.deferred else ()
         try:
             return await original(self, scope, receive, send)
+        except Exception as exc:
+            seen.breaks(exc)
+            raise
         finally:
             leave(tokens)
 

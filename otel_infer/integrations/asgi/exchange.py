@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from otel_infer import clock, facts, ingress
-from otel_infer.integrations.asgi import asking, response_headers
+from otel_infer import asking, clock, facts, ingress
+from otel_infer.integrations.asgi import response_headers
 from otel_infer.integrations.asgi.parent import Tokens, enter_remote, is_innermost, is_traced, leave
+from otel_infer.integrations.asgi.verdict import only, verdict
 from otel_infer.patching import Hook
 
 Scope = MutableMapping[str, Any]
@@ -20,8 +21,7 @@ App = Callable[..., Awaitable[Any]]
 KEY = "otel_infer"
 """In a scope: the `Exchange` of a request, None if it is excluded; in that of the lifespan, the front's `Door`."""
 KNOWN_METHODS = frozenset(("POST", "PUT", "PATCH", "QUERY"))  # of those that are watched
-CLIENT_DISCONNECT, TIMEOUT, CANCELLED = "client_disconnect", "timeout", "cancelled"
-TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # one and the same from Python 3.11 on
+CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"
 
 _now = clock.now
 
@@ -50,6 +50,7 @@ class _Silent:
 class Exchange:
     """One HTTP request and what is sent in return. Nothing of it raises but what the server or the application does.
 
+    `broken`: what left the routes while the response was on its way. Middleware of Starlette's ends such a response well.
     `deferred`: to be opened further in. `left_at`, `completed_at`: when the client was seen to be gone, and the last
     byte was handed over; 0 = not yet.
     """
@@ -59,6 +60,7 @@ class Exchange:
         "_send",
         "_server",
         "arrived_at",
+        "broken",
         "completed_at",
         "deferred",
         "door",
@@ -82,6 +84,7 @@ class Exchange:
         self.status = self.left_at = self.completed_at = 0
         self.root, self.mounted = scope.get("root_path") or "", ""
         self.route: Any = None
+        self.broken: Exception | None = None
         self._receive, self._send = receive, send
         # uvicorn drops what is sent to a client that has left, and tells only those who ask `receive`.
         server = getattr(send, "__self__", None)
@@ -113,7 +116,7 @@ class Exchange:
             request = ingress.open_request(name, owner="asgi", server=True, arrived_at=self.arrived_at)
             if request is not None:
                 self.request = request
-                asking.tell(request, self.scope)
+                asking.tell(request, self.scope.get("headers") or (), str(self.scope.get("path", "")))
                 return (*tokens, request.attach())
         except BaseException as exc:
             self.hook.fail(exc)
@@ -137,6 +140,11 @@ class Exchange:
         except BaseException as exc:
             self.hook.fail(exc)
         return ()
+
+    def breaks(self, exc: Exception) -> None:
+        """This left the routes before the last byte did. Where the answer is a good one, it was begun before."""
+        if self.request is not None and not self.finishing:
+            self.broken = exc
 
     def _template(self) -> str:
         """The route with the names of its parameters; empty if there was none."""
@@ -251,7 +259,8 @@ class Exchange:
         if request is None:
             return
         try:
-            outcome, error_type = self._verdict(_only(exc))
+            broken, self.broken = self.broken, None
+            outcome, error_type = self._verdict(only(exc or (broken if self.status < 300 else None)))
             if request.server is not None:
                 self._describe(request)
             request.close(outcome, error_type, self.status, self.left_at or self.completed_at)
@@ -267,15 +276,8 @@ class Exchange:
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
             # A server that would say that the client has left cancels because it is shutting down.
             return facts.ABORTED, CLIENT_DISCONNECT if self._server is _Silent else CANCELLED
-        if exc is None and self.completed_at and self.status < 500:
-            return facts.OK, ""
-        cut_short = bool(self.status) and not self.completed_at
-        self.status = self.status or 500  # as servers answer where the application has not
-        if isinstance(exc, TIMEOUTS):
-            return facts.ABORTED, TIMEOUT
-        if exc is not None:
-            return facts.ERROR, type(exc).__qualname__
-        return facts.ERROR, facts.OTHER if cut_short else str(self.status)
+        sent, self.status = self.status, self.status or 500  # as servers answer where the application has not
+        return verdict(exc, sent, bool(self.completed_at))
 
     def _describe(self, request: ingress.LiveRequest) -> None:
         """What belongs to the SERVER span, where that is ours."""
@@ -292,9 +294,3 @@ class Exchange:
                 request.close(facts.ABORTED, CANCELLED)
         finally:
             self.hook.fail(exc)
-
-
-def _only(exc: BaseException | None) -> BaseException | None:
-    """The one exception in a group of one, as a task group raises it."""
-    inner = getattr(exc, "exceptions", None)
-    return _only(inner[0]) if isinstance(inner, tuple) and len(inner) == 1 else exc

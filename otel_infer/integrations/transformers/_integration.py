@@ -14,6 +14,8 @@ from otel_infer.integrations._base import Integration
 from otel_infer.patching import Hook
 
 ENGINE = "transformers"
+CANCELLED = "_GenerationCancelled"
+"""What a streamer raises to have `generate` stop."""
 
 integration = Integration("transformers", "transformers", ("transformers",), is_engine=True)
 

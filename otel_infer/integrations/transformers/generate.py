@@ -21,6 +21,7 @@ from typing import Any
 from otel_infer import clock, facts, ingress
 from otel_infer.integrations._claims import claiming
 from otel_infer.integrations.transformers._integration import (
+    CANCELLED,
     ENGINE,
     handed_over,
     integration,
@@ -97,17 +98,20 @@ class _Run:
         # A row that ended with the last token it was allowed says the same.
         reason = "length" if 0 < self.limit <= made else "stop"
         self.request.state(facts.EngineFinished(clock.now(), reason, tokens))
+        self.request.failed("")
         if self.own:
             self.request.close()
 
     def fails(self, exc: BaseException) -> None:
         """States that it was given up."""
-        stopped = not isinstance(exc, Exception) or type(exc).__name__ == "_GenerationCancelled"
+        stopped = not isinstance(exc, Exception) or type(exc).__name__ == CANCELLED
         self.request.state(facts.EngineFinished(clock.now(), "abort" if stopped else "error", self.tokens))
         if self.own and stopped:
             self.request.close(facts.ABORTED, "cancelled")
         elif self.own:
             self.request.close(facts.ERROR, type(exc).__qualname__)
+        elif not stopped:
+            self.request.failed(type(exc).__qualname__)
 
 
 class _Thread(threading.local):

@@ -44,12 +44,11 @@ class _Handle(bytes):
 class _Sequences:
     """The sequences of one `add_request`. `own`: the request is theirs, and ends with the last of them."""
 
-    __slots__ = ("error_type", "left", "outcome", "own", "packed", "request")
+    __slots__ = ("left", "own", "packed", "request")
 
     def __init__(self, request: ingress.LiveRequest, own: bool, left: int) -> None:
         self.request, self.own, self.left = request, own, left
         self.packed = _Handle(request.packed)
-        self.outcome, self.error_type = facts.OK, ""
 
     def __deepcopy__(self, memo: Any) -> _Sequences:
         return self  # a fork belongs to the same request
@@ -62,15 +61,11 @@ class _Sequences:
         before = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
         tokens = len(state.generated_tokens) + before
         self.request.state(facts.EngineFinished(clock.now(), reason, tokens))
-        if error_type and self.outcome != facts.ERROR:
-            self.outcome, self.error_type = facts.ERROR, error_type
-        elif reason == "abort" and self.outcome == facts.OK:
-            self.outcome, self.error_type = facts.ABORTED, "cancelled"
+        if error_type:
+            self.request.failed(error_type)
         self.left -= 1 + int(state.num_children or 0)
         if self.own and self.left <= 0:
-            self.request.close(self.outcome, self.error_type)
-        elif error_type and not self.own:
-            self.request.failed(error_type)
+            self.request.close()
 
 
 class _Adding(threading.local):
@@ -270,12 +265,11 @@ _ROUTER = f"{CB}.continuous_api:OutputRouter"
 
 @integration.step_hook(f"{_ROUTER}.fail_and_deliver", reads=("state", "error"), optional=True, part=PART)
 def fail_and_deliver(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Called by the one above, and alone where no processor could be made."""
+    """Called by the one above, and alone where no processor could be made. Whoever is told may end the request at once."""
 
     def deliver(self: Any, state: Any, error: Any) -> Any:
-        result = original(self, state, error)
         _failed(hook, state, error)
-        return result
+        return original(self, state, error)
 
     return deliver
 

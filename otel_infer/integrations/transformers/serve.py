@@ -12,7 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, facts, ingress
-from otel_infer.integrations.transformers._integration import ENGINE, apart, handed_over, integration
+from otel_infer.integrations.transformers._integration import (
+    CANCELLED,
+    ENGINE,
+    apart,
+    handed_over,
+    integration,
+)
 from otel_infer.patching import Hook
 
 _SERVING = "transformers.cli.serving"
@@ -122,7 +128,12 @@ def _delivering(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         if request is None:
             return original(self, value)
         started_at = clock.now()
-        result = original(self, value)
+        try:
+            result = original(self, value)
+        except Exception as exc:
+            if type(exc).__name__ != CANCELLED:
+                request.failed(type(exc).__qualname__)
+            raise
         request.detokenize_ns += clock.now() - started_at
         if not request.tokens_reached and self.total_tokens:  # the first `put` may be the prompt
             request.token_reached()

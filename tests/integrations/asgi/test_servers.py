@@ -31,6 +31,7 @@ from starlette.responses import StreamingResponse as Streaming
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+import otel_infer
 from otel_infer import clock, facts, ingress
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.integrations import asgi
@@ -191,14 +192,6 @@ def make_app(**settings: Any) -> FastAPI:
     async def fails(request: Request) -> None:
         raise ZeroDivisionError("canary")
 
-    @app.post("/fails-later")
-    async def fails_later() -> StreamingResponse:
-        async def events() -> AsyncIterator[bytes]:
-            yield b"data\n\n"
-            raise ZeroDivisionError("canary")
-
-        return StreamingResponse(events())
-
     @app.get("/health")
     async def health() -> dict[str, bool]:
         return {"current": ingress.current() is not None}
@@ -280,12 +273,87 @@ def test_an_exception_before_the_response_is_a_500_by_its_type(
     assert b"canary" not in watched.bytes
 
 
-def test_an_exception_in_mid_stream_is_an_error_with_the_status_that_was_sent(
+@pytest.mark.parametrize("middleware", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "verdict"),
+    [
+        (ZeroDivisionError("canary"), (facts.ERROR, "ZeroDivisionError", 200)),
+        (TimeoutError(), (facts.ABORTED, "timeout", 200)),
+    ],
+)
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_an_exception_in_mid_stream_is_told_with_the_status_that_was_sent(
+    watched: Watched,
+    serve: Callable[..., int],
+    failure: Exception,
+    verdict: tuple[int, str, int],
+    chunks: int,
+    middleware: bool,
+) -> None:
+    """Middleware of Starlette's ends such a response as if nothing were amiss, and raises afterwards."""
+    app = make_app()
+
+    @app.post("/fails-later")
+    async def fails_later() -> StreamingResponse:
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(chunks):
+                yield b"data\n\n"
+            raise failure
+
+        return StreamingResponse(events())
+
+    if middleware:
+        app.add_middleware(Middle)
+    assert b"200 OK" in posted(serve(app), "/fails-later")
+    (seen,) = ended(watched)
+    assert seen.verdict == verdict
+    assert b"canary" not in watched.bytes
+
+
+def test_an_exception_that_is_answered_with_a_status_of_the_callers_is_no_error(
     watched: Watched, serve: Callable[..., int]
 ) -> None:
-    assert b"200 OK" in posted(serve(make_app()), "/fails-later")
+    async def refuses(scope: Any, receive: Any, send: Any) -> None:
+        raise fastapi.HTTPException(409)
+
+    app = starlette.applications.Starlette(routes=[Mount("/", app=refuses)])
+    assert b"409" in posted(serve(app), "/taken")
     (seen,) = ended(watched)
-    assert seen.verdict == (facts.ERROR, "ZeroDivisionError", 200)
+    assert seen.verdict == (facts.OK, "", 409)
+
+
+def test_a_failure_after_the_last_byte_is_none_of_the_requests(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    app = make_app()
+
+    @app.post("/later")
+    async def later(tasks: fastapi.BackgroundTasks) -> dict[str, bool]:
+        tasks.add_task(lambda: 1 / 0)
+        return {}
+
+    app.add_middleware(Middle)
+    assert b"200 OK" in posted(serve(app), "/later")
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.OK, "", 200)
+
+
+def test_a_server_that_gives_up_in_time_and_says_so_is_a_timeout(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    app = make_app()
+
+    @app.post("/late")
+    async def late() -> dict[str, bool]:
+        try:
+            await asyncio.wait_for(asyncio.sleep(10), 0.02)
+        except asyncio.TimeoutError:
+            raise fastapi.HTTPException(504) from None
+        return {}
+
+    assert b"504" in posted(serve(app), "/late")
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.ABORTED, "timeout", 504)
 
 
 @pytest.mark.parametrize("middleware", [False, True])
@@ -526,12 +594,12 @@ def one_tree(seen: Seen, spans: InMemorySpanExporter) -> ReadableSpan:
     return server
 
 
-def instrumented(app: FastAPI) -> FastAPI:
+def instrumented(app: FastAPI, **options: Any) -> FastAPI:
     instrumentation = pytest.importorskip(
         "opentelemetry.instrumentation.fastapi",
         reason="opentelemetry-instrumentation-fastapi is not installed",
     )
-    instrumentation.FastAPIInstrumentor.instrument_app(app)
+    instrumentation.FastAPIInstrumentor.instrument_app(app, **options)
     return app
 
 
@@ -553,6 +621,72 @@ def test_below_the_span_of_the_fastapi_instrumentation(
     assert server.instrumentation_scope.name == "opentelemetry.instrumentation.fastapi"
     assert seen.arrived.wall_at < (server.start_time or 0)  # its arrival is still the outermost instant
     assert before < seen.arrived.at
+
+
+QUIET: dict[str, Any] = {"exclude_spans": ["send", "receive"]}
+
+
+def test_what_reached_no_engine_below_somebody_elses_span_is_no_second_one(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
+) -> None:
+    """And whatever a task that outlives it starts hangs from theirs."""
+    app = instrumented(make_app(), **QUIET)
+    over = threading.Event()
+
+    async def later() -> None:
+        await asyncio.to_thread(over.wait, 5)
+        trace.get_tracer("database").start_span("late").end()
+
+    @app.post("/refresh")
+    async def refresh() -> dict[str, bool]:
+        app.state.task = asyncio.create_task(later())
+        return {}
+
+    posted(serve(app), "/refresh", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert record_of(seen).redundant
+    over.set()
+    until(lambda: len(spans.get_finished_spans()) == 2)
+    server = one_tree(seen, spans)
+    late = next(span for span in spans.get_finished_spans() if span.name == "late")
+    assert late.parent == server.context
+
+
+async def _told_its_id() -> None:
+    trace.get_tracer("database").start_span("select").end()
+
+
+async def _said_something() -> None:
+    trace.get_current_span().set_attribute("cache", "cold")
+
+
+async def _staged() -> None:
+    with otel_infer.stage("rerank"):
+        pass
+
+
+async def _failed() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("deed", [_told_its_id, _said_something, _staged, _failed])
+def test_what_says_something_of_its_own_below_somebody_elses_span_stays(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, deed: Callable[[], Any]
+) -> None:
+    app = instrumented(make_app(), **QUIET)
+
+    @app.post("/refresh")
+    async def refresh() -> dict[str, bool]:
+        await deed()
+        return {}
+
+    posted(serve(app), "/refresh", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert not record_of(seen).redundant
+    for span in spans.get_finished_spans():
+        if span.name == "select":
+            assert span.parent is not None
+            assert span.parent.span_id.to_bytes(8, "big") == seen.arrived.span_id
 
 
 NATIVE = tuple(int(part) for part in fastapi.__version__.split(".")[:2]) >= (0, 142)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from otel_infer import facts, ingress
-from otel_infer.integrations import dynamo
+from otel_infer.integrations import cuda, dynamo
 from otel_infer.integrations import torch as ours
 from otel_infer.integrations._base import Integration
 from tests.rings import Recording, stages_of
@@ -449,3 +449,18 @@ def test_the_forwards_of_continuous_batching_are_its_own(
     records = recording.records()
     assert [record.operation for record in records] == ["text_completion"] * 2
     assert all("forward" not in stages_of(record) for record in records)
+
+
+def test_the_graphs_of_this_release_are_hooked_and_cuda_is_left_as_it_was(recording: Recording) -> None:
+    before = torch.cuda.is_initialized()
+    cuda.integration.install()
+    try:
+        assert cuda.integration.status.state == "active", cuda.integration.status.drift
+        request = ingress.open_request("POST", owner="test")
+        assert request is not None
+        request.close()
+    finally:
+        cuda.integration.remove()
+    (record,) = recording.records()
+    assert record.marks == ()
+    assert torch.cuda.is_initialized() == before

@@ -411,6 +411,22 @@ def test_a_logits_processor_that_raises_is_raised_and_told(model: Any, recorded:
     assert sizes(recorded.one()) == [1] * NEW
 
 
+@pytest.mark.parametrize(("again", "expected"), [(False, (facts.ERROR, "Stop")), (True, (facts.OK, ""))])
+def test_a_failure_that_a_server_answers_well_is_told_unless_it_was_made_up_for(
+    again: bool, expected: tuple[int, str], model: Any, recorded: Recorded
+) -> None:
+    request = served()
+    token = request.attach()
+    with pytest.raises(Stop):
+        model.generate(**asked(logits_processor=[Script(fails=4)]))
+    if again:
+        model.generate(**asked())
+    ingress.detach(token)
+    request.close(status_code=200)
+    record = recorded.one()
+    assert (record.outcome, record.error_type) == expected
+
+
 def test_a_prompt_that_cannot_be_read_is_an_error_without_steps(model: Any, recorded: Recorded) -> None:
     with pytest.raises((IndexError, RuntimeError)):
         model.generate(inputs=prompt() + 10**6, max_new_tokens=2, pad_token_id=0)

@@ -18,7 +18,7 @@ from otel_infer.facts import RingFact
 from otel_infer.flight import edge
 from otel_infer.flight import window as room
 from otel_infer.flight.window import Snapshot, Window
-from otel_infer.records import RequestRecord
+from otel_infer.records import Mark, RequestRecord
 from tests.simulator import Simulator, Tick, by_number, ticks, told
 
 SECOND = 1_000_000_000
@@ -71,8 +71,9 @@ def records(snapshot: Snapshot) -> dict[int, RequestRecord]:
 
 
 def plain(record: RequestRecord) -> dict[str, Any]:
-    """What two records of the same request have in common. What a step costs is estimated from all that is known."""
-    left_out = {"costs", "prefillers", "blame", "_summary", "steps"}
+    """What two records of the same request have in common. What a step costs, or whether it is a first, follows from
+    all that is known."""
+    left_out = {"costs", "first_use", "prefillers", "strain", "blame", "_summary", "steps"}
     fields = {name: getattr(record, name) for name in record.__slots__ if name not in left_out}
     return {**fields, "steps": record.steps.table.tolist() if record.steps is not None else None}
 
@@ -281,6 +282,17 @@ def test_pauses_of_those_in_flight_are_remembered() -> None:
     window.keep([RingFact(1, 5, ended(200 * SECOND))], 200 * SECOND)
     (record,) = records(window.snapshot()).values()
     assert [(pause.started_at, pause.ended_at) for pause in record.pauses] == [(12, 15)]
+
+
+def test_marks_of_those_in_flight_are_remembered() -> None:
+    window = Window()
+    mark = facts.MarkSeen(15, 12, "allocator_retry", 2)
+    window.keep([*began(), RingFact(1, 5, arrived(10, 1)), RingFact(1, 0, mark)], 20)
+    for second in range(1, 200):
+        window.keep([], second * SECOND)
+    window.keep([RingFact(1, 5, ended(200 * SECOND))], 200 * SECOND)
+    (record,) = records(window.snapshot()).values()
+    assert record.marks == (Mark(12, 15, "allocator_retry", 2),)
 
 
 def test_a_request_of_which_too_much_was_said_is_left_out_and_counted() -> None:

@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
-from otel_infer import callers, clock, facts, identity, ingress, semconv
+from otel_infer import asking, callers, clock, facts, identity, ingress, semconv
 from otel_infer.integrations import asgi
-from otel_infer.integrations.asgi import exchange, response_headers
+from otel_infer.integrations.asgi import exchange, response_headers, verdict
 from otel_infer.patching import Hook
 from otel_infer.ring import write
 from otel_infer.ring.read import RequestReader
@@ -101,6 +101,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     yield Watched(arena)
     recorder.stop()
     asgi.configure("")
+    asking.wanted = callers.NOTHING
 
 
 class Client:
@@ -270,7 +271,7 @@ def test_every_name_and_error_type_is_in_the_conventions() -> None:
     assert semconv.URL_SCHEME == "url.scheme"
     assert semconv.HTTP_ROUTE == "http.route"
     assert exchange.CLIENT_DISCONNECT == semconv.ERROR_CLIENT_DISCONNECT
-    assert exchange.TIMEOUT == semconv.ERROR_TIMEOUT
+    assert verdict.TIMEOUT == semconv.ERROR_TIMEOUT
     assert exchange.CANCELLED == semconv.ERROR_CANCELLED
 
 
@@ -827,7 +828,7 @@ ASKED = ((b"X-Tenant", b" canary-tenant "), (b"baggage", b"tenant=canary-baggage
 
 
 def wanting(tenant: str = "", key: str = "", traffic: str = "") -> None:
-    asgi.configure("", wanted=callers.wanted(tenant, key, traffic))
+    asking.wanted = callers.wanted(tenant, key, traffic)
 
 
 async def test_nobody_is_asked_who_asks_unless_that_is_configured(watched: Watched) -> None:

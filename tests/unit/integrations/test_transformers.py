@@ -256,11 +256,18 @@ def test_cancelled_requests_are_found_whether_or_not_the_library_says_who(
     engine._requests_to_cancel = {"r"}
     clear(engine, says)
     (record,) = recording.records()
-    assert (record.outcome, record.error_type, record.finish_reasons) == (
-        facts.ABORTED,
-        "cancelled",
-        ("abort",),
-    )
+    assert (record.outcome, record.error_type, record.finish_reasons) == (facts.ABORTED, "", ("abort",))
+
+
+def test_a_failure_is_known_before_anybody_is_told_of_it(recording: Recording) -> None:
+    """Whoever streams the answer may end the request at once, and well."""
+    engine = Engine()
+    request, state = engine.admit()
+    state.otel_infer.own = False  # type: ignore[attr-defined]
+    deliver = sequences.fail_and_deliver(lambda router, state, error: request.close(), engine.hook)
+    deliver(None, state, MemoryError())
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (facts.ERROR, "MemoryError")
 
 
 def test_a_failure_that_is_told_twice_is_one(recording: Recording) -> None:
@@ -519,6 +526,30 @@ def test_a_streamer_that_got_the_prompt_has_reached_nobody(recording: Recording)
     assert not request.tokens_reached
     put(streamer, 1)
     assert request.tokens_reached and request.detokenize_ns > 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (ValueError("text that no telemetry may show"), (facts.ERROR, "ValueError")),
+        (type("_GenerationCancelled", (Exception,), {})(), (facts.OK, "")),
+    ],
+)
+def test_a_token_that_cannot_be_made_into_text_fails_its_request(
+    failure: Exception, expected: tuple[int, str], recording: Recording
+) -> None:
+    """The library answers it with an event of a stream that ends well."""
+
+    def put(streamer: Any, value: int) -> None:
+        raise failure
+
+    request = request_of()
+    with pytest.raises(type(failure)) as raised:
+        serve._delivering(put, Hook("put"))(SimpleNamespace(_otel_infer=request), 1)
+    assert raised.value is failure
+    request.close(status_code=200)
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == expected
 
 
 def test_every_part_has_a_name_and_hooks_what_one_process_imports() -> None:

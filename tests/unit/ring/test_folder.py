@@ -232,6 +232,17 @@ def test_what_was_in_flight_in_a_dead_process_is_told_and_its_rings_are_removed(
         rings.close(remove=False)
 
 
+def test_a_ring_that_was_removed_is_forgotten_by_name(folder: Path) -> None:
+    """Workers come and go for months."""
+    rings, arrived = Rings(), []
+    for turn in (1, 2):
+        with Process(folder, writing("1-a", 10 * turn)):
+            rings.discover(folder, turn * SECOND)
+        arrived += of([*rings.poll(turn * SECOND), *rings.poll(turn * SECOND + 1)], facts.RequestArrived)
+        assert list(folder.iterdir()) == []
+    assert [one.at for one in arrived] == [10, 20]
+
+
 def test_a_process_that_died_before_it_was_seen_is_told_too(folder: Path) -> None:
     with Process(folder, writing("1-a", 10, 20)):
         pass

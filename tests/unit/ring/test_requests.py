@@ -166,13 +166,15 @@ def test_a_full_live_table_is_counted_and_the_request_goes_on_without_a_handle()
     assert [f.lost for f in read(RequestReader(memory, 1)) if isinstance(f, facts.FactsLost)] == [1]
 
 
-def test_a_full_string_table_says_other() -> None:
+def test_a_full_string_table_says_other_and_loses_no_fact() -> None:
     writer, memory = make()
     for i in range(40):
         writer.state(1, facts.StageEnded(i, 0, f"stage {i}", 0))
-    stages = [f.stage for f in read(RequestReader(memory, 1)) if isinstance(f, facts.StageEnded)]
+    said = read(RequestReader(memory, 1))
+    stages = [f.stage for f in said if isinstance(f, facts.StageEnded)]
     assert stages[:3] == ["stage 0", "stage 1", "stage 2"]
     assert set(stages[16:]) == {facts.OTHER}
+    assert len(said) == len(stages) == 40
 
 
 @pytest.mark.parametrize("gil", [True, False], ids=["with a GIL", "without one"])

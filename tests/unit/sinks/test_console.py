@@ -56,6 +56,7 @@ def test_a_request_is_a_line_with_its_stages() -> None:
     ("http", "outcome", "error", "expected"),
     [
         (True, facts.ABORTED, "client_disconnect", "aborted (client_disconnect in queue)"),
+        (True, facts.ABORTED, "", "aborted (in queue)"),
         (True, facts.ERROR, "ValueError", "error (ValueError in queue)"),
         (False, facts.ERROR, "ValueError", "error (ValueError)"),
     ],

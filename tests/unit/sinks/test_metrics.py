@@ -14,7 +14,7 @@ from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metr
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision
-from otel_infer.records import Blame, Pause, Phase, RequestRecord, Stage, StartRecord, StepRecord
+from otel_infer.records import Blame, Mark, Pause, Phase, RequestRecord, Stage, StartRecord, StepRecord
 from otel_infer.sinks.metrics import MetricsSink, metric_exporter
 from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
@@ -187,6 +187,13 @@ def test_an_aborted_request_says_how_long_it_had_waited_and_in_which_stage() -> 
     point = only_point(said["infer.request.abandoned"])
     expected = {**WHO, "infer.stage": "queue", "error.type": "client_disconnect"}
     assert (expected, 1, 0.3) == (point["attributes"], point["count"], point["sum"])
+
+
+def test_a_clients_own_stop_is_counted_without_an_error() -> None:
+    said = counted(sink(), generation(outcome=facts.ABORTED, died_in="decode"))
+    assert {**WHO, "infer.stage": "decode"} == only_point(said["infer.request.abandoned"])["attributes"]
+    assert WHO == only_point(said["gen_ai.server.request.duration"])["attributes"]
+    assert "gen_ai.server.time_to_first_token" not in said
 
 
 def test_a_failed_request_was_not_abandoned() -> None:
@@ -632,6 +639,17 @@ def test_pauses_are_counted_by_cause_and_causes_are_few() -> None:
     assert len(sent(metrics)["infer.pause.duration"]["points"]) <= 65
 
 
+def test_marks_are_counted_by_what_they_are_and_only_those_that_are_known() -> None:
+    metrics = sink()
+    metrics.marks([Mark(0, MS, "allocator_retry", 2), Mark(MS, 2 * MS, "allocator_retry", 3)])
+    metrics.marks([Mark(0, MS, f"invented {number}", 1) for number in range(100)])
+    points = sent(metrics)["infer.marks"]["points"]
+    assert {point["attributes"]["infer.mark.name"]: point["value"] for point in points} == {
+        "allocator_retry": 5,
+        "_OTHER": 100,
+    }
+
+
 BY_CALLER = {
     "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token",
     "infer.inter_token_latency", "infer.blame.duration", "infer.request.abandoned",
@@ -722,6 +740,7 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics.steps([step(prefill_tokens=5)])
     metrics.pauses([Pause(0, MS, "gc")])
     metrics.start(started(Phase("imports", 0, MS)))
+    metrics.marks([Mark(0, MS, "allocator_oom", 1)])
     for metric in semconv.METRICS:
         if metric.name.startswith("infer.self.") or metric is semconv.REQUEST_ACTIVE:
             metrics.set(metric, dict.fromkeys(metric.attributes, "x"), 1)

@@ -290,6 +290,26 @@ def test_a_kept_request_says_what_held_it_up() -> None:
     assert [span["name"] for span in story.spans() if span["events"]] == ["chat toy"]
 
 
+def test_a_mark_is_an_event_that_says_how_long_before_it_may_have_been() -> None:
+    story = Story()
+    served(story)
+    story.marked(10, 60, "allocator_retry", 3)
+    (event,) = [event for span in story.spans() for event in span["events"]]
+    assert event["name"] == "infer.mark"
+    assert event["attributes"] == {
+        "infer.mark.name": "allocator_retry",
+        "infer.mark.count": 3,
+        "infer.mark.window": 0.05,
+    }
+
+
+def test_a_pause_of_the_event_loop_is_an_event_too() -> None:
+    story = Story()
+    served(story)
+    story.paused(42, 70, "event_loop")
+    assert events(story) == [("event_loop", 42, 28)]
+
+
 def test_of_a_pause_a_request_says_the_part_in_which_it_was_there() -> None:
     story = Story()
     served(story)

@@ -5,30 +5,31 @@ Nothing is read of a request unless it is configured, and then only the one head
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from opentelemetry import baggage
 
 from otel_infer import callers
 from otel_infer.ingress import LiveRequest
 
+Headers = Iterable[tuple[bytes, bytes]]
+
 wanted = callers.NOTHING
-"""Set by `configure`."""
+"""Set once the settings are known."""
 
 
-def tell(request: LiveRequest, scope: Mapping[str, Any]) -> None:
-    """States what is wanted; the caller's baggage is in the current context."""
+def tell(request: LiveRequest, headers: Headers, path: str = "") -> None:
+    """States what is wanted; the caller's baggage is in the current context. `headers`: as they were on the wire."""
     if wanted is callers.NOTHING:
         return
-    headers, named = scope.get("headers") or (), ""
+    named = ""
     if wanted.traffic is not None:
         said = _header(headers, wanted.traffic.header) if wanted.traffic.header else None
-        named = wanted.traffic.of(said, str(scope.get("path", "")))
+        named = wanted.traffic.of(said, path)
     request.asked(callers.told(_tenant(headers), wanted.key), named)
 
 
-def _tenant(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def _tenant(headers: Headers) -> str:
     if wanted.tenant is None:
         return ""
     if wanted.tenant.kind == callers.HEADER:
@@ -39,7 +40,7 @@ def _tenant(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return ""
 
 
-def _header(headers: Iterable[tuple[bytes, bytes]], name: str) -> str | None:
+def _header(headers: Headers, name: str) -> str | None:
     """The first of this name, as applications are given it."""
     wire = name.encode()
     return next((value.decode("utf-8", "replace") for key, value in headers if key.lower() == wire), None)

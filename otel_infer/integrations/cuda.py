@@ -1,0 +1,90 @@
+"""CUDA graphs while they are captured: the engine's thread is at it, and whoever is in flight waits. And short memory.
+
+    CUDAGraph.capture_begin ─ capture_end ─▶ a pause               the end of a request ─ `gpu.allocator` ─▶ a mark
+
+Whoever captures comes by here: `torch.cuda.graph`, engines, torch's compiler; what that captures inside a compilation is told
+of as a capture. CUDA is never initialized from here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import clock
+from otel_infer.gpu.allocator import Allocator
+from otel_infer.integrations._base import Integration
+from otel_infer.patching import Hook
+from otel_infer.ring.recorder import recorder
+
+log = logging.getLogger(__name__)
+
+CAUSE = "capture"
+_GRAPH = "torch.cuda.graphs:CUDAGraph"
+
+
+class _Cuda(Integration):
+    """Also looks at the allocator, of which nobody tells, as long as the hooks are on."""
+
+    def install(self) -> None:
+        super().install()
+        try:
+            recorder.overdue[self.name] = _looking(Allocator(recorder.marked))
+        except Exception as exc:
+            log.warning("the CUDA allocator is not looked at: %s", type(exc).__name__)
+
+    def remove(self) -> None:
+        recorder.overdue.pop(self.name, None)
+        super().remove()
+
+
+def _looking(allocator: Allocator) -> Callable[[], None]:
+    """Looks until it fails once: a request is about to end, and is not to be held up by another release of torch."""
+
+    def look() -> None:
+        try:
+            allocator.look()
+        except Exception as exc:
+            recorder.overdue.pop(integration.name, None)
+            log.warning("the CUDA allocator is looked at no more: %s", type(exc).__name__)
+
+    return look
+
+
+integration = _Cuda("cuda", "torch", ("torch.cuda.graphs",))
+
+
+class _Capture(threading.local):
+    """The one of this thread, of which there is one at a time. `started_at` 0: none, or one that began before we came."""
+
+    started_at = 0
+
+
+_current = _Capture()
+
+
+@integration.step_hook(f"{_GRAPH}.capture_begin")
+def capture_begin(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started_at = clock.now()
+        result = original(self, *args, **kwargs)
+        if hook.alive:
+            _current.started_at = started_at
+        return result
+
+    return capture_begin
+
+
+@integration.step_hook(f"{_GRAPH}.capture_end")
+def capture_end(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started_at, _current.started_at = _current.started_at, 0
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if hook.alive and started_at:
+                recorder.paused(CAUSE, started_at, clock.now())
+
+    return capture_end

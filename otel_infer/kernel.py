@@ -1,0 +1,125 @@
+"""What the kernel counts of an engine's thread, read from beside it. Linux.
+
+    /proc/PID/task/TID/schedstat ─▶ time on a CPU, time it could have run and had none
+    /proc/PID/task/TID/stat      ─▶ time in the kernel, pages that had to be mapped to it
+
+The thread itself does nothing for it. What is stated is what was added since the last look, so it is not known where in
+between it was: `strain` sets it against the steps of that time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from otel_infer import clock, facts
+
+RENEW_NS = 250_000_000
+"""How often it is asked which threads there are."""
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+_FAULTS, _SYSTEM = 7, 12
+"""Fields of `stat` after the name: minflt and stime (proc_pid_stat(5))."""
+_MOST = 1024
+
+Thread = tuple[int, int, int, int]
+"""(ring of steps, pid as seen from here, pid and thread as their process sees them)."""
+
+
+class _Counts(NamedTuple):
+    ran_ns: int
+    waited_ns: int
+    system_ns: int
+    faults: int
+
+
+class _Watched:
+    """The files of one thread, open: to look again is one call each."""
+
+    def __init__(self, task: Path, at: int) -> None:
+        self._files = [os.open(task / name, os.O_RDONLY | os.O_CLOEXEC) for name in ("schedstat", "stat")]
+        self._before, self._looked_at = self._counts(), at
+
+    def look(self, now: Callable[[], int]) -> facts.ThreadSeen | None:
+        """What was added since it was last seen to do anything; None if nothing."""
+        counts, at = self._counts(), now()
+        added = [after - before for after, before in zip(counts, self._before)]
+        since, self._looked_at, self._before = self._looked_at, at, counts
+        if not added[0] and not added[1]:
+            return None
+        return facts.ThreadSeen(at, since, *added)
+
+    def _counts(self) -> _Counts:
+        scheduled, stat = (os.pread(file, _MOST, 0) for file in self._files)
+        ran, waited, *_ = scheduled.split()
+        fields = stat.rpartition(b")")[2].split()
+        return _Counts(int(ran), int(waited), int(fields[_SYSTEM]) * _TICK_NS, int(fields[_FAULTS]))
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+
+class EngineThreads:
+    """The threads of all engines. Where the kernel says nothing of them it is silent."""
+
+    def __init__(self, proc: Path = Path("/proc"), now: Callable[[], int] = clock.now) -> None:
+        self._proc, self._now = proc, now
+        self._watched: dict[Thread, _Watched | None] = {}
+        self._renewed_at = 0
+
+    def look(self, threads: Callable[[], Iterable[Thread]]) -> list[facts.RingFact]:
+        """What was added since the last look."""
+        now = self._now()
+        if not self._watched or now - self._renewed_at >= RENEW_NS:
+            self._renewed_at = now
+            self._renew(list(threads()))
+        said = []
+        for thread, watched in self._watched.items():
+            if watched is None:
+                continue
+            try:
+                seen = watched.look(self._now)
+            except (OSError, ValueError, IndexError):  # it has ended
+                watched.close()
+                self._watched[thread] = None
+                continue
+            if seen is not None:
+                said.append(facts.RingFact(thread[0], 0, seen))
+        return said
+
+    def close(self) -> None:
+        """Lets go of all files."""
+        self._renew([])
+
+    def _renew(self, here: list[Thread]) -> None:
+        known = self._watched
+        self._watched = {
+            thread: known.pop(thread) if thread in known else self._watch(thread) for thread in here
+        }
+        for watched in known.values():
+            if watched is not None:
+                watched.close()
+
+    def _watch(self, thread: Thread) -> _Watched | None:
+        _, pid, own_pid, own_thread = thread
+        tasks = self._proc / str(pid) / "task"
+        number = own_thread if pid == own_pid else self._as_seen_from_here(tasks, own_thread)
+        try:
+            return _Watched(tasks / str(number), self._now()) if number else None
+        except (OSError, ValueError, IndexError):
+            return None
+
+    @staticmethod
+    def _as_seen_from_here(tasks: Path, own: int) -> int:
+        """The thread that its own namespace knows by this number (`NSpid` of proc_pid_status(5)); 0 = none."""
+        try:
+            for status in tasks.glob("*/status"):
+                for line in status.read_text(encoding="utf-8", errors="replace").splitlines():
+                    if line.startswith("NSpid:") and line.split()[-1] == str(own):
+                        return int(status.parent.name)
+        except OSError:
+            pass
+        return 0

@@ -1,0 +1,154 @@
+"""Why steps of one engine took longer than such steps take, from what the kernel counted of its thread. Pure.
+
+A look (`facts.ThreadSeen`) says sums of some 50 ms and not where in between they were. So the steps of that time say how
+much they took beyond their estimate (`stepcosts`), and the look says how much of that there was a reason for:
+
+    starved       it could have run and had no CPU
+    page faults   the kernel mapped memory to it page by page: times what a fault costs this thread (its system time by
+                  its faults, at most 4 µs)
+    blocked       it neither ran nor wanted to, and ran no longer than its steps take: a lock, the GIL, a disk, the device
+
+Each step that took longer gets the same share of its excess. The error: what happened within a look is divided among the
+steps in it by their excess; where the thread ran longer for reasons of its own nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from otel_infer.facts import ThreadSeen
+from otel_infer.stepcosts import StepCosts
+
+CAPACITY = 4096
+"""Looks that are remembered; half of them go at once."""
+FAULT_NS = 4000
+"""No fault costs more than that: beyond it the kernel did something else."""
+_SIGMAS, _SHARE = 3.0, 0.05
+_NEVER = 1 << 63
+
+
+class Held(NamedTuple):
+    """ns by cause, or shares of 1; numbers or columns."""
+
+    starved: Any
+    faulted: Any
+    blocked: Any
+
+
+_NOTHING = Held(0.0, 0.0, 0.0)
+
+
+def is_stalled(over: Any, typical: Any, spread: Any) -> Any:
+    """Whether so much (ns) beyond the estimate is more than its error: three times its spread, at least a twentieth."""
+    return over > np.maximum(_SIGMAS * spread, _SHARE * typical)
+
+
+class Strain:
+    """Looks at one engine's thread, and what they explain of the steps in them."""
+
+    def __init__(self) -> None:
+        self._pending: deque[ThreadSeen] = deque()
+        # Sums up to each bound: of the shares of excess over time, and of what was counted, in ns.
+        self._bounds = np.zeros(CAPACITY, np.int64)
+        self._shares, self._counted = np.zeros((3, CAPACITY)), np.zeros((2, CAPACITY))
+        self._looks = 0
+        self._system = self._faults = 0
+
+    @property
+    def due(self) -> int:
+        """When the oldest look was that has not been set against steps; it is when a step ends that was in it."""
+        return self._pending[0].at if self._pending else _NEVER
+
+    def look(self, seen: ThreadSeen) -> None:
+        """Takes a look; it counts once the steps in it are done."""
+        if not self._looks:
+            self._append(seen.since, 0.0, 0.0)
+        self._pending.append(seen)
+        self._system += seen.system_ns
+        self._faults += seen.faults
+
+    def settle(self, steps: Any, costs: StepCosts | None) -> None:
+        """Sets the looks that are due against the steps since the last (lines of `StepRows`, all prompts in the last)."""
+        _, started, ended, _, size, prompts = steps
+        some = _Steps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
+        while self._pending and self._pending[0].at <= ended[-1]:
+            seen = self._pending.popleft()
+            if seen.since > self._bounds[self._looks - 1]:
+                self._append(seen.since, 0.0, 0.0)
+            fault_ns = self.fault_ns * seen.faults
+            shares = _shares(seen, fault_ns, some, costs) if costs is not None else _NOTHING
+            self._append(
+                seen.at, np.array(shares) * (seen.at - seen.since), np.array([seen.waited_ns, fault_ns])
+            )
+
+    @property
+    def fault_ns(self) -> float:
+        """What a fault costs this thread."""
+        return min(self._system / self._faults, FAULT_NS) if self._faults else 0.0
+
+    def touches(self, begin: int, end: int) -> bool:
+        """Whether anything in between is explained."""
+        first, last = self._bounds[: self._looks].searchsorted((begin, end)).tolist()
+        first, last = max(first - 1, 0), min(last, self._looks - 1)
+        return bool(last > first and (self._shares[:, last] > self._shares[:, first]).any())
+
+    def shares(self, begin: Any, end: Any) -> Held:
+        """What share of its excess each step from `begin` to `end` (columns) had for which reason."""
+        lengths = np.maximum(end - begin, 1)
+        return Held(*(self._between(sums, begin, end) / lengths for sums in self._shares))
+
+    def counted(self, begin: Any, end: Any) -> tuple[Any, Any]:
+        """ns without a CPU, ns of page faults in these intervals, as if they were evenly spread over each look."""
+        starved, faulted = (self._between(sums, begin, end) for sums in self._counted)
+        return starved, faulted
+
+    def _between(self, sums: Any, begin: Any, end: Any) -> Any:
+        if not self._looks:
+            return np.zeros(np.shape(begin))
+        bounds, sums = self._bounds[: self._looks], sums[: self._looks]
+        return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
+
+    def _append(self, at: int, shares: Any, counted: Any) -> None:
+        if self._looks == CAPACITY:
+            self._looks //= 2
+            for table in (self._bounds, self._shares, self._counted):
+                table[..., : self._looks] = table[..., self._looks :].copy()
+        i = self._looks
+        self._bounds[i] = at
+        if i:
+            shares, counted = shares + self._shares[:, i - 1], counted + self._counted[:, i - 1]
+        self._shares[:, i], self._counted[:, i] = shares, counted
+        self._looks = i + 1
+
+
+class _Steps(NamedTuple):
+    """Columns. `plain`: without a prompt."""
+
+    begins: Any
+    ends: Any
+    size: Any
+    plain: Any
+
+
+def _shares(seen: ThreadSeen, fault_ns: float, steps: _Steps, costs: StepCosts) -> Held:
+    """What share of the excess of the steps in this look had which reason."""
+    inside = (steps.begins < seen.at) & (steps.ends > seen.since)
+    begins, ends, size, plain = (column[inside] for column in steps)
+    lengths = np.maximum(ends - begins, 1)
+    part = (np.minimum(ends, seen.at) - np.maximum(begins, seen.since)) / lengths
+    typical = np.minimum(costs.base + costs.per_sequence * size, lengths)
+    over = lengths - typical
+    over = np.where(is_stalled(over, typical, costs.spread) | ~plain, over * part, 0.0)
+    excess, of_plain = float(over.sum()), float(over[plain].sum())
+    if excess <= 0:
+        return _NOTHING
+    starved = min(seen.waited_ns, excess)
+    faulted = min(fault_ns, excess - starved)
+    # That a prompt takes its time on the device is no lock: for this, only steps without one count.
+    longer = max(seen.ran_ns - float((typical * part).sum()) - faulted, 0.0)
+    slept = max(seen.at - seen.since - seen.ran_ns - seen.waited_ns, 0)
+    blocked = min(max(of_plain * (1 - (starved + faulted) / excess) - longer, 0.0), slept)
+    return Held(starved / excess, faulted / excess, blocked / of_plain if of_plain else 0.0)

@@ -1,0 +1,81 @@
+"""When memory that grows fails, and when nothing can be said."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.memory import Series, lines_of, verdict_of
+from benchmarks.slope import Slope
+from benchmarks.verdict import FAIL, INCONCLUSIVE, PASS, Control
+from otel_infer import semconv
+
+WARM, COLD = Control("", True), Control("", False)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (Slope(0.2, -3, 4), PASS),
+        (Slope(0, 0, 0), PASS),
+        (Slope(2, -3, 9), INCONCLUSIVE),
+        (Slope(0.2, 0.1, 0.3), FAIL),
+        (Slope(-5, -9, -1), INCONCLUSIVE),
+        (Slope(NAN, NAN, NAN), INCONCLUSIVE),
+    ],
+    ids=["around zero", "nothing at all", "too noisy", "slow but sure", "still falling", "too short"],
+)
+def test_growth_that_is_sure_fails_however_slow(found: Slope, verdict: str) -> None:
+    assert verdict_of(found, WARM) == verdict
+
+
+def test_nothing_is_said_before_everything_is_warm() -> None:
+    assert verdict_of(Slope(0, 0, 0), COLD) == INCONCLUSIVE
+
+
+def series(grows: float, slower_after: int = 100) -> Series:
+    """Samples every 4 s, from some sample on every 6; the server stays as it is."""
+    made = Series()
+    for number in range(100):
+        at = number * 4.0 + max(number - slower_after, 0) * 2.0
+        made.note(at, number * 10_000, int(1e8 + grows * number), 30_000_000)
+    return made
+
+
+def counted(requests: int, **lost: float) -> dict[str, dict[str, float]]:
+    return {semconv.REQUEST_DURATION.name: {"": requests}, semconv.SELF_LOST.name: lost}
+
+
+def test_a_sidecar_that_holds_a_few_bytes_of_every_request_fails() -> None:
+    lost, sidecar, per_million, server, _ = lines_of(series(10_000 * 10), 1000, counted(1000), 0)
+    assert (lost.verdict, sidecar.verdict, server.verdict) == (PASS, FAIL, PASS)
+    assert (sidecar.value, per_million.value) == (pytest.approx(90), pytest.approx(10))
+
+
+def test_a_run_that_lost_requests_says_nothing_of_memory() -> None:
+    lost, sidecar, *_ = lines_of(series(0), 1000, counted(999, facts_overwritten=3), 0)
+    assert (lost.verdict, lost.value, sidecar.verdict) == (FAIL, 4, INCONCLUSIVE)
+
+
+def test_a_few_pages_more_are_not_told_from_none() -> None:
+    _, pages, *_ = lines_of(series(4096 / 10), 1000, counted(1000), 0)
+    _, leak, *_ = lines_of(series(4096), 1000, counted(1000), 0)
+    assert (pages.verdict, leak.verdict) == (PASS, FAIL)
+
+
+def test_memory_that_follows_the_rate_says_nothing() -> None:
+    _, sidecar, *_ = lines_of(series(1000, slower_after=70), 1000, counted(1000), 0)
+    assert (sidecar.verdict, sidecar.control) == (INCONCLUSIVE, "after 150 s, rate -32.6 %")
+
+
+def test_a_run_as_long_as_its_warm_up_says_nothing() -> None:
+    short = Series()
+    for number in range(60):
+        short.note(number * 2.6, number, 100_000_000, 30_000_000)
+    _, sidecar, *_ = lines_of(short, 1000, counted(1000), 0)
+    assert (sidecar.verdict, sidecar.control) == (INCONCLUSIVE, "too short: 150 s are warm-up")
+
+
+def test_steps_that_were_not_to_be_exported_are_no_loss() -> None:
+    lost, *_ = lines_of(series(0), 1000, counted(1000, steps_over_budget=5000), 0)
+    assert lost.verdict == PASS

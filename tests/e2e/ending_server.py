@@ -1,0 +1,192 @@
+"""`transformers serve` whose stages can be held or made to fail, told over HTTP; knows nothing of otel_infer.
+
+    GET /arm/decode/hold/2      the third pass through this place waits until it is released; `fail`: raises
+    GET /held/decode            whether one waits there
+    GET /release/decode
+    GET /computed/ID            whether the engine is done with this request
+    GET /stop/ID                the client's own stop: the engine forgets the request, and its stream ends well
+    GET /revive                 a new engine in place of one that died
+
+A request says in headers of its own what else is to become of it: `x-deadline`, s until the server gives it up, and
+`x-pad`, bytes that each piece of its answer is longer, so that a client that does not read holds up whoever sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+ENDING = b'"finish_reason":"'
+streams: dict[str, tuple[Any, Any, asyncio.AbstractEventLoop]] = {}
+"""By request id: who generates it, its streamer and that one's loop."""
+states: list[Any] = []
+"""Of the server: what knows the engine."""
+
+
+class Place:
+    """Somewhere in the engine where a request can be held, or fails."""
+
+    def __init__(self) -> None:
+        self.deed, self.left = "", 0
+        self.held, self.open = threading.Event(), threading.Event()
+
+    def arm(self, deed: str, after: int) -> None:
+        self.held.clear()
+        self.open.clear()
+        self.deed, self.left = deed, after
+
+    def release(self) -> None:
+        self.deed = ""
+        self.open.set()
+
+    def due(self) -> str:
+        """What is to be done now."""
+        if not self.deed or self.left:
+            self.left = max(self.left - 1, 0)
+            return ""
+        deed, self.deed = self.deed, ""
+        return deed
+
+    def passed(self) -> None:
+        deed = self.due()
+        if deed == "fail":
+            raise MemoryError("on purpose")
+        if deed == "hold":
+            self.held.set()
+            self.open.wait(30)
+
+
+places = {name: Place() for name in ("queue", "prefill", "decode", "text", "egress")}
+
+
+def passing(owner: Any, name: str, place: Callable[..., str]) -> None:
+    """Whoever calls `owner.name` passes the place that its arguments say, if any."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if where := place(*args, **kwargs):
+            places[where].passed()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, function)
+
+
+def _computing(runner: Any, model: Any, batch: Any) -> str:
+    return "prefill" if batch["input_ids"].shape[-1] > 8 else "decode"
+
+
+def _engine() -> None:
+    from transformers.cli.serving import utils
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.generation.continuous_batching import model_runner, scheduler
+
+    passing(scheduler.Scheduler, "add_waiting_request", lambda *_: "queue")
+    passing(model_runner.ModelRunner, "compute_batch", _computing)
+    passing(utils.CBStreamer, "put", lambda *_: "text")
+    passing(ChatCompletionHandler, "_build_chunk_sse", _failing_at_the_end)
+    generate = utils.CBGenerateManager.generate_streaming
+
+    def generate_streaming(self: Any, *args: Any, request_id: str, **kwargs: Any) -> Any:
+        made = generate(self, *args, request_id=request_id, **kwargs)
+        streams[request_id] = self, made[1], asyncio.get_running_loop()
+        return made
+
+    utils.CBGenerateManager.generate_streaming = generate_streaming
+
+
+def _failing_at_the_end(*args: Any, finish_reason: str | None = None, **_: Any) -> str:
+    return "egress" if finish_reason and places["egress"].deed == "fail" else ""
+
+
+def is_known(request_id: str) -> bool:
+    """Whether the engine has it, or is about to."""
+    manager = streams[request_id][0]
+    waits = not (manager._cb.input_queue.empty() and manager._cb.cancel_queue.empty())
+    return waits or request_id in {**manager.scheduler.active_requests, **manager.scheduler.waiting_requests}
+
+
+class Fate:
+    """An application whose requests have a deadline, and answers that are longer than they need to be."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers") or ())
+        pad = b":" + b" " * int(headers.get(b"x-pad", 0)) + b"\n\n"
+        begun = False
+
+        async def padded(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            if ENDING in message.get("body", b"") and places["egress"].due() == "hold":
+                places["egress"].held.set()
+                await asyncio.to_thread(places["egress"].open.wait, 30)
+            if len(pad) > 3 and message.get("body"):
+                message = {**message, "body": message["body"] + pad}
+            await send(message)
+
+        deadline = headers.get(b"x-deadline")
+        try:
+            await asyncio.wait_for(self.app(scope, receive, padded), float(deadline) if deadline else None)
+        except asyncio.TimeoutError:
+            if begun:
+                raise
+            from starlette.responses import JSONResponse
+
+            await JSONResponse({"error": "too late"}, 504)(scope, receive, send)
+
+
+def _routes() -> None:
+    from transformers.cli.serving import server
+
+    build = server.build_server
+
+    def build_server(*args: Any, generation_state: Any, **kwargs: Any) -> Any:
+        states.append(generation_state)
+        app = build(*args, generation_state=generation_state, **kwargs)
+        app.add_middleware(Fate)
+        for path, deed in (
+            ("/arm/{place}/{deed}/{after}", arm),
+            ("/held/{place}", lambda place: places[place].held.is_set()),
+            ("/release/{place}", lambda place: places[place].release()),
+            ("/computed/{request_id}", lambda request_id: not is_known(request_id)),
+            ("/stop/{request_id}", stop),
+            ("/revive", revive),
+        ):
+            app.get(path)(deed)
+        return app
+
+    server.build_server = build_server
+
+
+def arm(place: str, deed: str, after: int) -> None:
+    places[place].arm(deed, after)
+
+
+def stop(request_id: str) -> None:
+    _, streamer, loop = streams[request_id]
+    streamer.cancel()
+    for place in places.values():
+        place.release()
+    while is_known(request_id):
+        time.sleep(0.005)
+    loop.call_soon_threadsafe(streamer.end)
+
+
+def revive() -> None:
+    states[0].shutdown()
+
+
+if __name__ == "__main__":
+    _engine()
+    _routes()
+    from transformers.cli.transformers import main
+
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Captures and short memory on a real device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from otel_infer import clock, ingress
+from otel_infer.gpu import allocator
+from otel_infer.integrations import cuda as ours
+from tests.rings import Recording
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def recording() -> Iterator[Recording]:
+    torch.cuda.init()
+    recording = Recording()
+    ours.integration.install()
+    assert ours.integration.status.state == "active", ours.integration.status.drift
+    yield recording
+    ours.integration.remove()
+    recording.stop()
+
+
+def opened() -> ingress.LiveRequest:
+    request = ingress.open_request("POST", owner="test")
+    assert request is not None
+    return request
+
+
+def test_a_graph_that_is_captured_holds_up_who_is_in_flight_and_its_replay_nobody(
+    recording: Recording,
+) -> None:
+    layer, data = torch.nn.Linear(64, 64).cuda(), torch.ones(8, 64, device="cuda")
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            layer(data)
+        torch.cuda.current_stream().wait_stream(side)
+        request, graph = opened(), torch.cuda.CUDAGraph()
+        began = clock.now()
+        with torch.cuda.graph(graph):
+            out = layer(data)
+        ended = clock.now()
+        request.close()
+        request = opened()
+        graph.replay()
+        request.close()
+        torch.cuda.synchronize()
+        assert torch.allclose(out, layer(data))
+    first, second = recording.records()
+    ((since, until, cause),) = first.pauses
+    assert cause == "capture"
+    assert began <= since < until <= ended
+    assert second.pauses == ()
+
+
+def test_an_allocation_that_was_retried_and_one_that_failed_are_marks(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocator, "EVERY_NS", 0)
+    opened().close()
+    recording.records()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(256 * MIB / total)
+    try:
+        request = opened()
+        kept: list[Any] = [torch.empty(25 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        kept.clear()  # the allocator keeps 200 MiB, in pieces
+        kept.append(torch.empty(150 * MIB, dtype=torch.uint8, device="cuda"))
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+        request.close()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        kept.clear()
+        torch.cuda.empty_cache()
+    (record,) = recording.records()
+    marks = {mark.name: mark.times for mark in record.marks}
+    assert marks["allocator_retry"] >= 1
+    assert marks["allocator_oom"] == 1
+
+
+def test_a_look_at_the_allocator_is_cheap_and_does_not_wait_for_the_device(recording: Recording) -> None:
+    watched = allocator.Allocator(lambda *said: None, now=iter(range(0, 1 << 60, 1 << 40)).__next__)
+    torch.cuda._sleep(2_000_000_000)  # about a second of work in the queue
+    began = clock.now()
+    for _ in range(100):
+        watched.look()
+    taken = clock.now() - began
+    is_busy = not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    print(f"{taken / 100 / 1000:.1f} us a look")
+    assert is_busy

@@ -1,0 +1,76 @@
+"""A provider's live spans wait for their request to be concluded, but not for ever."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from otel_infer import ingress
+from otel_infer.identity import Inner, ProviderOpener, Unclaimed
+from otel_infer.ring.recorder import recorder
+
+exporter = InMemorySpanExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+
+def ended() -> tuple[ReadableSpan, ...]:
+    spans = exporter.get_finished_spans()
+    exporter.clear()
+    return spans
+
+
+def spans_of(name: str) -> Inner:
+    tracer = provider.get_tracer("test")
+    return tracer.start_span(f"server {name}"), tracer.start_span(name)
+
+
+def test_spans_can_be_claimed_once_and_are_not_ended_by_that() -> None:
+    unclaimed, inner = Unclaimed(), spans_of("a")
+    unclaimed.put(b"a", inner)
+    assert unclaimed.claim(b"a") is inner
+    assert unclaimed.claim(b"a") is None
+    assert ended() == ()
+
+
+def test_spans_that_nobody_ever_claims_end_when_too_many_others_have_come() -> None:
+    unclaimed = Unclaimed(most=2)
+    for name in "abc":
+        unclaimed.put(name.encode(), spans_of(name))
+    assert [span.name for span in ended()] == ["a", "server a"]
+    assert unclaimed.claim(b"a") is None
+    assert unclaimed.claim(b"b") is not None
+
+
+def test_a_request_without_a_server_span_has_one_span_to_end() -> None:
+    unclaimed = Unclaimed(most=0)
+    unclaimed.put(b"a", (None, provider.get_tracer("test").start_span("a")))
+    assert [span.name for span in ended()] == ["a"]
+
+
+def test_a_request_that_cannot_be_recorded_ends_its_own_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The live table was full, say: no record will ever claim them."""
+    monkeypatch.setattr(ingress, "opener", ProviderOpener(provider.get_tracer("test")))
+    monkeypatch.setattr(recorder, "active", True)
+    monkeypatch.setattr(recorder, "open", lambda arrived: 0)
+    request = ingress.open_request("chat", owner="test", server=True)
+    assert request is not None
+    assert ended() == ()
+    request.close()
+    request.close()
+    assert [span.name for span in ended()] == ["chat", "chat"]
+    assert ingress.unclaimed.claim(request.get_span_context().span_id.to_bytes(8, "big")) is None
+
+
+def test_a_processor_that_raises_stops_nobody() -> None:
+    class Broken(SimpleSpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise OSError
+
+    broken = TracerProvider()
+    broken.add_span_processor(Broken(exporter))
+    unclaimed = Unclaimed(most=0)
+    unclaimed.put(b"a", (None, broken.get_tracer("test").start_span("a")))
+    assert unclaimed.claim(b"a") is None

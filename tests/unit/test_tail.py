@@ -1,0 +1,51 @@
+"""The slow requests, and what the event loop kept from their readers."""
+
+from __future__ import annotations
+
+from otel_infer import blame
+from otel_infer.records import RequestRecord
+from otel_infer.tail import late_before_token, late_while_streaming, slowest, spent
+from tests.story import Story
+
+MS = 1_000_000
+
+
+def served(*paused: tuple[float, float, str]) -> RequestRecord:
+    """A request that goes to the engine at 100, has its first token at 110 and its last at 200, in steps of 10 ms."""
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(100, a)
+    story.step(100, 110, [a], {a: 4})
+    for at in range(110, 200, 10):
+        story.step(at, at + 10, [a])
+    for since, until, cause in paused:
+        story.paused(since, until, cause)
+    story.ends(220, a, chunks=10)
+    record = story.record()
+    blame.assign([record])
+    return record
+
+
+def test_what_the_loop_was_late_is_told_by_before_and_after_the_first_token() -> None:
+    record = served((20, 60, "event_loop"), (105, 150, "event_loop"), (160, 185, "event_loop"))
+    assert late_before_token(record) == 40 * MS
+    assert late_while_streaming(record) == [40 * MS, 25 * MS]
+
+
+def test_what_held_up_the_whole_process_is_not_the_loops() -> None:
+    record = served((120, 180, "event_loop"), (110, 140, "gc"), (130, 150, "compile"))
+    assert late_while_streaming(record) == [30 * MS]
+    assert late_while_streaming(served((120, 140, "event_loop"), (110, 140, "gc"))) == []
+
+
+def test_a_loop_that_was_late_when_nothing_waited_for_it_is_not_before_the_token() -> None:
+    assert late_before_token(served((20, 100, "event_loop"))) == 0
+
+
+def test_the_slowest_are_a_tenth_and_three_at_least() -> None:
+    records = [served() for _ in range(40)]
+    assert len(slowest(records, lambda record: record.duration_ns).records) == 4
+    few = slowest(records[:5], lambda record: record.duration_ns)
+    assert len(few.records) == 3
+    assert few.total("prefill", "decode") == sum(spent(record, "prefill", "decode") for record in few.records)
+    assert few.weight("prefill", "decode") == few.share("prefill", "decode") == 100 / 220
