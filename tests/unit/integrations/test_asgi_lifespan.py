@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -110,3 +111,34 @@ async def test_code_of_ours_that_raises_costs_the_application_nothing(
 ) -> None:
     monkeypatch.setattr(lifespan.facts, "PhaseEnded", None)
     assert await started(COMPLETE) == ([COMPLETE], None)
+
+
+async def test_behind_an_application_that_we_hook_what_its_lifespan_raised_is_what_leaves_it(
+    arena: write.MemoryArena,
+) -> None:
+    starlette = pytest.importorskip("starlette.applications", reason="starlette is not installed")
+    failure = OSError()
+
+    @contextlib.asynccontextmanager
+    async def broken(app: Any) -> AsyncIterator[None]:
+        raise failure
+        yield
+
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return STARTUP
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asgi.integration.install()
+    try:
+        with pytest.raises(OSError) as raised:
+            await asgi.wrap(starlette.Starlette(lifespan=broken))({"type": "lifespan"}, receive, send)
+    finally:
+        asgi.integration.remove()
+    assert raised.value is failure
+    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
+    ends = [fact for fact in said(arena) if isinstance(fact, facts.PhaseEnded)]
+    assert [fact.error_type for fact in ends] == ["OSError"]
