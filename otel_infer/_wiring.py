@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otel_infer import clock, config, identity, ingress, launch, patching
+from otel_infer import birth, clock, config, identity, ingress, launch, patching
 from otel_infer.config import Config
 from otel_infer.integrations import registry
 from otel_infer.integrations._base import Integration, Status
@@ -42,12 +42,9 @@ class _Wiring:
         self.folder: Path | None = None
         self.sidecar: Any = None
         self.reader: InProcess | None = None
-        self.why_in_process = ""
-        self._no_child = ""
-        self._exported = False
-        self._said = False
-        self._restarts = launch.Restarts()
-        self._lock = threading.Lock()
+        self.why_in_process = self._no_child = ""
+        self._exported = self._said = False
+        self._lock, self._restarts, self._birth = threading.Lock(), launch.Restarts(), birth.Birth()
         os.register_at_fork(after_in_child=self._forked)
 
     # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
@@ -72,7 +69,7 @@ class _Wiring:
         if config.is_sidecar() or not exports:
             return False
         ingress.opener = _opener(provider)
-        recorder.start(self._arena, self._tend, self._refused)
+        recorder.start(self._arena, self._tend, self._refused, born=lambda: self._birth.fact())
         registry.configure(self.settings, self._engine_imported)
         wanted, disabled = set(names or self.settings.integrations), set(self.settings.disabled_integrations)
         for integration in registry.load():
@@ -88,6 +85,7 @@ class _Wiring:
             integration.remove()
         self.installed.clear()
         recorder.stop()
+        self._birth.known()
         ingress.opener = None
         reader, self.reader = self.reader, None
         if reader is not None:
@@ -115,11 +113,10 @@ class _Wiring:
             return True
         asked = writer.words[layout.W_FLUSH_ASKED] = writer.words[layout.W_FLUSH_ASKED] + 1
         deadline = clock.now() + int(timeout * 1e9)
-        wait = threading.Event()
         while clock.now() < deadline:
             if writer.words[layout.W_FLUSH_DONE] >= asked:
                 return True
-            wait.wait(0.02)
+            threading.Event().wait(0.02)
         return False
 
     # ── rings and their reader ───────────────────────────────────────────────────────────────────────────────────
@@ -173,6 +170,9 @@ class _Wiring:
                 self._tend_sidecar(self.folder)
         if not self._said:
             self._said = True
+            atexit.register(
+                birth.leaving
+            )  # the last that is registered is called first: somebody still reads
             _say(self.start_line())
 
     def _tend_thread(self, arena: MemoryArena) -> None:
@@ -189,6 +189,7 @@ class _Wiring:
         if place.is_held(folder / place.SIDECAR_LOCK) or place.is_held(folder / place.OWNER_LOCK):
             return
         if recorder.arena is not None and not recorder.arena.is_there():
+            self._birth.known()
             recorder.renew()
         elif self._restarts.is_due(clock.now()) and place.claim(folder):
             self._start_sidecar(folder)
@@ -211,7 +212,7 @@ class _Wiring:
             recorder.ensure()
 
     def _forked(self) -> None:
-        self._lock, self._restarts = threading.Lock(), launch.Restarts()
+        self._lock, self._restarts, self._birth = threading.Lock(), launch.Restarts(), birth.Birth()
         self.reader = self.sidecar = None
         live = ingress.current()
         if live is not None:

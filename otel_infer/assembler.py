@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from otel_infer import facts, semconv
+from otel_infer import facts, semconv, startup
 from otel_infer.conclusion import Request, conclude
-from otel_infer.records import Mark, Pause, RequestRecord, StepRecord
+from otel_infer.records import Mark, Pause, RequestRecord, StartRecord, StepRecord
+from otel_infer.startup import Starts
 from otel_infer.steplog import StepLog
 
 GRACE_NS = 300_000_000
@@ -30,7 +31,7 @@ _NEVER = 1 << 63
 
 
 class Assembler:
-    """Feed it facts; drain `concluded`, `drain_steps` and `drain_pauses`."""
+    """Feed it facts; drain `started`, `concluded`, `drain_steps` and `drain_pauses`."""
 
     def __init__(self) -> None:
         self.open: dict[Key, Request] = {}
@@ -42,6 +43,7 @@ class Assembler:
         self.facts_torn = 0
         self.steps: list[StepRecord] = []
         self._new_pauses: list[Pause] = []
+        self._starts = Starts()
         self._marks: dict[int, deque[Mark]] = {}
         self._new_marks: list[Mark] = []
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
@@ -66,6 +68,7 @@ class Assembler:
             facts.EngineSeen: self._engine_seen,
             facts.ThreadSeen: self._thread_seen,
             facts.ProcessDied: self._died,
+            **dict.fromkeys(startup.FACTS, self._starts.take),
         }
 
     def feed(self, said: Iterable[facts.RingFact]) -> None:
@@ -87,6 +90,10 @@ class Assembler:
         self._conclude()
         ready, self._ready = self._ready, []
         return ready
+
+    def started(self, horizon: int) -> list[StartRecord]:
+        """The processes whose start was over long enough before `horizon` (monotonic ns)."""
+        return self._starts.concluded(horizon - GRACE_NS)
 
     def drain_steps(self) -> list[StepRecord]:
         """The steps done since the last call."""
@@ -124,6 +131,7 @@ class Assembler:
         elif before is not None and (before.ended is not None or not before.recovered):  # told twice
             return
         request = self.open[ring, handle] = Request(ring, handle, fact)
+        request.start = self._starts.arrived(ring, fact)
         if any(engine.holed for engine in self.engines.values() if engine.process == ring):
             request.lose_steps()
 
@@ -182,6 +190,7 @@ class Assembler:
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
             del self.engines[number]
         self.pauses.pop(ring, None)
+        self._starts.died(ring, fact)
         self._marks.pop(ring, None)
         by_process: tuple[dict[Any, Any], ...] = (self.hooks, self._seen_steps)
         for known in by_process:
@@ -215,6 +224,7 @@ class Assembler:
             self.pauses[ring] = deque(sorted(pauses, key=lambda pause: pause.ended_at), maxlen=PAUSES)
         if fact.at > self._concluded_at.get(ring, 0):
             self._new_pauses.append(pause)
+        self._starts.take(ring, handle, fact)
 
     def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
         """What held up its process while it was there."""
@@ -240,6 +250,7 @@ class Assembler:
 
     def _process_seen(self, ring: int, handle: int, fact: facts.ProcessSeen) -> None:
         self._concluded_at[ring] = fact.concluded_at
+        self._starts.seen(ring, fact.pid, fact.concluded_at - GRACE_NS)
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
         seen = self._seen_steps.setdefault((fact.process, fact.engine), set())

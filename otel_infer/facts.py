@@ -33,6 +33,11 @@ REMOTE_PARENT = 2
 OWN_SERVER_SPAN = 4
 NON_GENERATIVE = 8
 
+# Phases of a start, and by what it is known that it is over.
+WEIGHTS = "weights"
+READY = "ready"
+BY_LIFESPAN, BY_ENGINE, BY_REQUEST = "lifespan", "engine", "request"
+
 # Outcomes of RequestEnded.
 OK = 0
 ERROR = 1
@@ -210,6 +215,47 @@ class MarkSeen(NamedTuple):
     times: int
 
 
+class ProcessStarted(NamedTuple):
+    """This process began, as its system says; `wall_at` (unix ns) pairs with `at`. The ids are those of its start's trace."""
+
+    at: int
+    wall_at: int
+    trace_id: bytes
+    span_id: bytes
+
+
+class ModuleImported(NamedTuple):
+    """A module that we wait for was imported, at `at` or before."""
+
+    at: int
+    module: str
+
+
+class PhaseBegan(NamedTuple):
+    """The process began with something that it does before it serves: `weights`, `ready`."""
+
+    at: int
+    phase: str
+
+
+class PhaseEnded(NamedTuple):
+    """It is over; `error_type` says of what it failed. `by`: the engine that loaded, or who says that the server is ready."""
+
+    at: int
+    started_at: int
+    phase: str
+    by: str
+    model: str
+    error_type: str
+
+
+class ProcessLeft(NamedTuple):
+    """The process is about to end in an orderly way, with an exception that nobody caught if `error_type` names one."""
+
+    at: int
+    error_type: str
+
+
 class StepScheduled(NamedTuple):
     """A batch was composed. `members` is the ordered batch as handles; only its change travels.
 
@@ -363,6 +409,11 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(15, PauseSeen, "q q S"),
     _layout(16, SpanUnseen, "q"),
     _layout(17, MarkSeen, "q q S I"),
+    _layout(20, ProcessStarted, "q q 16s 8s"),
+    _layout(21, ModuleImported, "q S"),
+    _layout(22, PhaseBegan, "q S"),
+    _layout(23, PhaseEnded, "q q S S S S"),
+    _layout(24, ProcessLeft, "q S"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

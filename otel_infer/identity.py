@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -85,6 +86,10 @@ class Opener(Protocol):
         """A request span named `name`, below a server span of ours if `own_server`."""
         ...
 
+    def ids(self) -> tuple[bytes, bytes]:
+        """Trace and span id of a trace that nobody else begins."""
+        ...
+
 
 class IdOpener:
     """Identities by the SDK's sampler and id generator, as configured by the standard variables."""
@@ -105,6 +110,10 @@ class IdOpener:
 
         return Opened(make(), make() if own_server else None, above if above.is_valid else None, None)
 
+    def ids(self) -> tuple[bytes, bytes]:
+        trace_id, span_id = self._ids.generate_trace_id(), self._ids.generate_span_id()
+        return trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big")
+
 
 class ProviderOpener:
     """Identities of spans that a user's provider starts; they are ended when the request has been assembled."""
@@ -123,6 +132,10 @@ class ProviderOpener:
         span = self._tracer.start_span(name, parent, SpanKind.INTERNAL, start_time=wall_at)
         own = server.get_span_context() if server is not None else None
         return Opened(span.get_span_context(), own, above if above.is_valid else None, (server, span))
+
+    def ids(self) -> tuple[bytes, bytes]:
+        """To tell it by: the provider gives it others when it is written."""
+        return os.urandom(16), os.urandom(8)
 
 
 def sampling_state(state: trace.TraceState) -> str:

@@ -17,7 +17,7 @@ from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.config import Config
 from otel_infer.facts import RingFact, Value
 from otel_infer.flight.dumps import FlightRecorder
-from otel_infer.records import RequestRecord
+from otel_infer.records import RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
 from otel_infer.sinks.metrics import MetricsSink
 from otel_infer.sinks.outlet import MetricsOutlet
@@ -41,7 +41,17 @@ class RequestSink(Protocol):
 
     def request(self, record: RequestRecord, decision: keeper.Decision) -> None: ...
 
+    def start(self, record: StartRecord) -> None: ...
+
     def flush(self, now: int) -> None: ...
+
+
+class Watcher(Protocol):
+    """Is told of every start and every request when it is concluded, exported or not."""
+
+    def request(self, record: RequestRecord) -> None: ...
+
+    def start(self, record: StartRecord) -> None: ...
 
 
 class Pipeline:
@@ -59,7 +69,7 @@ class Pipeline:
         resource: dict[str, Value],
         metrics_outlet: MetricsOutlet | None,
         started_wall_ns: int,
-        watchers: Sequence[Callable[[RequestRecord], None]] = (),
+        watchers: Sequence[Watcher] = (),
         flight: FlightRecorder | None = None,
     ) -> None:
         self.config, self.rings, self.sinks, self.sender = config, rings, sinks, sender
@@ -129,6 +139,8 @@ class Pipeline:
         marks = self.assembler.drain_marks()
         if marks:
             self.metrics.marks(marks)
+        for start in self.assembler.started(horizon):  # before the requests that link to it
+            self._guarded(self._hand_on_start, start)
         records = self.assembler.concluded(horizon)
         self.requests += len(records)
         try:
@@ -144,21 +156,28 @@ class Pipeline:
             self._guarded(self._hand_on, record, decision)
         return bool(records)
 
-    def _guarded(self, work: Callable[..., None], record: RequestRecord, *more: Any) -> None:
+    def _guarded(self, work: Callable[..., None], record: RequestRecord | StartRecord, *more: Any) -> None:
         try:
             work(record, *more)
         except Exception:  # one request that we cannot describe must not cost all others
             self.failed += 1
             log.exception("a request is not exported: trace %s", record.trace_id.hex())
 
+    def _hand_on_start(self, record: StartRecord) -> None:
+        """Whatever is decided of requests: there is one of these for each process."""
+        self._name_service(record.engine)
+        self.metrics.start(record)
+        for take in (*(one.start for one in self._watchers), *(one.start for one in self.sinks)):
+            take(record)
+
     def _count(self, record: RequestRecord) -> None:
         """What does not wait for the keeper's last word."""
-        self._name_service(record)
+        self._name_service(record.engine or record.provider)
         if record.engine and record.model:
             self.metrics.serve(record.model)
         self.metrics.request(record, exported=self.keeper.exports(record))
         for watch in self._watchers:
-            watch(record)
+            watch.request(record)
 
     def _hand_on(self, record: RequestRecord, decision: keeper.Decision) -> None:
         self.metrics.kept(decision)
@@ -214,8 +233,7 @@ class Pipeline:
             return False
         return self._outlet is None or self._outlet.wait(max(deadline - clock.now(), 0) / 1e9)
 
-    def _name_service(self, record: RequestRecord) -> None:
-        engine = record.engine or record.provider
+    def _name_service(self, engine: str) -> None:
         if engine and semconv.SERVICE_NAME not in self.resource:
             self.resource[semconv.SERVICE_NAME] = engine
 

@@ -93,6 +93,42 @@ class Mark(NamedTuple):
     times: int
 
 
+class Phase(NamedTuple):
+    """A part of a start: imports, weights, compile, …; `error_type` says of what it failed."""
+
+    name: str
+    started_at: int
+    ended_at: int
+    model: str = ""
+    error_type: str = ""
+
+
+class StartRecord(NamedTuple):
+    """How one process got ready, or did not (`error_type`). `wall_offset`: unix ns − monotonic ns.
+
+    `ready_by`: by what it is known: lifespan, engine, request; empty if it never was. `died_in`: the phase that it did not
+    survive, if it was in one. `imported`: instant and name of the packages that were waited for, in order of time.
+    """
+
+    trace_id: bytes
+    span_id: bytes
+    pid: int
+    started_at: int
+    ended_at: int
+    wall_offset: int
+    phases: tuple[Phase, ...]
+    imported: tuple[tuple[int, str], ...] = ()
+    engine: str = ""
+    ready_by: str = ""
+    error_type: str = ""
+    died_in: str = ""
+
+    @property
+    def duration_ns(self) -> int:
+        """From the start of the process to when it was ready, or gave up."""
+        return self.ended_at - self.started_at
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
@@ -101,7 +137,7 @@ class RequestRecord:
     the two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is
     true, but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step,
     and `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its
-    event loop alone.
+    event loop alone. `start`: of the first request of a process, trace and span id of the process's start.
     """
 
     trace_id: bytes
@@ -153,6 +189,7 @@ class RequestRecord:
     blame: Blame | None = None
     events: list[UserEvent] = field(default_factory=list)
     links: list[tuple[bytes, bytes]] = field(default_factory=list)
+    start: tuple[bytes, bytes] | None = None
     span_name: str = ""
     tracestate: str = ""
     ring: int = 0

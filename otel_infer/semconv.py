@@ -29,6 +29,27 @@ EVENT_PAUSE = "infer.pause"
 """On the request span: something held up the whole process while the request was there."""
 EVENT_MARK = "infer.mark"
 """On the request span: something happened to the process, maybe while the request was there; for how long is not known."""
+SPAN_START = "server start"
+"""A trace of its own for each process, from its beginning until it was ready."""
+SPAN_IMPORTS = "imports"
+SPAN_WEIGHTS = "weights"
+SPAN_COMPILE = "compile"
+SPAN_CAPTURE = "capture"
+SPAN_READY = "ready"
+PHASES = {
+    SPAN_IMPORTS: "process began → the last library that was waited for was imported",
+    SPAN_WEIGHTS: "a model was loaded (`from_pretrained`), from wherever its weights lay",
+    SPAN_COMPILE: "torch compiled, for a warm-up",
+    SPAN_CAPTURE: "CUDA graphs were captured, for a warm-up",
+    SPAN_READY: "the application's own startup: its lifespan until it said that it takes requests, or the start of its engine",
+}
+"""The phases of a start, in the order in which they mostly happen; they may lie in one another."""
+STARTUP_PAUSES = (SPAN_COMPILE, SPAN_CAPTURE)
+"""Pauses that are phases of a start."""
+STARTUP_TOTAL = "total"
+"""In place of a phase: the whole start."""
+EVENT_IMPORTED = "infer.imported"
+"""On the imports: a library was there."""
 SPAN_HTTP = "HTTP"
 STAGE_DETOKENIZE = "detokenize"
 """No span: a part of postprocess, and a stage to the metrics."""
@@ -208,6 +229,11 @@ MARK_COUNT = "infer.mark.count"
 MARK_WINDOW = "infer.mark.window"
 """How long before the event it may have been, s."""
 PAUSES_LEFT_OUT = "infer.pauses.left_out"
+READY_BY = "infer.ready.by"
+MODULE = "infer.module"
+PHASES_LEFT_OUT = "infer.phases.left_out"
+STARTUP_PHASE = "infer.startup.phase"
+FIRST_REQUEST = "infer.request.first"
 ENGINE = "infer.engine"
 PROCESS_ROLE = "infer.process.role"
 INTEGRATION = "infer.integration"
@@ -386,6 +412,14 @@ MARKS = Metric(
     "What may have held up a process, of unknown length: the CUDA allocator freed what it kept and asked again "
     "(allocator_retry), or had no more memory (allocator_oom).",
     (MARK,),
+)
+STARTUP_DURATION = Metric(
+    "infer.startup.duration",
+    HISTOGRAM,
+    "s",
+    "What a process spent on getting ready, once per process and phase; `total`: from its beginning until it was ready.",
+    (STARTUP_PHASE, READY_BY, ERROR_TYPE),
+    STAGE_BOUNDS,
 )
 KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
 KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)

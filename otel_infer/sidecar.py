@@ -97,7 +97,7 @@ def make_pipeline(
     if settings.sends_metrics:
         outlet = MetricsOutlet(settings.metrics_protocol)
         outlet.start()
-    watchers = [Console().request] if show or settings.console else []
+    watchers = [Console()] if show or settings.console else []
     return Pipeline(settings, rings, sinks, sender, resource, outlet, clock.wall_pair()[1], watchers, flight)
 
 

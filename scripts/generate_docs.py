@@ -12,6 +12,7 @@ from pathlib import Path
 
 from otel_infer import callers, cli, keeper, semconv
 from otel_infer.config import SETTINGS
+from otel_infer.sinks import starts
 
 DOCS = Path(__file__).parent.parent / "docs"
 MADE = "<!-- made by scripts/generate_docs.py; do not edit -->\n\n"
@@ -77,6 +78,15 @@ def telemetry() -> str:
         f"its prompt, `{callers.SHORT}`, `{callers.MEDIUM}` (from {callers.MEDIUM_FROM} tokens) or `{callers.LONG}` (from",
         f"{callers.LONG_FROM}).\n",
         f"`{semconv.KEEP_REASON}` on the request says why its steps were kept: {reasons}.\n",
+        "## The start of a server\n",
+        f"    {semconv.SPAN_START}             a trace of its own for each process, from its beginning until it was ready",
+        *(f"    ├─ {name}" for name in semconv.PHASES),
+        f"\n`{semconv.READY_BY}` on it: `lifespan`, `engine` or `request`; `{semconv.ERROR_TYPE}` and `{semconv.DIED_IN}` where it",
+        f"was never ready. The first request that was served has `{semconv.FIRST_REQUEST}` and a link to it. It is exported whatever",
+        f"is sampled; the {starts.MOST_PHASES} longest phases are, and how many were not is `{semconv.PHASES_LEFT_OUT}`.",
+        f"`{semconv.EVENT_IMPORTED}` is an event on `{semconv.SPAN_IMPORTS}` for each library (`{semconv.MODULE}`).\n",
+        "| phase | meaning |", "|---|---|", *(f"| `{name}` | {says} |" for name, says in semconv.PHASES.items()),
+        "",
         "## Where the time went\n",
         f"On a request that reached an engine, `{semconv.BLAME_PREFIX}CAUSE` is the time it lost to each cause, in s; they sum to its",
         f"duration. `{semconv.BLAME_TOP}` is the largest, and a link with `{semconv.OFFENDER_DELAY}` leads to the request whose",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from otel_infer.assembler import Assembler
 
 SEND_S = 30.0
+_NEVER = 1 << 63
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replays one tape."""
+    from otel_infer.assembler import Assembler
+
     try:
         if arguments.send:
             return _send(Path(arguments.tape))
-        for record in records(Path(arguments.tape)):
+        assembler = Assembler()
+        for record in records(Path(arguments.tape), assembler):
+            if not arguments.json:
+                _print_starts(assembler, record.ended_at)
             print(json.dumps(described(record)) if arguments.json else _line(record))
+        if not arguments.json:
+            _print_starts(assembler, _NEVER)
     except (tape.BadTape, OSError) as reason:
         print(f"otel-infer replay: {reason}", file=sys.stderr)
         return 2
@@ -87,6 +95,14 @@ def _lengths(record: RequestRecord) -> dict[str, float]:
     for stage in record.stages:
         lengths[stage.name] = lengths.get(stage.name, 0.0) + (stage.ended_at - stage.started_at) / 1e6
     return lengths
+
+
+def _print_starts(assembler: Assembler, horizon: int) -> None:
+    """The servers that had started by then, before the requests they served."""
+    from otel_infer.sinks.console import start_line
+
+    for start in assembler.started(horizon):
+        print(start_line(start))
 
 
 def _line(record: RequestRecord) -> str:

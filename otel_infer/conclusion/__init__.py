@@ -83,7 +83,7 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.provider = str(attributes.pop(semconv.PROVIDER_NAME, record.provider))
     record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
     record.attributes = attributes
-    record.events, record.links = request.events, request.links
+    record.events, record.links, record.start = request.events, request.links, request.start
     record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
     record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
     record.marks = request.marks

@@ -57,6 +57,7 @@ class Request:
         self.concluded_at = 0
         self.unseen = False
         self.pauses: tuple[Pause, ...] = ()
+        self.start: tuple[bytes, bytes] | None = None
         self.marks: tuple[Mark, ...] = ()
         self.costs: StepCosts | None = None
         self.first_use: FirstUse | None = None

@@ -23,8 +23,10 @@ from typing import Any, Literal, Union
 
 import wrapt
 
+from otel_infer import clock, facts
 from otel_infer.integrations._listening import Listener, MakeListener
 from otel_infer.patching import Drift, Make, Patch, Probe, StepHook
+from otel_infer.ring.recorder import recorder
 
 log = logging.getLogger(__name__)
 
@@ -220,15 +222,23 @@ class Integration:
 
         def imported(_module: ModuleType) -> None:
             if threading.get_ident() == registering:
+                if self._is_imported(name):
+                    self._tell(name)
                 return  # it is in sys.modules, finished or not: `_settle` looks for itself
             try:
                 self._finished.add(name)
                 self._settle()
+                self._tell(name)
             except Exception as exc:  # it would be the user's import that fails
                 log.warning("%s: %s on the import of %s", self.name, type(exc).__name__, name)
 
         wrapt.register_post_import_hook(imported, name)
         registering = None
+
+    def _tell(self, name: str) -> None:
+        """The interpreter's own modules cost a start nothing."""
+        if self.distribution != "python":
+            recorder.startup(facts.ModuleImported(clock.now(), name))
 
     def _settle(self) -> None:
         """Install what has become due."""

@@ -22,6 +22,8 @@ from otel_infer.ring.membership import Handles, StepLog
 log = logging.getLogger("otel_infer")
 
 CHECK_NS = 1_000_000_000
+MAX_STARTUP = 128
+"""Facts of the start that are kept for the rings to come."""
 MAX_STEP_LOGS = 12
 """Step rings of one process; engines beyond it run unrecorded, and are counted."""
 
@@ -46,6 +48,8 @@ class Recorder:
         self._logs: list[StepLog] = []
         self._no_more_logs = False
         self._said: dict[str, facts.HooksReported] = {}
+        self._born: Callable[[], facts.ProcessStarted | None] = lambda: None
+        self._startup: list[Any] = []
         self._lost_before = 0
         self._making = threading.Lock()
         self._maker = 0
@@ -60,14 +64,18 @@ class Recorder:
         tend: Callable[[], None],
         refused: Callable[[str], write.Arena | None],
         role: str = "server",
+        born: Callable[[], facts.ProcessStarted | None] = lambda: None,
     ) -> None:
         """Facts are taken from now on. Rings are made at the first one.
 
         `tend` is called when rings were made and then at most once a second from the request path: it sees to it that
-        somebody reads. `refused` is told why there is no shared memory and may give another arena.
+        somebody reads. `refused` is told why there is no shared memory and may give another arena. `born` says how this
+        process began, or None where its start is nobody's business; asked when there are rings.
         """
         self._make_arena, self._tend, self._refused, self.role = make_arena, tend, refused, role
+        self._born = born
         self._said.clear()
+        self._startup.clear()
         self.active = True
 
     def stop(self) -> None:
@@ -82,6 +90,7 @@ class Recorder:
         """In a forked child: the parent's rings are not ours to write."""
         self._making, self._maker = threading.Lock(), 0
         self._lost_before = 0
+        self._startup.clear()
         self._let_go()
 
     def renew(self) -> None:
@@ -160,6 +169,16 @@ class Recorder:
                 writer.state(0, facts.MarkSeen(at, since, mark, count))
             except Exception as broken:
                 self._broke(broken)
+
+    def startup(self, fact: Any) -> None:
+        """States a fact of how this process gets ready; kept until there are rings, so that it starts nothing."""
+        if self.active and len(self._startup) < MAX_STARTUP:
+            self._startup.append(fact)
+            if self.requests is not None:
+                try:
+                    self.requests.state(0, fact)
+                except Exception as broken:  # the server starts without us
+                    self._broke(broken)
 
     def _lose(self, facts_lost: int) -> None:
         if self.requests is not None:
@@ -256,8 +275,9 @@ class Recorder:
                 self.active = False
                 return None
             arena, writer = other, write.RequestWriter(other, self._prefix, self.role)
-        for said in self._said.values():
-            writer.state(0, said)
+        for said in (self._born(), *self._startup, *self._said.values()):
+            if said is not None:
+                writer.state(0, said)
         writer.words[layout.W_LOST] += self._lost_before
         self._lost_before = 0
         self.arena, self.requests = arena, writer

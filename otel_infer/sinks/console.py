@@ -6,7 +6,7 @@ import sys
 from typing import TextIO
 
 from otel_infer import facts, semconv
-from otel_infer.records import RequestRecord
+from otel_infer.records import RequestRecord, StartRecord
 from otel_infer.sinks import tree
 
 
@@ -40,16 +40,37 @@ def line(record: RequestRecord) -> str:
     return f"{'  '.join(parts)}  [{stages}]"
 
 
+def start_line(record: StartRecord) -> str:
+    """What a start spent its time on, at a glance."""
+    outcome = f"ready by {record.ready_by}"
+    if record.error_type:
+        where = f" in {record.died_in}" if record.died_in else ""
+        outcome = f"error ({record.error_type}{where})"
+    phases = " · ".join(
+        f"{phase.name} {milliseconds(phase.ended_at - phase.started_at)}" for phase in record.phases
+    )
+    parts = [record.trace_id.hex()[:8], semconv.SPAN_START, outcome, milliseconds(record.duration_ns)]
+    return f"{'  '.join(parts)}  [{phases}]"
+
+
 class Console:
-    """Prints a line for every request, exported or not."""
+    """Prints a line for every start of a process and every request, exported or not."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stderr
 
     def request(self, record: RequestRecord) -> None:
-        """Prints one request; a closed terminal is no reason to stop."""
+        """Prints one request."""
+        self._print(line(record))
+
+    def start(self, record: StartRecord) -> None:
+        """Prints one start."""
+        self._print(start_line(record))
+
+    def _print(self, text: str) -> None:
+        """A closed terminal is no reason to stop."""
         try:
-            self._out.write(line(record) + "\n")
+            self._out.write(text + "\n")
             self._out.flush()
         except (OSError, ValueError):
             pass

@@ -6,6 +6,7 @@ data point when somebody collects. Exemplars name exported requests only. One th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from otel_infer import callers, facts, semconv
 from otel_infer.facts import Value
 from otel_infer.keeper import Decision
-from otel_infer.records import Blame, Mark, Pause, RequestRecord, StepRecord
+from otel_infer.records import Blame, Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import (
     Histograms,
@@ -124,6 +125,17 @@ class MetricsSink:
         for mark in marks:
             name = mark.name if mark.name in semconv.MARK_NAMES else semconv.OTHER
             self._numbers[semconv.MARKS.name].add((name,), mark.times)
+
+    def start(self, record: StartRecord) -> None:
+        """Counts the start of a process: each phase, which may have been there several times, and the whole."""
+        source = Source(*_numbers(record.trace_id, record.span_id), record.ended_at + record.wall_offset)
+        error = self._errors.admit(record.error_type) if record.error_type else None
+        lengths: Counter[Label] = Counter({semconv.STARTUP_TOTAL: record.duration_ns})
+        for phase in record.phases:
+            lengths[self._stages.admit(phase.name)] += phase.ended_at - phase.started_at
+        for name, length in lengths.items():
+            key = (name, record.ready_by or None, error)
+            self._record(semconv.STARTUP_DURATION, key, length, source if self._exemplars else None)
 
     def engines(self, living: Collection[tuple[str, int]]) -> None:
         """These (engine, pid) are there: nothing uses the KV cache of any other."""
@@ -271,4 +283,8 @@ def _source(record: RequestRecord) -> Source | None:
     if not any(record.trace_id) or not any(span_id):
         return None
     ended_at = record.ended_at + record.wall_offset
-    return Source(int.from_bytes(record.trace_id, "big"), int.from_bytes(span_id, "big"), ended_at)
+    return Source(*_numbers(record.trace_id, span_id), ended_at)
+
+
+def _numbers(trace_id: bytes, span_id: bytes) -> tuple[int, int]:
+    return int.from_bytes(trace_id, "big"), int.from_bytes(span_id, "big")

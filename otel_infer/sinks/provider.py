@@ -6,15 +6,16 @@ and end when the request ended. Everything below is started and ended with expli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from otel_infer import keeper, otlp, semconv
 from otel_infer.identity import Inner
-from otel_infer.records import RequestRecord
-from otel_infer.sinks import tree
+from otel_infer.records import RequestRecord, StartRecord
+from otel_infer.sinks import starts, tree
 from otel_infer.sinks.spans import chosen_steps
 
 
@@ -27,6 +28,7 @@ class ProviderSink:
         self, tracer: trace.Tracer, claim: Callable[[bytes], Inner | None], latency_attributes: bool
     ) -> None:
         self._tracer, self._claim, self._latency_attributes = tracer, claim, latency_attributes
+        self._starts: dict[bytes, SpanContext] = {}
 
     def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
         """Ends the live spans and writes those below them."""
@@ -50,6 +52,21 @@ class ProviderSink:
         described = {span.span_id: span for span in spans}
         for span_id in reversed(list(made)):
             self._finish(made[span_id], described.get(span_id), record)
+
+    def start(self, record: StartRecord) -> None:
+        """Writes the start of this process; its ids are the provider's, by which its first request then links to it."""
+        root, *phases = starts.spans_of(record)
+        above = self._write(root, Context())
+        self._starts[root.span_id] = above.get_span_context()
+        for phase in phases:
+            self._write(phase, trace.set_span_in_context(above, Context())).end(phase.end)
+        above.end(root.end)
+
+    def _write(self, described: otlp.Span, context: Context) -> trace.Span:
+        """A span as described, but for its end."""
+        span = self._tracer.start_span(described.name, context, start_time=described.start)
+        _describe(span, described, {})
+        return span
 
     def flush(self, now: int) -> None:
         """Nothing waits here."""
@@ -77,18 +94,22 @@ class ProviderSink:
             )
             span.end(ended_at + record.wall_offset)
 
-    @staticmethod
-    def _finish(span: trace.Span, described: otlp.Span | None, record: RequestRecord) -> None:
+    def _finish(self, span: trace.Span, described: otlp.Span | None, record: RequestRecord) -> None:
         if described is not None:
             span.update_name(described.name)
-            span.set_attributes(dict(described.attributes))
-            for event in described.events:
-                span.add_event(event.name, dict(event.attributes), event.at)
-            for link in described.links:
-                span.add_link(_context(link))
-            if described.status == tree.STATUS_ERROR:
-                span.set_status(Status(StatusCode.ERROR))
+            _describe(span, described, self._starts)
         span.end(described.end if described is not None else record.ended_at + record.wall_offset)
+
+
+def _describe(span: trace.Span, described: otlp.Span, known: Mapping[bytes, SpanContext]) -> None:
+    """What a span has besides its name and its times. `known`: who is meant by which id."""
+    span.set_attributes(dict(described.attributes))
+    for event in described.events:
+        span.add_event(event.name, dict(event.attributes), event.at)
+    for link in described.links:
+        span.add_link(known.get(link.span_id) or _context(link))
+    if described.status == tree.STATUS_ERROR:
+        span.set_status(Status(StatusCode.ERROR))
 
 
 def _context(link: otlp.Link) -> SpanContext:

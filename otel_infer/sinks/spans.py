@@ -15,8 +15,8 @@ import numpy as np
 
 from otel_infer import keeper, otlp, semconv
 from otel_infer.facts import Value
-from otel_infer.records import RequestRecord
-from otel_infer.sinks import transport, tree
+from otel_infer.records import RequestRecord, StartRecord
+from otel_infer.sinks import starts, transport, tree
 from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
 
@@ -140,6 +140,11 @@ class SpanSink:
             decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
             if decode is not None:
                 self._add_steps(record, record.steps, decode.span_id, decision.steps)
+
+    def start(self, record: StartRecord) -> None:
+        """Takes the start of one process."""
+        for span in starts.spans_of(record):
+            self._add(otlp.encode_span(span), 1)
 
     def flush(self, now: int) -> None:
         """Hands what there is to the sender; with `now` only if a second has passed since."""

@@ -94,6 +94,7 @@ def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict
         semconv.SLO_MISSED: list(decision.missed),
         semconv.UNSAMPLED: decision.export and not record.sampled,
         semconv.TELEMETRY_LOST: record.telemetry_lost,
+        semconv.FIRST_REQUEST: record.start is not None,
         semconv.PAUSES_LEFT_OUT: max(len(record.all_pauses) - _PAUSES, 0) if _is_kept(decision) else 0,
     }
     attributes = {key: value for key, value in said.items() if value}
@@ -134,7 +135,8 @@ def _described(record: RequestRecord, span: Span, decision: keeper.Decision) -> 
     events = [Event(event.at + record.wall_offset, event.name, event.attributes) for event in record.events]
     if _is_kept(decision):
         events = sorted([*events, *_pauses(record), *_marks(record)], key=lambda event: event.at)
-    links = [Link(trace_id, span_id) for trace_id, span_id in record.links]
+    starts = [record.start] if record.start is not None else []
+    links = [Link(trace_id, span_id) for trace_id, span_id in (*starts, *record.links)]
     offender = record.blame.offender if record.blame is not None else None
     if offender is not None:
         said: dict[str, Value] = {

@@ -42,6 +42,7 @@ instants = st.one_of(st.integers(0, 50), st.integers(0, 1 << 40), st.sampled_fro
 counts = st.integers(0, 5)
 words = st.sampled_from(["", "decode", "tokenize", "recompute", "offload", "abort", "x"])
 some_ids = st.sampled_from([bytes(8), b"a" * 8, b"b" * 8])
+phases = st.sampled_from([facts.WEIGHTS, facts.READY])
 pairs = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=4).map(tuple)
 attributes = st.dictionaries(words, st.one_of(words, counts), max_size=2)
 ended = st.builds(
@@ -80,6 +81,13 @@ of_processes = st.one_of(
     st.builds(facts.ProcessSeen, instants, counts, words, st.just(0)),
     st.builds(facts.EngineSeen, instants, st.integers(1, 2), counts, words),
     st.builds(facts.ProcessDied, instants),
+    st.builds(facts.ProcessStarted, instants, instants, some_ids.map(lambda i: i * 2), some_ids),
+    st.builds(facts.ModuleImported, instants, st.sampled_from(["torch", "uvicorn.config"])),
+    st.builds(facts.PhaseBegan, instants, phases),
+    st.builds(
+        facts.PhaseEnded, instants, instants, phases, st.sampled_from(["lifespan", "engine"]), words, words
+    ),
+    st.builds(facts.ProcessLeft, instants, words),
     st.builds(facts.LiveListed, instants, st.lists(counts, max_size=3)),
 )
 of_steps = st.one_of(

@@ -9,7 +9,7 @@ import pytest
 from otel_infer import keeper
 from otel_infer.config import Config
 from otel_infer.pipeline import Pipeline
-from otel_infer.records import RequestRecord
+from otel_infer.records import RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
 from tests.story import LATER, Story, ids
 
@@ -25,6 +25,9 @@ class Taken:
     def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
         if record.span_id == self.bad:
             raise ValueError
+        self.spans.append(record.span_id)
+
+    def start(self, record: StartRecord) -> None:
         self.spans.append(record.span_id)
 
     def flush(self, now: int) -> None:

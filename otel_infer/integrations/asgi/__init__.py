@@ -22,6 +22,7 @@ from otel_infer import ingress
 from otel_infer.integrations._base import Integration
 from otel_infer.integrations.asgi import lateness, response_headers
 from otel_infer.integrations.asgi.exchange import KEY, App, Door, Exchange, Receive, Scope, Send
+from otel_infer.integrations.asgi.lifespan import Lifespan
 from otel_infer.integrations.asgi.parent import has_provider, is_traced, leave
 from otel_infer.patching import Hook, Make
 from otel_infer.ring.recorder import recorder
@@ -61,9 +62,11 @@ def _front(app: App, hook: Hook) -> App:
 
     async def front(scope: Scope, receive: Receive, send: Send) -> Any:
         exchange = _arrive(scope, receive, send, hook, door)
-        if exchange is None:
-            return await app(scope, receive, send)
-        return await exchange.run(app, ambient=False)
+        if exchange is not None:
+            return await exchange.run(app, ambient=False)
+        if scope.get("type") == "lifespan" and hook.alive and recorder.active:
+            return await Lifespan(send, hook).run(app, scope, receive)
+        return await app(scope, receive, send)
 
     return front
 
@@ -128,6 +131,8 @@ def _application(original: App, hook: Hook) -> App:
                 return await exchange.run(
                     functools.partial(original, self), not exchange.deferred and is_traced()
                 )
+            if scope.get("type") == "lifespan" and hook.alive and recorder.active:
+                return await Lifespan(send, hook).run(functools.partial(original, self), scope, receive)
             return await original(self, scope, receive, send)
         tokens = seen.entered(self) if hook.alive else ()
         try:

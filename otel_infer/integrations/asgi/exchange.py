@@ -40,6 +40,9 @@ class Door:
         self.inside = True
         return ()
 
+    def breaks(self, exc: BaseException) -> None:
+        """The lifespan broke, which `Lifespan` tells."""
+
 
 class _Silent:
     """Stands for a server that does not say whether its client is still there."""

@@ -14,10 +14,21 @@ from otel_infer.integrations.transformers import (
     generate,
     sequences,
     serve,
+    starting,
     streamers,
     text,
     transfers,
 )
 from otel_infer.integrations.transformers._integration import integration
 
-__all__ = ["batching", "generate", "integration", "sequences", "serve", "streamers", "text", "transfers"]
+__all__ = [
+    "batching",
+    "generate",
+    "integration",
+    "sequences",
+    "serve",
+    "starting",
+    "streamers",
+    "text",
+    "transfers",
+]

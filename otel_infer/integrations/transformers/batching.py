@@ -19,7 +19,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 from otel_infer.integrations._claims import claiming
-from otel_infer.integrations.transformers._integration import ENGINE, apart, integration
+from otel_infer.integrations.transformers._integration import ENGINE, integration
 from otel_infer.patching import Hook
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
@@ -242,7 +242,6 @@ def _release() -> None:
         batches.end()
 
 
-integration.step_hook(f"{MANAGER}.start", optional=True, part=PART)(apart)
 for _target in (f"{MANAGER}._run_generation_loop", f"{PROCESSOR}.warmup"):
     integration.step_hook(_target, optional=True, part=PART)(claiming)
 

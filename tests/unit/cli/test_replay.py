@@ -14,6 +14,7 @@ from otel_infer import facts, tape
 from otel_infer.cli import main, replay
 from otel_infer.sinks import spans
 from tests.otlp_receiver import OtlpReceiver, status
+from tests.starts import server
 from tests.story import Story, drawn, ids, text
 
 
@@ -89,6 +90,21 @@ def test_a_request_is_an_object_with_lengths_in_ms(path: Path, capsys: pytest.Ca
         "decode_steps": 3,
         "infer.telemetry.lost": False,
     }
+
+
+def test_a_start_is_a_line_before_the_first_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = server()
+    story.ends(9600, story.arrives(9500))
+    path = recorded(story, tmp_path / "a.tape")
+    assert main(["replay", str(path)]) == 0
+    start, request = capsys.readouterr().out.splitlines()
+    assert "server start  ready by lifespan  9000 ms  [imports" in start
+    assert "chat toy" in request
+    assert main(["replay", "--json", str(path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["operation"] == "chat"
 
 
 def test_requests_come_in_the_order_in_which_they_ended_and_those_in_flight_do_not(tmp_path: Path) -> None:

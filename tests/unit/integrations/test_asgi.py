@@ -193,7 +193,6 @@ async def test_a_request_lasts_from_its_arrival_to_its_last_byte(watched: Watche
         {"method": "OPTIONS"},
         {"method": "DELETE"},
         {"type": "websocket"},
-        {"type": "lifespan"},
     ],
     ids=lambda scope: next(iter(scope.values())),
 )

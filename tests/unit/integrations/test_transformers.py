@@ -555,5 +555,5 @@ def test_a_token_that_cannot_be_made_into_text_fails_its_request(
 def test_every_part_has_a_name_and_hooks_what_one_process_imports() -> None:
     parts = integration.parts
     assert set(parts) == {
-        "continuous batching", "generate", "processor", "serve", "streamers", "tokenizer", "transfers",
+        "continuous batching", "generate", "processor", "serve", "streamers", "tokenizer", "transfers", "weights",
     }  # fmt: skip

@@ -82,6 +82,41 @@ def test_nothing_is_made_before_the_first_fact(recording: Recorder, arenas: Aren
     assert next(one.fact[1:] for one in said(arenas.made[0])) == ("toy", 1, 2)
 
 
+def test_how_the_process_started_is_kept_for_the_rings_and_comes_first(arenas: Arenas) -> None:
+    recording = Recorder()
+    began = facts.ProcessStarted(1, 2, b"t" * 16, b"s" * 8)
+    recording.start(arenas.make, arenas.tend, lambda reason: None, born=lambda: began)
+    recording.startup(facts.ModuleImported(3, "torch"))
+    assert arenas.asked == 0
+    recording.ensure()
+    recording.startup(facts.PhaseBegan(4, "weights"))
+    assert [one.fact for one in said(arenas.made[0])] == [
+        began, facts.ModuleImported(3, "torch"), facts.PhaseBegan(4, "weights"),
+    ]  # fmt: skip
+    recording.renew()
+    recording.ensure()
+    assert [one.fact for one in said(arenas.made[1])] == [one.fact for one in said(arenas.made[0])]
+    recording.stop()
+
+
+def test_a_forked_child_does_not_tell_what_its_parent_did_to_get_ready(
+    recording: Recorder, arenas: Arenas
+) -> None:
+    recording.startup(facts.ModuleImported(3, "torch"))
+    recording.forget()
+    recording.ensure()
+    assert said(arenas.made[0]) == []
+
+
+def test_a_process_that_never_gets_ready_does_not_fill_its_memory(
+    recording: Recorder, arenas: Arenas
+) -> None:
+    for at in range(10_000):
+        recording.startup(facts.PhaseBegan(at, "weights"))
+    recording.ensure()
+    assert len(said(arenas.made[0])) == recorder.MAX_STARTUP
+
+
 def test_threads_that_come_first_at_once_share_one_ring(recording: Recorder, arenas: Arenas) -> None:
     barrier = threading.Barrier(16)
     arenas.meanwhile = lambda: time.sleep(0.05)

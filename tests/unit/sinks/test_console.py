@@ -7,7 +7,8 @@ import io
 import pytest
 
 from otel_infer import facts
-from otel_infer.sinks.console import Console, line, milliseconds
+from otel_infer.sinks.console import Console, line, milliseconds, start_line
+from tests.starts import Starting, server
 from tests.story import Story
 
 
@@ -75,6 +76,23 @@ def test_an_http_request_that_reached_nothing_is_a_line_too() -> None:
     story = Story()
     story.ends(3, story.arrives(0, operation=""))
     assert lines(story) == "ca978112  POST /health  ok  3.0 ms  []\n"
+
+
+def test_a_start_is_a_line_with_its_phases() -> None:
+    (record,) = server().starts()
+    out = io.StringIO()
+    Console(out).start(record)
+    assert out.getvalue() == (
+        f"{record.trace_id.hex()[:8]}  server start  ready by lifespan  9000 ms  "
+        "[imports 3000 ms · weights 3500 ms · ready 1800 ms · compile 1000 ms · capture 500 ms]\n"
+    )
+
+
+def test_a_start_that_failed_says_of_what_and_in_what() -> None:
+    story = Starting()
+    story.begins(100, facts.WEIGHTS)
+    story.died(900)
+    assert "server start  error (process_died in weights)  900 ms  []" in start_line(*story.starts())
 
 
 def test_a_terminal_that_is_closed_is_no_reason_to_stop() -> None:

@@ -14,7 +14,7 @@ from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metr
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision
-from otel_infer.records import Blame, Mark, Pause, RequestRecord, Stage, StepRecord
+from otel_infer.records import Blame, Mark, Pause, Phase, RequestRecord, Stage, StartRecord, StepRecord
 from otel_infer.sinks.metrics import MetricsSink, metric_exporter
 from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
@@ -713,6 +713,25 @@ def test_interference_is_counted_by_the_class_of_offender_and_victim() -> None:
     }  # fmt: skip
 
 
+def started(*phases: Phase, **more: Any) -> StartRecord:
+    return StartRecord(bytes(15) + b"t", bytes(7) + b"s", 1, 0, 900 * MS, WALL, phases, **more)
+
+
+def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
+    metrics = sink()
+    loaded = (Phase("weights", 0, 100 * MS), Phase("weights", 200 * MS, 400 * MS))
+    metrics.start(started(*loaded, ready_by="lifespan"))
+    metrics.start(started(*loaded[:1], error_type="OSError"))
+    points = counted(metrics)["infer.startup.duration"]["points"]
+    said = {tuple(point["attributes"].values()): (point["count"], point["sum"]) for point in points}
+    assert said == {
+        ("total", "lifespan"): (1, 0.9), ("weights", "lifespan"): (1, pytest.approx(0.3)),
+        ("total", "OSError"): (1, 0.9), ("weights", "OSError"): (1, 0.1),
+    }  # fmt: skip
+    (exemplar,) = next(p for p in points if p["attributes"].get("infer.ready.by"))["exemplars"]
+    assert exemplar["trace_id"] == (bytes(15) + b"t").hex()
+
+
 def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics = sink()
     aborted = generation(outcome=facts.ABORTED, died_in="decode", error_type="timeout")
@@ -720,6 +739,7 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
     metrics.steps([step(prefill_tokens=5)])
     metrics.pauses([Pause(0, MS, "gc")])
+    metrics.start(started(Phase("imports", 0, MS)))
     metrics.marks([Mark(0, MS, "allocator_oom", 1)])
     for metric in semconv.METRICS:
         if metric.name.startswith("infer.self.") or metric is semconv.REQUEST_ACTIVE:

@@ -16,6 +16,7 @@ from otel_infer import facts
 from otel_infer.keeper import Decision, Keeper
 from otel_infer.records import RequestRecord
 from otel_infer.sinks.provider import Inner, ProviderSink
+from tests.starts import server
 from tests.story import MS, WALL, Story, Who, drawn, exported, ids, ns
 
 
@@ -186,6 +187,20 @@ def test_a_request_of_another_process_is_left_alone() -> None:
     provider.sink.request(story.record(), Decision(True, 9, "all"))
     assert provider.spans() == []
     provider.sink.flush(0)
+
+
+def test_a_start_gets_ids_of_the_provider_by_which_the_first_request_links_to_it() -> None:
+    story = server()
+    first = story.arrives(9500)
+    story.ends(9600, first)
+    provider = Provider()
+    for record in story.starts():
+        provider.sink.start(record)
+    assert drawn(provider.spans()) == drawn(story.start_spans())
+    root = next(span for span in provider.exporter.get_finished_spans() if span.name == "server start")
+    provider.take(story.records())
+    request = next(span for span in provider.exporter.get_finished_spans() if span.name == "chat toy")
+    assert [link.context for link in request.links] == [root.context]
 
 
 def test_a_request_is_claimed_once() -> None:

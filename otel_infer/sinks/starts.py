@@ -1,0 +1,60 @@
+"""The spans of one start of a process, as `docs/read-a-trace.md` draws them: a trace of its own."""
+
+from __future__ import annotations
+
+from otel_infer import semconv
+from otel_infer.facts import Value
+from otel_infer.otlp import Event, Span
+from otel_infer.records import Phase, StartRecord
+from otel_infer.sinks.tree import INTERNAL, STATUS_ERROR, STATUS_UNSET, derived_id
+
+MOST_PHASES = 64
+"""Phases of one start that become spans; the longest do."""
+
+
+def spans_of(record: StartRecord) -> list[Span]:
+    """The root and its phases, in this order. Always exported: there is one such trace for each process."""
+    longest = sorted(record.phases, key=lambda phase: phase.started_at - phase.ended_at)[:MOST_PHASES]
+    told: dict[str, Value] = {
+        semconv.PROCESS_PID: record.pid,
+        semconv.READY_BY: record.ready_by,
+        semconv.ERROR_TYPE: record.error_type,
+        semconv.DIED_IN: record.died_in,
+        semconv.PHASES_LEFT_OUT: len(record.phases) - len(longest),
+    }
+    root = Span(
+        record.trace_id,
+        record.span_id,
+        b"",
+        semconv.SPAN_START,
+        INTERNAL,
+        record.started_at + record.wall_offset,
+        record.ended_at + record.wall_offset,
+        {key: value for key, value in told.items() if value},
+        status=STATUS_ERROR if record.error_type else STATUS_UNSET,
+    )
+    chosen = [phase for phase in record.phases if phase in longest]
+    return [root, *(_phase(record, number, phase) for number, phase in enumerate(chosen))]
+
+
+def _phase(record: StartRecord, number: int, phase: Phase) -> Span:
+    told: dict[str, Value] = {semconv.REQUEST_MODEL: phase.model, semconv.ERROR_TYPE: phase.error_type}
+    return Span(
+        record.trace_id,
+        derived_id(record.span_id, phase.name, number),
+        record.span_id,
+        phase.name,
+        INTERNAL,
+        phase.started_at + record.wall_offset,
+        phase.ended_at + record.wall_offset,
+        {key: value for key, value in told.items() if value},
+        _imported(record) if phase.name == semconv.SPAN_IMPORTS else (),
+        status=STATUS_ERROR if phase.error_type else STATUS_UNSET,
+    )
+
+
+def _imported(record: StartRecord) -> list[Event]:
+    return [
+        Event(at + record.wall_offset, semconv.EVENT_IMPORTED, {semconv.MODULE: name})
+        for at, name in record.imported
+    ]

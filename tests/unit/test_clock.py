@@ -1,0 +1,24 @@
+"""The clock of the whole server, and how long this process has been there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from otel_infer import clock
+
+
+def test_a_process_began_when_it_was_started() -> None:
+    script = "from otel_infer import clock; print(clock.process_started_at())"
+    before = clock.now()
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    # The system counts in ticks of 10 ms, and a tick is the one that had begun.
+    assert before - 20_000_000 <= int(ran.stdout) <= clock.now()
+
+
+def test_where_the_system_does_not_say_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(time, "CLOCK_BOOTTIME")
+    assert clock.process_started_at() == 0
