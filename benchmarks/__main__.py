@@ -22,7 +22,8 @@ from rich.table import Table
 from benchmarks import machine, verdict
 from benchmarks.verdict import Line
 
-SECTIONS = ("hooks", "simulated_loop", "transformers_loop", "throughput", "truth")
+SECTIONS = ("hooks", "simulated_loop", "transformers_loop", "throughput", "asgi", "truth")
+MODULES = {"asgi": "asgi_requests"}
 NOT_QUICK = ("truth",)
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -39,7 +40,9 @@ def main() -> int:
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.section:
-        lines = importlib.import_module(f"benchmarks.{arguments.section}").measure(arguments.quick)
+        lines = importlib.import_module(
+            f"benchmarks.{MODULES.get(arguments.section, arguments.section)}"
+        ).measure(arguments.quick)
         verdict.saved(lines, arguments.json, {})
         return 0
     lines, about, broken = _all(arguments.only or SECTIONS, arguments.quick)
