@@ -113,7 +113,7 @@ async def _rounds(systems: list[System], ask: Ask, path: str, size: Size, export
             if name == OURS:
                 exporting.flush()
                 sidecar += machine.cpu_ns(exporting.pid) - began
-    return Found(found, sidecar / size.rounds / size.requests)
+    return Found(found, sidecar / size.rounds / (WARM + size.requests))
 
 
 async def _block(system: System, ask: Ask, path: str, requests: int) -> float:

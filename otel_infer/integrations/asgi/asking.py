@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opentelemetry import baggage
+from opentelemetry.context import Context
 
 from otel_infer import callers
 from otel_infer.ingress import LiveRequest
@@ -17,24 +18,24 @@ wanted = callers.NOTHING
 """Set by `configure`."""
 
 
-def tell(request: LiveRequest, scope: Mapping[str, Any]) -> None:
-    """States what is wanted; the caller's baggage is in the current context."""
-    if wanted is callers.NOTHING:
+def tell(request: LiveRequest, scope: Mapping[str, Any], around: Context | None) -> None:
+    """States what is wanted; the caller's baggage is in `around`, or in the current context."""
+    if wanted.tenant is None and wanted.traffic is None:
         return
     headers, named = scope.get("headers") or (), ""
     if wanted.traffic is not None:
         said = _header(headers, wanted.traffic.header) if wanted.traffic.header else None
         named = wanted.traffic.of(said, str(scope.get("path", "")))
-    request.asked(callers.told(_tenant(headers), wanted.key), named)
+    request.asked(callers.told(_tenant(headers, around), wanted.key), named)
 
 
-def _tenant(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def _tenant(headers: Iterable[tuple[bytes, bytes]], around: Context | None) -> str:
     if wanted.tenant is None:
         return ""
     if wanted.tenant.kind == callers.HEADER:
         return (_header(headers, wanted.tenant.name) or "").strip()
     if wanted.tenant.kind == callers.BAGGAGE:
-        value = baggage.get_baggage(wanted.tenant.name)
+        value = baggage.get_baggage(wanted.tenant.name, around)
         return value.strip() if isinstance(value, str) else ""
     return ""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from otel_infer import clock, facts, ingress
 from otel_infer.integrations.asgi import asking, response_headers
-from otel_infer.integrations.asgi.parent import Tokens, enter_remote, is_innermost, is_traced, leave
+from otel_infer.integrations.asgi.parent import Tokens, is_innermost, is_traced, leave, told_by
 from otel_infer.patching import Hook
 
 Scope = MutableMapping[str, Any]
@@ -104,20 +104,18 @@ class Exchange:
     def open(self, ambient: bool) -> Tokens:
         """Opens the request and makes it current, until `leave` is given what this returns."""
         self.deferred = False
-        tokens: Tokens = ()
         try:
-            if not ambient:
-                tokens = enter_remote(self.scope.get("headers") or ())
+            around = None if ambient else told_by(self.scope.get("headers") or ())
             method = self.scope.get("method")
             name = method if method in KNOWN_METHODS else facts.OTHER
-            request = ingress.open_request(name, owner="asgi", server=True, arrived_at=self.arrived_at)
+            request = self.request = ingress.open_request(
+                name, owner="asgi", around=around, server=True, arrived_at=self.arrived_at
+            )
             if request is not None:
-                self.request = request
-                asking.tell(request, self.scope)
-                return (*tokens, request.attach())
+                asking.tell(request, self.scope, around)
+                return (request.attach(),)
         except BaseException as exc:
             self.hook.fail(exc)
-        leave(tokens)
         return ()
 
     # ── on the way in ────────────────────────────────────────────────────────────────────────────────────────────

@@ -886,7 +886,7 @@ async def test_the_baggage_of_an_earlier_request_is_not_this_ones(watched: Watch
 
 def _opened() -> identity.Opened:
     assert ingress.opener is not None
-    return ingress.opener.open("POST", otel_context.get_current(), False, 0)
+    return ingress.opener.open("POST", otel_context.get_current(), trace.INVALID_SPAN_CONTEXT, False, 0)
 
 
 @pytest.mark.parametrize(
