@@ -97,6 +97,7 @@ def _whole_cell(known: facts.Layout) -> tuple[Callable[..., None], int, tuple[in
     return cell.pack_into, known.code, known.strings
 
 
+_ARRIVED = facts.BY_FACT[facts.RequestArrived]
 _NO_REQUEST = bytes(layout.LIVE_BYTES)
 
 _WHOLE_CELLS = {
@@ -144,7 +145,7 @@ class RequestWriter:
         # at, wall_at and the four ids come first in the fact, in this order.
         fields = (handle, arrived.flags, 0, *arrived[:6], arrived.at, handle)
         layout.LIVE.pack_into(self.memory, offset, *fields)
-        self.state(handle, arrived)
+        self._write(_ARRIVED.code, handle, _ARRIVED.packed.pack(*self._with_ids(arrived, _ARRIVED.strings)))
         return handle
 
     def reached(self, handle: int, state: int, at: int) -> None:
