@@ -27,12 +27,14 @@ SECTIONS = (
     "simulated_loop",
     "transformers_loop",
     "throughput",
+    "asgi",
     "retention",
     "slow_collector",
     "memory",
     "accuracy",
     "truth",
 )
+MODULES = {"asgi": "asgi_requests"}
 NOT_QUICK = ("truth",)
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -49,7 +51,9 @@ def main() -> int:
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.section:
-        lines = importlib.import_module(f"benchmarks.{arguments.section}").measure(arguments.quick)
+        lines = importlib.import_module(
+            f"benchmarks.{MODULES.get(arguments.section, arguments.section)}"
+        ).measure(arguments.quick)
         verdict.saved(lines, arguments.json, {})
         return 0
     lines, about, broken = _all(arguments.only or SECTIONS, arguments.quick)

@@ -25,9 +25,9 @@ class Stock:
 
         for name in [name for name in os.environ if name.startswith("OTEL_")]:
             del os.environ[name]
-        self._provider = TracerProvider(DEFAULT_ON if sampled else ALWAYS_OFF, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{endpoint}/v1/traces")))
-        self._tracer = self._provider.get_tracer("stock")
+        self.provider = TracerProvider(DEFAULT_ON if sampled else ALWAYS_OFF, shutdown_on_exit=False)
+        self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{endpoint}/v1/traces")))
+        self._tracer = self.provider.get_tracer("stock")
         self.steps_made = 0
 
     def request(self) -> tuple[Any, Any]:
@@ -47,11 +47,11 @@ class Stock:
 
     def flush(self) -> None:
         """Everything that was not dropped is with the receiver afterwards."""
-        self._provider.force_flush(60_000)
+        self.provider.force_flush(60_000)
 
     def close(self) -> None:
         """Ends the exporting thread."""
-        self._provider.shutdown()
+        self.provider.shutdown()
 
 
 class StockBinding:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from opentelemetry import baggage
+from opentelemetry.context import Context
 
 from otel_infer import callers
 from otel_infer.ingress import LiveRequest
@@ -19,23 +20,23 @@ wanted = callers.NOTHING
 
 
 def tell(request: LiveRequest, headers: Headers, path: str = "") -> None:
-    """States what is wanted; the caller's baggage is in the current context. `headers`: as they were on the wire."""
-    if wanted is callers.NOTHING:
+    """States what is wanted; the caller's baggage is in what the request was opened in. `headers`: as on the wire."""
+    if wanted.tenant is None and wanted.traffic is None:
         return
     named = ""
     if wanted.traffic is not None:
         said = _header(headers, wanted.traffic.header) if wanted.traffic.header else None
         named = wanted.traffic.of(said, path)
-    request.asked(callers.told(_tenant(headers), wanted.key), named)
+    request.asked(callers.told(_tenant(headers, request.around), wanted.key), named)
 
 
-def _tenant(headers: Headers) -> str:
+def _tenant(headers: Headers, around: Context) -> str:
     if wanted.tenant is None:
         return ""
     if wanted.tenant.kind == callers.HEADER:
         return (_header(headers, wanted.tenant.name) or "").strip()
     if wanted.tenant.kind == callers.BAGGAGE:
-        value = baggage.get_baggage(wanted.tenant.name)
+        value = baggage.get_baggage(wanted.tenant.name, around)
         return value.strip() if isinstance(value, str) else ""
     return ""
 

@@ -12,6 +12,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
+_SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 _SAMPLING = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
 
 
@@ -82,8 +83,8 @@ class Opener(Protocol):
 
     limits: Limits
 
-    def open(self, name: str, parent: Context, own_server: bool, wall_at: int) -> Opened:
-        """A request span named `name`, below a server span of ours if `own_server`."""
+    def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
+        """A request span named `name`, below a server span of ours if `own_server`; `above` is the span in `parent`."""
         ...
 
     def ids(self) -> tuple[bytes, bytes]:
@@ -96,23 +97,51 @@ class IdOpener:
 
     def __init__(self, sampler: Any, ids: Any, limits: Limits) -> None:
         self._sampler, self._ids, self.limits = sampler, ids, limits
+        self._constant = _constant(sampler)
 
-    def open(self, name: str, parent: Context, own_server: bool, wall_at: int) -> Opened:
-        above = trace.get_current_span(parent).get_span_context()
+    def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
         trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
-        kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
-        result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)
-        flags = TraceFlags(TraceFlags.SAMPLED if result.decision.is_sampled() else TraceFlags.DEFAULT)
-        state = result.trace_state
+        if self._constant is not None:
+            sampled, state = self._constant.of(above), above.trace_state
+        else:
+            kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
+            result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)
+            sampled, state = result.decision.is_sampled(), result.trace_state
+        flags = _SAMPLED if sampled else _NOT_SAMPLED
 
-        def make() -> SpanContext:
-            return SpanContext(trace_id, self._ids.generate_span_id(), False, flags, state)
-
-        return Opened(make(), make() if own_server else None, above if above.is_valid else None, None)
+        new = self._ids.generate_span_id
+        request = SpanContext(trace_id, new(), False, flags, state)
+        server = SpanContext(trace_id, new(), False, flags, state) if own_server else None
+        return Opened(request, server, above if above.is_valid else None, None)
 
     def ids(self) -> tuple[bytes, bytes]:
         trace_id, span_id = self._ids.generate_trace_id(), self._ids.generate_span_id()
         return trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big")
+
+
+class _Constant(NamedTuple):
+    """A sampler that asks for nothing but its parent's flag, or not even for that. `root`: for who has no parent."""
+
+    root: bool
+    follows: bool
+
+    def of(self, above: SpanContext) -> bool:
+        """Whether the child of this span is sampled."""
+        return above.trace_flags.sampled if self.follows and above.is_valid else self.root
+
+
+def _constant(sampler: Any) -> _Constant | None:
+    """What this one decides, if it is one of those that the standard variables name without an argument: known without
+    the dozen calls that asking it takes."""
+    from opentelemetry.sdk.trace import sampling
+
+    known = (
+        (sampling.DEFAULT_ON, _Constant(True, True)),
+        (sampling.DEFAULT_OFF, _Constant(False, True)),
+        (sampling.ALWAYS_ON, _Constant(True, False)),
+        (sampling.ALWAYS_OFF, _Constant(False, False)),
+    )
+    return next((constant for one, constant in known if one is sampler), None)
 
 
 class ProviderOpener:
@@ -123,8 +152,7 @@ class ProviderOpener:
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
 
-    def open(self, name: str, parent: Context, own_server: bool, wall_at: int) -> Opened:
-        above = trace.get_current_span(parent).get_span_context()
+    def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
         server = None
         if own_server:
             server = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=wall_at)

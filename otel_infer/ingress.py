@@ -21,6 +21,7 @@ from otel_infer.identity import Limits, Opened, Opener
 from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
 
+_NO_ID = bytes(8)
 _KEY = otel_context.create_key("otel_infer-request")
 
 
@@ -30,22 +31,31 @@ class LiveRequest(trace.Span):
     All `*_at` are monotonic ns; 0 = not yet.
     """
 
-    def __init__(self, opened: Opened, handle: int, arrived_at: int, owner: str) -> None:
-        self._context, self._above, self._seen = opened.request, opened.parent, False
-        self._around: Context | None = None
+    # What most requests never change costs none of them a store.
+    ended = named = False
+    responding = tokens_reached = first_token_sent = False
+    operation = engine = ""
+    sequences_left = 1
+    chunks = send_wait_ns = detokenize_ns = 0
+    _attributes = _events = _links = 0
+    _failed = _seen = False
+    _engine_failed = ""
+
+    def __init__(self, opened: Opened, handle: int, arrived_at: int, owner: str, around: Context) -> None:
+        """`around`: what `attach` starts from; the caller's baggage lies in it."""
+        self._context, self._above, self.around = opened.request, opened.parent, around
         self.server = opened.server
         self.inner = opened.inner
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
-        self.packed = handle.to_bytes(4, "little")
-        self.ended = self.named = False
-        self.operation = self.engine = ""
-        self.sequences_left = 1
-        self.responding = self.tokens_reached = self.first_token_sent = False
-        self.chunks = self.send_wait_ns = self.detokenize_ns = 0
-        self._room = opener.limits if opener is not None else Limits()
-        self._attributes = self._events = self._links = 0
-        self._failed = False
-        self._engine_failed = ""
+
+    @property
+    def _room(self) -> Limits:
+        return opener.limits if opener is not None else Limits()
+
+    @property
+    def packed(self) -> bytes:
+        """The handle as it stands in a step's columns."""
+        return self.handle.to_bytes(4, "little")
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,7 +169,8 @@ class LiveRequest(trace.Span):
     def add_link(self, context: SpanContext, attributes: types.Attributes = None) -> None:
         if self.is_recording() and context.is_valid and self._links < self._room.links:
             self._links += 1
-            self.state(facts.SpanLinked(clock.now(), _trace_bytes(context), _span_bytes(context)))
+            ids = context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
+            self.state(facts.SpanLinked(clock.now(), *ids))
 
     def update_name(self, name: str) -> None:
         if self.is_recording():
@@ -185,15 +196,11 @@ class LiveRequest(trace.Span):
     def end(self, end_time: int | None = None) -> None:
         """The span ends with its request, which whoever opened it closes."""
 
-    def come_from(self, around: Context) -> None:
-        """What `attach` starts from: the caller's baggage lies in it."""
-        self._around = around
-
     # ── current ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self) -> Any:
         """Makes the request current here; give the token to `detach`."""
-        here = otel_context.set_value(_KEY, self, self._around)
+        here = Context({**self.around, _KEY: self})
         return otel_context.attach(
             trace.set_span_in_context(self if self.inner is None else self.inner[1], here)
         )
@@ -222,6 +229,7 @@ def open_request(
     name: str,
     *,
     owner: str,
+    around: Context | None = None,
     headers: Mapping[str, str] | None = None,
     server: bool = False,
     operation: str = "",
@@ -230,38 +238,29 @@ def open_request(
     arrived_at: int = 0,
     generative: bool = True,
 ) -> LiveRequest | None:
-    """A new request, child of `headers` (W3C and OTEL_PROPAGATORS) or of the current span; None while nothing records.
+    """A new request, child of `headers` (W3C and OTEL_PROPAGATORS) or of the span in `around`; None while nothing records.
 
-    `server`: a SERVER span of ours goes above it, unless one is current. `owner` is who will close it.
+    `around`: the current context, if not given. `server`: a SERVER span of ours goes above it, unless there is one in
+    `around`. `owner` is who will close it.
     """
     if opener is None or not recorder.active:
         return None
     now, wall_now = clock.wall_pair()
     arrived_at = arrived_at or now
     wall_at = wall_now - (now - arrived_at)
-    here = otel_context.get_current()
-    local = trace.get_current_span(here).get_span_context()
-    own_server = server and not (local.is_valid and not local.is_remote)
-    parent = propagate.extract(headers, here) if headers and own_server else here
-    opened = opener.open(name, parent, own_server, wall_at)
-    flags = _flags(opened, generative)
+    parent = otel_context.get_current() if around is None else around
+    above = trace.get_current_span(parent).get_span_context()
+    own_server = server and (above.is_remote or not above.is_valid)
+    if headers and own_server:
+        parent = propagate.extract(headers, parent)
+        above = trace.get_current_span(parent).get_span_context()
+    opened = opener.open(name, parent, above, own_server, wall_at)
     arrived = facts.RequestArrived(
-        arrived_at,
-        wall_at,
-        _trace_bytes(opened.request),
-        _span_bytes(opened.request),
-        _span_bytes(opened.parent) if opened.parent else bytes(8),
-        _span_bytes(opened.server) if opened.server else bytes(8),
-        flags,
-        operation,
-        provider,
-        model,
-        name,
+        arrived_at, wall_at, *_ids(opened), _flags(opened, generative), operation, provider, model, name
     )
-    request = LiveRequest(opened, recorder.open(arrived), arrived_at, owner)
+    request = LiveRequest(opened, recorder.open(arrived), arrived_at, owner, parent)
     if opened.request.trace_state and (state := identity.sampling_state(opened.request.trace_state)):
         request.state(facts.StateCarried(now, state))
-    request.come_from(parent)
     if opened.inner is not None and request.handle:
         unclaimed.put(arrived.span_id, opened.inner)
     return request
@@ -285,12 +284,15 @@ def _flags(opened: Opened, generative: bool) -> int:
     return flags | (0 if generative else facts.NON_GENERATIVE)
 
 
-def _trace_bytes(context: SpanContext) -> bytes:
-    return context.trace_id.to_bytes(16, "big")
-
-
-def _span_bytes(context: SpanContext) -> bytes:
-    return context.span_id.to_bytes(8, "big")
+def _ids(opened: Opened) -> tuple[bytes, bytes, bytes, bytes]:
+    """Of the trace, of the request, of what is above it and of our server span."""
+    request, parent, server = opened.request, opened.parent, opened.server
+    return (
+        request.trace_id.to_bytes(16, "big"),
+        request.span_id.to_bytes(8, "big"),
+        _NO_ID if parent is None else parent.span_id.to_bytes(8, "big"),
+        _NO_ID if server is None else server.span_id.to_bytes(8, "big"),
+    )
 
 
 def _monotonic(wall_at: int | None) -> int:

@@ -63,6 +63,8 @@ CELL_BYTES = 64
 BODY_BYTES = 40
 PART_BYTES = 36
 PART = struct.Struct("<I36s")
+PART_CELL = struct.Struct("<QBBBxII36sQ")
+"""A cell whose body is a part."""
 MAX_PARTS = 64
 
 # ── live table ───────────────────────────────────────────────────────────────────────────────────────────────────

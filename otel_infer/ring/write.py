@@ -97,6 +97,9 @@ def _whole_cell(known: facts.Layout) -> tuple[Callable[..., None], int, tuple[in
     return cell.pack_into, known.code, known.strings
 
 
+_ARRIVED = facts.BY_FACT[facts.RequestArrived]
+_NO_REQUEST = bytes(layout.LIVE_BYTES)
+
 _WHOLE_CELLS = {
     known.fact: _whole_cell(known)
     for known in facts.REQUEST_LAYOUTS
@@ -142,7 +145,7 @@ class RequestWriter:
         # at, wall_at and the four ids come first in the fact, in this order.
         fields = (handle, arrived.flags, 0, *arrived[:6], arrived.at, handle)
         layout.LIVE.pack_into(self.memory, offset, *fields)
-        self.state(handle, arrived)
+        self._write(_ARRIVED.code, handle, _ARRIVED.packed.pack(*self._with_ids(arrived, _ARRIVED.strings)))
         return handle
 
     def reached(self, handle: int, state: int, at: int) -> None:
@@ -158,7 +161,7 @@ class RequestWriter:
         if handle == 0 or handle >> layout.SLOT_BITS != self._generations[slot]:
             return
         offset = self._live + slot * layout.LIVE_BYTES
-        self.memory[offset : offset + layout.LIVE_BYTES] = bytes(layout.LIVE_BYTES)
+        self.memory[offset : offset + layout.LIVE_BYTES] = _NO_REQUEST
         self._generations[slot] = (self._generations[slot] + 1) % layout.GENERATIONS or 1
         self._free.append(slot)
 
@@ -186,9 +189,10 @@ class RequestWriter:
 
     def _with_ids(self, fact: Any, strings: tuple[int, ...]) -> list[Any]:
         """The fields, those that are strings as numbers of the string table."""
-        fields = list(fact)
+        fields, known = list(fact), self._strings
         for i in strings:
-            fields[i] = self._strings.get(fields[i]) or self._intern(str(fields[i]))
+            number = known.get(fields[i])
+            fields[i] = self._intern(str(fields[i])) if number is None else number
         return fields
 
     def _write(self, code: int, handle: int, body: bytes) -> None:
@@ -197,17 +201,15 @@ class RequestWriter:
             offset = layout.PAGE + cell % self._cells * layout.CELL_BYTES
             layout.CELL.pack_into(self.memory, offset, cell + 1, code, 0, 1, handle, body, cell + 1)
             return
-        size = layout.PART_BYTES
-        chunks = [body[i : i + size] for i in range(0, len(body), size)]
+        size, pack_into = layout.PART_BYTES, layout.PART_CELL.pack_into
+        parts = -(-len(body) // size)
         first = 0
-        for part, chunk in enumerate(chunks):
+        for part in range(parts):
             cell = self._next_cell()
-            first = first or cell + 1
-            piece = layout.PART.pack(first & 0xFFFFFFFF, chunk)
+            first = first if part else (cell + 1) & 0xFFFFFFFF
+            piece = body[part * size : part * size + size]
             offset = layout.PAGE + cell % self._cells * layout.CELL_BYTES
-            layout.CELL.pack_into(
-                self.memory, offset, cell + 1, code, part, len(chunks), handle, piece, cell + 1
-            )
+            pack_into(self.memory, offset, cell + 1, code, part, parts, handle, first, piece, cell + 1)
 
     def _intern(self, text: str) -> int:
         if text == "":

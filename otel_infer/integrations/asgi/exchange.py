@@ -8,7 +8,7 @@ from typing import Any
 
 from otel_infer import asking, clock, facts, ingress
 from otel_infer.integrations.asgi import response_headers
-from otel_infer.integrations.asgi.parent import Tokens, enter_remote, is_innermost, is_traced, leave
+from otel_infer.integrations.asgi.parent import Tokens, is_innermost, is_traced, leave, told_by
 from otel_infer.integrations.asgi.verdict import only, verdict
 from otel_infer.patching import Hook
 
@@ -110,20 +110,18 @@ class Exchange:
     def open(self, ambient: bool) -> Tokens:
         """Opens the request and makes it current, until `leave` is given what this returns."""
         self.deferred = False
-        tokens: Tokens = ()
         try:
-            if not ambient:
-                tokens = enter_remote(self.scope.get("headers") or ())
+            around = None if ambient else told_by(self.scope.get("headers") or ())
             method = self.scope.get("method")
             name = method if method in KNOWN_METHODS else facts.OTHER
-            request = ingress.open_request(name, owner="asgi", server=True, arrived_at=self.arrived_at)
+            request = self.request = ingress.open_request(
+                name, owner="asgi", around=around, server=True, arrived_at=self.arrived_at
+            )
             if request is not None:
-                self.request = request
                 asking.tell(request, self.scope.get("headers") or (), str(self.scope.get("path", "")))
-                return (*tokens, request.attach())
+                return (request.attach(),)
         except BaseException as exc:
             self.hook.fail(exc)
-        leave(tokens)
         return ()
 
     # ── on the way in ────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,23 +169,14 @@ class Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """The server's `send`, seen and timed."""
-        began = self._sends(message)
-        if not began and response_headers.wanted:
-            message = self._told(message)
+        """The server's `send`, seen and timed. A chunk of a stream passes here without a call more than it takes."""
+        began, request = 0, self.request
         try:
-            await self._send(message)
-        except BaseException as exc:
-            self._sent(began, exc)
-            raise
-        if began:
-            self._sent(began, None)
-
-    def _sends(self, message: Message) -> int:
-        """The instant from which the client may make us wait; 0: it will not with this message."""
-        try:
-            kind, request = message["type"], self.request
-            if kind == "http.response.body" and request is not None:
+            if message["type"] != "http.response.body":
+                began = self._sends(message)
+                if not began and response_headers.wanted:
+                    message = self._told(message)
+            elif request is not None:
                 began = _now()
                 if self._server.disconnected:
                     self.left_at = self.left_at or began
@@ -196,14 +185,25 @@ class Exchange:
                         self._say_first(request, began)
                     request.chunks += 1
                 self.finishing = not message.get("more_body", False)
-                return began
-            if kind == "http.response.start":
-                self._starts(message)
-            elif kind == "http.response.pathsend":
-                self.finishing = True
-                return _now()
         except BaseException as exc:
             self._give_up(exc)
+        try:
+            await self._send(message)
+        except BaseException as exc:
+            self._sent(began, exc)
+            raise
+        if began and self.finishing:
+            self._sent(began, None)
+        elif began and request is not None:
+            request.send_wait_ns += _now() - began
+
+    def _sends(self, message: Message) -> int:
+        """Of a message that is no body: the instant from which the client may make us wait; 0: it will not."""
+        if message["type"] == "http.response.start":
+            self._starts(message)
+        elif message["type"] == "http.response.pathsend":
+            self.finishing = True
+            return _now()
         return 0
 
     def _told(self, message: Message) -> Message:

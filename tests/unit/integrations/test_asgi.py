@@ -875,7 +875,9 @@ async def test_the_baggage_of_an_earlier_request_is_not_this_ones(watched: Watch
     """asyncio may leak the context of a request into the next one on its connection, which need not be its client's."""
     wanting("baggage:tenant")
     await asked(sending(START, LAST), Client(headers=ASKED))
-    leaked = trace.set_span_in_context(ingress.LiveRequest(_opened(), 0, 0, "asgi"))
+    leaked = trace.set_span_in_context(
+        ingress.LiveRequest(_opened(), 0, 0, "asgi", otel_context.get_current())
+    )
     token = otel_context.attach(baggage.set_baggage("tenant", "of another", leaked))
     try:
         await asked(sending(START, LAST), Client(headers=[TRACEPARENT]))
@@ -886,7 +888,7 @@ async def test_the_baggage_of_an_earlier_request_is_not_this_ones(watched: Watch
 
 def _opened() -> identity.Opened:
     assert ingress.opener is not None
-    return ingress.opener.open("POST", otel_context.get_current(), False, 0)
+    return ingress.opener.open("POST", otel_context.get_current(), trace.INVALID_SPAN_CONTEXT, False, 0)
 
 
 @pytest.mark.parametrize(
