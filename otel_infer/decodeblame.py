@@ -73,33 +73,40 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     ran, waited = steps.until - steps.began, steps.began - steps.since
     _without_pauses(records, steps, ran, waited)
     typical = base + each * steps.size
-    others = np.where(steps.prefill > 0, np.maximum(ran - typical, 0), 0).astype(np.int64)
-    rest = ran - others
-    own = np.minimum(rest, base + each * np.minimum(steps.tokens, steps.size)).astype(np.int64)
-    batching = np.minimum(rest - own, each * np.maximum(steps.size - steps.tokens, 0)).astype(np.int64)
-    over = rest - own - batching
+    own, batching, others, over = _by_cost(steps, ran, base, each)
     cold, no_prompts = _first_uses(records, steps, others)
     others -= no_prompts
+    preempted = _preempted(records, steps)
+    held, blocked = _held(records, steps, others, over, ~(cold | preempted))
     stalled = is_stalled(over, typical, spread)
     own += np.where(stalled, 0, over)
-    unexplained = np.where(stalled & ~cold, over, 0)
     first_use = np.where(stalled & cold, over, 0) + no_prompts
-    preempted = _preempted(records, steps)
+    unexplained = np.where(stalled & ~cold, over, 0)
+    blocked = (blocked * unexplained).astype(np.int64)
+    unexplained -= blocked
     recomputed = np.where(preempted, others + unexplained + first_use + waited, 0)
     others, unexplained, first_use = (
         np.where(preempted, 0, some) for some in (others, unexplained, first_use)
     )
-    held = _held(records, steps, others, unexplained)
     holes = np.array([record.telemetry_lost for record in records])[steps.owner] & ~steps.next & ~preempted
     host = np.where(steps.next & ~preempted, waited, 0)
     skipped = np.where(~steps.next & ~preempted & ~holes, waited, 0)
     unexplained += np.where(holes, waited, 0)
-    columns = (own, batching, others + skipped, recomputed, host, unexplained, first_use, *held)
+    columns = (own, batching, others + skipped, recomputed, host, unexplained, first_use, *held, blocked)
     sums = np.array([np.add.reduceat(column, steps.begins) for column in columns]).T.tolist()
     return [
         DecodeBlame(dict(zip(_CAUSES, line)), _worst(steps, others, i) if line[2] else [])
         for i, line in enumerate(sums)
     ]
+
+
+def _by_cost(steps: _Steps, ran: Any, base: Any, each: Any) -> tuple[Any, Any, Any, Any]:
+    """What steps took, divided by what such steps cost: own, batching, over that with others' prompts, over that without."""
+    others = np.where(steps.prefill > 0, np.maximum(ran - base - each * steps.size, 0), 0).astype(np.int64)
+    rest = ran - others
+    own = np.minimum(rest, base + each * np.minimum(steps.tokens, steps.size)).astype(np.int64)
+    batching = np.minimum(rest - own, each * np.maximum(steps.size - steps.tokens, 0)).astype(np.int64)
+    return own, batching, others, rest - own - batching
 
 
 def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waited: Any) -> None:
@@ -118,22 +125,25 @@ def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waite
                 ran[mine] -= np.maximum(np.minimum(until, end) - np.maximum(began, begin), 0)
 
 
-def _held(records: list[RequestRecord], steps: _Steps, others: Any, unexplained: Any) -> Any:
-    """Takes out of both what the kernel knows the reason of: without a CPU, page faults, blocked (lines, ns)."""
-    held = np.zeros((3, len(steps.step)), np.int64)
+def _held(records: list[RequestRecord], steps: _Steps, others: Any, over: Any, usual: Any) -> tuple[Any, Any]:
+    """Takes out of both what the kernel knows the reason of, where a step is as usual: (lines: without a CPU, page faults; ns).
+
+    Also: as which share of what is then left of a stall the thread was blocked.
+    """
+    held, blocked = np.zeros((2, len(steps.step)), np.int64), np.zeros(len(steps.step))
     for i, record in enumerate(records):
         mine = slice(int(steps.begins[i]), int(steps.begins[i] + steps.counts[i]))
         since, began, until = steps.since[mine], steps.began[mine], steps.until[mine]
         if record.strain is None or not record.strain.touches(int(since[0]), int(until[-1])):
             continue
-        shares = np.array(record.strain.shares(began, until))
-        of_stalls = (shares * unexplained[mine]).astype(np.int64)
-        shares[2] = 0  # a prompt that takes its time on the device is no lock
-        of_others = (shares * others[mine]).astype(np.int64)
-        held[:, mine] = of_stalls + of_others
-        unexplained[mine] -= of_stalls.sum(axis=0)
-        others[mine] -= of_others.sum(axis=0)
-    return held
+        shares = record.strain.shares(began, until)
+        known = np.array(shares[:2]) * usual[mine]
+        blocked[mine] = shares.blocked * usual[mine]
+        for column in (others, over):
+            taken = (known * column[mine]).astype(np.int64)
+            held[:, mine] += taken
+            column[mine] -= taken.sum(axis=0)
+    return held, blocked
 
 
 def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tuple[Any, Any]:

@@ -33,7 +33,7 @@ _NEVER = 1 << 63
 
 
 class Held(NamedTuple):
-    """ns by cause, or shares of 1; numbers or columns."""
+    """Shares of what a step took longer; `blocked` of what is left of it then. Numbers or columns."""
 
     starved: Any
     faulted: Any
@@ -155,14 +155,15 @@ def _shares(seen: ThreadSeen, fault_ns: float, steps: _Steps, costs: StepCosts) 
     part = (np.minimum(ends, seen.at) - np.maximum(begins, seen.since)) / lengths
     typical = np.minimum(costs.base + costs.per_sequence * size, lengths)
     over = lengths - typical
-    over = np.where(is_stalled(over, typical, costs.spread) | ~plain, over * part, 0.0)
-    excess, of_plain = float(over.sum()), float(over[plain].sum())
+    # That a prompt takes its time on the device is no lock: for this, only steps without one count.
+    stalls = float((over * part)[is_stalled(over, typical, costs.spread) & plain].sum())
+    excess = float((over * part).sum())
     if excess <= 0:
         return _NOTHING
     starved = min(seen.waited_ns, excess)
     faulted = min(fault_ns, excess - starved)
-    # That a prompt takes its time on the device is no lock: for this, only steps without one count.
+    left = stalls * (1 - (starved + faulted) / excess)
     longer = max(seen.ran_ns - float((typical * part).sum()) - faulted, 0.0)
     slept = max(seen.at - seen.since - seen.ran_ns - seen.waited_ns, 0)
-    blocked = min(max(of_plain * (1 - (starved + faulted) / excess) - longer, 0.0), slept)
-    return Held(starved / excess, faulted / excess, blocked / of_plain if of_plain else 0.0)
+    blocked = min(max(left - longer, 0.0), slept)
+    return Held(starved / excess, faulted / excess, blocked / left if left else 0.0)
