@@ -10,7 +10,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest browser bench lint format wheel clean
+.PHONY: help demo test test-oldest browser bench bench-peers lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,11 +50,14 @@ format: $(VENV)/.dev  ## rewrite the files the way `make test` wants them
 bench: $(VENV)/.dev  ## what it costs, measured here, with controls
 	$(BIN)/python -m benchmarks $(ARGS)
 
+bench-peers: $(VENV)/.dev $(VENV)-peers/.peers  ## the section peers of `make bench`, beside OpenLIT and OpenLLMetry
+	$(BIN)/python -m benchmarks --only peers --peers-python $(VENV)-peers/bin/python $(ARGS)
+
 wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:
@@ -81,6 +84,13 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml $(VENV)/.demo
 	@echo "installing what the tests need"
 	@$(PIP) -e ".[demo,igzip,dev]"
+	@touch $@
+
+# In an environment of their own, since what they pin would change what the tests run with.
+$(VENV)-peers/.peers: pyproject.toml
+	@$(MAKE) --no-print-directory VENV=$(VENV)-peers $(VENV)-peers/.demo
+	@echo "installing OpenLIT and OpenLLMetry's instrumentation of transformers"
+	@$(VENV)-peers/bin/python -m pip install -qq openlit opentelemetry-instrumentation-transformers
 	@touch $@
 
 $(VENV)-oldest/.dev: pyproject.toml

@@ -1,6 +1,6 @@
 """Measures everything and ends with one table: claim, gate, measured, control, verdict.
 
-    python -m benchmarks [--quick] [--only SECTION …] [--json FILE] [--docs FILE] [--report]
+    python -m benchmarks [--quick] [--only SECTION …] [--json FILE] [--docs FILE] [--report] [--peers-python PATH]
 
 Exit status 1 if a gate failed (0 with --report). A line whose control is off is inconclusive, which is no failure and no
 pass: repeat it on a quiet machine.
@@ -28,6 +28,7 @@ SECTIONS = (
     "transformers_loop",
     "throughput",
     "asgi",
+    "peers",
     "retention",
     "slow_collector",
     "memory",
@@ -48,6 +49,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="put the table into this page")
     parser.add_argument("--report", action="store_true", help="exit 0 also if a gate failed")
+    parser.add_argument(
+        "--peers-python", metavar="PATH", default=sys.executable, help="where the peers are installed"
+    )
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.section:
@@ -56,7 +60,7 @@ def main() -> int:
         ).measure(arguments.quick)
         verdict.saved(lines, arguments.json, {})
         return 0
-    lines, about, broken = _all(arguments.only or SECTIONS, arguments.quick)
+    lines, about, broken = _all(arguments.only or SECTIONS, arguments.quick, arguments.peers_python)
     show(lines, about)
     if arguments.json:
         verdict.saved(lines, arguments.json, about)
@@ -66,7 +70,7 @@ def main() -> int:
     return int(broken or (failed and not arguments.report))
 
 
-def _all(sections: list[str], quick: bool) -> tuple[list[Line], dict[str, str], bool]:
+def _all(sections: list[str], quick: bool, peers_python: str) -> tuple[list[Line], dict[str, str], bool]:
     lines: list[Line] = []
     loads, broken = [machine.load()], False
     for section in sections:
@@ -75,7 +79,8 @@ def _all(sections: list[str], quick: bool) -> tuple[list[Line], dict[str, str], 
         print(f"measuring {section} … (load average {machine.load():.2f})", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "lines.json"
-            command = [sys.executable, "-m", "benchmarks", "--section", section, "--json", str(found)]
+            python = peers_python if section == "peers" else sys.executable
+            command = [python, "-m", "benchmarks", "--section", section, "--json", str(found)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             done = subprocess.run(command + ["--quick"] * quick, env=environment)
             if done.returncode == 0:

@@ -13,7 +13,6 @@ import contextlib
 import gc
 import os
 import random
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
@@ -79,7 +78,7 @@ async def _measured(quick: bool) -> list[Line]:
         async with _served(systems, others) as at_fixed_rate:
             ways = (
                 ("in a row", in_a_row, Size(40, 3) if quick else Size(300, 60)),
-                (f"at {RATE:.0f}/s", at_fixed_rate, Size(20, 2) if quick else Size(200, 40)),
+                (f"at {RATE:.0f}/s", at_fixed_rate, Size(20, 2) if quick else Size(200, 25)),
             )
             for said, ask, size in ways:
                 for path, kind in ((JSON, "JSON"), (STREAM, f"{asgi_systems.CHUNKS} chunks")):
@@ -178,12 +177,11 @@ async def _served(systems: list[System], others: set[int]) -> AsyncIterator[Ask]
     client, ports, servers = Client(), {}, []
     machine.pin_process(client.pid, others)
     for system in systems:
-        listening = socket.create_server(("127.0.0.1", 0))
-        ports[system.name] = listening.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(system.app, log_level="error", access_log=False))
-        servers.append((server, asyncio.create_task(server.serve([listening]))))
+        server = uvicorn.Server(uvicorn.Config(system.app, port=0, log_level="error", access_log=False))
+        servers.append((server, asyncio.create_task(server.serve())))
         while not server.started:
             await asyncio.sleep(0.01)
+        ports[system.name] = server.servers[0].sockets[0].getsockname()[1]
 
     async def ask(system: System, path: str, requests: int) -> None:
         await asyncio.to_thread(client.ask, ports[system.name], path, requests, RATE)

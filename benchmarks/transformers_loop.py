@@ -136,12 +136,12 @@ class Ours:
 
 
 class StockHooks:
-    """A span per token made with the stock SDK, where ours states two facts per step."""
+    """A span per token made with the stock SDK, or one per step, where ours states two facts per step."""
 
-    def __init__(self, stock: Stock) -> None:
+    def __init__(self, stock: Stock, per_token: bool = True) -> None:
         from transformers.generation.continuous_batching import continuous_api, scheduler
 
-        self.stock = stock
+        self.stock, self.per_token = stock, per_token
         self._contexts: dict[str, Any] = {}
         self._spans: dict[str, Any] = {}
         self._batch: list[Any] = []
@@ -189,6 +189,7 @@ class StockHooks:
             ]
             original(processor)
             self._step += 1
+            contexts = contexts if self.per_token else contexts[:1]
             self.stock.step(contexts, self._step, self._began, time.time_ns())
 
         return update_batch

@@ -102,7 +102,7 @@ class IdOpener:
     def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
         trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
         if self._constant is not None:
-            sampled, state = self._constant.of(above), above.trace_state
+            sampled, state = self._constant.of(above), above.trace_state if above.is_valid else None
         else:
             kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
             result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)

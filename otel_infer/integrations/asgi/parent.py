@@ -82,7 +82,7 @@ def told_by(headers: Iterable[tuple[bytes, bytes]]) -> Context:
     for name, value in wanted:
         key, text = name.decode("latin-1"), value.decode("latin-1")
         carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
-    return propagator.extract(carrier, context)
+    return propagate.extract(carrier, context)
 
 
 def _reading_with(propagator: Any) -> _Reading:

@@ -11,15 +11,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from opentelemetry import baggage, trace
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry import baggage, propagate, trace
 from opentelemetry import context as otel_context
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from otel_infer import asking, callers, clock, facts, identity, ingress, semconv
 from otel_infer.integrations import asgi
-from otel_infer.integrations.asgi import exchange, response_headers, verdict
+from otel_infer.integrations.asgi import exchange, parent, response_headers, verdict
 from otel_infer.patching import Hook
 from otel_infer.ring import write
 from otel_infer.ring.read import RequestReader
@@ -31,6 +36,14 @@ LAST: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 DISCONNECT: Message = {"type": "http.disconnect"}
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = (b"traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01".encode())
+PARTS = (TRACE_ID, "0" * 32, "A" * 32), (SPAN_ID, "0" * 16, SPAN_ID[1:]), ("01", "00", "01-more", "1")
+
+
+class Own(TraceContextTextMapPropagator):
+    """Somebody's own, that believes no caller."""
+
+    def extract(self, carrier: Any, context: Any = None, getter: Any = None) -> Any:
+        return context
 
 
 def chunk(body: bytes, more: bool = True) -> Message:
@@ -650,6 +663,48 @@ async def test_what_is_current_around_the_server_is_no_parent(
         await asked(sending(START, LAST), Client(headers=headers))
     assert watched.one.arrived.parent_span_id.hex() == parent
     assert watched.one.arrived.flags & facts.OWN_SERVER_SPAN
+
+
+hexadecimal = st.text("0123456789abcdef", min_size=2, max_size=2)
+traceparents = st.one_of(
+    st.builds("00-{}-{}-{}".format, *(st.sampled_from(ids) for ids in PARTS[:2]), hexadecimal),
+    st.builds(
+        "{}-{}-{}-{}".format,
+        hexadecimal,
+        *(st.sampled_from(ids) for ids in PARTS),
+    ),
+    st.text(max_size=60),
+)
+
+
+@given(said=traceparents, beside=st.sampled_from((None, (b"tracestate", b"a=b"), (b"baggage", b"a=b"))))
+def test_a_caller_is_who_the_propagators_say_however_the_headers_are_read(said: str, beside: Any) -> None:
+    headers = [(b"x-other", b"1"), (b"traceparent", said.encode("latin-1", "replace"))]
+    headers += [beside] if beside else []
+    carrier = {name.decode(): value.decode("latin-1") for name, value in headers}
+    told, extracted = parent.told_by(headers), propagate.extract(carrier, otel_context.Context())
+    spans = [trace.get_current_span(context).get_span_context() for context in (told, extracted)]
+    assert spans[0] == spans[1]
+    assert baggage.get_all(told) == baggage.get_all(extracted)
+
+
+def test_the_propagators_of_the_default_are_known_to_be_those_of_the_w3c() -> None:
+    """Else each request asks them for what one expression tells."""
+    parent.told_by([])
+    assert parent._reading.plainly
+
+
+@pytest.mark.parametrize(
+    "theirs", [CompositePropagator([W3CBaggagePropagator()]), CompositePropagator([]), Own()]
+)
+def test_other_propagators_are_asked_for_every_request(theirs: Any) -> None:
+    before = propagate.get_global_textmap()
+    propagate.set_global_textmap(theirs)
+    try:
+        told = parent.told_by([TRACEPARENT])
+    finally:
+        propagate.set_global_textmap(before)
+    assert trace.get_current_span(told).get_span_context() == trace.INVALID_SPAN_CONTEXT
 
 
 async def test_values_that_others_put_into_the_context_stay_there(watched: Watched) -> None:
