@@ -34,7 +34,7 @@ class Faults:
 
     Whoever has a prompt of `preempted_prompt` tokens is put back after so many tokens, for so long, and computed again; one of
     `blocking_prompt` blocks the event loop first. While one with a prompt of `struck_prompt` tokens is answered, another process
-    wants this server's only core for `hog_ms`, or its control group (`quota_group`, version 1) may have `QUOTA` of a core for
+    wants its engine's core for `hog_ms`, or its control group (`quota_group`, version 1) may have `QUOTA` of a core for
     `throttled_ms`.
     """
 
@@ -60,9 +60,18 @@ class Faults:
 
 
 HEAVY_TOKENS = 60
+ALL = os.sched_getaffinity(0)
+CORE = max(ALL)
+"""Where an engine that spins runs, and nothing else of the server."""
 QUOTA, PERIOD_US = 0.4, 100_000
 BLOCK = bytes(1 << 14)
-HOG = "import sys, time; until = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < until: pass"
+HOG = """
+import os, sys, time
+os.sched_setaffinity(0, {int(sys.argv[2])})
+until = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < until:
+    pass
+"""
 
 
 class Sequence:
@@ -90,6 +99,8 @@ class Engine(threading.Thread):
         self.put_back: list[tuple[float, Sequence]] = []
 
     def run(self) -> None:
+        if self.faults.spin:
+            os.sched_setaffinity(0, {CORE})  # of this thread
         while True:
             self.take_up()
             if not self.running:
@@ -183,14 +194,15 @@ class Struck:
 
     def __init__(self, faults: Faults) -> None:
         self.faults, self.group = faults, Path(faults.quota_group)
-        if faults.hog_ms or faults.spin:
-            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        if faults.spin:
+            os.sched_setaffinity(0, ALL - {CORE} or ALL)
         if faults.quota_group:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
     def strike(self) -> None:
         if self.faults.hog_ms:
-            subprocess.Popen([sys.executable, "-I", "-c", HOG, str(self.faults.hog_ms / 1000)])
+            seconds, core = str(self.faults.hog_ms / 1000), str(CORE)
+            subprocess.Popen([sys.executable, "-I", "-c", HOG, seconds, core])
         if self.faults.throttled_ms:
             self.allow(int(QUOTA * PERIOD_US))
             threading.Timer(self.faults.throttled_ms / 1000, self.allow, [-1]).start()

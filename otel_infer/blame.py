@@ -56,7 +56,7 @@ def assign(records: Sequence[RequestRecord]) -> None:
 def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, int], _Crowd]) -> Blame:
     free = [(record.arrived_at, record.ended_at)]
     causes: Causes = defaultdict(int)
-    for pause in sorted(record.pauses, key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED):
+    for pause in sorted(decodeblame.placed(record), key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED):
         free, taken = _taken(free, pause.started_at, pause.ended_at)
         causes[pause.cause if pause.cause in semconv.PAUSE_CAUSES else semconv.CAUSE_PAUSE] += taken
     for stage in _in_order(record.stages):
@@ -77,6 +77,7 @@ def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, i
             _add(causes, {semconv.CAUSE_DETOKENIZE: last, semconv.CAUSE_EGRESS: taken - last})
         else:
             causes[_OF_STAGES.get(stage.name, semconv.CAUSE_APPLICATION)] += taken
+    _throttled(record, causes)
     free, late = _loop_late(record, free, record.arrived_at, record.ended_at)
     causes[semconv.CAUSE_EVENT_LOOP] += late
     causes[semconv.CAUSE_UNEXPLAINED] += sum(end - begin for begin, end in free)
@@ -149,9 +150,9 @@ def _prefill(record: RequestRecord) -> Causes:
         if before is not None and began > before.ended_at:
             skipped = chunk.step - before.step > 1
             parts[semconv.CAUSE_INTERFERENCE if skipped else semconv.CAUSE_HOST] += _unpaused(
-                record.pauses, before.ended_at, began
+                decodeblame.placed(record), before.ended_at, began
             )
-        length = _unpaused(record.pauses, began, chunk.ended_at)
+        length = _unpaused(decodeblame.placed(record), began, chunk.ended_at)
         if record.first_use is not None:
             tokens = chunk.tokens + chunk.others_prefill_tokens
             first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
@@ -169,6 +170,19 @@ def _prefill(record: RequestRecord) -> Causes:
         parts[semconv.CAUSE_PREFILL] += length - mates - theirs
         before = chunk
     return parts
+
+
+def _throttled(record: RequestRecord, causes: Causes) -> None:
+    """A thread that is throttled has no CPU either: so much of that is the quota's as there was throttling meanwhile."""
+    if causes.get(semconv.CAUSE_STARVED):
+        throttled = 0
+        for pause in record.pauses:
+            if pause.cause == semconv.CAUSE_THROTTLED:
+                begin, end = max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at)
+                throttled += max(end - begin, 0)
+        moved = min(throttled, causes[semconv.CAUSE_STARVED])
+        causes[semconv.CAUSE_THROTTLED] += moved
+        causes[semconv.CAUSE_STARVED] -= moved
 
 
 def _held(record: RequestRecord, begin: int, end: int) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otel_infer import semconv
-from otel_infer.records import RequestRecord
+from otel_infer.records import Pause, RequestRecord
 from otel_infer.strain import is_stalled
 
 MOST_INTERFERED = 16
@@ -39,6 +39,17 @@ def divided(records: Sequence[RequestRecord]) -> list[DecodeBlame]:
         for i, one in zip(some, _divided([records[i] for i in some])):
             found[i] = one
     return found
+
+
+def placed(record: RequestRecord) -> Sequence[Pause]:
+    """The pauses of which it is known which steps they held up.
+
+    Of throttling it is known how much there was, roughly, and not when; where the kernel tells how long the engine's thread
+    had no CPU, that is the better word for its steps.
+    """
+    if record.strain is None:
+        return record.pauses
+    return [pause for pause in record.pauses if pause.cause != semconv.CAUSE_THROTTLED]
 
 
 class _Steps:
@@ -112,12 +123,13 @@ def _by_cost(steps: _Steps, ran: Any, base: Any, each: Any) -> tuple[Any, Any, A
 def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waited: Any) -> None:
     """Takes what the process was held up out of the steps it happened in."""
     for i, record in enumerate(records):
-        if not record.pauses:
+        pauses = placed(record)
+        if not pauses:
             continue
         mine = slice(int(steps.begins[i]), int(steps.begins[i] + steps.counts[i]))
         since, began, until = steps.since[mine], steps.began[mine], steps.until[mine]
         told = record.arrived_at
-        for pause in sorted(record.pauses):
+        for pause in sorted(pauses):
             begin, end = max(pause.started_at, told), pause.ended_at  # of pauses that overlap, each ns once
             told = max(told, end)
             if begin < end:

@@ -18,6 +18,8 @@ from otel_infer import clock, facts
 
 RENEW_NS = 250_000_000
 """How often it is asked which threads there are."""
+SHORT_NS = 1_000_000
+"""A quiet time that is not worth a word."""
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _FAULTS, _SYSTEM = 7, 12
 """Fields of `stat` after the name: minflt and stime (proc_pid_stat(5))."""
@@ -39,16 +41,20 @@ class _Watched:
 
     def __init__(self, task: Path, at: int) -> None:
         self._files = [os.open(task / name, os.O_RDONLY | os.O_CLOEXEC) for name in ("schedstat", "stat")]
-        self._before, self._looked_at = self._counts(), at
+        self._before, self._looked_at, self._quiet_at = self._counts(), at, 0
 
-    def look(self, now: Callable[[], int]) -> facts.ThreadSeen | None:
-        """What was added since it was last seen to do anything; None if nothing."""
+    def look(self, now: Callable[[], int]) -> list[facts.ThreadSeen]:
+        """What was added since the last look; while nothing is, nothing is said until something was."""
         counts, at = self._counts(), now()
         added = [after - before for after, before in zip(counts, self._before)]
-        since, self._looked_at, self._before = self._looked_at, at, counts
         if not added[0] and not added[1]:
-            return None
-        return facts.ThreadSeen(at, since, *added)
+            self._quiet_at = at
+            return []
+        since, quiet_at = self._looked_at, self._quiet_at
+        self._before, self._looked_at, self._quiet_at = counts, at, 0
+        if quiet_at - since < SHORT_NS:
+            return [facts.ThreadSeen(at, since, *added)]
+        return [facts.ThreadSeen(quiet_at, since, 0, 0, 0, 0), facts.ThreadSeen(at, quiet_at, *added)]
 
     def _counts(self) -> _Counts:
         scheduled, stat = (os.pread(file, _MOST, 0) for file in self._files)
@@ -76,7 +82,7 @@ class EngineThreads:
         if not self._watched or now - self._renewed_at >= RENEW_NS:
             self._renewed_at = now
             self._renew(list(threads()))
-        said = []
+        said: list[facts.RingFact] = []
         for thread, watched in self._watched.items():
             if watched is None:
                 continue
@@ -86,8 +92,7 @@ class EngineThreads:
                 watched.close()
                 self._watched[thread] = None
                 continue
-            if seen is not None:
-                said.append(facts.RingFact(thread[0], 0, seen))
+            said += [facts.RingFact(thread[0], 0, one) for one in seen]
         return said
 
     def close(self) -> None:

@@ -184,6 +184,11 @@ class StepLog:
             self._fit_due = self.last_step + min(self.last_step, FIT_EVERY)
         return self._costs
 
+    def settle(self) -> None:
+        """Nothing more is to come of the steps that are done: what is known of the thread counts for them."""
+        if self.strain.waits and not self._flights:
+            self.strain.settle(self._table_of(LOOKED_OVER), self.costs(), final=True)
+
     def _table_of(self, most: int) -> Any:
         """The columns of the last steps."""
         return np.concatenate(self.columns(max(self.last_step - most, 1), self.last_step), axis=1)

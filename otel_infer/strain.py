@@ -24,6 +24,8 @@ from otel_infer.stepcosts import StepCosts
 
 CAPACITY = 4096
 """Looks that are remembered; half of them go at once."""
+PENDING = 1024
+"""Looks that wait for the steps in them to be done: no step lasts longer than those."""
 FAULT_NS = 4000
 """No fault costs more than that: beyond it the kernel did something else."""
 NOTABLE = 0.01
@@ -52,7 +54,7 @@ class Strain:
     """Looks at one engine's thread, and what they explain of the steps in them."""
 
     def __init__(self) -> None:
-        self._pending: deque[ThreadSeen] = deque()
+        self._pending: deque[ThreadSeen] = deque(maxlen=PENDING)
         # Sums up to each bound: of the shares of excess over time, and of what was counted, in ns.
         self._bounds = np.zeros(CAPACITY, np.int64)
         self._shares, self._counted = np.zeros((3, CAPACITY)), np.zeros((2, CAPACITY))
@@ -60,23 +62,44 @@ class Strain:
         self._system = self._faults = 0
 
     @property
+    def waits(self) -> bool:
+        """Whether looks wait to be set against steps."""
+        return bool(self._pending)
+
+    @property
     def due(self) -> int:
-        """When the oldest look was that has not been set against steps; it is when a step ends that was in it."""
-        return self._pending[0].at if self._pending else _NEVER
+        """The end of the oldest look that has not been set against steps and that nothing more is known of later."""
+        return self._pending[0].at if len(self._pending) > 1 else _NEVER
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the kernel says anything of this thread."""
+        return bool(self._looks)
 
     def look(self, seen: ThreadSeen) -> None:
         """Takes a look; it counts once the steps in it are done."""
         if not self._looks:
             self._append(seen.since, 0.0, 0.0)
-        self._pending.append(seen)
         self._system += seen.system_ns
         self._faults += seen.faults
+        self._pending.append(seen)
+        self._carry_back()
 
-    def settle(self, steps: Any, costs: StepCosts | None) -> None:
-        """Sets the looks that are due against the steps since the last (lines of `StepRows`, all prompts in the last)."""
+    def _carry_back(self) -> None:
+        """The kernel counts a wait when it is over: what does not fit into the last look was in those before it."""
+        for i in range(len(self._pending) - 1, 0, -1):
+            seen, before = self._pending[i], self._pending[i - 1]
+            over = seen.waited_ns - _left(seen, seen.ran_ns)
+            if over <= 0 or seen.since != before.at:
+                break
+            self._pending[i] = seen._replace(waited_ns=seen.waited_ns - over)
+            self._pending[i - 1] = before._replace(waited_ns=before.waited_ns + over)
+
+    def settle(self, steps: Any, costs: StepCosts | None, final: bool = False) -> None:
+        """Sets looks against the steps up to their ends (lines of `StepRows`, all prompts in the last); `final`: all of them."""
         _, started, ended, _, size, prompts = steps
         some = _Steps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
-        while self._pending and self._pending[0].at <= ended[-1]:
+        while self._pending and (final or self.due <= ended[-1]):
             seen = self._pending.popleft()
             if seen.since > self._bounds[self._looks - 1]:
                 self._append(seen.since, 0.0, 0.0)
@@ -147,9 +170,15 @@ class _Steps(NamedTuple):
     plain: Any
 
 
+def _left(seen: ThreadSeen, ran_ns: int) -> int:
+    return max(seen.at - seen.since - ran_ns, 0)
+
+
 def _shares(seen: ThreadSeen, fault_ns: float, steps: _Steps, costs: StepCosts) -> Held:
     """What share of the excess of the steps in this look had which reason."""
     inside = (steps.begins < seen.at) & (steps.ends > seen.since)
+    if not inside.any():
+        return _NOTHING
     begins, ends, size, plain = (column[inside] for column in steps)
     lengths = np.maximum(ends - begins, 1)
     part = (np.minimum(ends, seen.at) - np.maximum(begins, seen.since)) / lengths
@@ -164,6 +193,6 @@ def _shares(seen: ThreadSeen, fault_ns: float, steps: _Steps, costs: StepCosts) 
     faulted = min(fault_ns, excess - starved)
     left = stalls * (1 - (starved + faulted) / excess)
     longer = max(seen.ran_ns - float((typical * part).sum()) - faulted, 0.0)
-    slept = max(seen.at - seen.since - seen.ran_ns - seen.waited_ns, 0)
+    slept = max(_left(seen, seen.ran_ns) - seen.waited_ns, 0)
     blocked = min(max(left - longer, 0.0), slept)
     return Held(starved / excess, faulted / excess, blocked / left if left else 0.0)

@@ -90,7 +90,7 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.costs, record.first_use = request.costs, request.first_use
     if request.runs:
         log = request.runs[-1].log
-        record.prefillers, record.strain = log.prefillers, log.strain
+        record.prefillers, record.strain = log.prefillers, log.strain if log.strain.is_known else None
     record.received_at = request.received_at
     record.preempted_at = tuple(fact.at for fact in request.preempted)
     record.detokenize_ns = request.ended.detokenize_ns if request.ended is not None else 0

@@ -179,6 +179,7 @@ class Request:
         self.present = {}
         if self.runs:
             log = self.runs[-1].log
+            log.settle()
             self.costs, self.first_use = log.costs(), log.firsts.known(log.costs())
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────

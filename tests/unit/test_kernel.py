@@ -63,6 +63,16 @@ def test_of_a_thread_that_did_nothing_nothing_is_said(machine: Machine) -> None:
     assert machine.look(1000, ONE) == machine.look(1050, ONE) == []
 
 
+def test_after_a_quiet_time_it_is_told_how_long_that_was(machine: Machine) -> None:
+    machine.thread(100, 102)
+    for at in (1000, 1050, 1100):
+        assert machine.look(at, ONE) == []
+    machine.thread(100, 102, ran=20)
+    quiet, busy = (said.fact for said in machine.look(1150, ONE))
+    assert quiet == facts.ThreadSeen(1100 * MS, 1000 * MS, 0, 0, 0, 0)
+    assert busy == facts.ThreadSeen(1150 * MS, 1100 * MS, 20 * MS, 0, 0, 0)
+
+
 def test_a_thread_is_found_by_the_number_its_own_namespace_has_for_it(machine: Machine) -> None:
     machine.thread(4000, 4000, known_as=1)
     machine.thread(4000, 4002, known_as=3)
