@@ -5,7 +5,7 @@ much they took beyond their estimate (`stepcosts`), and the look says how much o
 
     starved       it could have run and had no CPU
     page faults   the kernel mapped memory to it page by page: times what a fault costs this thread (its system time by
-                  its faults, at most 4 µs)
+                  its faults, at most 4 µs; up to twice that where the steps say so)
     blocked       it neither ran nor wanted to, and ran no longer than its steps take: a lock, the GIL, a disk, the device
 
 Each step that took longer gets the same share of its excess. The error: what happened within a look is divided among the
@@ -15,6 +15,7 @@ steps in it by their excess; where the thread ran longer for reasons of its own 
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ PENDING = 1024
 """Looks that wait for the steps in them to be done: no step lasts longer than those."""
 FAULT_NS = 4000
 """No fault costs more than that: beyond it the kernel did something else."""
+WORTHS, DEARER = 64, 2.0
+"""Looks from which is seen how much more than the kernel's part a fault costs: the pages are cold. At most twice as much."""
 NOTABLE = 0.01
 """Share of a look below which nothing is said of page faults and of waiting for a CPU: every thread does a little."""
 _SIGMAS, _SHARE = 3.0, 0.05
@@ -60,6 +63,8 @@ class Strain:
         self._shares, self._counted = np.zeros((3, CAPACITY)), np.zeros((2, CAPACITY))
         self._looks = 0
         self._system = self._faults = 0
+        self._worth: deque[float] = deque(maxlen=WORTHS)
+        self._dearer = 1.0
 
     @property
     def waits(self) -> bool:
@@ -106,7 +111,11 @@ class Strain:
             fault_ns = self.fault_ns * seen.faults
             if seen.waited_ns + fault_ns < NOTABLE * (seen.at - seen.since):
                 seen, fault_ns = seen._replace(waited_ns=0), 0.0
-            shares = _shares(seen, fault_ns, some, costs) if costs is not None else _NOTHING
+            excess = _excess(seen, some, costs) if costs is not None else None
+            if excess is not None and excess.is_plain and fault_ns:
+                self._worth.append((excess.all - min(seen.waited_ns, excess.all)) / fault_ns * self._dearer)
+                self._dearer = min(max(median(self._worth), 1.0), DEARER)
+            shares = _shares(seen, fault_ns, excess)
             self._append(
                 seen.at, np.array(shares) * (seen.at - seen.since), np.array([seen.waited_ns, fault_ns])
             )
@@ -114,7 +123,7 @@ class Strain:
     @property
     def fault_ns(self) -> float:
         """What a fault costs this thread."""
-        return min(self._system / self._faults, FAULT_NS) if self._faults else 0.0
+        return min(self._system / self._faults, FAULT_NS) * self._dearer if self._faults else 0.0
 
     def touches(self, begin: int, end: int) -> bool:
         """Whether anything in between is explained."""
@@ -174,25 +183,41 @@ def _left(seen: ThreadSeen, ran_ns: int) -> int:
     return max(seen.at - seen.since - ran_ns, 0)
 
 
-def _shares(seen: ThreadSeen, fault_ns: float, steps: _Steps, costs: StepCosts) -> Held:
-    """What share of the excess of the steps in this look had which reason."""
+class _Excess(NamedTuple):
+    """What the steps in a look took beyond their estimate, and what of that were stalls of steps without prompts; ns.
+
+    `usual`: what they took otherwise. `is_plain`: no prompts were among them, whose cost is not known as well.
+    """
+
+    all: float
+    stalls: float
+    usual: float
+    is_plain: bool
+
+
+def _excess(seen: ThreadSeen, steps: _Steps, costs: StepCosts) -> _Excess | None:
     inside = (steps.begins < seen.at) & (steps.ends > seen.since)
     if not inside.any():
-        return _NOTHING
+        return None
     begins, ends, size, plain = (column[inside] for column in steps)
     lengths = np.maximum(ends - begins, 1)
     part = (np.minimum(ends, seen.at) - np.maximum(begins, seen.since)) / lengths
     typical = np.minimum(costs.base + costs.per_sequence * size, lengths)
     over = lengths - typical
     # That a prompt takes its time on the device is no lock: for this, only steps without one count.
-    stalls = float((over * part)[is_stalled(over, typical, costs.spread) & plain].sum())
-    excess = float((over * part).sum())
-    if excess <= 0:
+    stalls = (over * part)[is_stalled(over, typical, costs.spread) & plain]
+    usual = np.where(plain, typical, lengths) * part
+    return _Excess(float((over * part).sum()), float(stalls.sum()), float(usual.sum()), bool(plain.all()))
+
+
+def _shares(seen: ThreadSeen, fault_ns: float, excess: _Excess | None) -> Held:
+    """What share of the excess of the steps in this look had which reason."""
+    if excess is None or excess.all <= 0:
         return _NOTHING
-    starved = min(seen.waited_ns, excess)
-    faulted = min(fault_ns, excess - starved)
-    left = stalls * (1 - (starved + faulted) / excess)
-    longer = max(seen.ran_ns - float((typical * part).sum()) - faulted, 0.0)
+    starved = min(seen.waited_ns, excess.all)
+    faulted = min(fault_ns, excess.all - starved)
+    left = excess.stalls * (1 - (starved + faulted) / excess.all)
+    longer = max(seen.ran_ns - excess.usual - faulted, 0.0)
     slept = max(_left(seen, seen.ran_ns) - seen.waited_ns, 0)
     blocked = min(max(left - longer, 0.0), slept)
-    return Held(starved / excess, faulted / excess, blocked / left if left else 0.0)
+    return Held(starved / excess.all, faulted / excess.all, blocked / left if left else 0.0)
