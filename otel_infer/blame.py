@@ -1,13 +1,15 @@
 """Where the time of a request went, by cause. Pure; exact: the causes of a request sum to its duration, in whole ns.
 
-Time is given away once, in this order: to pauses of the process (of two at once, to the one that is not throttling, which
-is an estimate), to what the engine did with the request (queue, prefill,
-decode), to stages that were said, to what came after the last token. Of a stage that waits for the event loop, what the loop
-was late goes first to that; the engine's do not, so there it takes nothing. Inside decode each step is divided by what the engine's
-own log says a step of that size costs (`stepcosts`): what it would have cost the request alone is its own *decode*, what
-the other sequences' tokens add is *batching*, and what a step with other requests' prompts took beyond that is their
-*interference*. Its error per step is `StepCosts.spread`. Longer than a step without prompts can be explained by (three
-times the spread, at least a twentieth): *unexplained*, like whatever nobody saw.
+Time is given away once, in this order: to pauses of the process (of two at once, to the one that is not throttling, which is an
+estimate), to what the engine did with the request (queue, prefill, decode), to stages that were said, to what came after the
+last token. Of a stage that waits for the event loop, what the loop was late goes first to that; the engine's do not, so there it
+takes nothing.
+
+Inside decode each step is divided by what the engine's own log says a step of that size costs (`stepcosts`): what it would have
+cost the request alone is its own *decode*, what the other sequences' tokens add is *batching*, and what a step with other
+requests' prompts took beyond that is their *interference*. Its error per step is `StepCosts.spread`. Of what a step took longer,
+the first of its kind (`firstuse`) and what the kernel counted of the engine's thread (`strain`) are taken out. What is left and
+more than its error (three times the spread, at least a twentieth) is *unexplained*, like whatever nobody saw.
 """
 
 from __future__ import annotations
