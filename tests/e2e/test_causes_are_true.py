@@ -52,7 +52,7 @@ def victim(faults: dict[str, Any], asked: list[Asked]) -> dict[str, Any]:
     ("cause", "faults", "faulty"),
     [
         ("interference", {"prompt_ms": 0.15}, {"prompt_ms": 0.15}),
-        ("gc", {}, {"gc_every_ms": 350, "gc_objects": 1_200_000}),
+        ("gc", {}, {"gc_every_ms": 250, "gc_objects": 2_000_000}),
         (
             "preemption",
             {},
@@ -96,7 +96,7 @@ def added_is_blamed(cause: str, faults: dict[str, Any], faulty: dict[str, Any]) 
         blamed.append(hit["blame_ms"].get(cause, 0.0))
         without.append(plain["blame_ms"].get(cause, 0.0) / plain["duration_ms"])
         assert sum(hit["blame_ms"].values()) == pytest.approx(hit["duration_ms"])
-    assert median(added) > 100
+    assert median(added) > 60  # or else there is nothing to compare
     assert median(b / a for a, b in zip(added, blamed)) == pytest.approx(1, abs=0.2), (added, blamed)
     assert median(without) <= 0.02
 
