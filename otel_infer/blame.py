@@ -146,15 +146,15 @@ def _prefill(record: RequestRecord) -> Causes:
     """The chunks of its prompt: shared with others' prompts by tokens; between them, others ran or the host was busy."""
     parts: Causes = defaultdict(int)
     per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
-    before = None
+    pauses, before = decodeblame.placed(record), None
     for chunk in record.prefill_steps:
         began = chunk.started_at if before is None else max(chunk.started_at, before.ended_at)
         if before is not None and began > before.ended_at:
             skipped = chunk.step - before.step > 1
             parts[semconv.CAUSE_INTERFERENCE if skipped else semconv.CAUSE_HOST] += _unpaused(
-                decodeblame.placed(record), before.ended_at, began
+                pauses, before.ended_at, began
             )
-        length = _unpaused(decodeblame.placed(record), began, chunk.ended_at)
+        length = _unpaused(pauses, began, chunk.ended_at)
         if record.first_use is not None:
             tokens = chunk.tokens + chunk.others_prefill_tokens
             first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
@@ -177,11 +177,8 @@ def _prefill(record: RequestRecord) -> Causes:
 def _throttled(record: RequestRecord, causes: Causes) -> None:
     """A thread that is throttled has no CPU either: so much of that is the quota's as there was throttling meanwhile."""
     if causes.get(semconv.CAUSE_STARVED):
-        throttled = 0
-        for pause in record.pauses:
-            if pause.cause == semconv.CAUSE_THROTTLED:
-                begin, end = max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at)
-                throttled += max(end - begin, 0)
+        pauses = [pause for pause in record.pauses if pause.cause == semconv.CAUSE_THROTTLED]
+        throttled = record.duration_ns - _unpaused(pauses, record.arrived_at, record.ended_at)
         moved = min(throttled, causes[semconv.CAUSE_STARVED])
         causes[semconv.CAUSE_THROTTLED] += moved
         causes[semconv.CAUSE_STARVED] -= moved

@@ -76,11 +76,7 @@ class _Steps:
 
 def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     steps = _Steps(records)
-    costs = [record.costs for record in records]
-    base, each, spread = (
-        np.array([getattr(cost, name) if cost is not None else default for cost in costs])[steps.owner]
-        for name, default in (("base", _UNKNOWN), ("per_sequence", 0.0), ("spread", 0.0))
-    )
+    base, each, spread = _costs(records, steps)
     ran, waited = steps.until - steps.began, steps.began - steps.since
     _without_pauses(records, steps, ran, waited)
     typical = base + each * steps.size
@@ -108,6 +104,15 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     return [
         DecodeBlame(dict(zip(_CAUSES, line)), _worst(steps, others, i) if line[2] else [])
         for i, line in enumerate(sums)
+    ]
+
+
+def _costs(records: list[RequestRecord], steps: _Steps) -> list[Any]:
+    """What is known of the cost of each step, as columns: base, per sequence, spread."""
+    costs = [record.costs for record in records]
+    return [
+        np.array([getattr(cost, name) if cost is not None else default for cost in costs])[steps.owner]
+        for name, default in (("base", _UNKNOWN), ("per_sequence", 0.0), ("spread", 0.0))
     ]
 
 

@@ -40,8 +40,14 @@ class _Watched:
     """The files of one thread, open: to look again is one call each."""
 
     def __init__(self, task: Path, at: int) -> None:
-        self._files = [os.open(task / name, os.O_RDONLY | os.O_CLOEXEC) for name in ("schedstat", "stat")]
-        self._before, self._looked_at, self._quiet_at = self._counts(), at, 0
+        self._files: list[int] = []
+        try:
+            for name in ("schedstat", "stat"):
+                self._files.append(os.open(task / name, os.O_RDONLY | os.O_CLOEXEC))
+            self._before, self._looked_at, self._quiet_at = self._counts(), at, 0
+        except Exception:
+            self.close()
+            raise
 
     def look(self, now: Callable[[], int]) -> list[facts.ThreadSeen]:
         """What was added since the last look; while nothing is, nothing is said until something was."""
@@ -79,7 +85,7 @@ class EngineThreads:
     def look(self, threads: Callable[[], Iterable[Thread]]) -> list[facts.RingFact]:
         """What was added since the last look."""
         now = self._now()
-        if not self._watched or now - self._renewed_at >= RENEW_NS:
+        if now - self._renewed_at >= RENEW_NS:
             self._renewed_at = now
             self._renew(list(threads()))
         said: list[facts.RingFact] = []

@@ -94,7 +94,7 @@ class Strain:
         """The kernel counts a wait when it is over: what does not fit into the last look was in those before it."""
         for i in range(len(self._pending) - 1, 0, -1):
             seen, before = self._pending[i], self._pending[i - 1]
-            over = seen.waited_ns - _left(seen, seen.ran_ns)
+            over = seen.waited_ns - _off_cpu(seen)
             if over <= 0 or seen.since != before.at:
                 break
             self._pending[i] = seen._replace(waited_ns=seen.waited_ns - over)
@@ -104,7 +104,8 @@ class Strain:
         """Sets looks against the steps up to their ends (lines of `StepRows`, all prompts in the last); `final`: all of them."""
         _, started, ended, _, size, prompts = steps
         some = _Steps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
-        while self._pending and (final or self.due <= ended[-1]):
+        last = int(ended.max())  # later ones are in flight
+        while self._pending and (final or self.due <= last):
             seen = self._pending.popleft()
             if seen.since > self._bounds[self._looks - 1]:
                 self._append(seen.since, 0.0, 0.0)
@@ -179,8 +180,8 @@ class _Steps(NamedTuple):
     plain: Any
 
 
-def _left(seen: ThreadSeen, ran_ns: int) -> int:
-    return max(seen.at - seen.since - ran_ns, 0)
+def _off_cpu(seen: ThreadSeen) -> int:
+    return max(seen.at - seen.since - seen.ran_ns, 0)
 
 
 class _Excess(NamedTuple):
@@ -218,6 +219,6 @@ def _shares(seen: ThreadSeen, fault_ns: float, excess: _Excess | None) -> Held:
     faulted = min(fault_ns, excess.all - starved)
     left = excess.stalls * (1 - (starved + faulted) / excess.all)
     longer = max(seen.ran_ns - excess.usual - faulted, 0.0)
-    slept = max(_left(seen, seen.ran_ns) - seen.waited_ns, 0)
+    slept = max(_off_cpu(seen) - seen.waited_ns, 0)
     blocked = min(max(left - longer, 0.0), slept)
     return Held(starved / excess.all, faulted / excess.all, blocked / left if left else 0.0)

@@ -86,7 +86,9 @@ def test_a_thread_is_found_by_the_number_its_own_namespace_has_for_it(machine: M
 def test_what_cannot_be_read_is_silent(machine: Machine, content: str) -> None:
     machine.thread(100, 102)
     (machine.proc / "100" / "task" / "102" / "schedstat").write_text(content)
+    before = len(os.listdir("/proc/self/fd"))
     assert machine.look(1000, ONE) == machine.look(1050, ONE) == []
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_thread_that_ended_is_let_go_of_and_those_beside_it_are_looked_at(machine: Machine) -> None:

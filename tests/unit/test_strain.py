@@ -86,6 +86,15 @@ def test_a_wait_is_told_when_it_is_over_and_began_before_that() -> None:
     assert (shares.blocked * over).max() < 0.5
 
 
+def test_a_step_in_flight_keeps_nobody_from_knowing_of_those_that_are_done() -> None:
+    strain, steps = Strain(), table(10, 30, 10, 10)
+    steps[2, -1] = 0
+    strain.look(seen(40, 0, ran=20, waited=20))
+    strain.look(seen(50, 40, ran=10))
+    strain.settle(steps, COSTS)
+    assert strain.touches(10 * MS, 40 * MS)
+
+
 def test_looks_that_no_step_ever_ends_in_are_forgotten() -> None:
     strain = Strain()
     for i in range(2 * PENDING):
