@@ -460,10 +460,14 @@ DONE_HEAD = struct.Struct("<qQHxxII")
 def _exceptions(body: bytes, offset: int, count: int, size: int) -> tuple[tuple[int, int], ...]:
     """(position, tokens) of the members whose tokens are not 1, from pairs or from a whole column."""
     if count == COLUMN:
-        column = struct.unpack_from(f"<{size}I", body, offset)
+        column = _numbers(body, offset, size)
         return tuple((i, tokens) for i, tokens in enumerate(column) if tokens != 1)
-    pairs = struct.unpack_from(f"<{2 * count}I", body, offset)
-    return tuple(zip(pairs[::2], pairs[1::2]))
+    pairs = _numbers(body, offset, 2 * count)
+    return tuple(zip(pairs[::2], pairs[1::2])) if pairs else ()
+
+
+def _numbers(body: bytes, offset: int, count: int) -> tuple[int, ...]:
+    return struct.unpack_from(f"<{count}I", body, offset) if count else ()
 
 
 def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
@@ -471,7 +475,7 @@ def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
     if code == SCHEDULED_CODE:
         head = SCHEDULED_HEAD.unpack_from(body)
         at, step, keyframe, n_left, n_joined, n_tokens, size, used, total, running, waiting = head
-        change = struct.unpack_from(f"<{n_left + n_joined}I", body, SCHEDULED_HEAD.size)
+        change = _numbers(body, SCHEDULED_HEAD.size, n_left + n_joined)
         tokens = _exceptions(body, SCHEDULED_HEAD.size + 4 * len(change), n_tokens, size)
         left, joined = change[:n_left], change[n_left:]
         return StepScheduled(

@@ -38,8 +38,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_AFTER_NS = 2_000_000_000
-IDLE_WAKE_NS = 200_000_000
-"""While nothing happens there is no hurry."""
+CALM_WAKE_NS = 200_000_000
+"""What comes in many small portions costs more than the same at once: most of it is waking up. While nothing happens, not
+even the kernel is asked more often."""
+CALM_FILL = 1 / 8
+"""Rings that would be fuller than this after so long are read at each wake instead."""
 DISCOVER_NS = 250_000_000
 LINGER_NS = 1_000_000_000
 """After the last writer: wait this long for one that is just starting (a reload, a fork)."""
@@ -130,7 +133,7 @@ class Sidecar:
         self._recovered: list[tuple[Path, place.Lock]] = []
         self._discovered_at = 0
         self._alone_since = 0
-        self._busy_at = 0
+        self._busy_at = self._read_at = self._read_due = 0
 
     def run(self) -> None:
         """Until the last writer is gone."""
@@ -144,7 +147,7 @@ class Sidecar:
             self._wake(began)
             if self._is_over(began):
                 break
-            pause = WAKE_NS if began - self._busy_at < IDLE_AFTER_NS else IDLE_WAKE_NS
+            pause = WAKE_NS if began - self._busy_at < IDLE_AFTER_NS else CALM_WAKE_NS
             time.sleep(max(pause - (clock.now() - began), WAKE_NS // 10) / 1e9)
         # Only a sidecar that ended well removes rings: the next one goes on with those of one that broke.
         self._pipeline.wake(clock.now(), final=True)
@@ -153,6 +156,7 @@ class Sidecar:
         if self._webhook is not None:
             self._webhook.close()
         self._threads.close()
+        self._throttling.close()
         self._rings.close(remove=not self._stays)
         if not self._stays:
             place.remove(self._folder)
@@ -171,10 +175,18 @@ class Sidecar:
         looked = self._throttling.look(self._rings.writers) + self._threads.look(self._rings.engine_threads)
         for said in looked:
             self._rings.say(said)
-        if self._pipeline.wake(now) or self._asked:
+        asked = self._rings.flushes_asked()
+        if now >= self._read_due or asked:
+            self._read(now, asked)
+
+    def _read(self, now: int, asked: list[tuple[int, int]]) -> None:
+        before, self._read_at = self._read_at, now
+        if self._pipeline.wake(now) or asked:
             self._busy_at = now
+        is_calm = self._rings.filled * CALM_WAKE_NS <= CALM_FILL * (now - before)
+        self._read_due = now + (CALM_WAKE_NS - WAKE_NS // 2 if is_calm else 0)
         self._flight.look(now)
-        self._answer_flushes(now)
+        self._answer_flushes(now, asked)
         if self._recovered:
             self._forget_recovered()
 
@@ -187,13 +199,13 @@ class Sidecar:
             log.warning("ring refused: %s", refusal)
         self._rings.refused.clear()
 
-    def _answer_flushes(self, now: int) -> None:
+    def _answer_flushes(self, now: int, asked: list[tuple[int, int]]) -> None:
         """Writers wait: two more wakes hand out what they stated before they asked, then it has to be sent.
 
         They wait, we do not: rings fill meanwhile.
         """
         if not self._asked:
-            self._asked, self._wakes_since_asked = self._rings.flushes_asked(), 0
+            self._asked, self._wakes_since_asked = asked, 0
             return
         self._wakes_since_asked += 1
         if self._wakes_since_asked == 2:

@@ -11,6 +11,7 @@ time: the largest is what is known.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
@@ -19,7 +20,10 @@ from otel_infer import clock, facts
 CAUSE = "throttled"
 LOOK_NS = 100_000_000
 """The period over which quotas are counted, if nobody has set another."""
+RENEW_NS = 250_000_000
+"""How often it is asked which processes there are."""
 STAT = "cpu.stat"
+_MOST = 4096
 _UNITS_NS = {"throttled_usec": 1000, "throttled_time": 1}
 """The names of version 2 and version 1."""
 
@@ -67,23 +71,41 @@ def _read(file: Path) -> int | None:
 
 
 class _Group:
-    """The groups that a process is in, as they were at the last look."""
+    """The groups that a process is in, as they were at the last look; their files stay open."""
 
     def __init__(self, files: tuple[Path, ...], at: int) -> None:
-        self._readings = {file: _read(file) for file in files}
+        self._readings: dict[int, int | None] = {}
         self._looked_at = at
+        for file in files:
+            try:
+                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:  # it went away in between
+                continue
+            self._readings[descriptor] = _read_open(descriptor)
 
     def look(self, now: Callable[[], int]) -> tuple[int, int]:
         """(instant of this look, ns throttled since the last one)."""
         grown = 0
-        for file, before in self._readings.items():
-            reading = _read(file)
+        for descriptor, before in self._readings.items():
+            reading = _read_open(descriptor)
             if reading is not None:
                 grown = max(grown, reading - (reading if before is None else before))
-                self._readings[file] = reading
+                self._readings[descriptor] = reading
         at = now()
         window, self._looked_at = at - self._looked_at, at
         return at, min(grown, window)
+
+    def close(self) -> None:
+        for descriptor in self._readings:
+            os.close(descriptor)
+        self._readings = {}
+
+
+def _read_open(descriptor: int) -> int | None:
+    try:
+        return throttled_ns(os.pread(descriptor, _MOST, 0).decode("ascii", "replace"))
+    except OSError:
+        return None
 
 
 class Throttling:
@@ -98,17 +120,17 @@ class Throttling:
         self._proc, self._mount, self._now = proc, mount, now
         self._files: dict[int, tuple[Path, ...]] = {}
         self._groups: dict[tuple[Path, ...], _Group] = {}
-        self._looked_at = 0
+        self._looked_at = self._renewed_at = 0
 
     def look(self, processes: Callable[[], Iterable[tuple[int, int]]]) -> list[facts.RingFact]:
         """What was added since the last look. `processes`: (ring, pid as seen from here) of those that live."""
-        if self._now() - self._looked_at < LOOK_NS:
+        now = self._now()
+        if now - self._looked_at < LOOK_NS:
             return []
-        self._looked_at = self._now()
-        known, here = self._files, dict(processes())
-        self._files = {ring: known[ring] if ring in known else self._found(pid) for ring, pid in here.items()}
-        groups = {files for files in self._files.values() if files}
-        self._groups = {files: self._groups.get(files) or _Group(files, self._looked_at) for files in groups}
+        self._looked_at = now
+        if now - self._renewed_at >= RENEW_NS:
+            self._renewed_at = now
+            self._renew(dict(processes()))
         said = []
         for files, group in self._groups.items():
             at, length = group.look(self._now)
@@ -116,6 +138,21 @@ class Throttling:
             held_up = [ring for ring, its in self._files.items() if its == files and length]
             said += [facts.RingFact(ring, 0, seen) for ring in held_up]
         return said
+
+    def close(self) -> None:
+        """Lets go of all files."""
+        self._renew({})
+
+    def _renew(self, here: dict[int, int]) -> None:
+        known, before = self._files, self._groups
+        self._files = {ring: known[ring] if ring in known else self._found(pid) for ring, pid in here.items()}
+        groups = {files for files in self._files.values() if files}
+        self._groups = {
+            files: before.pop(files) if files in before else _Group(files, self._looked_at)
+            for files in groups
+        }
+        for group in before.values():
+            group.close()
 
     def _found(self, pid: int) -> tuple[Path, ...]:
         try:

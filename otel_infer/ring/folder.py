@@ -10,7 +10,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from otel_infer.ring.read import NotARing, RequestReader
 from otel_infer.ring.read_steps import StepReader
 
 LIVENESS_NS = 250_000_000
+_AT = attrgetter("fact.at")
 
 
 class _Process:
@@ -55,6 +58,8 @@ class Rings:
         self.seen_any = False
         self.horizon = 0
         """Facts up to here were handed out."""
+        self.filled = 0.0
+        """The share of the ring that was filled most between the last two polls."""
 
     # ── finding rings ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -123,13 +128,16 @@ class Rings:
 
     def poll(self, now: int, final: bool = False) -> list[facts.RingFact]:
         """The facts up to the instant of the previous poll (`final`: all there are), ordered by time."""
+        self.filled = 0.0
         for process in self._processes.values():
             # Steps first: whatever a step refers to was stated before it, so it is found in the requests read after.
             for steps, _, _ in process.engines:
                 self._pending += steps.poll(now, final)
+                self.filled = max(self.filled, steps.filled)
             found = list(process.reader.poll(now, final))
+            self.filled = max(self.filled, process.reader.filled)
             self._pending += found
-            if any(isinstance(said.fact, facts.FactsLost) for said in found):
+            if found and isinstance(found[0].fact, facts.FactsLost):  # it is said before all else
                 self._pending += self._survey(process, now)
                 listed = facts.LiveListed(now, [handle for handle, _ in process.reader.live()])
                 self._pending.append(facts.RingFact(process.ring, 0, listed))
@@ -201,11 +209,8 @@ class Rings:
             self._drop(prefix, remove)
 
     def _released(self, upto: int | None, now: int) -> list[facts.RingFact]:
-        self._pending.sort(key=lambda said: said.fact.at)
-        cut = len(self._pending)
-        if upto is not None:
-            ats = [said.fact.at for said in self._pending]
-            cut = int(np.searchsorted(np.array(ats, np.int64), upto, side="right")) if ats else 0
+        self._pending.sort(key=_AT)
+        cut = len(self._pending) if upto is None else bisect_right(self._pending, upto, key=_AT)
         released, self._pending = self._pending[:cut], self._pending[cut:]
         self.horizon = now if upto is None else upto
         self._previous = now

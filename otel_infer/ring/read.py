@@ -80,10 +80,13 @@ class RequestReader:
         self._lost_by_writer = 0
         self.lost = 0
         self.torn = 0
+        self.filled = 0.0
+        """The share of the ring that was written between the last two polls."""
 
     def poll(self, now: int, final: bool = False) -> Iterator[facts.RingFact]:
         """What is new and was complete at the previous poll; `final`: everything that is complete now."""
         newest = self._newest()
+        self.filled = (newest - self._complete) / self.header.cells
         upto, self._complete = (newest if final else min(self._complete, newest)), newest
         lost, torn = self.lost, self.torn
         # A quarter of the ring is left to the writer, who may be overtaking us while we copy.
@@ -148,9 +151,10 @@ class RequestReader:
         index = (counters - np.uint64(1)) % np.uint64(self.header.cells)
         copy = self._cells[index]
         whole = (copy[:, 0] == counters) & (copy[:, 7] == counters) & (self._cells[index, 0] == counters)
-        for i in range(count):
-            if not whole[i]:
-                if int(copy[i, 0]) > int(counters[i]):
+        broken = None if whole.all() else ~whole
+        for i, cell in enumerate(layout.CELL.iter_unpack(copy.tobytes())):
+            if broken is not None and broken[i]:
+                if cell[0] > int(counters[i]):
                     self.lost += 1
                 elif self._hole_wakes < HOLE_WAKES and not final:
                     self._hole_wakes += 1
@@ -162,13 +166,14 @@ class RequestReader:
                 continue
             self._next += 1
             self._hole_wakes = 0
-            fact = self._decode(copy[i].tobytes())
+            fact = self._decode(*cell)
             if fact is not None:
                 yield fact
         self._expire_pending()
 
-    def _decode(self, cell: bytes) -> facts.RingFact | None:
-        counter, code, part, parts, handle, body, _ = layout.CELL.unpack(cell)
+    def _decode(
+        self, counter: int, code: int, part: int, parts: int, handle: int, body: bytes, _: int
+    ) -> facts.RingFact | None:
         if parts > 1:
             whole = self._join(counter, part, parts, body)
             if whole is None:

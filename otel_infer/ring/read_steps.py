@@ -29,6 +29,8 @@ class StepReader:
         self._complete = 0
         self._last_read = -1
         self.lost = 0
+        self.filled = 0.0
+        """The share of the ring that was written between the last two polls."""
         self.ask_for_keyframe()
 
     @property
@@ -45,22 +47,16 @@ class StepReader:
         if final:
             self._complete = self._scan(self._complete)
         while self._next < self._complete:
-            record = self._record(self._next)
-            if record is None:
+            before = self._next
+            yield from self._taken()
+            if self._next == before:
                 yield self._resynced(now)
                 break
-            cells, code, body = record
-            self._last_read = self._next
-            self._next += cells
-            if code != layout.PAD_CODE:
-                try:
-                    yield facts.RingFact(self.ring, 0, facts.unpack_step(code, body))
-                except (ValueError, struct.error):
-                    yield self._resynced(now)
-                    break
         if self._overrun():
             yield self._resynced(now)
-        self._complete = self._scan(max(self._complete, self._next))
+        before = max(self._complete, self._next)
+        self._complete = self._scan(before)
+        self.filled = (self._complete - before) / self.header.cells
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -96,26 +92,38 @@ class StepReader:
                 return counter
             counter += record[0]
 
-    def _shape(self, counter: int) -> tuple[int, int, int, int] | None:
-        """(cells, code, begin, length) of the record at this counter, or None unless both ends are there."""
+    def _shape(self, counter: int) -> tuple[int, int, int] | None:
         position = counter % self.header.cells
-        begin = layout.PAGE + (position << 6)
-        head, length, code = layout.RECORD_HEAD.unpack_from(self._memory, begin)
-        if head != counter + 1 or length < layout.RECORD_OVERHEAD:
-            return None
-        cells = self.header.cells - position if code == layout.PAD_CODE else (length + 63) >> 6
-        if position + cells > self.header.cells:
-            return None
-        (tail,) = layout.RECORD_TAIL.unpack_from(self._memory, begin + (cells << 6) - 8)
-        return (cells, code, begin, length) if tail == counter + 1 else None
+        return _shape(self._memory, layout.PAGE + (position << 6), counter, self.header.cells - position)
 
-    def _record(self, counter: int) -> tuple[int, int, bytes] | None:
-        shape = self._shape(counter)
-        if shape is None:
-            return None
-        cells, code, begin, length = shape
-        body = self._memory[begin + layout.RECORD_HEAD.size : begin + length - layout.RECORD_TAIL.size]
-        return (cells, code, body) if self._shape(counter) == shape else None
+    def _taken(self) -> Iterator[facts.RingFact]:
+        """Goes on to what is complete, or to the end of the memory, or to before a record that is not what it should be.
+
+        All of it is copied at once. Records are overwritten in the order in which they were written: if the first one is
+        still there after the copy, so were all.
+        """
+        position = self._next % self.header.cells
+        begin, cells = layout.PAGE + (position << 6), self._complete - self._next
+        first = self._shape(self._next)
+        copy = self._memory[begin : begin + (min(cells, self.header.cells - position) << 6)]
+        if first is None or self._shape(self._next) != first:
+            return
+        at = 0
+        while at < len(copy):
+            shape = _shape(copy, at, self._next, len(copy) - at >> 6)
+            if shape is None:
+                return
+            cells, code, length = shape
+            if code != layout.PAD_CODE:
+                body = copy[at + layout.RECORD_HEAD.size : at + length - layout.RECORD_TAIL.size]
+                try:
+                    fact = facts.unpack_step(code, body)
+                except (ValueError, struct.error):
+                    return
+                yield facts.RingFact(self.ring, 0, fact)
+            self._last_read = self._next
+            self._next += cells
+            at += cells << 6
 
     def _resynced(self, now: int) -> facts.RingFact:
         """Goes on at the oldest record that is safe from being overwritten, and says what was skipped."""
@@ -129,3 +137,15 @@ class StepReader:
         self._next = self._complete = resumed
         self.ask_for_keyframe()
         return facts.RingFact(self.ring, 0, facts.StepsLost(now, lost))
+
+
+def _shape(memory: mmap.mmap | bytes, begin: int, counter: int, room: int) -> tuple[int, int, int] | None:
+    """(cells, code, length) of the record at this counter, or None unless both ends are there, within `room` cells."""
+    head, length, code = layout.RECORD_HEAD.unpack_from(memory, begin)
+    if head != counter + 1 or length < layout.RECORD_OVERHEAD:
+        return None
+    cells = room if code == layout.PAD_CODE else (length + 63) >> 6
+    if cells > room:
+        return None
+    (tail,) = layout.RECORD_TAIL.unpack_from(memory, begin + (cells << 6) - 8)
+    return (cells, code, length) if tail == counter + 1 else None
