@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 import time
@@ -10,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 PACE_TURNS = 5000
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT = 1 << 30
 PACKAGES = ("transformers", "torch", "opentelemetry-sdk", "protobuf", "numpy", "isal")
 
 
@@ -61,6 +64,15 @@ def pin_process(pid: int, to: set[int]) -> None:
     for thread in _threads(pid):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(thread, to)
+
+
+def keep_memory() -> None:
+    """Has this process keep what it frees (mallopt(3)), where its C library can. glibc gives big blocks back after every step
+    of a model, and each page that comes anew is a fault: more than half of a step at times, and at others nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            mallopt(parameter, _KEPT)
 
 
 def cpu_ns(pid: int) -> int:

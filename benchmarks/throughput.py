@@ -82,9 +82,8 @@ def part(
     seconds: float,
     offered: int = OFFERED,
 ) -> Part:
-    """One part at `offered` step spans a second: a bare one of the same length first, whose CPU is subtracted, then the
-    hooked one."""
-    bare_taken, _ = paced(engine, seconds, offered)
+    """One part at `offered` step spans a second: a bare half before and after the hooked one, whose CPU is subtracted."""
+    bare_taken, _ = paced(engine, seconds / 2, offered)
     if binding is None:
         return Part(0, 0, 0, {}, 0, 0)
     binding.put_on()
@@ -98,23 +97,27 @@ def part(
     flush()
     taken += time.process_time_ns() - before
     sidecar_cpu = machine.cpu_ns(sidecar) - sidecar_cpu if sidecar else 0
+    bare_taken += paced(engine, seconds / 2, offered)[0]
     engine.answered.clear()
     return Part(rate, lasted, expected, receiver.counted(), taken - bare_taken, sidecar_cpu)
 
 
 def paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float]:
-    """Steps at the pace that offers so many spans a second; process CPU and the seconds it took.
+    """Steps at the pace that offers so many spans a second; process CPU without that of the pauses, and the seconds it took.
 
     Who falls behind does not catch up: what was not offered in time is not offered.
     """
     pause = engine.size / offered
-    began, cpu = time.perf_counter(), time.process_time_ns()
-    due = began
+    began, everything, this_thread = time.perf_counter(), time.process_time_ns(), time.thread_time_ns()
+    due, stepping = began, 0
     for _ in range(int(seconds / pause)):
+        before = time.thread_time_ns()
         engine.step()
+        stepping += time.thread_time_ns() - before
         due = max(due + pause, time.perf_counter() - pause)
         time.sleep(max(due - time.perf_counter(), 0))
-    return time.process_time_ns() - cpu, time.perf_counter() - began
+    others = (time.process_time_ns() - everything) - (time.thread_time_ns() - this_thread)
+    return stepping + others, time.perf_counter() - began
 
 
 def _idle(pid: int, seconds: float) -> float:

@@ -30,6 +30,7 @@ def measure(quick: bool) -> list[Line]:
     rounds, stock_rounds = (2, 1) if quick else (80, 8)
     import transformers.generation.continuous_batching  # noqa: F401 - what the hooks sit on
 
+    machine.keep_memory()
     with Receiver() as receiver:
         mine, others = machine.cores()
         machine.pin_process(receiver.pid, others)
