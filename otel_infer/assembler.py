@@ -254,33 +254,35 @@ class Assembler:
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
         seen = self._seen_steps.setdefault((fact.process, fact.engine), set())
-        self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process, seen)
+        self.engines[ring] = StepLog(
+            fact.engine, fact.pid, fact.process, self._request_of(fact.process), seen
+        )
+
+    def _request_of(self, process: int) -> Callable[[int], Request | None]:
+        opened = self.open
+        return lambda handle: opened.get((process, handle))
 
     def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
         engine = self.engines.get(ring)
         if engine is not None:
-            engine.strain.look(fact)
+            engine.learned.strain.look(fact)
 
     def _hooks(self, ring: int, handle: int, fact: facts.HooksReported) -> None:
         self.hooks[ring, fact.integration] = (fact.active, fact.total)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _request_of(self, process: int) -> Callable[[int], Request | None]:
-        opened = self.open
-        return lambda handle: opened.get((process, handle))
-
     def _scheduled(self, ring: int, handle: int, fact: facts.StepScheduled) -> None:
         engine = self.engines.get(ring)
         if engine is not None:
-            engine.scheduled(fact, self._request_of(engine.process))
+            engine.scheduled(fact)
             if engine.holed:
                 self._mark_holed(engine)
 
     def _done(self, ring: int, handle: int, fact: facts.StepDone) -> None:
         engine = self.engines.get(ring)
         if engine is not None:
-            record = engine.done(fact, self._request_of(engine.process))
+            record = engine.done(fact)
             if record is not None and fact.at > self._concluded_at.get(engine.process, 0):
                 self.steps.append(record)
 
@@ -288,7 +290,7 @@ class Assembler:
         self.facts_lost += fact.lost
         engine = self.engines.get(ring)
         if engine is not None:
-            engine.lost(self._request_of(engine.process))
+            engine.lost()
             self._mark_holed(engine)
 
     def _mark_holed(self, engine: StepLog) -> None:

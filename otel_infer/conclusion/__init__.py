@@ -90,7 +90,8 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.costs, record.first_use = request.costs, request.first_use
     if request.runs:
         log = request.runs[-1].log
-        record.prefillers, record.strain = log.prefillers, log.strain if log.strain.is_known else None
+        strain = log.learned.strain
+        record.prefillers, record.strain = log.prompts.of, strain if strain.is_known else None
     record.received_at = request.received_at
     record.preempted_at = tuple(fact.at for fact in request.preempted)
     record.detokenize_ns = request.ended.detokenize_ns if request.ended is not None else 0
@@ -134,14 +135,14 @@ def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) ->
     until = life.first_at or record.ended_at
     for log, chunks in request.chunks.items():
         for step, (at, tokens, size) in chunks.items():
-            ended_at = log.ended_at(step)
+            ended_at = log.table.ended_at(step)
             if ended_at > request.concluded_at:
                 continue
             if record.outcome == facts.OK:
                 ended_at = min(ended_at, record.ended_at)
             started_at = max(at, record.arrived_at)
             if started_at < ended_at <= until:
-                others = max(log.prefill_tokens(step) - tokens, 0)
+                others = max(log.table.prefill_tokens(step) - tokens, 0)
                 record.prefill_steps.append(PrefillStep(step, started_at, ended_at, tokens, size, others))
     record.prefill_steps.sort(key=lambda chunk: chunk.started_at)
 

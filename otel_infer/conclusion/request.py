@@ -174,13 +174,13 @@ class Request:
         """Nothing that happens after this instant belongs to it, and no more facts will come."""
         self.concluded_at = at
         for log, (first, sequences) in self.present.items():
-            if first <= log.last_step:
-                self.runs.append(Run(log, first, log.last_step, sequences))
+            if first <= log.table.last:
+                self.runs.append(Run(log, first, log.table.last, sequences))
         self.present = {}
         if self.runs:
             log = self.runs[-1].log
             log.settle()
-            self.costs, self.first_use = log.costs(), log.firsts.known(log.costs())
+            self.costs, self.first_use = log.learned.known()
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
 

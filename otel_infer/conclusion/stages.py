@@ -128,7 +128,7 @@ def _kv_start(request: Request) -> Attributes:
     if not firsts:
         return {}
     _, log, step = min(firsts, key=lambda first: first[0])
-    utilization = log.kv_at(step)
+    utilization = log.table.kv_at(step)
     return {} if utilization != utilization else {semconv.KV_UTILIZATION_START: utilization}
 
 

@@ -48,7 +48,11 @@ def steps_of(requests: Sequence[Request], first_at: Sequence[int]) -> list[Part]
     if not pieces:
         return [Part(StepRows(_EMPTY), lost, False) for lost in forgotten]
     table = np.concatenate(
-        [columns for piece in pieces for columns in piece.run.log.columns(piece.run.first, piece.run.last)],
+        [
+            columns
+            for piece in pieces
+            for columns in piece.run.log.table.columns(piece.run.first, piece.run.last)
+        ],
         axis=1,
     )
     seen = _adopted(table, pieces, requests)
@@ -79,7 +83,7 @@ def _pieces(requests: Sequence[Request]) -> tuple[list[_Piece], list[int]]:
     at = 0
     for owner, request in enumerate(requests):
         for run in request.runs:
-            first = max(run.first, run.log.oldest)
+            first = max(run.first, run.log.table.oldest)
             forgotten[owner] += min(first, run.last + 1) - run.first
             if first <= run.last:
                 pieces.append(_Piece(owner, run._replace(first=first), at))
