@@ -48,9 +48,9 @@ class Held(NamedTuple):
 _NOTHING = Held(0.0, 0.0, 0.0)
 
 
-def is_stalled(over: Any, typical: Any, spread: Any) -> Any:
-    """Whether so much (ns) beyond the estimate is more than its error: three times its spread, at least a twentieth."""
-    return over > np.maximum(_SIGMAS * spread, _SHARE * typical)
+def margin(typical: Any, spread: Any) -> Any:
+    """How much (ns) beyond the estimate is within its error: three times its spread, at least a twentieth."""
+    return np.maximum(_SIGMAS * spread, _SHARE * typical)
 
 
 class Strain:
@@ -206,7 +206,7 @@ def _excess(seen: ThreadSeen, steps: _Steps, costs: StepCosts) -> _Excess | None
     typical = np.minimum(costs.base + costs.per_sequence * size, lengths)
     over = lengths - typical
     # That a prompt takes its time on the device is no lock: for this, only steps without one count.
-    stalls = (over * part)[is_stalled(over, typical, costs.spread) & plain]
+    stalls = (over * part)[(over > margin(typical, costs.spread)) & plain]
     usual = np.where(plain, typical, lengths) * part
     return _Excess(float((over * part).sum()), float(stalls.sum()), float(usual.sum()), bool(plain.all()))
 

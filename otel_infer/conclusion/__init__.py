@@ -23,7 +23,7 @@ def conclude(requests: Sequence[Request]) -> list[RequestRecord]:
     """The records of ended requests."""
     records = [_begun(request) for request in requests]
     firsts = [_first_at(record, request) for record, request in zip(records, requests)]
-    for record, request, part in zip(records, requests, steps_of(requests, firsts)):
+    for record, request, part in zip(records, requests, steps_of(requests, records, firsts)):
         _adopt_said(record, request)
         _adopt_steps(record, request, part)
         _conclude(record, request)
