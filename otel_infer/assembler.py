@@ -73,10 +73,11 @@ class Assembler:
 
     def feed(self, said: Iterable[facts.RingFact]) -> None:
         """Takes facts in order of time."""
+        handlers = self._handlers
         for ring, handle, fact in said:
             if fact.at > self._due:
                 self._settle(fact.at - 1)
-            handler = self._handlers.get(type(fact))
+            handler = handlers.get(type(fact))
             if handler is not None:
                 handler(ring, handle, fact)
                 continue
@@ -228,9 +229,11 @@ class Assembler:
 
     def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
         """What held up its process while it was there."""
+        pauses = self.pauses.get(request.ring)
+        if not pauses:
+            return ()
         begin, end = request.arrived_at, request.ended_at
-        latest_first = reversed(self.pauses.get(request.ring, ()))
-        since = itertools.takewhile(lambda pause: pause.ended_at > begin, latest_first)
+        since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
         return tuple(pause for pause in since if pause.started_at < end)[::-1]
 
     def _marked(self, ring: int, handle: int, fact: facts.MarkSeen) -> None:
@@ -241,10 +244,11 @@ class Assembler:
 
     def _marks_of(self, request: Request) -> tuple[Mark, ...]:
         """What happened to its process while it may have been there."""
+        marks = self._marks.get(request.ring)
+        if not marks:
+            return ()
         begin, end = request.arrived_at, request.ended_at
-        return tuple(
-            mark for mark in self._marks.get(request.ring, ()) if mark.since < end and mark.at > begin
-        )
+        return tuple(mark for mark in marks if mark.since < end and mark.at > begin)
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -106,7 +106,8 @@ def _summed(record: RequestRecord, steps: _Steps, others: Any, i: int, line: lis
     """From the sums of all columns; of the last it is not known who ran meanwhile where steps are missing."""
     causes = dict(zip(_CAUSES, line))
     causes[semconv.CAUSE_UNEXPLAINED if record.telemetry_lost else semconv.CAUSE_INTERFERENCE] += line[-1]
-    return DecodeBlame(causes, _worst(steps, others, i) if causes[semconv.CAUSE_INTERFERENCE] else [])
+    known = {cause: length for cause, length in causes.items() if length > 0}
+    return DecodeBlame(known, _worst(steps, others, i) if semconv.CAUSE_INTERFERENCE in known else [])
 
 
 def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any, Any, Any, Any, Any]:
