@@ -24,12 +24,14 @@ _NEVER = 1 << 62
 class Part(NamedTuple):
     """Steps that delivered something to a request. `forgotten`: how many more there were, that nobody remembers.
 
-    `is_last_known`: whether the last of them is the last there was.
+    `is_last_known`: whether the last of them is the last there was. `tokens`: of all of them; `ended_at`: of the last.
     """
 
     rows: StepRows
     forgotten: int
     is_last_known: bool
+    tokens: int
+    ended_at: int
 
 
 class _Piece(NamedTuple):
@@ -50,7 +52,7 @@ def steps_of(
     """The part of each request; `first_at`: when it had its first token, as far as is known, or else 0."""
     pieces, forgotten = _pieces(requests)
     if not pieces:
-        return [Part(StepRows(_EMPTY), lost, False) for lost in forgotten]
+        return [Part(StepRows(_EMPTY), lost, False, 0, 0) for lost in forgotten]
     table = np.concatenate(
         [
             columns
@@ -64,12 +66,11 @@ def steps_of(
     known = _known(table, pieces, seen, requests)
     owner = np.repeat(np.array([piece.owner for piece in pieces]), counts)
     table, owner = _inside(table, owner, seen, _limits(requests, records, first_at))
-    ends = np.cumsum(np.bincount(owner, minlength=len(requests))).tolist()
-    begins = [0, *ends]
-    return [
-        Part(StepRows(table[:, begin:end]), lost, is_known)
-        for begin, end, lost, is_known in zip(begins, ends, forgotten, known)
-    ]
+    bounds = np.searchsorted(owner, np.arange(len(requests) + 1))
+    tokens = np.diff(np.append(0, np.cumsum(table[StepRows.TOKENS]))[bounds])
+    last = np.append(0, table[StepRows.ENDED_AT])[bounds[1:]]
+    each = zip(bounds.tolist(), bounds[1:].tolist(), forgotten, known, tokens.tolist(), last.tolist())
+    return [Part(StepRows(table[:, begin:end]), *of_it) for begin, end, *of_it in each]
 
 
 def _pieces(requests: Sequence[Request]) -> tuple[list[_Piece], list[int]]:
@@ -174,4 +175,5 @@ def _inside(table: Any, owner: Any, seen: Any, limits: Any) -> tuple[Any, Any]:
 
 def _of_each(lines: Any, owner: Any) -> Any:
     """A number of each request for every of its steps. `owner` is in order."""
-    return np.repeat(lines, np.bincount(owner, minlength=lines.shape[1]), axis=1)
+    bounds = np.searchsorted(owner, np.arange(lines.shape[1] + 1))
+    return np.repeat(lines, np.diff(bounds), axis=1)
