@@ -215,7 +215,8 @@ class _Crowd:
 
     def __init__(self, prefillers: Sequence[Prefiller]) -> None:
         known = sorted(prefillers, key=lambda who: -who.tokens)
-        self.first, rest = known[:MOST_NAMED], known[MOST_NAMED:]
+        named, rest = known[:MOST_NAMED], known[MOST_NAMED:]
+        self.first = [((who.trace_id, who.span_id), who.tokens, who.named) for who in named if who.tokens]
         self.tokens = {who.span_id: who.tokens for who in known}
         self.all = sum(self.tokens.values())
         self.rest: dict[str, int] = defaultdict(int)
@@ -245,10 +246,10 @@ def _offenders(
         if crowd is None:
             crowd = crowds[record.prefillers, step] = _Crowd(record.prefillers(step))
         tokens, rest = crowd.beside(record.span_id)
-        for who in crowd.first:
-            if who.tokens and who.span_id != record.span_id:
-                lengths[who.trace_id, who.span_id] += length * who.tokens // tokens
-                named[who.trace_id, who.span_id] = who.named
+        for who, of_who, class_ in crowd.first:
+            if who[1] != record.span_id:
+                lengths[who] += length * of_who // tokens
+                named[who] = class_
         for class_, of_class in rest.items():
             if of_class:
                 lengths[b"", class_.encode()] += length * of_class // tokens

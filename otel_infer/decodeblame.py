@@ -10,6 +10,7 @@ import numpy as np
 from otel_infer import semconv
 from otel_infer.records import Pause, RequestRecord
 from otel_infer.stepcosts import StepCosts
+from otel_infer.steprows import since_before
 from otel_infer.strain import margin
 
 MOST_INTERFERED = 16
@@ -30,6 +31,8 @@ _CAUSES = (
     semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_FIRST_USE, semconv.CAUSE_STARVED,
     semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED,
 )  # fmt: skip
+_OTHERS_WAIT = _CAUSES.index(semconv.CAUSE_INTERFERENCE)
+_UNKNOWN_WAIT = _CAUSES.index(semconv.CAUSE_UNEXPLAINED)
 
 
 def divided(records: Sequence[RequestRecord]) -> list[DecodeBlame]:
@@ -64,11 +67,12 @@ class _Steps:
         self.counts = np.array([table.shape[1] for table in tables])
         self.begins = np.cumsum(self.counts) - self.counts
         self.step, started, self.until, self.tokens, self.size, self.prefill = np.concatenate(tables, axis=1)
-        self.since = np.roll(self.until, 1)
+        self.since = self.until.copy()
+        self.since[1:] = self.until[:-1]
         self.since[self.begins] = self.until[self.begins]
         self.began = np.clip(started, self.since, self.until)
         self.prefill[self.begins] = 0
-        self.is_next = np.diff(self.step, prepend=0) == 1
+        self.is_next = since_before(self.step) == 1
         self._firsts = self.begins.tolist()
         self._ends = (self.begins + self.counts).tolist()
 
@@ -104,9 +108,8 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
 
 def _summed(record: RequestRecord, steps: _Steps, others: Any, i: int, line: list[int]) -> DecodeBlame:
     """From the sums of all columns; of the last it is not known who ran meanwhile where steps are missing."""
-    causes = dict(zip(_CAUSES, line))
-    causes[semconv.CAUSE_UNEXPLAINED if record.telemetry_lost else semconv.CAUSE_INTERFERENCE] += line[-1]
-    known = {cause: length for cause, length in causes.items() if length > 0}
+    line[_UNKNOWN_WAIT if record.telemetry_lost else _OTHERS_WAIT] += line.pop()
+    known = {cause: length for cause, length in zip(_CAUSES, line) if length > 0}
     return DecodeBlame(known, _worst(steps, others, i) if semconv.CAUSE_INTERFERENCE in known else [])
 
 
@@ -115,8 +118,8 @@ def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any
 
     Also: up to how much over that is within the error of the estimate.
     """
-    costs = np.array([record.costs or _UNKNOWN for record in records]).T
-    base, each, spread, _ = np.repeat(costs, steps.counts, axis=1)
+    costs = np.array([record.costs or _UNKNOWN for record in records]).T[:3]
+    base, each, spread = np.repeat(costs, steps.counts, axis=1)
     size = steps.size.astype(np.float64)
     alone = np.minimum(steps.tokens, size)
     typical = base + each * size

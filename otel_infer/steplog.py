@@ -85,8 +85,7 @@ class StepLog:
             self._change(fact)
         if self._members is None or len(self._members) != fact.size:
             self.lost()
-        prefills = self._prefills(fact) if self._prefilling else {}
-        tokens = sum([sum(prefill.tokens) for prefill in prefills.values()])
+        prefills, tokens = self._prefills(fact) if self._prefilling else ({}, 0)
         self.table.begin(fact, tokens)
         self.learned.firsts.scheduled(step, fact.size, tokens)
         self._flights[step] = _Flight(fact, self._members, prefills)
@@ -103,8 +102,9 @@ class StepLog:
         self.table.end(fact.step, ended_at)
         if members is None:
             return None
-        delivered = {at: tokens for at, tokens in fact.delivered if at < len(members)}
-        if delivered:
+        delivered: dict[int, int] = {}
+        if fact.delivered:
+            delivered = {at: tokens for at, tokens in fact.delivered if at < len(members)}
             self._deliver(fact.step, members, prefills, delivered)
         prefilling = 0
         for handle, (positions, _) in prefills.items():
@@ -186,10 +186,14 @@ class StepLog:
 
     # ── who has no token yet ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _prefills(self, fact: facts.StepScheduled) -> dict[int, _Prefill]:
-        """Those in this step that have no token yet; of several sequences of a request, it is the longest ones."""
+    def _prefills(self, fact: facts.StepScheduled) -> tuple[dict[int, _Prefill], int]:
+        """Those in this step that have no token yet; of several sequences of a request, it is the longest ones.
+
+        Also, how many tokens are scheduled for them.
+        """
         if self._members is None:
-            return {}
+            return {}, 0
+        all_tokens = 0
         tokens, backwards = dict(fact.tokens), self._members[::-1]
         found: dict[int, _Prefill] = {}
         whose: list[Prefiller] = []
@@ -199,14 +203,16 @@ class StepLog:
                 continue
             if len(positions) > 1:
                 positions = sorted(positions, key=lambda position: -tokens.get(position, 1))[:young]
-            found[handle] = prefill = _Prefill(positions, [tokens.get(position, 1) for position in positions])
+            of_each = [tokens.get(position, 1) for position in positions]
+            found[handle] = _Prefill(positions, of_each)
+            tokens_of = sum(of_each)
+            all_tokens += tokens_of
             request = self._find(handle)
             if request is not None:
-                tokens_of = sum(prefill.tokens)
                 request.schedule(self, fact.step, fact.at, tokens_of, fact.size)
                 whose.append(request.prefiller(tokens_of))
         self.prompts.note(fact.step, whose)
-        return found
+        return found, all_tokens
 
     def _deliver(
         self, step: int, members: Sequence[int], prefills: dict[int, _Prefill], delivered: dict[int, int]

@@ -70,6 +70,13 @@ def gaps_of(tables: Sequence[StepRows], with_holes: Sequence[bool]) -> tuple[Any
     return (ended[1:] - ended[:-1])[counted], owner[1:][counted]
 
 
+def since_before(column: Any) -> Any:
+    """How much more each number is than the one before it; the first, than 0."""
+    differences = column.copy()
+    differences[1:] -= column[:-1]
+    return differences
+
+
 def summarized(tables: Sequence[StepRows | None], with_holes: Sequence[bool]) -> list[StepSummary]:
     """A summary of each; numpy's price per call is paid once for all."""
     some = [i for i, rows in enumerate(tables) if rows is not None and len(rows) > 1]
@@ -88,9 +95,9 @@ def _summarized(tables: list[Any], with_holes: Any) -> list[StepSummary]:
     begins = np.cumsum(counts) - counts
     step, started, ended, _, size, _ = np.concatenate(tables, axis=1)
     lengths = ended - started
-    gaps = np.diff(ended, prepend=0)
+    gaps = since_before(ended)
     if with_holes.any():
-        gaps[np.repeat(with_holes, counts) & (np.diff(step, prepend=0) != 1)] = -1
+        gaps[np.repeat(with_holes, counts) & (since_before(step) != 1)] = -1
     lengths[begins] = size[begins] = 0
     gaps[begins] = -1
     longest = np.maximum.reduceat(lengths, begins)

@@ -51,6 +51,9 @@ def _conclude(record: RequestRecord, request: Request, life: Life, part: Part) -
 def _begun(request: Request) -> RequestRecord:
     arrived, ended, submitted = request.arrived, request.ended, request.submitted
     assert ended is not None
+    outcome = request.outcome
+    # Of what went wrong nobody said what it was; where its client had it stopped, nothing did.
+    error_type = ended.error_type or (semconv.OTHER if outcome == facts.ERROR else "")
     return RequestRecord(
         trace_id=arrived.trace_id,
         span_id=arrived.span_id,
@@ -67,8 +70,8 @@ def _begun(request: Request) -> RequestRecord:
         ended_at=request.ended_at,
         wall_offset=arrived.wall_at - arrived.at,
         generative=not arrived.flags & facts.NON_GENERATIVE,
-        outcome=request.outcome,
-        error_type=request.error_type,
+        outcome=outcome,
+        error_type=error_type,
         status_code=ended.status_code,
         chunks=ended.chunks,
         detokenize_ns=ended.detokenize_ns,

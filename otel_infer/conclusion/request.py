@@ -91,12 +91,6 @@ class Request:
         return GIVEN_UP.get(reasons.pop(), facts.OK) if len(reasons) == 1 else facts.OK
 
     @property
-    def error_type(self) -> str:
-        """Empty as well where its client had it stopped."""
-        said = self.ended.error_type if self.ended is not None else ""
-        return said or (semconv.OTHER if self.outcome == facts.ERROR else "")
-
-    @property
     def ended_at(self) -> int:
         """The last byte, or the death; 0 = it goes on."""
         return max(self.ended.at, self.arrived.at) if self.ended is not None else 0

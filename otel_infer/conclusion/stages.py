@@ -42,9 +42,8 @@ def stages_of(record: RequestRecord, request: Request, life: Life) -> list[Stage
     """All stages, in the order in which they began. What was said goes before what would be derived."""
     stages = _said(record, request) if request.stages else []
     names = {stage.name for stage in stages}
-    touched = [stage.started_at for stage in stages] + [
-        at for at in (life.submitted_at, life.scheduled_at) if at
-    ]
+    touched = [stage.started_at for stage in stages]
+    touched += [at for at in (life.submitted_at, life.scheduled_at) if at]
     kinds = (
         (semconv.SPAN_INGRESS, _ingress(record, request, life, touched), None),
         (semconv.SPAN_QUEUE, _queue(record, life), _queue_split),
@@ -53,10 +52,8 @@ def stages_of(record: RequestRecord, request: Request, life: Life) -> list[Stage
         (semconv.SPAN_POSTPROCESS, _postprocess(record, request, life, bool(touched)), _egress),
     )
     for name, (began, ended), described in kinds:
-        started_at, ended_at = max(began, record.arrived_at), min(ended, record.ended_at)
-        if started_at < ended_at and name not in names:
-            attributes = described(request, began, ended) if described is not None else {}
-            stages.append(Stage(name, started_at, ended_at, attributes))
+        if began < ended and name not in names:
+            stages.append(Stage(name, began, ended, described(request, began, ended) if described else {}))
     stages.sort(key=attrgetter("started_at"))
     return stages
 

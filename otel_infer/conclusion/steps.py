@@ -14,7 +14,7 @@ import numpy as np
 from otel_infer import facts
 from otel_infer.conclusion.request import Request
 from otel_infer.records import RequestRecord
-from otel_infer.steplog import Run
+from otel_infer.steplog import StepLog
 from otel_infer.steprows import StepRows
 
 _EMPTY = np.empty((6, 0), np.int64)
@@ -35,15 +35,15 @@ class Part(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A run of one request whose steps are all remembered, or missing. `at`: where it begins in the table of all."""
+    """Steps of one request in one run that are all remembered, or missing. They are `at`..`end` in the table of all."""
 
     owner: int
-    run: Run
+    log: StepLog
+    first: int
+    last: int
+    sequences: int
     at: int
-
-    @property
-    def end(self) -> int:
-        return self.at + self.run.last - self.run.first + 1
+    end: int
 
 
 def steps_of(
@@ -53,14 +53,8 @@ def steps_of(
     pieces, forgotten = _pieces(requests)
     if not pieces:
         return [Part(StepRows(_EMPTY), lost, False, 0, 0) for lost in forgotten]
-    table = np.concatenate(
-        [
-            columns
-            for piece in pieces
-            for columns in piece.run.log.table.columns(piece.run.first, piece.run.last)
-        ],
-        axis=1,
-    )
+    columns = [part for piece in pieces for part in piece.log.table.columns(piece.first, piece.last)]
+    table = np.concatenate(columns, axis=1)
     counts = np.array([piece.end - piece.at for piece in pieces])
     seen = _adopted(table, pieces, counts, requests)
     known = _known(table, pieces, seen, requests)
@@ -79,31 +73,34 @@ def _pieces(requests: Sequence[Request]) -> tuple[list[_Piece], list[int]]:
     forgotten = [0] * len(requests)
     at = 0
     for owner, request in enumerate(requests):
-        for run in request.runs:
-            first = max(run.first, run.log.table.oldest)
-            forgotten[owner] += min(first, run.last + 1) - run.first
-            if first <= run.last:
-                pieces.append(_Piece(owner, run._replace(first=first), at))
-                at += run.last - first + 1
+        for log, begin, last, sequences in request.runs:
+            first = max(begin, log.table.oldest)
+            forgotten[owner] += min(first, last + 1) - begin
+            if first <= last:
+                end = at + last - first + 1
+                pieces.append(_Piece(owner, log, first, last, sequences, at, end))
+                at = end
     return pieces, forgotten
 
 
 def _adopted(table: Any, pieces: list[_Piece], counts: Any, requests: Sequence[Request]) -> Any:
     """Writes into the table what is each request's own; returns which rows delivered something to it."""
-    table[StepRows.TOKENS] = np.repeat(np.array([piece.run.sequences for piece in pieces]), counts)
+    table[StepRows.TOKENS] = np.repeat(np.array([piece.sequences for piece in pieces]), counts)
     more: dict[int, int] = {}
     own: dict[int, int] = {}
-    for piece in pieces:
-        request, log = requests[piece.owner], piece.run.log
-        if request.deltas:
-            more.update(_placed(piece, request.deltas.get(log, {}).items()))
-        chunks = request.chunks.get(log, {}).items()
-        own.update(_placed(piece, [(step, -chunk.tokens) for step, chunk in chunks]))
+    for owner, log, first, last, _, at, _ in pieces:
+        request = requests[owner]
+        for step, tokens in request.deltas[log].items() if log in request.deltas else ():
+            if first <= step <= last:
+                more[at + step - first] = tokens
+        for step, chunk in request.chunks[log].items() if log in request.chunks else ():
+            if first <= step <= last:
+                own[at + step - first] = -chunk.tokens
     for line, changes in ((StepRows.TOKENS, more), (StepRows.OTHERS_PREFILL_TOKENS, own)):
         if changes:
             table[line, list(changes)] += np.array(list(changes.values()))
     # Where a step is missing, its place holds an older one.
-    firsts = np.repeat(np.array([piece.run.first for piece in pieces]), counts)
+    firsts = np.repeat(np.array([piece.first for piece in pieces]), counts)
     seen: Any = (table[StepRows.TOKENS] > 0) & (table[StepRows.STEP] >= firsts)
     seen &= table[StepRows.ENDED_AT] > 0
     return seen
@@ -120,14 +117,8 @@ def _known(table: Any, pieces: list[_Piece], seen: Any, requests: Sequence[Reque
         elif is_some:
             # A later run of the same engine has the last word.
             steps = table[StepRows.STEP, piece.at : piece.end][seen[piece.at : piece.end]]
-            known[piece.owner] = request.is_last(piece.run.log, int(steps[-1]))
+            known[piece.owner] = request.is_last(piece.log, int(steps[-1]))
     return known
-
-
-def _placed(piece: _Piece, changes: Any) -> list[tuple[int, int]]:
-    """(column, number) of what changes in steps of this piece."""
-    _, run, at = piece
-    return [(at + step - run.first, number) for step, number in changes if run.first <= step <= run.last]
 
 
 def _limits(requests: Sequence[Request], records: Sequence[RequestRecord], first_at: Sequence[int]) -> Any:
