@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from otel_infer import semconv
 from otel_infer.records import Pause, RequestRecord
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steprows import since_before
-from otel_infer.strain import margin
+from otel_infer.strain import Strain, margin
 
 MOST_INTERFERED = 16
 """Steps of one request, the worst ones, whose offenders are looked up."""
@@ -159,14 +159,9 @@ def _held(
     held, blocked = np.zeros((2, len(over)), np.int64), np.zeros(len(over))
     usual = np.ones(len(over))
     usual[unusual] = 0
-    for i, record in enumerate(records):
-        if record.strain is None:
-            continue
+    for i, strain in _touched(records, steps):
         mine = steps.of(i)
-        since, began, until = steps.since[mine], steps.began[mine], steps.until[mine]
-        if not record.strain.touches(int(since[0]), int(until[-1])):
-            continue
-        shares = record.strain.shares(began, until)
+        shares = strain.shares(steps.began[mine], steps.until[mine])
         known = np.array(shares[:2]) * usual[mine]
         blocked[mine] = shares.blocked * usual[mine]
         for column in (others, over):
@@ -174,6 +169,15 @@ def _held(
             held[:, mine] += taken
             column[mine] -= taken.sum(axis=0)
     return held, blocked
+
+
+def _touched(records: list[RequestRecord], steps: _Steps) -> Iterator[tuple[int, Strain]]:
+    """The requests of whose steps the kernel knows something, and who says it."""
+    begins, ends = steps.until[steps.begins], steps.until[steps.begins + steps.counts - 1]
+    for strain in {record.strain for record in records if record.strain is not None}:
+        for i in np.flatnonzero(strain.touches(begins, ends)).tolist():
+            if records[i].strain is strain:
+                yield i, strain
 
 
 def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tuple[Any, Any]:

@@ -126,7 +126,7 @@ class Strain:
         """What a fault costs this thread."""
         return min(self._system / self._faults, FAULT_NS) * self._dearer if self._faults else 0.0
 
-    def touches(self, begin: int, end: int) -> bool:
+    def touches(self, begin: Any, end: Any) -> Any:
         """Whether anything in between is explained."""
         return self._grows(self._shares, begin, end)
 
@@ -153,10 +153,11 @@ class Strain:
         bounds, sums = self._bounds[: self._looks], sums[: self._looks]
         return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
 
-    def _grows(self, sums: Any, begin: int, end: int) -> bool:
-        first, last = self._bounds[: self._looks].searchsorted((begin, end)).tolist()
-        first, last = max(first - 1, 0), min(last, self._looks - 1)
-        return bool(last > first and (sums[:, last] > sums[:, first]).any())
+    def _grows(self, sums: Any, begin: Any, end: Any) -> Any:
+        bounds = self._bounds[: self._looks]
+        first = np.maximum(bounds.searchsorted(begin) - 1, 0)
+        last = np.minimum(bounds.searchsorted(end), self._looks - 1)
+        return (last > first) & (sums[:, last] > sums[:, first]).any(axis=0)
 
     def _append(self, at: int, shares: Any, counted: Any) -> None:
         if self._looks == CAPACITY:
