@@ -18,13 +18,12 @@ from otel_infer.conclusion import Request, conclude
 from otel_infer.records import Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.startup import Starts
 from otel_infer.steplog import StepLog
+from otel_infer.steprows import TOGETHER
 
 GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
 PAUSES = 1024
 """Pauses, and marks, of one process that are remembered."""
-TOGETHER = 32
-"""Requests that are concluded at once; more would not fit a processor's cache."""
 
 Key = tuple[int, int]
 _NEVER = 1 << 63
@@ -50,6 +49,7 @@ class Assembler:
         self._due = _NEVER
         self._numbers = itertools.count()
         self._left: list[Request] = []
+        self._steps_left = 0
         self._ready: list[RequestRecord] = []
         self._concluded_at: dict[int, int] = {}
         self._handlers: dict[type, Callable[[int, int, Any], None]] = {
@@ -175,12 +175,13 @@ class Assembler:
                 request.pauses = request.pauses or self._pauses_of(request)
                 request.marks = request.marks or self._marks_of(request)
                 self._left.append(request)
-                if len(self._left) == TOGETHER:
+                self._steps_left += request.steps
+                if self._steps_left >= TOGETHER:
                     self._conclude()
             self._due = self._ended[0][0] if self._ended else _NEVER
 
     def _conclude(self) -> None:
-        left, self._left = self._left, []
+        left, self._left, self._steps_left = self._left, [], 0
         self._ready += conclude(left)
 
     def _died(self, ring: int, handle: int, fact: facts.ProcessDied) -> None:

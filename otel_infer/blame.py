@@ -15,20 +15,19 @@ more than its error (three times the spread, at least a twentieth) is *unexplain
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from otel_infer import callers, decodeblame, facts, semconv
 from otel_infer.decodeblame import DecodeBlame
 from otel_infer.records import Blame, Offender, Pause, Prefiller, RequestRecord, Stage
+from otel_infer.steprows import TOGETHER
 
 Causes = dict[str, int]
 Free = list[tuple[int, int]]
 
 MOST_NAMED = 16
 """Requests with prompts in one step of which each may be named as the offender."""
-TOGETHER = 32
-"""Requests whose steps are looked at together; the columns of more would not fit a processor's cache."""
 
 _OF_STAGES = {
     semconv.SPAN_INGRESS: semconv.CAUSE_INGRESS,
@@ -54,10 +53,18 @@ _TURNS = {
 def assign(records: Sequence[RequestRecord]) -> None:
     """Writes into each record where its time went; many at once cost less."""
     crowds: dict[tuple[Any, int], _Crowd] = {}
-    for begin in range(0, len(records), TOGETHER):
-        some = records[begin : begin + TOGETHER]
+    for some in _together(records):
         for record, decode in zip(some, decodeblame.divided(some)):
             record.blame = _blame(record, decode, crowds)
+
+
+def _together(records: Sequence[RequestRecord]) -> Iterator[Sequence[RequestRecord]]:
+    begin = steps = 0
+    for end, record in enumerate(records, 1):
+        steps += len(record.steps) if record.steps is not None else 0
+        if steps >= TOGETHER or end == len(records):
+            yield records[begin:end]
+            begin, steps = end, 0
 
 
 def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, int], _Crowd]) -> Blame:

@@ -101,6 +101,11 @@ class Request:
         return max(self.submitted.sequences, 1) if self.submitted is not None else 1
 
     @property
+    def steps(self) -> int:
+        """In how many it took part by the time it left."""
+        return sum([last - first + 1 for _, first, last, _ in self.runs])
+
+    @property
     def is_running(self) -> bool:
         """Whether a step or the engine has taken it up."""
         return bool(self.scheduled_at or self.present or self.runs)
