@@ -216,10 +216,8 @@ class Assembler:
 
     def _paused(self, ring: int, handle: int, fact: facts.PauseSeen) -> None:
         """Kept in order of their ends: of a collection it is said later that it was."""
-        pauses, pause = (
-            self.pauses.setdefault(ring, deque(maxlen=PAUSES)),
-            Pause(fact.started_at, fact.at, fact.cause),
-        )
+        pauses = self.pauses.setdefault(ring, deque(maxlen=PAUSES))
+        pause = Pause(fact.started_at, fact.at, fact.cause)
         is_late = bool(pauses) and pauses[-1].ended_at > pause.ended_at
         pauses.append(pause)
         if is_late:
@@ -258,14 +256,11 @@ class Assembler:
         self._starts.seen(ring, fact.pid, fact.concluded_at - GRACE_NS)
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
-        seen = self._seen_steps.setdefault((fact.process, fact.engine), set())
+        opened, process = self.open, fact.process
+        seen = self._seen_steps.setdefault((process, fact.engine), set())
         self.engines[ring] = StepLog(
-            fact.engine, fact.pid, fact.process, self._request_of(fact.process), seen
+            fact.engine, fact.pid, process, lambda handle: opened.get((process, handle)), seen
         )
-
-    def _request_of(self, process: int) -> Callable[[int], Request | None]:
-        opened = self.open
-        return lambda handle: opened.get((process, handle))
 
     def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
         engine = self.engines.get(ring)

@@ -173,10 +173,8 @@ def _prefill(record: RequestRecord) -> Causes:
     for chunk in record.prefill_steps:
         began = chunk.started_at if before is None else max(chunk.started_at, before.ended_at)
         if before is not None and began > before.ended_at:
-            skipped = chunk.step - before.step > 1
-            parts[semconv.CAUSE_INTERFERENCE if skipped else semconv.CAUSE_HOST] += _unpaused(
-                pauses, before.ended_at, began
-            )
+            cause = semconv.CAUSE_INTERFERENCE if chunk.step - before.step > 1 else semconv.CAUSE_HOST
+            parts[cause] += _unpaused(pauses, before.ended_at, began)
         length = _unpaused(pauses, began, chunk.ended_at)
         if record.first_use is not None:
             tokens = chunk.tokens + chunk.others_prefill_tokens

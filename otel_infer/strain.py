@@ -54,7 +54,10 @@ def margin(typical: Any, spread: Any) -> Any:
 
 
 class Strain:
-    """Looks at one engine's thread, and what they explain of the steps in them."""
+    """Looks at one engine's thread, and what they explain of the steps in them.
+
+    `due`: the end of the oldest look that has not been set against steps and that nothing more is known of later.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[ThreadSeen] = deque(maxlen=PENDING)
@@ -62,6 +65,7 @@ class Strain:
         self._bounds = np.zeros(CAPACITY, np.int64)
         self._shares, self._counted = np.zeros((3, CAPACITY)), np.zeros((2, CAPACITY))
         self._looks = 0
+        self.due = _NEVER
         self._system = self._faults = 0
         self._worth: deque[float] = deque(maxlen=WORTHS)
         self._dearer = 1.0
@@ -70,11 +74,6 @@ class Strain:
     def waits(self) -> bool:
         """Whether looks wait to be set against steps."""
         return bool(self._pending)
-
-    @property
-    def due(self) -> int:
-        """The end of the oldest look that has not been set against steps and that nothing more is known of later."""
-        return self._pending[0].at if len(self._pending) > 1 else _NEVER
 
     @property
     def is_known(self) -> bool:
@@ -89,6 +88,10 @@ class Strain:
         self._faults += seen.faults
         self._pending.append(seen)
         self._carry_back()
+        self._wait()
+
+    def _wait(self) -> None:
+        self.due = self._pending[0].at if len(self._pending) > 1 else _NEVER
 
     def _carry_back(self) -> None:
         """The kernel counts a wait when it is over: what does not fit into the last look was in those before it."""
@@ -107,6 +110,7 @@ class Strain:
         last = int(ended.max())  # later ones are in flight
         while self._pending and (final or self.due <= last):
             seen = self._pending.popleft()
+            self._wait()
             if seen.since > self._bounds[self._looks - 1]:
                 self._append(seen.since, 0.0, 0.0)
             fault_ns = self.fault_ns * seen.faults
