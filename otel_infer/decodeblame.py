@@ -27,12 +27,14 @@ class DecodeBlame(NamedTuple):
 
 NOTHING = DecodeBlame({}, [])
 _CAUSES = (
-    semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION,
-    semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_FIRST_USE, semconv.CAUSE_STARVED,
-    semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED,
+    semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_INTERFERENCE, semconv.CAUSE_HOST,
+    semconv.CAUSE_UNEXPLAINED,
 )  # fmt: skip
-_OTHERS_WAIT = _CAUSES.index(semconv.CAUSE_INTERFERENCE)
-_UNKNOWN_WAIT = _CAUSES.index(semconv.CAUSE_UNEXPLAINED)
+_RECOMPUTED = {
+    semconv.CAUSE_INTERFERENCE, semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_FIRST_USE,
+}  # fmt: skip
+"""Of what a step was that brought a request back from a preemption, that is the preemption's."""
+_SAT_OUT = "sat out"
 
 
 def divided(records: Sequence[RequestRecord]) -> list[DecodeBlame]:
@@ -73,6 +75,7 @@ class _Steps:
         self.began = np.clip(started, self.since, self.until)
         self.prefill[self.begins] = 0
         self.is_next = since_before(self.step) == 1
+        self.is_next[self.begins] = True
         self._firsts = self.begins.tolist()
         self._ends = (self.begins + self.counts).tolist()
 
@@ -89,27 +92,41 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     cold, no_prompts = _first_uses(records, steps, others)
     others[cold] -= no_prompts
     back = _preempted(records, steps)
-    held, blocked = _held(records, steps, others, over, np.append(cold, back))
+    held = _held(records, steps, others, over, np.append(cold, back))
     stalled = over * (over > error)
     own += over - stalled
-    first_use, recomputed = np.zeros((2, len(over)), np.int64)
-    first_use[cold] = stalled[cold] + no_prompts
-    stalled[cold] = 0
-    blocked = (blocked * stalled).astype(np.int64)
-    unexplained = stalled - blocked
-    for column in (others, unexplained, first_use, waited):
-        recomputed[back] += column[back]
-        column[back] = 0
-    host = waited * steps.is_next
-    columns = (own, batching, others, recomputed, host, unexplained, first_use, *held, blocked, waited - host)
-    sums = np.array([np.add.reduceat(column, steps.begins) for column in columns]).T.tolist()
-    return [_summed(record, steps, others, i, line) for i, (record, line) in enumerate(zip(records, sums))]
+    columns = dict(zip(_CAUSES, (own, batching, others, waited, stalled)))
+    if len(cold):
+        columns[semconv.CAUSE_FIRST_USE] = first_use = _moved(cold, [stalled])
+        first_use[cold] += no_prompts
+    if held is not None:
+        columns[semconv.CAUSE_STARVED], columns[semconv.CAUSE_FAULTS], share = held
+        columns[semconv.CAUSE_BLOCKED] = blocked = (share * stalled).astype(np.int64)
+        stalled -= blocked
+    if len(back):
+        whence = [column for cause, column in columns.items() if cause in _RECOMPUTED]
+        columns[semconv.CAUSE_PREEMPTION] = _moved(back, whence)
+    if not steps.is_next.all():
+        columns[_SAT_OUT] = sat_out = waited * ~steps.is_next
+        waited -= sat_out
+    sums = np.array([np.add.reduceat(column, steps.begins) for column in columns.values()]).T.tolist()
+    return [_summed(records[i], steps, others, i, dict(zip(columns, line))) for i, line in enumerate(sums)]
 
 
-def _summed(record: RequestRecord, steps: _Steps, others: Any, i: int, line: list[int]) -> DecodeBlame:
-    """From the sums of all columns; of the last it is not known who ran meanwhile where steps are missing."""
-    line[_UNKNOWN_WAIT if record.telemetry_lost else _OTHERS_WAIT] += line.pop()
-    known = {cause: length for cause, length in zip(_CAUSES, line) if length > 0}
+def _moved(rows: Any, columns: list[Any]) -> Any:
+    """A column of what these have in some rows, where they then have nothing."""
+    moved = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        moved[rows] += column[rows]
+        column[rows] = 0
+    return moved
+
+
+def _summed(record: RequestRecord, steps: _Steps, others: Any, i: int, sums: dict[str, int]) -> DecodeBlame:
+    """Who ran while the request sat out is not known where steps are missing; or else it was others."""
+    whose = semconv.CAUSE_UNEXPLAINED if record.telemetry_lost else semconv.CAUSE_INTERFERENCE
+    sums[whose] += sums.pop(_SAT_OUT, 0)
+    known = {cause: length for cause, length in sums.items() if length > 0}
     return DecodeBlame(known, _worst(steps, others, i) if semconv.CAUSE_INTERFERENCE in known else [])
 
 
@@ -149,17 +166,17 @@ def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waite
                 ran[mine] -= np.maximum(np.minimum(until, end) - np.maximum(began, begin), 0)
 
 
-def _held(
-    records: list[RequestRecord], steps: _Steps, others: Any, over: Any, unusual: Any
-) -> tuple[Any, Any]:
-    """Takes out of both what the kernel knows the reason of, where a step is as usual: (lines: without a CPU, page faults; ns).
+def _held(records: list[RequestRecord], steps: _Steps, others: Any, over: Any, unusual: Any) -> Any:
+    """Takes out of both what the kernel knows the reason of, where a step is as usual: ns without a CPU, of page faults.
 
-    Also: as which share of what is then left of a stall the thread was blocked.
+    Also: as which share of what is then left of a stall the thread was blocked. None where the kernel knows nothing.
     """
-    held, blocked = np.zeros((2, len(over)), np.int64), np.zeros(len(over))
-    usual = np.ones(len(over))
+    touched = list(_touched(records, steps))
+    if not touched:
+        return None
+    held, blocked, usual = np.zeros((2, len(over)), np.int64), np.zeros(len(over)), np.ones(len(over))
     usual[unusual] = 0
-    for i, strain in _touched(records, steps):
+    for i, strain in touched:
         mine = steps.of(i)
         shares = strain.shares(steps.began[mine], steps.until[mine])
         known = np.array(shares[:2]) * usual[mine]
@@ -168,7 +185,7 @@ def _held(
             taken = (known * column[mine]).astype(np.int64)
             held[:, mine] += taken
             column[mine] -= taken.sum(axis=0)
-    return held, blocked
+    return *held, blocked
 
 
 def _touched(records: list[RequestRecord], steps: _Steps) -> Iterator[tuple[int, Strain]]:
