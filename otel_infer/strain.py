@@ -131,8 +131,11 @@ class Strain:
         return min(self._system / self._faults, FAULT_NS) * self._dearer if self._faults else 0.0
 
     def touches(self, begin: Any, end: Any) -> Any:
-        """Whether anything in between is explained."""
-        return self._grows(self._shares, begin, end)
+        """Whether anything in between is explained. Numbers or columns."""
+        bounds = self._bounds[: self._looks]
+        first = np.maximum(bounds.searchsorted(begin) - 1, 0)
+        last = np.minimum(bounds.searchsorted(end), self._looks - 1)
+        return (last > first) & (self._shares[:, last] > self._shares[:, first]).any(axis=0)
 
     def shares(self, begin: Any, end: Any) -> Held:
         """What share of its excess each step from `begin` to `end` (columns) had for which reason."""
@@ -141,7 +144,11 @@ class Strain:
 
     def held(self, begin: int, end: int) -> tuple[int, int]:
         """`counted` of one interval."""
-        if not self._grows(self._counted, begin, end):
+        first, last = self._bounds[: self._looks].searchsorted((begin, end)).tolist()
+        first, last = max(first - 1, 0), min(last, self._looks - 1)
+        if (
+            last <= first or (self._counted[:, last] == self._counted[:, first]).all()
+        ):  # mostly; quicker than the sums
             return 0, 0
         starved, faulted = self.counted(begin, end)
         return int(starved), int(faulted)
@@ -156,12 +163,6 @@ class Strain:
             return np.zeros(np.shape(begin))
         bounds, sums = self._bounds[: self._looks], sums[: self._looks]
         return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
-
-    def _grows(self, sums: Any, begin: Any, end: Any) -> Any:
-        bounds = self._bounds[: self._looks]
-        first = np.maximum(bounds.searchsorted(begin) - 1, 0)
-        last = np.minimum(bounds.searchsorted(end), self._looks - 1)
-        return (last > first) & (sums[:, last] > sums[:, first]).any(axis=0)
 
     def _append(self, at: int, shares: Any, counted: Any) -> None:
         if self._looks == CAPACITY:

@@ -52,7 +52,7 @@ def _begun(request: Request) -> RequestRecord:
     arrived, ended, submitted = request.arrived, request.ended, request.submitted
     assert ended is not None
     outcome = request.outcome
-    # Of what went wrong nobody said what it was; where its client had it stopped, nothing did.
+    # Where nobody said what went wrong; nothing did where its client had it stopped.
     error_type = ended.error_type or (semconv.OTHER if outcome == facts.ERROR else "")
     return RequestRecord(
         trace_id=arrived.trace_id,
@@ -131,9 +131,7 @@ def _first_at(record: RequestRecord, request: Request) -> int:
 
 def _seen(record: RequestRecord, at: int) -> int:
     """This instant, if it is no later than the end."""
-    if not 0 < at <= record.ended_at:
-        return 0
-    return at if at > record.arrived_at else record.arrived_at
+    return max(at, record.arrived_at) if 0 < at <= record.ended_at else 0
 
 
 def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) -> None:
