@@ -27,7 +27,7 @@ from otel_infer import clock, facts, ingress, semconv
 from otel_infer.flight.window import SPAN_NS
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
-from otel_infer.steplog import CAPACITY
+from otel_infer.steptable import CAPACITY
 
 REQUESTS, QUICK = 1_000_000, 20_000
 SAMPLES, QUICK_SAMPLES = 100, 20

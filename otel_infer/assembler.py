@@ -18,13 +18,12 @@ from otel_infer.conclusion import Request, conclude
 from otel_infer.records import Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.startup import Starts
 from otel_infer.steplog import StepLog
+from otel_infer.steprows import TOGETHER
 
 GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
 PAUSES = 1024
 """Pauses, and marks, of one process that are remembered."""
-TOGETHER = 32
-"""Requests that are concluded at once; more would not fit a processor's cache."""
 
 Key = tuple[int, int]
 _NEVER = 1 << 63
@@ -50,6 +49,7 @@ class Assembler:
         self._due = _NEVER
         self._numbers = itertools.count()
         self._left: list[Request] = []
+        self._steps_left = 0
         self._ready: list[RequestRecord] = []
         self._concluded_at: dict[int, int] = {}
         self._handlers: dict[type, Callable[[int, int, Any], None]] = {
@@ -73,10 +73,11 @@ class Assembler:
 
     def feed(self, said: Iterable[facts.RingFact]) -> None:
         """Takes facts in order of time."""
+        handlers = self._handlers
         for ring, handle, fact in said:
             if fact.at > self._due:
                 self._settle(fact.at - 1)
-            handler = self._handlers.get(type(fact))
+            handler = handlers.get(type(fact))
             if handler is not None:
                 handler(ring, handle, fact)
                 continue
@@ -174,12 +175,13 @@ class Assembler:
                 request.pauses = request.pauses or self._pauses_of(request)
                 request.marks = request.marks or self._marks_of(request)
                 self._left.append(request)
-                if len(self._left) == TOGETHER:
+                self._steps_left += request.steps
+                if self._steps_left >= TOGETHER:
                     self._conclude()
             self._due = self._ended[0][0] if self._ended else _NEVER
 
     def _conclude(self) -> None:
-        left, self._left = self._left, []
+        left, self._left, self._steps_left = self._left, [], 0
         self._ready += conclude(left)
 
     def _died(self, ring: int, handle: int, fact: facts.ProcessDied) -> None:
@@ -214,10 +216,8 @@ class Assembler:
 
     def _paused(self, ring: int, handle: int, fact: facts.PauseSeen) -> None:
         """Kept in order of their ends: of a collection it is said later that it was."""
-        pauses, pause = (
-            self.pauses.setdefault(ring, deque(maxlen=PAUSES)),
-            Pause(fact.started_at, fact.at, fact.cause),
-        )
+        pauses = self.pauses.setdefault(ring, deque(maxlen=PAUSES))
+        pause = Pause(fact.started_at, fact.at, fact.cause)
         is_late = bool(pauses) and pauses[-1].ended_at > pause.ended_at
         pauses.append(pause)
         if is_late:
@@ -228,9 +228,11 @@ class Assembler:
 
     def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
         """What held up its process while it was there."""
+        pauses = self.pauses.get(request.ring)
+        if not pauses:
+            return ()
         begin, end = request.arrived_at, request.ended_at
-        latest_first = reversed(self.pauses.get(request.ring, ()))
-        since = itertools.takewhile(lambda pause: pause.ended_at > begin, latest_first)
+        since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
         return tuple(pause for pause in since if pause.started_at < end)[::-1]
 
     def _marked(self, ring: int, handle: int, fact: facts.MarkSeen) -> None:
@@ -241,10 +243,11 @@ class Assembler:
 
     def _marks_of(self, request: Request) -> tuple[Mark, ...]:
         """What happened to its process while it may have been there."""
+        marks = self._marks.get(request.ring)
+        if not marks:
+            return ()
         begin, end = request.arrived_at, request.ended_at
-        return tuple(
-            mark for mark in self._marks.get(request.ring, ()) if mark.since < end and mark.at > begin
-        )
+        return tuple(mark for mark in marks if mark.since < end and mark.at > begin)
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -253,34 +256,33 @@ class Assembler:
         self._starts.seen(ring, fact.pid, fact.concluded_at - GRACE_NS)
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
-        seen = self._seen_steps.setdefault((fact.process, fact.engine), set())
-        self.engines[ring] = StepLog(fact.engine, fact.pid, fact.process, seen)
+        opened, process = self.open, fact.process
+        seen = self._seen_steps.setdefault((process, fact.engine), set())
+        self.engines[ring] = StepLog(
+            fact.engine, fact.pid, process, lambda handle: opened.get((process, handle)), seen
+        )
 
     def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
         engine = self.engines.get(ring)
         if engine is not None:
-            engine.strain.look(fact)
+            engine.learned.strain.look(fact)
 
     def _hooks(self, ring: int, handle: int, fact: facts.HooksReported) -> None:
         self.hooks[ring, fact.integration] = (fact.active, fact.total)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _request_of(self, process: int) -> Callable[[int], Request | None]:
-        opened = self.open
-        return lambda handle: opened.get((process, handle))
-
     def _scheduled(self, ring: int, handle: int, fact: facts.StepScheduled) -> None:
         engine = self.engines.get(ring)
         if engine is not None:
-            engine.scheduled(fact, self._request_of(engine.process))
+            engine.scheduled(fact)
             if engine.holed:
                 self._mark_holed(engine)
 
     def _done(self, ring: int, handle: int, fact: facts.StepDone) -> None:
         engine = self.engines.get(ring)
         if engine is not None:
-            record = engine.done(fact, self._request_of(engine.process))
+            record = engine.done(fact)
             if record is not None and fact.at > self._concluded_at.get(engine.process, 0):
                 self.steps.append(record)
 
@@ -288,7 +290,7 @@ class Assembler:
         self.facts_lost += fact.lost
         engine = self.engines.get(ring)
         if engine is not None:
-            engine.lost(self._request_of(engine.process))
+            engine.lost()
             self._mark_holed(engine)
 
     def _mark_holed(self, engine: StepLog) -> None:

@@ -15,19 +15,19 @@ more than its error (three times the spread, at least a twentieth) is *unexplain
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from otel_infer import callers, decodeblame, facts, semconv
 from otel_infer.decodeblame import DecodeBlame
 from otel_infer.records import Blame, Offender, Pause, Prefiller, RequestRecord, Stage
+from otel_infer.steprows import TOGETHER
 
 Causes = dict[str, int]
+Free = list[tuple[int, int]]
 
 MOST_NAMED = 16
 """Requests with prompts in one step of which each may be named as the offender."""
-TOGETHER = 32
-"""Requests whose steps are looked at together; the columns of more would not fit a processor's cache."""
 
 _OF_STAGES = {
     semconv.SPAN_INGRESS: semconv.CAUSE_INGRESS,
@@ -43,79 +43,101 @@ _OF_STAGES = {
 }
 _OFF_LOOP = frozenset(_OF_STAGES) - {semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS}
 """Stages that do not wait for the event loop: the engine's, and those that are one call."""
-_ENGINES = (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
+_HELD = (semconv.CAUSE_STARVED, semconv.CAUSE_FAULTS)
+_TURNS = {
+    **dict.fromkeys((semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE), -1),
+    **dict.fromkeys((semconv.SPAN_POSTPROCESS, semconv.SPAN_INGRESS), 1),
+}
 
 
 def assign(records: Sequence[RequestRecord]) -> None:
     """Writes into each record where its time went; many at once cost less."""
     crowds: dict[tuple[Any, int], _Crowd] = {}
-    for begin in range(0, len(records), TOGETHER):
-        some = records[begin : begin + TOGETHER]
+    for some in _together(records):
         for record, decode in zip(some, decodeblame.divided(some)):
             record.blame = _blame(record, decode, crowds)
+
+
+def _together(records: Sequence[RequestRecord]) -> Iterator[Sequence[RequestRecord]]:
+    begin = steps = 0
+    for end, record in enumerate(records, 1):
+        steps += len(record.steps) if record.steps is not None else 0
+        if steps >= TOGETHER or end == len(records):
+            yield records[begin:end]
+            begin, steps = end, 0
 
 
 def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, int], _Crowd]) -> Blame:
     free = [(record.arrived_at, record.ended_at)]
     causes: Causes = defaultdict(int)
-    for pause in sorted(decodeblame.placed(record), key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED):
+    pauses = decodeblame.placed(record)
+    for pause in sorted(pauses, key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED) if pauses else ():
         free, taken = _taken(free, pause.started_at, pause.ended_at)
         causes[pause.cause if pause.cause in semconv.PAUSE_CAUSES else semconv.CAUSE_PAUSE] += taken
-    for stage in _in_order(record.stages):
-        if stage.name not in _OFF_LOOP:
-            free, late = _loop_late(record, free, stage.started_at, stage.ended_at)
-            causes[semconv.CAUSE_EVENT_LOOP] += late
-        if stage.name == semconv.SPAN_QUEUE and stage.started_at < record.received_at < stage.ended_at:
-            free, taken = _taken(free, stage.started_at, record.received_at)
-            causes[semconv.CAUSE_HIDDEN_QUEUE] += taken
-        free, taken = _taken(free, stage.started_at, stage.ended_at)
-        if stage.name == semconv.SPAN_DECODE:
-            rest = semconv.CAUSE_DECODE if record.outcome != facts.OK else semconv.CAUSE_UNEXPLAINED
-            _add(causes, _fitting(decode.causes, taken, rest))
-        elif stage.name == semconv.SPAN_PREFILL:
-            _add(causes, _fitting(_prefill(record), taken, semconv.CAUSE_PREFILL))
-        elif stage.name == semconv.SPAN_POSTPROCESS:
-            last = min(taken, record.detokenize_ns // max(record.chunks, 1))
-            _add(causes, {semconv.CAUSE_DETOKENIZE: last, semconv.CAUSE_EGRESS: taken - last})
-        else:
-            causes[_OF_STAGES.get(stage.name, semconv.CAUSE_APPLICATION)] += taken
+    for stage in sorted(record.stages, key=_turn):
+        free = _staged(record, decode, stage, free, causes)
     _throttled(record, causes)
-    free, late = _loop_late(record, free, record.arrived_at, record.ended_at)
-    causes[semconv.CAUSE_EVENT_LOOP] += late
-    causes[semconv.CAUSE_UNEXPLAINED] += sum(end - begin for begin, end in free)
-    causes = {cause: length for cause, length in causes.items() if length}
-    interference = causes.get(semconv.CAUSE_INTERFERENCE, 0)
+    if record.loop_pauses:
+        free, late = _loop_late(record, free, record.arrived_at, record.ended_at)
+        causes[semconv.CAUSE_EVENT_LOOP] += late
+    causes[semconv.CAUSE_UNEXPLAINED] += sum([end - begin for begin, end in free])
+    known = {cause: length for cause, length in causes.items() if length}
+    interference = known.get(semconv.CAUSE_INTERFERENCE, 0)
     if not interference:
-        return Blame(causes, None)
+        return Blame(known, None)
     offenders = _offenders(record, decode, crowds)
-    return Blame(causes, _worst(record, offenders, interference), _by_class(offenders, interference))
+    return Blame(known, _worst(record, offenders, interference), _by_class(offenders, interference))
 
 
-def _in_order(stages: Iterable[Stage]) -> list[Stage]:
+def _turn(stage: Stage) -> tuple[int, int]:
     """Who is asked first: the engine, then the stage that began last (it is inside the others), at last what came after."""
-    rank = dict.fromkeys(_ENGINES, -1) | {semconv.SPAN_POSTPROCESS: 1, semconv.SPAN_INGRESS: 1}
-    return sorted(stages, key=lambda stage: (rank.get(stage.name, 0), -stage.started_at))
+    return _TURNS.get(stage.name, 0), -stage.started_at
 
 
-def _taken(free: list[tuple[int, int]], begin: int, end: int) -> tuple[list[tuple[int, int]], int]:
+def _staged(record: RequestRecord, decode: DecodeBlame, stage: Stage, free: Free, causes: Causes) -> Free:
+    """What is free after this stage was given away."""
+    name, began, ended, _ = stage
+    if record.loop_pauses and name not in _OFF_LOOP:
+        free, late = _loop_late(record, free, began, ended)
+        causes[semconv.CAUSE_EVENT_LOOP] += late
+    if name == semconv.SPAN_QUEUE and began < record.received_at < ended:
+        free, taken = _taken(free, began, record.received_at)
+        causes[semconv.CAUSE_HIDDEN_QUEUE] += taken
+    free, taken = _taken(free, began, ended)
+    if name == semconv.SPAN_DECODE:
+        rest = semconv.CAUSE_DECODE if record.outcome != facts.OK else semconv.CAUSE_UNEXPLAINED
+        _divide(causes, decode.causes, taken, rest)
+    elif name == semconv.SPAN_PREFILL:
+        _divide(causes, _prefill(record), taken, semconv.CAUSE_PREFILL)
+    elif name == semconv.SPAN_POSTPROCESS:
+        last = min(taken, record.detokenize_ns // max(record.chunks, 1))
+        causes[semconv.CAUSE_DETOKENIZE] += last
+        causes[semconv.CAUSE_EGRESS] += taken - last
+    else:
+        causes[_OF_STAGES.get(name, semconv.CAUSE_APPLICATION)] += taken
+    return free
+
+
+def _taken(free: Free, begin: int, end: int) -> tuple[Free, int]:
     """What is free after this interval was given away, and how much of it was."""
+    if begin >= end:
+        return free, 0
     left, taken = [], 0
     for since, until in free:
-        low, high = max(since, begin), min(until, end)
-        if low >= high:
+        if until <= begin or end <= since:
             left.append((since, until))
             continue
-        taken += high - low
-        if since < low:
-            left.append((since, low))
-        if high < until:
-            left.append((high, until))
+        if since < begin:
+            left.append((since, begin))
+            since = begin
+        if end < until:
+            left.append((end, until))
+            until = end
+        taken += until - since
     return left, taken
 
 
-def _loop_late(
-    record: RequestRecord, free: list[tuple[int, int]], begin: int, end: int
-) -> tuple[list[tuple[int, int]], int]:
+def _loop_late(record: RequestRecord, free: Free, begin: int, end: int) -> tuple[Free, int]:
     """As `_taken`, what the event loop was late while this interval waited for it.
 
     What ended before the loop went on did not wait for it: it is on another thread, or is what kept the loop.
@@ -128,18 +150,19 @@ def _loop_late(
     return free, late
 
 
-def _fitting(parts: Causes, whole: int, rest: str) -> Causes:
-    """The parts so that they sum to `whole`: what is left is `rest`; what is too much is taken from the largest first."""
-    parts = {cause: length for cause, length in parts.items() if length > 0}
+def _divide(causes: Causes, parts: Causes, whole: int, rest: str) -> None:
+    """Adds the parts so that they sum to `whole`: what is left is `rest`; what is too much is taken from the largest first."""
     over = sum(parts.values()) - whole
-    if over <= 0:
-        parts[rest] = parts.get(rest, 0) - over
-        return parts
-    for cause in sorted(parts, key=lambda cause: -parts[cause]):
-        cut = min(parts[cause], over)
-        parts[cause] -= cut
-        over -= cut
-    return parts
+    if over > 0:
+        parts = dict(parts)
+        for cause in sorted(parts, key=lambda cause: -parts[cause]):
+            cut = min(parts[cause], over)
+            parts[cause] -= cut
+            over -= cut
+    for cause, length in parts.items():
+        if length:
+            causes[cause] += length
+    causes[rest] -= over
 
 
 def _prefill(record: RequestRecord) -> Causes:
@@ -150,20 +173,19 @@ def _prefill(record: RequestRecord) -> Causes:
     for chunk in record.prefill_steps:
         began = chunk.started_at if before is None else max(chunk.started_at, before.ended_at)
         if before is not None and began > before.ended_at:
-            skipped = chunk.step - before.step > 1
-            parts[semconv.CAUSE_INTERFERENCE if skipped else semconv.CAUSE_HOST] += _unpaused(
-                pauses, before.ended_at, began
-            )
+            cause = semconv.CAUSE_INTERFERENCE if chunk.step - before.step > 1 else semconv.CAUSE_HOST
+            parts[cause] += _unpaused(pauses, before.ended_at, began)
         length = _unpaused(pauses, began, chunk.ended_at)
         if record.first_use is not None:
             tokens = chunk.tokens + chunk.others_prefill_tokens
             first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
             parts[semconv.CAUSE_FIRST_USE] += first
             length -= first
-        for cause, held in _held(record, began, chunk.ended_at):
-            held = min(held, length)
-            parts[cause] += held
-            length -= held
+        if record.strain is not None:
+            for cause, held in zip(_HELD, record.strain.held(began, chunk.ended_at)):
+                held = min(held, length)
+                parts[cause] += held
+                length -= held
         mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
         others = chunk.others_prefill_tokens
         theirs = (length - mates) * others // max(chunk.tokens + others, 1)
@@ -184,24 +206,13 @@ def _throttled(record: RequestRecord, causes: Causes) -> None:
         causes[semconv.CAUSE_STARVED] -= moved
 
 
-def _held(record: RequestRecord, begin: int, end: int) -> list[tuple[str, int]]:
-    """What held up its engine's thread meanwhile, ns."""
-    if record.strain is None:
-        return []
-    starved, faulted = record.strain.held(begin, end)
-    return [(semconv.CAUSE_STARVED, starved), (semconv.CAUSE_FAULTS, faulted)]
-
-
 def _unpaused(pauses: Sequence[Pause], begin: int, end: int) -> int:
+    if not pauses:
+        return max(end - begin, 0)
     free = [(begin, end)] if begin < end else []
     for pause in pauses:
         free, _ = _taken(free, pause.started_at, pause.ended_at)
     return sum(until - since for since, until in free)
-
-
-def _add(causes: Causes, parts: Causes) -> None:
-    for cause, length in parts.items():
-        causes[cause] += length
 
 
 class _Crowd:
@@ -209,7 +220,8 @@ class _Crowd:
 
     def __init__(self, prefillers: Sequence[Prefiller]) -> None:
         known = sorted(prefillers, key=lambda who: -who.tokens)
-        self.first, rest = known[:MOST_NAMED], known[MOST_NAMED:]
+        named, rest = known[:MOST_NAMED], known[MOST_NAMED:]
+        self.first = [((who.trace_id, who.span_id), who.tokens, who.named) for who in named if who.tokens]
         self.tokens = {who.span_id: who.tokens for who in known}
         self.all = sum(self.tokens.values())
         self.rest: dict[str, int] = defaultdict(int)
@@ -239,10 +251,10 @@ def _offenders(
         if crowd is None:
             crowd = crowds[record.prefillers, step] = _Crowd(record.prefillers(step))
         tokens, rest = crowd.beside(record.span_id)
-        for who in crowd.first:
-            if who.tokens and who.span_id != record.span_id:
-                lengths[who.trace_id, who.span_id] += length * who.tokens // tokens
-                named[who.trace_id, who.span_id] = who.named
+        for who, of_who, class_ in crowd.first:
+            if who[1] != record.span_id:
+                lengths[who] += length * of_who // tokens
+                named[who] = class_
         for class_, of_class in rest.items():
             if of_class:
                 lengths[b"", class_.encode()] += length * of_class // tokens

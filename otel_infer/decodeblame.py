@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from otel_infer import semconv
 from otel_infer.records import Pause, RequestRecord
-from otel_infer.strain import is_stalled
+from otel_infer.stepcosts import StepCosts
+from otel_infer.steprows import since_before
+from otel_infer.strain import Strain, margin
 
 MOST_INTERFERED = 16
 """Steps of one request, the worst ones, whose offenders are looked up."""
-_UNKNOWN = 1 << 60
+_UNKNOWN = StepCosts(float(1 << 60), 0.0, 0.0, 0)
 
 
 class DecodeBlame(NamedTuple):
@@ -25,10 +27,14 @@ class DecodeBlame(NamedTuple):
 
 NOTHING = DecodeBlame({}, [])
 _CAUSES = (
-    semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION,
-    semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_FIRST_USE, semconv.CAUSE_STARVED,
-    semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED,
+    semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_INTERFERENCE, semconv.CAUSE_HOST,
+    semconv.CAUSE_UNEXPLAINED,
 )  # fmt: skip
+_RECOMPUTED = {
+    semconv.CAUSE_INTERFERENCE, semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_FIRST_USE,
+}  # fmt: skip
+"""Of what a step was that brought a request back from a preemption, that is the preemption's."""
+_SAT_OUT = "sat out"
 
 
 def divided(records: Sequence[RequestRecord]) -> list[DecodeBlame]:
@@ -53,76 +59,94 @@ def placed(record: RequestRecord) -> Sequence[Pause]:
 
 
 class _Steps:
-    """The decode steps of all requests as columns. `begins`: where each request's are."""
+    """The steps of all requests as columns. `begins`: where each request's are.
+
+    The first one of each is its prompt's: here it takes no time.
+    """
 
     def __init__(self, records: list[RequestRecord]) -> None:
         tables = [record.steps.table for record in records if record.steps is not None]
-        self.counts = np.array([table.shape[1] - 1 for table in tables])
+        self.counts = np.array([table.shape[1] for table in tables])
         self.begins = np.cumsum(self.counts) - self.counts
-        self.owner = np.repeat(np.arange(len(tables)), self.counts)
-        step, started, ended, tokens, size, prefill = np.concatenate(tables, axis=1)
-        later = np.ones(len(step), bool)
-        later[self.begins + np.arange(len(tables))] = False  # the first row of each is its prefill's
-        self.step, self.tokens, self.size, self.prefill = (
-            step[later],
-            tokens[later],
-            size[later],
-            prefill[later],
-        )
-        self.since, self.until = ended[:-1][later[1:]], ended[later]
-        self.began = np.clip(started[later], self.since, self.until)
-        self.next = self.step - step[:-1][later[1:]] == 1
+        self.step, started, self.until, self.tokens, self.size, self.prefill = np.concatenate(tables, axis=1)
+        self.since = self.until.copy()
+        self.since[1:] = self.until[:-1]
+        self.since[self.begins] = self.until[self.begins]
+        self.began = np.clip(started, self.since, self.until)
+        self.prefill[self.begins] = 0
+        self.is_next = since_before(self.step) == 1
+        self.is_next[self.begins] = True
+        self._firsts = self.begins.tolist()
+        self._ends = (self.begins + self.counts).tolist()
+
+    def of(self, i: int) -> slice:
+        """Where the decode steps of this request are."""
+        return slice(self._firsts[i] + 1, self._ends[i])
 
 
 def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     steps = _Steps(records)
-    base, each, spread = _costs(records, steps)
     ran, waited = steps.until - steps.began, steps.began - steps.since
     _without_pauses(records, steps, ran, waited)
-    typical = base + each * steps.size
-    own, batching, others, over = _by_cost(steps, ran, base, each)
+    own, batching, others, over, error = _by_cost(records, steps, ran)
     cold, no_prompts = _first_uses(records, steps, others)
-    others -= no_prompts
-    preempted = _preempted(records, steps)
-    held, blocked = _held(records, steps, others, over, ~(cold | preempted))
-    stalled = is_stalled(over, typical, spread)
-    own += np.where(stalled, 0, over)
-    first_use = np.where(stalled & cold, over, 0) + no_prompts
-    unexplained = np.where(stalled & ~cold, over, 0)
-    blocked = (blocked * unexplained).astype(np.int64)
-    unexplained -= blocked
-    recomputed = np.where(preempted, others + unexplained + first_use + waited, 0)
-    others, unexplained, first_use = (
-        np.where(preempted, 0, some) for some in (others, unexplained, first_use)
-    )
-    holes = np.array([record.telemetry_lost for record in records])[steps.owner] & ~steps.next & ~preempted
-    host = np.where(steps.next & ~preempted, waited, 0)
-    skipped = np.where(~steps.next & ~preempted & ~holes, waited, 0)
-    unexplained += np.where(holes, waited, 0)
-    columns = (own, batching, others + skipped, recomputed, host, unexplained, first_use, *held, blocked)
-    sums = np.array([np.add.reduceat(column, steps.begins) for column in columns]).T.tolist()
-    return [
-        DecodeBlame(dict(zip(_CAUSES, line)), _worst(steps, others, i) if line[2] else [])
-        for i, line in enumerate(sums)
-    ]
+    others[cold] -= no_prompts
+    back = _preempted(records, steps)
+    held = _held(records, steps, others, over, np.append(cold, back))
+    stalled = over * (over > error)
+    own += over - stalled
+    columns = dict(zip(_CAUSES, (own, batching, others, waited, stalled)))
+    if len(cold):
+        columns[semconv.CAUSE_FIRST_USE] = first_use = _moved(cold, [stalled])
+        first_use[cold] += no_prompts
+    if held is not None:
+        columns[semconv.CAUSE_STARVED], columns[semconv.CAUSE_FAULTS], share = held
+        columns[semconv.CAUSE_BLOCKED] = blocked = (share * stalled).astype(np.int64)
+        stalled -= blocked
+    if len(back):
+        whence = [column for cause, column in columns.items() if cause in _RECOMPUTED]
+        columns[semconv.CAUSE_PREEMPTION] = _moved(back, whence)
+    if not steps.is_next.all():
+        columns[_SAT_OUT] = sat_out = waited * ~steps.is_next
+        waited -= sat_out
+    sums = np.array([np.add.reduceat(column, steps.begins) for column in columns.values()]).T.tolist()
+    return [_summed(records[i], steps, others, i, dict(zip(columns, line))) for i, line in enumerate(sums)]
 
 
-def _costs(records: list[RequestRecord], steps: _Steps) -> list[Any]:
-    """What is known of the cost of each step, as columns: base, per sequence, spread."""
-    costs = [record.costs for record in records]
-    return [
-        np.array([getattr(cost, name) if cost is not None else default for cost in costs])[steps.owner]
-        for name, default in (("base", _UNKNOWN), ("per_sequence", 0.0), ("spread", 0.0))
-    ]
+def _moved(rows: Any, columns: list[Any]) -> Any:
+    """A column of what these have in some rows, where they then have nothing."""
+    moved = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        moved[rows] += column[rows]
+        column[rows] = 0
+    return moved
 
 
-def _by_cost(steps: _Steps, ran: Any, base: Any, each: Any) -> tuple[Any, Any, Any, Any]:
-    """What steps took, divided by what such steps cost: own, batching, over that with others' prompts, over that without."""
-    others = np.where(steps.prefill > 0, np.maximum(ran - base - each * steps.size, 0), 0).astype(np.int64)
+def _summed(record: RequestRecord, steps: _Steps, others: Any, i: int, sums: dict[str, int]) -> DecodeBlame:
+    """Who ran while the request sat out is not known where steps are missing; or else it was others."""
+    whose = semconv.CAUSE_UNEXPLAINED if record.telemetry_lost else semconv.CAUSE_INTERFERENCE
+    sums[whose] += sums.pop(_SAT_OUT, 0)
+    known = {cause: length for cause, length in sums.items() if length > 0}
+    return DecodeBlame(known, _worst(steps, others, i) if semconv.CAUSE_INTERFERENCE in known else [])
+
+
+def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """What steps took, divided by what such steps cost: own, batching, over that with others' prompts, over that without.
+
+    Also: up to how much over that is within the error of the estimate.
+    """
+    costs = np.array([record.costs or _UNKNOWN for record in records]).T[:3]
+    base, each, spread = np.repeat(costs, steps.counts, axis=1)
+    size = steps.size.astype(np.float64)
+    alone = np.minimum(steps.tokens, size)
+    typical = base + each * size
+    others = np.maximum(ran - typical, 0).astype(np.int64)
+    others[steps.prefill <= 0] = 0
     rest = ran - others
-    own = np.minimum(rest, base + each * np.minimum(steps.tokens, steps.size)).astype(np.int64)
-    batching = np.minimum(rest - own, each * np.maximum(steps.size - steps.tokens, 0)).astype(np.int64)
-    return own, batching, others, rest - own - batching
+    own = np.minimum(rest, base + each * alone).astype(np.int64)
+    rest -= own
+    batching = np.minimum(rest, each * (size - alone)).astype(np.int64)
+    return own, batching, others, rest - batching, margin(typical, spread)
 
 
 def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waited: Any) -> None:
@@ -131,7 +155,7 @@ def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waite
         pauses = placed(record)
         if not pauses:
             continue
-        mine = slice(int(steps.begins[i]), int(steps.begins[i] + steps.counts[i]))
+        mine = steps.of(i)
         since, began, until = steps.since[mine], steps.began[mine], steps.until[mine]
         told = record.arrived_at
         for pause in sorted(pauses):
@@ -142,57 +166,68 @@ def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waite
                 ran[mine] -= np.maximum(np.minimum(until, end) - np.maximum(began, begin), 0)
 
 
-def _held(records: list[RequestRecord], steps: _Steps, others: Any, over: Any, usual: Any) -> tuple[Any, Any]:
-    """Takes out of both what the kernel knows the reason of, where a step is as usual: (lines: without a CPU, page faults; ns).
+def _held(records: list[RequestRecord], steps: _Steps, others: Any, over: Any, unusual: Any) -> Any:
+    """Takes out of both what the kernel knows the reason of, where a step is as usual: ns without a CPU, of page faults.
 
-    Also: as which share of what is then left of a stall the thread was blocked.
+    Also: as which share of what is then left of a stall the thread was blocked. None where the kernel knows nothing.
     """
-    held, blocked = np.zeros((2, len(steps.step)), np.int64), np.zeros(len(steps.step))
-    for i, record in enumerate(records):
-        mine = slice(int(steps.begins[i]), int(steps.begins[i] + steps.counts[i]))
-        since, began, until = steps.since[mine], steps.began[mine], steps.until[mine]
-        if record.strain is None or not record.strain.touches(int(since[0]), int(until[-1])):
-            continue
-        shares = record.strain.shares(began, until)
+    touched = list(_touched(records, steps))
+    if not touched:
+        return None
+    held, blocked, usual = np.zeros((2, len(over)), np.int64), np.zeros(len(over)), np.ones(len(over))
+    usual[unusual] = 0
+    for i, strain in touched:
+        mine = steps.of(i)
+        shares = strain.shares(steps.began[mine], steps.until[mine])
         known = np.array(shares[:2]) * usual[mine]
         blocked[mine] = shares.blocked * usual[mine]
         for column in (others, over):
             taken = (known * column[mine]).astype(np.int64)
             held[:, mine] += taken
             column[mine] -= taken.sum(axis=0)
-    return held, blocked
+    return *held, blocked
+
+
+def _touched(records: list[RequestRecord], steps: _Steps) -> Iterator[tuple[int, Strain]]:
+    """The requests of whose steps the kernel knows something, and who says it."""
+    begins, ends = steps.until[steps.begins], steps.until[steps.begins + steps.counts - 1]
+    for strain in {record.strain for record in records if record.strain is not None}:
+        for i in np.flatnonzero(strain.touches(begins, ends)).tolist():
+            if records[i].strain is strain:
+                yield i, strain
 
 
 def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tuple[Any, Any]:
-    """Which steps were the first of their kind, and what of `others` in them no prompt costs."""
-    cold, over = np.zeros(len(steps.step), bool), np.zeros(len(steps.step), np.int64)
+    """The rows of steps that were the first of their kind, and what of `others` in them no prompt costs."""
+    rows: list[int] = []
+    over: list[int] = []
     for i, record in enumerate(records):
-        begin, end = int(steps.begins[i]), int(steps.begins[i] + steps.counts[i])
-        found = record.first_use.among(steps.step[begin:end]) if record.first_use is not None else None
-        if record.first_use is None or found is None:
+        if record.first_use is None:
             continue
-        cold[begin:end] = found
-        for row in begin + np.flatnonzero(found):
-            over[row] = max(others[row] - record.first_use.at_most(int(steps.prefill[row])), 0)
-    return cold, over
+        mine = steps.of(i)
+        for at in record.first_use.among(steps.step[mine]):
+            row = mine.start + at
+            rows.append(row)
+            over.append(max(int(others[row] - record.first_use.at_most(int(steps.prefill[row]))), 0))
+    return np.array(rows, np.int64), np.array(over, np.int64)
 
 
 def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:
-    """In which steps, or before which, a request came back from a preemption."""
-    found = np.zeros(len(steps.step), bool)
+    """The rows of steps in which, or before which, a request came back from a preemption."""
+    rows = []
     for i, record in enumerate(records):
-        begin, end = int(steps.begins[i]), int(steps.begins[i] + steps.counts[i])
+        mine = steps.of(i)
         for at in record.preempted_at:
-            row = begin + int(steps.until[begin:end].searchsorted(at))
-            if row < end:
-                found[row] = True
-    return found
+            row = mine.start + int(steps.until[mine].searchsorted(at))
+            if row < mine.stop:
+                rows.append(row)
+    return np.array(rows, np.int64)
 
 
 def _worst(steps: _Steps, others: Any, i: int) -> list[tuple[int, int]]:
-    begin, end = int(steps.begins[i]), int(steps.begins[i] + steps.counts[i])
-    lengths = others[begin:end]
+    mine = steps.of(i)
+    lengths = others[mine]
     rows = np.flatnonzero(lengths)
     if len(rows) > MOST_INTERFERED:
         rows = rows[np.argpartition(lengths[rows], -MOST_INTERFERED)[-MOST_INTERFERED:]]
-    return list(zip(steps.step[begin:end][rows].tolist(), lengths[rows].tolist()))
+    return list(zip(steps.step[mine][rows].tolist(), lengths[rows].tolist()))

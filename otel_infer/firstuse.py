@@ -25,17 +25,22 @@ _TWICE = 2.0
 
 
 class FirstUse(NamedTuple):
-    """The steps of an engine that were the first of their kind. `rates`: what a token of prompts of a size usually costs, ns."""
+    """The steps of an engine that were the first of their kind, and the latest of them.
+
+    `rates`: what a token of prompts of a size usually costs, ns.
+    """
 
     steps: frozenset[int]
+    latest: int
     costs: StepCosts
     rates: Mapping[int, float]
 
-    def among(self, steps: Any) -> Any:
-        """Which of these (a column of numbers) are; None if none is."""
-        if not len(steps) or int(steps[0]) > max(self.steps):
-            return None
-        return np.isin(steps, list(self.steps))
+    def among(self, steps: Any) -> list[int]:
+        """Where they are in a column of numbers."""
+        if not len(steps) or steps[0] > self.latest:
+            return []
+        found: list[int] = np.flatnonzero(np.isin(steps, list(self.steps))).tolist()
+        return found
 
     def at_most(self, tokens: int) -> float:
         """What prompts of so many tokens add to a step, ns."""
@@ -60,6 +65,7 @@ class Firsts:
         self._early = 0 if self._seen else EARLY
         self._steps: frozenset[int] = frozenset()
         self._rates: dict[int, float] = {}
+        self._known: FirstUse | None = None
         self._knows = True
 
     def scheduled(self, step: int, size: int, prompt_tokens: int) -> None:
@@ -70,6 +76,7 @@ class Firsts:
         self._seen.update((batch, prompts))
         if self._knows:
             self._steps |= {step}
+            self._known = None
 
     def lost(self) -> None:
         """Steps are missing: of no later one is it known to be a first."""
@@ -91,13 +98,15 @@ class Firsts:
             if often >= FEWEST:
                 rate = float(np.median((added / tokens)[sizes == kind]))
                 rates[int(kind)] = max(rate, 0.0)
-        self._rates = rates
+        self._rates, self._known = rates, None
 
     def known(self, costs: StepCosts | None) -> FirstUse | None:
         """What is known by now; None where nobody knows what a step costs, or no first one was seen."""
         if costs is None or not self._steps:
             return None
-        return FirstUse(self._steps, costs, self._rates)
+        if self._known is None or self._known.costs is not costs:
+            self._known = FirstUse(self._steps, max(self._steps), costs, self._rates)
+        return self._known
 
 
 def _prompts(tokens: int) -> int:

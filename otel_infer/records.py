@@ -231,8 +231,7 @@ class RequestRecord:
         return next((stage for stage in self.stages if stage.name == name), None)
 
 
-@dataclass(slots=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One engine step, for metrics. Tokens are those scheduled."""
 
     engine: str

@@ -55,12 +55,14 @@ class StepSummary(NamedTuple):
 
 
 NO_STEPS = StepSummary(0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
+TOGETHER = 16384
+"""Steps that are worked on at once: numpy's price per call is hardly felt, and columns of more would not fit a cache."""
 _LENGTH_BITS = 44  # of a step: up to 4.8 hours
 
 
 def gaps_of(tables: Sequence[StepRows], with_holes: Sequence[bool]) -> tuple[Any, Any]:
     """The time between each two steps that delivered tokens, ns, and whose it is; a hole where steps were lost is none."""
-    counts = np.array([len(rows) for rows in tables])
+    counts = np.array([rows.table.shape[1] for rows in tables])
     owner = np.repeat(np.arange(len(counts)), counts)
     ended = np.concatenate([rows.ended_at for rows in tables])
     counted = owner[1:] == owner[:-1]
@@ -68,6 +70,13 @@ def gaps_of(tables: Sequence[StepRows], with_holes: Sequence[bool]) -> tuple[Any
         step = np.concatenate([rows.step for rows in tables])
         counted &= ~np.array(with_holes)[owner[1:]] | (step[1:] - step[:-1] == 1)
     return (ended[1:] - ended[:-1])[counted], owner[1:][counted]
+
+
+def since_before(column: Any) -> Any:
+    """How much more each number is than the one before it; the first, than 0."""
+    differences = column.copy()
+    differences[1:] -= column[:-1]
+    return differences
 
 
 def summarized(tables: Sequence[StepRows | None], with_holes: Sequence[bool]) -> list[StepSummary]:
@@ -83,38 +92,39 @@ def summarized(tables: Sequence[StepRows | None], with_holes: Sequence[bool]) ->
 
 
 def _summarized(tables: list[Any], with_holes: Any) -> list[StepSummary]:
-    """Of tables with two rows or more each."""
-    counts = np.array([table.shape[1] - 1 for table in tables])
+    """Of tables with two rows or more each. The first row of each is no decode step: its columns are emptied."""
+    counts = np.array([table.shape[1] for table in tables])
     begins = np.cumsum(counts) - counts
     step, started, ended, _, size, _ = np.concatenate(tables, axis=1)
-    decode = np.ones(len(step), bool)
-    decode[begins + np.arange(len(counts))] = False  # the first row of each
-    owner = np.repeat(np.arange(len(counts)), counts)
-    lengths = (ended - started)[decode]
-    longest = np.maximum.reduceat(lengths, begins)
-    hits = np.flatnonzero(lengths == longest[owner])
-    slowest = step[decode][hits[np.searchsorted(hits, begins)]]
-    gaps = (ended[1:] - ended[:-1])[decode[1:]]
+    lengths = ended - started
+    gaps = since_before(ended)
     if with_holes.any():
-        gaps[with_holes[owner] & ((step[1:] - step[:-1])[decode[1:]] != 1)] = -1
-    seen = gaps >= 0
-    p50, p95 = _percentiles(lengths, owner, begins, counts, (50, 95))
+        gaps[np.repeat(with_holes, counts) & (since_before(step) != 1)] = -1
+    lengths[begins] = size[begins] = 0
+    gaps[begins] = -1
+    longest = np.maximum.reduceat(lengths, begins)
+    is_longest = lengths == np.repeat(longest, counts)
+    is_longest[begins] = False
+    hits = np.flatnonzero(is_longest)
+    slowest = step[hits[np.searchsorted(hits, begins)]]
+    p50, p95 = _percentiles(lengths, begins, counts, (50, 95))
+    seen = np.add.reduceat(gaps >= 0, begins, dtype=np.int64)
+    np.maximum(gaps, 0, out=gaps)
     columns = (
-        counts, np.add.reduceat(lengths, begins), p50, p95, longest, slowest,
-        np.maximum.reduceat(size[decode], begins), np.add.reduceat(seen, begins, dtype=np.int64),
-        np.add.reduceat(gaps * seen, begins), np.maximum(np.maximum.reduceat(gaps, begins), 0),
+        counts - 1, np.add.reduceat(lengths, begins), p50, p95, longest, slowest,
+        np.maximum.reduceat(size, begins), seen, np.add.reduceat(gaps, begins), np.maximum.reduceat(gaps, begins),
     )  # fmt: skip
     return list(map(StepSummary, *(column.tolist() for column in columns)))
 
 
-def _percentiles(lengths: Any, owner: Any, begins: Any, counts: Any, percents: tuple[int, ...]) -> list[Any]:
-    """Of each owner's lengths, between neighbours in proportion, as `numpy.percentile` has it; one sort for all."""
-    ordered = np.sort(owner << _LENGTH_BITS | np.minimum(lengths, (1 << _LENGTH_BITS) - 1))
-    ordered &= (1 << _LENGTH_BITS) - 1
+def _percentiles(lengths: Any, begins: Any, counts: Any, percents: tuple[int, ...]) -> list[Any]:
+    """Of each table's lengths but the first, which is 0; between neighbours in proportion, as `numpy.percentile` has it."""
+    owner = np.repeat(np.arange(len(counts)) << _LENGTH_BITS, counts)
+    ordered = np.sort(owner | np.minimum(lengths, (1 << _LENGTH_BITS) - 1))  # one sort for all
     found = []
     for percent in percents:
-        below, rest = np.divmod(percent * (counts - 1), 100)
-        low = ordered[begins + below]
-        high = ordered[begins + np.minimum(below + 1, counts - 1)]
-        found.append(low + (high - low) * rest / 100)
+        below, rest = np.divmod(percent * (counts - 2), 100)
+        at = begins + 1 + below
+        low, high = ordered[at], ordered[np.minimum(at + 1, begins + counts - 1)]
+        found.append((low & (1 << _LENGTH_BITS) - 1) + (high - low) * rest / 100)
     return found

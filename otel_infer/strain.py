@@ -48,13 +48,16 @@ class Held(NamedTuple):
 _NOTHING = Held(0.0, 0.0, 0.0)
 
 
-def is_stalled(over: Any, typical: Any, spread: Any) -> Any:
-    """Whether so much (ns) beyond the estimate is more than its error: three times its spread, at least a twentieth."""
-    return over > np.maximum(_SIGMAS * spread, _SHARE * typical)
+def margin(typical: Any, spread: Any) -> Any:
+    """How much (ns) beyond the estimate is within its error: three times its spread, at least a twentieth."""
+    return np.maximum(_SIGMAS * spread, _SHARE * typical)
 
 
 class Strain:
-    """Looks at one engine's thread, and what they explain of the steps in them."""
+    """Looks at one engine's thread, and what they explain of the steps in them.
+
+    `due`: the end of the oldest look that has not been set against steps and that nothing more is known of later.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[ThreadSeen] = deque(maxlen=PENDING)
@@ -62,6 +65,7 @@ class Strain:
         self._bounds = np.zeros(CAPACITY, np.int64)
         self._shares, self._counted = np.zeros((3, CAPACITY)), np.zeros((2, CAPACITY))
         self._looks = 0
+        self.due = _NEVER
         self._system = self._faults = 0
         self._worth: deque[float] = deque(maxlen=WORTHS)
         self._dearer = 1.0
@@ -70,11 +74,6 @@ class Strain:
     def waits(self) -> bool:
         """Whether looks wait to be set against steps."""
         return bool(self._pending)
-
-    @property
-    def due(self) -> int:
-        """The end of the oldest look that has not been set against steps and that nothing more is known of later."""
-        return self._pending[0].at if len(self._pending) > 1 else _NEVER
 
     @property
     def is_known(self) -> bool:
@@ -89,6 +88,10 @@ class Strain:
         self._faults += seen.faults
         self._pending.append(seen)
         self._carry_back()
+        self._wait()
+
+    def _wait(self) -> None:
+        self.due = self._pending[0].at if len(self._pending) > 1 else _NEVER
 
     def _carry_back(self) -> None:
         """The kernel counts a wait when it is over: what does not fit into the last look was in those before it."""
@@ -107,6 +110,7 @@ class Strain:
         last = int(ended.max())  # later ones are in flight
         while self._pending and (final or self.due <= last):
             seen = self._pending.popleft()
+            self._wait()
             if seen.since > self._bounds[self._looks - 1]:
                 self._append(seen.since, 0.0, 0.0)
             fault_ns = self.fault_ns * seen.faults
@@ -126,9 +130,12 @@ class Strain:
         """What a fault costs this thread."""
         return min(self._system / self._faults, FAULT_NS) * self._dearer if self._faults else 0.0
 
-    def touches(self, begin: int, end: int) -> bool:
-        """Whether anything in between is explained."""
-        return self._grows(self._shares, begin, end)
+    def touches(self, begin: Any, end: Any) -> Any:
+        """Whether anything in between is explained. Numbers or columns."""
+        bounds = self._bounds[: self._looks]
+        first = np.maximum(bounds.searchsorted(begin) - 1, 0)
+        last = np.minimum(bounds.searchsorted(end), self._looks - 1)
+        return (last > first) & (self._shares[:, last] > self._shares[:, first]).any(axis=0)
 
     def shares(self, begin: Any, end: Any) -> Held:
         """What share of its excess each step from `begin` to `end` (columns) had for which reason."""
@@ -137,7 +144,11 @@ class Strain:
 
     def held(self, begin: int, end: int) -> tuple[int, int]:
         """`counted` of one interval."""
-        if not self._grows(self._counted, begin, end):
+        first, last = self._bounds[: self._looks].searchsorted((begin, end)).tolist()
+        first, last = max(first - 1, 0), min(last, self._looks - 1)
+        if (
+            last <= first or (self._counted[:, last] == self._counted[:, first]).all()
+        ):  # mostly; quicker than the sums
             return 0, 0
         starved, faulted = self.counted(begin, end)
         return int(starved), int(faulted)
@@ -152,11 +163,6 @@ class Strain:
             return np.zeros(np.shape(begin))
         bounds, sums = self._bounds[: self._looks], sums[: self._looks]
         return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
-
-    def _grows(self, sums: Any, begin: int, end: int) -> bool:
-        first, last = self._bounds[: self._looks].searchsorted((begin, end)).tolist()
-        first, last = max(first - 1, 0), min(last, self._looks - 1)
-        return bool(last > first and (sums[:, last] > sums[:, first]).any())
 
     def _append(self, at: int, shares: Any, counted: Any) -> None:
         if self._looks == CAPACITY:
@@ -206,7 +212,7 @@ def _excess(seen: ThreadSeen, steps: _Steps, costs: StepCosts) -> _Excess | None
     typical = np.minimum(costs.base + costs.per_sequence * size, lengths)
     over = lengths - typical
     # That a prompt takes its time on the device is no lock: for this, only steps without one count.
-    stalls = (over * part)[is_stalled(over, typical, costs.spread) & plain]
+    stalls = (over * part)[(over > margin(typical, costs.spread)) & plain]
     usual = np.where(plain, typical, lengths) * part
     return _Excess(float((over * part).sum()), float(stalls.sum()), float(usual.sum()), bool(plain.all()))
 

@@ -7,6 +7,7 @@ out: a record says less then, never something else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from otel_infer import facts, semconv
@@ -23,20 +24,19 @@ def conclude(requests: Sequence[Request]) -> list[RequestRecord]:
     """The records of ended requests."""
     records = [_begun(request) for request in requests]
     firsts = [_first_at(record, request) for record, request in zip(records, requests)]
-    for record, request, part in zip(records, requests, steps_of(requests, firsts)):
+    for record, request, first, part in zip(records, requests, firsts, steps_of(requests, records, firsts)):
         _adopt_said(record, request)
         _adopt_steps(record, request, part)
-        _conclude(record, request)
+        _conclude(record, request, _life(record, request, first, part), part)
     lost = [record.telemetry_lost for record in records]
     for record, summary in zip(records, summarized([record.steps for record in records], lost)):
         record.summary = summary
     return records
 
 
-def _conclude(record: RequestRecord, request: Request) -> None:
-    life = _life(record, request)
+def _conclude(record: RequestRecord, request: Request, life: Life, part: Part) -> None:
     _adopt_prefill_steps(record, request, life)
-    _adopt_tokens(record, request, life)
+    _adopt_tokens(record, request, life, part)
     record.stages = stages_of(record, request, life)
     if life.died:
         record.died_in = died_in(record, request, life)
@@ -51,6 +51,9 @@ def _conclude(record: RequestRecord, request: Request) -> None:
 def _begun(request: Request) -> RequestRecord:
     arrived, ended, submitted = request.arrived, request.ended, request.submitted
     assert ended is not None
+    outcome = request.outcome
+    # Where nobody said what went wrong; nothing did where its client had it stopped.
+    error_type = ended.error_type or (semconv.OTHER if outcome == facts.ERROR else "")
     return RequestRecord(
         trace_id=arrived.trace_id,
         span_id=arrived.span_id,
@@ -67,10 +70,11 @@ def _begun(request: Request) -> RequestRecord:
         ended_at=request.ended_at,
         wall_offset=arrived.wall_at - arrived.at,
         generative=not arrived.flags & facts.NON_GENERATIVE,
-        outcome=request.outcome,
-        error_type=request.error_type,
+        outcome=outcome,
+        error_type=error_type,
         status_code=ended.status_code,
         chunks=ended.chunks,
+        detokenize_ns=ended.detokenize_ns,
         ring=request.ring,
         handle=request.handle,
     )
@@ -78,26 +82,29 @@ def _begun(request: Request) -> RequestRecord:
 
 def _adopt_said(record: RequestRecord, request: Request) -> None:
     """What user code and the integrations said of the request; the conventions' own keys win a field each."""
-    attributes = dict(request.attributes)
-    record.operation = str(attributes.pop(semconv.OPERATION_NAME, record.operation))
-    record.provider = str(attributes.pop(semconv.PROVIDER_NAME, record.provider))
-    record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
-    record.attributes = attributes
+    if request.attributes:
+        attributes = dict(request.attributes)
+        record.operation = str(attributes.pop(semconv.OPERATION_NAME, record.operation))
+        record.provider = str(attributes.pop(semconv.PROVIDER_NAME, record.provider))
+        record.model = str(attributes.pop(semconv.REQUEST_MODEL, record.model))
+        record.attributes = attributes
     record.events, record.links, record.start = request.events, request.links, request.start
-    record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
-    record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
+    if request.pauses:
+        record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
+        record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
     record.marks = request.marks
     record.costs, record.first_use = request.costs, request.first_use
     if request.runs:
         log = request.runs[-1].log
-        record.prefillers, record.strain = log.prefillers, log.strain if log.strain.is_known else None
+        strain = log.learned.strain
+        record.prefillers, record.strain = log.prompts.of, strain if strain.is_known else None
     record.received_at = request.received_at
-    record.preempted_at = tuple(fact.at for fact in request.preempted)
-    record.detokenize_ns = request.ended.detokenize_ns if request.ended is not None else 0
+    if request.preempted:
+        record.preempted_at = tuple(fact.at for fact in request.preempted)
+        record.preemptions = len(request.preempted)
     record.span_name, record.tracestate = request.span_name, request.tracestate
     record.telemetry_lost = request.telemetry_lost
-    record.preemptions = len(request.preempted)
-    record.finish_reasons = tuple(fact.reason for fact in request.finished if fact.reason)
+    record.finish_reasons = tuple([fact.reason for fact in request.finished if fact.reason])
     record.sequences = request.sequences
     if request.submitted:
         record.input_tokens, record.max_tokens = request.submitted.input_tokens, request.submitted.max_tokens
@@ -109,9 +116,9 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
 def _adopt_steps(record: RequestRecord, request: Request, part: Part) -> None:
     record.steps_forgotten = part.forgotten
     record.discarded = request.discarded
-    if len(part.rows):
+    if part.tokens:
         record.steps = part.rows
-        record.last_token_at = int(part.rows.ended_at[-1]) if part.is_last_known else 0
+        record.last_token_at = part.ended_at if part.is_last_known else 0
 
 
 def _first_at(record: RequestRecord, request: Request) -> int:
@@ -134,61 +141,54 @@ def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) ->
     until = life.first_at or record.ended_at
     for log, chunks in request.chunks.items():
         for step, (at, tokens, size) in chunks.items():
-            ended_at = log.ended_at(step)
+            ended_at = log.table.ended_at(step)
             if ended_at > request.concluded_at:
                 continue
             if record.outcome == facts.OK:
                 ended_at = min(ended_at, record.ended_at)
             started_at = max(at, record.arrived_at)
             if started_at < ended_at <= until:
-                others = max(log.prefill_tokens(step) - tokens, 0)
+                others = max(log.table.prefill_tokens(step) - tokens, 0)
                 record.prefill_steps.append(PrefillStep(step, started_at, ended_at, tokens, size, others))
-    record.prefill_steps.sort(key=lambda chunk: chunk.started_at)
+    record.prefill_steps.sort(key=attrgetter("started_at"))
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _life(record: RequestRecord, request: Request) -> Life:
+def _life(record: RequestRecord, request: Request, first_at: int, part: Part) -> Life:
     died = record.outcome != facts.OK
-    done = [fact for fact in _in_time(record, request) if fact.reason not in GIVEN_UP]
-    said = sum(fact.output_tokens for fact in done)
+    # Of a success that is all, though it may have been told late.
+    in_time = [fact for fact in request.finished if fact.at <= record.ended_at] if died else request.finished
+    done = [fact for fact in in_time if fact.reason not in GIVEN_UP]
+    said = sum([fact.output_tokens for fact in done])
     # Some engines say once that they are done with all sequences.
-    with_all = len(done) >= request.sequences or (0 < said >= _counted(record) and not request.steps_lost)
+    with_all = len(done) >= request.sequences or (0 < said >= part.tokens and not request.steps_lost)
     finished = bool(done) and with_all
     last_at = record.last_token_at
     if not last_at and finished:
         last_at = min(max(fact.at for fact in done), record.ended_at)
     return Life(
-        submitted_at=_seen(record, request.submitted.at) if request.submitted else 0,
-        scheduled_at=_seen(record, request.scheduled_at),
-        first_at=_first_at(record, request),
-        last_at=_seen(record, last_at),
-        response_at=_seen(record, request.response_started_at),
-        finished=finished,
-        died=died,
+        _seen(record, request.submitted.at) if request.submitted else 0,
+        _seen(record, request.scheduled_at),
+        first_at,
+        _seen(record, last_at),
+        _seen(record, request.response_started_at),
+        finished,
+        died,
+        sum([fact.output_tokens for fact in in_time]),
     )
 
 
-def _adopt_tokens(record: RequestRecord, request: Request, life: Life) -> None:
+def _adopt_tokens(record: RequestRecord, request: Request, life: Life, part: Part) -> None:
     """The first one as near the reader as it was seen; and how many there were, if that is known."""
-    instants = (request.first_sent_at, request.token_reached_at, life.first_at)
-    record.first_token_at = next((seen for at in instants if (seen := _seen(record, at))), 0)
-    said, counted = sum(fact.output_tokens for fact in _in_time(record, request)), _counted(record)
+    for at in (request.first_sent_at, request.token_reached_at, life.first_at):
+        record.first_token_at = record.first_token_at or _seen(record, at)
     is_whole = not (request.steps_lost or record.steps_forgotten)
     if not is_whole:
-        record.output_tokens = said
+        record.output_tokens = life.said
     else:
-        record.output_tokens = (life.finished and said) or max(said, counted)
-
-
-def _in_time(record: RequestRecord, request: Request) -> list[facts.EngineFinished]:
-    """What the engine was done with by the end; of a success that is all, though it may have been told late."""
-    return [fact for fact in request.finished if record.outcome == facts.OK or fact.at <= record.ended_at]
-
-
-def _counted(record: RequestRecord) -> int:
-    return int(record.steps.tokens.sum()) if record.steps is not None else 0
+        record.output_tokens = (life.finished and life.said) or max(life.said, part.tokens)
 
 
 def _says_nothing(record: RequestRecord) -> bool:

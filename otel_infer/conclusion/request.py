@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from otel_infer import callers, facts, semconv
@@ -25,43 +26,54 @@ class Chunk(NamedTuple):
     size: int
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """What is known of a request so far. Instants are 0 until they are seen.
 
     `steps_lost`: steps are missing that it may have been in, so no later step is known to be its first.
     `resumed`: by engine, the step from which on all of them are known again, so that its last one is if it came after.
     `touch_lost`: facts are missing from before anything but its arrival was seen.
+    `present`: by engine, the first step of the run that goes on, and how many sequences are in it.
     `concluded_at`: what happened later is not taken into account.
     """
 
-    def __init__(self, ring: int, handle: int, arrived: facts.RequestArrived) -> None:
-        self.ring, self.handle, self.arrived = ring, handle, arrived
-        self.ended: facts.RequestEnded | None = None
-        self.submitted: facts.RequestSubmitted | None = None
-        self.received_at = self.scheduled_at = self.token_reached_at = self.first_sent_at = 0
-        self.response_started_at = self.first_step_done_at = 0
-        self.finished: list[facts.EngineFinished] = []
-        self.preempted: list[facts.RequestPreempted] = []
-        self.stages: list[facts.StageEnded] = []
-        self.attributes: dict[str, facts.Value] = {}
-        self.events: list[UserEvent] = []
-        self.links: list[tuple[bytes, bytes]] = []
-        self.span_name = self.tracestate = ""
-        self.recovered = self.telemetry_lost = self.steps_lost = self.touch_lost = False
-        self.resumed: dict[StepLog, int] = {}
-        self.runs: list[Run] = []
-        self.present: dict[StepLog, tuple[int, int]] = {}  # first step of the run that goes on, sequences
-        self.deltas: dict[StepLog, dict[int, int]] = {}
-        self.chunks: dict[StepLog, dict[int, Chunk]] = {}
-        self.discarded = 0
-        self.concluded_at = 0
-        self.unseen = False
-        self.pauses: tuple[Pause, ...] = ()
-        self.start: tuple[bytes, bytes] | None = None
-        self.marks: tuple[Mark, ...] = ()
-        self.costs: StepCosts | None = None
-        self.first_use: FirstUse | None = None
-        self.is_prefilling = True
+    ring: int
+    handle: int
+    arrived: facts.RequestArrived
+    ended: facts.RequestEnded | None = None
+    submitted: facts.RequestSubmitted | None = None
+    received_at: int = 0
+    scheduled_at: int = 0
+    token_reached_at: int = 0
+    first_sent_at: int = 0
+    response_started_at: int = 0
+    first_step_done_at: int = 0
+    finished: list[facts.EngineFinished] = field(default_factory=list)
+    preempted: list[facts.RequestPreempted] = field(default_factory=list)
+    stages: list[facts.StageEnded] = field(default_factory=list)
+    attributes: dict[str, facts.Value] = field(default_factory=dict)
+    events: list[UserEvent] = field(default_factory=list)
+    links: list[tuple[bytes, bytes]] = field(default_factory=list)
+    span_name: str = ""
+    tracestate: str = ""
+    unseen: bool = False
+    recovered: bool = False
+    telemetry_lost: bool = False
+    steps_lost: bool = False
+    touch_lost: bool = False
+    is_prefilling: bool = True
+    resumed: dict[StepLog, int] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    present: dict[StepLog, tuple[int, int]] = field(default_factory=dict)
+    deltas: dict[StepLog, dict[int, int]] = field(default_factory=dict)
+    chunks: dict[StepLog, dict[int, Chunk]] = field(default_factory=dict)
+    discarded: int = 0
+    concluded_at: int = 0
+    pauses: tuple[Pause, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    start: tuple[bytes, bytes] | None = None
+    costs: StepCosts | None = None
+    first_use: FirstUse | None = None
 
     @property
     def arrived_at(self) -> int:
@@ -71,16 +83,12 @@ class Request:
     @property
     def outcome(self) -> int:
         """How it ended; well, as long as it has not."""
-        if self.ended is None or self.ended.outcome != facts.OK:
-            return self.ended.outcome if self.ended is not None else facts.OK
+        if self.ended is not None and self.ended.outcome != facts.OK:
+            return self.ended.outcome
+        if len(self.finished) == 1:
+            return GIVEN_UP.get(self.finished[0].reason, facts.OK)
         reasons = {fact.reason for fact in self.finished}
         return GIVEN_UP.get(reasons.pop(), facts.OK) if len(reasons) == 1 else facts.OK
-
-    @property
-    def error_type(self) -> str:
-        """Empty as well where its client had it stopped."""
-        said = self.ended.error_type if self.ended is not None else ""
-        return said or (semconv.OTHER if self.outcome == facts.ERROR else "")
 
     @property
     def ended_at(self) -> int:
@@ -91,6 +99,11 @@ class Request:
     def sequences(self) -> int:
         """How many token streams it was submitted for."""
         return max(self.submitted.sequences, 1) if self.submitted is not None else 1
+
+    @property
+    def steps(self) -> int:
+        """In how many it took part by the time it left."""
+        return sum([last - first + 1 for _, first, last, _ in self.runs])
 
     @property
     def is_running(self) -> bool:
@@ -140,7 +153,7 @@ class Request:
     def schedule(self, log: StepLog, step: int, at: int, tokens: int, size: int) -> None:
         """So many tokens of the prompt are in this step; 0 takes back what was said before."""
         if not self.steps_lost:
-            self._once("scheduled_at", at)
+            self.scheduled_at = self.scheduled_at or at
         chunks = self.chunks.setdefault(log, {})
         if tokens:
             chunks[step] = Chunk(at, tokens, size)
@@ -163,7 +176,7 @@ class Request:
     def first_token(self, at: int) -> None:
         """A sequence got its first token, or the first one after its KV was lost."""
         if not self.steps_lost:
-            self._once("first_step_done_at", at)
+            self.first_step_done_at = self.first_step_done_at or at
         self.is_prefilling = False
 
     def is_last(self, log: StepLog, step: int) -> bool:
@@ -174,19 +187,15 @@ class Request:
         """Nothing that happens after this instant belongs to it, and no more facts will come."""
         self.concluded_at = at
         for log, (first, sequences) in self.present.items():
-            if first <= log.last_step:
-                self.runs.append(Run(log, first, log.last_step, sequences))
+            if first <= log.table.last:
+                self.runs.append(Run(log, first, log.table.last, sequences))
         self.present = {}
         if self.runs:
             log = self.runs[-1].log
             log.settle()
-            self.costs, self.first_use = log.costs(), log.firsts.known(log.costs())
+            self.costs, self.first_use = log.learned.known()
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
-
-    def _once(self, name: str, at: int) -> None:
-        if not getattr(self, name):
-            setattr(self, name, at)
 
     def _http(self, fact: facts.HttpDescribed) -> None:
         said = zip((semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE), fact[1:])
@@ -219,7 +228,11 @@ class Request:
 
 
 def _once(name: str) -> Callable[[Request, Any], None]:
-    return lambda request, fact: request._once(name, fact.at)
+    def note(request: Request, fact: Any) -> None:
+        if not getattr(request, name):
+            setattr(request, name, fact.at)
+
+    return note
 
 
 def _event(request: Request, fact: facts.EventAdded) -> None:

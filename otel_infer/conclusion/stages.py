@@ -6,6 +6,7 @@ only if the request died in it, and only if nothing is missing that could have e
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 from otel_infer import facts, semconv
@@ -20,7 +21,7 @@ ABSENT: Interval = (0, 0)
 class Life(NamedTuple):
     """Instants of a request that is over, none after its end; 0 = not seen. `last_at`: the last token.
 
-    `finished`: the engine was done with it. `died`: it ended otherwise than well.
+    `finished`: the engine was done with it. `died`: it ended otherwise than well. `said`: tokens, by the engine.
     """
 
     submitted_at: int
@@ -30,6 +31,7 @@ class Life(NamedTuple):
     response_at: int
     finished: bool
     died: bool
+    said: int
 
     @property
     def has_token(self) -> bool:
@@ -38,24 +40,22 @@ class Life(NamedTuple):
 
 def stages_of(record: RequestRecord, request: Request, life: Life) -> list[Stage]:
     """All stages, in the order in which they began. What was said goes before what would be derived."""
-    stages = _said(record, request)
+    stages = _said(record, request) if request.stages else []
     names = {stage.name for stage in stages}
-    touched = [stage.started_at for stage in stages] + [
-        at for at in (life.submitted_at, life.scheduled_at) if at
-    ]
-    queue = _queue(record, life)
-    kinds: tuple[tuple[str, Interval, Attributes], ...] = (
-        (semconv.SPAN_INGRESS, _ingress(record, request, life, touched), {}),
-        (semconv.SPAN_QUEUE, queue, _queue_split(queue, request.received_at)),
-        (semconv.SPAN_PREFILL, _prefill(record, life, names), _kv_start(request)),
-        (semconv.SPAN_DECODE, _decode(record, life), {}),
-        (semconv.SPAN_POSTPROCESS, _postprocess(record, request, life, bool(touched)), _egress(request)),
+    touched = [stage.started_at for stage in stages]
+    touched += [at for at in (life.submitted_at, life.scheduled_at) if at]
+    kinds = (
+        (semconv.SPAN_INGRESS, _ingress(record, request, life, touched), None),
+        (semconv.SPAN_QUEUE, _queue(record, life), _queue_split),
+        (semconv.SPAN_PREFILL, _prefill(record, life, names), _kv_start),
+        (semconv.SPAN_DECODE, _decode(record, life), None),
+        (semconv.SPAN_POSTPROCESS, _postprocess(record, request, life, bool(touched)), _egress),
     )
-    for name, (started_at, ended_at), attributes in kinds:
-        started_at, ended_at = max(started_at, record.arrived_at), min(ended_at, record.ended_at)
-        if started_at < ended_at and name not in names:
-            stages.append(Stage(name, started_at, ended_at, attributes))
-    return sorted(stages, key=lambda stage: stage.started_at)
+    for name, (began, ended), described in kinds:
+        if began < ended and name not in names:
+            stages.append(Stage(name, began, ended, described(request, began, ended) if described else {}))
+    stages.sort(key=attrgetter("started_at"))
+    return stages
 
 
 def died_in(record: RequestRecord, request: Request, life: Life) -> str:
@@ -104,13 +104,12 @@ def _queue(record: RequestRecord, life: Life) -> Interval:
     return life.submitted_at, life.scheduled_at or (record.ended_at if died_here else 0)
 
 
-def _queue_split(queue: Interval, received_at: int) -> Attributes:
-    submitted_at, until = queue
-    if not submitted_at <= received_at <= until:
+def _queue_split(request: Request, began: int, ended: int) -> Attributes:
+    if not began <= request.received_at <= ended:
         return {}
     return {
-        semconv.QUEUE_HIDDEN: (received_at - submitted_at) / 1e9,
-        semconv.QUEUE_SCHEDULER: (until - received_at) / 1e9,
+        semconv.QUEUE_HIDDEN: (request.received_at - began) / 1e9,
+        semconv.QUEUE_SCHEDULER: (ended - request.received_at) / 1e9,
     }
 
 
@@ -121,14 +120,14 @@ def _prefill(record: RequestRecord, life: Life, said: set[str]) -> Interval:
     return life.scheduled_at, life.first_at or (record.ended_at if died_here else 0)
 
 
-def _kv_start(request: Request) -> Attributes:
+def _kv_start(request: Request, began: int, ended: int) -> Attributes:
     firsts = [
         (chunk.at, log, step) for log, chunks in request.chunks.items() for step, chunk in chunks.items()
     ]
     if not firsts:
         return {}
     _, log, step = min(firsts, key=lambda first: first[0])
-    utilization = log.kv_at(step)
+    utilization = log.table.kv_at(step)
     return {} if utilization != utilization else {semconv.KV_UTILIZATION_START: utilization}
 
 
@@ -149,13 +148,13 @@ def _postprocess(record: RequestRecord, request: Request, life: Life, is_touched
     return (life.last_at, record.ended_at) if life.last_at and is_seen else ABSENT
 
 
-def _egress(request: Request) -> Attributes:
-    ended = request.ended
-    if ended is None:
+def _egress(request: Request, began: int, ended: int) -> Attributes:
+    said = request.ended
+    if said is None:
         return {}
-    attributes: Attributes = {semconv.SEND_WAIT: ended.send_wait_ns / 1e9}
-    if ended.detokenize_ns:
-        attributes[semconv.DETOKENIZE] = ended.detokenize_ns / 1e9
-    if ended.chunks:
-        attributes[semconv.CHUNKS] = ended.chunks
+    attributes: Attributes = {semconv.SEND_WAIT: said.send_wait_ns / 1e9}
+    if said.detokenize_ns:
+        attributes[semconv.DETOKENIZE] = said.detokenize_ns / 1e9
+    if said.chunks:
+        attributes[semconv.CHUNKS] = said.chunks
     return attributes

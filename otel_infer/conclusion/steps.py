@@ -13,63 +13,58 @@ import numpy as np
 
 from otel_infer import facts
 from otel_infer.conclusion.request import Request
-from otel_infer.steplog import Run
+from otel_infer.records import RequestRecord
+from otel_infer.steplog import StepLog
 from otel_infer.steprows import StepRows
 
 _EMPTY = np.empty((6, 0), np.int64)
+_NEVER = 1 << 62
 
 
 class Part(NamedTuple):
     """Steps that delivered something to a request. `forgotten`: how many more there were, that nobody remembers.
 
-    `is_last_known`: whether the last of them is the last there was.
+    `is_last_known`: whether the last of them is the last there was. `tokens`: of all of them; `ended_at`: of the last.
     """
 
     rows: StepRows
     forgotten: int
     is_last_known: bool
+    tokens: int
+    ended_at: int
 
 
 class _Piece(NamedTuple):
-    """A run of one request whose steps are all remembered, or missing. `at`: where it begins in the table of all."""
+    """Steps of one request in one run that are all remembered, or missing. They are `at`..`end` in the table of all."""
 
     owner: int
-    run: Run
+    log: StepLog
+    first: int
+    last: int
+    sequences: int
     at: int
-
-    @property
-    def end(self) -> int:
-        return self.at + self.run.last - self.run.first + 1
+    end: int
 
 
-def steps_of(requests: Sequence[Request], first_at: Sequence[int]) -> list[Part]:
+def steps_of(
+    requests: Sequence[Request], records: Sequence[RequestRecord], first_at: Sequence[int]
+) -> list[Part]:
     """The part of each request; `first_at`: when it had its first token, as far as is known, or else 0."""
     pieces, forgotten = _pieces(requests)
     if not pieces:
-        return [Part(StepRows(_EMPTY), lost, False) for lost in forgotten]
-    table = np.concatenate(
-        [columns for piece in pieces for columns in piece.run.log.columns(piece.run.first, piece.run.last)],
-        axis=1,
-    )
-    seen = _adopted(table, pieces, requests)
-    known = [False] * len(requests)
-    for piece in pieces:
-        request, steps = requests[piece.owner], table[StepRows.STEP, piece.at : piece.end]
-        delivered = np.flatnonzero(seen[piece.at : piece.end]) if request.steps_lost else None
-        if delivered is None:
-            known[piece.owner] = known[piece.owner] or bool(seen[piece.at : piece.end].any())
-        elif len(delivered):
-            # A later run of the same engine has the last word.
-            known[piece.owner] = request.is_last(piece.run.log, int(steps[delivered[-1]]))
-    counts = [piece.end - piece.at for piece in pieces]
-    owner = np.repeat([piece.owner for piece in pieces], counts)
-    table, owner = _inside(table, owner, seen, requests, np.array(first_at))
-    ends = np.cumsum(np.bincount(owner, minlength=len(requests))).tolist()
-    begins = [0, *ends]
-    return [
-        Part(StepRows(table[:, begin:end]), lost, is_known)
-        for begin, end, lost, is_known in zip(begins, ends, forgotten, known)
-    ]
+        return [Part(StepRows(_EMPTY), lost, False, 0, 0) for lost in forgotten]
+    columns = [part for piece in pieces for part in piece.log.table.columns(piece.first, piece.last)]
+    table = np.concatenate(columns, axis=1)
+    counts = np.array([piece.end - piece.at for piece in pieces])
+    seen = _adopted(table, pieces, counts, requests)
+    known = _known(table, pieces, seen, requests)
+    owner = np.repeat(np.array([piece.owner for piece in pieces]), counts)
+    table, owner = _inside(table, owner, seen, _limits(requests, records, first_at))
+    bounds = np.searchsorted(owner, np.arange(len(requests) + 1))
+    tokens = np.diff(np.append(0, np.cumsum(table[StepRows.TOKENS]))[bounds])
+    last = np.append(0, table[StepRows.ENDED_AT])[bounds[1:]]
+    each = zip(bounds.tolist(), bounds[1:].tolist(), forgotten, known, tokens.tolist(), last.tolist())
+    return [Part(StepRows(table[:, begin:end]), *of_it) for begin, end, *of_it in each]
 
 
 def _pieces(requests: Sequence[Request]) -> tuple[list[_Piece], list[int]]:
@@ -78,71 +73,98 @@ def _pieces(requests: Sequence[Request]) -> tuple[list[_Piece], list[int]]:
     forgotten = [0] * len(requests)
     at = 0
     for owner, request in enumerate(requests):
-        for run in request.runs:
-            first = max(run.first, run.log.oldest)
-            forgotten[owner] += min(first, run.last + 1) - run.first
-            if first <= run.last:
-                pieces.append(_Piece(owner, run._replace(first=first), at))
-                at += run.last - first + 1
+        for log, begin, last, sequences in request.runs:
+            first = max(begin, log.table.oldest)
+            forgotten[owner] += min(first, last + 1) - begin
+            if first <= last:
+                end = at + last - first + 1
+                pieces.append(_Piece(owner, log, first, last, sequences, at, end))
+                at = end
     return pieces, forgotten
 
 
-def _adopted(table: Any, pieces: list[_Piece], requests: Sequence[Request]) -> Any:
+def _adopted(table: Any, pieces: list[_Piece], counts: Any, requests: Sequence[Request]) -> Any:
     """Writes into the table what is each request's own; returns which rows delivered something to it."""
-    counts = [piece.end - piece.at for piece in pieces]
-    table[StepRows.TOKENS] = np.repeat([piece.run.sequences for piece in pieces], counts)
+    table[StepRows.TOKENS] = np.repeat(np.array([piece.sequences for piece in pieces]), counts)
     more: dict[int, int] = {}
     own: dict[int, int] = {}
-    for piece in pieces:
-        request, log = requests[piece.owner], piece.run.log
-        more.update(_placed(piece, request.deltas.get(log, {}).items()))
-        chunks = request.chunks.get(log, {}).items()
-        own.update(_placed(piece, [(step, -chunk.tokens) for step, chunk in chunks]))
+    for owner, log, first, last, _, at, _ in pieces:
+        request = requests[owner]
+        for step, tokens in request.deltas[log].items() if log in request.deltas else ():
+            if first <= step <= last:
+                more[at + step - first] = tokens
+        for step, chunk in request.chunks[log].items() if log in request.chunks else ():
+            if first <= step <= last:
+                own[at + step - first] = -chunk.tokens
     for line, changes in ((StepRows.TOKENS, more), (StepRows.OTHERS_PREFILL_TOKENS, own)):
         if changes:
             table[line, list(changes)] += np.array(list(changes.values()))
     # Where a step is missing, its place holds an older one.
-    firsts = np.repeat([piece.run.first for piece in pieces], counts)
+    firsts = np.repeat(np.array([piece.first for piece in pieces]), counts)
     seen: Any = (table[StepRows.TOKENS] > 0) & (table[StepRows.STEP] >= firsts)
     seen &= table[StepRows.ENDED_AT] > 0
     return seen
 
 
-def _placed(piece: _Piece, changes: Any) -> list[tuple[int, int]]:
-    """(column, number) of what changes in steps of this piece."""
-    _, run, at = piece
-    return [(at + step - run.first, number) for step, number in changes if run.first <= step <= run.last]
+def _known(table: Any, pieces: list[_Piece], seen: Any, requests: Sequence[Request]) -> list[bool]:
+    """Whether the last step that is known to have delivered something to a request is the last one that did."""
+    known = [False] * len(requests)
+    some = np.logical_or.reduceat(seen, [piece.at for piece in pieces]).tolist()
+    for piece, is_some in zip(pieces, some):
+        request = requests[piece.owner]
+        if is_some and not request.steps_lost:
+            known[piece.owner] = True
+        elif is_some:
+            # A later run of the same engine has the last word.
+            steps = table[StepRows.STEP, piece.at : piece.end][seen[piece.at : piece.end]]
+            known[piece.owner] = request.is_last(piece.log, int(steps[-1]))
+    return known
 
 
-def _inside(table: Any, owner: Any, seen: Any, requests: Sequence[Request], first_at: Any) -> tuple[Any, Any]:
-    """The steps of which the reader could have had something, with what of them lies inside the request.
+def _limits(requests: Sequence[Request], records: Sequence[RequestRecord], first_at: Sequence[int]) -> Any:
+    """Lines: when each request arrived, ended, had its first token; before when its steps were begun, by when they were done.
 
     Nobody is given a token that is not known yet, so where a success ended before its last step was told to be done, that
-    was told late. A step that was scheduled before the first token (two are in flight) is this request's from there on.
+    was told late.
     """
-    arrived, ended, until = (
-        np.array([getattr(request, name) for request in requests])[owner]
-        for name in ("arrived_at", "ended_at", "concluded_at")
-    )
-    well = np.array([request.outcome == facts.OK for request in requests])[owner]
+    limits = []
+    for request, record, first in zip(requests, records, first_at):
+        ended, until = record.ended_at, request.concluded_at
+        begun, done = (ended, until) if record.outcome == facts.OK else (_NEVER, min(ended, until))
+        limits.append((record.arrived_at, ended, first, begun, done))
+    return np.array(limits).T
+
+
+def _inside(table: Any, owner: Any, seen: Any, limits: Any) -> tuple[Any, Any]:
+    """The steps of which the reader could have had something, with what of them lies inside the request.
+
+    A step that was scheduled before the first token (two are in flight) is this request's from there on.
+    """
+    arrived, ended, first, begun, done = _of_each(limits, owner)
     started_at, ended_at = table[StepRows.STARTED_AT], table[StepRows.ENDED_AT]
-    inside = seen & np.where(well, started_at < ended, ended_at <= ended)
-    inside &= (ended_at > arrived) & (ended_at <= until)
+    inside = seen & (started_at < begun) & (ended_at > arrived) & (ended_at <= done)
     if not inside.all():
-        table, owner, arrived, ended = table[:, inside], owner[inside], arrived[inside], ended[inside]
+        table, owner = table.compress(inside, axis=1), owner[inside]
+        arrived, ended, first = _of_each(limits[:3], owner)
         started_at, ended_at = table[StepRows.STARTED_AT], table[StepRows.ENDED_AT]
     np.minimum(ended_at, ended, out=ended_at)
     np.maximum(started_at, arrived, out=started_at)
     same = owner[1:] == owner[:-1]
-    if (
-        same & (ended_at[1:] < ended_at[:-1])
-    ).any():  # of several engines, in the order in which they were done
+    # Of several engines, in the order in which they were done.
+    if (same & (ended_at[1:] < ended_at[:-1])).any():
         table = table[:, np.lexsort((ended_at, owner))]
         started_at, ended_at = table[StepRows.STARTED_AT], table[StepRows.ENDED_AT]
-    first = first_at[owner]
     is_before = ended_at <= first
     np.maximum(started_at, first, out=started_at, where=~is_before)
     # Where the first step is not known, the first token is: those before it are no decode steps.
-    kept = np.ones(len(owner), bool)
-    kept[:-1] = ~(is_before[1:] & same)
-    return (table, owner) if kept.all() else (table[:, kept], owner[kept])
+    dropped = is_before[1:] & same
+    if not dropped.any():
+        return table, owner
+    kept = np.append(~dropped, True)
+    return table.compress(kept, axis=1), owner[kept]
+
+
+def _of_each(lines: Any, owner: Any) -> Any:
+    """A number of each request for every of its steps. `owner` is in order."""
+    bounds = np.searchsorted(owner, np.arange(lines.shape[1] + 1))
+    return np.repeat(lines, np.diff(bounds), axis=1)

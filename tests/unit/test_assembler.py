@@ -496,7 +496,7 @@ def test_requests_in_flight_are_queued_until_a_step_has_taken_them_up() -> None:
 def test_a_request_of_more_steps_than_are_remembered_counts_what_it_has_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("otel_infer.steplog.CAPACITY", 16)
+    monkeypatch.setattr("otel_infer.steptable.CAPACITY", 16)
     story = Story()
     a = story.arrives(0)
     for at in range(10, 50):

@@ -66,6 +66,22 @@ def test_the_causes_sum_to_the_duration_on_an_engine_of_any_schedule(program: li
         assert sum(record.blame.causes.values()) == record.duration_ns
 
 
+@settings(max_examples=60, deadline=None)
+@given(ticks(most=60), st.integers(1, 2))
+def test_requests_come_to_the_same_one_by_one_and_together(program: list[Tick], depth: int) -> None:
+    with Simulator(depth) as simulator:
+        simulator.run(program)
+    together = blamed(simulator.said)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("otel_infer.assembler.TOGETHER", 1)
+        patched.setattr("otel_infer.blame.TOGETHER", 1)
+        alone = blamed(simulator.said)
+    assert [(one.blame, one.summary) for one in alone] == [(one.blame, one.summary) for one in together]
+    for one, other in zip(alone, together):
+        assert (one.steps is None) == (other.steps is None)
+        assert one.steps is None or other.steps is None or (one.steps.table == other.steps.table).all()
+
+
 # ── before the engine ────────────────────────────────────────────────────────────────────────────────────────────
 
 
