@@ -29,7 +29,7 @@ PENDING = 1024
 """Looks that wait for the steps in them to be done: no step lasts longer than those."""
 FAULT_NS = 4000
 """No fault costs more than that: beyond it the kernel did something else."""
-WORTHS, DEARER = 64, 2.0
+WORTHS, DEARER = 8, 2.0
 """Looks from which is seen how much more than the kernel's part a fault costs: the pages are cold. At most twice as much."""
 NOTABLE = 0.01
 """Share of a look below which nothing is said of page faults and of waiting for a CPU: every thread does a little."""
