@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision, Keeper
-from otel_infer.sinks import tree
+from otel_infer.sinks import said, tree
 from tests.story import MS, WALL, Story, Who, ids, ns
 
 ALL = Decision(True, 1 << 30, "all", True)
@@ -107,9 +107,9 @@ def test_a_stage_of_the_device_says_by_whose_clock_it_was_timed() -> None:
 def test_steps_that_are_left_out_are_counted(granted: int) -> None:
     story = Story()
     served(story)
-    said = tree.decode_attributes(story.record(), granted)
-    assert said["infer.steps.count"] == 3
-    assert said.get("infer.steps.left_out", 0) == 3 - granted
+    counts = said.decode_counts(story.record(), granted)
+    assert counts["infer.steps.count"] == 3
+    assert counts.get("infer.steps.left_out", 0) == 3 - granted
 
 
 def test_a_request_has_as_many_finish_reasons_as_sequences_that_finished() -> None:
@@ -234,13 +234,13 @@ def test_every_span_has_an_id_of_its_own_and_a_parent_that_is_there_and_around_i
             assert parent["start"] <= span["start"] <= span["end"] <= parent["end"]
 
 
-@given(st.binary(min_size=8, max_size=8), st.text(max_size=9), st.integers(0, 1 << 64))
-def test_a_derived_id_is_eight_bytes_and_never_zero(span_id: bytes, name: str, number: int) -> None:
-    derived = tree.derived_id(span_id, name, number)
-    assert len(derived) == 8
-    assert any(derived)
-    assert derived == tree.derived_id(span_id, name, number)
-    assert derived != tree.derived_id(span_id, name, number + 1)
+@given(st.binary(min_size=8, max_size=8), st.text(max_size=9), st.integers(0, 70))
+def test_derived_ids_are_eight_bytes_never_zero_and_all_different(span_id: bytes, of: str, count: int) -> None:
+    derived = tree.derived_ids(span_id, of, count)
+    assert len(derived) == len(set(derived)) == count
+    assert all(len(one) == 8 and any(one) for one in derived)
+    assert derived == tree.derived_ids(span_id, of, count + 1)[:count]
+    assert not set(derived) & set(tree.derived_ids(span_id, f"{of}!", count))
 
 
 def test_times_are_wall_times() -> None:
