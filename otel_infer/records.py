@@ -73,7 +73,7 @@ class Blame(NamedTuple):
     @property
     def top(self) -> str:
         """The cause with the most time; empty if the request took none."""
-        return max(self.causes, key=lambda cause: self.causes[cause], default="")
+        return max(self.causes, key=self.causes.__getitem__, default="")
 
 
 class Pause(NamedTuple):

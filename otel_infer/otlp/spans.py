@@ -200,29 +200,32 @@ def _link(link: Link) -> bytes:
 
 def encode_span(span: Span) -> bytes:
     """One span as an entry of `ScopeSpans`, byte for byte what the stock classes would write."""
-    parts = [_own(span), span.recurring.encoded]
-    if span.attributes:
-        parts.append(_attributes(9, span.attributes))
-    parts += map(_event, span.events)
-    parts += map(_link, span.links)
-    if span.status:
-        parts.append(field(15, number(3, span.status)))
-    if span.flags:
-        parts.append(b"\x85\x01" + struct.pack("<I", span.flags))
-    return field(2, b"".join(parts))
-
-
-def _own(span: Span) -> bytes:
-    """Ids, name, instants and lengths."""
-    trace_id, span_id, parent, name, kind, start, end = span[:7]
-    state, lengths = span.trace_state, span.lengths
+    (
+        trace_id, span_id, parent, name, kind, start, end,
+        attributes, events, links, status, state, flags, lengths, recurring,
+    ) = span  # fmt: skip
     if trace_id and span_id and start > 0 < end and not state:
         layout = _layout(name, kind, bool(parent), tuple(lengths))
         ids = (trace_id, span_id, parent) if parent else (trace_id, span_id)
-        return layout.filled(*ids, start, end, *lengths.values())
-    ids_and_state = _bytes(1, trace_id) + _bytes(2, span_id) + string(3, state) + _bytes(4, parent)
-    times = _fixed64(7, start) + _fixed64(8, end)
-    return ids_and_state + _named(name, kind) + times + _attributes(9, lengths)
+        parts = [layout.filled(*ids, start, end, *lengths.values()), recurring.encoded]
+    else:
+        parts = [_unusual(span), recurring.encoded]
+    if attributes:
+        parts.append(_attributes(9, attributes))
+    if events or links:
+        parts += [*map(_event, events), *map(_link, links)]
+    if status:
+        parts.append(field(15, number(3, status)))
+    if flags:
+        parts.append(b"\x85\x01" + struct.pack("<I", flags))
+    return field(2, b"".join(parts))
+
+
+def _unusual(span: Span) -> bytes:
+    """Of a span that is in no layout what would be: ids, name, instants and lengths."""
+    trace_id, span_id, parent, name, kind, start, end = span[:7]
+    ids = _bytes(1, trace_id) + _bytes(2, span_id) + string(3, span.trace_state) + _bytes(4, parent)
+    return ids + _named(name, kind) + _fixed64(7, start) + _fixed64(8, end) + _attributes(9, span.lengths)
 
 
 class _Layout:

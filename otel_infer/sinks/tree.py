@@ -172,13 +172,13 @@ def _marks(record: RequestRecord) -> list[Event]:
 def _stages(record: RequestRecord, decision: keeper.Decision) -> list[Span]:
     spans = []
     for span_id, stage in zip(derived_ids(record.span_id, "stage", len(record.stages)), record.stages):
-        if stage.name == semconv.SPAN_DECODE:
-            counts = said.decode_counts(record, decision.steps)
-            stage = stage._replace(attributes={**stage.attributes, **counts})
-            spans.append(_below(record, span_id, record.span_id, stage, said.decode_lengths(record)))
-        else:
-            spans.append(_below(record, span_id, record.span_id, stage))
-        if stage.name == semconv.SPAN_PREFILL and decision.prefill_steps:
+        name, _, _, attributes = stage
+        lengths = _NONE
+        if name == semconv.SPAN_DECODE:
+            attributes = {**attributes, **said.decode_counts(record, decision.steps)}
+            lengths = said.decode_lengths(record)
+        spans.append(_below(record, span_id, record.span_id, stage, attributes, lengths))
+        if name == semconv.SPAN_PREFILL and decision.prefill_steps:
             spans += _prefill_steps(record, span_id)
     return spans
 
@@ -193,14 +193,19 @@ def _prefill_steps(record: RequestRecord, parent: bytes) -> list[Span]:
             semconv.BATCH_SIZE: chunk.batch_size,
         }
         stage = Stage(name, chunk.started_at, chunk.ended_at, attributes)
-        spans.append(_below(record, span_id, parent, stage))
+        spans.append(_below(record, span_id, parent, stage, attributes, _NONE))
     return spans
 
 
 def _below(
-    record: RequestRecord, span_id: bytes, parent: bytes, stage: Stage, lengths: Mapping[str, float] = _NONE
+    record: RequestRecord,
+    span_id: bytes,
+    parent: bytes,
+    stage: Stage,
+    attributes: dict[str, Value],
+    lengths: Mapping[str, float],
 ) -> Span:
-    name, started_at, ended_at, attributes = stage
+    name, started_at, ended_at, _ = stage
     offset = record.wall_offset
     return Span(
         record.trace_id, span_id, parent, name, INTERNAL, started_at + offset, ended_at + offset, attributes,
