@@ -265,7 +265,7 @@ def encode_scope(name: str, version: str, schema_url: str = "") -> bytes:
     return field(1, string(1, name) + string(2, version)) + string(3, schema_url)
 
 
-def envelope(resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes:
+def envelope(resource: bytes, scope: bytes, spans: Sequence[bytes | memoryview]) -> bytes:
     """An ExportTraceServiceRequest of already encoded parts; each of `spans` may hold any number of spans."""
     length = sum(map(len, spans))
     inner = b"\x12" + varint(len(scope) + length) + scope

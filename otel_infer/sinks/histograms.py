@@ -91,7 +91,10 @@ class Histogram:
     def _note(self, count: int, total: float, least: float, most: float) -> None:
         self.count += count
         self.sum += total
-        self.min, self.max = min(self.min, least), max(self.max, most)
+        if least < self.min:
+            self.min = least
+        if most > self.max:
+            self.max = most
 
     def _count_one(self, value: float) -> int:
         """Counts it and says in which bucket."""
@@ -240,12 +243,13 @@ class Histograms:
 
     def at(self, key: Key) -> Histogram:
         """The histogram with these attributes, made when first asked for."""
-        if key not in self._points:
-            if len(self._points) >= MAX_SERIES:
-                key = OVERFLOW_KEY
-            new = ExponentialHistogram() if self._exponential else ExplicitHistogram(self._metric.bounds)
-            return self._points.setdefault(key, new)
-        return self._points[key]
+        known = self._points.get(key)
+        if known is not None:
+            return known
+        if len(self._points) >= MAX_SERIES:
+            key = OVERFLOW_KEY
+        new = ExponentialHistogram() if self._exponential else ExplicitHistogram(self._metric.bounds)
+        return self._points.setdefault(key, new)
 
     def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
         """The SDK's data of this metric, or None if nothing was counted. Delta begins anew."""
