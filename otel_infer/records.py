@@ -228,7 +228,10 @@ class RequestRecord:
 
     def stage(self, name: str) -> Stage | None:
         """The first stage of this name."""
-        return next((stage for stage in self.stages if stage.name == name), None)
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        return None
 
 
 @dataclass(slots=True)

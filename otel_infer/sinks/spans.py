@@ -134,8 +134,7 @@ class SpanSink:
     def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
         """Takes one request whose decision is to export."""
         spans = tree.spans_of(record, decision, self._latency_attributes)
-        for span in spans:
-            self._add(otlp.encode_span(span), 1)
+        self._add(b"".join(map(otlp.encode_span, spans)), len(spans))
         if decision.steps and record.steps is not None:
             decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
             if decode is not None:
@@ -143,8 +142,8 @@ class SpanSink:
 
     def start(self, record: StartRecord) -> None:
         """Takes the start of one process."""
-        for span in starts.spans_of(record):
-            self._add(otlp.encode_span(span), 1)
+        spans = starts.spans_of(record)
+        self._add(b"".join(map(otlp.encode_span, spans)), len(spans))
 
     def flush(self, now: int) -> None:
         """Hands what there is to the sender; with `now` only if a second has passed since."""
