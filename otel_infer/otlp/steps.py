@@ -145,14 +145,15 @@ class StepEncoder:
         columns = _request_major(StepColumns(columns.owner, *numbers), len(owners.trace_id))
         several, mixed = columns.tokens != 1, columns.others_prefill_tokens > 0
         step, batch = _width(columns.step), _width(columns.batch_size)
-        tokens, prefill = _width(columns.tokens[several]), _width(columns.others_prefill_tokens[mixed])
+        tokens, prefill = _width(columns.tokens), _width(np.maximum(columns.others_prefill_tokens, 0))
         shape = several | mixed.view(np.uint8) << 1
         shapes = []
-        for one in np.flatnonzero(np.bincount(shape, minlength=4)).tolist():
+        for one in range(shape.min(), shape.max() + 1):
             at = np.flatnonzero(shape == one)
             widths = (step, batch, tokens * (one & 1), prefill * (one >> 1))
             of_shape = columns.taken(at) if len(at) < count else columns
-            shapes.append((at, self._rows(of_shape, owners, widths)))
+            if len(at):
+                shapes.append((at, self._rows(of_shape, owners, widths)))
         return _interleaved(shapes, count), count
 
     def _rows(self, columns: StepColumns, owners: StepOwners, widths: tuple[int, ...]) -> Rows:
@@ -160,8 +161,9 @@ class StepEncoder:
         known = self._templates.get(widths)
         if known is None:  # widths are few: each is at most 10
             known = self._templates[widths] = self._template(widths)
-        rows = _repeated(*known, columns.owner, owners)
-        rows["span_id"] = _step_ids(_seeds(owners.request_span_id)[columns.owner], columns.step)
+        counts = np.diff(columns.owner.searchsorted(np.arange(len(owners.trace_id) + 1, dtype=np.uint32)))
+        rows = _repeated(*known, owners, counts)
+        rows["span_id"] = _step_ids(_seeds(owners.request_span_id).repeat(counts), columns.step)
         rows["start"], rows["end"] = columns.start, columns.end
         for name, column, width in zip(self._keys, columns[3:], widths):
             if width:
@@ -191,13 +193,12 @@ class StepEncoder:
         return row, np.dtype(layout)
 
 
-def _repeated(template: bytes, holes: np.dtype[Any], owner: npt.NDArray[np.uint32], owners: StepOwners) -> Rows:
-    """A row for each of `owner`, which is sorted, with what all rows of an owner share: cheaper than as columns."""
-    of_owners = np.frombuffer(bytearray(template) * len(owners.trace_id), holes)
+def _repeated(template: bytes, holes: np.dtype[Any], owners: StepOwners, counts: npt.NDArray[np.intp]) -> Rows:
+    """So many rows for each owner, with what all of them share: cheaper than as columns."""
+    of_owners = np.frombuffer(bytearray(template) * len(counts), holes)
     of_owners["trace_id"], of_owners["parent_span_id"] = owners.trace_id, owners.parent_span_id
     # As plain bytes they are copied whole, not field by field.
-    plain = of_owners.view(f"V{holes.itemsize}")
-    return plain.repeat(np.bincount(owner, minlength=len(plain))).view(holes)
+    return of_owners.view(f"V{holes.itemsize}").repeat(counts).view(holes)
 
 
 def _interleaved(shapes: Sequence[tuple[npt.NDArray[np.intp], Rows]], count: int) -> memoryview:

@@ -201,13 +201,14 @@ class MetricsSink:
         self._histograms[metric.name].at(key).record(length_ns / 1e9, source)
 
     def _count_stages(self, record: RequestRecord, who: Key, source: Source | None) -> None:
-        for stage in record.stages:
-            key = (self._stages.admit(stage.name), semconv.CLOCK_HOST, *who)
-            self._record(semconv.STAGE_DURATION, key, stage.ended_at - stage.started_at, source)
-            detokenize = stage.attributes.get(semconv.DETOKENIZE)
-            if stage.name == semconv.SPAN_POSTPROCESS and isinstance(detokenize, (int, float)):
-                key = (semconv.STAGE_DETOKENIZE, semconv.CLOCK_HOST, *who)
-                self._record(semconv.STAGE_DURATION, key, detokenize * 1e9, source)
+        points = self._histograms[semconv.STAGE_DURATION.name]
+        for name, started_at, ended_at, attributes in record.stages:
+            key = (self._stages.admit(name), semconv.CLOCK_HOST, *who)
+            points.at(key).record((ended_at - started_at) / 1e9, source)
+            if name == semconv.SPAN_POSTPROCESS:
+                detokenize = attributes.get(semconv.DETOKENIZE)
+                if isinstance(detokenize, (int, float)):
+                    points.at((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
 
     def _count_blame(self, record: RequestRecord, blame: Blame, who: Key) -> None:
         spent = self._blamed.setdefault(who, {})

@@ -86,12 +86,10 @@ def counts(record: RequestRecord, decision: keeper.Decision) -> dict[str, Value]
 
 def lengths(record: RequestRecord) -> dict[str, float]:
     """What is said of the request in s."""
-    lengths: dict[str, float] = {}
-    if record.ttft_ns:
-        lengths[semconv.TTFT] = record.ttft_ns / 1e9
+    lengths = {semconv.TTFT: record.ttft_ns / 1e9} if record.first_token_at else {}
     if record.blame is not None and record.operation:
-        for cause, length in record.blame.causes.items():
-            lengths[semconv.BLAME[cause]] = length / 1e9
+        names = semconv.BLAME
+        lengths.update([(names[cause], length / 1e9) for cause, length in record.blame.causes.items()])
     return lengths
 
 

@@ -167,14 +167,16 @@ class SpanSink:
 
     def _add_steps(self, record: RequestRecord, rows: StepRows, parent: bytes, granted: int) -> None:
         chosen = chosen_steps(rows, granted)
-        for begin in range(0, len(chosen), STEP_ROWS):
-            some = chosen.take(slice(begin, begin + STEP_ROWS)) if len(chosen) > STEP_ROWS else chosen
-            if self._row_count + len(some) > STEP_ROWS:
+        number = len(chosen)
+        for begin in range(0, number, STEP_ROWS):
+            some = chosen if number <= STEP_ROWS else chosen.take(slice(begin, begin + STEP_ROWS))
+            count = min(number - begin, STEP_ROWS)
+            if self._row_count + count > STEP_ROWS:
                 self._encode_steps()
             self._rows.append(some)
             self._owners.append((record.trace_id, parent, record.span_id))
             self._offsets.append(record.wall_offset)
-            self._row_count += len(some)
+            self._row_count += count
 
     def _encode_steps(self) -> None:
         if not self._row_count:

@@ -27,13 +27,14 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 _NOT_ERRORS = ("", semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
 
 
-_ID = struct.Struct("8s")
+_ID, _ZERO = struct.Struct("8s"), bytes(8)
 
 
 def derived_ids(span_id: bytes, of: str, count: int) -> list[bytes]:
     """Ids of so many spans below the one with this id, by what they are and their order; never zero."""
     digest = hashlib.shake_128(of.encode() + span_id).digest(8 * count)
-    return [one if any(one) else b"\1" * 8 for (one,) in _ID.iter_unpack(digest)]
+    ids = [one for (one,) in _ID.iter_unpack(digest)]
+    return ids if _ZERO not in digest else [b"\1" * 8 if one == _ZERO else one for one in ids]
 
 
 def spans_of(
@@ -77,13 +78,16 @@ def _request(
 ) -> Span:
     """The live span. What we say goes before what user code said of the same name."""
     words = said.words(record, decision)
-    counts, lengths = said.counts(record, decision), {**said.lengths(record), **latency}
+    lengths = said.lengths(record)
+    if latency:
+        lengths.update(latency)
     if own:
         own = {key: value for key, value in own.items() if key not in words and key not in lengths}
+    own.update(said.counts(record, decision))
     offset = record.wall_offset
     return Span(
         record.trace_id, record.span_id, parent, name, kind, record.arrived_at + offset, record.ended_at + offset,
-        {**own, **counts}, _events(record, decision), _links(record), _status(record), record.tracestate,
+        own, _events(record, decision), _links(record), _status(record), record.tracestate,
         lengths=lengths, recurring=words,
     )  # fmt: skip
 
