@@ -193,7 +193,9 @@ class StepEncoder:
         return row, np.dtype(layout)
 
 
-def _repeated(template: bytes, holes: np.dtype[Any], owners: StepOwners, counts: npt.NDArray[np.intp]) -> Rows:
+def _repeated(
+    template: bytes, holes: np.dtype[Any], owners: StepOwners, counts: npt.NDArray[np.intp]
+) -> Rows:
     """So many rows for each owner, with what all of them share: cheaper than as columns."""
     of_owners = np.frombuffer(bytearray(template) * len(counts), holes)
     of_owners["trace_id"], of_owners["parent_span_id"] = owners.trace_id, owners.parent_span_id

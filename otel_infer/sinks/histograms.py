@@ -62,7 +62,12 @@ class Histogram:
         """Counts one value."""
         if not 0 <= value < math.inf:
             return
-        self._note(1, value, value, value)
+        self.count += 1
+        self.sum += value
+        if value < self.min:
+            self.min = value
+        if value > self.max:
+            self.max = value
         bucket = self._count_one(value)
         if source is not None:
             self._exemplars[bucket] = (value, source)
@@ -78,7 +83,9 @@ class Histogram:
             values = values[begin:end]
         if len(values) == 0:
             return
-        self._note(len(values), float(values.sum()), float(values[0]), float(values[-1]))
+        self.count += len(values)
+        self.sum += float(values.sum())
+        self.min, self.max = min(self.min, float(values[0])), max(self.max, float(values[-1]))
         for bucket, largest in self._count_sorted(values):
             known = source(begin + largest)
             if known is not None:
@@ -87,14 +94,6 @@ class Histogram:
     def point(self, attributes: Mapping[str, Value], started_at: int, now: int) -> Any:
         """The SDK's data point for all values since `started_at`; instants in unix ns."""
         raise NotImplementedError
-
-    def _note(self, count: int, total: float, least: float, most: float) -> None:
-        self.count += count
-        self.sum += total
-        if least < self.min:
-            self.min = least
-        if most > self.max:
-            self.max = most
 
     def _count_one(self, value: float) -> int:
         """Counts it and says in which bucket."""

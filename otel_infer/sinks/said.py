@@ -86,7 +86,7 @@ def counts(record: RequestRecord, decision: keeper.Decision) -> dict[str, Value]
 
 def lengths(record: RequestRecord) -> dict[str, float]:
     """What is said of the request in s."""
-    lengths = {semconv.TTFT: record.ttft_ns / 1e9} if record.first_token_at else {}
+    lengths = {semconv.TTFT: record.ttft_ns / 1e9} if record.ttft_ns else {}
     if record.blame is not None and record.operation:
         names = semconv.BLAME
         lengths.update([(names[cause], length / 1e9) for cause, length in record.blame.causes.items()])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision, Keeper
-from otel_infer.sinks import said, tree
+from otel_infer.sinks import tree
 from tests.story import MS, WALL, Story, Who, ids, ns
 
 ALL = Decision(True, 1 << 30, "all", True)
@@ -101,15 +101,6 @@ def test_a_stage_of_the_device_says_by_whose_clock_it_was_timed() -> None:
     story.state(a, facts.StageEnded(ns(9), ns(5), "h2d", 0))
     assert attributes(story, "h2d") == {"infer.clock": "host"}
     assert "infer.clock" not in attributes(story, "queue")
-
-
-@pytest.mark.parametrize("granted", [0, 1, 2, 3])
-def test_steps_that_are_left_out_are_counted(granted: int) -> None:
-    story = Story()
-    served(story)
-    counts = said.decode_counts(story.record(), granted)
-    assert counts["infer.steps.count"] == 3
-    assert counts.get("infer.steps.left_out", 0) == 3 - granted
 
 
 def test_a_request_has_as_many_finish_reasons_as_sequences_that_finished() -> None:
@@ -235,7 +226,9 @@ def test_every_span_has_an_id_of_its_own_and_a_parent_that_is_there_and_around_i
 
 
 @given(st.binary(min_size=8, max_size=8), st.text(max_size=9), st.integers(0, 70))
-def test_derived_ids_are_eight_bytes_never_zero_and_all_different(span_id: bytes, of: str, count: int) -> None:
+def test_derived_ids_are_eight_bytes_never_zero_and_all_different(
+    span_id: bytes, of: str, count: int
+) -> None:
     derived = tree.derived_ids(span_id, of, count)
     assert len(derived) == len(set(derived)) == count
     assert all(len(one) == 8 and any(one) for one in derived)
