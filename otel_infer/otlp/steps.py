@@ -150,9 +150,9 @@ class StepEncoder:
         shapes = []
         for one in range(shape.min(), shape.max() + 1):
             at = np.flatnonzero(shape == one)
-            widths = (step, batch, tokens * (one & 1), prefill * (one >> 1))
-            of_shape = columns.taken(at) if len(at) < count else columns
             if len(at):
+                widths = (step, batch, tokens * (one & 1), prefill * (one >> 1))
+                of_shape = columns.taken(at) if len(at) < count else columns
                 shapes.append((at, self._rows(of_shape, owners, widths)))
         return _interleaved(shapes, count), count
 

@@ -20,12 +20,7 @@ from otel_infer.facts import Value
 from otel_infer.keeper import Decision
 from otel_infer.records import Blame, Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.sinks.gaps import Gaps
-from otel_infer.sinks.histograms import (
-    Histograms,
-    Key,
-    Label,
-    Source,
-)
+from otel_infer.sinks.histograms import Histograms, Key, Label, Source
 from otel_infer.sinks.numbers import CUMULATIVE, DELTA, FirstCome, Numbers
 from otel_infer.version import VERSION
 
