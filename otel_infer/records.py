@@ -73,7 +73,7 @@ class Blame(NamedTuple):
     @property
     def top(self) -> str:
         """The cause with the most time; empty if the request took none."""
-        return max(self.causes, key=lambda cause: self.causes[cause], default="")
+        return max(self.causes, key=self.causes.__getitem__, default="")
 
 
 class Pause(NamedTuple):
@@ -228,7 +228,10 @@ class RequestRecord:
 
     def stage(self, name: str) -> Stage | None:
         """The first stage of this name."""
-        return next((stage for stage in self.stages if stage.name == name), None)
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        return None
 
 
 class StepRecord(NamedTuple):

@@ -10,6 +10,7 @@ from otel_infer.facts import Value as AttributeValue
 from otel_infer.otlp.spans import (
     Event,
     Link,
+    Recurring,
     Span,
     encode_resource,
     encode_scope,
@@ -23,6 +24,7 @@ __all__ = [
     "AttributeValue",
     "Event",
     "Link",
+    "Recurring",
     "Span",
     "StepColumns",
     "StepEncoder",

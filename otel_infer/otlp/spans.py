@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -41,10 +41,23 @@ class Link(NamedTuple):
     attributes: Mapping[str, AttributeValue] = _NONE
 
 
+class Recurring(dict[str, AttributeValue]):
+    """Attributes that many spans have in common: whoever has them holds the same object, which is encoded once."""
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """As fields of a span."""
+        return _attributes(9, self)
+
+
+_NOTHING = Recurring()
+
+
 class Span(NamedTuple):
     """One span of the ordinary kind. `start`, `end`: unix ns. `status`: 0 unset, 1 ok, 2 error; never with a message.
 
-    `kind` and `flags` are numbers of the protocol; `parent_span_id` is empty for a root.
+    `kind` and `flags` are numbers of the protocol; `parent_span_id` is empty for a root. `lengths` and `recurring` are
+    attributes too, and no name is in two of them; what is in `lengths` is a float.
     """
 
     trace_id: bytes
@@ -60,6 +73,13 @@ class Span(NamedTuple):
     status: int = 0
     trace_state: str = ""
     flags: int = 0
+    lengths: Mapping[str, float] = _NONE  # type: ignore[assignment]
+    recurring: Recurring = _NOTHING
+
+    @property
+    def said(self) -> dict[str, AttributeValue]:
+        """All its attributes."""
+        return {**self.lengths, **self.recurring, **self.attributes}
 
 
 def varint(value: int) -> bytes:
@@ -180,22 +200,54 @@ def _link(link: Link) -> bytes:
 
 def encode_span(span: Span) -> bytes:
     """One span as an entry of `ScopeSpans`, byte for byte what the stock classes would write."""
-    trace_id, span_id, parent, name, kind, start, end, attributes, events, links, status, state, flags = span
-    parts = [
-        _bytes(1, trace_id) + _bytes(2, span_id),
-        string(3, state) if state else b"",
-        _bytes(4, parent),
-        _named(name, kind),
-        _fixed64(7, start) + _fixed64(8, end),
-        _attributes(9, attributes),
-    ]
-    parts += map(_event, events)
-    parts += map(_link, links)
+    (
+        trace_id, span_id, parent, name, kind, start, end,
+        attributes, events, links, status, state, flags, lengths, recurring,
+    ) = span  # fmt: skip
+    if trace_id and span_id and start > 0 < end and not state:
+        layout = _layout(name, kind, bool(parent), tuple(lengths))
+        ids = (trace_id, span_id, parent) if parent else (trace_id, span_id)
+        parts = [layout.filled(*ids, start, end, *lengths.values()), recurring.encoded]
+    else:
+        parts = [_unusual(span), recurring.encoded]
+    if attributes:
+        parts.append(_attributes(9, attributes))
+    if events or links:
+        parts += [*map(_event, events), *map(_link, links)]
     if status:
         parts.append(field(15, number(3, status)))
     if flags:
         parts.append(b"\x85\x01" + struct.pack("<I", flags))
     return field(2, b"".join(parts))
+
+
+def _unusual(span: Span) -> bytes:
+    """Of a span that is in no layout what would be: ids, name, instants and lengths."""
+    trace_id, span_id, parent, name, kind, start, end = span[:7]
+    ids = _bytes(1, trace_id) + _bytes(2, span_id) + string(3, span.trace_state) + _bytes(4, parent)
+    return ids + _named(name, kind) + _fixed64(7, start) + _fixed64(8, end) + _attributes(9, span.lengths)
+
+
+class _Layout:
+    """What stands before each hole of some bytes, and the form (of `struct`) of what fills it."""
+
+    def __init__(self, holes: Sequence[tuple[bytes, str]]) -> None:
+        self._parts: list[Any] = [part for before, _ in holes for part in (before, None)]
+        self._pack = struct.Struct("<" + "".join(f"{len(before)}s{form}" for before, form in holes)).pack
+
+    def filled(self, *values: Any) -> bytes:
+        """With a value in each hole."""
+        parts = self._parts.copy()
+        parts[1::2] = values
+        return self._pack(*parts)
+
+
+@lru_cache(maxsize=1024)
+def _layout(name: str, kind: int, has_parent: bool, lengths: tuple[str, ...]) -> _Layout:
+    """Of the spans of this name that have these lengths; they differ in ids and numbers only."""
+    holes = [(b"\x0a\x10", "16s"), (b"\x12\x08", "8s"), (b"\x22\x08", "8s")][: 3 if has_parent else 2]
+    holes += [(_named(name, kind) + b"\x39", "Q"), (b"\x41", "Q")]
+    return _Layout(holes + [(_before_double(9, length), "d") for length in lengths])
 
 
 @lru_cache(maxsize=1024)
@@ -213,7 +265,7 @@ def encode_scope(name: str, version: str, schema_url: str = "") -> bytes:
     return field(1, string(1, name) + string(2, version)) + string(3, schema_url)
 
 
-def envelope(resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes:
+def envelope(resource: bytes, scope: bytes, spans: Sequence[bytes | memoryview]) -> bytes:
     """An ExportTraceServiceRequest of already encoded parts; each of `spans` may hold any number of spans."""
     length = sum(map(len, spans))
     inner = b"\x12" + varint(len(scope) + length) + scope

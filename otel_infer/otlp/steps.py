@@ -52,8 +52,10 @@ _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of splitmix64: each input has its own output, and every bit depends on every bit."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    values = values ^ (values >> np.uint64(30))
+    values *= np.uint64(0xBF58_476D_1CE4_E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D0_49BB_1331_11EB)
     values ^= values >> np.uint64(31)
     return values
 
@@ -72,8 +74,9 @@ def _seeds(request_span_id: Bytes) -> npt.NDArray[np.uint64]:
 
 def _step_ids(seeds: npt.NDArray[np.uint64], step: Ints) -> npt.NDArray[np.uint64]:
     ids = _mixed(seeds + step.astype(np.int64).view(np.uint64) * _STEP)
-    ids[ids == 0] = _STEP
-    return ids.astype("<u8")
+    if not ids.all():
+        ids[ids == 0] = _STEP
+    return ids.astype("<u8", copy=False)
 
 
 def _width(values: Ints) -> int:
@@ -83,8 +86,20 @@ def _width(values: Ints) -> int:
     return max(1, -(-int(values.view(np.uint64).max()).bit_length() // 7))
 
 
-def _padded(values: Ints, width: int) -> Bytes:
-    """Varints of exactly `width` bytes each, (n, width)."""
+def _padded(values: Ints, width: int) -> Rows:
+    """Varints of exactly `width` bytes each, every one a single item."""
+    if width > 4:
+        return _padded_bytes(values, width).view(f"V{width}").ravel()
+    rest = values.astype("<u4")
+    out = rest & np.uint32(127)
+    for place in range(1, width):
+        out |= np.uint32(128 << 8 * (place - 1))
+        out |= (rest << np.uint32(place)) & np.uint32(127 << 8 * place)
+    one: Any = {"names": ["varint"], "formats": [f"V{width}"], "itemsize": 4}
+    return out.view(one)["varint"]  # type: ignore[no-any-return]
+
+
+def _padded_bytes(values: Ints, width: int) -> Bytes:
     out = np.empty((len(values), width), np.uint8)
     rest = values.view(np.uint64)
     for place in range(width):
@@ -121,7 +136,7 @@ class StepEncoder:
             "others_prefill_tokens": prefill_key,
         }
 
-    def encode(self, columns: StepColumns, owners: StepOwners) -> tuple[bytes, int]:
+    def encode(self, columns: StepColumns, owners: StepOwners) -> tuple[bytes | memoryview, int]:
         """All rows as entries of `ScopeSpans`, request by request, and how many there are."""
         count = len(columns.owner)
         if not count:
@@ -130,12 +145,13 @@ class StepEncoder:
         columns = _request_major(StepColumns(columns.owner, *numbers), len(owners.trace_id))
         several, mixed = columns.tokens != 1, columns.others_prefill_tokens > 0
         step, batch = _width(columns.step), _width(columns.batch_size)
-        tokens, prefill = _width(columns.tokens[several]), _width(columns.others_prefill_tokens[mixed])
+        tokens, prefill = _width(columns.tokens), _width(np.maximum(columns.others_prefill_tokens, 0))
+        shape = several | mixed.view(np.uint8) << 1
         shapes = []
-        for has_tokens, has_prefill in ((False, False), (True, False), (False, True), (True, True)):
-            at = np.flatnonzero((several == has_tokens) & (mixed == has_prefill))
+        for one in range(shape.min(), shape.max() + 1):
+            at = np.flatnonzero(shape == one)
             if len(at):
-                widths = (step, batch, tokens * has_tokens, prefill * has_prefill)
+                widths = (step, batch, tokens * (one & 1), prefill * (one >> 1))
                 of_shape = columns.taken(at) if len(at) < count else columns
                 shapes.append((at, self._rows(of_shape, owners, widths)))
         return _interleaved(shapes, count), count
@@ -145,9 +161,9 @@ class StepEncoder:
         known = self._templates.get(widths)
         if known is None:  # widths are few: each is at most 10
             known = self._templates[widths] = self._template(widths)
-        template, holes = known
-        rows = np.frombuffer(_repeated(template, holes, columns.owner, owners), holes)
-        rows["span_id"] = _step_ids(_seeds(owners.request_span_id)[columns.owner], columns.step)
+        counts = np.diff(columns.owner.searchsorted(np.arange(len(owners.trace_id) + 1, dtype=np.uint32)))
+        rows = _repeated(*known, owners, counts)
+        rows["span_id"] = _step_ids(_seeds(owners.request_span_id).repeat(counts), columns.step)
         rows["start"], rows["end"] = columns.start, columns.end
         for name, column, width in zip(self._keys, columns[3:], widths):
             if width:
@@ -166,7 +182,7 @@ class StepEncoder:
         for (name, wire_name), width in zip(self._keys.items(), widths):
             if width:
                 attribute = field(9, key(wire_name) + field(2, b"\x18" + bytes(width)))
-                holes.append((name, attribute[:-width], f"({width},)u1"))
+                holes.append((name, attribute[:-width], f"V{width}"))
         names, befores, formats = zip(*holes)
         lengths = [np.dtype(form).itemsize for form in formats]
         body = b"".join(before + bytes(length) for before, length in zip(befores, lengths))
@@ -178,25 +194,19 @@ class StepEncoder:
 
 
 def _repeated(
-    template: bytes, holes: np.dtype[Any], owner: npt.NDArray[np.uint32], owners: StepOwners
-) -> bytearray:
-    """A row for each of `owner`, which is sorted, with what all rows of an owner share: cheaper than as columns."""
-    assert holes.fields is not None
-    trace, parent = holes.fields["trace_id"][1], holes.fields["parent_span_id"][1]
-    counts = np.bincount(owner, minlength=len(owners.trace_id))
-    rows = bytearray()
-    row = bytearray(template)
-    for i in np.flatnonzero(counts).tolist():
-        row[trace : trace + 16] = owners.trace_id[i].tobytes()
-        row[parent : parent + 8] = owners.parent_span_id[i].tobytes()
-        rows += row * int(counts[i])
-    return rows
+    template: bytes, holes: np.dtype[Any], owners: StepOwners, counts: npt.NDArray[np.intp]
+) -> Rows:
+    """So many rows for each owner, with what all of them share: cheaper than as columns."""
+    of_owners = np.frombuffer(bytearray(template) * len(counts), holes)
+    of_owners["trace_id"], of_owners["parent_span_id"] = owners.trace_id, owners.parent_span_id
+    # As plain bytes they are copied whole, not field by field.
+    return of_owners.view(f"V{holes.itemsize}").repeat(counts).view(holes)
 
 
-def _interleaved(shapes: Sequence[tuple[npt.NDArray[np.intp], Rows]], count: int) -> bytes:
+def _interleaved(shapes: Sequence[tuple[npt.NDArray[np.intp], Rows]], count: int) -> memoryview:
     """Rows of different lengths, each at its place (`shapes`: places and rows), as one run of bytes."""
     if len(shapes) == 1:
-        return shapes[0][1].tobytes()
+        return shapes[0][1].view(np.uint8).data
     lengths = np.empty(count, np.intp)
     for at, rows in shapes:
         lengths[at] = rows.itemsize
@@ -206,4 +216,4 @@ def _interleaved(shapes: Sequence[tuple[npt.NDArray[np.intp], Rows]], count: int
         # Every offset of `out` seen as the beginning of a row, so that one indexed store copies each row whole.
         window = np.ndarray((len(out) - rows.itemsize + 1,), f"V{rows.itemsize}", out, strides=(1,))
         window[starts[at]] = rows.view(f"V{rows.itemsize}")
-    return out.tobytes()
+    return out.data

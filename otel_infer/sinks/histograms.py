@@ -9,7 +9,6 @@ ignored.
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Union
@@ -19,6 +18,7 @@ from opentelemetry.sdk.metrics import export
 
 from otel_infer import semconv
 from otel_infer.facts import Value
+from otel_infer.sinks.indexes import index_of, indexes_of
 
 try:
     from opentelemetry.sdk.metrics import Exemplar
@@ -62,7 +62,12 @@ class Histogram:
         """Counts one value."""
         if not 0 <= value < math.inf:
             return
-        self._note(1, value, value, value)
+        self.count += 1
+        self.sum += value
+        if value < self.min:
+            self.min = value
+        if value > self.max:
+            self.max = value
         bucket = self._count_one(value)
         if source is not None:
             self._exemplars[bucket] = (value, source)
@@ -78,7 +83,9 @@ class Histogram:
             values = values[begin:end]
         if len(values) == 0:
             return
-        self._note(len(values), float(values.sum()), float(values[0]), float(values[-1]))
+        self.count += len(values)
+        self.sum += float(values.sum())
+        self.min, self.max = min(self.min, float(values[0])), max(self.max, float(values[-1]))
         for bucket, largest in self._count_sorted(values):
             known = source(begin + largest)
             if known is not None:
@@ -87,11 +94,6 @@ class Histogram:
     def point(self, attributes: Mapping[str, Value], started_at: int, now: int) -> Any:
         """The SDK's data point for all values since `started_at`; instants in unix ns."""
         raise NotImplementedError
-
-    def _note(self, count: int, total: float, least: float, most: float) -> None:
-        self.count += count
-        self.sum += total
-        self.min, self.max = min(self.min, least), max(self.max, most)
 
     def _count_one(self, value: float) -> int:
         """Counts it and says in which bucket."""
@@ -240,12 +242,13 @@ class Histograms:
 
     def at(self, key: Key) -> Histogram:
         """The histogram with these attributes, made when first asked for."""
-        if key not in self._points:
-            if len(self._points) >= MAX_SERIES:
-                key = OVERFLOW_KEY
-            new = ExponentialHistogram() if self._exponential else ExplicitHistogram(self._metric.bounds)
-            return self._points.setdefault(key, new)
-        return self._points[key]
+        known = self._points.get(key)
+        if known is not None:
+            return known
+        if len(self._points) >= MAX_SERIES:
+            key = OVERFLOW_KEY
+        new = ExponentialHistogram() if self._exponential else ExplicitHistogram(self._metric.bounds)
+        return self._points.setdefault(key, new)
 
     def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
         """The SDK's data of this metric, or None if nothing was counted. Delta begins anew."""
@@ -264,39 +267,6 @@ def attributes_of(metric: semconv.Metric, key: Key) -> dict[str, Any]:
     if key is OVERFLOW_KEY:
         return {semconv.METRIC_OVERFLOW: True}
     return {name: value for name, value in zip(metric.attributes, key) if value is not None}
-
-
-def index_of(value: float, scale: int) -> int:
-    """The bucket of a positive value, as the SDK has it: by its logarithm, but exact for powers of two."""
-    value = max(value, sys.float_info.min)
-    mantissa, exponent = math.frexp(value)
-    is_power = mantissa == 0.5
-    if scale <= 0:
-        return (exponent - 1 - is_power) >> -scale
-    if is_power:
-        return ((exponent - 1) << scale) - 1
-    index = math.floor(math.log(value) * math.ldexp(1 / math.log(2), scale))
-    return min(index, (sys.float_info.max_exp << scale) - 1)
-
-
-def indexes_of(values: Any, scale: int) -> Any:
-    """`index_of` for a numpy array, as int64.
-
-    The logarithms of numpy and of the C library may differ in the last bits, so what lies that near to the edge
-    of a bucket is computed by the latter.
-    """
-    values = np.maximum(values, sys.float_info.min)
-    mantissas, exponents = np.frexp(values)
-    powers = mantissas == 0.5
-    exponents = exponents.astype(np.int64) - 1
-    if scale <= 0:
-        return (exponents - powers) >> -scale
-    exact = np.log(values) * math.ldexp(1 / math.log(2), scale)
-    indexes = np.where(powers, (exponents << scale) - 1, np.floor(exact).astype(np.int64))
-    unsure = ~powers & (np.abs(exact - np.rint(exact)) <= 8 * np.spacing(np.abs(exact)))
-    for i in np.flatnonzero(unsure):
-        indexes[i] = index_of(float(values[i]), scale)
-    return np.minimum(indexes, (sys.float_info.max_exp << scale) - 1)
 
 
 def _exemplar(value: float, source: Source) -> Exemplar:

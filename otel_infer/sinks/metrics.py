@@ -20,12 +20,7 @@ from otel_infer.facts import Value
 from otel_infer.keeper import Decision
 from otel_infer.records import Blame, Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.sinks.gaps import Gaps
-from otel_infer.sinks.histograms import (
-    Histograms,
-    Key,
-    Label,
-    Source,
-)
+from otel_infer.sinks.histograms import Histograms, Key, Label, Source
 from otel_infer.sinks.numbers import CUMULATIVE, DELTA, FirstCome, Numbers
 from otel_infer.version import VERSION
 
@@ -64,6 +59,7 @@ class MetricsSink:
             metric.name: Numbers(metric) for metric in semconv.METRICS if metric.name not in self._histograms
         }
         self._gaps = Gaps(self._histograms[semconv.INTER_TOKEN_LATENCY.name])
+        self._blamed: dict[Key, dict[str, int]] = {}
         self._served: set[str] = set()
         self._operations, self._providers = FirstCome(MAX_MODELS), FirstCome(MAX_MODELS)
         self._stages, self._errors = FirstCome(MAX_NAMES), FirstCome(MAX_NAMES)
@@ -156,6 +152,7 @@ class MetricsSink:
     def collect(self, now_unix_ns: int) -> export.MetricsData:
         """All data points there are; where it is delta, those of the time since the last collection."""
         self._gaps.count()
+        self._add_blamed()
         metrics = []
         for metric in semconv.METRICS:
             series = self._histograms.get(metric.name) or self._numbers[metric.name]
@@ -199,24 +196,33 @@ class MetricsSink:
         self._histograms[metric.name].at(key).record(length_ns / 1e9, source)
 
     def _count_stages(self, record: RequestRecord, who: Key, source: Source | None) -> None:
-        for stage in record.stages:
-            key = (self._stages.admit(stage.name), semconv.CLOCK_HOST, *who)
-            self._record(semconv.STAGE_DURATION, key, stage.ended_at - stage.started_at, source)
-            detokenize = stage.attributes.get(semconv.DETOKENIZE)
-            if stage.name == semconv.SPAN_POSTPROCESS and isinstance(detokenize, (int, float)):
-                key = (semconv.STAGE_DETOKENIZE, semconv.CLOCK_HOST, *who)
-                self._record(semconv.STAGE_DURATION, key, detokenize * 1e9, source)
+        points = self._histograms[semconv.STAGE_DURATION.name]
+        for name, started_at, ended_at, attributes in record.stages:
+            key = (self._stages.admit(name), semconv.CLOCK_HOST, *who)
+            points.at(key).record((ended_at - started_at) / 1e9, source)
+            if name == semconv.SPAN_POSTPROCESS:
+                detokenize = attributes.get(semconv.DETOKENIZE)
+                if isinstance(detokenize, (int, float)):
+                    points.at((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
 
     def _count_blame(self, record: RequestRecord, blame: Blame, who: Key) -> None:
-        spent = self._numbers[semconv.BLAME_DURATION.name]
+        spent = self._blamed.setdefault(who, {})
         for cause, length in blame.causes.items():
-            spent.add((cause, *who), length / 1e9)
+            spent[cause] = spent.get(cause, 0) + length
         if blame.classes:
             prompt = record.input_tokens or sum(chunk.tokens for chunk in record.prefill_steps)
             victim = callers.class_of(record.attributes.get(semconv.TRAFFIC_CLASS), prompt)
             held_up = self._numbers[semconv.INTERFERENCE_DURATION.name]
             for offender, length in blame.classes:
                 held_up.add((offender, victim), length / 1e9)
+
+    def _add_blamed(self) -> None:
+        """What requests were blamed for since the last collection, in s."""
+        spent = self._numbers[semconv.BLAME_DURATION.name]
+        for who, causes in self._blamed.items():
+            for cause, length in causes.items():
+                spent.add((cause, *who), length / 1e9)
+        self._blamed = {}
 
     def _count_tokens(self, record: RequestRecord, who: Key, source: Source | None) -> None:
         if record.outcome == facts.ERROR:

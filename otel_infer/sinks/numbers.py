@@ -55,8 +55,10 @@ class Numbers:
 
     def add(self, key: Key, value: float) -> None:
         """Adds to what was counted."""
-        key = self._admitted(key)
-        self._values[key] = self._values.get(key, 0) + value
+        values = self._values
+        if key not in values:
+            key = self._admitted(key)
+        values[key] = values.get(key, 0) + value
 
     def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
         """The SDK's data of this metric, or None if there are no points."""

@@ -74,7 +74,7 @@ class ProviderSink:
     def _start(self, span: otlp.Span, parent: trace.Span) -> trace.Span:
         context = trace.set_span_in_context(parent)
         return self._tracer.start_span(
-            span.name, context, SpanKind.INTERNAL, dict(span.attributes), start_time=span.start
+            span.name, context, SpanKind.INTERNAL, span.said, start_time=span.start
         )
 
     def _steps(self, record: RequestRecord, parent: trace.Span, granted: int) -> None:
@@ -103,7 +103,7 @@ class ProviderSink:
 
 def _describe(span: trace.Span, described: otlp.Span, known: Mapping[bytes, SpanContext]) -> None:
     """What a span has besides its name and its times. `known`: who is meant by which id."""
-    span.set_attributes(dict(described.attributes))
+    span.set_attributes(described.said)
     for event in described.events:
         span.add_event(event.name, dict(event.attributes), event.at)
     for link in described.links:

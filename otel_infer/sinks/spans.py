@@ -32,7 +32,7 @@ LOST_REFUSED = "refused"
 class Batch(NamedTuple):
     """One request to the destination: encoded spans and how many they are."""
 
-    parts: list[bytes]
+    parts: list[bytes | memoryview]
     spans: int
     size: int
 
@@ -123,7 +123,7 @@ class SpanSink:
             semconv.STEP_TOKENS,
             semconv.OTHERS_PREFILL_TOKENS,
         )
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._count = self._size = 0
         self._rows: list[StepRows] = []
         self._owners: list[tuple[bytes, bytes, bytes]] = []
@@ -134,8 +134,7 @@ class SpanSink:
     def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
         """Takes one request whose decision is to export."""
         spans = tree.spans_of(record, decision, self._latency_attributes)
-        for span in spans:
-            self._add(otlp.encode_span(span), 1)
+        self._add(b"".join(map(otlp.encode_span, spans)), len(spans))
         if decision.steps and record.steps is not None:
             decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
             if decode is not None:
@@ -143,8 +142,8 @@ class SpanSink:
 
     def start(self, record: StartRecord) -> None:
         """Takes the start of one process."""
-        for span in starts.spans_of(record):
-            self._add(otlp.encode_span(span), 1)
+        spans = starts.spans_of(record)
+        self._add(b"".join(map(otlp.encode_span, spans)), len(spans))
 
     def flush(self, now: int) -> None:
         """Hands what there is to the sender; with `now` only if a second has passed since."""
@@ -159,7 +158,7 @@ class SpanSink:
             self._sender.put(Batch(self._parts, self._count, self._size))
             self._parts, self._count, self._size = [], 0, 0
 
-    def _add(self, encoded: bytes, count: int) -> None:
+    def _add(self, encoded: bytes | memoryview, count: int) -> None:
         if self._size + len(encoded) > BATCH_BYTES:
             self._put()
         self._parts.append(encoded)
@@ -168,21 +167,24 @@ class SpanSink:
 
     def _add_steps(self, record: RequestRecord, rows: StepRows, parent: bytes, granted: int) -> None:
         chosen = chosen_steps(rows, granted)
-        for begin in range(0, len(chosen), STEP_ROWS):
-            some = chosen.take(slice(begin, begin + STEP_ROWS))
-            if self._row_count + len(some) > STEP_ROWS:
+        number = len(chosen)
+        for begin in range(0, number, STEP_ROWS):
+            some = chosen if number <= STEP_ROWS else chosen.take(slice(begin, begin + STEP_ROWS))
+            count = min(number - begin, STEP_ROWS)
+            if self._row_count + count > STEP_ROWS:
                 self._encode_steps()
             self._rows.append(some)
             self._owners.append((record.trace_id, parent, record.span_id))
             self._offsets.append(record.wall_offset)
-            self._row_count += len(some)
+            self._row_count += count
 
     def _encode_steps(self) -> None:
         if not self._row_count:
             return
-        owner = np.repeat(np.arange(len(self._rows), dtype=np.uint32), [len(rows) for rows in self._rows])
+        counts = [len(rows) for rows in self._rows]
+        owner = np.arange(len(self._rows), dtype=np.uint32).repeat(counts)
+        offset = np.array(self._offsets).repeat(counts)
         step, start, end, tokens, size, prefill = np.concatenate([rows.table for rows in self._rows], axis=1)
-        offset = np.array(self._offsets)[owner]
         trace, parent, request = (np.frombuffer(b"".join(c), np.uint8) for c in zip(*self._owners))
         owners = otlp.StepOwners(trace.reshape(-1, 16), parent.reshape(-1, 8), request.reshape(-1, 8))
         encoded, count = self._steps.encode(
@@ -195,8 +197,10 @@ class SpanSink:
 def chosen_steps(rows: StepRows, granted: int) -> StepRows:
     """The decode steps that become spans: all, or the slowest ones, in order of time. The first row is the prefill's."""
     decode = rows.take(slice(1, None))
-    if granted >= len(decode) or granted <= 0:
-        return decode.take(slice(max(granted, 0)))
+    if granted >= len(decode):
+        return decode
+    if granted <= 0:
+        return decode.take(slice(0))
     lengths = decode.ended_at - decode.started_at
     slowest = np.sort(np.argpartition(lengths, len(lengths) - granted)[len(lengths) - granted :])
     return decode.take(slowest)

@@ -6,7 +6,7 @@ from otel_infer import semconv
 from otel_infer.facts import Value
 from otel_infer.otlp import Event, Span
 from otel_infer.records import Phase, StartRecord
-from otel_infer.sinks.tree import INTERNAL, STATUS_ERROR, STATUS_UNSET, derived_id
+from otel_infer.sinks.tree import INTERNAL, STATUS_ERROR, STATUS_UNSET, derived_ids
 
 MOST_PHASES = 64
 """Phases of one start that become spans; the longest do."""
@@ -34,14 +34,15 @@ def spans_of(record: StartRecord) -> list[Span]:
         status=STATUS_ERROR if record.error_type else STATUS_UNSET,
     )
     chosen = [phase for phase in record.phases if phase in longest]
-    return [root, *(_phase(record, number, phase) for number, phase in enumerate(chosen))]
+    ids = derived_ids(record.span_id, "phase", len(chosen))
+    return [root, *(_phase(record, span_id, phase) for span_id, phase in zip(ids, chosen))]
 
 
-def _phase(record: StartRecord, number: int, phase: Phase) -> Span:
+def _phase(record: StartRecord, span_id: bytes, phase: Phase) -> Span:
     told: dict[str, Value] = {semconv.REQUEST_MODEL: phase.model, semconv.ERROR_TYPE: phase.error_type}
     return Span(
         record.trace_id,
-        derived_id(record.span_id, phase.name, number),
+        span_id,
         record.span_id,
         phase.name,
         INTERNAL,

@@ -8,26 +8,33 @@ again sends the same spans.
 from __future__ import annotations
 
 import hashlib
+import struct
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from otel_infer import facts, keeper, semconv
 from otel_infer.facts import Value
-from otel_infer.otlp import Event, Link, Span
+from otel_infer.otlp import Event, Link, Recurring, Span
 from otel_infer.records import RequestRecord, Stage
+from otel_infer.sinks import said
 
 SERVER, INTERNAL = 2, 1
 STATUS_UNSET, STATUS_ERROR = 0, 2
-_SERVER_ATTRIBUTES = ("http.", "url.", "server.", "client.", "network.", "user_agent.")
 _HTTP = "HTTP"
 """The word of the conventions for a method that is not known."""
-_PAUSES = 32
-"""Events for pauses on one request; the longest are told."""
+_ON_HOST_CLOCK, _NOTHING = Recurring({semconv.CLOCK: semconv.CLOCK_HOST}), Recurring()
+_NONE: Mapping[str, float] = MappingProxyType({})
 _NOT_ERRORS = ("", semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
 
 
-def derived_id(span_id: bytes, name: str, number: int) -> bytes:
-    """The id of a span below the request with this id; never zero."""
-    digest = hashlib.blake2b(f"{name}/{number}".encode(), digest_size=8, key=span_id).digest()
-    return digest if any(digest) else b"\1" * 8
+_ID, _ZERO = struct.Struct("8s"), bytes(8)
+
+
+def derived_ids(span_id: bytes, of: str, count: int) -> list[bytes]:
+    """Ids of so many spans below the one with this id, by what they are and their order; never zero."""
+    digest = hashlib.shake_128(of.encode() + span_id).digest(8 * count)
+    ids = [one for (one,) in _ID.iter_unpack(digest)]
+    return ids if _ZERO not in digest else [b"\1" * 8 if one == _ZERO else one for one in ids]
 
 
 def spans_of(
@@ -35,23 +42,61 @@ def spans_of(
 ) -> list[Span]:
     """Server span (if it is ours), request span and stage spans, in this order; of a request that reached no engine the
     server span alone, which is then the live one and has what user code said of it."""
-    http = {k: v for k, v in record.attributes.items() if k.startswith(_SERVER_ATTRIBUTES)}
-    if record.status_code:
-        http.setdefault(semconv.HTTP_RESPONSE_STATUS_CODE, record.status_code)
-    attributes = request_attributes(record, decision)
+    own, http = said.own_and_http(record)
     if is_server_only(record):
         name = record.span_name or server_name(record)
-        server = _span(record, record.span_id, record.parent_span_id, name, SERVER, {**attributes, **http})
-        return [_described(record, server, decision)]
+        return [_request(record, decision, record.parent_span_id, name, SERVER, {**own, **http}, {})]
     spans, parent = [], record.parent_span_id
     if record.server_span_id:
-        spans.append(_span(record, record.server_span_id, parent, server_name(record), SERVER, http))
+        spans.append(_server(record, http))
         parent, http = record.server_span_id, {}
-    if latency_attributes:
-        attributes.update(_latency(record))
     name = record.span_name or request_name(record)
-    request = _span(record, record.span_id, parent, name, INTERNAL, {**attributes, **http})
-    return [*spans, _described(record, request, decision), *_stages(record, decision)]
+    latency = said.latency(record) if latency_attributes else {}
+    spans.append(_request(record, decision, parent, name, INTERNAL, {**own, **http}, latency))
+    return spans + _stages(record, decision)
+
+
+def _server(record: RequestRecord, http: dict[str, Value]) -> Span:
+    if record.error_type:
+        http = {**http, semconv.ERROR_TYPE: record.error_type}
+    offset, name = record.wall_offset, server_name(record)
+    times = record.arrived_at + offset, record.ended_at + offset
+    return Span(
+        record.trace_id, record.server_span_id, record.parent_span_id, name, SERVER, *times, http,
+        status=_status(record), trace_state=record.tracestate,
+    )  # fmt: skip
+
+
+def _request(
+    record: RequestRecord,
+    decision: keeper.Decision,
+    parent: bytes,
+    name: str,
+    kind: int,
+    own: dict[str, Value],
+    latency: dict[str, float],
+) -> Span:
+    """The live span. What we say goes before what user code said of the same name."""
+    words = said.words(record, decision)
+    lengths = said.lengths(record)
+    if latency:
+        lengths.update(latency)
+    if own:
+        own = {key: value for key, value in own.items() if key not in words and key not in lengths}
+    own.update(said.counts(record, decision))
+    offset = record.wall_offset
+    return Span(
+        record.trace_id, record.span_id, parent, name, kind, record.arrived_at + offset, record.ended_at + offset,
+        own, _events(record, decision), _links(record), _status(record), record.tracestate,
+        lengths=lengths, recurring=words,
+    )  # fmt: skip
+
+
+def _status(record: RequestRecord) -> int:
+    failed = record.outcome == facts.ERROR or (
+        record.outcome == facts.ABORTED and record.error_type not in _NOT_ERRORS
+    )
+    return STATUS_ERROR if failed else STATUS_UNSET
 
 
 def is_server_only(record: RequestRecord) -> bool:
@@ -74,81 +119,26 @@ def server_name(record: RequestRecord) -> str:
     return f"{word} {route}" if route else str(word)
 
 
-def request_attributes(record: RequestRecord, decision: keeper.Decision) -> dict[str, Value]:
-    """Everything that is said of the request itself; usage stands here only."""
-    said: dict[str, Value | None] = {
-        semconv.OPERATION_NAME: record.operation,
-        semconv.PROVIDER_NAME: record.provider,
-        semconv.REQUEST_MODEL: record.model,
-        semconv.REQUEST_MAX_TOKENS: record.max_tokens,
-        semconv.USAGE_INPUT_TOKENS: record.input_tokens,
-        semconv.USAGE_OUTPUT_TOKENS: record.output_tokens,
-        semconv.RESPONSE_FINISH_REASONS: list(record.finish_reasons),
-        semconv.SEQUENCES: record.sequences if record.sequences > 1 else 0,
-        semconv.PREEMPTIONS: record.preemptions,
-        semconv.TTFT: record.ttft_ns / 1e9,
-        semconv.ENGINE: record.engine,
-        semconv.DIED_IN: record.died_in,
-        semconv.ERROR_TYPE: record.error_type,
-        semconv.KEEP_REASON: decision.reason,
-        semconv.SLO_MISSED: list(decision.missed),
-        semconv.UNSAMPLED: decision.export and not record.sampled,
-        semconv.TELEMETRY_LOST: record.telemetry_lost,
-        semconv.FIRST_REQUEST: record.start is not None,
-        semconv.PAUSES_LEFT_OUT: max(len(record.all_pauses) - _PAUSES, 0) if _is_kept(decision) else 0,
-    }
-    attributes = {key: value for key, value in said.items() if value}
-    if record.blame is not None and record.operation:
-        for cause, length in record.blame.causes.items():
-            attributes[semconv.BLAME[cause]] = length / 1e9
-        attributes[semconv.BLAME_TOP] = record.blame.top
-    own = {k: v for k, v in record.attributes.items() if not k.startswith(_SERVER_ATTRIBUTES)}
-    return {**own, **attributes}
-
-
-def decode_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
-    """Aggregates of all steps, whichever of them are written as spans. Lengths in s."""
-    seen = record.summary
-    if not seen.steps:
-        return {}
-    attributes: dict[str, Value] = {
-        semconv.STEPS_COUNT: seen.steps,
-        semconv.STEPS_SUM: seen.total / 1e9,
-        semconv.STEPS_P50: seen.p50 / 1e9,
-        semconv.STEPS_P95: seen.p95 / 1e9,
-        semconv.STEPS_MAX: seen.longest / 1e9,
-        semconv.STEPS_SLOWEST: seen.slowest,
-        semconv.BATCH_SIZE_MAX: seen.batch_size_max,
-    }
-    if seen.gaps:
-        attributes[semconv.ITL_MAX] = seen.gap_max / 1e9
-    left_out = seen.steps - granted + record.steps_forgotten
-    if left_out > 0:
-        attributes[semconv.STEPS_LEFT_OUT] = left_out
-    if record.discarded:
-        attributes[semconv.STEPS_DISCARDED] = record.discarded
-    return attributes
-
-
-def _described(record: RequestRecord, span: Span, decision: keeper.Decision) -> Span:
-    """With the events and links that were added to the live span, and the pauses if the request is kept."""
+def _events(record: RequestRecord, decision: keeper.Decision) -> list[Event]:
+    """Those that were added to the live span, and the pauses if the request is kept."""
     events = [Event(event.at + record.wall_offset, event.name, event.attributes) for event in record.events]
-    if _is_kept(decision):
+    if said.is_kept(decision) and (record.pauses or record.loop_pauses or record.marks):
         events = sorted([*events, *_pauses(record), *_marks(record)], key=lambda event: event.at)
+    return events
+
+
+def _links(record: RequestRecord) -> list[Link]:
+    """Those that were added to the live span, to the start of the process, and to who interfered most."""
     starts = [record.start] if record.start is not None else []
     links = [Link(trace_id, span_id) for trace_id, span_id in (*starts, *record.links)]
     offender = record.blame.offender if record.blame is not None else None
     if offender is not None:
-        said: dict[str, Value] = {
+        delay: dict[str, Value] = {
             semconv.OFFENDER_DELAY: offender.length / 1e9,
             semconv.OFFENDER_CLASS: offender.named,
         }
-        links.append(Link(offender.trace_id, offender.span_id, said))
-    return span._replace(events=events, links=links)
-
-
-def _is_kept(decision: keeper.Decision) -> bool:
-    return decision.reason not in (keeper.REASON_NONE, keeper.REASON_UNSAMPLED)
+        links.append(Link(offender.trace_id, offender.span_id, delay))
+    return links
 
 
 def _pauses(record: RequestRecord) -> list[Event]:
@@ -157,7 +147,7 @@ def _pauses(record: RequestRecord) -> list[Event]:
         (max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at), pause.cause)
         for pause in record.all_pauses
     ]
-    longest = sorted(held_up, key=lambda pause: pause[0] - pause[1])[:_PAUSES]
+    longest = sorted(held_up, key=lambda pause: pause[0] - pause[1])[: said.MOST_PAUSES]
     return [
         Event(
             begin + record.wall_offset,
@@ -179,75 +169,50 @@ def _marks(record: RequestRecord) -> list[Event]:
                 semconv.MARK_WINDOW: (mark.at - mark.since) / 1e9,
             },
         )
-        for mark in record.marks[-_PAUSES:]
+        for mark in record.marks[-said.MOST_PAUSES :]
     ]
 
 
 def _stages(record: RequestRecord, decision: keeper.Decision) -> list[Span]:
     spans = []
-    for number, stage in enumerate(record.stages):
-        attributes = dict(stage.attributes)
-        if stage.name in semconv.DEVICE_STAGES:
-            attributes[semconv.CLOCK] = semconv.CLOCK_HOST
-        if stage.name == semconv.SPAN_DECODE:
-            attributes.update(decode_attributes(record, decision.steps))
-        span_id = derived_id(record.span_id, stage.name, number)
-        spans.append(_interval(record, span_id, record.span_id, stage, attributes))
-        if stage.name == semconv.SPAN_PREFILL and decision.prefill_steps:
+    for span_id, stage in zip(derived_ids(record.span_id, "stage", len(record.stages)), record.stages):
+        name, _, _, attributes = stage
+        lengths = _NONE
+        if name == semconv.SPAN_DECODE:
+            attributes = {**attributes, **said.decode_counts(record, decision.steps)}
+            lengths = said.decode_lengths(record)
+        spans.append(_below(record, span_id, record.span_id, stage, attributes, lengths))
+        if name == semconv.SPAN_PREFILL and decision.prefill_steps:
             spans += _prefill_steps(record, span_id)
     return spans
 
 
 def _prefill_steps(record: RequestRecord, parent: bytes) -> list[Span]:
     spans = []
-    for chunk in record.prefill_steps:
+    name, chunks = semconv.SPAN_PREFILL_STEP, record.prefill_steps
+    for span_id, chunk in zip(derived_ids(record.span_id, name, len(chunks)), chunks):
         attributes: dict[str, Value] = {
             semconv.STEP_ID: chunk.step,
             semconv.STEP_TOKENS: chunk.tokens,
             semconv.BATCH_SIZE: chunk.batch_size,
         }
-        stage = Stage(semconv.SPAN_PREFILL_STEP, chunk.started_at, chunk.ended_at, attributes)
-        span_id = derived_id(record.span_id, stage.name, chunk.step)
-        spans.append(_interval(record, span_id, parent, stage, attributes))
+        stage = Stage(name, chunk.started_at, chunk.ended_at, attributes)
+        spans.append(_below(record, span_id, parent, stage, attributes, _NONE))
     return spans
 
 
-def _interval(
-    record: RequestRecord, span_id: bytes, parent: bytes, stage: Stage, attributes: dict[str, Value]
+def _below(
+    record: RequestRecord,
+    span_id: bytes,
+    parent: bytes,
+    stage: Stage,
+    attributes: dict[str, Value],
+    lengths: Mapping[str, float],
 ) -> Span:
-    start, end = stage.started_at + record.wall_offset, stage.ended_at + record.wall_offset
-    name, state = stage.name, record.tracestate
-    return Span(record.trace_id, span_id, parent, name, INTERNAL, start, end, attributes, trace_state=state)
-
-
-def _span(
-    record: RequestRecord, span_id: bytes, parent: bytes, name: str, kind: int, attributes: dict[str, Value]
-) -> Span:
-    failed = record.outcome == facts.ERROR or (
-        record.outcome == facts.ABORTED and record.error_type not in _NOT_ERRORS
-    )
-    status = STATUS_ERROR if failed else STATUS_UNSET
-    if record.error_type and kind == SERVER:
-        attributes = {**attributes, semconv.ERROR_TYPE: record.error_type}
-    start, end = record.arrived_at + record.wall_offset, record.ended_at + record.wall_offset
-    state = record.tracestate
+    name, started_at, ended_at, _ = stage
+    offset = record.wall_offset
     return Span(
-        record.trace_id, span_id, parent, name, kind, start, end, attributes, status=status, trace_state=state
-    )
-
-
-def _latency(record: RequestRecord) -> dict[str, Value]:
-    """The attributes of vLLM's request span (0.33 `OutputProcessor.do_tracing`), with its meaning; s."""
-    pairs = (
-        (semconv.LATENCY_QUEUE, semconv.SPAN_QUEUE),
-        (semconv.LATENCY_PREFILL, semconv.SPAN_PREFILL),
-        (semconv.LATENCY_DECODE, semconv.SPAN_DECODE),
-    )
-    attributes: dict[str, Value] = {semconv.LATENCY_E2E: record.duration_ns / 1e9}
-    if record.ttft_ns:
-        attributes[semconv.LATENCY_TTFT] = record.ttft_ns / 1e9
-    for key, name in pairs:
-        stage = record.stage(name)
-        if stage is not None:
-            attributes[key] = (stage.ended_at - stage.started_at) / 1e9
-    return attributes
+        record.trace_id, span_id, parent, name, INTERNAL, started_at + offset, ended_at + offset, attributes,
+        (), (), STATUS_UNSET, record.tracestate, 0, lengths,
+        _ON_HOST_CLOCK if name in semconv.DEVICE_STAGES else _NOTHING,
+    )  # fmt: skip

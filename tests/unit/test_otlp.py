@@ -51,6 +51,8 @@ span = st.builds(
     status=st.integers(0, 2),
     trace_state=st.text(max_size=10),
     flags=st.integers(0, (1 << 32) - 1),
+    lengths=st.dictionaries(text.map("length {}".format), st.floats(), max_size=3),
+    recurring=st.builds(otlp.Recurring, st.dictionaries(text.map("recurring {}".format), value, max_size=3)),
 )
 
 
@@ -107,7 +109,7 @@ def test_a_span_is_read_back_as_it_was(span: otlp.Span) -> None:
         got.trace_state,
         got.flags,
     )
-    assert expected_pairs(span.attributes) == pairs(got.attributes)
+    assert expected_pairs(span.said) == pairs(got.attributes)
     assert [(e.at, sent(e.name), expected_pairs(e.attributes)) for e in span.events] == [
         (e.time_unix_nano, e.name, pairs(e.attributes)) for e in got.events
     ]
