@@ -20,6 +20,11 @@ def wall_pair() -> tuple[int, int]:
     return (before + time.monotonic_ns()) // 2, wall
 
 
+def wall_at(at: int) -> int:
+    """The instant `at` (monotonic ns, of just now) as unix ns."""
+    return time.time_ns() - time.monotonic_ns() + at
+
+
 def process_started_at() -> int:
     """When this process began, monotonic ns, to 10 ms; 0 where the system does not say."""
     try:

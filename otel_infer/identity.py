@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+
+from otel_infer import facts
 
 _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 _SAMPLING = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
@@ -46,6 +49,68 @@ class Opened(NamedTuple):
     server: SpanContext | None
     parent: SpanContext | None
     inner: Inner | None
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a SERVER span of ours is above the request."""
+        return self.server is not None
+
+
+class Caller(NamedTuple):
+    """The span of another process that a request is below, as its headers say it: ids and flags, and nothing beside them."""
+
+    trace_id: bytes
+    span_id: bytes
+    flags: int
+
+    @property
+    def context(self) -> SpanContext | None:
+        """As a context of the API; None: there is no such span."""
+        if self is NOBODY:
+            return None
+        return _context(self.trace_id, self.span_id, TraceFlags(self.flags), is_remote=True)
+
+
+NOBODY = Caller(bytes(16), bytes(8), 0)
+"""Of a request whose headers name no caller."""
+
+
+class Below:
+    """The identity of a new request that is below a SERVER span of ours, and that below its `Caller`. Contexts of the API are
+    made of its ids when somebody asks, which for most requests nobody does."""
+
+    __slots__ = ("caller", "flags", "server_id", "span_id", "trace_id")
+    inner = None
+    has_server = True
+
+    def __init__(self, trace_id: bytes, spans: bytes, caller: Caller, sampled: bool) -> None:
+        self.trace_id, self.span_id, self.server_id, self.caller = trace_id, spans[:8], spans[8:], caller
+        above = 0 if caller is NOBODY else facts.REMOTE_PARENT
+        self.flags = facts.OWN_SERVER_SPAN | above | (facts.SAMPLED if sampled else 0)
+
+    @property
+    def request(self) -> SpanContext:
+        """The request span's."""
+        return _context(self.trace_id, self.span_id, self._sampled)
+
+    @property
+    def server(self) -> SpanContext:
+        """The SERVER span's."""
+        return _context(self.trace_id, self.server_id, self._sampled)
+
+    @property
+    def parent(self) -> SpanContext | None:
+        """The caller's."""
+        return self.caller.context
+
+    @property
+    def _sampled(self) -> TraceFlags:
+        return _SAMPLED if self.flags & facts.SAMPLED else _NOT_SAMPLED
+
+
+def _context(trace_id: bytes, span_id: bytes, flags: TraceFlags, is_remote: bool = False) -> SpanContext:
+    ids = int.from_bytes(trace_id, "big"), int.from_bytes(span_id, "big")
+    return SpanContext(*ids, is_remote, flags)
 
 
 class Unclaimed:
@@ -87,6 +152,10 @@ class Opener(Protocol):
         """A request span named `name`, below a server span of ours if `own_server`; `above` is the span in `parent`."""
         ...
 
+    def below(self, caller: Caller) -> Below | None:
+        """A request span below a server span of ours below this caller; None where ids alone do not decide that."""
+        ...
+
     def ids(self) -> tuple[bytes, bytes]:
         """Trace and span id of a trace that nobody else begins."""
         ...
@@ -98,6 +167,7 @@ class IdOpener:
     def __init__(self, sampler: Any, ids: Any, limits: Limits) -> None:
         self._sampler, self._ids, self.limits = sampler, ids, limits
         self._constant = _constant(sampler)
+        self._is_plain = self._constant is not None and _are_random(ids)
 
     def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
         trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
@@ -113,6 +183,14 @@ class IdOpener:
         request = SpanContext(trace_id, new(), False, flags, state)
         server = SpanContext(trace_id, new(), False, flags, state) if own_server else None
         return Opened(request, server, above if above.is_valid else None, None)
+
+    def below(self, caller: Caller) -> Below | None:
+        if not self._is_plain or self._constant is None:
+            return None
+        if caller is NOBODY:
+            return Below(_random_ids(), _random_ids(), caller, self._constant.root)
+        sampled = bool(caller.flags & TraceFlags.SAMPLED) if self._constant.follows else self._constant.root
+        return Below(caller.trace_id, _random_ids(), caller, sampled)
 
     def ids(self) -> tuple[bytes, bytes]:
         trace_id, span_id = self._ids.generate_trace_id(), self._ids.generate_span_id()
@@ -144,6 +222,19 @@ def _constant(sampler: Any) -> _Constant | None:
     return next((constant for one, constant in known if one is sampler), None)
 
 
+def _are_random(ids: Any) -> bool:
+    """Whether these are the ids of the SDK's own generator: what it makes by two calls and more, one makes as well."""
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    return type(ids) is RandomIdGenerator
+
+
+def _random_ids() -> bytes:
+    """One id of a trace, or two of spans."""
+    ids = random.getrandbits(128).to_bytes(16, "big")
+    return ids if any(ids[:8]) and any(ids[8:]) else _random_ids()
+
+
 class ProviderOpener:
     """Identities of spans that a user's provider starts; they are ended when the request has been assembled."""
 
@@ -160,6 +251,9 @@ class ProviderOpener:
         span = self._tracer.start_span(name, parent, SpanKind.INTERNAL, start_time=wall_at)
         own = server.get_span_context() if server is not None else None
         return Opened(span.get_span_context(), own, above if above.is_valid else None, (server, span))
+
+    def below(self, caller: Caller) -> Below | None:
+        return None
 
     def ids(self) -> tuple[bytes, bytes]:
         """To tell it by: the provider gives it others when it is written."""

@@ -13,16 +13,25 @@ from typing import Any
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
+from opentelemetry.context.contextvars_context import ContextVarsRuntimeContext
 from opentelemetry.trace import NonRecordingSpan, SpanContext
 from opentelemetry.util import types
 
 from otel_infer import clock, facts, identity, semconv
-from otel_infer.identity import Limits, Opened, Opener
+from otel_infer.identity import Below, Caller, Limits, Opened, Opener
 from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
 
 _NO_ID = bytes(8)
 _KEY = otel_context.create_key("otel_infer-request")
+(_SPAN_KEY,) = trace.set_span_in_context(trace.INVALID_SPAN, Context())
+_runtime: Any = getattr(otel_context, "_RUNTIME_CONTEXT", otel_context)
+if type(_runtime) is ContextVarsRuntimeContext and hasattr(_runtime, "_current_context"):
+    _attach, _detach, here = (
+        getattr(_runtime._current_context, name) for name in ("set", "reset", "get")
+    )  # what its methods do, as one call each
+else:
+    _attach, _detach, here = _runtime.attach, _runtime.detach, _runtime.get_current
 
 
 class LiveRequest(trace.Span):
@@ -36,17 +45,34 @@ class LiveRequest(trace.Span):
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
     sequences_left = 1
-    chunks = send_wait_ns = detokenize_ns = 0
+    detokenize_ns = 0
     _attributes = _events = _links = 0
     _failed = _seen = False
     _engine_failed = ""
+    _context: SpanContext | None = None
 
-    def __init__(self, opened: Opened, handle: int, arrived_at: int, owner: str, around: Context) -> None:
-        """`around`: what `attach` starts from; the caller's baggage lies in it."""
-        self._context, self._above, self.around = opened.request, opened.parent, around
-        self.server = opened.server
+    def __init__(
+        self, opened: Opened | Below, handle: int, arrived_at: int, owner: str, around: Context
+    ) -> None:
+        """`around`: what `attach` starts from; the caller's baggage lies in it.
+
+        `has_news`: the next piece of the response may be the first, or the first with a token.
+        """
+        self._opened, self.around = opened, around
         self.inner = opened.inner
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
+        self.chunks = self.send_wait_ns = 0
+        self.has_news = True
+
+    @property
+    def server(self) -> SpanContext | None:
+        """Of the SERVER span above it, where that is ours."""
+        return self._opened.server
+
+    @property
+    def has_server(self) -> bool:
+        """Whether there is one."""
+        return self._opened.has_server
 
     @property
     def _room(self) -> Limits:
@@ -103,11 +129,19 @@ class LiveRequest(trace.Span):
     def token_reached(self) -> None:
         """A token reached the side of the server that talks to the reader."""
         if not self.tokens_reached:
-            self.tokens_reached = True
+            self.tokens_reached = self.has_news = True
             recorder.state(self.handle, facts.TokenReached(clock.now()))
 
-    def close(self, outcome: int = facts.OK, error_type: str = "", status_code: int = 0, at: int = 0) -> None:
-        """The request is over; the second call does nothing."""
+    def close(
+        self,
+        outcome: int = facts.OK,
+        error_type: str = "",
+        status_code: int = 0,
+        at: int = 0,
+        http: int = 0,
+        route: str = "",
+    ) -> None:
+        """The request is over; the second call does nothing. `http`, `route`: as in `facts.ExchangeEnded`."""
         if self.ended:
             return
         self.ended = True
@@ -115,24 +149,20 @@ class LiveRequest(trace.Span):
             outcome, error_type = facts.ERROR, self._engine_failed
         elif self._failed and outcome == facts.OK:
             outcome, error_type = facts.ERROR, semconv.OTHER
-        ended = facts.RequestEnded(
-            at or clock.now(),
-            outcome,
-            error_type,
-            status_code,
-            self.chunks,
-            self.send_wait_ns,
-            self.detokenize_ns,
-        )
-        if not (self._seen or self.engine or self.server or self.inner) and self._above is not None:
+        how = at or clock.now(), outcome, error_type, status_code
+        waits = self.chunks, self.send_wait_ns, self.detokenize_ns
+        if not (self._seen or self.engine or self._opened.has_server or self.inner) and self._opened.parent:
             self._withdraw()
-        recorder.close(self.handle, ended)
+        recorder.close(
+            self.handle,
+            facts.ExchangeEnded(*how, *waits, route, http) if http else facts.RequestEnded(*how, *waits),
+        )
         if not self.handle and self.inner is not None:  # nobody will hear of it
             identity.end(self.inner)
 
     def _withdraw(self) -> None:
         """Whoever asks from now on, in a task that outlives the request, is told of the span above."""
-        own, self._context = self._context, self._above or self._context
+        own, self._context = self._context, self._opened.parent or self._context
         if self._seen:  # another thread has asked just now
             self._context = own
         else:
@@ -146,7 +176,10 @@ class LiveRequest(trace.Span):
 
     def get_span_context(self) -> SpanContext:
         self._seen = True
-        return self._context
+        context = self._context
+        if context is None:
+            context = self._context = self._opened.request
+        return context
 
     def is_recording(self) -> bool:
         return not self.ended and self.handle != 0
@@ -200,10 +233,8 @@ class LiveRequest(trace.Span):
 
     def attach(self) -> Any:
         """Makes the request current here; give the token to `detach`."""
-        here = Context({**self.around, _KEY: self})
-        return otel_context.attach(
-            trace.set_span_in_context(self if self.inner is None else self.inner[1], here)
-        )
+        span = self if self.inner is None else self.inner[1]
+        return _attach(Context({**self.around, _KEY: self, _SPAN_KEY: span}))
 
 
 opener: Opener | None = None
@@ -212,11 +243,15 @@ opener: Opener | None = None
 
 def detach(token: Any) -> None:
     """Ends what `attach` began; a token of another task (a stream closed elsewhere) is no error, and is not logged."""
-    runtime = getattr(otel_context, "_RUNTIME_CONTEXT", otel_context)
     try:
-        runtime.detach(token)
+        _detach(token)
     except Exception:
         pass
+
+
+def innermost() -> object:
+    """The span that is current, if any."""
+    return here().get(_SPAN_KEY)
 
 
 def current() -> LiveRequest | None:
@@ -264,6 +299,26 @@ def open_request(
     if opened.inner is not None and request.handle:
         unclaimed.put(arrived.span_id, opened.inner)
     return request
+
+
+def open_below(
+    caller: Caller, name: str, *, owner: str, around: Context, arrived_at: int
+) -> LiveRequest | None:
+    """A new request with a SERVER span of ours above it, whose caller is known by ids; None while nothing records.
+
+    `around`: a context without a span.
+    """
+    if opener is None or not recorder.active:
+        return None
+    opened = opener.below(caller)
+    if opened is None:
+        if (context := caller.context) is not None:
+            around = trace.set_span_in_context(NonRecordingSpan(context), around)
+        return open_request(name, owner=owner, around=around, server=True, arrived_at=arrived_at)
+    wall_at = clock.wall_at(arrived_at)
+    ids = opened.trace_id, opened.span_id, caller.span_id, opened.server_id
+    arrived = facts.RequestArrived(arrived_at, wall_at, *ids, opened.flags, "", "", "", name)
+    return LiveRequest(opened, recorder.open(arrived), arrived_at, owner, around)
 
 
 unclaimed = identity.Unclaimed()

@@ -98,6 +98,8 @@ def _whole_cell(known: facts.Layout) -> tuple[Callable[..., None], int, tuple[in
 
 
 _ARRIVED = facts.BY_FACT[facts.RequestArrived]
+# An arrival of which only the name is known, as two cells with its fields in the place of their parts; the span id is cut.
+_ARRIVED_FIRST, _ARRIVED_REST = struct.Struct("<QBBBxIIqq16s4sQ"), struct.Struct("<QBBBxII4s8s8sHI10xQ")
 _NO_REQUEST = bytes(layout.LIVE_BYTES)
 
 _WHOLE_CELLS = {
@@ -142,10 +144,24 @@ class RequestWriter:
             return 0
         handle = slot | self._generations[slot] << layout.SLOT_BITS
         offset = self._live + slot * layout.LIVE_BYTES
-        # at, wall_at and the four ids come first in the fact, in this order.
-        fields = (handle, arrived.flags, 0, *arrived[:6], arrived.at, handle)
-        layout.LIVE.pack_into(self.memory, offset, *fields)
-        self._write(_ARRIVED.code, handle, _ARRIVED.packed.pack(*self._with_ids(arrived, _ARRIVED.strings)))
+        at, wall_at, trace_id, span_id, parent_id, server_id, flags, *known, name = arrived
+        ids = trace_id, span_id, parent_id, server_id
+        layout.LIVE.pack_into(self.memory, offset, handle, flags, 0, at, wall_at, *ids, at, handle)
+        if any(known):
+            body = _ARRIVED.packed.pack(*self._with_ids(arrived, _ARRIVED.strings))
+            self._write(_ARRIVED.code, handle, body)
+            return handle
+        number = self._strings[name] if name in self._strings else self._intern(str(name))
+        memory, cells, code = self.memory, self._cells, facts.NAMED_CODE
+        cell, rest = self._next_cell(), self._next_cell()
+        first, offset = (cell + 1) & 0xFFFFFFFF, layout.PAGE + cell % cells * layout.CELL_BYTES
+        _ARRIVED_FIRST.pack_into(
+            memory, offset, cell + 1, code, 0, 2, handle, first, at, wall_at, trace_id, span_id, cell + 1
+        )
+        offset, ids = layout.PAGE + rest % cells * layout.CELL_BYTES, (span_id[4:], parent_id, server_id)
+        _ARRIVED_REST.pack_into(
+            memory, offset, rest + 1, code, 1, 2, handle, first, *ids, flags, number, rest + 1
+        )
         return handle
 
     def reached(self, handle: int, state: int, at: int) -> None:
@@ -154,7 +170,7 @@ class RequestWriter:
         layout.LIVE_STATE.pack_into(self.memory, offset + layout.LIVE_STATE_OFFSET, state)
         layout.LIVE_STATE_AT.pack_into(self.memory, offset + layout.LIVE_STATE_AT_OFFSET, at)
 
-    def close(self, handle: int, ended: facts.RequestEnded) -> None:
+    def close(self, handle: int, ended: facts.RequestEnded | facts.ExchangeEnded) -> None:
         """States the end and gives the slot back; the oldest free slot is used next, so generations last long."""
         self.state(handle, ended)
         slot = handle & layout.SLOT_MASK
@@ -191,8 +207,8 @@ class RequestWriter:
         """The fields, those that are strings as numbers of the string table."""
         fields, known = list(fact), self._strings
         for i in strings:
-            number = known.get(fields[i])
-            fields[i] = self._intern(str(fields[i])) if number is None else number
+            text = fields[i]
+            fields[i] = known[text] if text in known else self._intern(str(text))
         return fields
 
     def _write(self, code: int, handle: int, body: bytes) -> None:

@@ -6,9 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from otel_infer import asking, clock, facts, ingress
+from otel_infer import asking, callers, clock, facts, ingress
 from otel_infer.integrations.asgi import response_headers
-from otel_infer.integrations.asgi.parent import Tokens, is_innermost, is_traced, leave, told_by
+from otel_infer.integrations.asgi.parent import (
+    Tokens,
+    around,
+    caller_in,
+    is_innermost,
+    is_traced,
+    leave,
+    told_by,
+)
 from otel_infer.integrations.asgi.verdict import only, verdict
 from otel_infer.patching import Hook
 
@@ -20,7 +28,7 @@ App = Callable[..., Awaitable[Any]]
 
 KEY = "otel_infer"
 """In a scope: the `Exchange` of a request, None if it is excluded; in that of the lifespan, the front's `Door`."""
-KNOWN_METHODS = frozenset(("POST", "PUT", "PATCH", "QUERY"))  # of those that are watched
+OWNER = "asgi"
 CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"
 
 _now = clock.now
@@ -50,11 +58,14 @@ class _Silent:
     disconnected = False
 
 
+_SILENT = _Silent()
+
+
 class Exchange:
     """One HTTP request and what is sent in return. Nothing of it raises but what the server or the application does.
 
     `broken`: what left the routes while the response was on its way. Middleware of Starlette's ends such a response well.
-    `deferred`: to be opened further in. `left_at`, `completed_at`: when the client was seen to be gone, and the last
+    `ambient`: the span that is current where it begins is the parent. `deferred`: to be opened further in. `left_at`, `completed_at`: when the client was seen to be gone, and the last
     byte was handed over; 0 = not yet.
     """
 
@@ -62,6 +73,9 @@ class Exchange:
         "_receive",
         "_send",
         "_server",
+        "_started_at",
+        "_tokens",
+        "ambient",
         "arrived_at",
         "broken",
         "completed_at",
@@ -83,46 +97,55 @@ class Exchange:
         self.arrived_at = _now()
         self.hook, self.door, self.scope = hook, door, scope
         self.request: ingress.LiveRequest | None = None
-        self.deferred = self.inside = self.finishing = False
-        self.status = self.left_at = self.completed_at = 0
+        self.ambient = self.deferred = self.inside = self.finishing = False
+        self.status = self.left_at = self.completed_at = self._started_at = 0
+        self._tokens: Tokens = ()
         self.root, self.mounted = scope.get("root_path") or "", ""
         self.route: Any = None
         self.broken: Exception | None = None
         self._receive, self._send = receive, send
         # uvicorn drops what is sent to a client that has left, and tells only those who ask `receive`.
         server = getattr(send, "__self__", None)
-        self._server: Any = server if type(getattr(server, "disconnected", None)) is bool else _Silent
+        self._server: Any = _SILENT
+        if server is not None and type(getattr(server, "disconnected", None)) is bool:
+            self._server = server
 
-    async def run(self, call: App, ambient: bool) -> Any:
-        """Calls the application. `ambient`: the span that is current is the parent."""
-        tokens = () if self.deferred else self.open(ambient)
-        try:
-            result = await call(self.scope, self.receive, self.send)
-        except BaseException as exc:
-            self.finish(exc)
-            raise
-        finally:
-            leave(tokens)
-            self.scope.pop(KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
-        self.finish(None)
-        return result
+    def __enter__(self) -> Exchange:
+        """The application is called inside."""
+        if not self.deferred:
+            self._tokens = self.open(self.ambient)
+        return self
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+        self.finish(exc)
+        if self._tokens:
+            leave(self._tokens)
+        self.scope.pop(KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
 
     def open(self, ambient: bool) -> Tokens:
         """Opens the request and makes it current, until `leave` is given what this returns."""
         self.deferred = False
         try:
-            around = None if ambient else told_by(self.scope.get("headers") or ())
-            method = self.scope.get("method")
-            name = method if method in KNOWN_METHODS else facts.OTHER
-            request = self.request = ingress.open_request(
-                name, owner="asgi", around=around, server=True, arrived_at=self.arrived_at
-            )
+            headers = self.scope.get("headers") or ()
+            request = self.request = self._opened(headers, ambient)
             if request is not None:
-                asking.tell(request, self.scope.get("headers") or (), str(self.scope.get("path", "")))
+                if asking.wanted is not callers.NOTHING:
+                    asking.tell(request, headers, str(self.scope.get("path", "")))
                 return (request.attach(),)
         except BaseException as exc:
             self.hook.fail(exc)
         return ()
+
+    def _opened(self, headers: Any, ambient: bool) -> ingress.LiveRequest | None:
+        method, at = self.scope.get("method"), self.arrived_at
+        name = method if method in facts.METHODS else facts.OTHER
+        if ambient:
+            return ingress.open_request(name, owner=OWNER, server=True, arrived_at=at)
+        caller, context = caller_in(headers), around()
+        if caller is not None:
+            return ingress.open_below(caller, name, owner=OWNER, around=context, arrived_at=at)
+        told = told_by(headers, context)
+        return ingress.open_request(name, owner=OWNER, around=told, server=True, arrived_at=at)
 
     # ── on the way in ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,13 +201,13 @@ class Exchange:
                     message = self._told(message)
             elif request is not None:
                 began = _now()
+                self.finishing = not message.get("more_body")
                 if self._server.disconnected:
                     self.left_at = self.left_at or began
                 elif message.get("body"):
-                    if not request.first_token_sent and (request.tokens_reached or not request.responding):
+                    if request.has_news:
                         self._say_first(request, began)
                     request.chunks += 1
-                self.finishing = not message.get("more_body", False)
         except BaseException as exc:
             self._give_up(exc)
         try:
@@ -192,10 +215,11 @@ class Exchange:
         except BaseException as exc:
             self._sent(began, exc)
             raise
-        if began and self.finishing:
-            self._sent(began, None)
-        elif began and request is not None:
-            request.send_wait_ns += _now() - began
+        if began:
+            if self.finishing or request is None:
+                self._sent(began, None)
+            else:
+                request.send_wait_ns += _now() - began
 
     def _sends(self, message: Message) -> int:
         """Of a message that is no body: the instant from which the client may make us wait; 0: it will not."""
@@ -229,10 +253,14 @@ class Exchange:
             self._give_up(ours)
 
     def _say_first(self, request: ingress.LiveRequest, at: int) -> None:
+        request.has_news = False
         if not request.responding:
             request.responding = True
-            request.state(facts.ResponseStarted(at))
-        if request.tokens_reached:
+            if self.finishing:
+                self._started_at = at  # to be said with the end, which is near
+            else:
+                request.state(facts.ResponseStarted(at))
+        if request.tokens_reached and not request.first_token_sent:
             request.first_token_sent = True
             request.state(facts.FirstTokenSent(at))
 
@@ -263,10 +291,24 @@ class Exchange:
             return
         try:
             broken, self.broken = self.broken, None
-            outcome, error_type = self._verdict(only(exc or (broken if self.status < 300 else None)))
-            if request.server is not None:
-                self._describe(request)
-            request.close(outcome, error_type, self.status, self.left_at or self.completed_at)
+            if (
+                exc is None
+                and broken is None
+                and self.completed_at
+                and not self.left_at
+                and self.status < 500
+            ):
+                outcome, error_type = facts.OK, ""
+            else:
+                outcome, error_type = self._verdict(only(exc or (broken if self.status < 300 else None)))
+            at = self.left_at or self.completed_at
+            http, route = self._asked() if request.has_server else (0, "")
+            if self._started_at:
+                if self._started_at == at - request.send_wait_ns:
+                    http |= facts.WHOLE
+                else:
+                    request.state(facts.ResponseStarted(self._started_at))
+            request.close(outcome, error_type, self.status, at, http, route)
         except BaseException as ours:
             self.hook.fail(ours)
 
@@ -278,16 +320,18 @@ class Exchange:
             return facts.ABORTED, CLIENT_DISCONNECT
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
             # A server that would say that the client has left cancels because it is shutting down.
-            return facts.ABORTED, CLIENT_DISCONNECT if self._server is _Silent else CANCELLED
+            return facts.ABORTED, CLIENT_DISCONNECT if self._server is _SILENT else CANCELLED
         sent, self.status = self.status, self.status or 500  # as servers answer where the application has not
         return verdict(exc, sent, bool(self.completed_at))
 
-    def _describe(self, request: ingress.LiveRequest) -> None:
-        """What belongs to the SERVER span, where that is ours."""
+    def _asked(self) -> tuple[int, str]:
+        """What belongs to the SERVER span, where that is ours: method and scheme, and the route."""
         method, scheme = self.scope.get("method"), self.scope.get("scheme")
-        method = method if method in KNOWN_METHODS else facts.OTHER
-        scheme = scheme if scheme in ("http", "https") else ""
-        request.state(facts.HttpDescribed(_now(), method, scheme, self._template() or ""))
+        http = facts.HTTP.get((method, scheme))
+        if http is None:
+            method = method if method in facts.METHODS else facts.OTHER
+            http = facts.HTTP[method, scheme if scheme in facts.SCHEMES else ""]
+        return http, self._template()
 
     def _give_up(self, exc: BaseException) -> None:
         """Code of ours has raised: the request counts neither as a success nor as an error, and its slot is freed."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from binascii import unhexlify
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from opentelemetry import baggage, propagate, trace
-from opentelemetry import context as otel_context
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from otel_infer import ingress
+from otel_infer.identity import NOBODY, Caller
 
 Tokens = tuple[Any, ...]
 """What was made current, for `leave`."""
@@ -35,11 +36,19 @@ class _Reading(NamedTuple):
 
 
 _reading = _Reading(None, None, False)
+_had_none = False
 
 
 def has_provider() -> bool:
     """Whether instrumentations in this process start spans that are real."""
-    return not isinstance(trace.get_tracer_provider(), (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
+    global _had_none
+    if (
+        _had_none and getattr(trace, "_TRACER_PROVIDER", True) is None
+    ):  # else each request would read the environment
+        return False
+    provider = trace.get_tracer_provider()
+    _had_none = isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
+    return not _had_none
 
 
 def is_traced() -> bool:
@@ -57,32 +66,54 @@ def is_traced() -> bool:
 
 def is_innermost(request: ingress.LiveRequest | None) -> bool:
     """Whether nobody has started a span since this request was opened."""
-    if request is None:
+    if request is None or ingress.innermost() is request:
         return True
     current = trace.get_current_span()
-    return current is request or current.get_span_context().span_id == request.get_span_context().span_id
+    return current.get_span_context().span_id == request.get_span_context().span_id
 
 
-def told_by(headers: Iterable[tuple[bytes, bytes]]) -> Context:
-    """The current context with the span and baggage that the headers name, or without any."""
+def around() -> Context:
+    """The current context without a span and baggage: left over from another request, it may be, whose are not this one's."""
+    context = ingress.here()
+    return baggage.clear(trace.set_span_in_context(trace.INVALID_SPAN, context)) if context else context
+
+
+def caller_in(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
+    """The caller, as nearly all of them name themselves: a `traceparent` of version 00 and nothing beside it, or not at all.
+
+    None: the propagators are to be asked.
+    """
+    if not _read().plainly:
+        return None
+    pairs = headers if isinstance(headers, list) else list(headers)
+    said = dict(pairs)
+    if len(said) != len(pairs) or b"baggage" in said or b"tracestate" in said:
+        return None
+    if (value := said.get(b"traceparent")) is None:
+        return NOBODY
+    if (parts := _TRACEPARENT.fullmatch(value)) is None:
+        return None
+    trace_id, span_id, flags = map(unhexlify, parts.groups())
+    return Caller(trace_id, span_id, flags[0]) if any(trace_id) and any(span_id) else None
+
+
+def told_by(headers: Iterable[tuple[bytes, bytes]], context: Context) -> Context:
+    """This context with the span and baggage that the propagators find in the headers."""
+    names = _read().names
+    carrier: dict[str, str] = {}
+    for name, value in headers:
+        if names is None or name in names:
+            key, text = name.decode("latin-1"), value.decode("latin-1")
+            carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
+    return propagate.extract(carrier, context) if carrier else context
+
+
+def _read() -> _Reading:
     global _reading
     propagator = propagate.get_global_textmap()
     if propagator is not _reading.propagator:
         _reading = _reading_with(propagator)
-    _, names, plainly = _reading
-    wanted = [(name, value) for name, value in headers if names is None or name in names]
-    context = otel_context.get_current()
-    if context:  # left over from another request, it may be, whose baggage is not this one's
-        context = baggage.clear(trace.set_span_in_context(trace.INVALID_SPAN, context))
-    if not wanted:
-        return context
-    if plainly and len(wanted) == 1 and (span := _plain(*wanted[0])) is not None:
-        return trace.set_span_in_context(span, context)
-    carrier: dict[str, str] = {}
-    for name, value in wanted:
-        key, text = name.decode("latin-1"), value.decode("latin-1")
-        carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
-    return propagate.extract(carrier, context)
+    return _reading
 
 
 def _reading_with(propagator: Any) -> _Reading:
@@ -93,16 +124,6 @@ def _reading_with(propagator: Any) -> _Reading:
     parts = set(map(type, getattr(propagator, "_propagators", ()) if composite else (propagator,)))
     of_w3c = {TraceContextTextMapPropagator, W3CBaggagePropagator}
     return _Reading(propagator, names, TraceContextTextMapPropagator in parts and parts <= of_w3c)
-
-
-def _plain(name: bytes, value: bytes) -> trace.Span | None:
-    """The caller's span, as nearly all of them send it: `traceparent` of version 00, nothing beside it. None otherwise."""
-    said = _TRACEPARENT.fullmatch(value) if name == b"traceparent" else None
-    if said is None:
-        return None
-    trace_id, span_id, flags = said.groups()
-    context = trace.SpanContext(int(trace_id, 16), int(span_id, 16), True, trace.TraceFlags(int(flags, 16)))
-    return trace.NonRecordingSpan(context) if context.is_valid else None
 
 
 def leave(tokens: Tokens) -> None:
