@@ -11,6 +11,8 @@ import time
 
 now = time.monotonic_ns
 """The current instant, monotonic ns."""
+wall = time.time_ns
+"""The current instant, unix ns."""
 
 
 def wall_pair() -> tuple[int, int]:
@@ -18,11 +20,6 @@ def wall_pair() -> tuple[int, int]:
     before = time.monotonic_ns()
     wall = time.time_ns()
     return (before + time.monotonic_ns()) // 2, wall
-
-
-def wall_at(at: int) -> int:
-    """The instant `at` (monotonic ns, of just now) as unix ns."""
-    return time.time_ns() - time.monotonic_ns() + at
 
 
 def process_started_at() -> int:

@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from otel_infer import facts
 
 _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
+_NO_ID = bytes(8)
 _SAMPLING = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
 
 
@@ -56,61 +57,58 @@ class Opened(NamedTuple):
         return self.server is not None
 
 
-class Caller(NamedTuple):
-    """The span of another process that a request is below, as its headers say it: ids and flags, and nothing beside them."""
-
-    trace_id: bytes
-    span_id: bytes
-    flags: int
-
-    @property
-    def context(self) -> SpanContext | None:
-        """As a context of the API; None: there is no such span."""
-        if self is NOBODY:
-            return None
-        return _context(self.trace_id, self.span_id, TraceFlags(self.flags), is_remote=True)
-
-
-NOBODY = Caller(bytes(16), bytes(8), 0)
-"""Of a request whose headers name no caller."""
+Caller = bytes
+"""The span of another process that a request is below, where nothing but a `traceparent` says so: version, trace id, span id
+and flags of it as 26 bytes; empty: there is none."""
+NOBODY: Caller = b""
 
 
 class Below:
-    """The identity of a new request that is below a SERVER span of ours, and that below its `Caller`. Contexts of the API are
+    """The identity of a new request that is below a SERVER span of ours, and that below its caller. Contexts of the API are
     made of its ids when somebody asks, which for most requests nobody does."""
 
-    __slots__ = ("caller", "flags", "server_id", "span_id", "trace_id")
+    __slots__ = ("caller", "flags", "parent_id", "server_id", "span_id", "trace_id")
     inner = None
     has_server = True
 
-    def __init__(self, trace_id: bytes, spans: bytes, caller: Caller, sampled: bool) -> None:
-        self.trace_id, self.span_id, self.server_id, self.caller = trace_id, spans[:8], spans[8:], caller
-        above = 0 if caller is NOBODY else facts.REMOTE_PARENT
-        self.flags = facts.OWN_SERVER_SPAN | above | (facts.SAMPLED if sampled else 0)
+    def __init__(self, caller: Caller, sampled: bool) -> None:
+        if caller:
+            self.trace_id, self.parent_id = caller[1:17], caller[17:25]
+            self.flags = facts.OWN_SERVER_SPAN | facts.REMOTE_PARENT
+        else:
+            self.trace_id, self.parent_id = _random_ids(), _NO_ID
+            self.flags = facts.OWN_SERVER_SPAN
+        if sampled:
+            self.flags |= facts.SAMPLED
+        spans = _random_ids()
+        self.span_id, self.server_id, self.caller = spans[:8], spans[8:], caller
 
     @property
     def request(self) -> SpanContext:
         """The request span's."""
-        return _context(self.trace_id, self.span_id, self._sampled)
+        return self._own(self.span_id)
 
     @property
     def server(self) -> SpanContext:
         """The SERVER span's."""
-        return _context(self.trace_id, self.server_id, self._sampled)
+        return self._own(self.server_id)
 
     @property
     def parent(self) -> SpanContext | None:
         """The caller's."""
-        return self.caller.context
+        return context_of(self.caller)
 
-    @property
-    def _sampled(self) -> TraceFlags:
-        return _SAMPLED if self.flags & facts.SAMPLED else _NOT_SAMPLED
+    def _own(self, span_id: bytes) -> SpanContext:
+        ids = int.from_bytes(self.trace_id, "big"), int.from_bytes(span_id, "big")
+        return SpanContext(*ids, False, _SAMPLED if self.flags & facts.SAMPLED else _NOT_SAMPLED)
 
 
-def _context(trace_id: bytes, span_id: bytes, flags: TraceFlags, is_remote: bool = False) -> SpanContext:
-    ids = int.from_bytes(trace_id, "big"), int.from_bytes(span_id, "big")
-    return SpanContext(*ids, is_remote, flags)
+def context_of(caller: Caller) -> SpanContext | None:
+    """The caller's span as a context of the API; None: there is none."""
+    if not caller:
+        return None
+    ids = int.from_bytes(caller[1:17], "big"), int.from_bytes(caller[17:25], "big")
+    return SpanContext(*ids, True, TraceFlags(caller[25]))
 
 
 class Unclaimed:
@@ -167,7 +165,7 @@ class IdOpener:
     def __init__(self, sampler: Any, ids: Any, limits: Limits) -> None:
         self._sampler, self._ids, self.limits = sampler, ids, limits
         self._constant = _constant(sampler)
-        self._is_plain = self._constant is not None and _are_random(ids)
+        self._is_plain = _are_random(ids)
 
     def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
         trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
@@ -185,12 +183,11 @@ class IdOpener:
         return Opened(request, server, above if above.is_valid else None, None)
 
     def below(self, caller: Caller) -> Below | None:
-        if not self._is_plain or self._constant is None:
+        constant = self._constant
+        if constant is None or not self._is_plain:
             return None
-        if caller is NOBODY:
-            return Below(_random_ids(), _random_ids(), caller, self._constant.root)
-        sampled = bool(caller.flags & TraceFlags.SAMPLED) if self._constant.follows else self._constant.root
-        return Below(caller.trace_id, _random_ids(), caller, sampled)
+        follows = caller and constant.follows
+        return Below(caller, bool(caller[25] & TraceFlags.SAMPLED) if follows else constant.root)
 
     def ids(self) -> tuple[bytes, bytes]:
         trace_id, span_id = self._ids.generate_trace_id(), self._ids.generate_span_id()
@@ -232,7 +229,7 @@ def _are_random(ids: Any) -> bool:
 def _random_ids() -> bytes:
     """One id of a trace, or two of spans."""
     ids = random.getrandbits(128).to_bytes(16, "big")
-    return ids if any(ids[:8]) and any(ids[8:]) else _random_ids()
+    return _random_ids() if ids.startswith(_NO_ID) or ids.endswith(_NO_ID) else ids
 
 
 class ProviderOpener:

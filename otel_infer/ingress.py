@@ -56,11 +56,12 @@ class LiveRequest(trace.Span):
     ) -> None:
         """`around`: what `attach` starts from; the caller's baggage lies in it.
 
-        `has_news`: the next piece of the response may be the first, or the first with a token.
+        `has_server`: the SERVER span above it is ours. `has_news`: the next piece of the response may be the first, or the first with a token.
         """
         self._opened, self.around = opened, around
         self.inner = opened.inner
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
+        self.has_server = opened.has_server
         self.chunks = self.send_wait_ns = 0
         self.has_news = True
 
@@ -68,11 +69,6 @@ class LiveRequest(trace.Span):
     def server(self) -> SpanContext | None:
         """Of the SERVER span above it, where that is ours."""
         return self._opened.server
-
-    @property
-    def has_server(self) -> bool:
-        """Whether there is one."""
-        return self._opened.has_server
 
     @property
     def _room(self) -> Limits:
@@ -151,7 +147,7 @@ class LiveRequest(trace.Span):
             outcome, error_type = facts.ERROR, semconv.OTHER
         how = at or clock.now(), outcome, error_type, status_code
         waits = self.chunks, self.send_wait_ns, self.detokenize_ns
-        if not (self._seen or self.engine or self._opened.has_server or self.inner) and self._opened.parent:
+        if not (self.has_server or self._seen or self.engine or self.inner) and self._opened.parent:
             self._withdraw()
         recorder.close(
             self.handle,
@@ -312,13 +308,15 @@ def open_below(
         return None
     opened = opener.below(caller)
     if opened is None:
-        if (context := caller.context) is not None:
+        if (context := identity.context_of(caller)) is not None:
             around = trace.set_span_in_context(NonRecordingSpan(context), around)
         return open_request(name, owner=owner, around=around, server=True, arrived_at=arrived_at)
-    wall_at = clock.wall_at(arrived_at)
-    ids = opened.trace_id, opened.span_id, caller.span_id, opened.server_id
-    arrived = facts.RequestArrived(arrived_at, wall_at, *ids, opened.flags, "", "", "", name)
-    return LiveRequest(opened, recorder.open(arrived), arrived_at, owner, around)
+    wall_at = clock.wall() - clock.now() + arrived_at
+    ids = opened.trace_id, opened.span_id, opened.parent_id, opened.server_id
+    handle = recorder.open(
+        facts.RequestArrived(arrived_at, wall_at, *ids, opened.flags, "", "", "", name)
+    )
+    return LiveRequest(opened, handle, arrived_at, owner, around)
 
 
 unclaimed = identity.Unclaimed()

@@ -10,8 +10,8 @@ from otel_infer import asking, callers, clock, facts, ingress
 from otel_infer.integrations.asgi import response_headers
 from otel_infer.integrations.asgi.parent import (
     Tokens,
-    around,
     caller_in,
+    cleared,
     is_innermost,
     is_traced,
     leave,
@@ -55,7 +55,8 @@ class Door:
 class _Silent:
     """Stands for a server that does not say whether its client is still there."""
 
-    disconnected = False
+    def __init__(self) -> None:
+        self.disconnected = False
 
 
 _SILENT = _Silent()
@@ -117,7 +118,8 @@ class Exchange:
         return self
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        self.finish(exc)
+        if self.request is not None:
+            self.finish(exc)
         if self._tokens:
             leave(self._tokens)
         self.scope.pop(KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
@@ -141,7 +143,9 @@ class Exchange:
         name = method if method in facts.METHODS else facts.OTHER
         if ambient:
             return ingress.open_request(name, owner=OWNER, server=True, arrived_at=at)
-        caller, context = caller_in(headers), around()
+        caller, context = caller_in(headers), ingress.here()
+        if context:
+            context = cleared(context)
         if caller is not None:
             return ingress.open_below(caller, name, owner=OWNER, around=context, arrived_at=at)
         told = told_by(headers, context)
@@ -160,7 +164,8 @@ class Exchange:
                 return self.open(ambient=True) if is_traced() else ()
             if self.door is not None:
                 self.door.inside = True
-                self.door.traced = self.door.traced or not is_innermost(self.request)
+                if ingress.innermost() is not self.request:
+                    self.door.traced = self.door.traced or not is_innermost(self.request)
         except BaseException as exc:
             self.hook.fail(exc)
         return ()
@@ -169,14 +174,6 @@ class Exchange:
         """This left the routes before the last byte did. Where the answer is a good one, it was begun before."""
         if self.request is not None and not self.finishing:
             self.broken = exc
-
-    def _template(self) -> str:
-        """The route with the names of its parameters; empty if there was none."""
-        if self.route is not None:
-            path = getattr(self.route, "path_format", None) or getattr(self.route, "path", None)
-        else:
-            path = "/{path}" if self.mounted else None
-        return self.root.rstrip("/") + self.mounted + path if isinstance(path, str) else ""
 
     # ── on the way out ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -195,10 +192,12 @@ class Exchange:
         """The server's `send`, seen and timed. A chunk of a stream passes here without a call more than it takes."""
         began, request = 0, self.request
         try:
-            if message["type"] != "http.response.body":
-                began = self._sends(message)
-                if not began and response_headers.wanted:
-                    message = self._told(message)
+            kind = message["type"]
+            if kind != "http.response.body":
+                if kind == "http.response.start":
+                    message = self._starts(message)
+                elif kind == "http.response.pathsend":
+                    self.finishing, began = True, _now()
             elif request is not None:
                 began = _now()
                 self.finishing = not message.get("more_body")
@@ -213,42 +212,22 @@ class Exchange:
         try:
             await self._send(message)
         except BaseException as exc:
-            self._sent(began, exc)
+            self._failed(began, exc)
             raise
-        if began:
-            if self.finishing or request is None:
-                self._sent(began, None)
-            else:
-                request.send_wait_ns += _now() - began
+        if began and request is not None:
+            ended = _now()
+            request.send_wait_ns += ended - began
+            if self.finishing:
+                self._complete(ended)
 
-    def _sends(self, message: Message) -> int:
-        """Of a message that is no body: the instant from which the client may make us wait; 0: it will not."""
-        if message["type"] == "http.response.start":
-            self._starts(message)
-        elif message["type"] == "http.response.pathsend":
-            self.finishing = True
-            return _now()
-        return 0
-
-    def _told(self, message: Message) -> Message:
-        """The message, with what the client is told if it starts the response."""
-        try:
-            if self.request is not None and message["type"] == "http.response.start":
-                return response_headers.added(message, self.request)
-        except BaseException as exc:
-            self._give_up(exc)
-        return message
-
-    def _sent(self, began: int, exc: BaseException | None) -> None:
+    def _failed(self, began: int, exc: BaseException) -> None:
+        """This left the server's `send`."""
         try:
             request, ended = self.request, _now()
             if request is not None and began:
                 request.send_wait_ns += ended - began
-            if exc is not None:
-                if isinstance(exc, OSError) or type(exc).__name__ == "ClientDisconnect":
-                    self.left_at = self.left_at or ended
-            elif self.finishing:
-                self._complete(ended)
+            if isinstance(exc, OSError) or type(exc).__name__ == "ClientDisconnect":
+                self.left_at = self.left_at or ended
         except BaseException as ours:
             self._give_up(ours)
 
@@ -264,7 +243,8 @@ class Exchange:
             request.first_token_sent = True
             request.state(facts.FirstTokenSent(at))
 
-    def _starts(self, message: Message) -> None:
+    def _starts(self, message: Message) -> Message:
+        """The response's first message, as the client is to have it."""
         if self.deferred:  # middleware answers
             self.deferred = False
             if not is_traced():
@@ -273,16 +253,22 @@ class Exchange:
             self.left_at = self.left_at or _now()
         if not self.left_at:
             self.status = int(message["status"])
+        if response_headers.wanted and self.request is not None:
+            return response_headers.added(message, self.request)
+        return message
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _complete(self, at: int) -> None:
         """The last byte was handed over. What is done after it (background tasks) is no part of the request."""
-        if self._server.disconnected:
-            self.left_at = self.left_at or at
-        self.completed_at = at
-        if self.status < 500 or self.left_at:
-            self.finish(None)  # otherwise the exception that was answered with this status is still to come
+        try:
+            if self._server.disconnected:
+                self.left_at = self.left_at or at
+            self.completed_at = at
+            if self.status < 500 or self.left_at:
+                self.finish(None)  # otherwise the exception that was answered with this status is still to come
+        except BaseException as exc:
+            self._give_up(exc)
 
     def finish(self, exc: BaseException | None) -> None:
         """Closes the request; `exc` is what left the application. The second call does nothing."""
@@ -325,13 +311,18 @@ class Exchange:
         return verdict(exc, sent, bool(self.completed_at))
 
     def _asked(self) -> tuple[int, str]:
-        """What belongs to the SERVER span, where that is ours: method and scheme, and the route."""
+        """What belongs to the SERVER span, where that is ours: method and scheme, and the route with the names of its
+        parameters (empty if there was none)."""
         method, scheme = self.scope.get("method"), self.scope.get("scheme")
         http = facts.HTTP.get((method, scheme))
         if http is None:
             method = method if method in facts.METHODS else facts.OTHER
             http = facts.HTTP[method, scheme if scheme in facts.SCHEMES else ""]
-        return http, self._template()
+        if self.route is not None:
+            path = getattr(self.route, "path_format", None) or getattr(self.route, "path", None)
+        else:
+            path = "/{path}" if self.mounted else None
+        return http, self.root.rstrip("/") + self.mounted + path if isinstance(path, str) else ""
 
     def _give_up(self, exc: BaseException) -> None:
         """Code of ours has raised: the request counts neither as a success nor as an error, and its slot is freed."""

@@ -21,7 +21,7 @@ Tokens = tuple[Any, ...]
 
 W3C_FIELDS = frozenset(("traceparent", "tracestate", "baggage"))
 
-_TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_TRACEPARENT = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class _Reading(NamedTuple):
@@ -72,9 +72,8 @@ def is_innermost(request: ingress.LiveRequest | None) -> bool:
     return current.get_span_context().span_id == request.get_span_context().span_id
 
 
-def around() -> Context:
-    """The current context without a span and baggage: left over from another request, it may be, whose are not this one's."""
-    context = ingress.here()
+def cleared(context: Context) -> Context:
+    """Without its span and baggage: left over from another request, it may be, whose are not this one's."""
     return baggage.clear(trace.set_span_in_context(trace.INVALID_SPAN, context)) if context else context
 
 
@@ -83,7 +82,8 @@ def caller_in(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
 
     None: the propagators are to be asked.
     """
-    if not _read().plainly:
+    reading = _reading if propagate.get_global_textmap() is _reading.propagator else _read()
+    if not reading.plainly:
         return None
     pairs = headers if isinstance(headers, list) else list(headers)
     said = dict(pairs)
@@ -91,10 +91,7 @@ def caller_in(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
         return None
     if (value := said.get(b"traceparent")) is None:
         return NOBODY
-    if (parts := _TRACEPARENT.fullmatch(value)) is None:
-        return None
-    trace_id, span_id, flags = map(unhexlify, parts.groups())
-    return Caller(trace_id, span_id, flags[0]) if any(trace_id) and any(span_id) else None
+    return unhexlify(value.replace(b"-", b"")) if _TRACEPARENT.fullmatch(value) else None
 
 
 def told_by(headers: Iterable[tuple[bytes, bytes]], context: Context) -> Context:
@@ -127,6 +124,6 @@ def _reading_with(propagator: Any) -> _Reading:
 
 
 def leave(tokens: Tokens) -> None:
-    """Ends what was made current, the last first."""
-    for token in reversed(tokens):
+    """Ends what was made current."""
+    for token in tokens:
         ingress.detach(token)

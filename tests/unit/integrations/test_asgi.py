@@ -682,7 +682,7 @@ def told_by(headers: Any) -> otel_context.Context:
     caller = parent.caller_in(headers)
     if caller is None:
         return parent.told_by(headers, otel_context.Context())
-    span = trace.NonRecordingSpan(caller.context or trace.INVALID_SPAN_CONTEXT)
+    span = trace.NonRecordingSpan(identity.context_of(caller) or trace.INVALID_SPAN_CONTEXT)
     return trace.set_span_in_context(span, otel_context.Context())
 
 
@@ -699,7 +699,7 @@ def test_a_caller_is_who_the_propagators_say_however_the_headers_are_read(said: 
 
 def test_the_propagators_of_the_default_are_known_to_be_those_of_the_w3c() -> None:
     """Else each request asks them for what one expression tells."""
-    assert parent.caller_in([TRACEPARENT]) == (bytes.fromhex(TRACE_ID), bytes.fromhex(SPAN_ID), 1)
+    assert parent.caller_in([TRACEPARENT]) == bytes.fromhex(f"00{TRACE_ID}{SPAN_ID}01")
     assert parent.caller_in([]) is identity.NOBODY
 
 
