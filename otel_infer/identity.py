@@ -80,7 +80,9 @@ class Below:
             self.flags = facts.OWN_SERVER_SPAN
         if sampled:
             self.flags |= facts.SAMPLED
-        spans = _random_ids()
+        spans = random.getrandbits(128).to_bytes(16, "big")
+        if spans.startswith(_NO_ID) or spans.endswith(_NO_ID):
+            spans = _random_ids()
         self.span_id, self.server_id, self.caller = spans[:8], spans[8:], caller
 
     @property

@@ -145,14 +145,14 @@ class LiveRequest(trace.Span):
             outcome, error_type = facts.ERROR, self._engine_failed
         elif self._failed and outcome == facts.OK:
             outcome, error_type = facts.ERROR, semconv.OTHER
-        how = at or clock.now(), outcome, error_type, status_code
-        waits = self.chunks, self.send_wait_ns, self.detokenize_ns
+        at = at or clock.now()
+        said = at, outcome, error_type, status_code, self.chunks, self.send_wait_ns, self.detokenize_ns
         if not (self.has_server or self._seen or self.engine or self.inner) and self._opened.parent:
             self._withdraw()
-        recorder.close(
-            self.handle,
-            facts.ExchangeEnded(*how, *waits, route, http) if http else facts.RequestEnded(*how, *waits),
-        )
+        if http:
+            recorder.close(self.handle, tuple.__new__(facts.ExchangeEnded, (*said, route, http)))
+        else:
+            recorder.close(self.handle, facts.RequestEnded(*said))
         if not self.handle and self.inner is not None:  # nobody will hear of it
             identity.end(self.inner)
 
@@ -298,7 +298,7 @@ def open_request(
 
 
 def open_below(
-    caller: Caller, name: str, *, owner: str, around: Context, arrived_at: int
+    caller: Caller, name: str, owner: str, around: Context, arrived_at: int
 ) -> LiveRequest | None:
     """A new request with a SERVER span of ours above it, whose caller is known by ids; None while nothing records.
 
@@ -313,10 +313,10 @@ def open_below(
         return open_request(name, owner=owner, around=around, server=True, arrived_at=arrived_at)
     wall_at = clock.wall() - clock.now() + arrived_at
     ids = opened.trace_id, opened.span_id, opened.parent_id, opened.server_id
-    handle = recorder.open(
-        facts.RequestArrived(arrived_at, wall_at, *ids, opened.flags, "", "", "", name)
-    )
-    return LiveRequest(opened, handle, arrived_at, owner, around)
+    said = arrived_at, wall_at, *ids, opened.flags, "", "", "", name
+    # As its own `__new__` makes it, without the call.
+    arrived = tuple.__new__(facts.RequestArrived, said)
+    return LiveRequest(opened, recorder.open(arrived), arrived_at, owner, around)
 
 
 unclaimed = identity.Unclaimed()

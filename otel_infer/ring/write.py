@@ -193,7 +193,12 @@ class RequestWriter:
             self._state_long(handle, fact)
             return
         pack_into, code, strings = whole
-        fields = self._with_ids(fact, strings) if strings else fact
+        fields = fact
+        if strings:
+            fields, known = list(fact), self._strings
+            for i in strings:
+                text = fields[i]
+                fields[i] = known[text] if text in known else self._intern(str(text))
         cell = self._next_cell()
         offset = _FIRST_CELL + cell % self._cells * _CELL_BYTES
         pack_into(self.memory, offset, cell + 1, code, 0, 1, handle, *fields, cell + 1)

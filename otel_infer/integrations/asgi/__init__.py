@@ -91,7 +91,10 @@ def _arrive(scope: Scope, receive: Receive, send: Send, hook: Hook, door: Door |
         else:
             exchange.deferred = door.inside and (door.traced or has_provider())
         scope[KEY] = exchange
-        lateness.watch()
+        if door is None or exchange.arrived_at > door.watched_until:
+            lateness.watch()
+            if door is not None:
+                door.watched_until = exchange.arrived_at + lateness.EVERY_NS // 2  # its timer runs until then at least
         return exchange
     except BaseException as exc:
         hook.fail(exc)

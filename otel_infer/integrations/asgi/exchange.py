@@ -35,13 +35,17 @@ _now = clock.now
 
 
 class Door:
-    """What was learned of the way in. `inside`: an application that we hook is behind it; `traced`: so is a tracer."""
+    """What was learned of the way in. `inside`: an application that we hook is behind it; `traced`: so is a tracer.
 
-    __slots__ = ("inside", "traced")
+    `watched_until`: when it is to be asked again whether its loop is watched.
+    """
+
+    __slots__ = ("inside", "traced", "watched_until")
     deferred = False
 
     def __init__(self) -> None:
         self.inside = self.traced = False
+        self.watched_until = 0
 
     def entered(self, app: Any) -> Tokens:
         """The lifespan has come to an application that we hook."""
@@ -120,16 +124,27 @@ class Exchange:
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         if self.request is not None:
             self.finish(exc)
-        if self._tokens:
-            leave(self._tokens)
+        for token in self._tokens:
+            ingress.detach(token)
         self.scope.pop(KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
 
     def open(self, ambient: bool) -> Tokens:
         """Opens the request and makes it current, until `leave` is given what this returns."""
         self.deferred = False
         try:
-            headers = self.scope.get("headers") or ()
-            request = self.request = self._opened(headers, ambient)
+            scope, at = self.scope, self.arrived_at
+            method, headers = scope.get("method"), scope.get("headers") or ()
+            name = method if method in facts.METHODS else facts.OTHER
+            caller = None if ambient else caller_in(headers)
+            context = None if ambient else cleared(ingress.here())
+            if caller is not None and context is not None:
+                request = ingress.open_below(caller, name, OWNER, context, at)
+            else:
+                context = context if context is None else told_by(headers, context)
+                request = ingress.open_request(
+                    name, owner=OWNER, around=context, server=True, arrived_at=at
+                )
+            self.request = request
             if request is not None:
                 if asking.wanted is not callers.NOTHING:
                     asking.tell(request, headers, str(self.scope.get("path", "")))
@@ -137,19 +152,6 @@ class Exchange:
         except BaseException as exc:
             self.hook.fail(exc)
         return ()
-
-    def _opened(self, headers: Any, ambient: bool) -> ingress.LiveRequest | None:
-        method, at = self.scope.get("method"), self.arrived_at
-        name = method if method in facts.METHODS else facts.OTHER
-        if ambient:
-            return ingress.open_request(name, owner=OWNER, server=True, arrived_at=at)
-        caller, context = caller_in(headers), ingress.here()
-        if context:
-            context = cleared(context)
-        if caller is not None:
-            return ingress.open_below(caller, name, owner=OWNER, around=context, arrived_at=at)
-        told = told_by(headers, context)
-        return ingress.open_request(name, owner=OWNER, around=told, server=True, arrived_at=at)
 
     # ── on the way in ────────────────────────────────────────────────────────────────────────────────────────────
 
