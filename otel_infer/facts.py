@@ -465,8 +465,8 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
     if code in _TEXT_FACTS:
         return _TEXT_FACTS[code](*json.loads(body.rstrip(b"\0")))
     if code == NAMED_CODE:
-        *known, name = NAMED.unpack_from(body)
-        return RequestArrived(*known, "", "", "", text_of(name))
+        known = NAMED.unpack_from(body)
+        return RequestArrived._make((*known[:7], "", "", "", text_of(known[7])))
     layout = BY_CODE.get(code)
     if layout is None:
         raise ValueError(f"unknown fact code {code}")
@@ -480,13 +480,13 @@ def told_apart(fact: Any) -> tuple[Any, ...]:
     """The facts that this one from a ring stands for, in order; nearly always itself."""
     if type(fact) is not ExchangeEnded:
         return (fact,)
-    *ended, route, http = fact
+    route, http = fact.route, fact.http
     said: list[Any] = []
     if http & WHOLE:
         said.append(ResponseStarted(fact.at - fact.send_wait_ns))
     if http > WHOLE:
         said.append(HttpDescribed(fact.at, *_ASKED[http // 2 - 1], route))
-    return (*said, RequestEnded(*ended))
+    return (*said, RequestEnded(*fact[:7]))
 
 
 # ── step facts: layout ───────────────────────────────────────────────────────────────────────────────────────────

@@ -56,6 +56,24 @@ class Opened(NamedTuple):
         """Whether a SERVER span of ours is above the request."""
         return self.server is not None
 
+    @property
+    def ids(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """Of the trace, of the request, of what is above it and of our server span."""
+        request, parent, server = self.request, self.parent, self.server
+        return (
+            request.trace_id.to_bytes(16, "big"),
+            request.span_id.to_bytes(8, "big"),
+            _NO_ID if parent is None else parent.span_id.to_bytes(8, "big"),
+            _NO_ID if server is None else server.span_id.to_bytes(8, "big"),
+        )
+
+    @property
+    def flags(self) -> int:
+        """As an arrival says them."""
+        flags = facts.SAMPLED if self.request.trace_flags.sampled else 0
+        flags |= facts.REMOTE_PARENT if self.parent is not None and self.parent.is_remote else 0
+        return flags | (facts.OWN_SERVER_SPAN if self.server is not None else 0)
+
 
 Caller = bytes
 """The span of another process that a request is below, where nothing but a `traceparent` says so: version, trace id, span id
@@ -67,33 +85,34 @@ class Below:
     """The identity of a new request that is below a SERVER span of ours, and that below its caller. Contexts of the API are
     made of its ids when somebody asks, which for most requests nobody does."""
 
-    __slots__ = ("caller", "flags", "parent_id", "server_id", "span_id", "trace_id")
+    __slots__ = ("caller", "flags", "ids")
     inner = None
     has_server = True
 
     def __init__(self, caller: Caller, sampled: bool) -> None:
         if caller:
-            self.trace_id, self.parent_id = caller[1:17], caller[17:25]
+            trace_id, parent_id = caller[1:17], caller[17:25]
             self.flags = facts.OWN_SERVER_SPAN | facts.REMOTE_PARENT
         else:
-            self.trace_id, self.parent_id = _random_ids(), _NO_ID
+            trace_id, parent_id = _random_ids(), _NO_ID
             self.flags = facts.OWN_SERVER_SPAN
         if sampled:
             self.flags |= facts.SAMPLED
         spans = random.getrandbits(128).to_bytes(16, "big")
         if spans.startswith(_NO_ID) or spans.endswith(_NO_ID):
             spans = _random_ids()
-        self.span_id, self.server_id, self.caller = spans[:8], spans[8:], caller
+        self.ids = trace_id, spans[:8], parent_id, spans[8:]
+        self.caller = caller
 
     @property
     def request(self) -> SpanContext:
         """The request span's."""
-        return self._own(self.span_id)
+        return self._own(self.ids[1])
 
     @property
     def server(self) -> SpanContext:
         """The SERVER span's."""
-        return self._own(self.server_id)
+        return self._own(self.ids[3])
 
     @property
     def parent(self) -> SpanContext | None:
@@ -101,7 +120,7 @@ class Below:
         return context_of(self.caller)
 
     def _own(self, span_id: bytes) -> SpanContext:
-        ids = int.from_bytes(self.trace_id, "big"), int.from_bytes(span_id, "big")
+        ids = int.from_bytes(self.ids[0], "big"), int.from_bytes(span_id, "big")
         return SpanContext(*ids, False, _SAMPLED if self.flags & facts.SAMPLED else _NOT_SAMPLED)
 
 

@@ -3,6 +3,8 @@
 Everything below it is written afterwards, with the instants that the facts had. This one is opened on arrival, because
 other processes and other instrumentations need its id as their parent. It is a span of the OpenTelemetry API that holds
 no data: what user code sets on it goes to the ring, limits honoured first.
+
+Longer than a module should be: the span, and the two ways in which it is opened, are one promise to whoever is told its id.
 """
 
 from __future__ import annotations
@@ -13,25 +15,16 @@ from typing import Any
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
-from opentelemetry.context.contextvars_context import ContextVarsRuntimeContext
 from opentelemetry.trace import NonRecordingSpan, SpanContext
 from opentelemetry.util import types
 
-from otel_infer import clock, facts, identity, semconv
+from otel_infer import clock, context, facts, identity, semconv
+from otel_infer.context import detach as detach
 from otel_infer.identity import Below, Caller, Limits, Opened, Opener
 from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
 
-_NO_ID = bytes(8)
 _KEY = otel_context.create_key("otel_infer-request")
-(_SPAN_KEY,) = trace.set_span_in_context(trace.INVALID_SPAN, Context())
-_runtime: Any = getattr(otel_context, "_RUNTIME_CONTEXT", otel_context)
-if type(_runtime) is ContextVarsRuntimeContext and hasattr(_runtime, "_current_context"):
-    _attach, _detach, here = (
-        getattr(_runtime._current_context, name) for name in ("set", "reset", "get")
-    )  # what its methods do, as one call each
-else:
-    _attach, _detach, here = _runtime.attach, _runtime.detach, _runtime.get_current
 
 
 class LiveRequest(trace.Span):
@@ -172,10 +165,10 @@ class LiveRequest(trace.Span):
 
     def get_span_context(self) -> SpanContext:
         self._seen = True
-        context = self._context
-        if context is None:
-            context = self._context = self._opened.request
-        return context
+        known = self._context
+        if known is None:
+            known = self._context = self._opened.request
+        return known
 
     def is_recording(self) -> bool:
         return not self.ended and self.handle != 0
@@ -228,26 +221,13 @@ class LiveRequest(trace.Span):
     # ── current ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self) -> Any:
-        """Makes the request current here; give the token to `detach`."""
+        """Makes the request current here; give the token to `context.detach`."""
         span = self if self.inner is None else self.inner[1]
-        return _attach(Context({**self.around, _KEY: self, _SPAN_KEY: span}))
+        return context.attach(Context({**self.around, _KEY: self, context.SPAN_KEY: span}))
 
 
 opener: Opener | None = None
 """Set by the composition root."""
-
-
-def detach(token: Any) -> None:
-    """Ends what `attach` began; a token of another task (a stream closed elsewhere) is no error, and is not logged."""
-    try:
-        _detach(token)
-    except Exception:
-        pass
-
-
-def innermost() -> object:
-    """The span that is current, if any."""
-    return here().get(_SPAN_KEY)
 
 
 def current() -> LiveRequest | None:
@@ -287,7 +267,14 @@ def open_request(
         above = trace.get_current_span(parent).get_span_context()
     opened = opener.open(name, parent, above, own_server, wall_at)
     arrived = facts.RequestArrived(
-        arrived_at, wall_at, *_ids(opened), _flags(opened, generative), operation, provider, model, name
+        arrived_at,
+        wall_at,
+        *opened.ids,
+        opened.flags | (0 if generative else facts.NON_GENERATIVE),
+        operation,
+        provider,
+        model,
+        name,
     )
     request = LiveRequest(opened, recorder.open(arrived), arrived_at, owner, parent)
     if opened.request.trace_state and (state := identity.sampling_state(opened.request.trace_state)):
@@ -297,9 +284,7 @@ def open_request(
     return request
 
 
-def open_below(
-    caller: Caller, name: str, owner: str, around: Context, arrived_at: int
-) -> LiveRequest | None:
+def open_below(caller: Caller, name: str, owner: str, around: Context, arrived_at: int) -> LiveRequest | None:
     """A new request with a SERVER span of ours above it, whose caller is known by ids; None while nothing records.
 
     `around`: a context without a span.
@@ -308,12 +293,11 @@ def open_below(
         return None
     opened = opener.below(caller)
     if opened is None:
-        if (context := identity.context_of(caller)) is not None:
-            around = trace.set_span_in_context(NonRecordingSpan(context), around)
+        if (span := identity.context_of(caller)) is not None:
+            around = trace.set_span_in_context(NonRecordingSpan(span), around)
         return open_request(name, owner=owner, around=around, server=True, arrived_at=arrived_at)
     wall_at = clock.wall() - clock.now() + arrived_at
-    ids = opened.trace_id, opened.span_id, opened.parent_id, opened.server_id
-    said = arrived_at, wall_at, *ids, opened.flags, "", "", "", name
+    said = arrived_at, wall_at, *opened.ids, opened.flags, "", "", "", name
     # As its own `__new__` makes it, without the call.
     arrived = tuple.__new__(facts.RequestArrived, said)
     return LiveRequest(opened, recorder.open(arrived), arrived_at, owner, around)
@@ -328,24 +312,6 @@ def to_headers(request: LiveRequest) -> dict[str, str]:
     carrier: dict[str, str] = {}
     propagate.inject(carrier, trace.set_span_in_context(NonRecordingSpan(request.get_span_context())))
     return carrier
-
-
-def _flags(opened: Opened, generative: bool) -> int:
-    flags = facts.SAMPLED if opened.request.trace_flags.sampled else 0
-    flags |= facts.REMOTE_PARENT if opened.parent is not None and opened.parent.is_remote else 0
-    flags |= facts.OWN_SERVER_SPAN if opened.server is not None else 0
-    return flags | (0 if generative else facts.NON_GENERATIVE)
-
-
-def _ids(opened: Opened) -> tuple[bytes, bytes, bytes, bytes]:
-    """Of the trace, of the request, of what is above it and of our server span."""
-    request, parent, server = opened.request, opened.parent, opened.server
-    return (
-        request.trace_id.to_bytes(16, "big"),
-        request.span_id.to_bytes(8, "big"),
-        _NO_ID if parent is None else parent.span_id.to_bytes(8, "big"),
-        _NO_ID if server is None else server.span_id.to_bytes(8, "big"),
-    )
 
 
 def _monotonic(wall_at: int | None) -> int:

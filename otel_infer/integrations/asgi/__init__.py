@@ -21,9 +21,9 @@ from typing import Any
 from otel_infer import ingress
 from otel_infer.integrations._base import Integration
 from otel_infer.integrations.asgi import lateness, response_headers
-from otel_infer.integrations.asgi.exchange import KEY, App, Door, Exchange, Receive, Scope, Send
+from otel_infer.integrations.asgi.exchange import KEY, App, Exchange, Receive, Scope, Send
 from otel_infer.integrations.asgi.lifespan import Lifespan
-from otel_infer.integrations.asgi.parent import has_provider, is_traced, leave
+from otel_infer.integrations.asgi.parent import Door, has_provider, is_traced, leave
 from otel_infer.patching import Hook, Make
 from otel_infer.ring.recorder import recorder
 
@@ -94,7 +94,9 @@ def _arrive(scope: Scope, receive: Receive, send: Send, hook: Hook, door: Door |
         if door is None or exchange.arrived_at > door.watched_until:
             lateness.watch()
             if door is not None:
-                door.watched_until = exchange.arrived_at + lateness.EVERY_NS // 2  # its timer runs until then at least
+                door.watched_until = (
+                    exchange.arrived_at + lateness.EVERY_NS // 2
+                )  # its timer runs until then at least
         return exchange
     except BaseException as exc:
         hook.fail(exc)

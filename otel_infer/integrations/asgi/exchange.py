@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from otel_infer import asking, callers, clock, facts, ingress
+from otel_infer import asking, callers, clock, context, facts, ingress
 from otel_infer.integrations.asgi import response_headers
 from otel_infer.integrations.asgi.parent import (
+    Door,
     Tokens,
     caller_in,
     cleared,
@@ -17,6 +18,7 @@ from otel_infer.integrations.asgi.parent import (
     leave,
     told_by,
 )
+from otel_infer.integrations.asgi.route import asked
 from otel_infer.integrations.asgi.verdict import only, verdict
 from otel_infer.patching import Hook
 
@@ -34,28 +36,6 @@ CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"
 _now = clock.now
 
 
-class Door:
-    """What was learned of the way in. `inside`: an application that we hook is behind it; `traced`: so is a tracer.
-
-    `watched_until`: when it is to be asked again whether its loop is watched.
-    """
-
-    __slots__ = ("inside", "traced", "watched_until")
-    deferred = False
-
-    def __init__(self) -> None:
-        self.inside = self.traced = False
-        self.watched_until = 0
-
-    def entered(self, app: Any) -> Tokens:
-        """The lifespan has come to an application that we hook."""
-        self.inside = True
-        return ()
-
-    def breaks(self, exc: BaseException) -> None:
-        """The lifespan broke, which `Lifespan` tells."""
-
-
 class _Silent:
     """Stands for a server that does not say whether its client is still there."""
 
@@ -70,8 +50,8 @@ class Exchange:
     """One HTTP request and what is sent in return. Nothing of it raises but what the server or the application does.
 
     `broken`: what left the routes while the response was on its way. Middleware of Starlette's ends such a response well.
-    `ambient`: the span that is current where it begins is the parent. `deferred`: to be opened further in. `left_at`, `completed_at`: when the client was seen to be gone, and the last
-    byte was handed over; 0 = not yet.
+    `ambient`: the span that is current where it begins is the parent. `deferred`: to be opened further in. `left_at`,
+    `completed_at`: when the client was seen to be gone, and the last byte was handed over; 0 = not yet.
     """
 
     __slots__ = (
@@ -125,7 +105,7 @@ class Exchange:
         if self.request is not None:
             self.finish(exc)
         for token in self._tokens:
-            ingress.detach(token)
+            context.detach(token)
         self.scope.pop(KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
 
     def open(self, ambient: bool) -> Tokens:
@@ -136,14 +116,11 @@ class Exchange:
             method, headers = scope.get("method"), scope.get("headers") or ()
             name = method if method in facts.METHODS else facts.OTHER
             caller = None if ambient else caller_in(headers)
-            context = None if ambient else cleared(ingress.here())
-            if caller is not None and context is not None:
-                request = ingress.open_below(caller, name, OWNER, context, at)
+            if caller is not None:
+                request = ingress.open_below(caller, name, OWNER, cleared(context.here()), at)
             else:
-                context = context if context is None else told_by(headers, context)
-                request = ingress.open_request(
-                    name, owner=OWNER, around=context, server=True, arrived_at=at
-                )
+                around = None if ambient else told_by(headers, cleared(context.here()))
+                request = ingress.open_request(name, owner=OWNER, around=around, server=True, arrived_at=at)
             self.request = request
             if request is not None:
                 if asking.wanted is not callers.NOTHING:
@@ -166,7 +143,7 @@ class Exchange:
                 return self.open(ambient=True) if is_traced() else ()
             if self.door is not None:
                 self.door.inside = True
-                if ingress.innermost() is not self.request:
+                if context.innermost() is not self.request:
                     self.door.traced = self.door.traced or not is_innermost(self.request)
         except BaseException as exc:
             self.hook.fail(exc)
@@ -202,7 +179,8 @@ class Exchange:
                     self.finishing, began = True, _now()
             elif request is not None:
                 began = _now()
-                self.finishing = not message.get("more_body")
+                if not message.get("more_body"):
+                    self.finishing = True
                 if self._server.disconnected:
                     self.left_at = self.left_at or began
                 elif message.get("body"):
@@ -267,8 +245,8 @@ class Exchange:
             if self._server.disconnected:
                 self.left_at = self.left_at or at
             self.completed_at = at
-            if self.status < 500 or self.left_at:
-                self.finish(None)  # otherwise the exception that was answered with this status is still to come
+            if self.status < 500 or self.left_at:  # else the exception that was answered is still to come
+                self.finish(None)
         except BaseException as exc:
             self._give_up(exc)
 
@@ -279,18 +257,12 @@ class Exchange:
             return
         try:
             broken, self.broken = self.broken, None
-            if (
-                exc is None
-                and broken is None
-                and self.completed_at
-                and not self.left_at
-                and self.status < 500
-            ):
-                outcome, error_type = facts.OK, ""
-            else:
+            outcome, error_type = facts.OK, ""
+            failed = exc is not None or broken is not None or self.status >= 500
+            if failed or self.left_at or not self.completed_at:
                 outcome, error_type = self._verdict(only(exc or (broken if self.status < 300 else None)))
             at = self.left_at or self.completed_at
-            http, route = self._asked() if request.has_server else (0, "")
+            http, route = asked(self) if request.has_server else (0, "")
             if self._started_at:
                 if self._started_at == at - request.send_wait_ns:
                     http |= facts.WHOLE
@@ -311,20 +283,6 @@ class Exchange:
             return facts.ABORTED, CLIENT_DISCONNECT if self._server is _SILENT else CANCELLED
         sent, self.status = self.status, self.status or 500  # as servers answer where the application has not
         return verdict(exc, sent, bool(self.completed_at))
-
-    def _asked(self) -> tuple[int, str]:
-        """What belongs to the SERVER span, where that is ours: method and scheme, and the route with the names of its
-        parameters (empty if there was none)."""
-        method, scheme = self.scope.get("method"), self.scope.get("scheme")
-        http = facts.HTTP.get((method, scheme))
-        if http is None:
-            method = method if method in facts.METHODS else facts.OTHER
-            http = facts.HTTP[method, scheme if scheme in facts.SCHEMES else ""]
-        if self.route is not None:
-            path = getattr(self.route, "path_format", None) or getattr(self.route, "path", None)
-        else:
-            path = "/{path}" if self.mounted else None
-        return http, self.root.rstrip("/") + self.mounted + path if isinstance(path, str) else ""
 
     def _give_up(self, exc: BaseException) -> None:
         """Code of ours has raised: the request counts neither as a success nor as an error, and its slot is freed."""

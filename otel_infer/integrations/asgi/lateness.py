@@ -58,9 +58,7 @@ _here = _Here()
 
 def watch() -> None:
     """From now on, until no request is in flight, it is seen whether the loop that runs here is late."""
-    timer = _here.timer
-    if timer is not None and timer.loop.is_running():  # in this thread, so it is the one that runs here
-        return
     loop = asyncio._get_running_loop()  # None where another library than asyncio has the loop
-    if loop is not None:
+    timer = _here.timer
+    if loop is not None and (timer is None or timer.loop is not loop):
         _here.timer = _Timer(loop)

@@ -12,7 +12,7 @@ from opentelemetry.context import Context
 from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from otel_infer import ingress
+from otel_infer import context, ingress
 from otel_infer.identity import NOBODY, Caller
 
 Tokens = tuple[Any, ...]
@@ -22,6 +22,28 @@ W3C_FIELDS = frozenset(("traceparent", "tracestate", "baggage"))
 
 TRACEPARENT_BYTES = 55
 _DASH, _NO_TRACE, _NO_SPAN = ord("-"), bytes(16), bytes(8)
+
+
+class Door:
+    """What was learned of the way in. `inside`: an application that we hook is behind it; `traced`: so is a tracer.
+
+    `watched_until`: when it is to be asked again whether its loop is watched.
+    """
+
+    __slots__ = ("inside", "traced", "watched_until")
+    deferred = False
+
+    def __init__(self) -> None:
+        self.inside = self.traced = False
+        self.watched_until = 0
+
+    def entered(self, app: Any) -> Tokens:
+        """The lifespan has come to an application that we hook."""
+        self.inside = True
+        return ()
+
+    def breaks(self, exc: BaseException) -> None:
+        """The lifespan broke, which `Lifespan` tells."""
 
 
 class _Reading(NamedTuple):
@@ -66,7 +88,7 @@ def is_traced() -> bool:
 
 def is_innermost(request: ingress.LiveRequest | None) -> bool:
     """Whether nobody has started a span since this request was opened."""
-    if request is None or ingress.innermost() is request:
+    if request is None or context.innermost() is request:
         return True
     current = trace.get_current_span()
     return current.get_span_context().span_id == request.get_span_context().span_id
@@ -94,7 +116,9 @@ def caller_in(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
     if len(value) != TRACEPARENT_BYTES or value[:3] != b"00-" or not (value[35] == value[52] == _DASH):
         return None
     try:
-        caller = unhexlify(value.replace(b"-", b""))  # not an expression, which would be most of what a request costs here
+        caller = unhexlify(
+            value.replace(b"-", b"")
+        )  # not an expression, which would be most of what a request costs here
     except ValueError:
         return None
     if caller.startswith(_NO_TRACE, 1) or caller.startswith(_NO_SPAN, 17) or not value.islower():
@@ -134,4 +158,4 @@ def _reading_with(propagator: Any) -> _Reading:
 def leave(tokens: Tokens) -> None:
     """Ends what was made current."""
     for token in tokens:
-        ingress.detach(token)
+        context.detach(token)
