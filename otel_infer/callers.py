@@ -61,6 +61,8 @@ NOTHING = Wanted()
 
 def wanted(tenant: str, key: str, traffic: str) -> Wanted:
     """From the settings as they were written; raises `ValueError` with what is accepted."""
+    if not tenant and not traffic:
+        return NOTHING
     return Wanted(
         source(tenant) if tenant else None, hash_key(key), traffic_classes(traffic) if traffic else None
     )

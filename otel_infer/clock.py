@@ -11,6 +11,8 @@ import time
 
 now = time.monotonic_ns
 """The current instant, monotonic ns."""
+wall = time.time_ns
+"""The current instant, unix ns."""
 
 
 def wall_pair() -> tuple[int, int]:

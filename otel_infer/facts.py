@@ -136,6 +136,21 @@ class RequestEnded(NamedTuple):
     detokenize_ns: int
 
 
+class ExchangeEnded(NamedTuple):
+    """The end of an HTTP request with what else is known of it by then, in one cell: for the ring alone, `told_apart` by its
+    reader. `http`: of `HTTP`, how it was asked for; and `WHOLE`."""
+
+    at: int
+    outcome: int
+    error_type: str
+    status_code: int
+    chunks: int
+    send_wait_ns: int
+    detokenize_ns: int
+    route: str
+    http: int
+
+
 class AttributeSet(NamedTuple):
     """User code set an attribute on the live request span (limits already honoured)."""
 
@@ -187,6 +202,16 @@ class HttpDescribed(NamedTuple):
     method: str
     scheme: str
     route: str
+
+
+METHODS = (OTHER, "POST", "PUT", "PATCH", "QUERY")
+"""Of the requests that are watched."""
+SCHEMES = ("", "http", "https")
+_ASKED = tuple((method, scheme) for method in METHODS for scheme in SCHEMES)
+HTTP: Mapping[tuple[str, str], int] = {asked: 2 * number for number, asked in enumerate(_ASKED, 1)}
+"""Method and scheme as one number."""
+WHOLE = 1
+"""The body of the response was one piece: it was started `send_wait_ns` before the end."""
 
 
 class HooksReported(NamedTuple):
@@ -409,12 +434,16 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(15, PauseSeen, "q q S"),
     _layout(16, SpanUnseen, "q"),
     _layout(17, MarkSeen, "q q S I"),
+    _layout(18, ExchangeEnded, "q B S H I q q S B"),
     _layout(20, ProcessStarted, "q q 16s 8s"),
     _layout(21, ModuleImported, "q S"),
     _layout(22, PhaseBegan, "q S"),
     _layout(23, PhaseEnded, "q q S S S S"),
     _layout(24, ProcessLeft, "q S"),
 )
+NAMED_CODE = 19
+NAMED = struct.Struct("<qq16s8s8s8sHI")
+"""A `RequestArrived` of which nothing but the name was known: its strings but that one are left out."""
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
 
@@ -435,6 +464,9 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
     """The request fact with this code in `body` (which may be longer); raises `ValueError` for what is not one."""
     if code in _TEXT_FACTS:
         return _TEXT_FACTS[code](*json.loads(body.rstrip(b"\0")))
+    if code == NAMED_CODE:
+        known = NAMED.unpack_from(body)
+        return RequestArrived._make((*known[:7], "", "", "", text_of(known[7])))
     layout = BY_CODE.get(code)
     if layout is None:
         raise ValueError(f"unknown fact code {code}")
@@ -442,6 +474,19 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
     for i in layout.strings:
         fields[i] = text_of(fields[i])
     return layout.fact(*fields)
+
+
+def told_apart(fact: Any) -> tuple[Any, ...]:
+    """The facts that this one from a ring stands for, in order; nearly always itself."""
+    if type(fact) is not ExchangeEnded:
+        return (fact,)
+    route, http = fact.route, fact.http
+    said: list[Any] = []
+    if http & WHOLE:
+        said.append(ResponseStarted(fact.at - fact.send_wait_ns))
+    if http > WHOLE:
+        said.append(HttpDescribed(fact.at, *_ASKED[http // 2 - 1], route))
+    return (*said, RequestEnded(*fact[:7]))
 
 
 # ── step facts: layout ───────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +13,10 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
+from otel_infer import facts
+
 _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
+_NO_ID = bytes(8)
 _SAMPLING = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
 
 
@@ -46,6 +50,86 @@ class Opened(NamedTuple):
     server: SpanContext | None
     parent: SpanContext | None
     inner: Inner | None
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a SERVER span of ours is above the request."""
+        return self.server is not None
+
+    @property
+    def ids(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """Of the trace, of the request, of what is above it and of our server span."""
+        request, parent, server = self.request, self.parent, self.server
+        return (
+            request.trace_id.to_bytes(16, "big"),
+            request.span_id.to_bytes(8, "big"),
+            _NO_ID if parent is None else parent.span_id.to_bytes(8, "big"),
+            _NO_ID if server is None else server.span_id.to_bytes(8, "big"),
+        )
+
+    @property
+    def flags(self) -> int:
+        """As an arrival says them."""
+        flags = facts.SAMPLED if self.request.trace_flags.sampled else 0
+        flags |= facts.REMOTE_PARENT if self.parent is not None and self.parent.is_remote else 0
+        return flags | (facts.OWN_SERVER_SPAN if self.server is not None else 0)
+
+
+Caller = bytes
+"""The span of another process that a request is below, where nothing but a `traceparent` says so: version, trace id, span id
+and flags of it as 26 bytes; empty: there is none."""
+NOBODY: Caller = b""
+
+
+class Below:
+    """The identity of a new request that is below a SERVER span of ours, and that below its caller. Contexts of the API are
+    made of its ids when somebody asks, which for most requests nobody does."""
+
+    __slots__ = ("caller", "flags", "ids")
+    inner = None
+    has_server = True
+
+    def __init__(self, caller: Caller, sampled: bool) -> None:
+        if caller:
+            trace_id, parent_id = caller[1:17], caller[17:25]
+            self.flags = facts.OWN_SERVER_SPAN | facts.REMOTE_PARENT
+        else:
+            trace_id, parent_id = _random_ids(), _NO_ID
+            self.flags = facts.OWN_SERVER_SPAN
+        if sampled:
+            self.flags |= facts.SAMPLED
+        spans = random.getrandbits(128).to_bytes(16, "big")
+        if spans.startswith(_NO_ID) or spans.endswith(_NO_ID):
+            spans = _random_ids()
+        self.ids = trace_id, spans[:8], parent_id, spans[8:]
+        self.caller = caller
+
+    @property
+    def request(self) -> SpanContext:
+        """The request span's."""
+        return self._own(self.ids[1])
+
+    @property
+    def server(self) -> SpanContext:
+        """The SERVER span's."""
+        return self._own(self.ids[3])
+
+    @property
+    def parent(self) -> SpanContext | None:
+        """The caller's."""
+        return context_of(self.caller)
+
+    def _own(self, span_id: bytes) -> SpanContext:
+        ids = int.from_bytes(self.ids[0], "big"), int.from_bytes(span_id, "big")
+        return SpanContext(*ids, False, _SAMPLED if self.flags & facts.SAMPLED else _NOT_SAMPLED)
+
+
+def context_of(caller: Caller) -> SpanContext | None:
+    """The caller's span as a context of the API; None: there is none."""
+    if not caller:
+        return None
+    ids = int.from_bytes(caller[1:17], "big"), int.from_bytes(caller[17:25], "big")
+    return SpanContext(*ids, True, TraceFlags(caller[25]))
 
 
 class Unclaimed:
@@ -87,6 +171,10 @@ class Opener(Protocol):
         """A request span named `name`, below a server span of ours if `own_server`; `above` is the span in `parent`."""
         ...
 
+    def below(self, caller: Caller) -> Below | None:
+        """A request span below a server span of ours below this caller; None where ids alone do not decide that."""
+        ...
+
     def ids(self) -> tuple[bytes, bytes]:
         """Trace and span id of a trace that nobody else begins."""
         ...
@@ -98,6 +186,7 @@ class IdOpener:
     def __init__(self, sampler: Any, ids: Any, limits: Limits) -> None:
         self._sampler, self._ids, self.limits = sampler, ids, limits
         self._constant = _constant(sampler)
+        self._is_plain = _are_random(ids)
 
     def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
         trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
@@ -113,6 +202,13 @@ class IdOpener:
         request = SpanContext(trace_id, new(), False, flags, state)
         server = SpanContext(trace_id, new(), False, flags, state) if own_server else None
         return Opened(request, server, above if above.is_valid else None, None)
+
+    def below(self, caller: Caller) -> Below | None:
+        constant = self._constant
+        if constant is None or not self._is_plain:
+            return None
+        follows = caller and constant.follows
+        return Below(caller, bool(caller[25] & TraceFlags.SAMPLED) if follows else constant.root)
 
     def ids(self) -> tuple[bytes, bytes]:
         trace_id, span_id = self._ids.generate_trace_id(), self._ids.generate_span_id()
@@ -144,6 +240,19 @@ def _constant(sampler: Any) -> _Constant | None:
     return next((constant for one, constant in known if one is sampler), None)
 
 
+def _are_random(ids: Any) -> bool:
+    """Whether these are the ids of the SDK's own generator: what it makes by two calls and more, one makes as well."""
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    return type(ids) is RandomIdGenerator
+
+
+def _random_ids() -> bytes:
+    """One id of a trace, or two of spans."""
+    ids = random.getrandbits(128).to_bytes(16, "big")
+    return _random_ids() if ids.startswith(_NO_ID) or ids.endswith(_NO_ID) else ids
+
+
 class ProviderOpener:
     """Identities of spans that a user's provider starts; they are ended when the request has been assembled."""
 
@@ -160,6 +269,9 @@ class ProviderOpener:
         span = self._tracer.start_span(name, parent, SpanKind.INTERNAL, start_time=wall_at)
         own = server.get_span_context() if server is not None else None
         return Opened(span.get_span_context(), own, above if above.is_valid else None, (server, span))
+
+    def below(self, caller: Caller) -> Below | None:
+        return None
 
     def ids(self) -> tuple[bytes, bytes]:
         """To tell it by: the provider gives it others when it is written."""

@@ -3,6 +3,8 @@
 Everything below it is written afterwards, with the instants that the facts had. This one is opened on arrival, because
 other processes and other instrumentations need its id as their parent. It is a span of the OpenTelemetry API that holds
 no data: what user code sets on it goes to the ring, limits honoured first.
+
+Longer than a module should be: the span, and the two ways in which it is opened, are one promise to whoever is told its id.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, SpanContext
 from opentelemetry.util import types
 
-from otel_infer import clock, facts, identity, semconv
-from otel_infer.identity import Limits, Opened, Opener
+from otel_infer import clock, context, facts, identity, semconv
+from otel_infer.context import detach as detach
+from otel_infer.identity import Below, Caller, Limits, Opened, Opener
 from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
 
-_NO_ID = bytes(8)
 _KEY = otel_context.create_key("otel_infer-request")
 
 
@@ -36,17 +38,30 @@ class LiveRequest(trace.Span):
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
     sequences_left = 1
-    chunks = send_wait_ns = detokenize_ns = 0
+    detokenize_ns = 0
     _attributes = _events = _links = 0
     _failed = _seen = False
     _engine_failed = ""
+    _context: SpanContext | None = None
 
-    def __init__(self, opened: Opened, handle: int, arrived_at: int, owner: str, around: Context) -> None:
-        """`around`: what `attach` starts from; the caller's baggage lies in it."""
-        self._context, self._above, self.around = opened.request, opened.parent, around
-        self.server = opened.server
+    def __init__(
+        self, opened: Opened | Below, handle: int, arrived_at: int, owner: str, around: Context
+    ) -> None:
+        """`around`: what `attach` starts from; the caller's baggage lies in it.
+
+        `has_server`: the SERVER span above it is ours. `has_news`: the next piece of the response may be the first, or the first with a token.
+        """
+        self._opened, self.around = opened, around
         self.inner = opened.inner
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
+        self.has_server = opened.has_server
+        self.chunks = self.send_wait_ns = 0
+        self.has_news = True
+
+    @property
+    def server(self) -> SpanContext | None:
+        """Of the SERVER span above it, where that is ours."""
+        return self._opened.server
 
     @property
     def _room(self) -> Limits:
@@ -103,11 +118,19 @@ class LiveRequest(trace.Span):
     def token_reached(self) -> None:
         """A token reached the side of the server that talks to the reader."""
         if not self.tokens_reached:
-            self.tokens_reached = True
+            self.tokens_reached = self.has_news = True
             recorder.state(self.handle, facts.TokenReached(clock.now()))
 
-    def close(self, outcome: int = facts.OK, error_type: str = "", status_code: int = 0, at: int = 0) -> None:
-        """The request is over; the second call does nothing."""
+    def close(
+        self,
+        outcome: int = facts.OK,
+        error_type: str = "",
+        status_code: int = 0,
+        at: int = 0,
+        http: int = 0,
+        route: str = "",
+    ) -> None:
+        """The request is over; the second call does nothing. `http`, `route`: as in `facts.ExchangeEnded`."""
         if self.ended:
             return
         self.ended = True
@@ -115,24 +138,20 @@ class LiveRequest(trace.Span):
             outcome, error_type = facts.ERROR, self._engine_failed
         elif self._failed and outcome == facts.OK:
             outcome, error_type = facts.ERROR, semconv.OTHER
-        ended = facts.RequestEnded(
-            at or clock.now(),
-            outcome,
-            error_type,
-            status_code,
-            self.chunks,
-            self.send_wait_ns,
-            self.detokenize_ns,
-        )
-        if not (self._seen or self.engine or self.server or self.inner) and self._above is not None:
+        at = at or clock.now()
+        said = at, outcome, error_type, status_code, self.chunks, self.send_wait_ns, self.detokenize_ns
+        if not (self.has_server or self._seen or self.engine or self.inner) and self._opened.parent:
             self._withdraw()
-        recorder.close(self.handle, ended)
+        if http:
+            recorder.close(self.handle, tuple.__new__(facts.ExchangeEnded, (*said, route, http)))
+        else:
+            recorder.close(self.handle, facts.RequestEnded(*said))
         if not self.handle and self.inner is not None:  # nobody will hear of it
             identity.end(self.inner)
 
     def _withdraw(self) -> None:
         """Whoever asks from now on, in a task that outlives the request, is told of the span above."""
-        own, self._context = self._context, self._above or self._context
+        own, self._context = self._context, self._opened.parent or self._context
         if self._seen:  # another thread has asked just now
             self._context = own
         else:
@@ -146,7 +165,10 @@ class LiveRequest(trace.Span):
 
     def get_span_context(self) -> SpanContext:
         self._seen = True
-        return self._context
+        known = self._context
+        if known is None:
+            known = self._context = self._opened.request
+        return known
 
     def is_recording(self) -> bool:
         return not self.ended and self.handle != 0
@@ -199,24 +221,13 @@ class LiveRequest(trace.Span):
     # ── current ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self) -> Any:
-        """Makes the request current here; give the token to `detach`."""
-        here = Context({**self.around, _KEY: self})
-        return otel_context.attach(
-            trace.set_span_in_context(self if self.inner is None else self.inner[1], here)
-        )
+        """Makes the request current here; give the token to `context.detach`."""
+        span = self if self.inner is None else self.inner[1]
+        return context.attach(Context({**self.around, _KEY: self, context.SPAN_KEY: span}))
 
 
 opener: Opener | None = None
 """Set by the composition root."""
-
-
-def detach(token: Any) -> None:
-    """Ends what `attach` began; a token of another task (a stream closed elsewhere) is no error, and is not logged."""
-    runtime = getattr(otel_context, "_RUNTIME_CONTEXT", otel_context)
-    try:
-        runtime.detach(token)
-    except Exception:
-        pass
 
 
 def current() -> LiveRequest | None:
@@ -256,7 +267,14 @@ def open_request(
         above = trace.get_current_span(parent).get_span_context()
     opened = opener.open(name, parent, above, own_server, wall_at)
     arrived = facts.RequestArrived(
-        arrived_at, wall_at, *_ids(opened), _flags(opened, generative), operation, provider, model, name
+        arrived_at,
+        wall_at,
+        *opened.ids,
+        opened.flags | (0 if generative else facts.NON_GENERATIVE),
+        operation,
+        provider,
+        model,
+        name,
     )
     request = LiveRequest(opened, recorder.open(arrived), arrived_at, owner, parent)
     if opened.request.trace_state and (state := identity.sampling_state(opened.request.trace_state)):
@@ -264,6 +282,25 @@ def open_request(
     if opened.inner is not None and request.handle:
         unclaimed.put(arrived.span_id, opened.inner)
     return request
+
+
+def open_below(caller: Caller, name: str, owner: str, around: Context, arrived_at: int) -> LiveRequest | None:
+    """A new request with a SERVER span of ours above it, whose caller is known by ids; None while nothing records.
+
+    `around`: a context without a span.
+    """
+    if opener is None or not recorder.active:
+        return None
+    opened = opener.below(caller)
+    if opened is None:
+        if (span := identity.context_of(caller)) is not None:
+            around = trace.set_span_in_context(NonRecordingSpan(span), around)
+        return open_request(name, owner=owner, around=around, server=True, arrived_at=arrived_at)
+    wall_at = clock.wall() - clock.now() + arrived_at
+    said = arrived_at, wall_at, *opened.ids, opened.flags, "", "", "", name
+    # As its own `__new__` makes it, without the call.
+    arrived = tuple.__new__(facts.RequestArrived, said)
+    return LiveRequest(opened, recorder.open(arrived), arrived_at, owner, around)
 
 
 unclaimed = identity.Unclaimed()
@@ -275,24 +312,6 @@ def to_headers(request: LiveRequest) -> dict[str, str]:
     carrier: dict[str, str] = {}
     propagate.inject(carrier, trace.set_span_in_context(NonRecordingSpan(request.get_span_context())))
     return carrier
-
-
-def _flags(opened: Opened, generative: bool) -> int:
-    flags = facts.SAMPLED if opened.request.trace_flags.sampled else 0
-    flags |= facts.REMOTE_PARENT if opened.parent is not None and opened.parent.is_remote else 0
-    flags |= facts.OWN_SERVER_SPAN if opened.server is not None else 0
-    return flags | (0 if generative else facts.NON_GENERATIVE)
-
-
-def _ids(opened: Opened) -> tuple[bytes, bytes, bytes, bytes]:
-    """Of the trace, of the request, of what is above it and of our server span."""
-    request, parent, server = opened.request, opened.parent, opened.server
-    return (
-        request.trace_id.to_bytes(16, "big"),
-        request.span_id.to_bytes(8, "big"),
-        _NO_ID if parent is None else parent.span_id.to_bytes(8, "big"),
-        _NO_ID if server is None else server.span_id.to_bytes(8, "big"),
-    )
 
 
 def _monotonic(wall_at: int | None) -> int:

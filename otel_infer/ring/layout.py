@@ -25,7 +25,7 @@ from typing import NamedTuple
 MAGIC = 0x4F54454C_494E4652  # "OTELINFR"
 MAGIC_BYTES = MAGIC.to_bytes(8, sys.byteorder)
 """What a ring begins with once the rest of its header is there."""
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 SUFFIX_REQUESTS = ".requests"
 SUFFIX_STEPS = ".steps"

@@ -166,24 +166,23 @@ class RequestReader:
                 continue
             self._next += 1
             self._hole_wakes = 0
-            fact = self._decode(*cell)
-            if fact is not None:
-                yield fact
+            yield from self._decode(*cell)
         self._expire_pending()
 
     def _decode(
         self, counter: int, code: int, part: int, parts: int, handle: int, body: bytes, _: int
-    ) -> facts.RingFact | None:
+    ) -> list[facts.RingFact]:
         if parts > 1:
             whole = self._join(counter, part, parts, body)
             if whole is None:
-                return None
+                return []
             body = whole
         try:
-            return facts.RingFact(self.ring, handle, facts.unpack_request(code, body, self.text_of))
-        except (ValueError, TypeError, struct.error):
+            said = facts.told_apart(facts.unpack_request(code, body, self.text_of))
+        except (ValueError, TypeError, IndexError, struct.error):
             self.torn += 1
-            return None
+            return []
+        return [facts.RingFact(self.ring, handle, fact) for fact in said]
 
     def _join(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
         first, piece = layout.PART.unpack(body)

@@ -141,13 +141,14 @@ class Recorder:
         if writer is not None and handle:
             writer.reached(handle, state, clock.now())
 
-    def close(self, handle: int, ended: facts.RequestEnded) -> None:
+    def close(self, handle: int, ended: facts.RequestEnded | facts.ExchangeEnded) -> None:
         """States the end of a request and frees its slot."""
         writer = self.requests
         if writer is not None and handle:
             try:
-                for say in list(self.overdue.values()):
-                    say()
+                if self.overdue:
+                    for say in list(self.overdue.values()):
+                        say()
                 writer.close(handle, ended)
             except Exception as broken:  # the request goes on without us
                 self._broke(broken)

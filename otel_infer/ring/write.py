@@ -98,7 +98,14 @@ def _whole_cell(known: facts.Layout) -> tuple[Callable[..., None], int, tuple[in
 
 
 _ARRIVED = facts.BY_FACT[facts.RequestArrived]
+# An arrival of which only the name is known, as two cells with its fields in the place of their parts; the span id is cut.
+_ARRIVED_FIRST = struct.Struct("<QBBBxIIqq16s4sQ").pack_into
+_ARRIVED_REST = struct.Struct("<QBBBxII4s8s8sHI10xQ").pack_into
 _NO_REQUEST = bytes(layout.LIVE_BYTES)
+# Looked up once, for what every request comes through.
+_FIRST_CELL, _CELL_BYTES, _LIVE_BYTES = layout.PAGE, layout.CELL_BYTES, layout.LIVE_BYTES
+_SLOT_BITS, _SLOT_MASK, _GENERATIONS = layout.SLOT_BITS, layout.SLOT_MASK, layout.GENERATIONS
+_NAMED, _LIVE_INTO = facts.NAMED_CODE, layout.LIVE.pack_into
 
 _WHOLE_CELLS = {
     known.fact: _whole_cell(known)
@@ -140,12 +147,23 @@ class RequestWriter:
         except IndexError:
             self.words[layout.W_LOST] += 1
             return 0
-        handle = slot | self._generations[slot] << layout.SLOT_BITS
-        offset = self._live + slot * layout.LIVE_BYTES
-        # at, wall_at and the four ids come first in the fact, in this order.
-        fields = (handle, arrived.flags, 0, *arrived[:6], arrived.at, handle)
-        layout.LIVE.pack_into(self.memory, offset, *fields)
-        self._write(_ARRIVED.code, handle, _ARRIVED.packed.pack(*self._with_ids(arrived, _ARRIVED.strings)))
+        handle = slot | self._generations[slot] << _SLOT_BITS
+        offset = self._live + slot * _LIVE_BYTES
+        at, wall_at, trace, span, parent, server, flags, operation, provider, model, name = arrived
+        memory = self.memory
+        _LIVE_INTO(memory, offset, handle, flags, 0, at, wall_at, trace, span, parent, server, at, handle)
+        if operation or provider or model:
+            body = _ARRIVED.packed.pack(*self._with_ids(arrived, _ARRIVED.strings))
+            self._write(_ARRIVED.code, handle, body)
+            return handle
+        number = self._strings[name] if name in self._strings else self._intern(str(name))
+        cell, rest, cells = self._next_cell() + 1, self._next_cell() + 1, self._cells
+        first, offset = cell & 0xFFFFFFFF, _FIRST_CELL + (cell - 1) % cells * _CELL_BYTES
+        _ARRIVED_FIRST(memory, offset, cell, _NAMED, 0, 2, handle, first, at, wall_at, trace, span, cell)
+        offset = _FIRST_CELL + (rest - 1) % cells * _CELL_BYTES
+        _ARRIVED_REST(
+            memory, offset, rest, _NAMED, 1, 2, handle, first, span[4:], parent, server, flags, number, rest
+        )
         return handle
 
     def reached(self, handle: int, state: int, at: int) -> None:
@@ -154,15 +172,16 @@ class RequestWriter:
         layout.LIVE_STATE.pack_into(self.memory, offset + layout.LIVE_STATE_OFFSET, state)
         layout.LIVE_STATE_AT.pack_into(self.memory, offset + layout.LIVE_STATE_AT_OFFSET, at)
 
-    def close(self, handle: int, ended: facts.RequestEnded) -> None:
+    def close(self, handle: int, ended: facts.RequestEnded | facts.ExchangeEnded) -> None:
         """States the end and gives the slot back; the oldest free slot is used next, so generations last long."""
         self.state(handle, ended)
-        slot = handle & layout.SLOT_MASK
-        if handle == 0 or handle >> layout.SLOT_BITS != self._generations[slot]:
+        slot, generations = handle & _SLOT_MASK, self._generations
+        generation = generations[slot]
+        if handle == 0 or handle >> _SLOT_BITS != generation:
             return
-        offset = self._live + slot * layout.LIVE_BYTES
-        self.memory[offset : offset + layout.LIVE_BYTES] = _NO_REQUEST
-        self._generations[slot] = (self._generations[slot] + 1) % layout.GENERATIONS or 1
+        offset = self._live + slot * _LIVE_BYTES
+        self.memory[offset : offset + _LIVE_BYTES] = _NO_REQUEST
+        generations[slot] = (generation + 1) % _GENERATIONS or 1
         self._free.append(slot)
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,9 +193,14 @@ class RequestWriter:
             self._state_long(handle, fact)
             return
         pack_into, code, strings = whole
-        fields = self._with_ids(fact, strings) if strings else fact
+        fields = fact
+        if strings:
+            fields, known = list(fact), self._strings
+            for i in strings:
+                text = fields[i]
+                fields[i] = known[text] if text in known else self._intern(str(text))
         cell = self._next_cell()
-        offset = layout.PAGE + cell % self._cells * layout.CELL_BYTES
+        offset = _FIRST_CELL + cell % self._cells * _CELL_BYTES
         pack_into(self.memory, offset, cell + 1, code, 0, 1, handle, *fields, cell + 1)
 
     def _state_long(self, handle: int, fact: Any) -> None:
@@ -191,8 +215,8 @@ class RequestWriter:
         """The fields, those that are strings as numbers of the string table."""
         fields, known = list(fact), self._strings
         for i in strings:
-            number = known.get(fields[i])
-            fields[i] = self._intern(str(fields[i])) if number is None else number
+            text = fields[i]
+            fields[i] = known[text] if text in known else self._intern(str(text))
         return fields
 
     def _write(self, code: int, handle: int, body: bytes) -> None:

@@ -15,15 +15,15 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from otel_infer import ingress
 from otel_infer.integrations._base import Integration
 from otel_infer.integrations.asgi import lateness, response_headers
-from otel_infer.integrations.asgi.exchange import KEY, App, Door, Exchange, Receive, Scope, Send
+from otel_infer.integrations.asgi.exchange import KEY, App, Exchange, Receive, Scope, Send
 from otel_infer.integrations.asgi.lifespan import Lifespan
-from otel_infer.integrations.asgi.parent import has_provider, is_traced, leave
+from otel_infer.integrations.asgi.parent import Door, has_provider, is_traced, leave
 from otel_infer.patching import Hook, Make
 from otel_infer.ring.recorder import recorder
 
@@ -63,7 +63,8 @@ def _front(app: App, hook: Hook) -> App:
     async def front(scope: Scope, receive: Receive, send: Send) -> Any:
         exchange = _arrive(scope, receive, send, hook, door)
         if exchange is not None:
-            return await exchange.run(app, ambient=False)
+            with exchange:
+                return await app(scope, exchange.receive, exchange.send)
         if scope.get("type") == "lifespan" and hook.alive and recorder.active:
             return await Lifespan(send, hook).run(app, scope, receive)
         return await app(scope, receive, send)
@@ -90,7 +91,12 @@ def _arrive(scope: Scope, receive: Receive, send: Send, hook: Hook, door: Door |
         else:
             exchange.deferred = door.inside and (door.traced or has_provider())
         scope[KEY] = exchange
-        lateness.watch()
+        if door is None or exchange.arrived_at > door.watched_until:
+            lateness.watch()
+            if door is not None:
+                door.watched_until = (
+                    exchange.arrived_at + lateness.EVERY_NS // 2
+                )  # its timer runs until then at least
         return exchange
     except BaseException as exc:
         hook.fail(exc)
@@ -128,17 +134,18 @@ def _application(original: App, hook: Hook) -> App:
             exchange = _arrive(scope, receive, send, hook, None)
             if exchange is not None:
                 exchange.entered(self)
-                return await exchange.run(
-                    functools.partial(original, self), not exchange.deferred and is_traced()
-                )
+                exchange.ambient = not exchange.deferred and is_traced()
+                with exchange:
+                    return await original(self, scope, exchange.receive, exchange.send)
             if scope.get("type") == "lifespan" and hook.alive and recorder.active:
                 return await Lifespan(send, hook).run(functools.partial(original, self), scope, receive)
             return await original(self, scope, receive, send)
-        tokens = seen.entered(self) if hook.alive else ()
+        tokens = seen.entered(self) if hook.alive and not seen.inside else ()
         try:
             return await original(self, scope, receive, send)
         finally:
-            leave(tokens)
+            if tokens:
+                leave(tokens)
 
     return called
 
@@ -156,7 +163,8 @@ def _router(original: App, hook: Hook) -> App:
             seen.breaks(exc)
             raise
         finally:
-            leave(tokens)
+            if tokens:
+                leave(tokens)
 
     return called
 
@@ -165,14 +173,14 @@ def _handling(note: Callable[[Exchange, Any, Scope], None]) -> Make:
     """Notes on the exchange what a route says of itself."""
 
     def make(original: App, hook: Hook) -> App:
-        async def handle(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
+        def handle(self: Any, scope: Scope, receive: Receive, send: Send) -> Awaitable[Any]:
             seen = scope.get(KEY)
             if seen is not None and hook.alive:
                 try:
                     note(seen, self, scope)
                 except BaseException as exc:
                     hook.fail(exc)
-            return await original(self, scope, receive, send)
+            return original(self, scope, receive, send)
 
         return handle
 

@@ -6,9 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from otel_infer import asking, clock, facts, ingress
+from otel_infer import asking, callers, clock, context, facts, ingress
 from otel_infer.integrations.asgi import response_headers
-from otel_infer.integrations.asgi.parent import Tokens, is_innermost, is_traced, leave, told_by
+from otel_infer.integrations.asgi.parent import (
+    Door,
+    Tokens,
+    caller_in,
+    cleared,
+    is_innermost,
+    is_traced,
+    leave,
+    told_by,
+)
+from otel_infer.integrations.asgi.route import asked
 from otel_infer.integrations.asgi.verdict import only, verdict
 from otel_infer.patching import Hook
 
@@ -20,48 +30,37 @@ App = Callable[..., Awaitable[Any]]
 
 KEY = "otel_infer"
 """In a scope: the `Exchange` of a request, None if it is excluded; in that of the lifespan, the front's `Door`."""
-KNOWN_METHODS = frozenset(("POST", "PUT", "PATCH", "QUERY"))  # of those that are watched
+OWNER = "asgi"
 CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"
 
 _now = clock.now
 
 
-class Door:
-    """What was learned of the way in. `inside`: an application that we hook is behind it; `traced`: so is a tracer."""
-
-    __slots__ = ("inside", "traced")
-    deferred = False
-
-    def __init__(self) -> None:
-        self.inside = self.traced = False
-
-    def entered(self, app: Any) -> Tokens:
-        """The lifespan has come to an application that we hook."""
-        self.inside = True
-        return ()
-
-    def breaks(self, exc: BaseException) -> None:
-        """The lifespan broke, which `Lifespan` tells."""
-
-
 class _Silent:
     """Stands for a server that does not say whether its client is still there."""
 
-    disconnected = False
+    def __init__(self) -> None:
+        self.disconnected = False
+
+
+_SILENT = _Silent()
 
 
 class Exchange:
     """One HTTP request and what is sent in return. Nothing of it raises but what the server or the application does.
 
     `broken`: what left the routes while the response was on its way. Middleware of Starlette's ends such a response well.
-    `deferred`: to be opened further in. `left_at`, `completed_at`: when the client was seen to be gone, and the last
-    byte was handed over; 0 = not yet.
+    `ambient`: the span that is current where it begins is the parent. `deferred`: to be opened further in. `left_at`,
+    `completed_at`: when the client was seen to be gone, and the last byte was handed over; 0 = not yet.
     """
 
     __slots__ = (
         "_receive",
         "_send",
         "_server",
+        "_started_at",
+        "_tokens",
+        "ambient",
         "arrived_at",
         "broken",
         "completed_at",
@@ -83,42 +82,49 @@ class Exchange:
         self.arrived_at = _now()
         self.hook, self.door, self.scope = hook, door, scope
         self.request: ingress.LiveRequest | None = None
-        self.deferred = self.inside = self.finishing = False
-        self.status = self.left_at = self.completed_at = 0
+        self.ambient = self.deferred = self.inside = self.finishing = False
+        self.status = self.left_at = self.completed_at = self._started_at = 0
+        self._tokens: Tokens = ()
         self.root, self.mounted = scope.get("root_path") or "", ""
         self.route: Any = None
         self.broken: Exception | None = None
         self._receive, self._send = receive, send
         # uvicorn drops what is sent to a client that has left, and tells only those who ask `receive`.
         server = getattr(send, "__self__", None)
-        self._server: Any = server if type(getattr(server, "disconnected", None)) is bool else _Silent
+        self._server: Any = _SILENT
+        if server is not None and type(getattr(server, "disconnected", None)) is bool:
+            self._server = server
 
-    async def run(self, call: App, ambient: bool) -> Any:
-        """Calls the application. `ambient`: the span that is current is the parent."""
-        tokens = () if self.deferred else self.open(ambient)
-        try:
-            result = await call(self.scope, self.receive, self.send)
-        except BaseException as exc:
+    def __enter__(self) -> Exchange:
+        """The application is called inside."""
+        if not self.deferred:
+            self._tokens = self.open(self.ambient)
+        return self
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+        if self.request is not None:
             self.finish(exc)
-            raise
-        finally:
-            leave(tokens)
-            self.scope.pop(KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
-        self.finish(None)
-        return result
+        for token in self._tokens:
+            context.detach(token)
+        self.scope.pop(KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
 
     def open(self, ambient: bool) -> Tokens:
         """Opens the request and makes it current, until `leave` is given what this returns."""
         self.deferred = False
         try:
-            around = None if ambient else told_by(self.scope.get("headers") or ())
-            method = self.scope.get("method")
-            name = method if method in KNOWN_METHODS else facts.OTHER
-            request = self.request = ingress.open_request(
-                name, owner="asgi", around=around, server=True, arrived_at=self.arrived_at
-            )
+            scope, at = self.scope, self.arrived_at
+            method, headers = scope.get("method"), scope.get("headers") or ()
+            name = method if method in facts.METHODS else facts.OTHER
+            caller = None if ambient else caller_in(headers)
+            if caller is not None:
+                request = ingress.open_below(caller, name, OWNER, cleared(context.here()), at)
+            else:
+                around = None if ambient else told_by(headers, cleared(context.here()))
+                request = ingress.open_request(name, owner=OWNER, around=around, server=True, arrived_at=at)
+            self.request = request
             if request is not None:
-                asking.tell(request, self.scope.get("headers") or (), str(self.scope.get("path", "")))
+                if asking.wanted is not callers.NOTHING:
+                    asking.tell(request, headers, str(self.scope.get("path", "")))
                 return (request.attach(),)
         except BaseException as exc:
             self.hook.fail(exc)
@@ -137,7 +143,8 @@ class Exchange:
                 return self.open(ambient=True) if is_traced() else ()
             if self.door is not None:
                 self.door.inside = True
-                self.door.traced = self.door.traced or not is_innermost(self.request)
+                if context.innermost() is not self.request:
+                    self.door.traced = self.door.traced or not is_innermost(self.request)
         except BaseException as exc:
             self.hook.fail(exc)
         return ()
@@ -146,14 +153,6 @@ class Exchange:
         """This left the routes before the last byte did. Where the answer is a good one, it was begun before."""
         if self.request is not None and not self.finishing:
             self.broken = exc
-
-    def _template(self) -> str:
-        """The route with the names of its parameters; empty if there was none."""
-        if self.route is not None:
-            path = getattr(self.route, "path_format", None) or getattr(self.route, "path", None)
-        else:
-            path = "/{path}" if self.mounted else None
-        return self.root.rstrip("/") + self.mounted + path if isinstance(path, str) else ""
 
     # ── on the way out ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,71 +171,60 @@ class Exchange:
         """The server's `send`, seen and timed. A chunk of a stream passes here without a call more than it takes."""
         began, request = 0, self.request
         try:
-            if message["type"] != "http.response.body":
-                began = self._sends(message)
-                if not began and response_headers.wanted:
-                    message = self._told(message)
+            kind = message["type"]
+            if kind != "http.response.body":
+                if kind == "http.response.start":
+                    message = self._starts(message)
+                elif kind == "http.response.pathsend":
+                    self.finishing, began = True, _now()
             elif request is not None:
                 began = _now()
+                if not message.get("more_body"):
+                    self.finishing = True
                 if self._server.disconnected:
                     self.left_at = self.left_at or began
                 elif message.get("body"):
-                    if not request.first_token_sent and (request.tokens_reached or not request.responding):
+                    if request.has_news:
                         self._say_first(request, began)
                     request.chunks += 1
-                self.finishing = not message.get("more_body", False)
         except BaseException as exc:
             self._give_up(exc)
         try:
             await self._send(message)
         except BaseException as exc:
-            self._sent(began, exc)
+            self._failed(began, exc)
             raise
-        if began and self.finishing:
-            self._sent(began, None)
-        elif began and request is not None:
-            request.send_wait_ns += _now() - began
+        if began and request is not None:
+            ended = _now()
+            request.send_wait_ns += ended - began
+            if self.finishing:
+                self._complete(ended)
 
-    def _sends(self, message: Message) -> int:
-        """Of a message that is no body: the instant from which the client may make us wait; 0: it will not."""
-        if message["type"] == "http.response.start":
-            self._starts(message)
-        elif message["type"] == "http.response.pathsend":
-            self.finishing = True
-            return _now()
-        return 0
-
-    def _told(self, message: Message) -> Message:
-        """The message, with what the client is told if it starts the response."""
-        try:
-            if self.request is not None and message["type"] == "http.response.start":
-                return response_headers.added(message, self.request)
-        except BaseException as exc:
-            self._give_up(exc)
-        return message
-
-    def _sent(self, began: int, exc: BaseException | None) -> None:
+    def _failed(self, began: int, exc: BaseException) -> None:
+        """This left the server's `send`."""
         try:
             request, ended = self.request, _now()
             if request is not None and began:
                 request.send_wait_ns += ended - began
-            if exc is not None:
-                if isinstance(exc, OSError) or type(exc).__name__ == "ClientDisconnect":
-                    self.left_at = self.left_at or ended
-            elif self.finishing:
-                self._complete(ended)
+            if isinstance(exc, OSError) or type(exc).__name__ == "ClientDisconnect":
+                self.left_at = self.left_at or ended
         except BaseException as ours:
             self._give_up(ours)
 
     def _say_first(self, request: ingress.LiveRequest, at: int) -> None:
+        request.has_news = False
         if not request.responding:
             request.responding = True
-            request.state(facts.ResponseStarted(at))
-        if request.tokens_reached:
+            if self.finishing:
+                self._started_at = at  # to be said with the end, which is near
+            else:
+                request.state(facts.ResponseStarted(at))
+        if request.tokens_reached and not request.first_token_sent:
             request.first_token_sent = True
             request.state(facts.FirstTokenSent(at))
 
-    def _starts(self, message: Message) -> None:
+    def _starts(self, message: Message) -> Message:
+        """The response's first message, as the client is to have it."""
         if self.deferred:  # middleware answers
             self.deferred = False
             if not is_traced():
@@ -245,16 +233,22 @@ class Exchange:
             self.left_at = self.left_at or _now()
         if not self.left_at:
             self.status = int(message["status"])
+        if response_headers.wanted and self.request is not None:
+            return response_headers.added(message, self.request)
+        return message
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _complete(self, at: int) -> None:
         """The last byte was handed over. What is done after it (background tasks) is no part of the request."""
-        if self._server.disconnected:
-            self.left_at = self.left_at or at
-        self.completed_at = at
-        if self.status < 500 or self.left_at:
-            self.finish(None)  # otherwise the exception that was answered with this status is still to come
+        try:
+            if self._server.disconnected:
+                self.left_at = self.left_at or at
+            self.completed_at = at
+            if self.status < 500 or self.left_at:  # else the exception that was answered is still to come
+                self.finish(None)
+        except BaseException as exc:
+            self._give_up(exc)
 
     def finish(self, exc: BaseException | None) -> None:
         """Closes the request; `exc` is what left the application. The second call does nothing."""
@@ -263,10 +257,18 @@ class Exchange:
             return
         try:
             broken, self.broken = self.broken, None
-            outcome, error_type = self._verdict(only(exc or (broken if self.status < 300 else None)))
-            if request.server is not None:
-                self._describe(request)
-            request.close(outcome, error_type, self.status, self.left_at or self.completed_at)
+            outcome, error_type = facts.OK, ""
+            failed = exc is not None or broken is not None or self.status >= 500
+            if failed or self.left_at or not self.completed_at:
+                outcome, error_type = self._verdict(only(exc or (broken if self.status < 300 else None)))
+            at = self.left_at or self.completed_at
+            http, route = asked(self) if request.has_server else (0, "")
+            if self._started_at:
+                if self._started_at == at - request.send_wait_ns:
+                    http |= facts.WHOLE
+                else:
+                    request.state(facts.ResponseStarted(self._started_at))
+            request.close(outcome, error_type, self.status, at, http, route)
         except BaseException as ours:
             self.hook.fail(ours)
 
@@ -278,16 +280,9 @@ class Exchange:
             return facts.ABORTED, CLIENT_DISCONNECT
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
             # A server that would say that the client has left cancels because it is shutting down.
-            return facts.ABORTED, CLIENT_DISCONNECT if self._server is _Silent else CANCELLED
+            return facts.ABORTED, CLIENT_DISCONNECT if self._server is _SILENT else CANCELLED
         sent, self.status = self.status, self.status or 500  # as servers answer where the application has not
         return verdict(exc, sent, bool(self.completed_at))
-
-    def _describe(self, request: ingress.LiveRequest) -> None:
-        """What belongs to the SERVER span, where that is ours."""
-        method, scheme = self.scope.get("method"), self.scope.get("scheme")
-        method = method if method in KNOWN_METHODS else facts.OTHER
-        scheme = scheme if scheme in ("http", "https") else ""
-        request.state(facts.HttpDescribed(_now(), method, scheme, self._template() or ""))
 
     def _give_up(self, exc: BaseException) -> None:
         """Code of ours has raised: the request counts neither as a success nor as an error, and its slot is freed."""

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-import re
+from binascii import unhexlify
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from opentelemetry import baggage, propagate, trace
-from opentelemetry import context as otel_context
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from otel_infer import ingress
+from otel_infer import context, ingress
+from otel_infer.identity import NOBODY, Caller
 
 Tokens = tuple[Any, ...]
 """What was made current, for `leave`."""
 
 W3C_FIELDS = frozenset(("traceparent", "tracestate", "baggage"))
 
-_TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+TRACEPARENT_BYTES = 55
+_DASH, _NO_TRACE, _NO_SPAN = ord("-"), bytes(16), bytes(8)
+
+
+class Door:
+    """What was learned of the way in. `inside`: an application that we hook is behind it; `traced`: so is a tracer.
+
+    `watched_until`: when it is to be asked again whether its loop is watched.
+    """
+
+    __slots__ = ("inside", "traced", "watched_until")
+    deferred = False
+
+    def __init__(self) -> None:
+        self.inside = self.traced = False
+        self.watched_until = 0
+
+    def entered(self, app: Any) -> Tokens:
+        """The lifespan has come to an application that we hook."""
+        self.inside = True
+        return ()
+
+    def breaks(self, exc: BaseException) -> None:
+        """The lifespan broke, which `Lifespan` tells."""
 
 
 class _Reading(NamedTuple):
@@ -35,11 +58,19 @@ class _Reading(NamedTuple):
 
 
 _reading = _Reading(None, None, False)
+_had_none = False
 
 
 def has_provider() -> bool:
     """Whether instrumentations in this process start spans that are real."""
-    return not isinstance(trace.get_tracer_provider(), (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
+    global _had_none
+    if (
+        _had_none and getattr(trace, "_TRACER_PROVIDER", True) is None
+    ):  # else each request would read the environment
+        return False
+    provider = trace.get_tracer_provider()
+    _had_none = isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
+    return not _had_none
 
 
 def is_traced() -> bool:
@@ -57,32 +88,61 @@ def is_traced() -> bool:
 
 def is_innermost(request: ingress.LiveRequest | None) -> bool:
     """Whether nobody has started a span since this request was opened."""
-    if request is None:
+    if request is None or context.innermost() is request:
         return True
     current = trace.get_current_span()
-    return current is request or current.get_span_context().span_id == request.get_span_context().span_id
+    return current.get_span_context().span_id == request.get_span_context().span_id
 
 
-def told_by(headers: Iterable[tuple[bytes, bytes]]) -> Context:
-    """The current context with the span and baggage that the headers name, or without any."""
+def cleared(context: Context) -> Context:
+    """Without its span and baggage: left over from another request, it may be, whose are not this one's."""
+    return baggage.clear(trace.set_span_in_context(trace.INVALID_SPAN, context)) if context else context
+
+
+def caller_in(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
+    """The caller, as nearly all of them name themselves: a `traceparent` of version 00 and nothing beside it, or not at all.
+
+    None: the propagators are to be asked.
+    """
+    reading = _reading if propagate.get_global_textmap() is _reading.propagator else _read()
+    if not reading.plainly:
+        return None
+    pairs = headers if isinstance(headers, list) else list(headers)
+    said = dict(pairs)
+    if len(said) != len(pairs) or b"baggage" in said or b"tracestate" in said:
+        return None
+    if (value := said.get(b"traceparent")) is None:
+        return NOBODY
+    if len(value) != TRACEPARENT_BYTES or value[:3] != b"00-" or not (value[35] == value[52] == _DASH):
+        return None
+    try:
+        caller = unhexlify(
+            value.replace(b"-", b"")
+        )  # not an expression, which would be most of what a request costs here
+    except ValueError:
+        return None
+    if caller.startswith(_NO_TRACE, 1) or caller.startswith(_NO_SPAN, 17) or not value.islower():
+        return None
+    return caller
+
+
+def told_by(headers: Iterable[tuple[bytes, bytes]], context: Context) -> Context:
+    """This context with the span and baggage that the propagators find in the headers."""
+    names = _read().names
+    carrier: dict[str, str] = {}
+    for name, value in headers:
+        if names is None or name in names:
+            key, text = name.decode("latin-1"), value.decode("latin-1")
+            carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
+    return propagate.extract(carrier, context) if carrier else context
+
+
+def _read() -> _Reading:
     global _reading
     propagator = propagate.get_global_textmap()
     if propagator is not _reading.propagator:
         _reading = _reading_with(propagator)
-    _, names, plainly = _reading
-    wanted = [(name, value) for name, value in headers if names is None or name in names]
-    context = otel_context.get_current()
-    if context:  # left over from another request, it may be, whose baggage is not this one's
-        context = baggage.clear(trace.set_span_in_context(trace.INVALID_SPAN, context))
-    if not wanted:
-        return context
-    if plainly and len(wanted) == 1 and (span := _plain(*wanted[0])) is not None:
-        return trace.set_span_in_context(span, context)
-    carrier: dict[str, str] = {}
-    for name, value in wanted:
-        key, text = name.decode("latin-1"), value.decode("latin-1")
-        carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
-    return propagate.extract(carrier, context)
+    return _reading
 
 
 def _reading_with(propagator: Any) -> _Reading:
@@ -95,17 +155,7 @@ def _reading_with(propagator: Any) -> _Reading:
     return _Reading(propagator, names, TraceContextTextMapPropagator in parts and parts <= of_w3c)
 
 
-def _plain(name: bytes, value: bytes) -> trace.Span | None:
-    """The caller's span, as nearly all of them send it: `traceparent` of version 00, nothing beside it. None otherwise."""
-    said = _TRACEPARENT.fullmatch(value) if name == b"traceparent" else None
-    if said is None:
-        return None
-    trace_id, span_id, flags = said.groups()
-    context = trace.SpanContext(int(trace_id, 16), int(span_id, 16), True, trace.TraceFlags(int(flags, 16)))
-    return trace.NonRecordingSpan(context) if context.is_valid else None
-
-
 def leave(tokens: Tokens) -> None:
-    """Ends what was made current, the last first."""
-    for token in reversed(tokens):
-        ingress.detach(token)
+    """Ends what was made current."""
+    for token in tokens:
+        context.detach(token)

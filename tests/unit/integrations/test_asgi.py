@@ -19,7 +19,7 @@ from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, ParentBased, StaticSampler
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from otel_infer import asking, callers, clock, facts, identity, ingress, semconv
@@ -677,12 +677,21 @@ traceparents = st.one_of(
 )
 
 
+def told_by(headers: Any) -> otel_context.Context:
+    """What a request with these headers is opened in."""
+    caller = parent.caller_in(headers)
+    if caller is None:
+        return parent.told_by(headers, otel_context.Context())
+    span = trace.NonRecordingSpan(identity.context_of(caller) or trace.INVALID_SPAN_CONTEXT)
+    return trace.set_span_in_context(span, otel_context.Context())
+
+
 @given(said=traceparents, beside=st.sampled_from((None, (b"tracestate", b"a=b"), (b"baggage", b"a=b"))))
 def test_a_caller_is_who_the_propagators_say_however_the_headers_are_read(said: str, beside: Any) -> None:
     headers = [(b"x-other", b"1"), (b"traceparent", said.encode("latin-1", "replace"))]
     headers += [beside] if beside else []
     carrier = {name.decode(): value.decode("latin-1") for name, value in headers}
-    told, extracted = parent.told_by(headers), propagate.extract(carrier, otel_context.Context())
+    told, extracted = told_by(headers), propagate.extract(carrier, otel_context.Context())
     spans = [trace.get_current_span(context).get_span_context() for context in (told, extracted)]
     assert spans[0] == spans[1]
     assert baggage.get_all(told) == baggage.get_all(extracted)
@@ -690,8 +699,8 @@ def test_a_caller_is_who_the_propagators_say_however_the_headers_are_read(said: 
 
 def test_the_propagators_of_the_default_are_known_to_be_those_of_the_w3c() -> None:
     """Else each request asks them for what one expression tells."""
-    parent.told_by([])
-    assert parent._reading.plainly
+    assert parent.caller_in([TRACEPARENT]) == bytes.fromhex(f"00{TRACE_ID}{SPAN_ID}01")
+    assert parent.caller_in([]) is identity.NOBODY
 
 
 @pytest.mark.parametrize(
@@ -701,7 +710,7 @@ def test_other_propagators_are_asked_for_every_request(theirs: Any) -> None:
     before = propagate.get_global_textmap()
     propagate.set_global_textmap(theirs)
     try:
-        told = parent.told_by([TRACEPARENT])
+        told = told_by([TRACEPARENT])
     finally:
         propagate.set_global_textmap(before)
     assert trace.get_current_span(told).get_span_context() == trace.INVALID_SPAN_CONTEXT
@@ -820,7 +829,9 @@ async def test_below_somebody_elses_server_span_the_client_is_told_of_the_reques
     client = Client()
     seen = exchange.Exchange(client.scope, client.receive, client.send, Hook("test"), None)
     with TracerProvider().get_tracer("test").start_as_current_span("theirs") as span:
-        await seen.run(sending(START, LAST), ambient=True)
+        seen.ambient = True
+        with seen:
+            await sending(START, LAST)(client.scope, seen.receive, seen.send)
     trace_id, request = f"{span.get_span_context().trace_id:032x}", telling.one.arrived.span_id.hex()
     assert dict(told(client))[b"traceresponse"].decode() == f"00-{trace_id}-{request}-01"
 
@@ -962,3 +973,70 @@ async def test_the_traffic_class_is_one_of_two_whatever_a_client_says(
     await asked(sending(START, LAST), Client(headers=headers, path=path))
     assert watched.one.attributes[semconv.TRAFFIC_CLASS] == named
     assert b"canary" not in watched.bytes + repr(watched.one.said).encode()
+
+
+class Counting(RandomIdGenerator):
+    """Somebody's own ids."""
+
+    def generate_span_id(self) -> int:
+        return 7
+
+    def generate_trace_id(self) -> int:
+        return 9
+
+
+@pytest.mark.parametrize(("headers", "trace_id"), [([], f"{9:032x}"), ([TRACEPARENT], TRACE_ID)])
+async def test_a_generator_of_somebodys_own_is_asked_for_every_id(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, headers: Any, trace_id: str
+) -> None:
+    opener = identity.IdOpener(ParentBased(ALWAYS_ON), Counting(), identity.Limits())
+    monkeypatch.setattr(ingress, "opener", opener)
+    await asked(sending(START, LAST), Client(headers=headers))
+    arrived = watched.one.arrived
+    assert arrived.trace_id.hex() == trace_id
+    assert {arrived.span_id.hex(), arrived.server_span_id.hex()} == {f"{7:016x}"}
+
+
+@pytest.mark.parametrize("headers", [[], [TRACEPARENT]])
+async def test_a_sampler_of_somebodys_own_is_asked_for_every_request(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, headers: Any
+) -> None:
+    opener = identity.IdOpener(StaticSampler(Decision.DROP), RandomIdGenerator(), identity.Limits())
+    monkeypatch.setattr(ingress, "opener", opener)
+    await asked(sending(START, LAST), Client(headers=headers))
+    assert not watched.one.arrived.flags & facts.SAMPLED
+
+
+@pytest.mark.parametrize("headers", [[], [TRACEPARENT]])
+async def test_the_spans_that_are_current_have_the_ids_that_were_stated(
+    watched: Watched, headers: Any
+) -> None:
+    contexts: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = ingress.current()
+        assert request is not None and request.server is not None
+        contexts.extend((trace.get_current_span().get_span_context(), request.server))
+
+    await asked(app, Client(headers=headers))
+    arrived = watched.one.arrived
+    assert [one.trace_id.to_bytes(16, "big") for one in contexts] == [arrived.trace_id] * 2
+    assert [one.span_id.to_bytes(8, "big") for one in contexts] == [arrived.span_id, arrived.server_span_id]
+    assert all(one.trace_flags.sampled and not one.is_remote for one in contexts)
+
+
+@pytest.mark.parametrize("body", [[chunk(b"a", more=False)], [chunk(b""), chunk(b"a", more=False)]])
+async def test_a_response_of_one_piece_was_started_before_the_client_took_it(
+    watched: Watched, body: list[Message]
+) -> None:
+    began: list[int] = []
+
+    class Slow(Client):
+        async def send(self, message: Message) -> None:
+            began.append(clock.now())
+            await asyncio.sleep(0.002)
+
+    await Slow().ask(asgi.wrap(sending(START, *body)))
+    (started,) = watched.one.every(facts.ResponseStarted)
+    assert began[-2] < started.at <= began[-1]
+    assert watched.one.ended.at - started.at >= 1_000_000

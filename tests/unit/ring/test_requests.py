@@ -35,6 +35,7 @@ def read(reader: RequestReader, final: bool = True) -> list[Any]:
     return [said.fact for said in reader.poll(0, final)]
 
 
+instants = st.integers(0, 2**60)
 values = st.one_of(
     st.text(max_size=80), st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False)
 )
@@ -137,6 +138,35 @@ def test_a_reader_that_starts_late_finds_requests_in_flight_in_the_live_table() 
     live = dict(RequestReader(memory, 1).live())
     assert list(live) == [first]
     assert live[first].trace_id == (7).to_bytes(16, "big")
+
+
+ids = [st.binary(min_size=size, max_size=size) for size in (16, 8, 8, 8)]
+
+
+@given(st.tuples(instants, instants, *ids, st.integers(0, 2**16 - 1), st.text(max_size=20)))
+def test_an_arrival_of_which_only_the_name_is_known_comes_back_as_it_was(said: tuple[Any, ...]) -> None:
+    writer, memory = make()
+    *known, name = said
+    arrived = facts.RequestArrived(*known, "", "", "", name)
+    handle = writer.open(arrived)
+    reader = RequestReader(memory, 1)
+    assert read(reader) == [arrived]
+    assert [(handle, facts.LiveRecovered(*known[:5], known[6]))] == list(reader.live())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("asked", [None, *facts.HTTP])
+def test_the_end_of_an_exchange_is_read_as_the_facts_it_stands_for(
+    asked: tuple[str, str] | None, whole: bool
+) -> None:
+    writer, memory = make()
+    ended = facts.RequestEnded(90, facts.ERROR, "E", 500, 3, 40, 5)
+    http = (facts.HTTP[asked] if asked else 0) + (facts.WHOLE if whole else 0)
+    route = "/a/{b}" if asked else ""
+    writer.state(7, facts.ExchangeEnded(*ended, route, http))
+    expected: list[Any] = [facts.ResponseStarted(50)] if whole else []
+    expected += [facts.HttpDescribed(90, *asked, route)] if asked else []
+    assert read(RequestReader(memory, 1)) == [*expected, ended]
 
 
 def test_a_slot_that_is_used_again_has_another_handle() -> None:

@@ -1,0 +1,33 @@
+"""The context that is current, as OpenTelemetry's API keeps it, without the calls on the way there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.context.contextvars_context import ContextVarsRuntimeContext
+
+(SPAN_KEY,) = trace.set_span_in_context(trace.INVALID_SPAN, Context())
+"""Under which a context has its span."""
+
+_runtime: Any = getattr(otel_context, "_RUNTIME_CONTEXT", otel_context)
+_variable: Any = getattr(_runtime, "_current_context", None)
+if type(_runtime) is ContextVarsRuntimeContext and _variable is not None:
+    here, attach, _detach = _variable.get, _variable.set, _variable.reset
+else:  # one that OTEL_PYTHON_CONTEXT names
+    here, attach, _detach = _runtime.get_current, _runtime.attach, _runtime.detach
+
+
+def detach(token: Any) -> None:
+    """Ends what `attach` began; a token of another task (a stream closed elsewhere) is no error, and is not logged."""
+    try:
+        _detach(token)
+    except Exception:
+        pass
+
+
+def innermost() -> object:
+    """The span that is current, if any."""
+    return here().get(SPAN_KEY)
