@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine, verdict
+from benchmarks.awake import awake
 from benchmarks.verdict import Line
 
 SECTIONS = (
@@ -60,7 +61,10 @@ def main() -> int:
         ).measure(arguments.quick)
         verdict.saved(lines, arguments.json, {})
         return 0
-    lines, about, broken = _all(arguments.only or SECTIONS, arguments.quick, arguments.peers_python)
+    before = machine.load()
+    with awake():
+        lines, about, broken = _all(arguments.only or SECTIONS, arguments.quick, arguments.peers_python)
+    about["load average"] = f"{before:.2f} before"
     show(lines, about)
     if arguments.json:
         verdict.saved(lines, arguments.json, about)
@@ -72,11 +76,11 @@ def main() -> int:
 
 def _all(sections: list[str], quick: bool, peers_python: str) -> tuple[list[Line], dict[str, str], bool]:
     lines: list[Line] = []
-    loads, broken = [machine.load()], False
+    broken = False
     for section in sections:
         if quick and section in NOT_QUICK and len(sections) > 1:
             continue
-        print(f"measuring {section} … (load average {machine.load():.2f})", file=sys.stderr, flush=True)
+        print(f"measuring {section} …", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "lines.json"
             python = peers_python if section == "peers" else sys.executable
@@ -88,9 +92,7 @@ def _all(sections: list[str], quick: bool, peers_python: str) -> tuple[list[Line
             else:
                 broken = True
                 print(f"{section} broke off with status {done.returncode}", file=sys.stderr)
-        loads.append(machine.load())
-    about = {**machine.described(), "load average": f"{min(loads):.2f} to {max(loads):.2f}"}
-    return lines, about, broken
+    return lines, machine.described(), broken
 
 
 def show(lines: list[Line], about: dict[str, str]) -> None:

@@ -461,9 +461,19 @@ _NOT_FOR_THE_SIDECAR = (
 )
 
 
+# mallopt(3): columns come and go in the same sizes; without this they are given back and mapped anew each time.
+_KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 20), "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
+
+
 def sidecar_environment() -> dict[str, str]:
     """The environment of the sidecar: ours, but nothing is injected into it and it instruments nothing."""
     ours = (SETTINGS[name].variable for name in ("tenant_hash_key", "tenants"))  # it is told what it needs
     left_out = {*_NOT_FOR_THE_SIDECAR, *ours}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {SIDECAR_GUARD: "1", **kept, "OTEL_INFER_ENABLED": "off", "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        SIDECAR_GUARD: "1",
+        **_KEEPS_MEMORY,
+        **kept,
+        "OTEL_INFER_ENABLED": "off",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
