@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from otel_infer import facts, tape
@@ -23,6 +23,15 @@ from tests.simulator import Simulator, Tick, by_number, ticks, told
 
 SECOND = 1_000_000_000
 MB = 1 << 20
+_QUIET = Tick([], -1, False, -1, -1, False, False, False, False, 1)
+PREEMPTED_BESIDE = [
+    _QUIET,
+    _QUIET._replace(arrivals=[(2, 12, 6)]),
+    *[_QUIET] * 4,
+    _QUIET._replace(preempt=0, recompute=True),
+    _QUIET._replace(arrivals=[(1, 2, 3)]),
+]
+"""One of two sequences computes its prompt again where the window begins, and another request joins them."""
 
 
 def arrived(at: int, number: int) -> facts.RequestArrived:
@@ -307,12 +316,13 @@ def test_a_request_of_which_too_much_was_said_is_left_out_and_counted() -> None:
 
 
 @settings(max_examples=150)
+@example(program=PREEMPTED_BESIDE, depth=1, span=1, scarce=False)
 @given(program=ticks(most=60), depth=st.integers(1, 2), span=st.integers(1, 3000), scarce=st.booleans())
 def test_requests_in_the_window_are_as_on_the_whole_tape_and_those_that_began_before_it_are_so_or_marked(
     program: list[Tick], depth: int, span: int, scarce: bool
 ) -> None:
     """`scarce`: steps of before the last keyframe are not remembered. Whose prompts were in a step with those who are
-    marked is then a guess, and so is how many tokens of others' prompts there were."""
+    marked is a guess, and so is how many tokens of others' prompts there were."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(edge, "MOST_SECTIONS", 1 if scarce else edge.MOST_SECTIONS)
         patch.setattr(room, "CHUNK_NS", 1_000_000)
@@ -336,9 +346,10 @@ def test_requests_in_the_window_are_as_on_the_whole_tape_and_those_that_began_be
     }
     whole, found = by_number(simulator.records), records(snapshot)
     assert in_window <= found.keys() <= whole.keys()
+    marked_until = max((record.ended_at for record in found.values() if record.telemetry_lost), default=0)
     for number, record in found.items():
         assert number not in in_window or not record.telemetry_lost
-        if not record.telemetry_lost and not scarce:
+        if not record.telemetry_lost and not scarce and record.arrived_at > marked_until:
             assert plain(record) == plain(whole[number])
         elif not record.telemetry_lost:
             assert told(record) == told(whole[number])
