@@ -19,6 +19,8 @@ from typing import Any
 PROMPT = 64
 WAITING = 2
 TRIALS = 20
+WARM_S = 1.0
+"""A core that begins to work takes about that long to come to its pace."""
 MESSAGES = [{"role": "user", "content": "Why is the sky blue, and since when? " * 16} for _ in range(4)]
 BODY = json.dumps({"model": "simulated", "stream": True, "messages": MESSAGES})
 
@@ -130,8 +132,10 @@ def _forward(iterations: int) -> None:
 
 
 def _fitted(work: Any, wanted_us: float) -> int:
-    """How much of `work` takes so many µs of CPU where nothing disturbs it."""
-    amount = 8
+    """How much of `work` takes so many µs of CPU where nothing disturbs it, on a core that has been busy for a while."""
+    amount, begun = 8, time.monotonic()
+    while time.monotonic() < begun + WARM_S:
+        work(amount)
     while True:
         best = min(_timed(work, amount) for _ in range(TRIALS))
         if best > wanted_us / 4:
