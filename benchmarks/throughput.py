@@ -60,13 +60,7 @@ def measure(quick: bool) -> list[Line]:
             unhurried = part(
                 engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds, UNHURRIED
             )
-            out = Stock(receiver.endpoint, sampled=False)
-            ours_out, theirs_out = [], []
-            for _ in range(SHORTER * parts):  # so little is used that the machine's own pace weighs more
-                unsampled, short = Binding(engine, sampled=False), seconds / SHORTER
-                ours_out.append(part(engine, unsampled, receiver, exporting.flush, exporting.pid, short))
-                theirs_out.append(part(engine, StockBinding(engine, out), receiver, out.flush, 0, short))
-            out.close()
+            out = _sampled_out(engine, exporting, receiver, seconds / SHORTER, SHORTER * parts)
             memory = machine.peak_memory(exporting.pid)
             engine.churning = False
             calm = part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds)
@@ -74,9 +68,22 @@ def measure(quick: bool) -> list[Line]:
     return [
         *_loss(ours, theirs),
         *_cpu(ours, theirs, unhurried, idle),
-        *_sampled_out(ours_out, theirs_out),
+        *_sampled_out_lines(*out),
         *_sizes(ours, theirs, calm, memory),
     ]
+
+
+def _sampled_out(
+    engine: Engine, exporting: Exporting, receiver: Receiver, seconds: float, parts: int
+) -> tuple[list[Part], list[Part]]:
+    """The same, of callers who do not sample. So little is used that the machine's own pace weighs more: many short parts."""
+    ours, theirs, stock = [], [], Stock(receiver.endpoint, sampled=False)
+    for _ in range(parts):
+        unsampled = Binding(engine, sampled=False)
+        ours.append(part(engine, unsampled, receiver, exporting.flush, exporting.pid, seconds))
+        theirs.append(part(engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds))
+    stock.close()
+    return ours, theirs
 
 
 def part(
@@ -171,7 +178,7 @@ def _cpu(ours: list[Part], theirs: list[Part], unhurried: Part, idle: float) -> 
     ]
 
 
-def _sampled_out(ours: list[Part], theirs: list[Part]) -> list[Line]:
+def _sampled_out_lines(ours: list[Part], theirs: list[Part]) -> list[Line]:
     """What a token costs of which nothing is exported; in µs it is said by `retention`."""
     below = "CPU per token sampled out, below the stock SDK"
     pairs = list(zip(ours, theirs))

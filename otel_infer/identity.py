@@ -98,9 +98,7 @@ class Below:
             self.flags = facts.OWN_SERVER_SPAN
         if sampled:
             self.flags |= facts.SAMPLED
-        spans = random.getrandbits(128).to_bytes(16, "big")
-        if spans.startswith(_NO_ID) or spans.endswith(_NO_ID):
-            spans = _random_ids()
+        spans = _random_ids()
         self.ids = trace_id, spans[:8], parent_id, spans[8:]
         self.caller = caller
 

@@ -49,7 +49,8 @@ class LiveRequest(trace.Span):
     ) -> None:
         """`around`: what `attach` starts from; the caller's baggage lies in it.
 
-        `has_server`: the SERVER span above it is ours. `has_news`: the next piece of the response may be the first, or the first with a token.
+        `has_server`: the SERVER span above it is ours. `has_news`: the next piece of the response may be the first, or the
+        first with a token.
         """
         self._opened, self.around = opened, around
         self.inner = opened.inner
@@ -221,7 +222,7 @@ class LiveRequest(trace.Span):
     # ── current ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self) -> Any:
-        """Makes the request current here; give the token to `context.detach`."""
+        """Makes the request current here; give the token to `detach`."""
         span = self if self.inner is None else self.inner[1]
         return context.attach(Context({**self.around, _KEY: self, context.SPAN_KEY: span}))
 

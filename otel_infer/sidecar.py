@@ -180,10 +180,12 @@ class Sidecar:
             self._read(now, asked)
 
     def _read(self, now: int, asked: list[tuple[int, int]]) -> None:
+        """Reads the rings. `asked`: the flushes that writers wait for, which are read for at each wake."""
         before, self._read_at = self._read_at, now
         if self._pipeline.wake(now) or asked:
             self._busy_at = now
         is_calm = self._rings.filled * CALM_WAKE_NS <= CALM_FILL * (now - before)
+        # Half a wake early: a wake that comes a little too soon is the one that is meant.
         self._read_due = now + (CALM_WAKE_NS - WAKE_NS // 2 if is_calm else 0)
         self._flight.look(now)
         self._answer_flushes(now, asked)

@@ -199,6 +199,9 @@ def test_the_sidecars_environment_injects_and_instruments_nothing(monkeypatch: p
     assert not set(injected) & set(environ)
     assert environ["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=secret"
     assert (environ["OTEL_INFER_ENABLED"], environ["CUDA_VISIBLE_DEVICES"]) == ("off", "")
+    assert environ["MALLOC_TRIM_THRESHOLD_"] == str(8 << 20)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4096")
+    assert config.sidecar_environment()["MALLOC_TRIM_THRESHOLD_"] == "4096", "whoever says so knows why"
     assert not config.is_sidecar()
     monkeypatch.setenv(config.SIDECAR_GUARD, "1")
     assert config.is_sidecar()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -186,6 +187,23 @@ def test_without_control_groups_it_is_silent_and_looks_for_them_once(machine: Ma
     assert machine.look(1200, (1, 7)) == []
     machine.group("box", V2.format(50_000))
     assert machine.look(1400, (1, 7)) == []
+
+
+def test_a_group_that_cannot_be_read_for_a_while_is_waited_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.process("7", "0::/box\n")
+    machine.group("box", V2.format(0))
+    machine.look(1000, (1, 7))
+    with monkeypatch.context() as broken:
+
+        def gone(*_: object) -> bytes:
+            raise OSError(errno.ENODEV, "its group was removed")
+
+        broken.setattr(os, "pread", gone)
+        assert machine.look(1100, (1, 7)) == []
+    machine.group("box", V2.format(20_000))
+    assert machine.look(1200, (1, 7)) == [(1, 1180, 1200)]
 
 
 def test_a_counter_that_went_back_is_no_time(machine: Machine) -> None:

@@ -91,12 +91,7 @@ def _arrive(scope: Scope, receive: Receive, send: Send, hook: Hook, door: Door |
         else:
             exchange.deferred = door.inside and (door.traced or has_provider())
         scope[KEY] = exchange
-        if door is None or exchange.arrived_at > door.watched_until:
-            lateness.watch()
-            if door is not None:
-                door.watched_until = (
-                    exchange.arrived_at + lateness.EVERY_NS // 2
-                )  # its timer runs until then at least
+        _watch_loop(door, exchange.arrived_at)
         return exchange
     except BaseException as exc:
         hook.fail(exc)
@@ -208,6 +203,15 @@ for _target, _note, _part in (
     ("fastapi.routing:APIRoute.handle", _note_included, "fastapi"),
 ):
     integration.step_hook(_target, reads=CALL, optional=True, part=_part)(_handling(_note))
+
+
+def _watch_loop(door: Door | None, now: int) -> None:
+    """Has the event loop watched; a front asks for it once in a while, since the timer runs that long at least."""
+    if door is None:
+        lateness.watch()
+    elif now > door.watched_until:
+        lateness.watch()
+        door.watched_until = now + lateness.EVERY_NS // 2
 
 
 def _is_excluded(scope: Scope) -> bool:

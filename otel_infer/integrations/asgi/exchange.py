@@ -104,8 +104,7 @@ class Exchange:
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         if self.request is not None:
             self.finish(exc)
-        for token in self._tokens:
-            context.detach(token)
+        leave(self._tokens)
         self.scope.pop(KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
 
     def open(self, ambient: bool) -> Tokens:

@@ -64,9 +64,8 @@ _had_none = False
 def has_provider() -> bool:
     """Whether instrumentations in this process start spans that are real."""
     global _had_none
-    if (
-        _had_none and getattr(trace, "_TRACER_PROVIDER", True) is None
-    ):  # else each request would read the environment
+    # While there is none, the API reads the environment each time it is asked.
+    if _had_none and getattr(trace, "_TRACER_PROVIDER", True) is None:
         return False
     provider = trace.get_tracer_provider()
     _had_none = isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
@@ -116,9 +115,8 @@ def caller_in(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
     if len(value) != TRACEPARENT_BYTES or value[:3] != b"00-" or not (value[35] == value[52] == _DASH):
         return None
     try:
-        caller = unhexlify(
-            value.replace(b"-", b"")
-        )  # not an expression, which would be most of what a request costs here
+        # Not by a regular expression, which would be most of what a request costs here.
+        caller = unhexlify(value.replace(b"-", b""))
     except ValueError:
         return None
     if caller.startswith(_NO_TRACE, 1) or caller.startswith(_NO_SPAN, 17) or not value.islower():

@@ -1,0 +1,74 @@
+"""How often the sidecar reads rings: by how fast they fill, and at once for whoever waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from otel_infer import facts
+from otel_infer.config import Config
+from otel_infer.pipeline import WAKE_NS
+from otel_infer.ring import layout, place
+from otel_infer.ring.arena import MemoryArena
+from otel_infer.ring.write import RequestWriter
+from otel_infer.sidecar import Sidecar
+
+CELLS = 64
+START = 10**12
+
+
+class Server:
+    """A process with a small ring, and the sidecar that reads it, woken by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        arena = MemoryArena()
+        self.writer = RequestWriter(arena, "1-a", "server", layout.Sizes(CELLS, 16, 16, 64))
+        self.lock = place.Lock(folder / place.SIDECAR_LOCK)
+        assert self.lock.acquire()
+        self.sidecar = Sidecar(self.lock, Config(), {})
+        self.sidecar._rings.add(*arena.buffers[0], START)
+        self.reads: list[int] = []
+        read = self.sidecar._pipeline.wake
+
+        def wake(now: int, final: bool = False) -> bool:
+            self.reads.append((now - START) // WAKE_NS)
+            return read(now, final)
+
+        self.sidecar._pipeline.wake = wake  # type: ignore[method-assign]
+
+    def wakes(self, count: int, facts_each: int) -> list[int]:
+        """Which of so many wakes, 50 ms apart, read the rings, where so much is stated before each."""
+        for number in range(count):
+            for _ in range(facts_each):
+                self.writer.state(0, facts.PauseSeen(START, START - 1, "gc"))
+            self.sidecar._wake(START + number * WAKE_NS)
+        return self.reads
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.lock.release()
+
+
+def test_rings_that_do_not_fill_are_read_at_every_fourth_wake(server: Server) -> None:
+    assert server.wakes(13, facts_each=1) == [0, 4, 8, 12]
+
+
+def test_rings_that_fill_are_read_at_each_wake(server: Server) -> None:
+    assert server.wakes(13, facts_each=CELLS // 16) == [0, *range(4, 13)], (
+        "it is known after the first portion"
+    )
+
+
+def test_whoever_waits_for_a_flush_does_not_wait_for_the_fourth_wake(server: Server) -> None:
+    server.wakes(2, facts_each=1)
+    server.writer.words[layout.W_FLUSH_ASKED] += 1
+    server.reads.clear()
+    for number in (2, 3, 4):
+        server.sidecar._wake(START + number * WAKE_NS)
+    assert server.reads[:3] == [2, 3, 4]
+    assert server.writer.words[layout.W_FLUSH_DONE] == server.writer.words[layout.W_FLUSH_ASKED]
