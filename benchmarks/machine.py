@@ -35,14 +35,19 @@ def load() -> float:
 def cores() -> tuple[set[int], set[int]]:
     """The core for the loop that is measured, which is the fastest just now, and those for everybody else; the same ones
     where there is but one. Virtual cores share theirs with neighbours that come and go."""
-    allowed = os.sched_getaffinity(0)
+    here = allowed()
     paces = {}
-    for core in allowed:
+    for core in here:
         pin_this_thread({core})
         paces[core] = min(pace() for _ in range(5))
-    pin_this_thread(allowed)
+    pin_this_thread(here)
     mine = min(paces, key=lambda core: paces[core])
-    return {mine}, allowed - {mine} or allowed
+    return {mine}, here - {mine} or here
+
+
+def allowed() -> set[int]:
+    """The cores that the calling thread may run on."""
+    return os.sched_getaffinity(0)
 
 
 def pace() -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
-from benchmarks import machine
-from benchmarks.blocks import Rounds, alternating, lines_of, run_steps
+from benchmarks import caches, machine
+from benchmarks.blocks import Hooked, Rounds, alternating, lines_of, run_steps
 from benchmarks.engine import Engine
 from benchmarks.ours import Binding, Exporting
 from benchmarks.receiver import Receiver
@@ -17,35 +18,30 @@ LOOP = "simulated loop, 256 running"
 
 def measure(quick: bool) -> list[Line]:
     """Ours first, then the stock SDK on the same engine to the same receiver."""
-    steps, rounds, stock_rounds = (30, 3, 2) if quick else (40, 200, 16)
+    steps, rounds, stock_rounds = (20, 3, 2) if quick else (20, 120, 12)
     with Receiver() as receiver:
-        _, others = machine.cores()
+        mine, others = machine.cores()
         machine.pin_process(receiver.pid, others)
         with Exporting(receiver.endpoint) as exporting:
-            ours, lost = _ours(exporting, receiver, steps, rounds)
-        stock = _stock(receiver, steps, stock_rounds)
-    return [*lines_of(LOOP, ours, stock), lost]
+            caches.wait_until_undisturbed(mine)
+            engine = Engine()
+            machine.pin_process(os.getpid(), others)
+            machine.pin_this_thread(mine)
+            binding = Binding(engine)
+            ours = _measured(engine, binding, steps, rounds)
+            expected = binding.end_all()
+            exporting.flush()
+            lost = lost_line(f"{LOOP}: step spans lost or doubled", expected, receiver.counted())
+        stock = Stock(receiver.endpoint)
+        theirs_on = StockBinding(engine, stock)
+        theirs = _measured(engine, theirs_on, steps, stock_rounds, after=stock.flush)
+        theirs_on.end_all()
+        stock.close()
+    return [*lines_of(LOOP, ours, rounds, theirs), lost]
 
 
-def _ours(exporting: Exporting, receiver: Receiver, steps: int, rounds: int) -> tuple[Rounds, Line]:
-    mine, others = machine.cores()
-    engine = Engine()
-    machine.pin_process(os.getpid(), others)
-    machine.pin_this_thread(mine)
+def _measured(
+    engine: Engine, hooks: Hooked, steps: int, rounds: int, after: Callable[[], None] | None = None
+) -> Rounds:
     run_steps(engine.step, steps)
-    binding = Binding(engine)
-    found = alternating(lambda: run_steps(engine.step, steps), binding, rounds)
-    expected = binding.end_all()
-    exporting.flush()
-    return found, lost_line(f"{LOOP}: step spans lost or doubled", expected, receiver.counted())
-
-
-def _stock(receiver: Receiver, steps: int, rounds: int) -> Rounds:
-    engine, stock = Engine(), Stock(receiver.endpoint)
-    run_steps(engine.step, steps)
-    binding = StockBinding(engine, stock)
-    found = alternating(lambda: run_steps(engine.step, steps), binding, rounds, after=stock.flush)
-    binding.end_all()
-    stock.close()
-    receiver.counted()
-    return found
+    return alternating(lambda: run_steps(engine.step, steps), hooks, rounds, after)

@@ -123,7 +123,7 @@ def paced(engine: Engine, seconds: float) -> Block:
         wall[i], cpu[i] = time.perf_counter_ns() - began, time.thread_time_ns() - cpu_began
         due = max(due + pause, time.perf_counter() - pause)
         time.sleep(max(due - time.perf_counter(), 0))
-    return Block(wall, cpu)
+    return Block(wall, cpu, np.ones(count))
 
 
 def step_lines(said: str, rounds: Rounds) -> list[Line]:

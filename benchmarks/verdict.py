@@ -1,7 +1,7 @@
 """A figure with its uncertainty, held against its gate.
 
 `low` and `high` are one-sided 95 % bounds of the median, by bootstrap over rounds. A gate is passed by the bound, not by
-the median; nothing is passed under a control that is off; no round is left out, however noisy.
+the median; nothing is passed under a control that is off; no round is left out for what came out of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 PASS, FAIL, INCONCLUSIVE, INFORMATION = "pass", "fail", "inconclusive", "—"
 RESAMPLES = 4000
 CONTROL_LIMIT = 0.005
-"""How far uninstrumented against uninstrumented may be off, as a share."""
+"""How far uninstrumented against uninstrumented may be off, as a share: half of the tightest gate."""
 
 
 class Figure(NamedTuple):
@@ -139,6 +139,11 @@ def bootstrapped(rounds: int, statistic: Callable[[Any], float]) -> Figure:
 def against_itself(figure: Figure, limit: float = CONTROL_LIMIT) -> Control:
     """The control of a ratio: both sides were uninstrumented, so it should be 0."""
     return Control(f"{figure.value * 100:+.2f} %", abs(figure.value) <= limit)
+
+
+def all_of(*controls: Control) -> Control:
+    """All of them must hold."""
+    return Control(", ".join(one.said for one in controls), all(one.holds for one in controls))
 
 
 def times_less(ours: Figure, stock: Figure) -> Figure:
