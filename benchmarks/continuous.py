@@ -8,12 +8,13 @@ from typing import Any
 
 from otel_infer.cli.demo_model import make_demo_model
 
-LAYERS, HIDDEN = 2, 64
+LAYERS, HIDDEN = 1, 64
 PROMPT = 16
+BLOCK = 32
 
 
 def tiny_model() -> Any:
-    """The demo's Llama, two layers of it: the less a step costs, the more do hooks stand out."""
+    """The demo's Llama, one layer of it: the less a step costs, the more do hooks stand out."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -28,12 +29,13 @@ def tiny_model() -> Any:
         ).eval()
 
 
-def manager(model: Any, running: int) -> Any:
-    """A manager with room for so many sequences at once; not started."""
+def manager(model: Any, running: int, tokens: int = 64) -> Any:
+    """A manager with room for so many sequences of so many tokens at once; not started."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     generation = GenerationConfig(do_sample=False, max_new_tokens=1024, eos_token_id=-1, pad_token_id=0)
-    sizes = {"num_blocks": 4 * running, "max_batch_tokens": max(2 * running, 256)}
+    blocks = running * (-(-(PROMPT + tokens) // BLOCK) + 1)
+    sizes = {"block_size": BLOCK, "num_blocks": blocks, "max_batch_tokens": max(2 * running, 256)}
     options = {"use_async_batching": False, "use_cuda_graph": False, "allow_block_sharing": False}
     config = ContinuousBatchingConfig(max_requests_per_batch=running, **sizes, **options)
     return model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)

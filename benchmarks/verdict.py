@@ -150,7 +150,7 @@ def times_less(ours: Figure, stock: Figure) -> Figure:
     """How many times less `ours` is, worst against best for the bounds; a cost that cannot be told from 0 is endless."""
 
     def ratio(above: float, below: float) -> float:
-        return above / below if below > 0 else float("inf")
+        return float("inf") if below <= 0 else above / below
 
     return Figure(ratio(stock.value, ours.value), ratio(stock.low, ours.high), ratio(stock.high, ours.low))
 

@@ -79,3 +79,10 @@ def test_a_peer_is_compared_per_token_with_both_bare_processes() -> None:
 
 def test_who_exports_nothing_is_said_to_see_nothing() -> None:
     assert peers.Seen(5, {}).said() == "sees nothing of it"
+
+
+def test_a_figure_without_bounds_passes_no_gate() -> None:
+    once = verdict.median([5.0])
+    less = verdict.times_less(once, verdict.median([1000.0]))
+    assert less.value == 200
+    assert verdict.line("less", "×", less, verdict.Gate(100, at_least=True)).verdict == verdict.INCONCLUSIVE
