@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks import machine
+import numpy as np
+
+from benchmarks import caches, machine
 from benchmarks.engine import Engine
 from benchmarks.ours import Binding, Exporting
 from benchmarks.receiver import Receiver
@@ -25,7 +27,9 @@ OUT_FACTOR = 10.0
 RAW_BYTES = 130.0
 UNHURRIED = 5_000
 """Step spans a second of which the stock SDK loses none."""
-SHORTER = 4
+SHORTER = 16
+MOSTLY, LEAST = 0.7, 0.25
+"""The share of its steps that makes a part an undisturbed one, and the share of such parts without which nothing is said."""
 PACE_LIMIT = 0.01
 """How far below the rate that was offered we may have been, as a share, to say that it was offered."""
 
@@ -39,6 +43,8 @@ class Part(NamedTuple):
     arrived: dict[str, Any]
     server_cpu: float
     sidecar_cpu: float
+    probes: list[int]
+    """Of `caches`, ns, before each step."""
 
 
 def measure(quick: bool) -> list[Line]:
@@ -96,13 +102,13 @@ def part(
     offered: int = OFFERED,
 ) -> Part:
     """One part at `offered` step spans a second: a bare half before and after the hooked one, whose CPU is subtracted."""
-    bare_taken, _ = paced(engine, seconds / 2, offered)
+    bare_taken, _, probes = paced(engine, seconds / 2, offered)
     if binding is None:
-        return Part(0, 0, 0, {}, 0, 0)
+        return Part(0, 0, 0, {}, 0, 0, probes)
     binding.put_on()
     steps = engine.steps
     sidecar_cpu = machine.cpu_ns(sidecar) if sidecar else 0
-    taken, lasted = paced(engine, seconds, offered)
+    taken, lasted, more = paced(engine, seconds, offered)
     rate = (engine.steps - steps) * engine.size / lasted
     binding.take_off()
     expected = binding.end_all()  # as many arrived before the part as end after it
@@ -110,27 +116,30 @@ def part(
     flush()
     taken += time.process_time_ns() - before
     sidecar_cpu = machine.cpu_ns(sidecar) - sidecar_cpu if sidecar else 0
-    bare_taken += paced(engine, seconds / 2, offered)[0]
+    bare_after, _, last = paced(engine, seconds / 2, offered)
     engine.answered.clear()
-    return Part(rate, lasted, expected, receiver.counted(), taken - bare_taken, sidecar_cpu)
+    server_cpu = taken - bare_taken - bare_after
+    return Part(rate, lasted, expected, receiver.counted(), server_cpu, sidecar_cpu, probes + more + last)
 
 
-def paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float]:
-    """Steps at the pace that offers so many spans a second; process CPU without that of the pauses, and the seconds it took.
+def paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float, list[int]]:
+    """Steps at the pace that offers so many spans a second; process CPU without that of the pauses, the seconds it took, and
+    the probe of `caches` before each step.
 
     Who falls behind does not catch up: what was not offered in time is not offered.
     """
     pause = engine.size / offered
     began, everything, this_thread = time.perf_counter(), time.process_time_ns(), time.thread_time_ns()
-    due, stepping = began, 0
+    due, stepping, probes = began, 0, []
     for _ in range(int(seconds / pause)):
+        probes.append(caches.probe())
         before = time.thread_time_ns()
         engine.step()
         stepping += time.thread_time_ns() - before
         due = max(due + pause, time.perf_counter() - pause)
         time.sleep(max(due - time.perf_counter(), 0))
     others = (time.process_time_ns() - everything) - (time.thread_time_ns() - this_thread)
-    return stepping + others, time.perf_counter() - began
+    return stepping + others, time.perf_counter() - began, probes
 
 
 def _idle(pid: int, seconds: float) -> float:
@@ -181,16 +190,27 @@ def _cpu(ours: list[Part], theirs: list[Part], unhurried: Part, idle: float) -> 
 def _sampled_out_lines(ours: list[Part], theirs: list[Part]) -> list[Line]:
     """What a token costs of which nothing is exported; in µs it is said by `retention`."""
     below = "CPU per token sampled out, below the stock SDK"
-    pairs = list(zip(ours, theirs))
+    pairs, control = _undisturbed(list(zip(ours, theirs)))
     server = [(b.server_cpu / b.expected) / (a.server_cpu / a.expected) for a, b in pairs]
     both = [(b.server_cpu / b.expected) / ((a.server_cpu + a.sidecar_cpu) / a.expected) for a, b in pairs]
     note = f"stock {median([b.server_cpu / b.expected for b in theirs]).value / 1000:.2f} µs"
     exported = sum(part.arrived["spans"] for part in (*ours, *theirs))
     return [
-        line(f"{below}: server", "×", median(server), Gate(OUT_FACTOR, at_least=True), note=note),
+        line(f"{below}: server", "×", median(server), Gate(OUT_FACTOR, at_least=True), control, note),
         line(f"{below}: sidecar and server", "×", median(both)),
         line("sampled out and exported all the same", "spans", exactly(exported), Gate(0)),
     ]
+
+
+def _undisturbed(pairs: list[tuple[Part, Part]]) -> tuple[list[tuple[Part, Part]], Control]:
+    """Those during most of whose steps nobody else emptied the caches, or all where those are too few to say anything."""
+    every = np.concatenate([part.probes for pair in pairs for part in pair])
+    limit = caches.LIMIT * np.percentile(every, caches.BEST_PERCENTILE)
+    quiet = [
+        pair for pair in pairs if all(np.mean(np.array(part.probes) <= limit) >= MOSTLY for part in pair)
+    ]
+    control = Control(f"{len(quiet)} of {len(pairs)} parts undisturbed", len(quiet) >= LEAST * len(pairs))
+    return quiet if control.holds else pairs, control
 
 
 def _times(ours: list[Part], theirs: list[Part], server: int) -> Figure:

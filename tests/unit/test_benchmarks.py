@@ -22,7 +22,8 @@ def found(ours: float, theirs: float, again: float = 100.0) -> Found:
     [
         (found(110, 80), verdict.PASS),
         (found(120, 80), verdict.FAIL),
-        (found(110, 80, again=101), verdict.INCONCLUSIVE),
+        (found(110, 80, again=101), verdict.PASS),
+        (found(110, 80, again=104), verdict.INCONCLUSIVE),
     ],
 )
 def test_the_gate_is_what_ours_adds_to_bare_against_what_theirs_adds(measured: Found, said: str) -> None:
