@@ -69,16 +69,17 @@ def measure(quick: bool) -> list[Line]:
         machine.pin_process(receiver.pid, others)
         for steps, said in MODES.items():
             with Exporting(receiver.endpoint, steps=steps) as exporting:
+                machine.pin_this_thread(others)  # the engine's front thread stays there
+                engine = Engine(python_us=PYTHON_US, wait_us=0)
                 machine.pin_process(os.getpid(), others)
                 machine.pin_this_thread(mine)
-                rows += _mode(said, Slow(receiver, exporting.flush), exporting, quick)
+                rows += _mode(said, engine, Slow(receiver, exporting.flush), exporting, quick)
         rows += _ending(receiver)
     return rows
 
 
-def _mode(said: str, slow: Slow, exporting: Exporting, quick: bool) -> list[Line]:
+def _mode(said: str, engine: Engine, slow: Slow, exporting: Exporting, quick: bool) -> list[Line]:
     seconds, rounds = (QUICK_S, QUICK_ROUNDS) if quick else (BLOCK_S, ROUNDS)
-    engine = Engine(python_us=PYTHON_US, wait_us=0)
     binding = Binding(engine)
     binding.put_on()
     found = alternating(lambda: paced(engine, seconds), slow, rounds)
