@@ -62,7 +62,7 @@ class Rounds(NamedTuple):
     def undisturbed(self) -> Rounds:
         """The steps during which the caches stayed ours, of the rounds that have some in each block."""
         probes = np.concatenate([block.probe for kind in self for block in kind])
-        limit = caches.LIMIT * np.percentile(probes, caches.BEST_PERCENTILE)
+        limit = caches.undisturbed_below(probes)
         kept = [
             [Block(*(column[block.probe <= limit] for column in block)) for block in kind] for kind in self
         ]
@@ -80,6 +80,10 @@ class Rounds(NamedTuple):
 
 def _steps(blocks: list[Block]) -> int:
     return sum(len(block.probe) for block in blocks)
+
+
+Figures = tuple[Figure, Figure, Figure, Figure]
+"""p50 and its control, p99 and its control, as shares."""
 
 
 class Hooked(Protocol):
@@ -125,7 +129,7 @@ def alternating(
     return found
 
 
-def overhead(rounds: Rounds, clock: str) -> tuple[Figure, Figure, Figure, Figure]:
+def overhead(rounds: Rounds, clock: str) -> Figures:
     """By this clock, as shares: p50 and its control (medians of block medians), p99 and its control.
 
     For p99 all steps are taken together, each as a multiple of the median bare step of its own round: the machine's own
@@ -146,30 +150,36 @@ def lines_of(loop: str, ours: Rounds, wanted: int, stock: Rounds) -> list[Line]:
     found = []
     judged, undisturbed = ours.judged(wanted)
     for clock, said in (("cpu", "CPU time"), ("wall", "wall clock")):
-        p50, p50_control, p99, p99_control = overhead(judged, clock)
+        figures = overhead(judged, clock)
         note = f"bare p50 {_p50(judged.bare, clock):.0f} µs, hooked {_p50(judged.hooked, clock):.0f} µs"
-        percent, gates = 100, (Gate(P50_LIMIT), Gate(P99_LIMIT))
-        found += [
-            line(
-                f"{loop}: {which}, {said}",
-                "%",
-                figure.scaled(percent),
-                gate,
-                all_of(against_itself(control, gate.limit / 200), undisturbed),
-                note,
-            )
-            for which, figure, gate, control in (
-                ("p50", p50, gates[0], p50_control),
-                ("p99", p99, gates[1], p99_control),
-            )
-        ]
+        found += gated(loop, said, figures, undisturbed, note)
         everything = overhead(ours, clock)
-        found.append(line(f"{loop}: p50, {said}, disturbed steps too", "%", everything[0].scaled(percent)))
+        found.append(line(f"{loop}: p50, {said}, disturbed steps too", "%", everything[0].scaled(100)))
         theirs, their_control, _, _ = overhead(stock, clock)
         theirs_off = against_itself(their_control, max(CONTROL_LIMIT, theirs.value / STOCK_PRECISION))
+        p50, p50_control, *_ = figures
         controls = [against_itself(p50_control), theirs_off]
         found.append(_against_stock(loop, said, p50, theirs, all_of(*controls, undisturbed)))
     return found
+
+
+def gated(claim: str, said: str, figures: Figures, undisturbed: Control, note: str = "") -> list[Line]:
+    """p50 and p99 of the steps by one clock; a control may be off by half of the gate."""
+    p50, p50_control, p99, p99_control = figures
+    return [
+        line(
+            f"{claim}: {which}, {said}",
+            "%",
+            figure.scaled(100),
+            Gate(limit),
+            all_of(against_itself(control, limit / 200), undisturbed),
+            note,
+        )
+        for which, limit, figure, control in (
+            ("p50", P50_LIMIT, p50, p50_control),
+            ("p99", P99_LIMIT, p99, p99_control),
+        )
+    ]
 
 
 def _against_stock(loop: str, said: str, ours: Figure, theirs: Figure, control: Control) -> Line:

@@ -9,6 +9,7 @@ measured, says whether that step was disturbed.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -28,6 +29,11 @@ def probe() -> int:
     began = time.perf_counter_ns()
     Fraction(22, 7) + Fraction(1, 5)
     return time.perf_counter_ns() - began
+
+
+def undisturbed_below(probes: Sequence[int] | np.ndarray) -> float:
+    """ns: what the probe takes at most after an undisturbed step, by all the probes of one measurement."""
+    return float(LIMIT * np.percentile(probes, BEST_PERCENTILE))
 
 
 def wait_until_undisturbed(core: set[int]) -> None:

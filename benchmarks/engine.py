@@ -55,7 +55,7 @@ class Engine:
         self.total_tokens = 0
         self._outbox: SimpleQueue[Sequence] = SimpleQueue()
         self._inner = _fitted(self._work, python_us) if python_us else 0
-        self._iterations = _fitted(_forward, wait_us) if wait_us else 0
+        self._iterations = _fitted(forward, wait_us) if wait_us else 0
         threading.Thread(target=self._front, name="front", daemon=True).start()
 
     # ── the engine's thread ──────────────────────────────────────────────────────────────────────────────────────
@@ -64,7 +64,7 @@ class Engine:
         """One forward over the batch."""
         self.schedule()
         if self._iterations:
-            _forward(self._iterations)
+            forward(self._iterations)
         self.update()
 
     def schedule(self) -> list[Sequence]:
@@ -128,8 +128,8 @@ class Engine:
                 sequence.output.clear()
 
 
-def _forward(iterations: int) -> None:
-    """Nothing but arithmetic in C, which gives the GIL away and touches no memory."""
+def forward(iterations: int) -> None:
+    """A wait that keeps the core awake: nothing but arithmetic in C, which gives the GIL away and touches no memory."""
     hashlib.pbkdf2_hmac("sha256", b"benchmark", b"benchmark", iterations)
 
 

@@ -201,7 +201,7 @@ def _plain(per_token: bool) -> Callable[[str, Model], Installed]:
 
     def install(endpoint: str, model: Model) -> Installed:
         from benchmarks.stock import Stock
-        from benchmarks.transformers_loop import StockHooks
+        from benchmarks.stock_batching import StockHooks
 
         stock = Stock(endpoint)
         StockHooks(stock, per_token).put_on()

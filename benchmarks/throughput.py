@@ -204,8 +204,7 @@ def _sampled_out_lines(ours: list[Part], theirs: list[Part]) -> list[Line]:
 
 def _undisturbed(pairs: list[tuple[Part, Part]]) -> tuple[list[tuple[Part, Part]], Control]:
     """Those during most of whose steps nobody else emptied the caches, or all where those are too few to say anything."""
-    every = np.concatenate([part.probes for pair in pairs for part in pair])
-    limit = caches.LIMIT * np.percentile(every, caches.BEST_PERCENTILE)
+    limit = caches.undisturbed_below(np.concatenate([part.probes for pair in pairs for part in pair]))
     quiet = [
         pair for pair in pairs if all(np.mean(np.array(part.probes) <= limit) >= MOSTLY for part in pair)
     ]

@@ -55,7 +55,7 @@ class Derived:
     """An engine whose batch holds references to its sequences, hooked by the integration."""
 
     def __init__(self, processor: Any, futures: list[Any]) -> None:
-        self.processor, self.scheduler = processor, processor.scheduler
+        self.scheduler = processor.scheduler
         self.outputs = processor.inputs_and_outputs
         self.futures = futures
         self.newcomers: list[Any] = []
@@ -64,23 +64,19 @@ class Derived:
         self.fetched: Any = None
         self._numbers = iter(range(1 << 60))
         self._steady()
-        owners = (type(self.scheduler), type(self.outputs), type(processor), type(self.scheduler).__mro__[1])
-        schedule, fetch, update, finish = (
+        owners = (type(self.scheduler), type(self.outputs), type(self.scheduler).__mro__[1])
+        schedule, fetch, finish = (
             _stubbed(owner, name, stub)
             for owner, (name, stub) in zip(
                 owners,
                 {
                     "schedule_batch": lambda scheduler, *sizes: self.result,
                     "prepare_batch_update": lambda outputs: self.fetched,
-                    "update_batch": lambda processor: self.outputs.prepare_batch_update(),
                     "finish_request": lambda scheduler, request_id: scheduler.active_requests.pop(request_id),
                 }.items(),
             )
         )
-        self.bare_calls = (
-            functools.partial(schedule, self.scheduler),
-            functools.partial(self._bare_update, fetch, update),
-        )
+        self.bare_calls = functools.partial(schedule, self.scheduler), functools.partial(fetch, self.outputs)
         self.bare_finish = functools.partial(finish, self.scheduler)
         integration.install()
 
@@ -103,20 +99,16 @@ class Derived:
         self.result = (futures, False, SEQUENCES - 1 + newcomer.query_length, 0)
         self.fetched = (futures, [], None)
 
-    def _bare_update(self, fetch: Callable[[Any], Any], update: Callable[[Any], Any]) -> None:
-        """The same calls as `update` leads to, unhooked."""
-        fetch(self.outputs)
-
     def bare(self) -> None:
         """A step without hooks."""
-        schedule, update = self.bare_calls
+        schedule, fetch = self.bare_calls
         schedule()
-        update()
+        fetch()
 
     def hooked(self) -> None:
         """A step with whatever hooks the integration has put there."""
         self.scheduler.schedule_batch()
-        self.processor.update_batch()
+        self.outputs.prepare_batch_update()
 
     def bare_leave(self) -> None:
         """One finishes, without hooks."""

@@ -11,11 +11,12 @@ from benchmarks.verdict import FAIL, PASS
 from otel_infer import semconv
 
 
-def verdicts(spans: int, unique: int, requests: int = 10, **lost: float) -> list[str]:
-    """Of 100 step spans, 10 requests and 30 stages."""
+def verdicts(spans: int, unique: int, requests: int = 10, starts: int = 0, **lost: float) -> list[str]:
+    """Of 100 step spans, 10 requests, 30 stages and so many spans of a server start."""
     metrics = {
         semconv.REQUEST_DURATION.name: {"chat": requests},
         semconv.STAGE_DURATION.name: {"queue,host": 10, "prefill,host": 10, "decode,host": 10, "detokenize,host": 10},
+        semconv.STARTUP_DURATION.name: {"total": starts},
         semconv.SELF_LOST.name: lost,
     }  # fmt: skip
     return [one.verdict for one in account("", 100, 10, Counter(spans=spans, unique=unique), metrics)]
@@ -32,6 +33,11 @@ def test_what_arrived_and_what_was_lost_is_what_was_offered(lost: dict[str, floa
 def test_one_span_that_is_not_accounted_for_fails() -> None:
     assert verdicts(139, 139) == [FAIL, PASS]
     assert verdicts(140, 140, queue_full=1) == [FAIL, PASS]
+
+
+def test_the_start_of_the_server_is_offered_too() -> None:
+    assert verdicts(141, 141, starts=1) == [PASS, PASS]
+    assert verdicts(140, 140, starts=1) == [FAIL, PASS]
 
 
 def test_a_span_that_came_twice_fails() -> None:

@@ -84,7 +84,7 @@ class _Batches:
         self.flights.append(_Flight(step, futures[0], states, column, chunks))
 
     def done(self, first: Any) -> None:
-        """The tokens of the step with this first future are on the host."""
+        """The tokens of the step with this first future are on the host; another scheduler's is unknown here."""
         flights = self.flights
         if flights[0].first is not first:
             if not any(flight.first is first for flight in flights):
@@ -186,9 +186,7 @@ def _kv_blocks(cache: Any) -> tuple[int, int]:
 
 
 class _Loop(threading.local):
-    """`made`: what the loop on this thread has made; `batches`: whose results it is taking in."""
-
-    batches: _Batches | None = None
+    """`made`: what the loop on this thread has made."""
 
     def __init__(self) -> None:
         self.made: list[_Batches] = []
@@ -204,7 +202,7 @@ def _batches_of(scheduler: Any) -> _Batches | None:
         if log is None:
             return None
         batches = scheduler._otel_infer_batches = _Batches(log, scheduler.cache)
-        _loop.made.append(batches)
+        _loop.made = [*(one for one in _loop.made if one.log.alive), batches]
     return batches
 
 
@@ -270,29 +268,17 @@ for _class in ("FIFOScheduler", "PrefillFirstScheduler"):
     integration.step_hook(f"{SCHEDULER}:{_class}.schedule_batch", part=PART)(_scheduling)
 
 
-@integration.step_hook(f"{PROCESSOR}.update_batch", part=PART)
-def update_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def update(self: Any) -> Any:
-        _loop.batches = getattr(self.scheduler, "_otel_infer_batches", None)
-        try:
-            return original(self)
-        finally:
-            _loop.batches = None
-
-    return update
-
-
 @integration.step_hook(f"{CB}.input_outputs:ContinuousBatchingIOs.prepare_batch_update", part=PART)
 def prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Here the tokens are on the host, and nobody has been given them yet."""
 
     def prepare(self: Any) -> Any:
         result = original(self)
-        batches = _loop.batches
-        if batches is not None and batches.flights and hook.alive:
+        if hook.alive:
             try:
-                if futures := result[0]:
-                    batches.done(futures[0])
+                for batches in _loop.made:
+                    if batches.flights and result[0]:
+                        batches.done(result[0][0])
             except Exception as exc:
                 hook.fail(exc)
         return result

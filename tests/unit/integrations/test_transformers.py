@@ -77,8 +77,7 @@ class Engine:
         self.batch: list[Future] = []
         self.result: list[Future] = []
         self._schedule = batching._scheduling(self._next, self.hook)
-        prepare = batching.prepare_batch_update(lambda ios: (self.result, [], None), self.hook)
-        self._update = batching.update_batch(lambda processor: prepare(processor), self.hook)
+        self._update = batching.prepare_batch_update(lambda ios: (self.result, [], None), self.hook)
 
     def _next(self, scheduler: Any) -> Any:
         return self.batch, False, sum(future.query_length for future in self.batch), 0
@@ -187,6 +186,19 @@ def test_results_of_a_step_that_began_before_us_are_nobodys(recording: Recording
     engine.update(seen)
     engine.finish(state)
     assert own(recording.records()[0]) == {1: 1}
+
+
+def test_two_schedulers_on_one_thread_keep_their_steps_apart(recording: Recording) -> None:
+    one, other = Engine(), Engine()
+    (_, here), (_, there) = one.admit(), other.admit()
+    mine, theirs = one.schedule(Future(here)), other.schedule(Future(there))
+    other.update(theirs)
+    other.schedule(Future(there))
+    one.update(mine)
+    one.finish(here)
+    other.update(other.batch)
+    other.finish(there)
+    assert [own(record) for record in recording.records()] == [{1: 1}, {1: 1, 2: 1}]
 
 
 def test_results_that_are_never_taken_in_are_no_later_steps(recording: Recording) -> None:
