@@ -399,7 +399,7 @@ class RingFact(NamedTuple):
 
 
 # ── request facts: layout ────────────────────────────────────────────────────────────────────────────────────────
-# S in a layout below is a string id (u32) of the process's string table.
+# S in a layout below is a string id (u32) of the process's string table, T one where room is short (u16).
 
 
 class Layout(NamedTuple):
@@ -412,12 +412,13 @@ class Layout(NamedTuple):
 
 
 def _layout(code: int, fact: type, fields: str) -> Layout:
-    strings = tuple(i for i, f in enumerate(fields.split()) if f == "S")
-    return Layout(code, fact, struct.Struct("<" + fields.replace("S", "I").replace(" ", "")), strings)
+    strings = tuple(i for i, f in enumerate(fields.split()) if f in "ST")
+    packed = fields.replace("S", "I").replace("T", "H").replace(" ", "")
+    return Layout(code, fact, struct.Struct("<" + packed), strings)
 
 
 REQUEST_LAYOUTS: tuple[Layout, ...] = (
-    _layout(1, RequestArrived, "q q 16s 8s 8s 8s H S S S S"),
+    _layout(1, RequestArrived, "q q 16s 8s 8s 8s H T T T T"),
     _layout(2, StageEnded, "q q S q"),
     _layout(3, RequestSubmitted, "q I I I S"),
     _layout(4, RequestReceived, "q"),
@@ -441,9 +442,6 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(23, PhaseEnded, "q q S S S S"),
     _layout(24, ProcessLeft, "q S"),
 )
-NAMED_CODE = 19
-NAMED = struct.Struct("<qq16s8s8s8sHI")
-"""A `RequestArrived` of which nothing but the name was known: its strings but that one are left out."""
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
 
@@ -464,9 +462,6 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
     """The request fact with this code in `body` (which may be longer); raises `ValueError` for what is not one."""
     if code in _TEXT_FACTS:
         return _TEXT_FACTS[code](*json.loads(body.rstrip(b"\0")))
-    if code == NAMED_CODE:
-        known = NAMED.unpack_from(body)
-        return RequestArrived._make((*known[:7], "", "", "", text_of(known[7])))
     layout = BY_CODE.get(code)
     if layout is None:
         raise ValueError(f"unknown fact code {code}")

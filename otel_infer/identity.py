@@ -52,6 +52,11 @@ class Opened(NamedTuple):
     inner: Inner | None
 
     @property
+    def trace_state(self) -> trace.TraceState:
+        """What its trace carries."""
+        return self.request.trace_state
+
+    @property
     def has_server(self) -> bool:
         """Whether a SERVER span of ours is above the request."""
         return self.server is not None
@@ -81,26 +86,24 @@ and flags of it as 26 bytes; empty: there is none."""
 NOBODY: Caller = b""
 
 
-class Below:
-    """The identity of a new request that is below a SERVER span of ours, and that below its caller. Contexts of the API are
-    made of its ids when somebody asks, which for most requests nobody does."""
+class ByIds:
+    """The identity of a new request whose ids are all that decides it. Contexts of the API are made of them when somebody
+    asks, which for most requests nobody does."""
 
-    __slots__ = ("caller", "flags", "ids")
+    __slots__ = ("flags", "ids", "trace_state")
     inner = None
-    has_server = True
 
-    def __init__(self, caller: Caller, sampled: bool) -> None:
-        if caller:
-            trace_id, parent_id = caller[1:17], caller[17:25]
-            self.flags = facts.OWN_SERVER_SPAN | facts.REMOTE_PARENT
-        else:
-            trace_id, parent_id = _random_ids(), _NO_ID
-            self.flags = facts.OWN_SERVER_SPAN
-        if sampled:
-            self.flags |= facts.SAMPLED
+    def __init__(
+        self, trace_id: bytes, parent_id: bytes, flags: int, trace_state: trace.TraceState | None = None
+    ) -> None:
         spans = _random_ids()
-        self.ids = trace_id, spans[:8], parent_id, spans[8:]
-        self.caller = caller
+        self.ids = trace_id, spans[:8], parent_id, spans[8:] if flags & facts.OWN_SERVER_SPAN else _NO_ID
+        self.flags, self.trace_state = flags, trace_state
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a SERVER span of ours is above the request."""
+        return bool(self.flags & facts.OWN_SERVER_SPAN)
 
     @property
     def request(self) -> SpanContext:
@@ -108,18 +111,52 @@ class Below:
         return self._own(self.ids[1])
 
     @property
-    def server(self) -> SpanContext:
+    def server(self) -> SpanContext | None:
         """The SERVER span's."""
-        return self._own(self.ids[3])
+        return self._own(self.ids[3]) if self.has_server else None
+
+    def _own(self, span_id: bytes) -> SpanContext:
+        ids = int.from_bytes(self.ids[0], "big"), int.from_bytes(span_id, "big")
+        flags = _SAMPLED if self.flags & facts.SAMPLED else _NOT_SAMPLED
+        return SpanContext(*ids, False, flags, self.trace_state)
+
+
+class Below(ByIds):
+    """Below a SERVER span of ours, and that below its caller."""
+
+    __slots__ = ("caller",)
+
+    def __init__(self, caller: Caller, sampled: bool) -> None:
+        flags = facts.OWN_SERVER_SPAN | facts.SAMPLED if sampled else facts.OWN_SERVER_SPAN
+        if caller:
+            super().__init__(caller[1:17], caller[17:25], flags | facts.REMOTE_PARENT)
+        else:
+            super().__init__(_random_ids(), _NO_ID, flags)
+        self.caller = caller
 
     @property
     def parent(self) -> SpanContext | None:
         """The caller's."""
         return context_of(self.caller)
 
-    def _own(self, span_id: bytes) -> SpanContext:
-        ids = int.from_bytes(self.ids[0], "big"), int.from_bytes(span_id, "big")
-        return SpanContext(*ids, False, _SAMPLED if self.flags & facts.SAMPLED else _NOT_SAMPLED)
+
+class Within(ByIds):
+    """Below the span that was current, if there was one, or below a SERVER span of ours below that."""
+
+    __slots__ = ("parent",)
+
+    def __init__(self, above: SpanContext, sampled: bool, own_server: bool) -> None:
+        flags = facts.SAMPLED if sampled else 0
+        if own_server:
+            flags |= facts.OWN_SERVER_SPAN
+        self.parent = above if above.is_valid else None
+        if self.parent is None:
+            super().__init__(_random_ids(), _NO_ID, flags)
+            return
+        if above.is_remote:
+            flags |= facts.REMOTE_PARENT
+        trace_id, span_id = above.trace_id.to_bytes(16, "big"), above.span_id.to_bytes(8, "big")
+        super().__init__(trace_id, span_id, flags, above.trace_state)
 
 
 def context_of(caller: Caller) -> SpanContext | None:
@@ -165,7 +202,9 @@ class Opener(Protocol):
 
     limits: Limits
 
-    def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
+    def open(
+        self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
+    ) -> Opened | Within:
         """A request span named `name`, below a server span of ours if `own_server`; `above` is the span in `parent`."""
         ...
 
@@ -186,10 +225,15 @@ class IdOpener:
         self._constant = _constant(sampler)
         self._is_plain = _are_random(ids)
 
-    def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
+    def open(
+        self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
+    ) -> Opened | Within:
+        constant = self._constant
+        if constant is not None and self._is_plain:
+            return Within(above, constant.of(above), own_server)
         trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
-        if self._constant is not None:
-            sampled, state = self._constant.of(above), above.trace_state if above.is_valid else None
+        if constant is not None:
+            sampled, state = constant.of(above), above.trace_state if above.is_valid else None
         else:
             kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
             result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)

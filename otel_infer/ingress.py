@@ -20,7 +20,7 @@ from opentelemetry.util import types
 
 from otel_infer import clock, context, facts, identity, semconv
 from otel_infer.context import detach as detach
-from otel_infer.identity import Below, Caller, Limits, Opened, Opener
+from otel_infer.identity import Below, Caller, Limits, Opened, Opener, Within
 from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
 
@@ -45,7 +45,7 @@ class LiveRequest(trace.Span):
     _context: SpanContext | None = None
 
     def __init__(
-        self, opened: Opened | Below, handle: int, arrived_at: int, owner: str, around: Context
+        self, opened: Opened | Below | Within, handle: int, arrived_at: int, owner: str, around: Context
     ) -> None:
         """`around`: what `attach` starts from; the caller's baggage lies in it.
 
@@ -267,18 +267,12 @@ def open_request(
         parent = propagate.extract(headers, parent)
         above = trace.get_current_span(parent).get_span_context()
     opened = opener.open(name, parent, above, own_server, wall_at)
-    arrived = facts.RequestArrived(
-        arrived_at,
-        wall_at,
-        *opened.ids,
-        opened.flags | (0 if generative else facts.NON_GENERATIVE),
-        operation,
-        provider,
-        model,
-        name,
-    )
+    flags = opened.flags if generative else opened.flags | facts.NON_GENERATIVE
+    said = arrived_at, wall_at, *opened.ids, flags, operation, provider, model, name
+    # As its own `__new__` makes it, without the call.
+    arrived = tuple.__new__(facts.RequestArrived, said)
     request = LiveRequest(opened, recorder.open(arrived), arrived_at, owner, parent)
-    if opened.request.trace_state and (state := identity.sampling_state(opened.request.trace_state)):
+    if opened.trace_state and (state := identity.sampling_state(opened.trace_state)):
         request.state(facts.StateCarried(now, state))
     if opened.inner is not None and request.handle:
         unclaimed.put(arrived.span_id, opened.inner)
@@ -299,7 +293,6 @@ def open_below(caller: Caller, name: str, owner: str, around: Context, arrived_a
         return open_request(name, owner=owner, around=around, server=True, arrived_at=arrived_at)
     wall_at = clock.wall() - clock.now() + arrived_at
     said = arrived_at, wall_at, *opened.ids, opened.flags, "", "", "", name
-    # As its own `__new__` makes it, without the call.
     arrived = tuple.__new__(facts.RequestArrived, said)
     return LiveRequest(opened, recorder.open(arrived), arrived_at, owner, around)
 

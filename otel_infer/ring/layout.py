@@ -25,7 +25,7 @@ from typing import NamedTuple
 MAGIC = 0x4F54454C_494E4652  # "OTELINFR"
 MAGIC_BYTES = MAGIC.to_bytes(8, sys.byteorder)
 """What a ring begins with once the rest of its header is there."""
-VERSION = 2
+VERSION = 3
 PAGE = 4096
 SUFFIX_REQUESTS = ".requests"
 SUFFIX_STEPS = ".steps"
@@ -83,8 +83,8 @@ GENERATIONS = 1 << (32 - SLOT_BITS)
 STRING = struct.Struct("<126sH")
 STRING_BYTES = 128
 STRING_MAX = 126
-STRING_OTHER = 0xFFFFFFFF
-"""The id of what found the table full; read as `_OTHER`."""
+STRING_OTHER = 0xFFFF
+"""The id of what found the table full, which no table is long enough to have; read as `_OTHER`."""
 
 # ── step ring ────────────────────────────────────────────────────────────────────────────────────────────────────
 RECORD_HEAD = struct.Struct("<QHBx")

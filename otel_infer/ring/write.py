@@ -97,15 +97,15 @@ def _whole_cell(known: facts.Layout) -> tuple[Callable[..., None], int, tuple[in
     return cell.pack_into, known.code, known.strings
 
 
-_ARRIVED = facts.BY_FACT[facts.RequestArrived]
-# An arrival of which only the name is known, as two cells with its fields in the place of their parts; the span id is cut.
+# An arrival as two cells with its fields in the place of their parts; the span id is cut.
+_ARRIVED = facts.BY_FACT[facts.RequestArrived].code
 _ARRIVED_FIRST = struct.Struct("<QBBBxIIqq16s4sQ").pack_into
-_ARRIVED_REST = struct.Struct("<QBBBxII4s8s8sHI10xQ").pack_into
+_ARRIVED_REST = struct.Struct("<QBBBxII4s8s8sHHHHH6xQ").pack_into
 _NO_REQUEST = bytes(layout.LIVE_BYTES)
 # Looked up once, for what every request comes through.
 _FIRST_CELL, _CELL_BYTES, _LIVE_BYTES = layout.PAGE, layout.CELL_BYTES, layout.LIVE_BYTES
 _SLOT_BITS, _SLOT_MASK, _GENERATIONS = layout.SLOT_BITS, layout.SLOT_MASK, layout.GENERATIONS
-_NAMED, _LIVE_INTO = facts.NAMED_CODE, layout.LIVE.pack_into
+_LIVE_INTO = layout.LIVE.pack_into
 
 _WHOLE_CELLS = {
     known.fact: _whole_cell(known)
@@ -152,17 +152,16 @@ class RequestWriter:
         at, wall_at, trace, span, parent, server, flags, operation, provider, model, name = arrived
         memory = self.memory
         _LIVE_INTO(memory, offset, handle, flags, 0, at, wall_at, trace, span, parent, server, at, handle)
-        if operation or provider or model:
-            body = _ARRIVED.packed.pack(*self._with_ids(arrived, _ARRIVED.strings))
-            self._write(_ARRIVED.code, handle, body)
-            return handle
-        number = self._strings[name] if name in self._strings else self._intern(str(name))
+        known = self._strings.get
+        said: tuple[int | None, ...] = known(operation), known(provider), known(model), known(name)
+        if None in said:
+            said = tuple(map(self._number, (operation, provider, model, name)))
         cell, rest, cells = self._next_cell() + 1, self._next_cell() + 1, self._cells
         first, offset = cell & 0xFFFFFFFF, _FIRST_CELL + (cell - 1) % cells * _CELL_BYTES
-        _ARRIVED_FIRST(memory, offset, cell, _NAMED, 0, 2, handle, first, at, wall_at, trace, span, cell)
+        _ARRIVED_FIRST(memory, offset, cell, _ARRIVED, 0, 2, handle, first, at, wall_at, trace, span, cell)
         offset = _FIRST_CELL + (rest - 1) % cells * _CELL_BYTES
         _ARRIVED_REST(
-            memory, offset, rest, _NAMED, 1, 2, handle, first, span[4:], parent, server, flags, number, rest
+            memory, offset, rest, _ARRIVED, 1, 2, handle, first, span[4:], parent, server, flags, *said, rest
         )
         return handle
 
@@ -213,11 +212,14 @@ class RequestWriter:
 
     def _with_ids(self, fact: Any, strings: tuple[int, ...]) -> list[Any]:
         """The fields, those that are strings as numbers of the string table."""
-        fields, known = list(fact), self._strings
+        fields = list(fact)
         for i in strings:
-            text = fields[i]
-            fields[i] = known[text] if text in known else self._intern(str(text))
+            fields[i] = self._number(fields[i])
         return fields
+
+    def _number(self, text: str) -> int:
+        """This text's place in the string table, in which it gets one if it has none."""
+        return self._strings[text] if text in self._strings else self._intern(str(text))
 
     def _write(self, code: int, handle: int, body: bytes) -> None:
         if len(body) <= layout.BODY_BYTES:

@@ -36,6 +36,7 @@ _packed_of = attrgetter("otel_infer_handle")
 _query_of = attrgetter("query_length")
 _scheduled_tokens_of = attrgetter("state.tokens_to_process")
 _new_token_of = attrgetter("has_new_token")
+_is_alive = attrgetter("log.alive")
 
 
 class _Flight:
@@ -202,7 +203,7 @@ def _batches_of(scheduler: Any) -> _Batches | None:
         if log is None:
             return None
         batches = scheduler._otel_infer_batches = _Batches(log, scheduler.cache)
-        _loop.made = [*(one for one in _loop.made if one.log.alive), batches]
+        _loop.made = [*filter(_is_alive, _loop.made), batches]
     return batches
 
 
