@@ -23,6 +23,8 @@ WAITING = 2
 TRIALS = 5
 FITTING_S = 4.0
 """A core that begins to work comes to its pace after about a second, and others slow it down for seconds."""
+WAIT_TURNS = 200
+"""Of `forward`, some 100 µs, between two looks at the clock."""
 MESSAGES = [{"role": "user", "content": "Why is the sky blue, and since when? " * 16} for _ in range(4)]
 BODY = json.dumps({"model": "simulated", "stream": True, "messages": MESSAGES})
 
@@ -131,6 +133,12 @@ class Engine:
 def forward(iterations: int) -> None:
     """A wait that keeps the core awake: nothing but arithmetic in C, which gives the GIL away and touches no memory."""
     hashlib.pbkdf2_hmac("sha256", b"benchmark", b"benchmark", iterations)
+
+
+def wait_until(due: float) -> None:
+    """Until `perf_counter` says so, without the GIL, and without the core falling asleep."""
+    while time.perf_counter() < due:
+        forward(WAIT_TURNS)
 
 
 def _fitted(work: Any, wanted_us: float) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.blocks import Block, Rounds, alternating, gated, overhead, run_steps
-from benchmarks.engine import WAITING, Engine, forward
+from benchmarks.engine import WAITING, Engine, wait_until
 from benchmarks.ours import Binding, Exporting
 from benchmarks.receiver import Receiver
 from benchmarks.verdict import Control, Gate, Line, exactly, line
@@ -28,8 +28,6 @@ STEPS_PER_S = 200
 BLOCK_S, ROUNDS = 10, 6
 QUICK_S, QUICK_ROUNDS = 5, 1
 PYTHON_US = 1000.0
-WAIT_TURNS = 200
-"""Of the engine's arithmetic without the GIL, some 100 µs, after which the clock is looked at."""
 MOST_MEMORY = 256
 """MiB: what OTEL_INFER_BUDGET allows by default."""
 MOST_LATE = 0.01
@@ -122,8 +120,7 @@ def paced(engine: Engine, seconds: float) -> Block:
     for _ in range(int(seconds * STEPS_PER_S)):
         blocks.append(run_steps(engine.step, 1))
         due = max(due + pause, time.perf_counter() - pause)
-        while time.perf_counter() < due:
-            forward(WAIT_TURNS)
+        wait_until(due)
     return Block(*map(np.concatenate, zip(*blocks)))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import caches, machine
-from benchmarks.engine import Engine
+from benchmarks.engine import Engine, wait_until
 from benchmarks.ours import Binding, Exporting
 from benchmarks.receiver import Receiver
 from benchmarks.stock import Stock, StockBinding
@@ -27,7 +27,8 @@ OUT_FACTOR = 10.0
 RAW_BYTES = 130.0
 UNHURRIED = 5_000
 """Step spans a second of which the stock SDK loses none."""
-SHORTER = 16
+SHORTER, OFTENER = 16, 32
+"""So much shorter are parts that are sampled out, and so many more of them there are."""
 MOSTLY, LEAST = 0.7, 0.25
 """The share of its steps that makes a part an undisturbed one, and the share of such parts without which nothing is said."""
 PACE_LIMIT = 0.01
@@ -66,7 +67,7 @@ def measure(quick: bool) -> list[Line]:
             unhurried = part(
                 engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds, UNHURRIED
             )
-            out = _sampled_out(engine, exporting, receiver, seconds / SHORTER, SHORTER * parts)
+            out = _sampled_out(engine, exporting, receiver, seconds / SHORTER, OFTENER * parts)
             memory = machine.peak_memory(exporting.pid)
             engine.churning = False
             calm = part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds)
@@ -137,7 +138,7 @@ def paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float, lis
         engine.step()
         stepping += time.thread_time_ns() - before
         due = max(due + pause, time.perf_counter() - pause)
-        time.sleep(max(due - time.perf_counter(), 0))
+        wait_until(due)
     others = (time.process_time_ns() - everything) - (time.thread_time_ns() - this_thread)
     return stepping + others, time.perf_counter() - began, probes
 
