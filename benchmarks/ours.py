@@ -7,7 +7,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from opentelemetry import context, trace
+from opentelemetry import trace
 from opentelemetry.context import Context
 
 import otel_infer
@@ -167,12 +167,9 @@ class Binding:
         return answer
 
     def _arrived(self, sequence: Sequence) -> None:
-        token = context.attach(self._around) if self._around is not None else None
         request: Any = ingress.open_request(
-            f"chat {MODEL}", owner=ENGINE, operation="chat", provider=ENGINE, model=MODEL
+            f"chat {MODEL}", owner=ENGINE, around=self._around, operation="chat", provider=ENGINE, model=MODEL
         )
-        if token is not None:
-            context.detach(token)
         request.submitted(ENGINE, 1, 0, 0)
         request.state(facts.RequestReceived(clock.now()))
         sequence.live, sequence.packed = request, request.packed

@@ -83,14 +83,21 @@ def measure(quick: bool) -> list[Line]:
 def _sampled_out(
     engine: Engine, exporting: Exporting, receiver: Receiver, seconds: float, parts: int
 ) -> tuple[list[Part], list[Part]]:
-    """The same, of callers who do not sample. So little is used that the machine's own pace weighs more: many short parts."""
+    """The same, of callers who do not sample. So little is used that the machine's own pace weighs more: many short parts. There
+    is nothing to flush after each."""
     ours, theirs, stock = [], [], Stock(receiver.endpoint, sampled=False)
-    for _ in range(parts):
-        unsampled = Binding(engine, sampled=False)
-        ours.append(part(engine, unsampled, receiver, exporting.flush, exporting.pid, seconds))
-        theirs.append(part(engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds))
+    for number in range(parts):
+        is_last = number == parts - 1
+        unsampled, flush = Binding(engine, sampled=False), exporting.flush if is_last else _nothing
+        ours.append(part(engine, unsampled, receiver, flush, exporting.pid, seconds))
+        flush = stock.flush if is_last else _nothing
+        theirs.append(part(engine, StockBinding(engine, stock), receiver, flush, 0, seconds))
     stock.close()
     return ours, theirs
+
+
+def _nothing() -> None:
+    """In the place of a flush."""
 
 
 def part(

@@ -88,22 +88,26 @@ NOBODY: Caller = b""
 
 class ByIds:
     """The identity of a new request whose ids are all that decides it. Contexts of the API are made of them when somebody
-    asks, which for most requests nobody does."""
+    asks, which for most requests nobody does. `above`: the span that it is below, or that its SERVER span is."""
 
-    __slots__ = ("flags", "ids", "trace_state")
+    __slots__ = ("_above", "flags", "has_server", "ids", "trace_state")
     inner = None
 
     def __init__(
-        self, trace_id: bytes, parent_id: bytes, flags: int, trace_state: trace.TraceState | None = None
+        self,
+        trace_id: bytes,
+        parent_id: bytes,
+        flags: int,
+        own_server: bool,
+        above: Caller | SpanContext | None = None,
+        trace_state: trace.TraceState | None = None,
     ) -> None:
         spans = _random_ids()
-        self.ids = trace_id, spans[:8], parent_id, spans[8:] if flags & facts.OWN_SERVER_SPAN else _NO_ID
-        self.flags, self.trace_state = flags, trace_state
-
-    @property
-    def has_server(self) -> bool:
-        """Whether a SERVER span of ours is above the request."""
-        return bool(self.flags & facts.OWN_SERVER_SPAN)
+        if own_server:
+            self.ids, self.flags = (trace_id, spans[:8], parent_id, spans[8:]), flags | facts.OWN_SERVER_SPAN
+        else:
+            self.ids, self.flags = (trace_id, spans[:8], parent_id, _NO_ID), flags
+        self.has_server, self._above, self.trace_state = own_server, above, trace_state
 
     @property
     def request(self) -> SpanContext:
@@ -115,48 +119,38 @@ class ByIds:
         """The SERVER span's."""
         return self._own(self.ids[3]) if self.has_server else None
 
+    @property
+    def parent(self) -> SpanContext | None:
+        """Of what is above it."""
+        above = self._above
+        return context_of(above) if isinstance(above, bytes) else above
+
     def _own(self, span_id: bytes) -> SpanContext:
         ids = int.from_bytes(self.ids[0], "big"), int.from_bytes(span_id, "big")
         flags = _SAMPLED if self.flags & facts.SAMPLED else _NOT_SAMPLED
         return SpanContext(*ids, False, flags, self.trace_state)
 
 
-class Below(ByIds):
-    """Below a SERVER span of ours, and that below its caller."""
-
-    __slots__ = ("caller",)
-
-    def __init__(self, caller: Caller, sampled: bool) -> None:
-        flags = facts.OWN_SERVER_SPAN | facts.SAMPLED if sampled else facts.OWN_SERVER_SPAN
-        if caller:
-            super().__init__(caller[1:17], caller[17:25], flags | facts.REMOTE_PARENT)
-        else:
-            super().__init__(_random_ids(), _NO_ID, flags)
-        self.caller = caller
-
-    @property
-    def parent(self) -> SpanContext | None:
-        """The caller's."""
-        return context_of(self.caller)
+def below(caller: Caller, sampled: bool) -> ByIds:
+    """Below a SERVER span of ours, and that below the caller."""
+    flags = facts.SAMPLED if sampled else 0
+    if not caller:
+        return ByIds(_random_ids(), _NO_ID, flags, True)
+    return ByIds(caller[1:17], caller[17:25], flags | facts.REMOTE_PARENT, True, caller)
 
 
-class Within(ByIds):
-    """Below the span that was current, if there was one, or below a SERVER span of ours below that."""
-
-    __slots__ = ("parent",)
-
-    def __init__(self, above: SpanContext, sampled: bool, own_server: bool) -> None:
-        flags = facts.SAMPLED if sampled else 0
-        if own_server:
-            flags |= facts.OWN_SERVER_SPAN
-        self.parent = above if above.is_valid else None
-        if self.parent is None:
-            super().__init__(_random_ids(), _NO_ID, flags)
-            return
-        if above.is_remote:
-            flags |= facts.REMOTE_PARENT
-        trace_id, span_id = above.trace_id.to_bytes(16, "big"), above.span_id.to_bytes(8, "big")
-        super().__init__(trace_id, span_id, flags, above.trace_state)
+def within(above: SpanContext, sampler: Constant, own_server: bool) -> ByIds:
+    """Below the span that is current, if it is one."""
+    # A context is a tuple by its type, and each of its properties a call.
+    trace_id, span_id, is_remote, trace_flags, trace_state, is_valid = above
+    sampled = trace_flags & TraceFlags.SAMPLED if sampler.follows and is_valid else sampler.root
+    flags = facts.SAMPLED if sampled else 0
+    if not is_valid:
+        return ByIds(_random_ids(), _NO_ID, flags, own_server)
+    if is_remote:
+        flags |= facts.REMOTE_PARENT
+    ids = trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big")
+    return ByIds(*ids, flags, own_server, above, trace_state)
 
 
 def context_of(caller: Caller) -> SpanContext | None:
@@ -204,11 +198,11 @@ class Opener(Protocol):
 
     def open(
         self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
-    ) -> Opened | Within:
+    ) -> Opened | ByIds:
         """A request span named `name`, below a server span of ours if `own_server`; `above` is the span in `parent`."""
         ...
 
-    def below(self, caller: Caller) -> Below | None:
+    def below(self, caller: Caller) -> ByIds | None:
         """A request span below a server span of ours below this caller; None where ids alone do not decide that."""
         ...
 
@@ -227,10 +221,10 @@ class IdOpener:
 
     def open(
         self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
-    ) -> Opened | Within:
+    ) -> Opened | ByIds:
         constant = self._constant
         if constant is not None and self._is_plain:
-            return Within(above, constant.of(above), own_server)
+            return within(above, constant, own_server)
         trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
         if constant is not None:
             sampled, state = constant.of(above), above.trace_state if above.is_valid else None
@@ -245,19 +239,19 @@ class IdOpener:
         server = SpanContext(trace_id, new(), False, flags, state) if own_server else None
         return Opened(request, server, above if above.is_valid else None, None)
 
-    def below(self, caller: Caller) -> Below | None:
+    def below(self, caller: Caller) -> ByIds | None:
         constant = self._constant
         if constant is None or not self._is_plain:
             return None
         follows = caller and constant.follows
-        return Below(caller, bool(caller[25] & TraceFlags.SAMPLED) if follows else constant.root)
+        return below(caller, bool(caller[25] & TraceFlags.SAMPLED) if follows else constant.root)
 
     def ids(self) -> tuple[bytes, bytes]:
         trace_id, span_id = self._ids.generate_trace_id(), self._ids.generate_span_id()
         return trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big")
 
 
-class _Constant(NamedTuple):
+class Constant(NamedTuple):
     """A sampler that asks for nothing but its parent's flag, or not even for that. `root`: for who has no parent."""
 
     root: bool
@@ -268,16 +262,16 @@ class _Constant(NamedTuple):
         return above.trace_flags.sampled if self.follows and above.is_valid else self.root
 
 
-def _constant(sampler: Any) -> _Constant | None:
+def _constant(sampler: Any) -> Constant | None:
     """What this one decides, if it is one of those that the standard variables name without an argument: known without
     the dozen calls that asking it takes."""
     from opentelemetry.sdk.trace import sampling
 
     known = (
-        (sampling.DEFAULT_ON, _Constant(True, True)),
-        (sampling.DEFAULT_OFF, _Constant(False, True)),
-        (sampling.ALWAYS_ON, _Constant(True, False)),
-        (sampling.ALWAYS_OFF, _Constant(False, False)),
+        (sampling.DEFAULT_ON, Constant(True, True)),
+        (sampling.DEFAULT_OFF, Constant(False, True)),
+        (sampling.ALWAYS_ON, Constant(True, False)),
+        (sampling.ALWAYS_OFF, Constant(False, False)),
     )
     return next((constant for one, constant in known if one is sampler), None)
 
@@ -312,7 +306,7 @@ class ProviderOpener:
         own = server.get_span_context() if server is not None else None
         return Opened(span.get_span_context(), own, above if above.is_valid else None, (server, span))
 
-    def below(self, caller: Caller) -> Below | None:
+    def below(self, caller: Caller) -> ByIds | None:
         return None
 
     def ids(self) -> tuple[bytes, bytes]:

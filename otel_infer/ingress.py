@@ -20,7 +20,7 @@ from opentelemetry.util import types
 
 from otel_infer import clock, context, facts, identity, semconv
 from otel_infer.context import detach as detach
-from otel_infer.identity import Below, Caller, Limits, Opened, Opener, Within
+from otel_infer.identity import ByIds, Caller, Limits, Opened, Opener
 from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
 
@@ -45,7 +45,7 @@ class LiveRequest(trace.Span):
     _context: SpanContext | None = None
 
     def __init__(
-        self, opened: Opened | Below | Within, handle: int, arrived_at: int, owner: str, around: Context
+        self, opened: Opened | ByIds, handle: int, arrived_at: int, owner: str, around: Context
     ) -> None:
         """`around`: what `attach` starts from; the caller's baggage lies in it.
 
@@ -257,15 +257,15 @@ def open_request(
     """
     if opener is None or not recorder.active:
         return None
-    now, wall_now = clock.wall_pair()
+    now = clock.now()
     arrived_at = arrived_at or now
-    wall_at = wall_now - (now - arrived_at)
-    parent = otel_context.get_current() if around is None else around
-    above = trace.get_current_span(parent).get_span_context()
+    wall_at = clock.wall() - now + arrived_at
+    parent = context.here() if around is None else around
+    above = _span_in(parent)
     own_server = server and (above.is_remote or not above.is_valid)
     if headers and own_server:
         parent = propagate.extract(headers, parent)
-        above = trace.get_current_span(parent).get_span_context()
+        above = _span_in(parent)
     opened = opener.open(name, parent, above, own_server, wall_at)
     flags = opened.flags if generative else opened.flags | facts.NON_GENERATIVE
     said = arrived_at, wall_at, *opened.ids, flags, operation, provider, model, name
@@ -277,6 +277,11 @@ def open_request(
     if opened.inner is not None and request.handle:
         unclaimed.put(arrived.span_id, opened.inner)
     return request
+
+
+def _span_in(around: Context) -> SpanContext:
+    span: Any = around.get(context.SPAN_KEY)
+    return trace.INVALID_SPAN_CONTEXT if span is None else span.get_span_context()
 
 
 def open_below(caller: Caller, name: str, owner: str, around: Context, arrived_at: int) -> LiveRequest | None:

@@ -109,6 +109,17 @@ def test_what_a_sampler_decides_is_the_same_whether_it_is_asked_or_known(
     assert known.request.trace_flags == asked.request.trace_flags
     assert (known.request.trace_state or None) == (asked.request.trace_state or None)
     assert (known.server is None, known.parent) == (asked.server is None, asked.parent)
+    assert (known.flags, known.has_server) == (asked.flags, asked.has_server)
+    assert (known.trace_state or None) == (asked.trace_state or None)
+    trace_id, span_id, above_id, server_id = known.ids
+    assert above_id == asked.ids[2] and (trace_id == asked.ids[0]) == above.is_valid
+    assert [any(some) for some in (trace_id, span_id, server_id)] == [True, True, own_server]
+    assert (known.request.trace_id, known.request.span_id) == (
+        int.from_bytes(trace_id, "big"),
+        int.from_bytes(span_id, "big"),
+    )
+    if known.server is not None:
+        assert known.server.span_id == int.from_bytes(server_id, "big") != known.request.span_id
 
 
 def test_a_sampler_of_somebody_elses_is_asked_each_time() -> None:
