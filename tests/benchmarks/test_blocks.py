@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import blocks, verdict
-from benchmarks.blocks import Block, Rounds
+from benchmarks.blocks import Block, Rounds, overhead
 
 STEPS, ROUNDS = 20, 30
 QUIET, DISTURBED = 2_000, 40_000
@@ -36,6 +36,24 @@ def test_a_hook_that_costs_half_a_percent_passes_and_one_that_costs_two_fails() 
     assert cheap["p50, CPU time"].value == pytest.approx(0.5)
     assert cheap["less than the stock SDK, CPU time"].value == pytest.approx(200)
     assert dear["p50, CPU time"].verdict == verdict.FAIL
+
+
+@pytest.mark.parametrize("skew", [1, -1])
+@pytest.mark.parametrize("more", [1.0, 1.02])
+def test_a_pace_that_changes_from_block_to_block_is_nobodys_cost(
+    skew: int, more: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "RESAMPLES", 2)  # of so many rounds; the bounds are not looked at
+    chance = np.random.default_rng(1)
+
+    def restless(factor: float) -> list[Block]:
+        paces = 1e6 * np.exp(skew * chance.exponential(0.1, 4000))
+        return [block(pace * factor) for pace in paces]
+
+    p50, p50_control, p99, p99_control = overhead(Rounds(restless(1), restless(more), restless(1)), "wall")
+    assert p50.value == pytest.approx(more - 1, abs=0.005)
+    assert p99.value == pytest.approx(more - 1, abs=0.05)
+    assert abs(p50_control.value) < 0.005 and abs(p99_control.value) < 0.05
 
 
 def test_what_others_did_to_some_steps_is_not_said_of_the_hooks() -> None:
