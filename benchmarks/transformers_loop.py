@@ -90,17 +90,13 @@ def own_lines(
 ) -> list[Line]:
     """What the hooks themselves take of a step in the same loop, against a bare step's p50 and against what the stock SDK
     adds to a step: as a whole, which can be seen, and by its hooks alone, without the thread that exports."""
-    bare = float(np.median([np.median(block.wall) for block in (*ours_whole.bare, *ours_whole.again)]))
+    blocks = [block for whole in (ours_whole, theirs_whole) for block in (*whole.bare, *whole.again)]
+    bare = float(np.median([np.median(block.wall) for block in blocks]))
     mine, stock = (median([float(np.median(steps)) for steps in own]) for own in (ours, theirs))
     p99 = bootstrapped(len(ours), lambda rows: pooled(ours, rows, 99) / bare)
-    added = median(
-        [
-            float(np.median(on.wall) - np.median(np.concatenate([off.wall, again.wall])))
-            for off, on, again in zip(*theirs_whole)
-        ]
-    )
+    slower, off, *_ = overhead(theirs_whole, "wall")
+    added = slower.scaled(bare)
     claim, gate = f"{said}: hooks alone", Gate(STOCK_FACTOR, at_least=True)
-    off = overhead(theirs_whole, "wall")[1]
     # What uninstrumented differs from itself by does not matter where it could be taken off what the stock SDK adds.
     least = times_less(mine, Figure(*(one - abs(off.value) * bare for one in added)))
     control = Control(against_itself(off).said, least.low >= STOCK_FACTOR)
