@@ -1,8 +1,9 @@
 """A real decode loop: transformers' continuous batching with a tiny model in this process, every step exported as a span.
 
-A load is as many requests as fit, all of one length. Once all of them decode, blocks of steps with and without the
-integration take turns: bare is the library as it came. The integration is installed before every block, and removed again
-before a bare one, so that all begin alike, with one step that is not counted.
+A load is as many requests as fit, all of one length. Once all of them decode, a few steps with and a few without the
+integration take turns: bare is the library as it came. Before every step the integration is removed and installed, or
+installed and removed, so that all begin alike, and the first of a turn is not counted: the interpreter has to learn anew what
+it calls. The more tokens there are the longer a step takes, twice as long in the end; that is taken out.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ Step = tuple[int, int, int, int]
 Column = NDArray[np.float64]
 LEAD, TAIL = 24, 16
 """Steps of a load in which requests are still prefilled, or some are done already."""
-STEPS = 5
-"""In a block that are counted; one more comes before."""
-ROUNDS = 3
-"""Of three blocks each, in a load."""
-TOKENS = LEAD + 3 * ROUNDS * (STEPS + 1) + TAIL
+STEPS = 18
+"""Of each kind, in a load."""
+TURN, STOCK_TURN = 3, STEPS
+"""Steps of a kind in a row. What the stock SDK has to export of a step, its thread does during the next ones."""
+TOKENS = LEAD + 3 * STEPS + TAIL
 
 
 def measure(quick: bool) -> list[Line]:
     """Ours first, then the stock SDK on the same manager to the same receiver."""
-    loads, stock_loads, own_loads = (1, 1, 1) if quick else (60, 18, 12)
+    loads, stock_loads, own_loads = (1, 1, 1) if quick else (120, 18, 12)
     import transformers.generation.continuous_batching  # noqa: F401 - what the hooks sit on
 
     machine.keep_memory()
@@ -70,18 +71,18 @@ def measure(quick: bool) -> list[Line]:
         machine.pin_process(receiver.pid, others)
         load = Load(mine, AT_ONCE // 8 if quick else AT_ONCE)
         with load.running(), Exporting(receiver.endpoint, ("transformers",)) as exporting:
-            found = load.rounds(Ours(), loads)
+            found = load.rounds(Ours(), loads, TURN)
             exporting.flush()
             lost = lost_line(f"{load.said}: step spans lost or doubled", load.hooked, receiver.counted())
             with load.own.of_ours():
                 own = load.own_times(Ours(), own_loads)
         with load.running():
             stock = StockHooks(Stock(receiver.endpoint))
-            theirs = load.rounds(stock, stock_loads, stock.stock.flush)
+            theirs = load.rounds(stock, stock_loads, STOCK_TURN, stock.stock.flush)
             stock.own = load.own
-            stock_own = load.own_times(stock, own_loads // 2)
+            stock_own = load.own_times(stock, -(-own_loads // 2))
             stock.stock.close()
-    whole = lines_of(load.said, found, loads * ROUNDS, theirs)
+    whole = lines_of(load.said, found, loads, theirs)
     return [*whole, *own_lines(load.said, own, stock_own, found, theirs), lost]
 
 
@@ -121,10 +122,9 @@ def _us(figure: Figure) -> str:
 
 
 class Planned(NamedTuple):
-    """A step that is to come. `begins`: a block, which is to be `bare` or hooked; `noted`: where it is noted down, if at all."""
+    """A step that is to come: bare or hooked, or as the one before; `noted`: where it is noted down, if at all."""
 
-    begins: bool = False
-    bare: bool = False
+    bare: bool | None = None
     noted: list[Step] | None = None
 
 
@@ -156,17 +156,29 @@ class Load:
             manager.stop(block=True)
             manager.destroy()
 
-    def rounds(self, hooks: Hooked, loads: int, after: Callable[[], None] | None = None) -> Rounds:
-        """So many loads, one after the other; the hooks are off in the end."""
-        found, self.hooked = Rounds([], [], []), 0
+    def rounds(self, hooks: Hooked, loads: int, turn: int, after: Callable[[], None] | None = None) -> Rounds:
+        """So many loads, one after the other, each of which is a round; the hooks are off in the end. `turn`: steps of a kind
+        before another has its turn."""
+        self.hooked = loads * self.at_once * (TOKENS - 1 - 2 * STEPS)
+        kinds, steps = [], []
         for _ in range(loads):
-            blocks = self._planned()
-            self._run(hooks)
+            turns = [kind for _ in range(STEPS // turn) for kind in self._chance.sample(range(3), 3)]
+            planned = [Planned(kind != 1, [] if number else None) for kind in turns for number in range(turn)]
+            kinds.append(np.repeat(turns, turn - 1))
+            steps.append(self._noted(planned, hooks))
             if after is not None:
                 after()
-            for kind, steps in blocks:
-                found[kind].append(Block(*np.array(steps).T[:3]))
-        return found
+        even = evened(np.array(steps, float)[:, :, :3])
+        return Rounds(
+            *([Block(*one[order == kind].T) for one, order in zip(even, kinds)] for kind in range(3))
+        )
+
+    def _noted(self, planned: list[Planned], hooks: Hooked) -> list[Step]:
+        """What one load noted down in these steps of it."""
+        lead, last = [Planned()] * LEAD, [Planned(bare=False)]
+        self._plan = [*reversed([*lead, *planned, *last])]
+        self._run(hooks)
+        return [step for one in planned for step in one.noted or ()]
 
     def own_times(self, hooks: Hooked, loads: int) -> list[Column]:
         """What the hooks took of each step, an array for each load, ns; they are never off."""
@@ -179,10 +191,9 @@ class Load:
         return found
 
     def _own_time(self, hooks: Hooked) -> Column:
-        steps: list[Step] = []
-        self._plan = [Planned(noted=steps)] * (TOKENS - LEAD - TAIL) + [Planned()] * LEAD
-        self._run(hooks)
-        return np.array([own for *_, own in steps])
+        return np.array(
+            [own for *_, own in self._noted([Planned(noted=[]) for _ in range(3 * STEPS)], hooks)]
+        )
 
     def _run(self, hooks: Hooked) -> None:
         """One load, as planned; the hooks are off in the end."""
@@ -197,18 +208,6 @@ class Load:
         time.sleep(0.02)  # the loop is on its way into its wait
         hooks.take_off()
 
-    def _planned(self) -> list[tuple[int, list[Step]]]:
-        """What the loop is to do in each step of the next load; the blocks that will come of it, by kind."""
-        blocks: list[tuple[int, list[Step]]] = []
-        plan = [Planned()] * LEAD
-        for _ in range(ROUNDS):
-            for kind in self._chance.sample(range(3), 3):
-                blocks.append((kind, []))
-                plan += [Planned(begins=True, bare=kind != 1), *[Planned(noted=blocks[-1][1])] * STEPS]
-        self.hooked += self.at_once * (TOKENS - 1 - 2 * ROUNDS * (STEPS + 1))
-        self._plan = [Planned(begins=True), *reversed(plan)]
-        return blocks
-
     def _timing(self, body: Callable[..., bool]) -> Callable[..., bool]:
         manager, pinned = self._manager, False
 
@@ -218,10 +217,10 @@ class Load:
                 pinned = True
                 machine.pin_this_thread(self.core)
             planned = self._plan[-1] if self._plan else Planned()
-            if planned.begins and self._hooks is not None:
-                self._hooks.put_on()
-                if planned.bare:
-                    self._hooks.take_off()
+            if planned.bare is not None and self._hooks is not None:
+                turns = (self._hooks.take_off, self._hooks.put_on)
+                for turn in reversed(turns) if planned.bare else turns:
+                    turn()
             before = manager.current_batch
             self.own.began()
             wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
@@ -234,6 +233,19 @@ class Load:
             return goes_on
 
         return timed
+
+
+def evened(steps: Column) -> Column:
+    """Loads of steps of columns, without what a step takes longer the later in its load it comes, whatever its kind: the first
+    two columns, by a parabola over all loads; the third is the probe, which does not grow."""
+    even: Column = steps.copy()
+    positions = np.arange(steps.shape[1])
+    for column in range(2):
+        grown = np.polyval(
+            np.polyfit(np.tile(positions, len(steps)), steps[:, :, column].ravel(), 2), positions
+        )
+        even[:, :, column] *= np.median(grown) / grown
+    return even
 
 
 class Ours:
