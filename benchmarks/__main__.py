@@ -117,17 +117,35 @@ def show(lines: list[Line], about: dict[str, str]) -> None:
 def _write_docs(page: Path, lines: list[Line], about: dict[str, str]) -> None:
     text = page.read_text()
     before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
+    old, found, after = rest.partition(END)
     if not found:
         raise SystemExit(f"{page} has no {BEGIN} … {END}")
     rows = ["| claim | gate | measured | bounds | control | verdict |", "|---|---|---|---|---|---|"]
-    rows += [
+    new = [
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in verdict.rows_of(lines)
     ]
+    rows += merged([row for row in old.splitlines() if row.startswith("| ") and row not in rows], new)
     machine_said = ", ".join(f"{name} {value}" for name, value in about.items())
     page.write_text(
         f"{before}{BEGIN}\nMeasured on: {machine_said}.\n\n" + "\n".join(rows) + f"\n{END}{after}"
     )
+
+
+def merged(old: list[str], new: list[str]) -> list[str]:
+    """The rows of a table with those that were measured anew in their places; one of a new claim comes after the row that it was
+    measured after."""
+    rows, place = list(old), len(old)
+    places = {row.split(" | ")[0]: number for number, row in enumerate(rows)}
+    added: dict[int, list[str]] = {}
+    for row in new:
+        known = places.get(row.split(" | ")[0])
+        if known is None:
+            added.setdefault(place, []).append(row)
+        else:
+            rows[known], place = row, known + 1
+    return [
+        row for number in range(len(rows) + 1) for row in (*added.get(number, ()), *rows[number : number + 1])
+    ]
 
 
 if __name__ == "__main__":
