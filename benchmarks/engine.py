@@ -14,6 +14,7 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from itertools import repeat
 from queue import SimpleQueue
 from typing import Any
@@ -135,10 +136,15 @@ def forward(iterations: int) -> None:
     hashlib.pbkdf2_hmac("sha256", b"benchmark", b"benchmark", iterations)
 
 
-def wait_until(due: float) -> None:
-    """Until `perf_counter` says so, without the GIL, and without the core falling asleep."""
-    while time.perf_counter() < due:
-        forward(WAIT_TURNS)
+def at_pace(count: int, pause: float) -> Iterator[None]:
+    """So many times, so many seconds apart; who falls behind does not catch up. It waits without the GIL, and without the core
+    falling asleep."""
+    due = time.perf_counter()
+    for _ in range(count):
+        yield
+        due = max(due + pause, time.perf_counter() - pause)
+        while time.perf_counter() < due:
+            forward(WAIT_TURNS)
 
 
 def _fitted(work: Any, wanted_us: float) -> int:

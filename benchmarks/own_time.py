@@ -1,7 +1,8 @@
 """How long hooks take in a loop that runs: the time in what was put around the engine's functions, less that in the functions.
 
 Where steps of one kind differ by 10 % among themselves, holding loops against each other cannot tell 0.1 % from nothing; this can.
-What hooks do to the speed of other code is not in it. What reading the clock takes is: it is known from hooks that do nothing.
+What hooks do to the speed of other code is not in it. What reading the clock takes is: who asks subtracts
+what it comes to with `nothing`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.blocks import Block, Rounds, alternating, gated, overhead, run_steps
-from benchmarks.engine import WAITING, Engine, wait_until
+from benchmarks.engine import WAITING, Engine, at_pace
 from benchmarks.ours import Binding, Exporting
 from benchmarks.receiver import Receiver
 from benchmarks.verdict import Control, Gate, Line, exactly, line
@@ -115,12 +115,8 @@ def opened(engine: Engine) -> int:
 
 def paced(engine: Engine, seconds: float) -> Block:
     """Steps at a fixed pace, each timed without the wait for the next, in which the core stays awake."""
-    pause, due = 1 / STEPS_PER_S, time.perf_counter()
-    blocks = []
-    for _ in range(int(seconds * STEPS_PER_S)):
-        blocks.append(run_steps(engine.step, 1))
-        due = max(due + pause, time.perf_counter() - pause)
-        wait_until(due)
+    pace = at_pace(int(seconds * STEPS_PER_S), 1 / STEPS_PER_S)
+    blocks = [run_steps(engine.step, 1) for _ in pace]
     return Block(*map(np.concatenate, zip(*blocks)))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import caches, machine
-from benchmarks.engine import Engine, wait_until
+from benchmarks.engine import Engine, at_pace
 from benchmarks.ours import Binding, Exporting
 from benchmarks.receiver import Receiver
 from benchmarks.stock import Stock, StockBinding
@@ -138,14 +138,12 @@ def paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float, lis
     """
     pause = engine.size / offered
     began, everything, this_thread = time.perf_counter(), time.process_time_ns(), time.thread_time_ns()
-    due, stepping, probes = began, 0, []
-    for _ in range(int(seconds / pause)):
+    stepping, probes = 0, []
+    for _ in at_pace(int(seconds / pause), pause):
         probes.append(caches.probe())
         before = time.thread_time_ns()
         engine.step()
         stepping += time.thread_time_ns() - before
-        due = max(due + pause, time.perf_counter() - pause)
-        wait_until(due)
     others = (time.process_time_ns() - everything) - (time.thread_time_ns() - this_thread)
     return stepping + others, time.perf_counter() - began, probes
 

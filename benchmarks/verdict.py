@@ -141,6 +141,11 @@ def against_itself(figure: Figure, limit: float = CONTROL_LIMIT) -> Control:
     return Control(f"{figure.value * 100:+.2f} %", abs(figure.value) <= limit)
 
 
+def or_charged(control: Control, charged: Figure, gate: Gate) -> Control:
+    """What uninstrumented differs from itself by does not matter where the gate holds with all of it charged to us."""
+    return Control(control.said, control.holds or charged.low >= gate.limit)
+
+
 def all_of(*controls: Control) -> Control:
     """All of them must hold."""
     return Control(", ".join(one.said for one in controls), all(one.holds for one in controls))

@@ -31,3 +31,9 @@ def detach(token: Any) -> None:
 def innermost() -> object:
     """The span that is current, if any."""
     return here().get(SPAN_KEY)
+
+
+def span_in(around: Context) -> trace.SpanContext:
+    """What this context says of its span; an invalid one if it has none."""
+    span: Any = around.get(SPAN_KEY)
+    return trace.INVALID_SPAN_CONTEXT if span is None else span.get_span_context()

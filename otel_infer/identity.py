@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
@@ -14,6 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
 from otel_infer import facts
+from otel_infer.unclaimed import Inner
 
 _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 _NO_ID = bytes(8)
@@ -35,12 +35,6 @@ class Limits(NamedTuple):
         if isinstance(value, Sequence) and not isinstance(value, bytes):
             return [self.cut(item) for item in value]
         return value
-
-
-Inner = tuple[trace.Span | None, trace.Span]
-"""A provider's own live spans of a request: server span, if there is one, and request span."""
-MOST_UNCLAIMED = 8192
-"""As many as can be in flight, and as many again that have ended and are not concluded."""
 
 
 class Opened(NamedTuple):
@@ -131,11 +125,12 @@ class ByIds:
         return SpanContext(*ids, False, flags, self.trace_state)
 
 
-def below(caller: Caller, sampled: bool) -> ByIds:
+def below(caller: Caller, sampler: Constant) -> ByIds:
     """Below a SERVER span of ours, and that below the caller."""
-    flags = facts.SAMPLED if sampled else 0
     if not caller:
+        flags = facts.SAMPLED if sampler.root else 0
         return ByIds(_random_ids(), _NO_ID, flags, True)
+    flags = facts.SAMPLED if sampler.samples(True, caller[25]) else 0
     return ByIds(caller[1:17], caller[17:25], flags | facts.REMOTE_PARENT, True, caller)
 
 
@@ -143,8 +138,7 @@ def within(above: SpanContext, sampler: Constant, own_server: bool) -> ByIds:
     """Below the span that is current, if it is one."""
     # A context is a tuple by its type, and each of its properties a call.
     trace_id, span_id, is_remote, trace_flags, trace_state, is_valid = above
-    sampled = trace_flags & TraceFlags.SAMPLED if sampler.follows and is_valid else sampler.root
-    flags = facts.SAMPLED if sampled else 0
+    flags = facts.SAMPLED if sampler.samples(is_valid, trace_flags) else 0
     if not is_valid:
         return ByIds(_random_ids(), _NO_ID, flags, own_server)
     if is_remote:
@@ -159,36 +153,6 @@ def context_of(caller: Caller) -> SpanContext | None:
         return None
     ids = int.from_bytes(caller[1:17], "big"), int.from_bytes(caller[17:25], "big")
     return SpanContext(*ids, True, TraceFlags(caller[25]))
-
-
-class Unclaimed:
-    """A provider's live spans by the id of their request, until it is concluded. Where that never happens, because its facts
-    were lost, they end as they are when so many others have come."""
-
-    def __init__(self, most: int = MOST_UNCLAIMED) -> None:
-        self._most = most
-        self._spans: dict[bytes, Inner] = {}
-
-    def put(self, span_id: bytes, inner: Inner) -> None:
-        """They wait from now on."""
-        self._spans[span_id] = inner
-        if len(self._spans) > self._most:
-            with contextlib.suppress(RuntimeError, StopIteration):  # another thread put or claimed meanwhile
-                oldest = self.claim(next(iter(self._spans)))
-                if oldest is not None:
-                    end(oldest)
-
-    def claim(self, span_id: bytes) -> Inner | None:
-        """The spans of this request, once; who claims them ends them."""
-        return self._spans.pop(span_id, None)
-
-
-def end(inner: Inner) -> None:
-    """Ends them now, with what they say by now; never raises."""
-    for span in reversed(inner):
-        if span is not None:
-            with contextlib.suppress(Exception):  # a processor of the user's
-                span.end()
 
 
 class Opener(Protocol):
@@ -226,12 +190,9 @@ class IdOpener:
         if constant is not None and self._is_plain:
             return within(above, constant, own_server)
         trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
-        if constant is not None:
-            sampled, state = constant.of(above), above.trace_state if above.is_valid else None
-        else:
-            kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
-            result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)
-            sampled, state = result.decision.is_sampled(), result.trace_state
+        kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
+        result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)
+        sampled, state = result.decision.is_sampled(), result.trace_state
         flags = _SAMPLED if sampled else _NOT_SAMPLED
 
         new = self._ids.generate_span_id
@@ -243,8 +204,7 @@ class IdOpener:
         constant = self._constant
         if constant is None or not self._is_plain:
             return None
-        follows = caller and constant.follows
-        return below(caller, bool(caller[25] & TraceFlags.SAMPLED) if follows else constant.root)
+        return below(caller, constant)
 
     def ids(self) -> tuple[bytes, bytes]:
         trace_id, span_id = self._ids.generate_trace_id(), self._ids.generate_span_id()
@@ -257,9 +217,9 @@ class Constant(NamedTuple):
     root: bool
     follows: bool
 
-    def of(self, above: SpanContext) -> bool:
-        """Whether the child of this span is sampled."""
-        return above.trace_flags.sampled if self.follows and above.is_valid else self.root
+    def samples(self, has_parent: bool, flags: int) -> bool:
+        """Whether the child of a span with these flags is sampled, if it has one."""
+        return bool(flags & TraceFlags.SAMPLED) if self.follows and has_parent else self.root
 
 
 def _constant(sampler: Any) -> Constant | None:

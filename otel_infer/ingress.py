@@ -23,6 +23,7 @@ from otel_infer.context import detach as detach
 from otel_infer.identity import ByIds, Caller, Limits, Opened, Opener
 from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
+from otel_infer.unclaimed import Unclaimed, end
 
 _KEY = otel_context.create_key("otel_infer-request")
 
@@ -148,7 +149,7 @@ class LiveRequest(trace.Span):
         else:
             recorder.close(self.handle, facts.RequestEnded(*said))
         if not self.handle and self.inner is not None:  # nobody will hear of it
-            identity.end(self.inner)
+            end(self.inner)
 
     def _withdraw(self) -> None:
         """Whoever asks from now on, in a task that outlives the request, is told of the span above."""
@@ -261,11 +262,11 @@ def open_request(
     arrived_at = arrived_at or now
     wall_at = clock.wall() - now + arrived_at
     parent = context.here() if around is None else around
-    above = _span_in(parent)
+    above = context.span_in(parent)
     own_server = server and (above.is_remote or not above.is_valid)
     if headers and own_server:
         parent = propagate.extract(headers, parent)
-        above = _span_in(parent)
+        above = context.span_in(parent)
     opened = opener.open(name, parent, above, own_server, wall_at)
     flags = opened.flags if generative else opened.flags | facts.NON_GENERATIVE
     said = arrived_at, wall_at, *opened.ids, flags, operation, provider, model, name
@@ -277,11 +278,6 @@ def open_request(
     if opened.inner is not None and request.handle:
         unclaimed.put(arrived.span_id, opened.inner)
     return request
-
-
-def _span_in(around: Context) -> SpanContext:
-    span: Any = around.get(context.SPAN_KEY)
-    return trace.INVALID_SPAN_CONTEXT if span is None else span.get_span_context()
 
 
 def open_below(caller: Caller, name: str, owner: str, around: Context, arrived_at: int) -> LiveRequest | None:
@@ -302,7 +298,7 @@ def open_below(caller: Caller, name: str, owner: str, around: Context, arrived_a
     return LiveRequest(opened, recorder.open(arrived), arrived_at, owner, around)
 
 
-unclaimed = identity.Unclaimed()
+unclaimed = Unclaimed()
 """A provider's live spans of requests that are recorded."""
 
 

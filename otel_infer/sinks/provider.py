@@ -13,10 +13,10 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from otel_infer import keeper, otlp, semconv
-from otel_infer.identity import Inner
 from otel_infer.records import RequestRecord, StartRecord
 from otel_infer.sinks import starts, tree
 from otel_infer.sinks.spans import chosen_steps
+from otel_infer.unclaimed import Inner
 
 
 class ProviderSink:

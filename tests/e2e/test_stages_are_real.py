@@ -6,6 +6,7 @@ that were disturbed (everything slower) are drawn again a few times before the t
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import threading
@@ -128,10 +129,9 @@ def test_a_stalled_engine_step_shows_on_exactly_the_requests_that_were_in_it(
         threading.Thread(target=lambda: answers.append(chat(server.port, tiny_llama, tokens=40)))
         for _ in range(3)
     ]
+    arm(server, "decode", random.randrange(6, 30), milliseconds=80)
     for thread in early:
         thread.start()
-    time.sleep(0.05)
-    arm(server, "decode", 6, milliseconds=80)
     for thread in early:
         thread.join()
     answers.append(chat(server.port, tiny_llama, tokens=10))

@@ -15,8 +15,9 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
 
 from otel_infer import ingress
-from otel_infer.identity import IdOpener, Inner, Limits, ProviderOpener, Unclaimed
+from otel_infer.identity import IdOpener, Limits, ProviderOpener
 from otel_infer.ring.recorder import recorder
+from otel_infer.unclaimed import Inner, Unclaimed
 
 exporter = InMemorySpanExporter()
 provider = TracerProvider()

@@ -1,7 +1,7 @@
 """Hugging Face transformers: `generate`, continuous batching, `transformers serve`, tokenizers.
 
     tokenizer ─▶ generate ─▶ prefill ─▶ step* ─▶ decode                              (`generate`, in the caller's thread)
-    tokenizer ─▶ add_request ─▶ waiting ─▶ schedule_batch / update_batch* ─▶ streamer
+    tokenizer ─▶ add_request ─▶ waiting ─▶ (schedule_batch ─▶ prepare_batch_update)* ─▶ streamer
                  `sequences`              `batching`, in a thread of its own
 
 Releases 5.5 to 5.23; what is found in which is in docs/support-transformers.md.
