@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from benchmarks import caches, machine
+from benchmarks import machine, neighbours
 from benchmarks.blocks import Hooked, Rounds, alternating, lines_of, run_steps
 from benchmarks.engine import Engine
 from benchmarks.ours import Binding, Exporting
@@ -23,7 +23,7 @@ def measure(quick: bool) -> list[Line]:
         mine, others = machine.cores()
         machine.pin_process(receiver.pid, others)
         with Exporting(receiver.endpoint) as exporting:
-            caches.wait_until_undisturbed(mine)
+            neighbours.wait_until_undisturbed(mine)
             engine = Engine()
             machine.pin_process(os.getpid(), others)
             machine.pin_this_thread(mine)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import caches, machine
+from benchmarks import machine, neighbours
 from benchmarks.engine import Engine, at_pace
 from benchmarks.ours import Binding, Exporting
 from benchmarks.receiver import Receiver
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     server_cpu: float
     sidecar_cpu: float
     probes: list[int]
-    """Of `caches`, ns, before each step."""
+    """Of `neighbours`, ns, before each step."""
 
 
 def measure(quick: bool) -> list[Line]:
@@ -132,7 +132,7 @@ def part(
 
 def paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float, list[int]]:
     """Steps at the pace that offers so many spans a second; process CPU without that of the pauses, the seconds it took, and
-    the probe of `caches` before each step.
+    the probe of `neighbours` before each step.
 
     Who falls behind does not catch up: what was not offered in time is not offered.
     """
@@ -140,7 +140,7 @@ def paced(engine: Engine, seconds: float, offered: int) -> tuple[int, float, lis
     began, everything, this_thread = time.perf_counter(), time.process_time_ns(), time.thread_time_ns()
     stepping, probes = 0, []
     for _ in at_pace(int(seconds / pause), pause):
-        probes.append(caches.probe())
+        probes.append(neighbours.probe())
         before = time.thread_time_ns()
         engine.step()
         stepping += time.thread_time_ns() - before
@@ -210,7 +210,7 @@ def _sampled_out_lines(ours: list[Part], theirs: list[Part]) -> list[Line]:
 
 def _undisturbed(pairs: list[tuple[Part, Part]]) -> tuple[list[tuple[Part, Part]], Control]:
     """Those during most of whose steps nobody else emptied the caches, or all where those are too few to say anything."""
-    limit = caches.undisturbed_below(np.concatenate([part.probes for pair in pairs for part in pair]))
+    limit = neighbours.undisturbed_below(np.concatenate([part.probes for pair in pairs for part in pair]))
     quiet = [
         pair for pair in pairs if all(np.mean(np.array(part.probes) <= limit) >= MOSTLY for part in pair)
     ]

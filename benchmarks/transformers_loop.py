@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import caches, continuous, machine
+from benchmarks import continuous, machine, neighbours
 from benchmarks.blocks import (
     P50_LIMIT,
     P99_LIMIT,
@@ -49,7 +49,8 @@ from benchmarks.verdict import (
 
 AT_ONCE = 256
 Step = tuple[int, int, int, int]
-"""Of one step, ns: the clock on the wall, CPU time, the probe of `caches`, and what the hooks took of it."""
+"""Of one step, ns: the clock on the wall, CPU time, the slower pace (`neighbours`) of those before and after
+it, and what the hooks took of it."""
 Column = NDArray[np.float64]
 LEAD, TAIL = 24, 16
 """Steps of a load in which requests are still prefilled, or some are done already."""
@@ -62,7 +63,7 @@ TOKENS = LEAD + 3 * STEPS + TAIL
 
 def measure(quick: bool) -> list[Line]:
     """Ours first, then the stock SDK on the same manager to the same receiver."""
-    loads, stock_loads, own_loads = (1, 1, 1) if quick else (120, 24, 12)
+    loads, stock_loads, own_loads = (1, 1, 1) if quick else (200, 24, 12)
     import transformers.generation.continuous_batching  # noqa: F401 - what the hooks sit on
 
     machine.keep_memory()
@@ -82,7 +83,7 @@ def measure(quick: bool) -> list[Line]:
             stock.own = load.own
             stock_own = load.own_times(stock, -(-own_loads // 2))
             stock.stock.close()
-    whole = lines_of(load.said, found, loads, theirs)
+    whole = lines_of(load.said, found, loads, theirs, neighbours.PACE_LIMIT)
     return [*whole, *own_lines(load.said, own, stock_own, found, theirs), lost]
 
 
@@ -208,10 +209,10 @@ class Load:
         hooks.take_off()
 
     def _timing(self, body: Callable[..., bool]) -> Callable[..., bool]:
-        manager, pinned = self._manager, False
+        manager, pinned, pace = self._manager, False, 0
 
         def timed(*args: Any, **kwargs: Any) -> bool:
-            nonlocal pinned
+            nonlocal pinned, pace
             if not pinned:
                 pinned = True
                 machine.pin_this_thread(self.core)
@@ -227,8 +228,9 @@ class Load:
             cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
             if manager.current_batch != before and self._plan:
                 self._plan.pop()
+                took, before_it, pace = self.own.ns, pace, neighbours.pace()
                 if planned.noted is not None:
-                    planned.noted.append((wall, cpu, caches.probe(), self.own.ns))
+                    planned.noted.append((wall, cpu, max(before_it, pace), took))
             return goes_on
 
         return timed
