@@ -32,7 +32,7 @@ from otel_infer.steptable import CAPACITY
 REQUESTS, QUICK = 1_000_000, 20_000
 SAMPLES, QUICK_SAMPLES = 100, 20
 BATCH, STEPS, PROMPT = 32, 3, 64
-AT_ONCE, EVERY_S = 640, 0.32
+AT_ONCE, EVERY_S = 640, 1.28
 """So many requests, then it is waited until they are read, and until it is time for the next ones: they fit into the ring,
 whatever the sidecar is held up by."""
 STEPS_AT_ONCE = 4096
