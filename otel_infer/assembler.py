@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from otel_infer import facts, semconv, startup
 from otel_infer.conclusion import Request, conclude
+from otel_infer.parts import Parts
+from otel_infer.pauses import Pauses
 from otel_infer.records import Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.startup import Starts
 from otel_infer.steplog import StepLog
@@ -22,8 +23,6 @@ from otel_infer.steprows import TOGETHER
 
 GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
-PAUSES = 1024
-"""Pauses, and marks, of one process that are remembered."""
 
 Key = tuple[int, int]
 _NEVER = 1 << 63
@@ -37,14 +36,12 @@ class Assembler:
         self.engines: dict[int, StepLog] = {}
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self._seen_steps: dict[tuple[int, str], set[int]] = {}
-        self.pauses: dict[int, deque[Pause]] = {}
+        self._pauses = Pauses()
         self.facts_lost = 0
         self.facts_torn = 0
         self.steps: list[StepRecord] = []
-        self._new_pauses: list[Pause] = []
+        self._parts = Parts()
         self._starts = Starts()
-        self._marks: dict[int, deque[Mark]] = {}
-        self._new_marks: list[Mark] = []
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due = _NEVER
         self._numbers = itertools.count()
@@ -81,7 +78,7 @@ class Assembler:
             if handler is not None:
                 handler(ring, handle, fact)
                 continue
-            request = self.open.get((ring, handle))
+            request = self.open.get((ring, handle)) or self._parts.get((ring, handle))
             if request is not None:
                 request.take(fact)
 
@@ -107,13 +104,11 @@ class Assembler:
 
     def drain_pauses(self) -> list[Pause]:
         """The pauses seen since the last call, of all processes."""
-        pauses, self._new_pauses = self._new_pauses, []
-        return pauses
+        return self._pauses.drain()
 
     def drain_marks(self) -> list[Mark]:
         """The marks seen since the last call, of all processes."""
-        marks, self._new_marks = self._new_marks, []
-        return marks
+        return self._pauses.drain_marks()
 
     def active(self) -> dict[str, int]:
         """How many requests are in flight, by `queued` (not scheduled yet) and `running`."""
@@ -126,22 +121,38 @@ class Assembler:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _arrived(self, ring: int, handle: int, fact: facts.RequestArrived) -> None:
+        if fact.flags & facts.JOINED:
+            self._join(ring, handle, fact.span_id)
+            return
         before = self.open.get((ring, handle))
         if before is not None and before.arrived.span_id != fact.span_id:
             self._end_unseen(before, fact.at)
         elif before is not None and (before.ended is not None or not before.recovered):  # told twice
             return
         request = self.open[ring, handle] = Request(ring, handle, fact)
+        self._parts.arrived(request)
         request.start = self._starts.arrived(ring, fact)
+        self._miss_steps(request, ring)
+
+    def _join(self, ring: int, handle: int, span_id: bytes) -> None:
+        request = self._parts.join((ring, handle), span_id)
+        if request is not None:
+            self._miss_steps(request, ring)
+
+    def _miss_steps(self, request: Request, ring: int) -> None:
         if any(engine.holed for engine in self.engines.values() if engine.process == ring):
             request.lose_steps()
 
     def _recovered(self, ring: int, handle: int, fact: facts.LiveRecovered) -> None:
+        if fact.flags & facts.JOINED:
+            self._join(ring, handle, fact.span_id)
+            return
         if (ring, handle) in self.open:
             return
         flags = fact.flags & ~facts.OWN_SERVER_SPAN
         arrived = facts.RequestArrived(*fact[:5], bytes(8), flags, "", "", "", "")
         request = self.open[ring, handle] = Request(ring, handle, arrived)
+        self._parts.arrived(request)
         request.recovered = True
         request.lose_facts()
         request.lose_steps()
@@ -170,10 +181,10 @@ class Assembler:
             key = request.ring, request.handle
             if self.open.get(key) is request:  # or else the handle has been given to another
                 del self.open[key]
+            self._parts.left(request)
             if due > self._concluded_at.get(request.ring, 0):
                 request.leave(due)
-                request.pauses = request.pauses or self._pauses_of(request)
-                request.marks = request.marks or self._marks_of(request)
+                self._pauses.tell(request)
                 self._left.append(request)
                 self._steps_left += request.steps
                 if self._steps_left >= TOGETHER:
@@ -188,12 +199,12 @@ class Assembler:
         died = facts.RequestEnded(fact.at, facts.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)
         for request in self._of(ring):
             self._end(request, died)
-            request.pauses, request.marks = self._pauses_of(request), self._marks_of(request)
+            self._pauses.tell(request)
+        self._parts.died(ring)
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
             del self.engines[number]
-        self.pauses.pop(ring, None)
+        self._pauses.died(ring)
         self._starts.died(ring, fact)
-        self._marks.pop(ring, None)
         by_process: tuple[dict[Any, Any], ...] = (self.hooks, self._seen_steps)
         for known in by_process:
             for key in [key for key in known if key[0] == ring]:
@@ -208,46 +219,22 @@ class Assembler:
     def _facts_lost(self, ring: int, handle: int, fact: facts.FactsLost) -> None:
         self.facts_lost += fact.lost
         self.facts_torn += fact.torn
-        for request in self._of(ring):
+        for request in self._in(ring):
             request.lose_facts()
 
     def _of(self, process: int) -> list[Request]:
         return [request for (ring, _), request in self.open.items() if ring == process]
 
+    def _in(self, process: int) -> list[Request]:
+        """Those that are its own, and parts of others'."""
+        return self._of(process) + self._parts.of(process)
+
     def _paused(self, ring: int, handle: int, fact: facts.PauseSeen) -> None:
-        """Kept in order of their ends: of a collection it is said later that it was."""
-        pauses = self.pauses.setdefault(ring, deque(maxlen=PAUSES))
-        pause = Pause(fact.started_at, fact.at, fact.cause)
-        is_late = bool(pauses) and pauses[-1].ended_at > pause.ended_at
-        pauses.append(pause)
-        if is_late:
-            self.pauses[ring] = deque(sorted(pauses, key=lambda pause: pause.ended_at), maxlen=PAUSES)
-        if fact.at > self._concluded_at.get(ring, 0):
-            self._new_pauses.append(pause)
+        self._pauses.paused(ring, fact, is_new=fact.at > self._concluded_at.get(ring, 0))
         self._starts.take(ring, handle, fact)
 
-    def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
-        """What held up its process while it was there."""
-        pauses = self.pauses.get(request.ring)
-        if not pauses:
-            return ()
-        begin, end = request.arrived_at, request.ended_at
-        since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
-        return tuple(pause for pause in since if pause.started_at < end)[::-1]
-
     def _marked(self, ring: int, handle: int, fact: facts.MarkSeen) -> None:
-        mark = Mark(fact.since, fact.at, fact.mark, fact.times)
-        self._marks.setdefault(ring, deque(maxlen=PAUSES)).append(mark)
-        if fact.at > self._concluded_at.get(ring, 0):
-            self._new_marks.append(mark)
-
-    def _marks_of(self, request: Request) -> tuple[Mark, ...]:
-        """What happened to its process while it may have been there."""
-        marks = self._marks.get(request.ring)
-        if not marks:
-            return ()
-        begin, end = request.arrived_at, request.ended_at
-        return tuple(mark for mark in marks if mark.since < end and mark.at > begin)
+        self._pauses.marked(ring, fact, is_new=fact.at > self._concluded_at.get(ring, 0))
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -256,10 +243,14 @@ class Assembler:
         self._starts.seen(ring, fact.pid, fact.concluded_at - GRACE_NS)
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
-        opened, process = self.open, fact.process
+        opened, parts, process = self.open, self._parts, fact.process
         seen = self._seen_steps.setdefault((process, fact.engine), set())
         self.engines[ring] = StepLog(
-            fact.engine, fact.pid, process, lambda handle: opened.get((process, handle)), seen
+            fact.engine,
+            fact.pid,
+            process,
+            lambda handle: opened.get((process, handle)) or parts.get((process, handle)),
+            seen,
         )
 
     def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
@@ -296,5 +287,5 @@ class Assembler:
     def _mark_holed(self, engine: StepLog) -> None:
         """Whoever is in flight may have been in a step that is missing."""
         since, engine.gap_at = engine.gap_at, 0
-        for request in self._of(engine.process):
+        for request in self._in(engine.process):
             request.lose_steps(since)

@@ -32,6 +32,8 @@ SAMPLED = 1
 REMOTE_PARENT = 2
 OWN_SERVER_SPAN = 4
 NON_GENERATIVE = 8
+JOINED = 16
+"""What arrives is a part of a request that arrived in another process, whose trace id and span id these are."""
 
 # Phases of a start, and by what it is known that it is over.
 WEIGHTS = "weights"

@@ -119,6 +119,14 @@ class Story:
                 self.state(who, facts.AttributeSet(ns(at), key, value))
         return who
 
+    def joins(self, at: float, who: Who, process: int) -> Who:
+        """It goes on in another process, as whom it is from there on."""
+        part = Who(who.name, process, next(self._handles))
+        trace_id, span_id = ids(who.name)
+        known = trace_id, span_id, bytes(8), bytes(8), facts.JOINED, "", "", "", ""
+        self.state(part, facts.RequestArrived(ns(at), WALL + ns(at) - BASE, *known))
+        return part
+
     def state(self, who: Who, fact: Any) -> None:
         self.tell(who.ring, who.handle, fact)
 

@@ -35,11 +35,13 @@ class Request:
     `touch_lost`: facts are missing from before anything but its arrival was seen.
     `present`: by engine, the first step of the run that goes on, and how many sequences are in it.
     `concluded_at`: what happened later is not taken into account.
+    `parts`: in other processes, as (ring, handle); of several in one, the last counts.
     """
 
     ring: int
     handle: int
     arrived: facts.RequestArrived
+    parts: list[tuple[int, int]] = field(default_factory=list)
     ended: facts.RequestEnded | None = None
     submitted: facts.RequestSubmitted | None = None
     received_at: int = 0
@@ -213,7 +215,7 @@ class Request:
             self.is_prefilling = True
             for log, (_, sequences) in self.present.items():
                 if sequences == 1:
-                    log.prefill_again(self.handle)
+                    log.prefill_again(dict(self.parts).get(log.process, self.handle))
 
     def _submitted(self, fact: facts.RequestSubmitted) -> None:
         said = self.submitted

@@ -138,13 +138,13 @@ class StepLog:
         self._state_change(at, members, left, tokens, several, (kv_used, kv_total, running, waiting))
         return step
 
-    def done(self, step: int, tokens: bytes = b"", size: int = 0, discarded: int = 0) -> None:
-        """States that the step's tokens are known to the engine.
+    def done(self, step: int, tokens: bytes = b"", size: int = 0, discarded: int = 0, at: int = 0) -> None:
+        """States that the step's tokens are known to the engine, since `at` or now.
 
         `tokens` is empty if every member got one, else a u32 column of `size` members in the step's order (0 = a chunk
         of a prefill, or thrown away). `discarded` counts what was thrown away.
         """
-        at = _now()
+        at = at or _now()
         writer = self._writer
         if tokens:
             head = facts.DONE_HEAD.pack(at, step, facts.COLUMN, size, discarded)

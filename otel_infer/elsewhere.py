@@ -1,0 +1,70 @@
+"""A request that goes on in another process: what it takes along, and what it is there.
+
+Where it arrived it has a live span (`ingress`); an engine in a process of its own gets its ids with whatever the library
+carries from one to the other, and states its facts there as those of a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry.trace import format_span_id, format_trace_id
+
+from otel_infer import clock, facts, ingress
+from otel_infer.ring.recorder import recorder
+
+MARK = "otel-infer-request"
+"""Beside the standard headers, which another instrumentation below us may have made its own."""
+
+
+def headers(request: ingress.LiveRequest) -> dict[str, str]:
+    """What a request takes along, to be understood by `part` and by whoever knows W3C's (and OTEL_PROPAGATORS)."""
+    context = request.get_span_context()
+    return {
+        **ingress.to_headers(request),
+        MARK: format_trace_id(context.trace_id) + format_span_id(context.span_id),
+    }
+
+
+class Part:
+    """The part of a request that is in this process. `left`: how many of its sequences are."""
+
+    __slots__ = ("handle", "left", "packed", "span_id")
+
+    def __init__(self, handle: int, span_id: bytes) -> None:
+        self.handle, self.span_id, self.left = handle, span_id, 0
+        self.packed = handle.to_bytes(4, "little")
+
+    def state(self, fact: Any) -> None:
+        """States a fact about the request."""
+        recorder.state(self.handle, fact)
+
+
+_parts: dict[bytes, Part] = {}
+"""By span id: the sequences of one request are of one part."""
+
+
+def part(carried: Mapping[str, str] | None) -> Part | None:
+    """The part of the request that came along with these headers, with one more sequence; None if they say of none."""
+    mark = carried.get(MARK) if carried else None
+    if mark is None or len(mark) != 48 or not recorder.active:
+        return None
+    ids = bytes.fromhex(mark)
+    found = _parts.get(ids[16:])
+    if found is None:
+        now, wall_at = clock.wall_pair()
+        arrived = facts.RequestArrived(
+            now, wall_at, ids[:16], ids[16:], bytes(8), bytes(8), facts.JOINED, "", "", "", ""
+        )
+        found = _parts[ids[16:]] = Part(recorder.open(arrived), ids[16:])
+    found.left += 1
+    return found
+
+
+def left(of: Part) -> None:
+    """One of its sequences is not here any more."""
+    of.left -= 1
+    if of.left <= 0 and _parts.get(of.span_id) is of:
+        del _parts[of.span_id]
+        recorder.close(of.handle, facts.RequestEnded(clock.now(), facts.OK, "", 0, 0, 0, 0))

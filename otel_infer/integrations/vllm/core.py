@@ -1,0 +1,90 @@
+"""The engine core, request by request: read from the socket, taken up between two steps, freed.
+
+    preprocess_add_request ─▶ (input queue) ─▶ Scheduler.add_request ─▶ … ─▶ _free_request
+    (in the socket's thread)   hidden queue     received                      finished
+
+A request of the scheduler carries its part as an attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import clock, elsewhere, facts
+from otel_infer.integrations.vllm._integration import integration
+from otel_infer.integrations.vllm.steps import PART, SCHEDULER, batches_of, left_batch
+from otel_infer.patching import Hook
+
+CORE = "vllm.v1.engine.core:EngineCore"
+BY_FRONT_END = "abort"
+"""A finish that the front end asked for, and knows the reason of."""
+
+
+@integration.step_hook(f"{SCHEDULER}.add_request", reads=("request",), part=PART)
+def add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def add(self: Any, request: Any) -> Any:
+        if hook.alive:
+            try:
+                _received(self, request)
+            except Exception as exc:
+                hook.fail(exc)
+        return original(self, request)
+
+    return add
+
+
+def _received(scheduler: Any, request: Any) -> None:
+    part = elsewhere.part(getattr(request, "trace_headers", None))
+    if part is None:
+        return
+    request.otel_infer = part
+    batches = batches_of(scheduler)
+    if batches is not None:
+        batches.log.handles[request.request_id] = part.packed
+    part.state(facts.RequestReceived(clock.now()))
+
+
+@integration.step_hook(f"{SCHEDULER}._free_request", reads=("request",), part=PART)
+def free_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def free(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if hook.alive:
+            try:
+                _finished(self, request)
+            except Exception as exc:
+                hook.fail(exc)
+        return original(self, request, *args, **kwargs)
+
+    return free
+
+
+def _finished(scheduler: Any, request: Any) -> None:
+    left_batch(scheduler, request.request_id)
+    part = getattr(request, "otel_infer", None)
+    if part is None:
+        return
+    request.otel_infer = None
+    reason = str(request.get_finished_reason())
+    if reason != BY_FRONT_END:
+        part.state(facts.EngineFinished(clock.now(), reason, int(request.num_output_tokens)))
+    elsewhere.left(part)
+    batches = batches_of(scheduler)
+    if batches is not None:
+        batches.log.handles.pop(request.request_id, None)
+
+
+@integration.step_hook(f"{SCHEDULER}._preempt_request", reads=("request",), part=PART)
+def preempt_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def preempt(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, request, *args, **kwargs)
+        if hook.alive:
+            try:
+                left_batch(self, request.request_id)
+                part = getattr(request, "otel_infer", None)
+                if part is not None:
+                    part.state(facts.RequestPreempted(clock.now(), "recompute"))
+            except Exception as exc:
+                hook.fail(exc)
+        return result
+
+    return preempt

@@ -1,0 +1,92 @@
+"""What held up each process of a server, and so the requests that were there meanwhile. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING
+
+from otel_infer import facts
+from otel_infer.records import Mark, Pause
+
+if TYPE_CHECKING:
+    from otel_infer.conclusion import Request
+
+MOST = 1024
+"""Pauses, and marks, of one process that are remembered."""
+
+
+class Pauses:
+    """Pauses and marks by the ring of their process; of those that are new, everybody is told once."""
+
+    def __init__(self) -> None:
+        self._pauses: dict[int, deque[Pause]] = {}
+        self._marks: dict[int, deque[Mark]] = {}
+        self._new: list[Pause] = []
+        self._new_marks: list[Mark] = []
+
+    def paused(self, ring: int, fact: facts.PauseSeen, is_new: bool) -> None:
+        """Kept in order of their ends: of a collection it is said later that it was."""
+        pauses = self._pauses.setdefault(ring, deque(maxlen=MOST))
+        pause = Pause(fact.started_at, fact.at, fact.cause)
+        is_late = bool(pauses) and pauses[-1].ended_at > pause.ended_at
+        pauses.append(pause)
+        if is_late:
+            self._pauses[ring] = deque(sorted(pauses, key=lambda pause: pause.ended_at), maxlen=MOST)
+        if is_new:
+            self._new.append(pause)
+
+    def marked(self, ring: int, fact: facts.MarkSeen, is_new: bool) -> None:
+        """Something happened, so many times."""
+        mark = Mark(fact.since, fact.at, fact.mark, fact.times)
+        self._marks.setdefault(ring, deque(maxlen=MOST)).append(mark)
+        if is_new:
+            self._new_marks.append(mark)
+
+    def tell(self, request: Request) -> None:
+        """Gives the request what held it up, once: a process that died is forgotten before its requests are concluded."""
+        request.pauses = request.pauses or self._pauses_of(request)
+        request.marks = request.marks or self._marks_of(request)
+
+    def drain(self) -> list[Pause]:
+        """The new pauses since the last call."""
+        pauses, self._new = self._new, []
+        return pauses
+
+    def drain_marks(self) -> list[Mark]:
+        """The new marks since the last call."""
+        marks, self._new_marks = self._new_marks, []
+        return marks
+
+    def died(self, ring: int) -> None:
+        """The process is gone."""
+        self._pauses.pop(ring, None)
+        self._marks.pop(ring, None)
+
+    def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
+        """Its own process, but for the time in which it was elsewhere; there, that process."""
+        begin, end = request.arrived_at, request.ended_at
+        if not request.parts or request.submitted is None:
+            return tuple(self._between(request.ring, begin, end))
+        away, back = request.submitted.at, min(max((fact.at for fact in request.finished), default=end), end)
+        stays = [(request.ring, begin, away), (request.ring, back, end)]
+        stays += [(ring, away, back) for ring in dict(request.parts)]
+        found = [
+            Pause(max(pause.started_at, since), min(pause.ended_at, until), pause.cause)
+            for ring, since, until in stays
+            for pause in self._between(ring, since, until)
+        ]
+        return tuple(sorted(found, key=lambda pause: pause.ended_at))
+
+    def _between(self, ring: int, begin: int, end: int) -> list[Pause]:
+        pauses = self._pauses.get(ring)
+        if not pauses:
+            return []
+        since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
+        return [pause for pause in since if pause.started_at < end][::-1]
+
+    def _marks_of(self, request: Request) -> tuple[Mark, ...]:
+        """What happened to its processes while it may have been there."""
+        begin, end = request.arrived_at, request.ended_at
+        found = [mark for ring in {request.ring, *dict(request.parts)} for mark in self._marks.get(ring, ())]
+        return tuple(mark for mark in found if mark.since < end and mark.at > begin)
