@@ -10,7 +10,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest browser bench bench-peers lint format wheel clean
+.PHONY: help demo test test-oldest test-vllm browser bench bench-peers lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ demo: $(VENV)/.demo  ## make a tiny model, serve it instrumented, load it, print
 test-oldest: $(VENV)-oldest/.dev  ## the transformers tests against the oldest release claimed
 	$(VENV)-oldest/bin/python -m pytest tests/unit/integrations/test_transformers.py \
 	  tests/integrations/transformers tests/e2e/test_transformers_serve.py $(ARGS)
+
+test-vllm: $(VENV)-vllm/.dev  ## the tests on a real vLLM, on the CPU, in an environment of its own
+	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 # The only target that installs anything outside of .venv, so nothing asks for it but who wants it, and CI.
 browser:  ## a Chromium for the tests of pages, by apt-get as root; without one they are skipped by name
@@ -57,7 +60,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:
@@ -91,6 +94,14 @@ $(VENV)-peers/.peers: pyproject.toml
 	@$(MAKE) --no-print-directory VENV=$(VENV)-peers $(VENV)-peers/.demo
 	@echo "installing OpenLIT and OpenLLMetry's instrumentation of transformers"
 	@$(VENV)-peers/bin/python -m pip install -qq openlit opentelemetry-instrumentation-transformers
+	@touch $@
+
+# vLLM's build for the CPU asks for a torchvision that its torch cannot load, so its needs are listed and not resolved.
+$(VENV)-vllm/.dev: pyproject.toml tests/vllm/requirements.txt
+	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/.torch
+	@echo "installing vLLM and what the tests need"
+	@$(VENV)-vllm/bin/python -m pip install -qq --no-deps -r tests/vllm/requirements.txt
+	@$(VENV)-vllm/bin/python -m pip install -qq -e ".[dev]"
 	@touch $@
 
 $(VENV)-oldest/.dev: pyproject.toml

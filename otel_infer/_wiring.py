@@ -20,7 +20,7 @@ from otel_infer.config import Config
 from otel_infer.integrations import registry
 from otel_infer.integrations._base import Integration, Status
 from otel_infer.ring import layout, place
-from otel_infer.ring.recorder import recorder
+from otel_infer.ring.recorder import SERVER, recorder
 from otel_infer.ring.write import Arena, FileArena, MemoryArena, RingRefused
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Wiring:
         if config.is_sidecar() or not exports:
             return False
         ingress.opener = _opener(provider)
-        recorder.start(self._arena, self._tend, self._refused, born=lambda: self._birth.fact())
+        recorder.start(self._arena, self._tend, self._refused, self._role, lambda: self._birth.fact())
         registry.configure(self.settings, self._engine_imported)
         wanted, disabled = set(names or self.settings.integrations), set(self.settings.disabled_integrations)
         for integration in registry.load():
@@ -191,8 +191,19 @@ class _Wiring:
         if recorder.arena is not None and not recorder.arena.is_there():
             self._birth.known()
             recorder.renew()
+        elif recorder.role != SERVER:  # whoever runs the engine ends its process with all its children
+            return
         elif self._restarts.is_due(clock.now()) and place.claim(folder):
             self._start_sidecar(folder)
+
+    def _role(self) -> str:
+        """What this process is in its server, by the name that its library gave it."""
+        named = sys.modules.get("multiprocessing.process")
+        name = named.current_process().name if named is not None else ""
+        roles = [
+            role for one in self.installed for start, role in one.processes.items() if name.startswith(start)
+        ]
+        return roles[0] if roles else SERVER
 
     def _start_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.returncode > 0:

@@ -162,7 +162,7 @@ def capture(*integrations: str) -> Iterator[Captured]:
         )
     captured = Captured()
     bound: list[Integration] = []
-    recorder.start(lambda: captured._arena, captured._tend, lambda reason: None, role="test")
+    recorder.start(lambda: captured._arena, captured._tend, lambda reason: None, role=lambda: "test")
     ingress.opener = identity.IdOpener(ALWAYS_ON, RandomIdGenerator(), identity.Limits())
     try:
         settings, _ = config.from_env_leniently()

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -113,6 +113,9 @@ class Integration:
         """
         self.name = name
         self.is_engine = is_engine
+        self.processes: Mapping[str, str] = {}
+        """By how the name of a `multiprocessing` process of the library's begins, what it is called here: it is part of a server
+        that sees to the sidecar."""
         self.on_change: Callable[[Integration], None] = lambda integration: None
         self.distribution = distribution
         self.modules = (modules,) if isinstance(modules, str) else tuple(modules)

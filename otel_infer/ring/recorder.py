@@ -21,6 +21,8 @@ from otel_infer.ring.membership import Handles, StepLog
 
 log = logging.getLogger("otel_infer")
 
+SERVER = "server"
+"""A process that may stand for its server: one of its others may be that of an engine alone."""
 CHECK_NS = 1_000_000_000
 MAX_STARTUP = 128
 """Facts of the start that are kept for the rings to come."""
@@ -36,7 +38,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.active = False
-        self.role = "server"
+        self.role = SERVER
+        self._role: Callable[[], str] = lambda: SERVER
         self.requests: write.RequestWriter | None = None
         self.arena: write.Arena | None = None
         self._make_arena: Callable[[], write.Arena] | None = None
@@ -63,16 +66,17 @@ class Recorder:
         make_arena: Callable[[], write.Arena],
         tend: Callable[[], None],
         refused: Callable[[str], write.Arena | None],
-        role: str = "server",
+        role: Callable[[], str] = lambda: SERVER,
         born: Callable[[], facts.ProcessStarted | None] = lambda: None,
     ) -> None:
         """Facts are taken from now on. Rings are made at the first one.
 
         `tend` is called when rings were made and then at most once a second from the request path: it sees to it that
-        somebody reads. `refused` is told why there is no shared memory and may give another arena. `born` says how this
+        somebody reads. `refused` is told why there is no shared memory and may give another arena. `role` says what this process is
+        in its server; asked when there are rings. `born` says how this
         process began, or None where its start is nobody's business; asked when there are rings.
         """
-        self._make_arena, self._tend, self._refused, self.role = make_arena, tend, refused, role
+        self._make_arena, self._tend, self._refused, self._role = make_arena, tend, refused, role
         self._born = born
         self._said.clear()
         self._startup.clear()
@@ -266,7 +270,7 @@ class Recorder:
         return self.requests if made is None or self.requests is made else self._make()
 
     def _use(self, make_arena: Callable[[], write.Arena]) -> write.RequestWriter | None:
-        self._prefix = f"{os.getpid()}-{clock.now():x}"
+        self._prefix, self.role = f"{os.getpid()}-{clock.now():x}", self._role()
         try:
             arena = make_arena()
             writer = write.RequestWriter(arena, self._prefix, self.role)

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from otel_infer.integrations._base import Integration
 
 ENGINE = "vllm"
 
 integration = Integration("vllm", "vllm", ("vllm",), is_engine=True)
+integration.processes = {"EngineCore": "engine", "VllmWorker": "worker"}
+
+
+def model_name(config: Any) -> str:
+    """The first name that a model is served under; of a folder its own name, never a path."""
+    served = getattr(config, "served_model_name", None) or config.model
+    name = str(served[0] if isinstance(served, (list, tuple)) else served)
+    return os.path.basename(name.rstrip("/\\")) if os.path.isabs(name) or name.startswith(".") else name

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from otel_infer import clock, elsewhere, facts, ingress
-from otel_infer.integrations.vllm._integration import ENGINE, integration
+from otel_infer.integrations.vllm._integration import ENGINE, integration, model_name
 from otel_infer.patching import Call, Hook
 
 RENDERER = "vllm.renderers.base:BaseRenderer"
@@ -43,20 +43,45 @@ _stopped: dict[str, ingress.LiveRequest] = {}
 # ── the way in ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@integration.around(f"{RENDERER}.tokenize_prompts_async", optional=True, part="renderer")
-def tokenize_prompts_async(call: Call) -> Generator[None, Any, None]:
-    """Tokenizers run in a pool of threads: the wait for one is part of it."""
-    request = ingress.current()
-    started_at = clock.now()
-    yield
-    if request is not None:
-        request.stage(TOKENIZE, started_at)
+def _rendering(operation: str) -> Callable[[Call], Generator[None, Any, None]]:
+    def render(call: Call) -> Generator[None, Any, None]:
+        """From messages or text to token ids: the chat template, and a wait for a tokenizer, which run in a pool of threads."""
+        request = ingress.current()
+        started_at = clock.now()
+        yield
+        if request is not None:
+            request.operation = operation
+            request.stage(TOKENIZE, started_at)
+
+    return render
+
+
+for _name, _operation in (("render_chat_async", "chat"), ("render_cmpl_async", "text_completion")):
+    integration.around(f"{RENDERER}.{_name}", optional=True, part="renderer")(_rendering(_operation))
+
+
+def _serving(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Whose outputs a processor processes."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if hook.alive:
+            try:
+                self.output_processor.otel_infer_model = model_name(self.model_config)
+            except Exception as exc:
+                hook.fail(exc)
+
+    return init
+
+
+for _engine in ("vllm.v1.engine.async_llm:AsyncLLM", "vllm.v1.engine.llm_engine:LLMEngine"):
+    integration.step_hook(f"{_engine}.__init__", part="model" + _engine.rpartition(":")[2])(_serving)
 
 
 @integration.around(f"{OUTPUT}.add_request", reads=("request", "parent_req"), part=PART)
 def add_request(call: Call) -> Generator[None, Any, None]:
     """Here a sequence is known for the first time, before its detokenizer is made."""
-    asked = _ask(call["request"], call["parent_req"])
+    asked = _ask(call.instance, call["request"], call["parent_req"])
     token = asked.request.attach() if asked is not None and asked.own else None
     try:
         yield
@@ -65,27 +90,37 @@ def add_request(call: Call) -> Generator[None, Any, None]:
             ingress.detach(token)
 
 
-def _ask(sequence: Any, parent: Any) -> Asked | None:
+def _ask(processor: Any, sequence: Any, parent: Any) -> Asked | None:
     found = _asked.get(sequence.request_id)
     if found is not None:  # one more piece of an input that is streamed
         return found
-    if parent is not None and getattr(parent, "otel_infer", None) is not None:
-        asked = parent.otel_infer
-    else:
-        request = ingress.current()
-        own = request is None
-        request = request or ingress.open_request(ENGINE, owner=ENGINE, provider=ENGINE)
-        if request is None:
-            return None
-        request.name(provider=ENGINE)
-        request.say(
-            "infer.request.id", str(getattr(sequence, "external_req_id", None) or sequence.request_id)
-        )
-        asked = Asked(request, own, int(parent.sampling_params.n) if parent is not None else 1)
+    asked: Asked | None = getattr(parent, "otel_infer", None)
+    if asked is None:
+        sequences = int(parent.sampling_params.n) if parent is not None else 1
+        asked = _first_of(sequence, str(getattr(processor, "otel_infer_model", "")), sequences)
         if parent is not None:
             parent.otel_infer = asked
-    _asked[sequence.request_id] = asked
+    if asked is not None:
+        _asked[sequence.request_id] = asked
     return asked
+
+
+def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
+    """The request that this sequence is the first one of, of so many."""
+    lora = getattr(sequence.lora_request, "lora_name", "")
+    request = ingress.current()
+    operation = "text_completion" if sequence.pooling_params is None else "embeddings"
+    own = request is None
+    if request is None:
+        known = {"operation": operation, "provider": ENGINE, "model": lora or model}
+        request = ingress.open_request(f"{operation} {lora or model}", owner=ENGINE, **known)
+    elif not request.named:
+        request.named = True
+        request.name(request.operation or operation, ENGINE, lora or model)
+    if request is None:
+        return None
+    request.say("infer.request.id", str(getattr(sequence, "external_req_id", None) or sequence.request_id))
+    return Asked(request, own, sequences)
 
 
 def _submitting(call: Call) -> Generator[None, Any, None]:
