@@ -6,6 +6,7 @@ carries from one to the other, and states its facts there as those of a part of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,14 +44,15 @@ class Part:
 
 _parts: dict[bytes, Part] = {}
 """By span id: the sequences of one request are of one part."""
+if hasattr(os, "register_at_fork"):  # a child has rings of its own
+    os.register_at_fork(after_in_child=_parts.clear)
 
 
 def part(carried: Mapping[str, str] | None) -> Part | None:
     """The part of the request that came along with these headers, with one more sequence; None if they say of none."""
-    mark = carried.get(MARK) if carried else None
-    if mark is None or len(mark) != 48 or not recorder.active:
+    ids = _ids(carried.get(MARK, "")) if carried else None
+    if ids is None or not recorder.active:
         return None
-    ids = bytes.fromhex(mark)
     found = _parts.get(ids[16:])
     if found is None:
         now, wall_at = clock.wall_pair()
@@ -60,6 +62,15 @@ def part(carried: Mapping[str, str] | None) -> Part | None:
         found = _parts[ids[16:]] = Part(recorder.open(arrived), ids[16:])
     found.left += 1
     return found
+
+
+def _ids(mark: str) -> bytes | None:
+    """Trace id and span id; None for what is no mark of ours."""
+    try:
+        ids = bytes.fromhex(mark)
+    except ValueError:
+        return None
+    return ids if len(ids) == 24 else None
 
 
 def left(of: Part) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from otel_infer.conclusion import Request
 
 MOST_WAITING = 4096
-"""Parts whose request is not known; there are as many where the process that opens requests is not instrumented."""
+"""Parts whose request is not known; of more, the oldest are forgotten."""
 
 Key = tuple[int, int]
 
@@ -46,7 +46,9 @@ class Parts:
         request = self._requests.get(span_id)
         if request is not None:
             self._add(key, request)
-        elif len(self._waiting) < MOST_WAITING:
+        else:
+            if len(self._waiting) >= MOST_WAITING:
+                del self._waiting[next(iter(self._waiting))]
             self._waiting[key] = span_id
         return request
 

@@ -1,0 +1,368 @@
+"""The vLLM integration against stand-ins for its objects: what it need not be installed for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from otel_infer import elsewhere, facts, ingress
+from otel_infer.integrations.vllm import core, frontend, steps
+from otel_infer.integrations.vllm._integration import model_name
+from otel_infer.patching import Call, Hook
+from otel_infer.records import RequestRecord
+from tests.rings import Recording, stages_of
+
+
+@pytest.fixture
+def recording() -> Iterator[Recording]:
+    recording = Recording()
+    yield recording
+    recording.stop()
+    elsewhere._parts.clear()
+    frontend._asked.clear()
+
+
+# ── an engine core ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Request:
+    """A request as the scheduler knows it."""
+
+    def __init__(self, request_id: str, trace_headers: dict[str, str] | None) -> None:
+        self.request_id, self.trace_headers = request_id, trace_headers
+        self.num_output_tokens, self.reason = 0, "length"
+
+    def get_finished_reason(self) -> str:
+        return self.reason
+
+
+class Scheduler:
+    """vLLM's, as far as we look; what `schedule` and `update_from_output` return is laid into them."""
+
+    def __init__(self) -> None:
+        self.hook = Hook("stand-in")
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.kv_cache_manager = SimpleNamespace(
+            block_pool=SimpleNamespace(num_gpu_blocks=21, get_num_free_blocks=lambda: 5)
+        )
+        self._schedule = steps.schedule(lambda scheduler: scheduler.output, self.hook)
+        self._add = core.add_request(lambda scheduler, request: scheduler.running.append(request), self.hook)
+        self._free = core.free_request(
+            lambda scheduler, request: scheduler.running.remove(request), self.hook
+        )
+        self._preempt = core.preempt_request(lambda *_: None, self.hook)
+
+    def add(self, request_id: str, headers: dict[str, str] | None) -> Request:
+        request = Request(request_id, headers)
+        self._add(self, request)
+        return request
+
+    def schedule(self, **tokens: int) -> Any:
+        self.output = SimpleNamespace(
+            num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+        )
+        return self._schedule(self)
+
+    def update(self, output: Any, finishes: tuple[Request, ...] = (), **tokens: int) -> None:
+        """Delivers so many tokens each, and frees who is done."""
+        outputs = [SimpleNamespace(request_id=who, new_token_ids=[7] * n) for who, n in tokens.items()]
+        result = {0: SimpleNamespace(outputs=outputs)} if outputs else {}
+
+        def updated(*_: Any) -> Any:
+            for request in finishes:
+                self.free(request)
+            return result
+
+        steps.update_from_output(updated, self.hook)(self, output, None)
+
+    def free(self, request: Request) -> None:
+        self._free(self, request)
+
+    def preempt(self, request: Request) -> None:
+        self._preempt(self, request, 0.0)
+
+
+def front(sequences: int = 1, tokens: int = 4) -> tuple[ingress.LiveRequest, dict[str, str]]:
+    """A request of a server, and what it takes along."""
+    request = ingress.open_request("POST /", owner="asgi")
+    assert request is not None
+    request.submitted("vllm", sequences, tokens)
+    return request, elsewhere.headers(request)
+
+
+def own(record: RequestRecord) -> dict[int, int]:
+    """Own tokens by step."""
+    assert record.steps is not None
+    return dict(zip(record.steps.step.tolist(), record.steps.tokens.tolist()))
+
+
+def test_a_request_goes_on_in_the_engine_core_and_has_its_steps_there(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front(tokens=6)
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(r=4))
+    scheduler.update(scheduler.schedule(r=2), r=1)
+    sequence.num_output_tokens = 2
+    scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {2: 1, 3: 1}
+    assert [chunk.tokens for chunk in record.prefill_steps] == [4, 2]
+    assert (record.finish_reasons, record.output_tokens, record.outcome) == (("length",), 2, facts.OK)
+    assert stages_of(record) == ["ingress", "queue", "prefill", "decode"]
+    (first, *_) = recording._assembler.drain_steps()
+    assert (first.kv_used, first.kv_total, first.running, first.waiting) == (15, 20, 1, 0)
+    assert scheduler.hook.alive
+
+
+def test_two_requests_in_a_batch_each_have_their_own_tokens(recording: Recording) -> None:
+    scheduler = Scheduler()
+    (one, its), (other, others) = front(), front()
+    a, b = scheduler.add("a", its), scheduler.add("b", others)
+    scheduler.update(scheduler.schedule(a=4, b=4), a=1, b=1)
+    scheduler.update(scheduler.schedule(a=3, b=1), a=3, b=1)
+    scheduler.update(scheduler.schedule(a=1, b=1), (a, b), a=1, b=1)
+    one.close()
+    other.close()
+    first, second = recording.records()
+    assert (own(first), own(second)) == ({1: 1, 2: 3, 3: 1}, {1: 1, 2: 1, 3: 1})
+
+
+def test_with_two_in_flight_what_was_scheduled_for_the_gone_is_discarded(recording: Recording) -> None:
+    scheduler = Scheduler()
+    (goes, its), (stays, others) = front(), front()
+    a, b = scheduler.add("a", its), scheduler.add("b", others)
+    first = scheduler.schedule(a=4, b=4)
+    second = scheduler.schedule(a=1, b=1)
+    scheduler.update(first, (a,), a=1, b=1)
+    third = scheduler.schedule(b=1)
+    scheduler.update(second, b=1)
+    scheduler.update(third, (b,), b=1)
+    goes.close()
+    stays.close()
+    by_steps = {len(own(record)): record for record in recording.records()}
+    assert own(by_steps[1]) == {1: 1} and by_steps[1].discarded == 1
+    assert own(by_steps[3]) == {1: 1, 2: 1, 3: 1}
+
+
+def test_a_step_of_nothing_is_none(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule())
+    scheduler.update(scheduler.schedule(r=4), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {1: 1}
+
+
+def test_a_preempted_request_computes_its_prompt_again(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(r=4), r=1)
+    scheduler.preempt(sequence)
+    scheduler.update(scheduler.schedule(r=5), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert record.preemptions == 1
+    assert own(record) == {1: 1, 2: 1}
+
+
+def test_sequences_of_one_prompt_are_one_request(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front(sequences=2)
+    a, b = scheduler.add("0_r", headers), scheduler.add("1_r", headers)
+    scheduler.update(scheduler.schedule(**{"0_r": 4, "1_r": 4}), **{"0_r": 1, "1_r": 1})
+    scheduler.update(scheduler.schedule(**{"0_r": 1, "1_r": 1}), (a, b), **{"0_r": 1, "1_r": 1})
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {1: 2, 2: 2}
+    assert record.finish_reasons == ("length", "length")
+    assert elsewhere._parts == {}
+
+
+def test_whoever_came_without_a_request_of_ours_is_nobody(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    scheduler.add("r", headers)
+    stranger = scheduler.add("stranger", None)
+    scheduler.update(scheduler.schedule(r=4, stranger=4), r=1, stranger=1)
+    scheduler.update(scheduler.schedule(r=1, stranger=1), (stranger,), r=1, stranger=1)
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {1: 1, 2: 1}
+    assert scheduler.hook.alive
+
+
+def test_what_the_front_end_aborts_is_told_there_and_not_here(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    sequence.reason = "abort"
+    scheduler.update(scheduler.schedule(r=4), r=1)
+    scheduler.free(sequence)
+    request.close()
+    assert recording.records()[0].finish_reasons == ()
+
+
+# ── a front end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Sequence:
+    """What is sent to the engine core."""
+
+    def __init__(self, request_id: str, prompt: str = "") -> None:
+        self.request_id, self.external_req_id = request_id, prompt or request_id
+        self.prompt_token_ids, self.trace_headers = [1] * 5, None
+        self.sampling_params: Any = SimpleNamespace(max_tokens=16)
+        self.pooling_params = self.lora_request = None
+
+
+class FrontEnd:
+    """An output processor and its client."""
+
+    def __init__(self) -> None:
+        self.hook = Hook("stand-in")
+        self.otel_infer_model = "tiny"
+        self.request_states: dict[str, Sequence] = {}
+
+    def add(self, sequence: Sequence, parent: Any = None) -> None:
+        probe = frontend.add_request(
+            Call(self, (sequence, None, parent), {}, {"request": (0, None), "parent_req": (2, None)})
+        )
+        next(probe)
+        self.request_states[sequence.request_id] = sequence
+        with pytest.raises(StopIteration):
+            probe.send(None)
+
+    def submit(self, sequence: Sequence) -> None:
+        list(frontend._submitting(Call(None, (sequence,), {}, {"request": (0, None)})))
+
+    def finish(self, *sequences: Sequence) -> None:
+        for sequence in sequences:
+            frontend.finish_request(lambda *_: None, self.hook)(self, sequence)
+
+    def abort(self, *sequences: Sequence) -> None:
+        gone = [sequence.request_id for sequence in sequences]
+        frontend.abort_requests(lambda *_: gone, self.hook)(self, gone)
+
+
+def test_without_a_server_a_prompt_is_a_request_of_its_own(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r-1234", "r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    assert sequence.trace_headers is not None and elsewhere.MARK in sequence.trace_headers
+    front_end.finish(sequence)
+    (record,) = recording.records()
+    assert (record.operation, record.model, record.input_tokens, record.max_tokens) == (
+        "text_completion", "tiny", 5, 16,
+    )  # fmt: skip
+    assert record.attributes["infer.request.id"] == "r"
+    assert frontend._asked == {}
+
+
+def test_a_servers_request_is_named_and_goes_on_after_its_last_sequence(recording: Recording) -> None:
+    request = ingress.open_request("POST /", owner="asgi")
+    assert request is not None
+    request.operation = "chat"
+    token = request.attach()
+    front_end, sequence = FrontEnd(), Sequence("r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    ingress.detach(token)
+    front_end.finish(sequence)
+    assert recording.records() == []
+    request.close()
+    (record,) = recording.records()
+    assert (record.operation, record.provider, record.model) == ("chat", "vllm", "tiny")
+
+
+def test_a_prompt_with_several_sequences_is_counted_once_and_ends_with_the_last(recording: Recording) -> None:
+    front_end, parent = FrontEnd(), SimpleNamespace(sampling_params=SimpleNamespace(n=2))
+    one, other = Sequence("0_r", "r"), Sequence("1_r", "r")
+    front_end.add(one, parent)
+    front_end.add(other, parent)
+    front_end.submit(one)
+    front_end.submit(other)
+    front_end.finish(one)
+    assert recording.records() == []
+    front_end.finish(other)
+    (record,) = recording.records()
+    assert (record.sequences, record.input_tokens) == (2, 5)
+
+
+def test_an_aborted_prompt_of_nobody_elses_is_aborted(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    front_end.abort(sequence)
+    (record,) = recording.records()
+    assert (record.outcome, record.finish_reasons) == (facts.ABORTED, ("abort",))
+
+
+def test_when_the_engine_dies_everybody_is_told_of_what(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    frontend.propagate_error(lambda *_: None, front_end.hook)(
+        front_end, MemoryError("no content of it leaves")
+    )
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (facts.ERROR, "MemoryError")
+
+
+class Detokenizer:
+    """Meets a stop string at its third token."""
+
+    def __init__(self, hook: Hook, request: Any) -> None:
+        def made(self: Any, request: Any) -> None:
+            self.tokens = 0
+
+        frontend.new_detokenizer(made, hook)(self, request)
+        self._update = frontend.update(self._taken, hook)
+
+    def _taken(self, me: Any, tokens: list[int], stopped: bool) -> str | None:
+        self.tokens += len(tokens)
+        return "." if self.tokens >= 3 else None
+
+    def update(self) -> Any:
+        return self._update(self, [7], False)
+
+
+def test_a_stop_string_is_met_in_the_front_end(recording: Recording) -> None:
+    request = ingress.open_request("POST /", owner="asgi")
+    assert request is not None
+    token = request.attach()
+    front_end, sequence = FrontEnd(), Sequence("r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    detokenizer = Detokenizer(front_end.hook, sequence)
+    ingress.detach(token)
+    while detokenizer.update() is None:
+        pass
+    result = SimpleNamespace(reqs_to_abort=["r"])
+    assert frontend.process_outputs(lambda *_: result, front_end.hook)(front_end, []) is result
+    front_end.finish(sequence)
+    request.close()
+    (record,) = recording.records()
+    assert record.finish_reasons == ("stop",)
+    assert record.detokenize_ns > 0 and record.first_token_at
+    assert frontend._stopped == {}
+
+
+@pytest.mark.parametrize(
+    ("served", "name"),
+    [
+        (["tiny", "other"], "tiny"),
+        ("org/model", "org/model"),
+        ("/models/tiny-llama/", "tiny-llama"),
+        (None, "m"),
+    ],
+)
+def test_a_model_is_called_by_its_first_name_and_never_by_a_path(served: Any, name: str) -> None:
+    assert model_name(SimpleNamespace(served_model_name=served, model="./m")) == name
