@@ -35,7 +35,7 @@ class LiveRequest(trace.Span):
     """
 
     # What most requests never change costs none of them a store.
-    ended = named = False
+    ended = named = tokenizing = False
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
     sequences_left = 1
@@ -50,7 +50,7 @@ class LiveRequest(trace.Span):
     ) -> None:
         """`around`: what `attach` starts from; the caller's baggage lies in it.
 
-        `has_server`: the SERVER span above it is ours. `has_news`: the next piece of the response may be the first, or the
+        `tokenizing`: an engine does, and says so itself. `has_server`: the SERVER span above it is ours. `has_news`: the next piece of the response may be the first, or the
         first with a token.
         """
         self._opened, self.around = opened, around

@@ -15,7 +15,7 @@ from otel_infer.integrations._base import Integration
 log = logging.getLogger(__name__)
 
 GROUP = "otel_infer.integrations"
-BUILTIN = ("asgi", "threads", "interpreter", "vllm", "transformers", "torch", "dynamo", "cuda")
+BUILTIN = ("asgi", "threads", "interpreter", "transformers", "vllm", "torch", "dynamo", "cuda")
 """Modules beside this one, each with an `integration`."""
 
 _on_change: Callable[[Integration], None] | None = None

@@ -30,7 +30,7 @@ inside = _Inside()
 def _tokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def tokenize(*args: Any, **kwargs: Any) -> Any:
         request = ingress.current() if hook.alive and not inside.busy else None
-        if request is None:
+        if request is None or request.tokenizing:
             return original(*args, **kwargs)
         started_at = clock.now()
         inside.busy = True

@@ -48,9 +48,14 @@ def _rendering(operation: str) -> Callable[[Call], Generator[None, Any, None]]:
         """From messages or text to token ids: the chat template, and a wait for a tokenizer, which run in a pool of threads."""
         request = ingress.current()
         started_at = clock.now()
-        yield
-        if request is not None:
-            request.operation = operation
+        if request is None:
+            yield
+            return
+        request.operation, request.tokenizing = operation, True
+        try:
+            yield
+        finally:
+            request.tokenizing = False
             request.stage(TOKENIZE, started_at)
 
     return render
@@ -110,13 +115,14 @@ def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
     lora = getattr(sequence.lora_request, "lora_name", "")
     request = ingress.current()
     operation = "text_completion" if sequence.pooling_params is None else "embeddings"
-    own = request is None
+    own, name = request is None, lora or model
     if request is None:
-        known = {"operation": operation, "provider": ENGINE, "model": lora or model}
-        request = ingress.open_request(f"{operation} {lora or model}", owner=ENGINE, **known)
+        request = ingress.open_request(
+            f"{operation} {name}", owner=ENGINE, operation=operation, provider=ENGINE, model=name
+        )
     elif not request.named:
         request.named = True
-        request.name(request.operation or operation, ENGINE, lora or model)
+        request.name(request.operation or operation, ENGINE, name)
     if request is None:
         return None
     request.say("infer.request.id", str(getattr(sequence, "external_req_id", None) or sequence.request_id))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from otel_infer import elsewhere, facts, ingress
+from otel_infer.integrations.transformers import text
 from otel_infer.integrations.vllm import core, frontend, steps
 from otel_infer.integrations.vllm._integration import model_name
 from otel_infer.patching import Call, Hook
@@ -280,6 +281,23 @@ def test_a_servers_request_is_named_and_goes_on_after_its_last_sequence(recordin
     request.close()
     (record,) = recording.records()
     assert (record.operation, record.provider, record.model) == ("chat", "vllm", "tiny")
+
+
+def test_a_prompt_is_tokenized_once_though_the_tokenizer_is_hooked_too(recording: Recording) -> None:
+    request = ingress.open_request("POST /", owner="asgi")
+    assert request is not None
+    token = request.attach()
+    render = frontend._rendering("chat")(Call(None, (), {}, {}))
+    next(render)
+    tokenize = text._tokenizing(lambda prompt: [1, 2, 3], Hook("stand-in"))
+    assert tokenize("a b c") == [1, 2, 3]
+    with pytest.raises(StopIteration):
+        render.send(None)
+    ingress.detach(token)
+    request.close()
+    (record,) = recording.records()
+    assert stages_of(record).count("tokenize") == 1
+    assert request.operation == "chat" and not request.tokenizing
 
 
 def test_a_prompt_with_several_sequences_is_counted_once_and_ends_with_the_last(recording: Recording) -> None:
