@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import machine, neighbours
+from benchmarks.blocks import PATIENCE
 from benchmarks.engine import Engine, at_pace
 from benchmarks.ours import Binding, Exporting
 from benchmarks.receiver import Receiver
@@ -30,7 +31,8 @@ UNHURRIED = 5_000
 SHORTER, OFTENER = 16, 32
 """So much shorter are parts that are sampled out, and so many more of them there are."""
 MOSTLY, LEAST = 0.7, 0.25
-"""The share of its steps that makes a part an undisturbed one, and the share of such parts without which nothing is said."""
+"""The share of its steps that makes a part an undisturbed one, and how many of those there must be, as a share of the parts that
+are wanted."""
 PACE_LIMIT = 0.01
 """How far below the rate that was offered we may have been, as a share, to say that it was offered."""
 
@@ -75,7 +77,7 @@ def measure(quick: bool) -> list[Line]:
     return [
         *_loss(ours, theirs),
         *_cpu(ours, theirs, unhurried, idle),
-        *_sampled_out_lines(*out),
+        *_sampled_out_lines(*out, OFTENER * parts),
         *_sizes(ours, theirs, calm, memory),
     ]
 
@@ -83,15 +85,19 @@ def measure(quick: bool) -> list[Line]:
 def _sampled_out(
     engine: Engine, exporting: Exporting, receiver: Receiver, seconds: float, parts: int
 ) -> tuple[list[Part], list[Part]]:
-    """The same, of callers who do not sample. So little is used that the machine's own pace weighs more: many short parts. There
-    is nothing to flush after each."""
+    """The same, of callers who do not sample. So little is used that the machine's own pace weighs more: many short parts, until
+    enough were undisturbed, or patience ends. There is nothing to flush after each."""
     ours, theirs, stock = [], [], Stock(receiver.endpoint, sampled=False)
-    for number in range(parts):
-        is_last = number == parts - 1
-        unsampled, flush = Binding(engine, sampled=False), exporting.flush if is_last else _nothing
-        ours.append(part(engine, unsampled, receiver, flush, exporting.pid, seconds))
-        flush = stock.flush if is_last else _nothing
-        theirs.append(part(engine, StockBinding(engine, stock), receiver, flush, 0, seconds))
+    while len(ours) < PATIENCE * parts:
+        unsampled = Binding(engine, sampled=False)
+        ours.append(part(engine, unsampled, receiver, _nothing, exporting.pid, seconds))
+        theirs.append(part(engine, StockBinding(engine, stock), receiver, _nothing, 0, seconds))
+        if len(ours) >= parts and _undisturbed(list(zip(ours, theirs)), parts)[1].holds:
+            break
+    exporting.flush()
+    stock.flush()
+    last = receiver.counted()
+    theirs[-1] = theirs[-1]._replace(arrived={"spans": theirs[-1].arrived["spans"] + last["spans"]})
     stock.close()
     return ours, theirs
 
@@ -193,10 +199,10 @@ def _cpu(ours: list[Part], theirs: list[Part], unhurried: Part, idle: float) -> 
     ]
 
 
-def _sampled_out_lines(ours: list[Part], theirs: list[Part]) -> list[Line]:
+def _sampled_out_lines(ours: list[Part], theirs: list[Part], wanted: int) -> list[Line]:
     """What a token costs of which nothing is exported; in µs it is said by `retention`."""
     below = "CPU per token sampled out, below the stock SDK"
-    pairs, control = _undisturbed(list(zip(ours, theirs)))
+    pairs, control = _undisturbed(list(zip(ours, theirs)), wanted)
     server = [(b.server_cpu / b.expected) / (a.server_cpu / a.expected) for a, b in pairs]
     both = [(b.server_cpu / b.expected) / ((a.server_cpu + a.sidecar_cpu) / a.expected) for a, b in pairs]
     note = f"stock {median([b.server_cpu / b.expected for b in theirs]).value / 1000:.2f} µs"
@@ -208,13 +214,13 @@ def _sampled_out_lines(ours: list[Part], theirs: list[Part]) -> list[Line]:
     ]
 
 
-def _undisturbed(pairs: list[tuple[Part, Part]]) -> tuple[list[tuple[Part, Part]], Control]:
-    """Those during most of whose steps nobody else emptied the caches, or all where those are too few to say anything."""
+def _undisturbed(pairs: list[tuple[Part, Part]], wanted: int) -> tuple[list[tuple[Part, Part]], Control]:
+    """Those during most of whose steps nobody else emptied the caches, or all where those are too few of the wanted ones."""
     limit = neighbours.undisturbed_below(np.concatenate([part.probes for pair in pairs for part in pair]))
     quiet = [
         pair for pair in pairs if all(np.mean(np.array(part.probes) <= limit) >= MOSTLY for part in pair)
     ]
-    control = Control(f"{len(quiet)} of {len(pairs)} parts undisturbed", len(quiet) >= LEAST * len(pairs))
+    control = Control(f"{len(quiet)} of {len(pairs)} parts undisturbed", len(quiet) >= LEAST * wanted)
     return quiet if control.holds else pairs, control
 
 
