@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal, Union
 
 import wrapt
@@ -106,16 +106,22 @@ class _Part:
 class Integration:
     """What is hooked in one library. Filled at import by decorators; it does nothing until `install`."""
 
-    def __init__(self, name: str, distribution: str, modules: Sequence[str], is_engine: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        distribution: str,
+        modules: Sequence[str],
+        is_engine: bool = False,
+        processes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """`name` as imported, `distribution` as installed; importing `modules` shows the library in use.
 
-        `is_engine`: it runs models, so that its import is a reason to get ready.
+        `is_engine`: it runs models, so that its import is a reason to get ready. `processes`: by how the name of a
+        `multiprocessing` process of the library's begins, what it is called here; such a one leaves the sidecar to the others.
         """
         self.name = name
         self.is_engine = is_engine
-        self.processes: Mapping[str, str] = {}
-        """By how the name of a `multiprocessing` process of the library's begins, what it is called here: it is part of a server
-        that sees to the sidecar."""
+        self.processes = processes
         self.on_change: Callable[[Integration], None] = lambda integration: None
         self.distribution = distribution
         self.modules = (modules,) if isinstance(modules, str) else tuple(modules)

@@ -72,9 +72,8 @@ class Recorder:
         """Facts are taken from now on. Rings are made at the first one.
 
         `tend` is called when rings were made and then at most once a second from the request path: it sees to it that
-        somebody reads. `refused` is told why there is no shared memory and may give another arena. `role` says what this process is
-        in its server; asked when there are rings. `born` says how this
-        process began, or None where its start is nobody's business; asked when there are rings.
+        somebody reads. `refused` is told why there is no shared memory and may give another arena. `role` says what this
+        process is in its server, and `born` how it began, or None where that is nobody's business; asked when there are rings.
         """
         self._make_arena, self._tend, self._refused, self._role = make_arena, tend, refused, role
         self._born = born

@@ -117,7 +117,7 @@ def test_a_pause_counts_where_the_request_was(story: Story) -> None:
 
 
 def test_a_prompt_that_is_computed_again_is_known_by_its_handle_in_the_engine(story: Story) -> None:
-    front, core = story.arrives(0), None
+    front = story.arrives(0)
     story.submitted(4, front, input_tokens=5)
     core = story.joins(6, front, CORE)
     story.step(10, 30, [core], {core: 5}, engine=STEPS)

@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from otel_infer import semconv
 from tests.otlp_receiver import OtlpReceiver
 from tests.served import Server, chat
+from tests.trees import trace, tree
 from tests.vllm.serving import READY_S, vllm_serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 REQUEST = "chat tiny"
-
-
-def tree(spans: list[dict[str, Any]], parent: str, depth: int = 0) -> list[str]:
-    """The spans below `parent`, indented, in order of time; steps in a row are counted."""
-    lines: list[str] = []
-    below = sorted((s for s in spans if s["parent_span_id"] == parent), key=lambda s: (s["start"], -s["end"]))
-    for span in below:
-        line = "  " * depth + span["name"]
-        if lines and lines[-1].startswith(line + " ×"):
-            lines[-1] = f"{line} ×{int(lines[-1].rpartition('×')[2]) + 1}"
-            continue
-        lines.append(f"{line} ×1" if span["name"] == semconv.SPAN_DECODE_STEP else line)
-        lines += tree(spans, span["span_id"], depth + 1)
-    return lines
-
-
-def trace(receiver: OtlpReceiver, trace_id: str) -> list[dict[str, Any]]:
-    """All spans of a trace, once its root is there."""
-
-    def there(it: OtlpReceiver) -> bool:
-        return any(span["trace_id"] == trace_id and span["kind"] == 2 for span in it.spans)
-
-    assert receiver.wait_for(there, 15), "the request has not arrived"
-    time.sleep(0.2)
-    return [span for span in receiver.spans if span["trace_id"] == trace_id]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +39,7 @@ def server(
 def test_a_streamed_request_is_one_tree_over_all_processes(server: Server, receiver: OtlpReceiver) -> None:
     answer = chat(server.port, Path("tiny"), tokens=8, words=20)
     assert len(answer.chunks) == 8
-    spans = trace(receiver, answer.trace_id)
+    spans = trace(receiver, answer.trace_id, REQUEST)
     assert tree(spans, answer.parent_id) == [
         "POST /v1/chat/completions",
         "  chat tiny",

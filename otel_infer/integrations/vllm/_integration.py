@@ -9,8 +9,9 @@ from otel_infer.integrations._base import Integration
 
 ENGINE = "vllm"
 
-integration = Integration("vllm", "vllm", ("vllm",), is_engine=True)
-integration.processes = {"EngineCore": "engine", "VllmWorker": "worker"}
+PROCESSES = {"EngineCore": "engine", "VllmWorker": "worker"}
+
+integration = Integration("vllm", "vllm", ("vllm",), is_engine=True, processes=PROCESSES)
 
 
 def model_name(config: Any) -> str:

@@ -1,7 +1,7 @@
 """The engine core, request by request: read from the socket, taken up between two steps, freed.
 
-    preprocess_add_request ─▶ (input queue) ─▶ Scheduler.add_request ─▶ … ─▶ _free_request
-    (in the socket's thread)   hidden queue     received                      finished
+    (socket ─▶ input queue) ─▶ Scheduler.add_request ─▶ … ─▶ _free_request
+     hidden queue              received                      finished
 
 A request of the scheduler carries its part as an attribute.
 """
@@ -16,7 +16,6 @@ from otel_infer.integrations.vllm._integration import integration
 from otel_infer.integrations.vllm.steps import PART, SCHEDULER, batches_of, left_batch
 from otel_infer.patching import Hook
 
-CORE = "vllm.v1.engine.core:EngineCore"
 BY_FRONT_END = "abort"
 """A finish that the front end asked for, and knows the reason of."""
 
@@ -59,7 +58,7 @@ def free_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 
 
 def _finished(scheduler: Any, request: Any) -> None:
-    left_batch(scheduler, request.request_id)
+    left_batch(scheduler, request.request_id, is_over=True)
     part = getattr(request, "otel_infer", None)
     if part is None:
         return
@@ -68,9 +67,6 @@ def _finished(scheduler: Any, request: Any) -> None:
     if reason != BY_FRONT_END:
         part.state(facts.EngineFinished(clock.now(), reason, int(request.num_output_tokens)))
     elsewhere.left(part)
-    batches = batches_of(scheduler)
-    if batches is not None:
-        batches.log.handles.pop(request.request_id, None)
 
 
 @integration.step_hook(f"{SCHEDULER}._preempt_request", reads=("request",), part=PART)
@@ -79,7 +75,7 @@ def preempt_request(original: Callable[..., Any], hook: Hook) -> Callable[..., A
         result = original(self, request, *args, **kwargs)
         if hook.alive:
             try:
-                left_batch(self, request.request_id)
+                left_batch(self, request.request_id, is_over=False)
                 part = getattr(request, "otel_infer", None)
                 if part is not None:
                     part.state(facts.RequestPreempted(clock.now(), "recompute"))

@@ -80,7 +80,7 @@ def _serving(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 for _engine in ("vllm.v1.engine.async_llm:AsyncLLM", "vllm.v1.engine.llm_engine:LLMEngine"):
-    integration.step_hook(f"{_engine}.__init__", part="model" + _engine.rpartition(":")[2])(_serving)
+    integration.step_hook(f"{_engine}.__init__", part=_engine.rpartition(":")[2])(_serving)
 
 
 @integration.around(f"{OUTPUT}.add_request", reads=("request", "parent_req"), part=PART)
@@ -114,7 +114,10 @@ def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
     """The request that this sequence is the first one of, of so many."""
     lora = getattr(sequence.lora_request, "lora_name", "")
     request = ingress.current()
-    operation = "text_completion" if sequence.pooling_params is None else "embeddings"
+    operation = request.operation if request is not None else ""
+    if sequence.pooling_params is not None:  # rendered as a completion is
+        operation = "embeddings"
+    operation = operation or "text_completion"
     own, name = request is None, lora or model
     if request is None:
         request = ingress.open_request(
@@ -122,7 +125,7 @@ def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
         )
     elif not request.named:
         request.named = True
-        request.name(request.operation or operation, ENGINE, name)
+        request.name(operation, ENGINE, name)
     if request is None:
         return None
     request.say("infer.request.id", str(getattr(sequence, "external_req_id", None) or sequence.request_id))
@@ -195,14 +198,14 @@ def process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., A
 
     def process(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if _stopped and hook.alive:
+        if _stopped:
             try:
-                for request_id in result.reqs_to_abort:
+                for request_id in result.reqs_to_abort if hook.alive else ():
                     if request_id in _stopped:
                         _stopped[request_id].state(facts.EngineFinished(clock.now(), "stop", 0))
-                _stopped.clear()
             except Exception as exc:
                 hook.fail(exc)
+            _stopped.clear()
         return result
 
     return process

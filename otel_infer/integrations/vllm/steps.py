@@ -108,11 +108,13 @@ def batches_of(scheduler: Any) -> Batches | None:
     return found
 
 
-def left_batch(scheduler: Any, request_id: str) -> None:
-    """A request was freed or preempted."""
+def left_batch(scheduler: Any, request_id: str, is_over: bool) -> None:
+    """A request was freed, or preempted and comes back."""
     batches: Batches | None = getattr(scheduler, "otel_infer_batches", None)
     if batches is not None:
         batches.leave(request_id)
+        if is_over:
+            batches.log.handles.pop(request_id, None)
         if not scheduler.running and not batches.flights:
             batches.left = []
             batches.log.idle()

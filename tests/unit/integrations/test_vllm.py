@@ -283,6 +283,22 @@ def test_a_servers_request_is_named_and_goes_on_after_its_last_sequence(recordin
     assert (record.operation, record.provider, record.model) == ("chat", "vllm", "tiny")
 
 
+def test_an_embedding_is_called_one_though_it_is_rendered_as_a_completion_is(recording: Recording) -> None:
+    request = ingress.open_request("POST /", owner="asgi")
+    assert request is not None
+    request.operation = "text_completion"
+    token = request.attach()
+    sequence = Sequence("r")
+    sequence.sampling_params, sequence.pooling_params = None, SimpleNamespace(task="embed")
+    front_end = FrontEnd()
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    ingress.detach(token)
+    request.close()
+    (record,) = recording.records()
+    assert (record.operation, record.max_tokens) == ("embeddings", 0)
+
+
 def test_a_prompt_is_tokenized_once_though_the_tokenizer_is_hooked_too(recording: Recording) -> None:
     request = ingress.open_request("POST /", owner="asgi")
     assert request is not None
