@@ -38,6 +38,8 @@ JOINED = 16
 # Phases of a start, and by what it is known that it is over.
 WEIGHTS = "weights"
 READY = "ready"
+KV_EVICTION, EMPTY_STEP, DUMMY_BATCH = "kv_eviction", "empty_step", "dummy_batch"
+"""Marks: a block of the prefix cache was given up, a step had nothing in it, a rank kept step with its peers."""
 BY_LIFESPAN, BY_ENGINE, BY_REQUEST = "lifespan", "engine", "request"
 
 # Outcomes of RequestEnded.
@@ -98,6 +100,22 @@ class RequestPreempted(NamedTuple):
 
     at: int
     kind: str
+
+
+class PrefixRead(NamedTuple):
+    """A prompt of so many tokens was looked up in the engine's prefix cache, and so many of them were there."""
+
+    at: int
+    tokens: int
+    cached: int
+
+
+class TokensDrafted(NamedTuple):
+    """What was guessed ahead for a sequence while it was in the engine (speculative decoding), and how much was right."""
+
+    at: int
+    drafted: int
+    accepted: int
 
 
 class TokenReached(NamedTuple):
@@ -443,6 +461,8 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(22, PhaseBegan, "q S"),
     _layout(23, PhaseEnded, "q q S S S S"),
     _layout(24, ProcessLeft, "q S"),
+    _layout(25, PrefixRead, "q I I"),
+    _layout(26, TokensDrafted, "q I I"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

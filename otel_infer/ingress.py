@@ -100,6 +100,10 @@ class LiveRequest(trace.Span):
             (semconv.REQUEST_MODEL, model),
         )
 
+    def known_as(self, request_id: str) -> None:
+        """How the engine calls it, and where it answers an API, its client."""
+        self.say(semconv.REQUEST_ID, request_id)
+
     def asked(self, tenant: str, traffic_class: str) -> None:
         """Who asks, and whether somebody waits for it."""
         self._say_known((semconv.TENANT, tenant), (semconv.TRAFFIC_CLASS, traffic_class))

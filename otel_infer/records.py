@@ -169,6 +169,10 @@ class RequestRecord:
     input_tokens: int = 0
     output_tokens: int = 0
     max_tokens: int = 0
+    prefix_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     sequences: int = 1
     finish_reasons: tuple[str, ...] = ()
     preemptions: int = 0

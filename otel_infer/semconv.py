@@ -137,6 +137,9 @@ REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
 REQUEST_STREAM = "gen_ai.request.stream"
 USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+USAGE_CACHE_READ = "gen_ai.usage.cache_read.input_tokens"
+TOKEN_TYPE = "gen_ai.token.type"
+TOKEN_INPUT, TOKEN_OUTPUT = "input", "output"
 ERROR_TYPE = "error.type"
 HTTP_REQUEST_METHOD = "http.request.method"
 HTTP_ROUTE = "http.route"
@@ -197,6 +200,8 @@ TELEMETRY_LOST = "infer.telemetry.lost"
 TTFT = "infer.time_to_first_token"
 SEQUENCES = "infer.sequences"
 PREEMPTIONS = "infer.preemptions"
+TOKENS_DRAFTED = "infer.speculative.drafted"
+TOKENS_ACCEPTED = "infer.speculative.accepted"
 QUEUE_HIDDEN = "infer.queue.hidden"
 QUEUE_SCHEDULER = "infer.queue.scheduler"
 SEND_WAIT = "infer.send.wait"
@@ -224,7 +229,9 @@ KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
 PAUSE_CAUSE = "infer.pause.cause"
 PAUSE_DURATION = "infer.pause.duration"
 MARK = "infer.mark.name"
-MARK_NAMES = ("allocator_retry", "allocator_oom")
+MARK_EVICTION = "kv_eviction"
+MARK_EMPTY, MARK_DUMMY = "empty_step", "dummy_batch"
+MARK_NAMES = ("allocator_retry", "allocator_oom", MARK_EVICTION, MARK_EMPTY, MARK_DUMMY)
 MARK_COUNT = "infer.mark.count"
 MARK_WINDOW = "infer.mark.window"
 """How long before the event it may have been, s."""
@@ -366,6 +373,27 @@ REQUEST_ACTIVE = Metric(
     "Requests in flight: queued or running.",
     (REQUEST_STATE,),
 )
+TOKENS = Metric(
+    "infer.request.tokens",
+    COUNTER,
+    "{token}",
+    "Tokens of finished requests: of their prompts (input) and made for them (output).",
+    (TOKEN_TYPE, *_REQUEST, *_CALLER),
+)
+DRAFTED = Metric(
+    "infer.speculative.tokens.drafted",
+    COUNTER,
+    "{token}",
+    "Tokens guessed ahead for finished requests (speculative decoding).",
+    _REQUEST,
+)
+ACCEPTED = Metric(
+    "infer.speculative.tokens.accepted",
+    COUNTER,
+    "{token}",
+    "Tokens guessed ahead that were right.",
+    _REQUEST,
+)
 REQUEST_PREEMPTIONS = Metric(
     "infer.request.preemptions",
     COUNTER,
@@ -410,7 +438,8 @@ MARKS = Metric(
     COUNTER,
     "{mark}",
     "What may have held up a process, of unknown length: the CUDA allocator freed what it kept and asked again "
-    "(allocator_retry), or had no more memory (allocator_oom).",
+    "(allocator_retry), or had no more memory (allocator_oom); the engine had steps of nothing (empty_step), or one that only "
+    "keeps step with its peers (dummy_batch).",
     (MARK,),
 )
 STARTUP_DURATION = Metric(
@@ -423,6 +452,26 @@ STARTUP_DURATION = Metric(
 )
 KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
 KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)
+KV_PREFIX_QUERIES = Metric(
+    "infer.kv_cache.prefix.queries",
+    COUNTER,
+    "{token}",
+    "Prompt tokens of finished requests that were looked up in the prefix cache; what a preemption looks up again is not one.",
+    _REQUEST,
+)
+KV_PREFIX_HITS = Metric(
+    "infer.kv_cache.prefix.hits",
+    COUNTER,
+    "{token}",
+    "Prompt tokens of finished requests that the prefix cache had.",
+    _REQUEST,
+)
+KV_EVICTIONS = Metric(
+    "infer.kv_cache.evictions",
+    COUNTER,
+    "{block}",
+    "Blocks that the prefix cache gave up for others.",
+)
 KV_UTILIZATION = Metric("infer.kv_cache.utilization", GAUGE, "1", "KV-cache usage / limit, 0 to 1.", _ENGINE)
 SELF_HOOKS = Metric(
     "infer.self.hooks",

@@ -102,6 +102,12 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     if request.preempted:
         record.preempted_at = tuple(fact.at for fact in request.preempted)
         record.preemptions = len(request.preempted)
+    if request.prefixes:
+        record.prefix_tokens = sum([fact.tokens for fact in request.prefixes])
+        record.cached_tokens = sum([fact.cached for fact in request.prefixes])
+    if request.drafts:
+        record.drafted_tokens = sum([fact.drafted for fact in request.drafts])
+        record.accepted_tokens = sum([fact.accepted for fact in request.drafts])
     record.span_name, record.tracestate = request.span_name, request.tracestate
     record.telemetry_lost = request.telemetry_lost
     record.finish_reasons = tuple([fact.reason for fact in request.finished if fact.reason])

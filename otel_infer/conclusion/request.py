@@ -52,6 +52,8 @@ class Request:
     first_step_done_at: int = 0
     finished: list[facts.EngineFinished] = field(default_factory=list)
     preempted: list[facts.RequestPreempted] = field(default_factory=list)
+    prefixes: list[facts.PrefixRead] = field(default_factory=list)
+    drafts: list[facts.TokensDrafted] = field(default_factory=list)
     stages: list[facts.StageEnded] = field(default_factory=list)
     attributes: dict[str, facts.Value] = field(default_factory=dict)
     events: list[UserEvent] = field(default_factory=list)
@@ -252,6 +254,8 @@ _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.ResponseStarted: _once("response_started_at"),
     facts.EngineFinished: lambda request, fact: request.finished.append(fact),
     facts.RequestPreempted: Request._preempted,
+    facts.PrefixRead: lambda request, fact: request.prefixes.append(fact),
+    facts.TokensDrafted: lambda request, fact: request.drafts.append(fact),
     facts.AttributeSet: lambda request, fact: request.attributes.__setitem__(fact.key, fact.value),
     facts.EventAdded: _event,
     facts.SpanLinked: lambda request, fact: request.links.append((fact.trace_id, fact.span_id)),

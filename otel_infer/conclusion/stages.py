@@ -48,7 +48,7 @@ def stages_of(record: RequestRecord, request: Request, life: Life) -> list[Stage
         (semconv.SPAN_INGRESS, _ingress(record, request, life, touched), None),
         (semconv.SPAN_QUEUE, _queue(record, life), _queue_split),
         (semconv.SPAN_PREFILL, _prefill(record, life, names), _kv_start),
-        (semconv.SPAN_DECODE, _decode(record, life), None),
+        (semconv.SPAN_DECODE, _decode(record, life), _kv_end),
         (semconv.SPAN_POSTPROCESS, _postprocess(record, request, life, bool(touched)), _egress),
     )
     for name, (began, ended), described in kinds:
@@ -116,6 +116,10 @@ def _queue_split(request: Request, began: int, ended: int) -> Attributes:
 def _prefill(record: RequestRecord, life: Life, said: set[str]) -> Interval:
     if not life.scheduled_at or not record.generative or semconv.SPAN_DECODE in said:
         return ABSENT
+    if life.finished and not (
+        life.said or life.first_at or record.telemetry_lost
+    ):  # an embedding has no token
+        return life.scheduled_at, life.last_at
     died_here = life.died and not record.telemetry_lost and not life.has_token and not life.finished
     return life.scheduled_at, life.first_at or (record.ended_at if died_here else 0)
 
@@ -127,8 +131,18 @@ def _kv_start(request: Request, began: int, ended: int) -> Attributes:
     if not firsts:
         return {}
     _, log, step = min(firsts, key=lambda first: first[0])
-    utilization = log.table.kv_at(step)
-    return {} if utilization != utilization else {semconv.KV_UTILIZATION_START: utilization}
+    return _kv(semconv.KV_UTILIZATION_START, log.table.kv_at(step))
+
+
+def _kv_end(request: Request, began: int, ended: int) -> Attributes:
+    if not request.runs:
+        return {}
+    log, _, step, _ = request.runs[-1]
+    return _kv(semconv.KV_UTILIZATION_END, log.table.kv_at(step))
+
+
+def _kv(key: str, utilization: float) -> Attributes:
+    return {} if utilization != utilization else {key: utilization}
 
 
 def _decode(record: RequestRecord, life: Life) -> Interval:

@@ -113,15 +113,17 @@ class Integration:
         modules: Sequence[str],
         is_engine: bool = False,
         processes: Mapping[str, str] = MappingProxyType({}),
+        where: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`name` as imported, `distribution` as installed; importing `modules` shows the library in use.
 
         `is_engine`: it runs models, so that its import is a reason to get ready. `processes`: by how the name of a
         `multiprocessing` process of the library's begins, what it is called here; such a one leaves the sidecar to the others.
+        `where`: by part, in which of its processes that is.
         """
         self.name = name
         self.is_engine = is_engine
-        self.processes = processes
+        self.processes, self.where = processes, where
         self.on_change: Callable[[Integration], None] = lambda integration: None
         self.distribution = distribution
         self.modules = (modules,) if isinstance(modules, str) else tuple(modules)

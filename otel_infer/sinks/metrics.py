@@ -83,6 +83,7 @@ class MetricsSink:
         error = self._errors.admit(error_type) if error_type else None
         self._record(semconv.REQUEST_DURATION, (*who, error, *caller), record.duration_ns, source)
         self._count_stages(record, who, source)
+        self._count_usage(record, who, caller)
         if not record.generative:
             return
         if record.outcome == facts.ABORTED:
@@ -119,6 +120,9 @@ class MetricsSink:
     def marks(self, marks: Sequence[Mark]) -> None:
         """Counts what happened to processes."""
         for mark in marks:
+            if mark.name == semconv.MARK_EVICTION:
+                self._numbers[semconv.KV_EVICTIONS.name].add((), mark.times)
+                continue
             name = mark.name if mark.name in semconv.MARK_NAMES else semconv.OTHER
             self._numbers[semconv.MARKS.name].add((name,), mark.times)
 
@@ -204,6 +208,22 @@ class MetricsSink:
                 detokenize = attributes.get(semconv.DETOKENIZE)
                 if isinstance(detokenize, (int, float)):
                     points.at((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
+
+    def _count_usage(self, record: RequestRecord, who: Key, caller: Key) -> None:
+        """Tokens of the request, whatever came of it."""
+        used = self._numbers[semconv.TOKENS.name]
+        for of, tokens in (
+            (semconv.TOKEN_INPUT, record.input_tokens),
+            (semconv.TOKEN_OUTPUT, record.output_tokens),
+        ):
+            if tokens:
+                used.add((of, *who, *caller), tokens)
+        if record.prefix_tokens:
+            self._numbers[semconv.KV_PREFIX_QUERIES.name].add(who, record.prefix_tokens)
+            self._numbers[semconv.KV_PREFIX_HITS.name].add(who, record.cached_tokens)
+        if record.drafted_tokens:
+            self._numbers[semconv.DRAFTED.name].add(who, record.drafted_tokens)
+            self._numbers[semconv.ACCEPTED.name].add(who, record.accepted_tokens)
 
     def _count_blame(self, record: RequestRecord, blame: Blame, who: Key) -> None:
         spent = self._blamed.setdefault(who, {})

@@ -548,13 +548,31 @@ def test_speculative_decoding_delivers_several_tokens_in_a_step() -> None:
     assert "· step 2, 3 tokens, batch 1" in story.tree()
 
 
-def test_kv_utilization_is_that_of_the_first_step() -> None:
+def test_kv_utilization_is_that_of_the_first_step_and_of_the_last() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a], kv=(3, 10))
     story.step(20, 30, [a], kv=(9, 10))
     story.ends(31, a)
     assert story.span("prefill")["attributes"] == {semconv.KV_UTILIZATION_START: 0.3}
+    assert story.span("decode")["attributes"][semconv.KV_UTILIZATION_END] == 0.9
+
+
+def test_what_makes_no_tokens_is_a_prompt_and_nothing_after_it() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(4, a, input_tokens=6)
+    story.step(10, 30, [a], prompt={a: 6}, delivered={a: 0})
+    story.finished(30, a)
+    story.ends(34, a)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–34
+          chat toy 0–34 · 6 → 0
+            ingress 0–4
+            queue 4–10
+            prefill 10–30
+            postprocess 30–34
+    """)
 
 
 # ── how it ends ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,21 +1,38 @@
-"""A real vLLM on the CPU with a tiny model, and its client."""
+"""Real vLLM servers on the CPU with a tiny model."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.served import RUN, Server, free_port
 
+STALL = "OTEL_INFER_TEST_STALL"
+"""Names the file through which a step is held up."""
+
+ROOT = Path(__file__).parents[2]
 ENVIRON = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONPATH": str(ROOT),
 }
 READY_S = 240.0
+MODEL = "tiny"
+SEQUENCES = 8
+"""That run at once."""
+
+
+def command(model: Path, port: int) -> list[str]:
+    """vLLM's OpenAI server."""
+    asked = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    asked += f"--served-model-name {MODEL} --host 127.0.0.1 --port {port} --dtype float32".split()
+    return asked + f"--max-model-len 512 --max-num-seqs {SEQUENCES} --enforce-eager".split()
 
 
 def vllm_serve(
@@ -23,7 +40,28 @@ def vllm_serve(
 ) -> Server:
     """vLLM's OpenAI server behind a launcher; not started."""
     port = free_port()
-    command = [*launcher, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += f"--served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32".split()
-    command += "--max-model-len 512 --max-num-seqs 8 --enforce-eager".split()
-    return Server([*command, *options], port, log, {**ENVIRON, **environ})
+    stall = {STALL: str(log.with_suffix(".stall"))}
+    return Server([*launcher, *command(model, port), *options], port, log, {**ENVIRON, **stall, **environ})
+
+
+def stall(server: Server, kind: str, length_ms: int) -> None:
+    """The next step of this kind takes so much longer, if the server's scheduler is one of `stalling`."""
+    server.log.with_suffix(".stall").write_text(f"{kind} {length_ms}")
+
+
+def engine_core(server: Server) -> int:
+    """The process id of its engine core, as vLLM's log names it."""
+    found = re.findall(r"\(EngineCore\S* pid=(\d+)\)", server.log.read_text(errors="replace"))
+    return int(found[-1])
+
+
+def sidecars(server: Server) -> list[int]:
+    """The process ids of its sidecars."""
+    mark = f"{STALL}={server.log.with_suffix('.stall')}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            marked = mark in (folder / "environ").read_bytes().split(b"\0")
+            if marked and b"otel_infer-sidecar" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found

@@ -1,57 +1,61 @@
-"""One request of a real vLLM server is one tree over all of its processes, below its caller's span."""
+"""Every request of a real vLLM server is one tree over all of its processes, below its caller's span."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import time
+from typing import Any
 
 import pytest
 
 from otel_infer import semconv
 from tests.otlp_receiver import OtlpReceiver
-from tests.served import Server, chat
+from tests.served import Server
 from tests.trees import trace, tree
-from tests.vllm.serving import READY_S, vllm_serve
+from tests.vllm.asking import CHAT, COMPLETIONS, RESPONSES, Answer, Asking, ask, prompt, texts
+from tests.vllm.conftest import Serve
+from tests.vllm.serving import SEQUENCES, stall
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
-REQUEST = "chat tiny"
+STAGES = ["    ingress", "    tokenize", "    queue", "    prefill"]
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
+def server(serve: Serve) -> Server:
+    server = serve("--scheduler-cls", "tests.vllm.stalling.Asynchronous")
+    ask(server.port, CHAT, messages=said(4), max_tokens=2)
+    return server
 
 
-@pytest.fixture(scope="module")
-def server(
-    receiver: OtlpReceiver, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("logs") / "vllm.log"
-    server = vllm_serve(tiny_llama, log, {**receiver.environ, "OTEL_INFER_STEPS": "all"}).start(READY_S)
-    try:
-        chat(server.port, Path("tiny"))
-        yield server
-    finally:
-        server.stop()
+def said(words: int, word: str = "time") -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt(words, word)}]
+
+
+def spans_of(receiver: OtlpReceiver, answer: Answer, request: str = "chat tiny") -> list[dict[str, Any]]:
+    return trace(receiver, answer.trace_id, request)
+
+
+def the(spans: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The only span of this name."""
+    (span,) = [span for span in spans if span["name"] == name]
+    return span
+
+
+# ── requests that end well ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_streamed_request_is_one_tree_over_all_processes(server: Server, receiver: OtlpReceiver) -> None:
-    answer = chat(server.port, Path("tiny"), tokens=8, words=20)
-    assert len(answer.chunks) == 8
-    spans = trace(receiver, answer.trace_id, REQUEST)
+    answer = ask(server.port, CHAT, messages=said(20), max_tokens=8, stream=True)
+    assert len(texts(answer)) == 8
+    spans = spans_of(receiver, answer)
     assert tree(spans, answer.parent_id) == [
         "POST /v1/chat/completions",
         "  chat tiny",
-        "    ingress",
-        "    tokenize",
-        "    queue",
-        "    prefill",
+        *STAGES,
         "    decode",
         "      decode step ×7",
         "    postprocess",
     ]
-    request = next(span for span in spans if span["name"] == REQUEST)
+    request = the(spans, "chat tiny")
     assert (
         request["attributes"].items()
         >= {
@@ -61,7 +65,129 @@ def test_a_streamed_request_is_one_tree_over_all_processes(server: Server, recei
             "gen_ai.request.max_tokens": 8,
             "gen_ai.usage.output_tokens": 8,
             "gen_ai.response.finish_reasons": ["length"],
+            semconv.REQUEST_ID: answer.events[0]["id"],
         }.items()
     )
-    queue = next(span for span in spans if span["name"] == "queue")
-    assert queue["attributes"].keys() >= {semconv.QUEUE_HIDDEN, semconv.QUEUE_SCHEDULER}
+    assert the(spans, "queue")["attributes"].keys() >= {semconv.QUEUE_HIDDEN, semconv.QUEUE_SCHEDULER}
+
+
+def test_a_completion_is_known_by_the_id_that_its_client_got(server: Server, receiver: OtlpReceiver) -> None:
+    answer = ask(server.port, COMPLETIONS, prompt=prompt(6), max_tokens=4)
+    spans = spans_of(receiver, answer, "text_completion tiny")
+    assert tree(spans, answer.parent_id) == [
+        "POST /v1/completions",
+        "  text_completion tiny",
+        *STAGES,
+        "    decode",
+        "      decode step ×3",
+        "    postprocess",
+    ]
+    request = the(spans, "text_completion tiny")
+    assert request["attributes"][semconv.REQUEST_ID] == answer.body["id"]
+    assert request["attributes"]["gen_ai.usage.input_tokens"] == answer.body["usage"]["prompt_tokens"]
+
+
+def test_two_sequences_of_one_prompt_share_its_steps(server: Server, receiver: OtlpReceiver) -> None:
+    answer = ask(server.port, CHAT, messages=said(8), max_tokens=5, n=2)
+    assert len(answer.body["choices"]) == 2
+    spans = spans_of(receiver, answer)
+    attributes = the(spans, "chat tiny")["attributes"]
+    assert attributes[semconv.SEQUENCES] == 2
+    assert attributes["gen_ai.usage.output_tokens"] == 10
+    assert attributes["gen_ai.response.finish_reasons"] == ["length", "length"]
+    steps = [span for span in spans if span["name"] == semconv.SPAN_DECODE_STEP]
+    after_first = sum(step["attributes"].get(semconv.STEP_TOKENS, 1) for step in steps)
+    assert after_first in (8, 9)  # the second sequence is taken up with the first one, or a step later
+    assert len({step["attributes"][semconv.STEP_ID] for step in steps}) == len(steps)
+
+
+def test_two_prompts_of_one_request_are_one_tree(server: Server, receiver: OtlpReceiver) -> None:
+    answer = ask(server.port, COMPLETIONS, prompt=[prompt(6), prompt(9)], max_tokens=3)
+    spans = spans_of(receiver, answer, "text_completion tiny")
+    attributes = the(spans, "text_completion tiny")["attributes"]
+    assert attributes["gen_ai.usage.input_tokens"] == answer.body["usage"]["prompt_tokens"]
+    assert attributes["gen_ai.usage.output_tokens"] == 6
+    assert attributes[semconv.REQUEST_ID] == answer.body["id"]
+
+
+def test_a_response_is_one_tree(server: Server, receiver: OtlpReceiver) -> None:
+    answer = ask(server.port, RESPONSES, input=prompt(6), max_output_tokens=4)
+    assert answer.status == 200, answer.body
+    spans = spans_of(receiver, answer)
+    assert tree(spans, answer.parent_id)[:2] == ["POST /v1/responses", "  chat tiny"]
+    assert the(spans, "chat tiny")["attributes"][semconv.REQUEST_ID] == answer.body["id"]
+
+
+def test_a_prompt_that_was_seen_before_is_read_from_the_cache(server: Server, receiver: OtlpReceiver) -> None:
+    long = prompt(200, "cache")
+    first = ask(server.port, COMPLETIONS, prompt=long, max_tokens=2)
+    again = ask(server.port, COMPLETIONS, prompt=long, max_tokens=2)
+    before, after = (
+        the(spans_of(receiver, answer, "text_completion tiny"), "text_completion tiny")["attributes"]
+        for answer in (first, again)
+    )
+    assert semconv.USAGE_CACHE_READ not in before
+    assert after[semconv.USAGE_CACHE_READ] >= 128
+
+
+# ── requests that do not ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prompt_over_the_context_limit_is_a_trace_of_what_was_done(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    answer = ask(server.port, CHAT, messages=said(900), max_tokens=8)
+    assert answer.status == 400
+    spans = spans_of(receiver, answer)
+    assert tree(spans, answer.parent_id) == [
+        "POST /v1/chat/completions",
+        "  chat tiny",
+        "    ingress",
+        "    tokenize",
+        "    postprocess",
+    ]
+    assert the(spans, "POST /v1/chat/completions")["attributes"]["http.response.status_code"] == 400
+
+
+def died(receiver: OtlpReceiver, answer: Answer, stage: str) -> list[dict[str, Any]]:
+    """The trace of a request that its client left in this stage."""
+    spans = spans_of(receiver, answer)
+    attributes = the(spans, "chat tiny")["attributes"]
+    assert attributes[semconv.DIED_IN] == stage, tree(spans, answer.parent_id)
+    assert attributes["gen_ai.response.finish_reasons"] == ["abort"]
+    assert attributes[semconv.ERROR_TYPE] == semconv.ERROR_CLIENT_DISCONNECT
+    assert all(span["parent_span_id"] for span in spans)
+    return spans
+
+
+def test_a_client_that_leaves_in_decode_is_said_to(server: Server, receiver: OtlpReceiver) -> None:
+    answer = ask(server.port, CHAT, messages=said(8), max_tokens=400, stream=True, close_after=6)
+    spans = died(receiver, answer, "decode")
+    steps = [span for span in spans if span["name"] == semconv.SPAN_DECODE_STEP]
+    assert len(texts(answer)) - 1 <= len(steps) < 399
+    assert the(spans, "chat tiny")["attributes"]["gen_ai.usage.output_tokens"] == len(steps) + 1
+
+
+def test_a_client_that_leaves_in_prefill_is_said_to(server: Server, receiver: OtlpReceiver) -> None:
+    stall(server, "prefill", 500)
+    answer = ask(server.port, CHAT, messages=said(8), max_tokens=8, stream=True, close_in=0.25)
+    spans = died(receiver, answer, "prefill")
+    assert not [span for span in spans if span["name"] == semconv.SPAN_DECODE_STEP]
+
+
+def test_a_client_that_leaves_the_queue_is_said_to(server: Server, receiver: OtlpReceiver) -> None:
+    others = Asking()
+    for _ in range(SEQUENCES):
+        others.ask(server.port, CHAT, messages=said(8), max_tokens=300, ignore_eos=True)
+    time.sleep(0.15)
+    stall(server, "decode", 400)
+    answer = ask(server.port, CHAT, messages=said(8), max_tokens=8, stream=True, close_in=0.2)
+    assert [other.status for other in others.answers()] == [200] * SEQUENCES
+    spans = died(receiver, answer, "queue")
+    assert tree(spans, answer.parent_id) == [
+        "POST /v1/chat/completions",
+        "  chat tiny",
+        "    ingress",
+        "    tokenize",
+        "    queue",
+    ]

@@ -75,7 +75,18 @@ def _parts(integration: Integration, refused: Mapping[str, str]) -> list[dict[st
     for part in integration._parts.values():
         state, drift = integration._view(part)
         why = next((refused[hook.module] for hook in part.hooks if hook.module in refused), "")
-        parts.append({"name": part.name, "state": state, "drift": drift, "refused": why})
+        active = sum(hook.active for hook in part.hooks)
+        parts.append(
+            {
+                "name": part.name,
+                "state": state,
+                "drift": drift,
+                "refused": why,
+                "where": integration.where.get(part.name, ""),
+                "hooks_active": active,
+                "hooks_total": 0 if state == "absent" else part.expected(),
+            }
+        )
     return parts
 
 
@@ -92,14 +103,15 @@ def finding(seen: Mapping[str, Any], off: bool) -> Check:
     which = f"{seen['distribution']} {seen['version']}" if seen["version"] else seen["distribution"]
     bound = f"{seen['hooks_active']} of {seen['hooks_total']} hooks bound"
     if seen["state"] == "drifted":
-        return Check(name, "fail", f"{which}: drifted, {bound}; {_loss(seen)}", _against_drift(seen))
+        said = f"{which}: drifted, {bound}{_by_process(seen)}; {_loss(seen)}"
+        return Check(name, "fail", said, _against_drift(seen))
     broken = sorted({part["refused"] for part in seen["parts"] if part["refused"]})
     if seen["state"] == "waiting" and broken:
         do = f"run `{sys.executable} -c 'import {seen['name']}'`: it fails without us, too"
         return Check(name, "warn", f"{which}: cannot be imported: {'; '.join(broken)}", do)
     if not seen["hooks_total"]:
         return Check(name, "ok", f"{which}: nothing to hook")
-    return Check(name, "ok", f"{which}: {seen['state']}, {bound}{_unbound(seen)}")
+    return Check(name, "ok", f"{which}: {seen['state']}, {bound}{_by_process(seen)}{_unbound(seen)}")
 
 
 def engine(found: list[dict[str, Any]]) -> Check:
@@ -125,6 +137,17 @@ def _loss(seen: Mapping[str, Any]) -> str:
     rest = any(part["state"] in ("active", "waiting") for part in seen["parts"])
     verb = "are" if len(drifted) > 1 else "is"
     return f"{why}. {lost} {verb} not recorded; {'everything else is' if rest else 'the server runs on all the same'}"
+
+
+def _by_process(seen: Mapping[str, Any]) -> str:
+    """How many of how many in each process, where the library has several."""
+    bound: dict[str, tuple[int, int]] = {}
+    for part in seen["parts"]:
+        if part.get("where"):
+            active, total = bound.get(part["where"], (0, 0))
+            bound[part["where"]] = active + part["hooks_active"], total + part["hooks_total"]
+    said = ", ".join(f"{where} {active} of {total}" for where, (active, total) in bound.items())
+    return f" ({said})" if said else ""
 
 
 def _against_drift(seen: Mapping[str, Any]) -> str:

@@ -118,7 +118,7 @@ def new_state(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             sequences = self.otel_infer = _adding.sequences
             self.otel_infer_handle = UNKNOWN if sequences is None else sequences.packed
             if sequences is not None:
-                sequences.request.say("infer.request.id", str(self.request_id))
+                sequences.request.known_as(str(self.request_id))
         except Exception as exc:
             hook.fail(exc)
 

@@ -37,7 +37,7 @@ def _naming(operation: str) -> Callable[[Callable[..., Any], Hook], Callable[...
             if request is not None and hook.alive:
                 try:
                     request.operation = operation
-                    request.say("infer.request.id", str(request_id))
+                    request.known_as(str(request_id))
                 except Exception as exc:
                     hook.fail(exc)
             return await original(self, body, request_id)

@@ -11,7 +11,17 @@ ENGINE = "vllm"
 
 PROCESSES = {"EngineCore": "engine", "VllmWorker": "worker"}
 
-integration = Integration("vllm", "vllm", ("vllm",), is_engine=True, processes=PROCESSES)
+REQUESTS, TOKENIZING = "requests", "tokenizing"
+SERVED_NAME, OFFLINE_NAME = "served model's name", "offline model's name"
+STEPS, PREEMPTIONS, EVICTIONS, DUMMIES = "steps", "preemptions", "evictions", "dummy batches"
+WHERE = {
+    **dict.fromkeys((REQUESTS, TOKENIZING, SERVED_NAME), "API server"),
+    OFFLINE_NAME: "LLM",
+    **dict.fromkeys((STEPS, PREEMPTIONS, EVICTIONS, DUMMIES), "engine core"),
+}
+"""The parts, and the process of each."""
+
+integration = Integration("vllm", "vllm", ("vllm",), is_engine=True, processes=PROCESSES, where=WHERE)
 
 
 def model_name(config: Any) -> str:

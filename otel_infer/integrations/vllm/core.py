@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, elsewhere, facts
-from otel_infer.integrations.vllm._integration import integration
-from otel_infer.integrations.vllm.steps import PART, SCHEDULER, batches_of, left_batch
+from otel_infer.integrations.vllm._integration import PREEMPTIONS, STEPS, integration
+from otel_infer.integrations.vllm.steps import SCHEDULER, batches_of, left_batch
 from otel_infer.patching import Hook
 
 BY_FRONT_END = "abort"
 """A finish that the front end asked for, and knows the reason of."""
 
 
-@integration.step_hook(f"{SCHEDULER}.add_request", reads=("request",), part=PART)
+@integration.step_hook(f"{SCHEDULER}.add_request", reads=("request",), part=STEPS)
 def add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def add(self: Any, request: Any) -> Any:
         if hook.alive:
@@ -44,7 +44,7 @@ def _received(scheduler: Any, request: Any) -> None:
     part.state(facts.RequestReceived(clock.now()))
 
 
-@integration.step_hook(f"{SCHEDULER}._free_request", reads=("request",), part=PART)
+@integration.step_hook(f"{SCHEDULER}._free_request", reads=("request",), part=STEPS)
 def free_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def free(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
@@ -58,18 +58,21 @@ def free_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 
 
 def _finished(scheduler: Any, request: Any) -> None:
-    left_batch(scheduler, request.request_id, is_over=True)
+    batches = left_batch(scheduler, request.request_id, is_over=True)
+    drafts = batches.drafts.pop(request.request_id, None) if batches is not None else None
     part = getattr(request, "otel_infer", None)
     if part is None:
         return
     request.otel_infer = None
+    if drafts is not None:
+        part.state(facts.TokensDrafted(clock.now(), *drafts))
     reason = str(request.get_finished_reason())
     if reason != BY_FRONT_END:
         part.state(facts.EngineFinished(clock.now(), reason, int(request.num_output_tokens)))
     elsewhere.left(part)
 
 
-@integration.step_hook(f"{SCHEDULER}._preempt_request", reads=("request",), part=PART)
+@integration.step_hook(f"{SCHEDULER}._preempt_request", reads=("request",), part=PREEMPTIONS)
 def preempt_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def preempt(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, request, *args, **kwargs)

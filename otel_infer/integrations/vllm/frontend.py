@@ -10,18 +10,27 @@ request of its own, which ends with its last sequence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 from typing import Any
 
 from otel_infer import clock, elsewhere, facts, ingress
-from otel_infer.integrations.vllm._integration import ENGINE, integration, model_name
+from otel_infer.integrations.vllm._integration import (
+    ENGINE,
+    OFFLINE_NAME,
+    REQUESTS,
+    SERVED_NAME,
+    TOKENIZING,
+    integration,
+    model_name,
+)
 from otel_infer.patching import Call, Hook
 
 RENDERER = "vllm.renderers.base:BaseRenderer"
 CLIENT = "vllm.v1.engine.core_client"
 DETOKENIZER = "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer"
 OUTPUT = "vllm.v1.engine.output_processor:OutputProcessor"
-PART = "front end"
+_NUMBERED = re.compile(r"(?:(cmpl-.+)-\d+|(resp_.+)_\d+)$")
 TOKENIZE = "tokenize"
 
 
@@ -52,6 +61,7 @@ def _rendering(operation: str) -> Callable[[Call], Generator[None, Any, None]]:
             yield
             return
         request.operation, request.tokenizing = operation, True
+        _name(request, operation, model_name(call.instance.model_config))
         try:
             yield
         finally:
@@ -61,8 +71,15 @@ def _rendering(operation: str) -> Callable[[Call], Generator[None, Any, None]]:
     return render
 
 
-for _name, _operation in (("render_chat_async", "chat"), ("render_cmpl_async", "text_completion")):
-    integration.around(f"{RENDERER}.{_name}", optional=True, part="renderer")(_rendering(_operation))
+def _name(request: ingress.LiveRequest, operation: str, model: str, again: bool = False) -> None:
+    """What a server's request is, once, or once more when it turns out to be another."""
+    if again or not request.named:
+        request.named = True
+        request.name(operation, ENGINE, model)
+
+
+for _method, _operation in (("render_chat_async", "chat"), ("render_cmpl_async", "text_completion")):
+    integration.around(f"{RENDERER}.{_method}", optional=True, part=TOKENIZING)(_rendering(_operation))
 
 
 def _serving(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -79,11 +96,11 @@ def _serving(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     return init
 
 
-for _engine in ("vllm.v1.engine.async_llm:AsyncLLM", "vllm.v1.engine.llm_engine:LLMEngine"):
-    integration.step_hook(f"{_engine}.__init__", part=_engine.rpartition(":")[2])(_serving)
+integration.step_hook("vllm.v1.engine.async_llm:AsyncLLM.__init__", part=SERVED_NAME)(_serving)
+integration.step_hook("vllm.v1.engine.llm_engine:LLMEngine.__init__", part=OFFLINE_NAME)(_serving)
 
 
-@integration.around(f"{OUTPUT}.add_request", reads=("request", "parent_req"), part=PART)
+@integration.around(f"{OUTPUT}.add_request", reads=("request", "parent_req"), part=REQUESTS)
 def add_request(call: Call) -> Generator[None, Any, None]:
     """Here a sequence is known for the first time, before its detokenizer is made."""
     asked = _ask(call.instance, call["request"], call["parent_req"])
@@ -123,13 +140,18 @@ def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
         request = ingress.open_request(
             f"{operation} {name}", owner=ENGINE, operation=operation, provider=ENGINE, model=name
         )
-    elif not request.named:
-        request.named = True
-        request.name(operation, ENGINE, name)
+    else:
+        _name(request, operation, name, again=bool(lora or sequence.pooling_params is not None))
     if request is None:
         return None
-    request.say("infer.request.id", str(getattr(sequence, "external_req_id", None) or sequence.request_id))
+    request.known_as(response_id(str(getattr(sequence, "external_req_id", None) or sequence.request_id)))
     return Asked(request, own, sequences)
+
+
+def response_id(request_id: str) -> str:
+    """What the client knows a prompt by: a completion's prompts are numbered, and a response's turns."""
+    found = _NUMBERED.match(request_id)
+    return found[1] or found[2] if found else request_id
 
 
 def _submitting(call: Call) -> Generator[None, Any, None]:
@@ -157,13 +179,15 @@ _CLIENTS = {
     "InprocClient.add_request": False,
 }
 for _path, _optional in _CLIENTS.items():
-    integration.around(f"{CLIENT}:{_path}", reads=("request",), optional=_optional, part=PART)(_submitting)
+    integration.around(f"{CLIENT}:{_path}", reads=("request",), optional=_optional, part=REQUESTS)(
+        _submitting
+    )
 
 
 # ── the way back ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@integration.step_hook(f"{DETOKENIZER}.__init__", reads=("request",), part=PART)
+@integration.step_hook(f"{DETOKENIZER}.__init__", reads=("request",), part=REQUESTS)
 def new_detokenizer(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def init(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         original(self, request, *args, **kwargs)
@@ -172,7 +196,7 @@ def new_detokenizer(original: Callable[..., Any], hook: Hook) -> Callable[..., A
     return init
 
 
-@integration.step_hook(f"{DETOKENIZER}.update", part=PART)
+@integration.step_hook(f"{DETOKENIZER}.update", part=REQUESTS)
 def update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Once per request and step: two clock readings and an addition."""
 
@@ -192,7 +216,7 @@ def update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     return update
 
 
-@integration.step_hook(f"{OUTPUT}.process_outputs", part=PART)
+@integration.step_hook(f"{OUTPUT}.process_outputs", part=REQUESTS)
 def process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Who met a stop string is done here, while the engine core is told to abort it."""
 
@@ -211,7 +235,7 @@ def process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., A
     return process
 
 
-@integration.step_hook(f"{OUTPUT}._finish_request", reads=("req_state",), part=PART)
+@integration.step_hook(f"{OUTPUT}._finish_request", reads=("req_state",), part=REQUESTS)
 def finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def finish(self: Any, req_state: Any) -> Any:
         result = original(self, req_state)
@@ -225,7 +249,7 @@ def finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..., An
     return finish
 
 
-@integration.step_hook(f"{OUTPUT}.abort_requests", part=PART)
+@integration.step_hook(f"{OUTPUT}.abort_requests", part=REQUESTS)
 def abort_requests(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Whoever is aborted is forgotten here before the engine core hears of it."""
 
@@ -254,7 +278,7 @@ def _left(request_id: str, outcome: int) -> None:
         asked.request.close(outcome)
 
 
-@integration.step_hook(f"{OUTPUT}.propagate_error", part=PART)
+@integration.step_hook(f"{OUTPUT}.propagate_error", part=REQUESTS)
 def propagate_error(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """The engine died: everybody is told."""
 

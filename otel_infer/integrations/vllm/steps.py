@@ -5,7 +5,8 @@
 
 Two steps may be in flight (asynchronous scheduling, pipelines), so a step is known again at its end by its
 `SchedulerOutput`. Who is in it are the keys of one of its dictionaries, in order: the running ones, then who was resumed or
-is new. What was computed for a request that ended meanwhile is discarded.
+is new. What was computed for a request that ended meanwhile is discarded. Steps of nothing (polls of a KV connector) and
+dummy batches (a rank that waits for its peers) are no steps: they are counted.
 """
 
 from __future__ import annotations
@@ -17,18 +18,49 @@ from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
 
-from otel_infer import clock
-from otel_infer.integrations.vllm._integration import ENGINE, integration
+from otel_infer import clock, facts
+from otel_infer.integrations.vllm._integration import DUMMIES, ENGINE, EVICTIONS, STEPS, integration
 from otel_infer.patching import Hook
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
 
+CORE = "vllm.v1.engine.core:EngineCore"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-PART = "engine core"
+BLOCKS = "vllm.v1.core.block_pool:BlockPool"
+TOLD_EVERY_NS = 1_000_000_000
 
 _id_of = attrgetter("request_id")
 _new_tokens_of = attrgetter("new_token_ids")
 _outputs_of = attrgetter("outputs")
+
+
+class Tally:
+    """Something that happens often: it is said how often at most once a second."""
+
+    __slots__ = ("_mark", "_since", "count")
+
+    def __init__(self, mark: str) -> None:
+        self._mark, self._since, self.count = mark, 0, 0
+
+    def add(self) -> None:
+        """Once more."""
+        at = clock.now()
+        if not self.count:
+            self._since = at
+        self.count += 1
+        if at - self._since >= TOLD_EVERY_NS:
+            self.tell(at)
+
+    def tell(self, at: int) -> None:
+        """States what was not stated yet."""
+        if self.count:
+            recorder.marked(self._mark, self._since, at, self.count)
+            self.count = 0
+
+
+_evicted, _empty, _dummies = (
+    Tally(mark) for mark in (facts.KV_EVICTION, facts.EMPTY_STEP, facts.DUMMY_BATCH)
+)
 
 
 class _Flight:
@@ -45,6 +77,7 @@ class Batches:
 
     def __init__(self, log: StepLog) -> None:
         self.log = log
+        self.drafts: dict[str, tuple[int, int]] = {}
         self.left: list[str] = []
         self.flights: deque[_Flight] = deque(maxlen=8)
 
@@ -52,7 +85,10 @@ class Batches:
         """A batch was composed; one of nothing is none."""
         tokens = output.num_scheduled_tokens
         if not tokens:
+            _empty.add()
             return
+        for new in output.scheduled_new_reqs:
+            _read_prefix(scheduler, new)
         members = list(tokens)
         column = (
             b""
@@ -70,6 +106,16 @@ class Batches:
                 self.flights.remove(flight)
                 return flight
         return None
+
+    def drafted(self, flight: _Flight, scheduler: Any, sampled: Any) -> None:
+        """What was guessed ahead in this step, and how much of it the model agreed with; who is gone meanwhile is not counted."""
+        for who, drafted in flight.output.scheduled_spec_decode_tokens.items():
+            tokens = (
+                sampled.sampled_token_ids[sampled.req_id_to_index[who]] if who in scheduler.requests else ()
+            )
+            if len(tokens):
+                before = self.drafts.get(who, (0, 0))
+                self.drafts[who] = before[0] + len(drafted), before[1] + len(tokens) - 1
 
     def done(self, flight: _Flight, at: int, outputs: list[Any]) -> None:
         """`outputs`: what is about to be sent, with the tokens of each request."""
@@ -97,6 +143,16 @@ def _load(scheduler: Any) -> tuple[int, int, int, int]:
     return total - pool.get_num_free_blocks(), total, len(scheduler.running), waiting
 
 
+def _read_prefix(scheduler: Any, new: Any) -> None:
+    """What of its prompt was in the cache, blocks from elsewhere (a KV connector) included; where there is a cache."""
+    request = scheduler.requests[new.req_id]
+    part = getattr(request, "otel_infer", None)
+    if part is None or request.num_preemptions or request.skip_reading_prefix_cache:
+        return
+    if scheduler.kv_cache_manager.enable_caching:
+        part.state(facts.PrefixRead(clock.now(), request.num_prompt_tokens, new.num_computed_tokens))
+
+
 def batches_of(scheduler: Any) -> Batches | None:
     """The steps of this scheduler; None where nobody records."""
     found: Batches | None = getattr(scheduler, "otel_infer_batches", None)
@@ -108,8 +164,8 @@ def batches_of(scheduler: Any) -> Batches | None:
     return found
 
 
-def left_batch(scheduler: Any, request_id: str, is_over: bool) -> None:
-    """A request was freed, or preempted and comes back."""
+def left_batch(scheduler: Any, request_id: str, is_over: bool) -> Batches | None:
+    """A request was freed, or preempted and comes back; the batches that it was in."""
     batches: Batches | None = getattr(scheduler, "otel_infer_batches", None)
     if batches is not None:
         batches.leave(request_id)
@@ -118,9 +174,11 @@ def left_batch(scheduler: Any, request_id: str, is_over: bool) -> None:
         if not scheduler.running and not batches.flights:
             batches.left = []
             batches.log.idle()
+            _evicted.tell(clock.now())
+    return batches
 
 
-@integration.step_hook(f"{SCHEDULER}.schedule", part=PART)
+@integration.step_hook(f"{SCHEDULER}.schedule", part=STEPS)
 def schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
@@ -136,17 +194,21 @@ def schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     return schedule
 
 
-@integration.step_hook(f"{SCHEDULER}.update_from_output", reads=("scheduler_output",), part=PART)
+@integration.step_hook(
+    f"{SCHEDULER}.update_from_output", reads=("scheduler_output", "model_runner_output"), part=STEPS
+)
 def update_from_output(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def update(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def update(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         at, flight = clock.now(), None
         batches: Batches | None = getattr(self, "otel_infer_batches", None)
         if batches is not None and hook.alive:
             try:
                 flight = batches.landed(scheduler_output)
+                if flight is not None and scheduler_output.scheduled_spec_decode_tokens:
+                    batches.drafted(flight, self, model_runner_output)
             except Exception as exc:
                 hook.fail(exc)
-        result = original(self, scheduler_output, *args, **kwargs)
+        result = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         if flight is not None and batches is not None and hook.alive:
             try:
                 batches.done(flight, at, list(chain.from_iterable(map(_outputs_of, result.values()))))
@@ -155,3 +217,24 @@ def update_from_output(original: Callable[..., Any], hook: Hook) -> Callable[...
         return result
 
     return update
+
+
+def _counting(
+    tally: Tally, counts: Callable[[Any], bool]
+) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
+    """A hook that counts the calls whose results count."""
+
+    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if hook.alive and recorder.active and counts(result):
+                tally.add()
+            return result
+
+        return call
+
+    return make
+
+
+integration.step_hook(f"{BLOCKS}._maybe_evict_cached_block", part=EVICTIONS)(_counting(_evicted, bool))
+integration.step_hook(f"{CORE}.execute_dummy_batch", part=DUMMIES)(_counting(_dummies, lambda _: True))

@@ -1,4 +1,4 @@
-"""What of ours binds to which release of transformers: read from their sources, and the page that says so."""
+"""A release of transformers that is installed, and one that has changed."""
 
 from __future__ import annotations
 
@@ -10,84 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.transformers import releases
-from tests.integrations.transformers.releases import BINDS, LACKS, RELEASES, Read
+from tests import releases
+from tests.integrations.transformers.releases import LIBRARY
 
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Read]:
-    """By release: all where a folder for their wheels is named, else the oldest and the newest that are claimed."""
-    named = os.environ.get(releases.FOLDER)
-    folder = Path(named) if named else tmp_path_factory.mktemp("releases")
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = RELEASES if named else (RELEASES[0], RELEASES[-1])
-    wheels = {release: releases.wheel(release, folder) for release in wanted}
-    found = {release: releases.of_wheel(path) for release, path in wheels.items() if path is not None}
-    if not found:
-        pytest.skip("no index of packages to be reached, and no wheels in " + releases.FOLDER)
-    return found
-
-
-def test_every_release_that_is_claimed_binds(
-    sources: dict[str, Read], capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = releases.matrix(sources)
-    with capsys.disabled():
-        print(releases.tables(found).partition("\n\n")[0])
-    drifts = [
-        f"{release} {target}: {mark}"
-        for release, marks in found.items()
-        for target, mark in marks.items()
-        if mark not in (BINDS, LACKS)
-    ]
-    assert drifts == []
-
-
-def test_what_hooks_read_of_its_objects_is_in_every_release(sources: dict[str, Read]) -> None:
-    assert {release: missing for release, read in sources.items() if (missing := releases.relies(read))} == {}
-
-
-def test_every_hook_binds_to_some_release() -> None:
-    said = releases.binding(releases.PAGE.read_text(encoding="utf-8"))
-    bound = set().union(*said.values())
-    assert [hook.target for hook in releases.hooks() if releases.short(hook.target) not in bound] == []
-
-
-def test_the_page_says_what_is_so(sources: dict[str, Read]) -> None:
-    page = releases.PAGE.read_text(encoding="utf-8")
-    said = releases.binding(page)
-    assert tuple(said) == RELEASES
-    found = releases.matrix(sources)
-    for release, marks in found.items():
-        assert said[release] == {releases.short(target) for target, mark in marks.items() if mark == BINDS}
-    if tuple(found) == RELEASES:
-        assert releases.tables(found).strip() == releases.written(page)[1].strip()
-
-
 def test_what_is_installed_binds_as_its_sources_say() -> None:
-    """The reading above is only as good as its agreement with the real thing."""
+    """The reading of sources is only as good as its agreement with the real thing."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    site = releases.installed()
-    assert site is not None
-    code = (
-        "import importlib, json\n"
-        "from tests.integrations.transformers.releases import hooks, integration\n"
-        "integration.install()\n"
-        "for hook in hooks():\n"
-        "    try: importlib.import_module(hook.module)\n"
-        "    except ModuleNotFoundError: pass\n"
-        "print(json.dumps({hook.target: hook.active for hook in hooks()}))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(releases.__file__).parents[3]
-    )
-    assert done.returncode == 0, done.stderr
-    read = releases.of_folder(site)
-    assert json.loads(done.stdout.splitlines()[-1]) == {
-        hook.target: releases.binds(hook, read) == BINDS for hook in releases.hooks()
-    }
+    assert releases.bound(LIBRARY) == releases.installed_binds(LIBRARY)
 
 
 # ── a release that has changed ───────────────────────────────────────────────────────────────────────────────────
@@ -107,7 +39,7 @@ CHANGES = {
 def changed(what: str, tmp_path: Path) -> tuple[Path, str]:
     """A copy of the installed release with one name changed wherever it is used, and what is to be said of it."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    site = releases.installed()
+    site = releases.installed(LIBRARY.name)
     assert site is not None
     before, after, said = CHANGES[what]
     path = tmp_path
@@ -157,7 +89,7 @@ print(integration.status.drift, integration.parts, transformers.__file__)
 
 def test_a_changed_release_serves_on(tiny_llama: Path, tmp_path: Path) -> None:
     site, said = changed("a parameter", tmp_path)
-    root = Path(releases.__file__).parents[3]
+    root = Path(releases.__file__).parents[1]
     environ = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{root}", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", SERVES, str(tiny_llama)]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=site)

@@ -35,6 +35,7 @@ class Request:
     def __init__(self, request_id: str, trace_headers: dict[str, str] | None) -> None:
         self.request_id, self.trace_headers = request_id, trace_headers
         self.num_output_tokens, self.reason = 0, "length"
+        self.num_prompt_tokens, self.num_preemptions, self.skip_reading_prefix_cache = 6, 0, False
 
     def get_finished_reason(self) -> str:
         return self.reason
@@ -47,8 +48,10 @@ class Scheduler:
         self.hook = Hook("stand-in")
         self.running: list[Request] = []
         self.waiting: list[Request] = []
+        self.requests: dict[str, Request] = {}
         self.kv_cache_manager = SimpleNamespace(
-            block_pool=SimpleNamespace(num_gpu_blocks=21, get_num_free_blocks=lambda: 5)
+            enable_caching=True,
+            block_pool=SimpleNamespace(num_gpu_blocks=21, get_num_free_blocks=lambda: 5),
         )
         self._schedule = steps.schedule(lambda scheduler: scheduler.output, self.hook)
         self._add = core.add_request(lambda scheduler, request: scheduler.running.append(request), self.hook)
@@ -58,18 +61,30 @@ class Scheduler:
         self._preempt = core.preempt_request(lambda *_: None, self.hook)
 
     def add(self, request_id: str, headers: dict[str, str] | None) -> Request:
-        request = Request(request_id, headers)
+        request = self.requests[request_id] = Request(request_id, headers)
         self._add(self, request)
         return request
 
-    def schedule(self, **tokens: int) -> Any:
+    def schedule(
+        self, new: dict[str, int] | None = None, drafts: dict[str, int] | None = None, **tokens: int
+    ) -> Any:
+        """A batch. `new`: whose prompts are in it for the first time, and how much of each was in the prefix cache."""
         self.output = SimpleNamespace(
-            num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=who, num_computed_tokens=cached) for who, cached in (new or {}).items()
+            ],
+            scheduled_spec_decode_tokens={who: [-1] * n for who, n in (drafts or {}).items()},
         )
         return self._schedule(self)
 
     def update(self, output: Any, finishes: tuple[Request, ...] = (), **tokens: int) -> None:
         """Delivers so many tokens each, and frees who is done."""
+        sampled = SimpleNamespace(
+            sampled_token_ids=[[7] * n for n in tokens.values()],
+            req_id_to_index={who: at for at, who in enumerate(tokens)},
+        )
         outputs = [SimpleNamespace(request_id=who, new_token_ids=[7] * n) for who, n in tokens.items()]
         result = {0: SimpleNamespace(outputs=outputs)} if outputs else {}
 
@@ -78,10 +93,11 @@ class Scheduler:
                 self.free(request)
             return result
 
-        steps.update_from_output(updated, self.hook)(self, output, None)
+        steps.update_from_output(updated, self.hook)(self, output, sampled)
 
     def free(self, request: Request) -> None:
         self._free(self, request)
+        self.requests.pop(request.request_id)
 
     def preempt(self, request: Request) -> None:
         self._preempt(self, request, 0.0)
@@ -211,6 +227,62 @@ def test_what_the_front_end_aborts_is_told_there_and_not_here(recording: Recordi
     assert recording.records()[0].finish_reasons == ()
 
 
+def test_what_the_prefix_cache_had_is_said_of_each_prompt_once(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front(sequences=2, tokens=6)
+    a, b = scheduler.add("0_r", headers), scheduler.add("1_r", headers)
+    scheduler.update(scheduler.schedule(new={"0_r": 0}, **{"0_r": 6}), **{"0_r": 1})
+    scheduler.update(scheduler.schedule(new={"1_r": 4}, **{"0_r": 1, "1_r": 2}), **{"0_r": 1, "1_r": 1})
+    scheduler.preempt(b)
+    b.num_preemptions = 1
+    done = scheduler.schedule(new={"1_r": 4}, **{"0_r": 1, "1_r": 2})
+    scheduler.update(done, (a, b), **{"0_r": 1, "1_r": 1})
+    request.close()
+    (record,) = recording.records()
+    assert (record.prefix_tokens, record.cached_tokens) == (12, 4)
+
+
+def test_where_nothing_is_cached_nothing_was_looked_up(recording: Recording) -> None:
+    scheduler = Scheduler()
+    scheduler.kv_cache_manager.enable_caching = False
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=6), (sequence,), r=1)
+    request.close()
+    assert recording.records()[0].prefix_tokens == 0
+
+
+def test_drafts_and_what_was_accepted_of_them_are_counted_up_to_the_last_step(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
+    scheduler.update(scheduler.schedule(drafts={"r": 3}, r=4), r=3)
+    scheduler.update(scheduler.schedule(drafts={"r": 3}, r=4), (sequence,), r=2)
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {1: 1, 2: 3, 3: 2}
+    assert (record.drafted_tokens, record.accepted_tokens) == (6, 3)
+    assert scheduler.hook.alive
+
+
+def test_what_happens_often_is_said_once_a_second_and_nothing_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[tuple[int, int, int]] = []
+    now = iter([0, 10, 999_999_999, 1_000_000_000, 2_000_000_000])
+    monkeypatch.setattr(steps.clock, "now", lambda: next(now))
+    monkeypatch.setattr(
+        steps.recorder, "marked", lambda mark, since, at, count: said.append((since, at, count))
+    )
+    tally = steps.Tally("kv_eviction")
+    for _ in range(5):
+        tally.add()
+    tally.tell(2_500_000_000)
+    tally.tell(2_600_000_000)
+    assert said == [(0, 1_000_000_000, 4), (2_000_000_000, 2_500_000_000, 1)]
+
+
 # ── a front end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -303,7 +375,8 @@ def test_a_prompt_is_tokenized_once_though_the_tokenizer_is_hooked_too(recording
     request = ingress.open_request("POST /", owner="asgi")
     assert request is not None
     token = request.attach()
-    render = frontend._rendering("chat")(Call(None, (), {}, {}))
+    renderer = SimpleNamespace(model_config=SimpleNamespace(model="tiny"))
+    render = frontend._rendering("chat")(Call(renderer, (), {}, {}))
     next(render)
     tokenize = text._tokenizing(lambda prompt: [1, 2, 3], Hook("stand-in"))
     assert tokenize("a b c") == [1, 2, 3]
@@ -328,6 +401,20 @@ def test_a_prompt_with_several_sequences_is_counted_once_and_ends_with_the_last(
     front_end.finish(other)
     (record,) = recording.records()
     assert (record.sequences, record.input_tokens) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "known_as"),
+    [
+        ("chatcmpl-a1", "chatcmpl-a1"),
+        ("chatcmpl-job-5", "chatcmpl-job-5"),
+        ("cmpl-job-5-0", "cmpl-job-5"),
+        ("resp_a1_0", "resp_a1"),
+        ("0", "0"),
+    ],
+)
+def test_a_request_is_known_as_its_client_knows_it(request_id: str, known_as: str) -> None:
+    assert frontend.response_id(request_id) == known_as
 
 
 def test_an_aborted_prompt_of_nobody_elses_is_aborted(recording: Recording) -> None:

@@ -1,0 +1,77 @@
+"""The release of vLLM that is installed, and a copy of it that has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from otel_infer import semconv
+from tests import releases
+from tests.integrations.vllm.releases import LIBRARY
+from tests.otlp_receiver import OtlpReceiver
+from tests.trees import trace, tree
+from tests.vllm.asking import CHAT, ask, prompt
+from tests.vllm.conftest import Serve
+from tests.vllm.serving import ENVIRON, ROOT
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+RENAMED = ("vllm/v1/core/sched", "_preempt_request", "_put_back_request")
+
+
+def test_what_is_installed_binds_as_its_sources_say() -> None:
+    assert releases.bound(LIBRARY) == releases.installed_binds(LIBRARY)
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of vLLM in which one function has another name, wherever it is used."""
+    site, copy = releases.installed("vllm"), tmp_path_factory.mktemp("changed")
+    assert site is not None
+    folder, before, after = RENAMED
+    path = copy
+    for part in folder.split("/"):  # everything beside the way to the folder is a link
+        for entry in (site / path.relative_to(copy)).iterdir() if path != copy else ():
+            if entry.name != part:
+                (path / entry.name).symlink_to(entry)
+        path = path / part
+        path.mkdir()
+    for entry in (site / folder).iterdir():
+        if entry.suffix == ".py":
+            (path / entry.name).write_text(
+                entry.read_text(encoding="utf-8").replace(before, after), encoding="utf-8"
+            )
+    return copy
+
+
+def test_doctor_names_what_has_changed_and_in_which_process(changed: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    environ |= {**ENVIRON, "PYTHONPATH": f"{changed}{os.pathsep}{ROOT}", "OTEL_TRACES_EXPORTER": "none"}
+    command = [sys.executable, "-m", "otel_infer", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=changed)
+    assert done.returncode == 1, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    check = checks["integration vllm"]
+    assert check["state"] == "fail", check
+    assert "Scheduler._preempt_request: there is no _preempt_request" in check["found"]
+    assert "preemptions is not recorded; everything else is" in check["found"]
+    assert "engine core 6 of 7" in check["found"], check["found"]
+
+
+def test_a_changed_release_serves_on_and_everything_else_arrives(
+    changed: Path, serve: Serve, receiver: OtlpReceiver
+) -> None:
+    server = serve(environ={"PYTHONPATH": f"{changed}{os.pathsep}{ROOT}"})
+    answer = ask(server.port, CHAT, messages=[{"role": "user", "content": prompt(8)}], max_tokens=4)
+    assert answer.status == 200
+    spans = trace(receiver, answer.trace_id, "chat tiny")
+    assert [line.strip() for line in tree(spans, answer.parent_id)][1:] == [
+        "chat tiny", "ingress", "tokenize", "queue", "prefill", "decode", f"{semconv.SPAN_DECODE_STEP} ×3", "postprocess",
+    ]  # fmt: skip
+    assert "Scheduler._preempt_request: there is no _preempt_request" in server.log.read_text(
+        errors="replace"
+    )

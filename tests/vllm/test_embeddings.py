@@ -1,0 +1,35 @@
+"""Models that generate nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from otel_infer import semconv
+from tests.arrivals import assert_nothing_came_twice
+from tests.otlp_receiver import OtlpReceiver
+from tests.trees import trace, tree
+from tests.vllm.asking import EMBEDDINGS, ask, prompt
+from tests.vllm.conftest import Serve
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+
+def test_an_embedding_is_a_queue_and_its_prompt(serve: Serve, receiver: OtlpReceiver) -> None:
+    server = serve("--runner", "pooling")
+    for texts in ([prompt(12)], [prompt(12), prompt(200)]):
+        answer = ask(server.port, EMBEDDINGS, input=texts)
+        assert answer.status == 200 and len(answer.body["data"]) == len(texts), answer.body
+        spans = trace(receiver, answer.trace_id, "embeddings tiny")
+        assert tree(spans, answer.parent_id) == [
+            "POST /v1/embeddings",
+            "  embeddings tiny",
+            "    ingress",
+            *["    tokenize"] * len(texts),
+            "    queue",
+            "    prefill",
+            "    postprocess",
+        ]
+        (request,) = [span for span in spans if span["name"] == "embeddings tiny"]
+        assert request["attributes"]["gen_ai.usage.input_tokens"] == answer.body["usage"]["prompt_tokens"]
+        assert semconv.TTFT not in request["attributes"]
+    assert_nothing_came_twice(receiver)

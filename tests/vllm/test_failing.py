@@ -1,0 +1,125 @@
+"""What goes wrong around a real vLLM server, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer import semconv
+from tests.arrivals import arrived, assert_nothing_came_twice
+from tests.otlp_receiver import OtlpReceiver
+from tests.served import Server
+from tests.toy_server import until
+from tests.vllm.asking import CHAT, Answer, Asking, ask, prompt
+from tests.vllm.conftest import Serve
+from tests.vllm.serving import engine_core, sidecars
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+SAID = [{"role": "user", "content": prompt(8)}]
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve) -> Server:
+    """Forked from its front end, as where nothing forbids it."""
+    server = serve(environ={"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"})
+    ask(server.port, CHAT, messages=SAID, max_tokens=2)
+    return server
+
+
+def load(server: Server, requests: int = 6, tokens: int = 60) -> Asking:
+    asking = Asking()
+    for _ in range(requests):
+        asking.ask(server.port, CHAT, messages=SAID, max_tokens=tokens, ignore_eos=True)
+    return asking
+
+
+def served(answers: list[Answer]) -> list[str]:
+    """Their traces; all were answered, and well."""
+    assert [answer.status for answer in answers] == [200] * len(answers)
+    return [answer.trace_id for answer in answers]
+
+
+def whole(receiver: OtlpReceiver, traces: list[str], tokens: int = 60) -> None:
+    """Each has arrived once, with a step for every token after the first."""
+    for request in arrived(receiver, *traces):
+        assert request["attributes"]["gen_ai.usage.output_tokens"] == tokens
+        steps = steps_of(receiver, request["trace_id"])
+        assert len(steps) == tokens - 1
+    assert_nothing_came_twice(receiver)
+
+
+def steps_of(receiver: OtlpReceiver, trace_id: str) -> list[dict[str, Any]]:
+    return [s for s in receiver.spans if s["trace_id"] == trace_id and s["name"] == semconv.SPAN_DECODE_STEP]
+
+
+def test_a_forked_engine_core_is_told_whole(server: Server, receiver: OtlpReceiver) -> None:
+    whole(receiver, served(load(server).answers()))
+    assert len(sidecars(server)) == 1
+
+
+def test_a_sidecar_killed_under_load_is_replaced_and_nothing_is_told_twice(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    (first,) = sidecars(server)
+    across = load(server, tokens=400)
+    time.sleep(0.4)
+    os.kill(first, signal.SIGKILL)
+    (second,) = until(lambda: [pid for pid in sidecars(server) if pid != first])
+    assert second != first
+    traces = served(across.answers())
+    whole(receiver, traces, 400)
+
+
+def test_a_stopped_sidecar_stops_nobody(server: Server, receiver: OtlpReceiver) -> None:
+    (sidecar,) = sidecars(server)
+    os.kill(sidecar, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        traces = served(load(server).answers())
+        assert time.monotonic() - began < 10
+    finally:
+        os.kill(sidecar, signal.SIGCONT)
+    whole(receiver, traces)
+
+
+def test_a_server_whose_ring_folder_is_taken_away_serves_on(server: Server, receiver: OtlpReceiver) -> None:
+    (sidecar,) = sidecars(server)
+    folders = {
+        Path(os.readlink(link)).parent
+        for link in Path(f"/proc/{sidecar}/fd").iterdir()
+        if "/otel_infer-" in os.readlink(link)
+    }
+    assert folders
+    for folder in folders:
+        shutil.rmtree(folder)
+    served(load(server).answers())
+    time.sleep(1.5)
+    served(load(server).answers())
+    assert_nothing_came_twice(receiver)
+    assert "Traceback" not in server.log.read_text(errors="replace")
+
+
+def test_requests_in_an_engine_core_that_is_killed_are_reported(serve: Serve, receiver: OtlpReceiver) -> None:
+    server = serve()
+    done = served(load(server).answers())
+    whole(receiver, done)
+    asking = load(server, requests=4, tokens=450)
+    time.sleep(0.5)
+    os.kill(engine_core(server), signal.SIGKILL)
+    answers = asking.answers()
+    assert all(answer.status == 500 for answer in answers)
+    for request in arrived(receiver, *[answer.trace_id for answer in answers]):
+        attributes = request["attributes"]
+        assert attributes[semconv.ERROR_TYPE] in ("EngineDeadError", "process_died")
+        assert attributes[semconv.DIED_IN] == "decode"
+        assert len(steps_of(receiver, request["trace_id"])) > 20
+    assert_nothing_came_twice(receiver)
+    assert server.process is not None
+    server.process.wait(30)
+    assert until(lambda: not sidecars(server))

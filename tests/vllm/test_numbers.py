@@ -1,0 +1,195 @@
+"""What is said of requests is so: against an engine that is held up, and against vLLM's own counters."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from otel_infer import semconv
+from tests.arrivals import arrived, requests_of
+from tests.otlp_receiver import OtlpReceiver
+from tests.served import Server
+from tests.toy_server import until
+from tests.trees import trace
+from tests.vllm.asking import CHAT, COMPLETIONS, METRICS, Answer, Asking, ask, counters, prompt
+from tests.vllm.conftest import Serve
+from tests.vllm.serving import stall
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+MS = 1_000_000
+FEW_BLOCKS = "--block-size 32 --num-gpu-blocks-override 12 --max-num-batched-tokens 64 --max-model-len 256"
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve) -> Server:
+    """One step at a time, and KV blocks for a few requests only."""
+    options = ["--no-async-scheduling", "--scheduler-cls", "tests.vllm.stalling.Synchronous"]
+    server = serve(*options, *FEW_BLOCKS.split(), environ={"OTEL_METRIC_EXPORT_INTERVAL": "500"})
+    for _ in range(2):
+        ask(server.port, CHAT, messages=said(4), max_tokens=4, stream=True)
+    return server
+
+
+def said(words: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt(words)}]
+
+
+def spans_of(receiver: OtlpReceiver, answer: Answer) -> list[dict[str, Any]]:
+    return trace(receiver, answer.trace_id, "chat tiny")
+
+
+def named(spans: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [span for span in spans if span["name"] == name]
+
+
+def stalled(server: Server) -> dict[str, Any]:
+    """Which step was held up, once it is over."""
+    path = server.log.with_suffix(".done")
+    until(path.exists)
+    time.sleep(0.05)
+    done: dict[str, Any] = json.loads(path.read_text())
+    path.unlink()
+    return done
+
+
+def test_the_hidden_queue_is_the_rest_of_the_step_that_a_request_arrived_in(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    stall(server, "prefill", 300)
+    asking = Asking()
+    asking.ask(server.port, CHAT, messages=said(8), max_tokens=12, stream=True)
+    time.sleep(0.12)
+    asking.ask(server.port, CHAT, messages=said(8), max_tokens=12, stream=True)
+    one, other = (spans_of(receiver, answer) for answer in asking.answers())
+    (prefill,), (queue,) = named(one, "prefill"), named(other, "queue")
+    rest_ms = (prefill["end"] - queue["start"]) / MS
+    assert 100 < rest_ms < 250
+    assert queue["attributes"][semconv.QUEUE_HIDDEN] * 1e3 == pytest.approx(rest_ms, abs=5)
+    (request,) = named(other, "chat tiny")
+    assert request["attributes"]["infer.blame.hidden_queue"] * 1e3 == pytest.approx(rest_ms, abs=5)
+    stalled(server)
+
+
+def test_a_step_that_was_held_up_shows_on_exactly_the_requests_in_it(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    asking = Asking()
+    for _ in range(3):
+        asking.ask(server.port, CHAT, messages=said(4), max_tokens=60, ignore_eos=True, stream=True)
+    time.sleep(0.12)
+    stall(server, "decode", 80)
+    members = stalled(server)["members"]
+    late = ask(server.port, CHAT, messages=said(4), max_tokens=4, stream=True)
+    answers = [*asking.answers(), late]
+    slow: dict[str, list[int]] = {}
+    for answer in answers:
+        spans = spans_of(receiver, answer)
+        (request,) = named(spans, "chat tiny")
+        steps = [s for s in named(spans, "decode step") if s["end"] - s["start"] >= 75 * MS]
+        slow[request["attributes"][semconv.REQUEST_ID]] = [s["attributes"][semconv.STEP_ID] for s in steps]
+    in_it = {request_id for request_id in slow if any(who.startswith(request_id) for who in members)}
+    assert {request_id for request_id, steps in slow.items() if steps} == in_it
+    assert len(in_it) == len(members) == 3
+    assert len({tuple(steps) for steps in slow.values() if steps}) == 1
+
+
+def test_a_request_that_was_preempted_is_kept_and_says_what_it_cost(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    asking = Asking()
+    for _ in range(6):
+        asking.ask(server.port, CHAT, messages=said(20), max_tokens=150, ignore_eos=True, stream=True)
+    answers = asking.answers()
+    assert [answer.status for answer in answers] == [200] * 6
+    requests = arrived(receiver, *[answer.trace_id for answer in answers])
+    preempted = [request for request in requests if semconv.PREEMPTIONS in request["attributes"]]
+    assert preempted, "nothing was preempted: the cache is too large"
+    for request in preempted:
+        assert request["attributes"][semconv.KEEP_REASON] == "preempted"
+        assert request["attributes"]["infer.blame.preemption"] > 0
+        assert request["attributes"]["gen_ai.usage.output_tokens"] == 150
+    decodes = [span for span in receiver.spans if span["name"] == "decode"]
+    assert max(span["attributes"].get(semconv.KV_UTILIZATION_END, 0) for span in decodes) > 0.8
+
+
+def test_counts_are_vllms_own(server: Server, receiver: OtlpReceiver) -> None:
+    same = prompt(100)
+    for _ in range(3):
+        ask(server.port, COMPLETIONS, prompt=same, max_tokens=20, stream=True)
+    gone = ask(server.port, CHAT, messages=said(8), max_tokens=200, stream=True, close_after=4)
+    arrived(receiver, gone.trace_id)
+    theirs = counters(server.port)
+    expected = {
+        ("infer.request.tokens", "input"): theirs["vllm:prompt_tokens_total"],
+        ("infer.request.preemptions", None): theirs["vllm:num_preemptions_total"],
+        ("infer.kv_cache.prefix.queries", None): theirs["vllm:prefix_cache_queries_total"],
+        ("infer.kv_cache.prefix.hits", None): theirs["vllm:prefix_cache_hits_total"],
+    }
+    assert theirs["vllm:num_preemptions_total"] > 0 and theirs["vllm:prefix_cache_hits_total"] > 0
+    until(lambda: all(ours(receiver).get(key) == value for key, value in expected.items()) or None, 5)
+    finished = theirs["vllm:request_success_total"]
+    requests = [span for spans in requests_of(receiver).values() for span in spans]
+    ends = [tuple(span["attributes"]["gen_ai.response.finish_reasons"]) for span in requests]
+    assert len(requests) == finished + ends.count(("abort",)) - theirs.get("aborted", 0)
+    assert ends.count(("abort",)) == 1
+    whole = [span for span in requests if span["trace_id"] != gone.trace_id]
+    tokens = sum(span["attributes"]["gen_ai.usage.output_tokens"] for span in whole)
+    left = next(span for span in requests if span["trace_id"] == gone.trace_id)
+    assert (
+        tokens
+        <= theirs["vllm:generation_tokens_total"]
+        <= tokens + left["attributes"]["gen_ai.usage.output_tokens"]
+    )
+
+
+def ours(receiver: OtlpReceiver) -> dict[tuple[str, Any], float]:
+    """The last values of our counters, by name and type of token."""
+    found: dict[tuple[str, Any], dict[Any, float]] = defaultdict(dict)
+    for metric in receiver.metrics:
+        for point in metric["points"] if metric["name"].startswith("infer.") else ():
+            if "value" in point:
+                key = metric["name"], point["attributes"].get(semconv.TOKEN_TYPE)
+                found[key][tuple(sorted(map(str, point["attributes"].items())))] = point["value"]
+    return {key: sum(series.values()) for key, series in found.items()}
+
+
+Length = Callable[[dict[str, Any]], list[float]]
+
+
+def test_lengths_are_in_the_bucket_in_which_vllm_counts_them(server: Server, receiver: OtlpReceiver) -> None:
+    """To a bucket: theirs are the first of 1 to 5 ms and the first of 0 to 0.3 s."""
+    by_trace: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for span in receiver.spans:
+        by_trace[span["trace_id"]].append(span)
+    ttft = [s["attributes"][semconv.TTFT] for s in receiver.spans if semconv.TTFT in s["attributes"]]
+    queue = [(s["end"] - s["start"]) / 1e9 for s in receiver.spans if s["name"] == "queue"]
+    steps = [(s["end"] - s["start"]) / 1e9 for s in receiver.spans if s["name"] == "decode step"]
+    for name, measured in (
+        ("vllm:time_to_first_token_seconds", ttft),
+        ("vllm:request_queue_time_seconds", queue),
+        ("vllm:inter_token_latency_seconds", steps),
+    ):
+        bounds, counts = histogram(server.port, name)
+        half = counts[-1] / 2
+        theirs = next(i for i, count in enumerate(counts) if count >= half)
+        median = statistics.median(measured)
+        mine = next(i for i, bound in enumerate(bounds) if median <= bound)
+        assert abs(mine - theirs) <= 1, (name, sorted(measured), bounds, counts)
+
+
+def histogram(port: int, name: str) -> tuple[list[float], list[float]]:
+    """Upper bounds and cumulative counts of one of vLLM's histograms."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", METRICS)
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    rows = [line for line in lines if line.startswith(f"{name}_bucket")]
+    bounds = [float(row.partition('le="')[2].partition('"')[0]) for row in rows]
+    return bounds, [float(row.rpartition(" ")[2]) for row in rows]
