@@ -173,7 +173,8 @@ class _Wiring:
             atexit.register(
                 birth.leaving
             )  # the last that is registered is called first: somebody still reads
-            _say(self.start_line())
+            if recorder.role == SERVER:
+                _say(self.start_line())
 
     def _tend_thread(self, arena: MemoryArena) -> None:
         if self.reader is None:

@@ -21,6 +21,8 @@ from otel_infer.startup import Starts
 from otel_infer.steplog import StepLog
 from otel_infer.steprows import TOGETHER
 
+WORKER = "worker"
+"""The role of a process that does an engine's steps for it."""
 GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
 
@@ -240,7 +242,8 @@ class Assembler:
 
     def _process_seen(self, ring: int, handle: int, fact: facts.ProcessSeen) -> None:
         self._concluded_at[ring] = fact.concluded_at
-        self._starts.seen(ring, fact.pid, fact.concluded_at - GRACE_NS)
+        self._starts.seen(ring, fact.pid, fact.concluded_at - GRACE_NS, fact.role)
+        self._pauses.seen(ring, fact.pid, fact.parent if fact.role == WORKER else 0)
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
         opened, parts, process = self.open, self._parts, fact.process

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from otel_infer import clock, facts, ingress
-from otel_infer.ring.recorder import recorder
+from otel_infer import clock, config, facts, ingress
+from otel_infer.ring.recorder import SERVER, recorder
 
 
 class Birth:
@@ -23,12 +23,24 @@ class Birth:
         if self._fact is None:
             now, wall_now = clock.wall_pair()
             at = clock.process_started_at() or self._seen_at
-            self._fact = facts.ProcessStarted(at, wall_now - (now - at), *ingress.opener.ids())
+            self._fact = facts.ProcessStarted(at, wall_now - (now - at), *_ids(*ingress.opener.ids()))
         return self._fact
 
     def known(self) -> None:
         """Who read the rings up to now has been told; the next one would tell it again."""
         self._is_known = self._fact is not None
+
+
+def _ids(trace_id: bytes, span_id: bytes) -> tuple[bytes, bytes, bytes]:
+    """Of this start and the one that it is a part of. A server leaves its own to the processes that it starts."""
+    if recorder.role == SERVER:
+        config.hand_on_start((trace_id + span_id).hex())
+        return trace_id, span_id, bytes(8)
+    try:
+        of = bytes.fromhex(config.start_handed_on())
+    except ValueError:
+        of = b""
+    return (of[:16], span_id, of[16:]) if len(of) == 24 else (trace_id, span_id, bytes(8))
 
 
 def leaving() -> None:

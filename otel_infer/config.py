@@ -433,6 +433,16 @@ def forget_rings(folder: str) -> None:
         del os.environ[variable]
 
 
+def hand_on_start(ids: str) -> None:
+    """Leaves the ids of a server's start, in hex, to the processes that this one will start."""
+    os.environ[_START] = ids
+
+
+def start_handed_on() -> str:
+    """The ids that the process which started this one left; empty if it left none."""
+    return os.environ.get(_START, "")
+
+
 def is_sidecar() -> bool:
     """Whether this process is a sidecar of ours, or one of its helpers: nothing is instrumented there."""
     return SIDECAR_GUARD in os.environ
@@ -452,6 +462,7 @@ assert set(SETTINGS) <= {field.name for field in fields(Config)}
 
 
 SIDECAR_GUARD = "OTEL_INFER_SIDECAR"
+_START = "OTEL_INFER_START"
 _NOT_FOR_THE_SIDECAR = (
     "LD_PRELOAD",
     "LD_AUDIT",

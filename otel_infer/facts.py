@@ -37,6 +37,7 @@ JOINED = 16
 
 # Phases of a start, and by what it is known that it is over.
 WEIGHTS = "weights"
+WARM_UP = "warm-up"
 READY = "ready"
 KV_EVICTION, EMPTY_STEP, DUMMY_BATCH = "kv_eviction", "empty_step", "dummy_batch"
 """Marks: a block of the prefix cache was given up, a step had nothing in it, a rank kept step with its peers."""
@@ -261,12 +262,16 @@ class MarkSeen(NamedTuple):
 
 
 class ProcessStarted(NamedTuple):
-    """This process began, as its system says; `wall_at` (unix ns) pairs with `at`. The ids are those of its start's trace."""
+    """This process began, as its system says; `wall_at` (unix ns) pairs with `at`. The ids are those of its start's trace.
+
+    `parent_span_id`: of the start that this one is a part of; zeros if it is nobody's.
+    """
 
     at: int
     wall_at: int
     trace_id: bytes
     span_id: bytes
+    parent_span_id: bytes = bytes(8)
 
 
 class ModuleImported(NamedTuple):
@@ -277,7 +282,7 @@ class ModuleImported(NamedTuple):
 
 
 class PhaseBegan(NamedTuple):
-    """The process began with something that it does before it serves: `weights`, `ready`."""
+    """The process began with something that it does before it serves: `weights`, `warm-up`, `ready`."""
 
     at: int
     phase: str
@@ -351,7 +356,7 @@ class FactsLost(NamedTuple):
 
 
 class ProcessSeen(NamedTuple):
-    """Said by the reader: a process of the server, with what its header says.
+    """Said by the reader: a process of the server, with what its header says. `parent`: the process id of its parent.
 
     `concluded_at`: what an earlier reader concluded before this instant is not to be concluded again; 0 = no such reader.
     """
@@ -360,6 +365,7 @@ class ProcessSeen(NamedTuple):
     pid: int
     role: str
     concluded_at: int
+    parent: int = 0
 
 
 class EngineSeen(NamedTuple):
@@ -456,7 +462,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(16, SpanUnseen, "q"),
     _layout(17, MarkSeen, "q q S I"),
     _layout(18, ExchangeEnded, "q B S H I q q S B"),
-    _layout(20, ProcessStarted, "q q 16s 8s"),
+    _layout(20, ProcessStarted, "q q 16s 8s 8s"),
     _layout(21, ModuleImported, "q S"),
     _layout(22, PhaseBegan, "q S"),
     _layout(23, PhaseEnded, "q q S S S S"),

@@ -24,6 +24,14 @@ class Pauses:
         self._marks: dict[int, deque[Mark]] = {}
         self._new: list[Pause] = []
         self._new_marks: list[Mark] = []
+        self._pids: dict[int, int] = {}
+        self._works_for: dict[int, int] = {}
+
+    def seen(self, ring: int, pid: int, works_for: int) -> None:
+        """A process is there. `works_for`: the process whose engine waits for it in each step; 0 = nobody's does."""
+        self._pids[ring] = pid
+        if works_for:
+            self._works_for[ring] = works_for
 
     def paused(self, ring: int, fact: facts.PauseSeen, is_new: bool) -> None:
         """Kept in order of their ends: of a collection it is said later that it was."""
@@ -62,21 +70,29 @@ class Pauses:
         """The process is gone."""
         self._pauses.pop(ring, None)
         self._marks.pop(ring, None)
+        self._pids.pop(ring, None)
+        self._works_for.pop(ring, None)
 
     def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
-        """Its own process, but for the time in which it was elsewhere; there, that process."""
+        """Its own process, but for the time in which it was elsewhere; there, that process and its workers."""
         begin, end = request.arrived_at, request.ended_at
         if not request.parts or request.submitted is None:
             return tuple(self._between(request.ring, begin, end))
         away, back = request.submitted.at, min(max((fact.at for fact in request.finished), default=end), end)
         stays = [(request.ring, begin, away), (request.ring, back, end)]
-        stays += [(ring, away, back) for ring in dict(request.parts)]
+        stays += [(ring, away, back) for ring in self._elsewhere(request)]
         found = [
             Pause(max(pause.started_at, since), min(pause.ended_at, until), pause.cause)
             for ring, since, until in stays
             for pause in self._between(ring, since, until)
         ]
         return tuple(sorted(found, key=lambda pause: pause.ended_at))
+
+    def _elsewhere(self, request: Request) -> set[int]:
+        """Where it has parts, and who works for those."""
+        rings = set(dict(request.parts))
+        pids = {self._pids[ring] for ring in rings if ring in self._pids}
+        return rings | {ring for ring, pid in self._works_for.items() if pid in pids}
 
     def _between(self, ring: int, begin: int, end: int) -> list[Pause]:
         pauses = self._pauses.get(ring)
@@ -88,5 +104,7 @@ class Pauses:
     def _marks_of(self, request: Request) -> tuple[Mark, ...]:
         """What happened to its processes while it may have been there."""
         begin, end = request.arrived_at, request.ended_at
-        found = [mark for ring in {request.ring, *dict(request.parts)} for mark in self._marks.get(ring, ())]
+        found = [
+            mark for ring in {request.ring, *self._elsewhere(request)} for mark in self._marks.get(ring, ())
+        ]
         return tuple(mark for mark in found if mark.since < end and mark.at > begin)

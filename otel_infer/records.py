@@ -108,6 +108,7 @@ class StartRecord(NamedTuple):
 
     `ready_by`: by what it is known: lifespan, engine, request; empty if it never was. `died_in`: the phase that it did not
     survive, if it was in one. `imported`: instant and name of the packages that were waited for, in order of time.
+    `parent_span_id`: of the start that this one is a part of, as the process with this `role`; empty if it is nobody's.
     """
 
     trace_id: bytes
@@ -122,6 +123,8 @@ class StartRecord(NamedTuple):
     ready_by: str = ""
     error_type: str = ""
     died_in: str = ""
+    role: str = ""
+    parent_span_id: bytes = b""
 
     @property
     def duration_ns(self) -> int:

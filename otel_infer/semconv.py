@@ -31,14 +31,18 @@ EVENT_MARK = "infer.mark"
 """On the request span: something happened to the process, maybe while the request was there; for how long is not known."""
 SPAN_START = "server start"
 """A trace of its own for each process, from its beginning until it was ready."""
+SPAN_PART_START = {"engine": "engine start", "worker": "worker start"}
+"""By role: processes that a server starts; their spans are below the server's."""
 SPAN_IMPORTS = "imports"
 SPAN_WEIGHTS = "weights"
+SPAN_WARM_UP = "warm-up"
 SPAN_COMPILE = "compile"
 SPAN_CAPTURE = "capture"
 SPAN_READY = "ready"
 PHASES = {
     SPAN_IMPORTS: "process began → the last library that was waited for was imported",
-    SPAN_WEIGHTS: "a model was loaded (`from_pretrained`), from wherever its weights lay",
+    SPAN_WEIGHTS: "a model was loaded, from wherever its weights lay",
+    SPAN_WARM_UP: "an engine tried its model: with compilation and captures, where it does that",
     SPAN_COMPILE: "torch compiled, for a warm-up",
     SPAN_CAPTURE: "CUDA graphs were captured, for a warm-up",
     SPAN_READY: "the application's own startup: its lifespan until it said that it takes requests, or the start of its engine",
@@ -231,7 +235,7 @@ PAUSE_DURATION = "infer.pause.duration"
 MARK = "infer.mark.name"
 MARK_EVICTION = "kv_eviction"
 MARK_EMPTY, MARK_DUMMY = "empty_step", "dummy_batch"
-MARK_NAMES = ("allocator_retry", "allocator_oom", MARK_EVICTION, MARK_EMPTY, MARK_DUMMY)
+MARK_NAMES = ("allocator_retry", "allocator_oom", MARK_EMPTY, MARK_DUMMY)
 MARK_COUNT = "infer.mark.count"
 MARK_WINDOW = "infer.mark.window"
 """How long before the event it may have been, s."""

@@ -3,7 +3,7 @@
     process began ─ imports ─ weights ─ compile, capture ─▶ ready (lifespan | engine | request)
 
 It is ready when its application says so (the lifespan of an ASGI server). Where there is no such word, the first request
-shows that it is; an engine that was started by then was ready as soon as that. What the process asks of itself to warm up
+shows that it is; an engine that was started by then was ready as soon as that, and one in a process of its own always is. What the process asks of itself to warm up
 is no request of that kind: behind an ASGI server only those count that came over HTTP.
 """
 
@@ -15,9 +15,11 @@ from typing import Any
 from otel_infer import facts, semconv
 from otel_infer.records import Phase, StartRecord
 
+NOBODY = bytes(8)
+
 SERVERS = ("uvicorn", "hypercorn")
 """What calls the lifespan of an application."""
-ENGINES = ("transformers", "torch")
+ENGINES = ("vllm", "transformers", "torch")
 """Packages that a server is named after, if nothing else tells."""
 MOST = 1024
 """Phases of one start that are remembered."""
@@ -38,18 +40,18 @@ class Starts:
 
     def __init__(self) -> None:
         self._of: dict[int, Start] = {}
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._seen: dict[int, tuple[int, int, str]] = {}
         self._over: list[StartRecord] = []
 
-    def seen(self, ring: int, pid: int, told_until: int) -> None:
+    def seen(self, ring: int, pid: int, told_until: int, role: str) -> None:
         """A process is there; starts that were over by `told_until` were handed on by an earlier reader."""
-        self._seen[ring] = pid, told_until
+        self._seen[ring] = pid, told_until, role
 
     def take(self, ring: int, handle: int, fact: Any) -> None:
         """Takes what was told of a process."""
         start = self._of.get(ring)
         if isinstance(fact, facts.ProcessStarted):
-            self._of[ring] = Start(fact, *self._seen.get(ring, (0, 0)))
+            self._of[ring] = Start(fact, *self._seen.get(ring, (0, 0, "")))
         elif start is not None:
             start.take(fact)
 
@@ -74,8 +76,9 @@ class Starts:
 class Start:
     """The start of one process. `ended_at` 0: it goes on."""
 
-    def __init__(self, began: facts.ProcessStarted, pid: int, told_until: int) -> None:
-        self._began, self._pid, self._told_until = began, pid, told_until
+    def __init__(self, began: facts.ProcessStarted, pid: int, told_until: int, role: str) -> None:
+        self._began, self._pid, self._told_until, self._role = began, pid, told_until, role
+        self._parent = b"" if began.parent_span_id == NOBODY else began.parent_span_id
         self._imports: list[tuple[int, str]] = []
         self._phases: list[Phase] = []
         self._open: list[facts.PhaseBegan] = []
@@ -139,6 +142,8 @@ class Start:
             self._ready_by,
             self._error_type,
             self._died_in() if self._error_type else "",
+            self._role,
+            self._parent,
         )
 
     # ── what was told ────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +165,9 @@ class Start:
             self._phases.append(Phase(fact.phase, fact.started_at, fact.at, fact.model, fact.error_type))
         if fact.phase == facts.WEIGHTS:
             self._engine = self._engine or fact.by
-        elif fact.by == facts.BY_ENGINE:
+        elif fact.phase != facts.READY:
+            return
+        elif fact.by == facts.BY_ENGINE and not self._parent:
             self._engine_ready_at = self._engine_ready_at or fact.at
         else:
             self._end(fact.at, "" if fact.error_type else fact.by, fact.error_type)

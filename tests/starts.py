@@ -17,10 +17,10 @@ BEGUN = ids("start")
 class Starting(Story):
     """A process that gets ready, or not."""
 
-    def __init__(self, concluded_at: int = 0) -> None:
+    def __init__(self, concluded_at: int = 0, role: str = "server", parent: bytes = bytes(8)) -> None:
         super().__init__()
-        self.tell(PROCESS, 0, facts.ProcessSeen(0, 77, "server", concluded_at))
-        self.tell(PROCESS, 0, facts.ProcessStarted(BASE, WALL, *BEGUN))
+        self.tell(PROCESS, 0, facts.ProcessSeen(0, 77, role, concluded_at))
+        self.tell(PROCESS, 0, facts.ProcessStarted(BASE, WALL, *BEGUN, parent))
 
     def imported(self, at: float, module: str) -> None:
         self.tell(PROCESS, 0, facts.ModuleImported(ns(at), module))

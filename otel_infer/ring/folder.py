@@ -119,7 +119,10 @@ class Rings:
     def _greet(self, process: _Process, now: int) -> None:
         header = process.reader.header
         concluded_at = int(header.words[layout.W_CONCLUDED_AT])
-        seen = facts.ProcessSeen(0, header.pid, str(header.text.get("role", "")), concluded_at)
+        said = header.text
+        seen = facts.ProcessSeen(
+            0, header.pid, str(said.get("role", "")), concluded_at, int(said.get("parent", 0))
+        )
         self._pending.append(facts.RingFact(process.ring, 0, seen))
         if concluded_at:  # a reader before us died: arrivals may have been overwritten meanwhile
             self._pending += self._survey(process, now)

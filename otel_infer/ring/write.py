@@ -120,7 +120,9 @@ class RequestWriter:
     def __init__(self, arena: Arena, name: str, role: str, sizes: Sizes | None = None) -> None:
         sizes = sizes or fitting(arena, lambda s: s.requests_bytes)
         self.memory = arena.allocate(name + layout.SUFFIX_REQUESTS, sizes.requests_bytes)
-        self.words = write_header(self.memory, sizes, {"role": role, "boot_id": layout.boot_id()})
+        self.words = write_header(
+            self.memory, sizes, {"role": role, "boot_id": layout.boot_id(), "parent": os.getppid()}
+        )
         offsets = layout.requests_map(sizes.cells, sizes.live_slots, sizes.strings)
         self._cells, self._live, self._text = sizes.cells, offsets.live, offsets.strings
         self._strings_max = sizes.strings

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from otel_infer import facts, semconv
 from otel_infer.records import RequestRecord, StartRecord
-from otel_infer.sinks import tree
+from otel_infer.sinks import starts, tree
 
 
 def milliseconds(ns: float) -> str:
@@ -49,7 +49,7 @@ def start_line(record: StartRecord) -> str:
     phases = " · ".join(
         f"{phase.name} {milliseconds(phase.ended_at - phase.started_at)}" for phase in record.phases
     )
-    parts = [record.trace_id.hex()[:8], semconv.SPAN_START, outcome, milliseconds(record.duration_ns)]
+    parts = [record.trace_id.hex()[:8], starts.name_of(record), outcome, milliseconds(record.duration_ns)]
     return f"{'  '.join(parts)}  [{phases}]"
 
 

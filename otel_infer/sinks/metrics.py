@@ -19,6 +19,7 @@ from otel_infer import callers, facts, semconv
 from otel_infer.facts import Value
 from otel_infer.keeper import Decision
 from otel_infer.records import Blame, Mark, Pause, RequestRecord, StartRecord, StepRecord
+from otel_infer.sinks import usage
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import Histograms, Key, Label, Source
 from otel_infer.sinks.numbers import CUMULATIVE, DELTA, FirstCome, Numbers
@@ -83,9 +84,9 @@ class MetricsSink:
         error = self._errors.admit(error_type) if error_type else None
         self._record(semconv.REQUEST_DURATION, (*who, error, *caller), record.duration_ns, source)
         self._count_stages(record, who, source)
-        self._count_usage(record, who, caller)
         if not record.generative:
             return
+        usage.count(self._numbers, record, who, caller)
         if record.outcome == facts.ABORTED:
             key = (self._stages.admit(record.died_in), error, *who, *caller)
             self._record(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
@@ -122,9 +123,9 @@ class MetricsSink:
         for mark in marks:
             if mark.name == semconv.MARK_EVICTION:
                 self._numbers[semconv.KV_EVICTIONS.name].add((), mark.times)
-                continue
-            name = mark.name if mark.name in semconv.MARK_NAMES else semconv.OTHER
-            self._numbers[semconv.MARKS.name].add((name,), mark.times)
+            else:
+                name = mark.name if mark.name in semconv.MARK_NAMES else semconv.OTHER
+                self._numbers[semconv.MARKS.name].add((name,), mark.times)
 
     def start(self, record: StartRecord) -> None:
         """Counts the start of a process: each phase, which may have been there several times, and the whole."""
@@ -208,22 +209,6 @@ class MetricsSink:
                 detokenize = attributes.get(semconv.DETOKENIZE)
                 if isinstance(detokenize, (int, float)):
                     points.at((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
-
-    def _count_usage(self, record: RequestRecord, who: Key, caller: Key) -> None:
-        """Tokens of the request, whatever came of it."""
-        used = self._numbers[semconv.TOKENS.name]
-        for of, tokens in (
-            (semconv.TOKEN_INPUT, record.input_tokens),
-            (semconv.TOKEN_OUTPUT, record.output_tokens),
-        ):
-            if tokens:
-                used.add((of, *who, *caller), tokens)
-        if record.prefix_tokens:
-            self._numbers[semconv.KV_PREFIX_QUERIES.name].add(who, record.prefix_tokens)
-            self._numbers[semconv.KV_PREFIX_HITS.name].add(who, record.cached_tokens)
-        if record.drafted_tokens:
-            self._numbers[semconv.DRAFTED.name].add(who, record.drafted_tokens)
-            self._numbers[semconv.ACCEPTED.name].add(who, record.accepted_tokens)
 
     def _count_blame(self, record: RequestRecord, blame: Blame, who: Key) -> None:
         spent = self._blamed.setdefault(who, {})

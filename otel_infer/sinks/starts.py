@@ -13,7 +13,7 @@ MOST_PHASES = 64
 
 
 def spans_of(record: StartRecord) -> list[Span]:
-    """The root and its phases, in this order. Always exported: there is one such trace for each process."""
+    """The root and its phases, in this order. Always exported: there is one such trace for each server."""
     longest = sorted(record.phases, key=lambda phase: phase.started_at - phase.ended_at)[:MOST_PHASES]
     told: dict[str, Value] = {
         semconv.PROCESS_PID: record.pid,
@@ -25,8 +25,8 @@ def spans_of(record: StartRecord) -> list[Span]:
     root = Span(
         record.trace_id,
         record.span_id,
-        b"",
-        semconv.SPAN_START,
+        record.parent_span_id,
+        name_of(record),
         INTERNAL,
         record.started_at + record.wall_offset,
         record.ended_at + record.wall_offset,
@@ -36,6 +36,15 @@ def spans_of(record: StartRecord) -> list[Span]:
     chosen = [phase for phase in record.phases if phase in longest]
     ids = derived_ids(record.span_id, "phase", len(chosen))
     return [root, *(_phase(record, span_id, phase) for span_id, phase in zip(ids, chosen))]
+
+
+def name_of(record: StartRecord) -> str:
+    """Whose start it is."""
+    return (
+        semconv.SPAN_PART_START.get(record.role, semconv.SPAN_START)
+        if record.parent_span_id
+        else semconv.SPAN_START
+    )
 
 
 def _phase(record: StartRecord, span_id: bytes, phase: Phase) -> Span:

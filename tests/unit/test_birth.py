@@ -57,6 +57,29 @@ def test_it_is_the_same_however_often_it_is_asked_until_somebody_knows(opener: N
     assert born.fact() is None
 
 
+def test_a_process_that_a_server_started_for_its_engine_begins_in_the_servers_start(
+    opener: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_INFER_START", "")  # for it to be taken back
+    servers = birth.Birth().fact()
+    monkeypatch.setattr(birth.recorder, "role", "engine")
+    engines = birth.Birth().fact()
+    assert servers is not None and engines is not None
+    assert servers.parent_span_id == bytes(8)
+    assert (engines.trace_id, engines.parent_span_id) == (servers.trace_id, servers.span_id)
+    assert engines.span_id != servers.span_id
+
+
+@pytest.mark.parametrize("left", ["", "nonsense", "ab" * 12])
+def test_where_no_server_left_its_start_it_is_one_of_its_own(
+    opener: None, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    monkeypatch.setenv("OTEL_INFER_START", left)
+    monkeypatch.setattr(birth.recorder, "role", "engine")
+    told = birth.Birth().fact()
+    assert told is not None and told.parent_span_id == bytes(8)
+
+
 def test_who_was_never_asked_has_told_nobody(opener: None) -> None:
     born = birth.Birth()
     born.known()

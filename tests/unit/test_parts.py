@@ -116,6 +116,19 @@ def test_a_pause_counts_where_the_request_was(story: Story) -> None:
     assert pauses == [(1, 3), (3, 4), (5, 8), (31, 33)]
 
 
+def test_a_pause_of_a_worker_holds_up_who_is_in_the_engine_that_waits_for_it(story: Story) -> None:
+    """Whichever of the two processes is seen first; another engine's worker holds up nobody here."""
+    worker, other = 3, 4
+    story.tell(worker, 0, facts.ProcessSeen(0, 103, "worker", 0, parent=102))
+    story.tell(CORE, 0, facts.ProcessSeen(0, 102, "engine", 0, parent=100))
+    story.tell(other, 0, facts.ProcessSeen(0, 104, "worker", 0, parent=99))
+    told(story)
+    story.paused(12, 15, cause="compile", process=worker)
+    story.paused(16, 18, cause="compile", process=other)
+    pauses = [(ms(pause.started_at), ms(pause.ended_at)) for pause in story.record().pauses]
+    assert pauses == [(12, 15)]
+
+
 def test_a_prompt_that_is_computed_again_is_known_by_its_handle_in_the_engine(story: Story) -> None:
     front = story.arrives(0)
     story.submitted(4, front, input_tokens=5)

@@ -11,7 +11,7 @@ from otel_infer import facts, semconv, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.ring import layout
 from tests.starts import BEGUN, Starting, server
-from tests.story import LATER, drawn, ns, text
+from tests.story import LATER, PROCESS, drawn, ns, text
 
 
 def test_a_start_is_one_trace_whose_phases_are_inside_its_root() -> None:
@@ -52,6 +52,26 @@ def test_the_first_request_leads_to_the_start_and_no_other_does() -> None:
     ]
     assert span["attributes"][semconv.FIRST_REQUEST] is True
     assert semconv.FIRST_REQUEST not in story.span("chat toy", second)["attributes"]
+
+
+def test_the_start_of_a_process_that_a_server_started_is_a_part_of_the_servers() -> None:
+    story = Starting(role="engine", parent=b"a server")
+    story.imported(2000, "torch")
+    story.loaded(3500, 7000)
+    story.tell(PROCESS, 0, facts.PhaseEnded(ns(8000), ns(7000), facts.WARM_UP, "vllm", "toy", ""))
+    story.ready(9000, 9000, facts.BY_ENGINE)
+    story.died(20_000)
+    root, *phases = story.start_spans()
+    assert (root["name"], root["parent_span_id"]) == ("engine start", b"a server".hex())
+    assert [phase["name"] for phase in phases] == ["imports", "weights", "warm-up"]
+    assert story.outcome() == ("engine", "", 9000)
+
+
+def test_a_process_of_this_role_that_nobody_left_a_start_to_starts_a_server() -> None:
+    story = Starting(role="engine")
+    story.ready(9000, 9000)
+    (root, *_) = story.start_spans()
+    assert (root["name"], root["parent_span_id"]) == ("server start", "")
 
 
 # ── when it is ready ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,6 +244,6 @@ def test_a_tape_tells_the_same_start(tmp_path: Path) -> None:
     assert assembler.started(LATER) == story.starts()
 
 
-def test_every_fact_of_a_start_fits_a_cell() -> None:
-    told = (facts.ProcessStarted, facts.ModuleImported, facts.PhaseBegan, facts.PhaseEnded, facts.ProcessLeft)
+def test_every_fact_of_a_start_that_there_are_many_of_fits_a_cell() -> None:
+    told = (facts.ModuleImported, facts.PhaseBegan, facts.PhaseEnded, facts.ProcessLeft)
     assert all(facts.BY_FACT[fact].packed.size <= layout.BODY_BYTES for fact in told)

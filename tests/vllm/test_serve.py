@@ -40,6 +40,28 @@ def the(spans: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return span
 
 
+def test_one_trace_tells_how_all_processes_got_ready(server: Server, receiver: OtlpReceiver) -> None:
+    assert receiver.wait_for(lambda it: [span for span in it.spans if span["name"] == semconv.SPAN_START])
+    (root,) = [span for span in receiver.spans if span["name"] == semconv.SPAN_START]
+    spans = [span for span in receiver.spans if span["trace_id"] == root["trace_id"]]
+    drawn = tree(spans, "")
+    assert sorted(drawn) == sorted(
+        [
+            "server start",
+            "  imports",
+            "  ready",
+            "  engine start",
+            "    imports",
+            "  worker start",
+            "    imports",
+            "    weights",
+            "    warm-up",
+        ]
+    )
+    assert not [span for span in spans if semconv.ERROR_TYPE in span["attributes"]]
+    assert server.log.read_text(errors="replace").count("hooks bound") == 1
+
+
 # ── requests that end well ───────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -14,10 +14,12 @@ PROCESSES = {"EngineCore": "engine", "VllmWorker": "worker"}
 REQUESTS, TOKENIZING = "requests", "tokenizing"
 SERVED_NAME, OFFLINE_NAME = "served model's name", "offline model's name"
 STEPS, PREEMPTIONS, EVICTIONS, DUMMIES = "steps", "preemptions", "evictions", "dummy batches"
+LOADING, READY = "loading", "engine's start"
 WHERE = {
     **dict.fromkeys((REQUESTS, TOKENIZING, SERVED_NAME), "API server"),
     OFFLINE_NAME: "LLM",
-    **dict.fromkeys((STEPS, PREEMPTIONS, EVICTIONS, DUMMIES), "engine core"),
+    **dict.fromkeys((STEPS, PREEMPTIONS, EVICTIONS, DUMMIES, READY), "engine core"),
+    **dict.fromkeys((LOADING, f"{LOADING} on a CPU"), "worker"),
 }
 """The parts, and the process of each."""
 

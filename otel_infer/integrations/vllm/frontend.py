@@ -30,7 +30,7 @@ RENDERER = "vllm.renderers.base:BaseRenderer"
 CLIENT = "vllm.v1.engine.core_client"
 DETOKENIZER = "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer"
 OUTPUT = "vllm.v1.engine.output_processor:OutputProcessor"
-_NUMBERED = re.compile(r"(?:(cmpl-.+)-\d+|(resp_.+)_\d+)$")
+_NUMBERED = re.compile(r"(?:(cmpl-.+?)(?:-[0-9a-f]{16,32}-beam)?-\d+|(resp_.+)_\d+)$")
 TOKENIZE = "tokenize"
 
 
@@ -149,7 +149,7 @@ def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
 
 
 def response_id(request_id: str) -> str:
-    """What the client knows a prompt by: a completion's prompts are numbered, and a response's turns."""
+    """What the client knows a prompt by: a completion's prompts and beams are numbered, and a response's turns."""
     found = _NUMBERED.match(request_id)
     return found[1] or found[2] if found else request_id
 

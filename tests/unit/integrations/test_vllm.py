@@ -409,6 +409,11 @@ def test_a_prompt_with_several_sequences_is_counted_once_and_ends_with_the_last(
         ("chatcmpl-a1", "chatcmpl-a1"),
         ("chatcmpl-job-5", "chatcmpl-job-5"),
         ("cmpl-job-5-0", "cmpl-job-5"),
+        ("cmpl-86a528c8f1ab9568-b49bb093a4b3817c-beam-0", "cmpl-86a528c8f1ab9568"),
+        (
+            "chatcmpl-86a528c8f1ab9568-b49bb093a4b3817c-beam-0",
+            "chatcmpl-86a528c8f1ab9568-b49bb093a4b3817c-beam-0",
+        ),
         ("resp_a1_0", "resp_a1"),
         ("0", "0"),
     ],

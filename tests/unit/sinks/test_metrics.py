@@ -155,6 +155,7 @@ def test_a_generation_gives_ttft_tpot_and_every_gap() -> None:
         "gen_ai.server.time_to_first_token",
         "gen_ai.server.time_per_output_token",
         "infer.inter_token_latency",
+        "infer.request.tokens",
         "infer.request.kept",
     }
     assert expected == set(said)
@@ -652,7 +653,7 @@ def test_marks_are_counted_by_what_they_are_and_only_those_that_are_known() -> N
 
 BY_CALLER = {
     "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token",
-    "infer.inter_token_latency", "infer.blame.duration", "infer.request.abandoned",
+    "infer.inter_token_latency", "infer.blame.duration", "infer.request.abandoned", "infer.request.tokens",
 }  # fmt: skip
 
 
@@ -735,12 +736,13 @@ def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
 def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics = sink()
     aborted = generation(outcome=facts.ABORTED, died_in="decode", error_type="timeout")
-    preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})])
+    read = {"prefix_tokens": 8, "cached_tokens": 4, "drafted_tokens": 6, "accepted_tokens": 3}
+    preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})], input_tokens=8, **read)
     preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
     metrics.steps([step(prefill_tokens=5)])
     metrics.pauses([Pause(0, MS, "gc")])
     metrics.start(started(Phase("imports", 0, MS)))
-    metrics.marks([Mark(0, MS, "allocator_oom", 1)])
+    metrics.marks([Mark(0, MS, "allocator_oom", 1), Mark(0, MS, "kv_eviction", 2)])
     for metric in semconv.METRICS:
         if metric.name.startswith("infer.self.") or metric is semconv.REQUEST_ACTIVE:
             metrics.set(metric, dict.fromkeys(metric.attributes, "x"), 1)

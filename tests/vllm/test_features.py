@@ -1,0 +1,69 @@
+"""What changes how an engine works: guessing ahead, priorities, forms that an answer must have, several front ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from otel_infer import semconv
+from tests.arrivals import arrived, assert_nothing_came_twice
+from tests.otlp_receiver import OtlpReceiver
+from tests.served import Server
+from tests.trees import trace
+from tests.vllm.asking import CHAT, COMPLETIONS, Asking, ask, counters, prompt
+from tests.vllm.conftest import Serve
+from tests.vllm.serving import sidecars
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+AHEAD = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve) -> Server:
+    return serve(
+        "--speculative-config", json.dumps(AHEAD), "--scheduling-policy", "priority", "--api-server-count", "2",
+        environ={"OTEL_METRIC_EXPORT_INTERVAL": "500"},
+    )  # fmt: skip
+
+
+def test_a_step_that_guessed_right_has_several_tokens(server: Server, receiver: OtlpReceiver) -> None:
+    answer = ask(server.port, COMPLETIONS, prompt=prompt(60), max_tokens=40, ignore_eos=True, temperature=0)
+    spans = trace(receiver, answer.trace_id, "text_completion tiny")
+    (request,) = [span for span in spans if span["name"] == "text_completion tiny"]
+    steps = [span for span in spans if span["name"] == semconv.SPAN_DECODE_STEP]
+    attributes = request["attributes"]
+    assert attributes["gen_ai.usage.output_tokens"] == 40
+    tokens = [step["attributes"].get(semconv.STEP_TOKENS, 1) for step in steps]
+    assert sum(tokens) in range(36, 40)  # the first step may have had several, too
+    assert attributes[semconv.TOKENS_DRAFTED] >= attributes.get(semconv.TOKENS_ACCEPTED, 0)
+    theirs = counters(server.port)
+    assert theirs["vllm:spec_decode_num_draft_tokens_total"] == attributes[semconv.TOKENS_DRAFTED]
+    assert theirs["vllm:spec_decode_num_accepted_tokens_total"] == attributes.get(semconv.TOKENS_ACCEPTED, 0)
+
+
+def test_priorities_and_forms_of_answers_change_no_tree(server: Server, receiver: OtlpReceiver) -> None:
+    asking = Asking()
+    said = [{"role": "user", "content": prompt(8)}]
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}},
+    }
+    for number in range(12):
+        more = {"response_format": form} if number % 3 == 0 else {}
+        asking.ask(server.port, CHAT, messages=said, max_tokens=30, priority=number % 4, **more)
+    answers = asking.answers()
+    assert [answer.status for answer in answers] == [200] * 12, answers[0].body
+    requests = arrived(receiver, *[answer.trace_id for answer in answers])
+    for answer, request in zip(answers, requests):
+        used = answer.body["usage"]
+        assert request["attributes"]["gen_ai.usage.output_tokens"] == used["completion_tokens"]
+        stages = {span["name"] for span in receiver.spans if span["trace_id"] == answer.trace_id}
+        assert stages >= {"ingress", "tokenize", "queue", "prefill", "decode", "postprocess"}
+    assert_nothing_came_twice(receiver)
+    assert len(sidecars(server)) == 1
