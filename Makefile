@@ -10,7 +10,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-vllm browser bench bench-peers lint format wheel clean
+.PHONY: help demo test test-oldest test-vllm browser bench bench-peers bench-vllm lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench: $(VENV)/.dev  ## what it costs, measured here, with controls
 
 bench-peers: $(VENV)/.dev $(VENV)-peers/.peers  ## the section peers of `make bench`, beside OpenLIT and OpenLLMetry
 	$(BIN)/python -m benchmarks --only peers --peers-python $(VENV)-peers/bin/python $(ARGS)
+
+bench-vllm: $(VENV)-vllm/.bench  ## what it costs a real vLLM on the CPU, beside vLLM's own tracing and ddtrace
+	$(VENV)-vllm/bin/python -m benchmarks --only vllm $(ARGS)
 
 wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
@@ -102,6 +105,12 @@ $(VENV)-vllm/.dev: pyproject.toml tests/vllm/requirements.txt
 	@echo "installing vLLM and what the tests need"
 	@$(VENV)-vllm/bin/python -m pip install -qq --no-deps -r tests/vllm/requirements.txt
 	@$(VENV)-vllm/bin/python -m pip install -qq -e ".[dev]"
+	@touch $@
+
+# ddtrace changes what is installed, so it lies apart and is found by nobody but who is started with it.
+$(VENV)-vllm/.bench: $(VENV)-vllm/.dev
+	@echo "installing ddtrace"
+	@$(VENV)-vllm/bin/python -m pip install -qq --target $(VENV)-vllm/bin/ddtrace ddtrace
 	@touch $@
 
 $(VENV)-oldest/.dev: pyproject.toml

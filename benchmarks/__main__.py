@@ -37,7 +37,9 @@ SECTIONS = (
     "accuracy",
     "truth",
 )
-MODULES = {"asgi": "asgi_requests"}
+ELSEWHERE = ("vllm",)
+"""Sections that run in an environment of their own, where they are asked for by name."""
+MODULES = {"asgi": "asgi_requests", "vllm": "vllm_serving"}
 NOT_QUICK = ("truth",)
 MAY_SLEEP = ("slow_collector",)
 """Sections that keep only their own core awake. Linux shares cores by session first: while an engine sleeps between its steps,
@@ -50,14 +52,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="a smoke test: too short to conclude anything")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=(*SECTIONS, *ELSEWHERE),
+        metavar="SECTION",
+        help=", ".join((*SECTIONS, *ELSEWHERE)),
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="put the table into this page")
     parser.add_argument("--report", action="store_true", help="exit 0 also if a gate failed")
     parser.add_argument(
         "--peers-python", metavar="PATH", default=sys.executable, help="where the peers are installed"
     )
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--section", choices=(*SECTIONS, *ELSEWHERE), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.section:
         lines = importlib.import_module(
