@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otel_infer import birth, clock, config, identity, ingress, launch, patching
+from otel_infer import birth, clock, config, greeting, identity, ingress, launch, patching
 from otel_infer.config import Config
 from otel_infer.integrations import registry
 from otel_infer.integrations._base import Integration, Status
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from otel_infer.inprocess import InProcess
-
-BYTES_PER_STEP_SPAN = 125
-BYTES_PER_STEP_SPAN_SENT = 20
 
 
 class _Wiring:
@@ -68,11 +65,14 @@ class _Wiring:
         exports = self.settings.exports or (provider is not None and not self.settings.switched_off)
         if config.is_sidecar() or not exports:
             return False
+        registry.configure(self.settings, self._engine_imported)
+        integrations = registry.load()
+        if any(_is_run_as(helper) for one in integrations for helper in one.helpers):
+            return False
         ingress.opener = _opener(provider)
         recorder.start(self._arena, self._tend, self._refused, self._role, lambda: self._birth.fact())
-        registry.configure(self.settings, self._engine_imported)
         wanted, disabled = set(names or self.settings.integrations), set(self.settings.disabled_integrations)
-        for integration in registry.load():
+        for integration in integrations:
             off = {integration.name, f"otel_infer_{integration.name}"} & disabled
             if (not wanted or integration.name in wanted) and not off:
                 self.installed.append(integration)
@@ -174,7 +174,8 @@ class _Wiring:
                 birth.leaving
             )  # the last that is registered is called first: somebody still reads
             if recorder.role == SERVER:
-                _say(self.start_line())
+                given = self.provider is not None
+                _say(greeting.line(self.settings, self.statuses(), given, self.why_in_process))
 
     def _tend_thread(self, arena: MemoryArena) -> None:
         if self.reader is None:
@@ -230,52 +231,6 @@ class _Wiring:
         if live is not None:
             live.ended = True  # the parent's, who states how it goes on; what this process does is a request of its own
 
-    # ── what we say ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def start_line(self) -> str:
-        """One line: version, hooks, destination, mode, volume, how to switch off."""
-        from otel_infer.version import VERSION
-
-        statuses = [status for status in self.statuses() if status.hooks_total]
-        bound = sum(status.hooks_active for status in statuses)
-        total = sum(status.hooks_total for status in statuses)
-        names = ", ".join(status.name for status in statuses if status.hooks_active) or "none yet"
-        later = "" if bound == total else ", the others when their modules are imported"
-        drifted = [f"{status.name}: {status.drift}" for status in statuses if status.drift]
-        parts = [
-            f"otel_infer {VERSION}: {bound} of {total} hooks bound ({names}){later}",
-            self._destination(),
-            f"in-process, since {self.why_in_process}" if self.why_in_process else "sidecar",
-            self._volume(),
-            "off: OTEL_INFER_ENABLED=off",
-        ]
-        if drifted:
-            parts.insert(1, "drifted: " + "; ".join(drifted) + " (see `otel-infer doctor`)")
-        return " · ".join(parts)
-
-    def _destination(self) -> str:
-        if self.provider is not None:
-            return "spans to the given tracer_provider"
-        places = []
-        if self.settings.sends_spans or self.settings.sends_metrics:
-            places.append(
-                f"OTLP to {self.settings.endpoint or 'localhost'} ({self.settings.traces_protocol})"
-            )
-        if self.settings.console:
-            places.append("console")
-        files = {"request log": self.settings.request_log, "tape": self.settings.tape}
-        places += [f"{what} {path}" for what, path in files.items() if path]
-        return ", ".join(places) or "nothing is exported"
-
-    def _volume(self) -> str:
-        if self.settings.steps == "off":
-            return "no step spans"
-        if self.settings.steps == "all":
-            return "every step of every request, without a budget"
-        daily = self.settings.step_budget * 86400 / 1e9
-        stored, sent = daily * BYTES_PER_STEP_SPAN, daily * BYTES_PER_STEP_SPAN_SENT
-        return f"≤ {stored:.0f} GB/day of step spans ({sent:.1f} sent) at {self.settings.step_budget} spans/s"
-
 
 wiring = _Wiring()
 
@@ -288,6 +243,12 @@ def resource() -> dict[str, Any]:
     if str(attributes.get("service.name", "")).startswith("unknown_service"):
         del attributes["service.name"]
     return attributes
+
+
+def _is_run_as(module: str) -> bool:
+    """Whether this process is `python -m module`, as far as that is known before it is."""
+    asked = sys.orig_argv
+    return "-m" in asked and asked[asked.index("-m") + 1 :][:1] == [module]
 
 
 def _opener(provider: TracerProvider | None) -> identity.Opener:

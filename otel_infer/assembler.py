@@ -16,13 +16,11 @@ from otel_infer import facts, semconv, startup
 from otel_infer.conclusion import Request, conclude
 from otel_infer.parts import Parts
 from otel_infer.pauses import Pauses
-from otel_infer.records import Mark, Pause, RequestRecord, StartRecord, StepRecord
+from otel_infer.records import Execution, Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.startup import Starts
 from otel_infer.steplog import StepLog
 from otel_infer.steprows import TOGETHER
 
-WORKER = "worker"
-"""The role of a process that does an engine's steps for it."""
 GRACE_NS = 300_000_000
 """How long an ended request waits for facts that were stated before its end and are read after it."""
 
@@ -38,12 +36,10 @@ class Assembler:
         self.engines: dict[int, StepLog] = {}
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self._seen_steps: dict[tuple[int, str], set[int]] = {}
-        self._pauses = Pauses()
-        self.facts_lost = 0
-        self.facts_torn = 0
+        self.facts_lost = self.facts_torn = 0
         self.steps: list[StepRecord] = []
-        self._parts = Parts()
-        self._starts = Starts()
+        self.executions: list[Execution] = []
+        self._parts, self._pauses, self._starts = Parts(), Pauses(), Starts()
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due = _NEVER
         self._numbers = itertools.count()
@@ -58,6 +54,7 @@ class Assembler:
             facts.HooksReported: self._hooks,
             facts.PauseSeen: self._paused,
             facts.MarkSeen: self._marked,
+            facts.StepExecuted: self._executed,
             facts.StepScheduled: self._scheduled,
             facts.StepDone: self._done,
             facts.StepsLost: self._steps_lost,
@@ -99,6 +96,11 @@ class Assembler:
         """The steps done since the last call."""
         steps, self.steps = self.steps, []
         return steps
+
+    def drain_executions(self) -> list[Execution]:
+        """What workers did since the last call."""
+        executions, self.executions = self.executions, []
+        return executions
 
     def oldest_live(self, horizon: int) -> int:
         """When the oldest request that is not concluded arrived; `horizon` if there is none."""
@@ -243,7 +245,7 @@ class Assembler:
     def _process_seen(self, ring: int, handle: int, fact: facts.ProcessSeen) -> None:
         self._concluded_at[ring] = fact.concluded_at
         self._starts.seen(ring, fact.pid, fact.concluded_at - GRACE_NS, fact.role)
-        self._pauses.seen(ring, fact.pid, fact.parent if fact.role == WORKER else 0)
+        self._pauses.seen(ring, fact)
 
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
         opened, parts, process = self.open, self._parts, fact.process
@@ -279,6 +281,10 @@ class Assembler:
             record = engine.done(fact)
             if record is not None and fact.at > self._concluded_at.get(engine.process, 0):
                 self.steps.append(record)
+
+    def _executed(self, ring: int, handle: int, fact: facts.StepExecuted) -> None:
+        if fact.at > self._concluded_at.get(ring, 0):
+            self.executions.append(Execution(*fact[2:5], max(fact.at - fact.started_at, 0)))
 
     def _steps_lost(self, ring: int, handle: int, fact: facts.StepsLost) -> None:
         self.facts_lost += fact.lost

@@ -340,6 +340,17 @@ class StepDone(NamedTuple):
     discarded: int
 
 
+class StepExecuted(NamedTuple):
+    """A worker did its part of a step of an engine, whose process it says; `rank`: which of the workers it is."""
+
+    at: int
+    started_at: int
+    engine: str
+    pid: int
+    rank: int
+    step: int
+
+
 class StepsLost(NamedTuple):
     """Said by the reader: facts of this step ring were overwritten or torn before `at`; wait for a keyframe."""
 
@@ -469,6 +480,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(24, ProcessLeft, "q S"),
     _layout(25, PrefixRead, "q I I"),
     _layout(26, TokensDrafted, "q I I"),
+    _layout(27, StepExecuted, "q q S I H Q"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

@@ -12,6 +12,8 @@ from otel_infer.records import Mark, Pause
 if TYPE_CHECKING:
     from otel_infer.conclusion import Request
 
+WORKER = "worker"
+"""The role of a process that does an engine's steps for it."""
 MOST = 1024
 """Pauses, and marks, of one process that are remembered."""
 
@@ -27,11 +29,11 @@ class Pauses:
         self._pids: dict[int, int] = {}
         self._works_for: dict[int, int] = {}
 
-    def seen(self, ring: int, pid: int, works_for: int) -> None:
-        """A process is there. `works_for`: the process whose engine waits for it in each step; 0 = nobody's does."""
-        self._pids[ring] = pid
-        if works_for:
-            self._works_for[ring] = works_for
+    def seen(self, ring: int, fact: facts.ProcessSeen) -> None:
+        """A process is there; for a worker, the engine of the process that made it waits in each step."""
+        self._pids[ring] = fact.pid
+        if fact.role == WORKER:
+            self._works_for[ring] = fact.parent
 
     def paused(self, ring: int, fact: facts.PauseSeen, is_new: bool) -> None:
         """Kept in order of their ends: of a collection it is said later that it was."""

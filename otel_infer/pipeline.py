@@ -133,6 +133,9 @@ class Pipeline:
         steps = self.assembler.drain_steps()
         if steps:
             self.metrics.steps(steps)
+        executions = self.assembler.drain_executions()
+        if executions:
+            self.metrics.executions(executions)
         pauses = self.assembler.drain_pauses()
         if pauses:
             self.metrics.pauses(pauses)

@@ -241,6 +241,15 @@ class RequestRecord:
         return None
 
 
+class Execution(NamedTuple):
+    """What the worker of this rank took for one step of an engine, whose process id this is."""
+
+    engine: str
+    pid: int
+    rank: int
+    length_ns: int
+
+
 class StepRecord(NamedTuple):
     """One engine step, for metrics. Tokens are those scheduled."""
 

@@ -247,6 +247,7 @@ STARTUP_PHASE = "infer.startup.phase"
 FIRST_REQUEST = "infer.request.first"
 ENGINE = "infer.engine"
 PROCESS_ROLE = "infer.process.role"
+WORKER_RANK = "infer.worker.rank"
 INTEGRATION = "infer.integration"
 HOOK_STATE = "infer.hook.state"
 LOSS_REASON = "infer.loss.reason"
@@ -411,6 +412,14 @@ STEP_DURATION = Metric(
     "s",
     "One engine step, scheduled to tokens known.",
     (STEP_KIND, CLOCK, *_ENGINE),
+    STAGE_BOUNDS,
+)
+STEP_EXECUTION = Metric(
+    "infer.step.execution.duration",
+    HISTOGRAM,
+    "s",
+    "What a worker took for its part of one engine step, by its rank; the slowest rank is what the others wait for.",
+    (WORKER_RANK, CLOCK, *_ENGINE),
     STAGE_BOUNDS,
 )
 STEP_BATCH_SIZE = Metric(

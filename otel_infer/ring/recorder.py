@@ -158,20 +158,19 @@ class Recorder:
 
     def paused(self, cause: str, started_at: int, ended_at: int) -> None:
         """States that this process was held up; nothing where nobody records."""
-        writer = self.requests
-        if writer is not None:
-            try:
-                writer.state(0, facts.PauseSeen(ended_at, started_at, cause))
-            except Exception as broken:  # whoever was held up already is not to be stopped as well
-                self._broke(broken)
+        self.stated(facts.PauseSeen(ended_at, started_at, cause))
 
     def marked(self, mark: str, since: int, at: int, count: int) -> None:
         """States that something happened so many times; nothing where nobody records."""
+        self.stated(facts.MarkSeen(at, since, mark, count))
+
+    def stated(self, fact: Any) -> None:
+        """States a fact of this process, and of no request; nothing where nobody records."""
         writer = self.requests
         if writer is not None:
             try:
-                writer.state(0, facts.MarkSeen(at, since, mark, count))
-            except Exception as broken:
+                writer.state(0, fact)
+            except Exception as broken:  # whoever was held up already is not to be stopped as well
                 self._broke(broken)
 
     def startup(self, fact: Any) -> None:

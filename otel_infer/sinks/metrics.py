@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from opentelemetry.sdk.metrics import export
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -18,8 +17,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from otel_infer import callers, facts, semconv
 from otel_infer.facts import Value
 from otel_infer.keeper import Decision
-from otel_infer.records import Blame, Mark, Pause, RequestRecord, StartRecord, StepRecord
-from otel_infer.sinks import usage
+from otel_infer.records import Blame, Execution, Mark, Pause, RequestRecord, StartRecord, StepRecord
+from otel_infer.sinks import enginesteps, usage
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import Histograms, Key, Label, Source
 from otel_infer.sinks.numbers import CUMULATIVE, DELTA, FirstCome, Numbers
@@ -106,11 +105,15 @@ class MetricsSink:
             if record.kv_total:
                 latest[engine] = record
         for key, group in groups.items():
-            self._count_steps(key[0], key[1:], group)
+            enginesteps.count(self._histograms, self._numbers, key[0], key[1:], group)
         for key, record in latest.items():
             self._numbers[semconv.KV_USAGE.name].set(key, record.kv_used)
             self._numbers[semconv.KV_LIMIT.name].set(key, record.kv_total)
             self._numbers[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
+
+    def executions(self, executions: Sequence[Execution]) -> None:
+        """Counts what workers took for steps."""
+        enginesteps.count_executions(self._histograms, executions)
 
     def pauses(self, pauses: Sequence[Pause]) -> None:
         """Counts what held up a process; what holds up several is counted for each."""
@@ -243,21 +246,6 @@ class MetricsSink:
             seen = record.steps is not None
             decode_ns = record.summary.gaps_total if seen else record.last_token_at - record.first_token_at
             self._record(semconv.TIME_PER_OUTPUT_TOKEN, who, decode_ns / tokens, source)
-
-    def _count_steps(self, kind: Label, engine: Key, group: list[StepRecord]) -> None:
-        lengths = np.array([record.ended_at - record.started_at for record in group]) / 1e9
-        sizes = np.array([record.size for record in group], float)
-        self._histograms[semconv.STEP_DURATION.name].at((kind, semconv.CLOCK_HOST, *engine)).record_many(
-            np.sort(lengths)
-        )
-        self._histograms[semconv.STEP_BATCH_SIZE.name].at((kind, *engine)).record_many(np.sort(sizes))
-        tokens = self._numbers[semconv.STEP_TOKENS_TOTAL.name]
-        for of, count in (
-            (semconv.STEP_PREFILL, sum(record.prefill_tokens for record in group)),
-            (semconv.STEP_DECODE, sum(record.decode_tokens for record in group)),
-        ):
-            if count:
-                tokens.add((of, *engine), count)
 
 
 def metric_exporter(protocol: str) -> export.MetricExporter:

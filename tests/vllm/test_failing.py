@@ -1,4 +1,4 @@
-"""What goes wrong around a real vLLM server, and what is left of it."""
+"""What goes wrong around a real vLLM server, and what is left of it; the last test ends the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests.arrivals import arrived, assert_nothing_came_twice
+from tests.arrivals import arrived, assert_nothing_came_twice, requests_of
 from tests.otlp_receiver import OtlpReceiver
 from tests.served import Server
 from tests.toy_server import until
@@ -88,27 +88,25 @@ def test_a_stopped_sidecar_stops_nobody(server: Server, receiver: OtlpReceiver) 
     whole(receiver, traces)
 
 
-def test_a_server_whose_ring_folder_is_taken_away_serves_on(server: Server, receiver: OtlpReceiver) -> None:
+def test_a_server_whose_ring_folder_is_taken_away_serves_on_and_makes_another(
+    server: Server, receiver: OtlpReceiver
+) -> None:
     (sidecar,) = sidecars(server)
-    folders = {
-        Path(os.readlink(link)).parent
-        for link in Path(f"/proc/{sidecar}/fd").iterdir()
-        if "/otel_infer-" in os.readlink(link)
-    }
+    links = [os.readlink(link) for link in Path(f"/proc/{sidecar}/fd").iterdir()]
+    folders = {Path(link).parent for link in links if "/otel_infer-" in link}
     assert folders
     for folder in folders:
         shutil.rmtree(folder)
-    served(load(server).answers())
-    time.sleep(1.5)
-    served(load(server).answers())
-    assert_nothing_came_twice(receiver)
+    until(lambda: served(load(server, tokens=10).answers()) and sidecars(server) not in ([], [sidecar]))
+    traces = served(load(server).answers())
+    assert receiver.wait_for(lambda it: set(traces) <= set(requests_of(it)))
+    whole(receiver, served(load(server).answers()))
     assert "Traceback" not in server.log.read_text(errors="replace")
 
 
-def test_requests_in_an_engine_core_that_is_killed_are_reported(serve: Serve, receiver: OtlpReceiver) -> None:
-    server = serve()
-    done = served(load(server).answers())
-    whole(receiver, done)
+def test_requests_in_an_engine_core_that_is_killed_are_reported(
+    server: Server, receiver: OtlpReceiver
+) -> None:
     asking = load(server, requests=4, tokens=450)
     time.sleep(0.5)
     os.kill(engine_core(server), signal.SIGKILL)

@@ -100,6 +100,19 @@ def test_a_step_that_was_held_up_shows_on_exactly_the_requests_in_it(
     assert len({tuple(steps) for steps in slow.values() if steps}) == 1
 
 
+def test_a_worker_says_what_it_takes_for_each_step(server: Server, receiver: OtlpReceiver) -> None:
+    ask(server.port, CHAT, messages=said(4), max_tokens=20, stream=True)
+    assert receiver.wait_for(lambda it: [m for m in it.metrics if m["name"] == semconv.STEP_EXECUTION.name])
+    (point,) = [m for m in receiver.metrics if m["name"] == semconv.STEP_EXECUTION.name][-1]["points"]
+    steps = [m for m in receiver.metrics if m["name"] == semconv.STEP_DURATION.name][-1]["points"]
+    assert point["attributes"][semconv.WORKER_RANK] == 0
+    assert point["attributes"][semconv.PROCESS_PID] in {
+        step["attributes"][semconv.PROCESS_PID] for step in steps
+    }
+    assert point["count"] == sum(step["count"] for step in steps)
+    assert 0 < point["sum"] < sum(step["sum"] for step in steps)
+
+
 def test_a_request_that_was_preempted_is_kept_and_says_what_it_cost(
     server: Server, receiver: OtlpReceiver
 ) -> None:

@@ -91,6 +91,8 @@ def test_a_streamed_request_is_one_tree_over_all_processes(server: Server, recei
         }.items()
     )
     assert the(spans, "queue")["attributes"].keys() >= {semconv.QUEUE_HIDDEN, semconv.QUEUE_SCHEDULER}
+    # Scheduled once more before its last token was known; nobody got what that step computed.
+    assert the(spans, "decode")["attributes"][semconv.STEPS_DISCARDED] == 1
 
 
 def test_a_completion_is_known_by_the_id_that_its_client_got(server: Server, receiver: OtlpReceiver) -> None:

@@ -47,12 +47,6 @@ def served(
     return tree(spans, answer.parent_id), spans
 
 
-def test_the_wheel_and_a_destination_are_enough(serve: Serve, receiver: OtlpReceiver) -> None:
-    """vLLM loads us as its plugin; without its statistics, and with its workers forked."""
-    found, _ = served(serve, receiver, "--disable-log-stats", launcher=())
-    assert found == TREE
-
-
 def test_opentelemetry_instrument_is_enough_and_vllms_own_tracing_is_in_the_same_tree(
     serve: Serve, receiver: OtlpReceiver
 ) -> None:

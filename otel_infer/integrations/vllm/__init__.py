@@ -11,7 +11,7 @@ vLLM's own `trace_headers`. In one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) 
 
 from __future__ import annotations
 
-from otel_infer.integrations.vllm import core, frontend, starting, steps
+from otel_infer.integrations.vllm import core, frontend, starting, steps, worker
 from otel_infer.integrations.vllm._integration import integration
 
-__all__ = ["core", "frontend", "integration", "starting", "steps"]
+__all__ = ["core", "frontend", "integration", "starting", "steps", "worker"]

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from otel_infer.integrations._base import Integration
 
 ENGINE = "vllm"
+_NUMBERED = re.compile(r"(?:(cmpl-.+?)(?:-[0-9a-f]{16,32}-beam)?-\d+|(resp_.+)_\d+)$")
 
+HELPERS = ("vllm.model_executor.models.registry",)
+"""Looks at a model's class in a process of its own, which loads plugins, too."""
 PROCESSES = {"EngineCore": "engine", "VllmWorker": "worker"}
 
 REQUESTS, TOKENIZING = "requests", "tokenizing"
 SERVED_NAME, OFFLINE_NAME = "served model's name", "offline model's name"
 STEPS, PREEMPTIONS, EVICTIONS, DUMMIES = "steps", "preemptions", "evictions", "dummy batches"
-LOADING, READY = "loading", "engine's start"
+LOADING, EXECUTION, READY = "loading", "execution", "engine's start"
 WHERE = {
     **dict.fromkeys((REQUESTS, TOKENIZING, SERVED_NAME), "API server"),
     OFFLINE_NAME: "LLM",
     **dict.fromkeys((STEPS, PREEMPTIONS, EVICTIONS, DUMMIES, READY), "engine core"),
-    **dict.fromkeys((LOADING, f"{LOADING} on a CPU"), "worker"),
+    **dict.fromkeys((LOADING, f"{LOADING} on a CPU", EXECUTION), "worker"),
 }
 """The parts, and the process of each."""
 
-integration = Integration("vllm", "vllm", ("vllm",), is_engine=True, processes=PROCESSES, where=WHERE)
+integration = Integration(
+    "vllm", "vllm", ("vllm",), is_engine=True, processes=PROCESSES, where=WHERE, helpers=HELPERS
+)
 
 
 def model_name(config: Any) -> str:
@@ -31,3 +37,9 @@ def model_name(config: Any) -> str:
     served = getattr(config, "served_model_name", None) or config.model
     name = str(served[0] if isinstance(served, (list, tuple)) else served)
     return os.path.basename(name.rstrip("/\\")) if os.path.isabs(name) or name.startswith(".") else name
+
+
+def response_id(request_id: str) -> str:
+    """What the client knows a prompt by: a completion's prompts and beams are numbered, and a response's turns."""
+    found = _NUMBERED.match(request_id)
+    return found[1] or found[2] if found else request_id

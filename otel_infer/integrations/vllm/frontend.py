@@ -10,7 +10,6 @@ request of its own, which ends with its last sequence.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -23,6 +22,7 @@ from otel_infer.integrations.vllm._integration import (
     TOKENIZING,
     integration,
     model_name,
+    response_id,
 )
 from otel_infer.patching import Call, Hook
 
@@ -30,7 +30,6 @@ RENDERER = "vllm.renderers.base:BaseRenderer"
 CLIENT = "vllm.v1.engine.core_client"
 DETOKENIZER = "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer"
 OUTPUT = "vllm.v1.engine.output_processor:OutputProcessor"
-_NUMBERED = re.compile(r"(?:(cmpl-.+?)(?:-[0-9a-f]{16,32}-beam)?-\d+|(resp_.+)_\d+)$")
 TOKENIZE = "tokenize"
 
 
@@ -146,12 +145,6 @@ def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
         return None
     request.known_as(response_id(str(getattr(sequence, "external_req_id", None) or sequence.request_id)))
     return Asked(request, own, sequences)
-
-
-def response_id(request_id: str) -> str:
-    """What the client knows a prompt by: a completion's prompts and beams are numbered, and a response's turns."""
-    found = _NUMBERED.match(request_id)
-    return found[1] or found[2] if found else request_id
 
 
 def _submitting(call: Call) -> Generator[None, Any, None]:

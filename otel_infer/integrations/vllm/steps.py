@@ -20,6 +20,7 @@ from typing import Any
 
 from otel_infer import clock, facts
 from otel_infer.integrations.vllm._integration import DUMMIES, ENGINE, EVICTIONS, STEPS, integration
+from otel_infer.integrations.vllm.worker import numbered
 from otel_infer.patching import Hook
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
@@ -97,6 +98,7 @@ class Batches:
         )
         left, self.left = self.left, []
         step = self.log.scheduled(members, left, column, *_load(scheduler))
+        numbered(output, step)
         self.flights.append(_Flight(step, output, members))
 
     def landed(self, output: Any) -> _Flight | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 
 from otel_infer import elsewhere, facts, ingress
 from otel_infer.integrations.transformers import text
-from otel_infer.integrations.vllm import core, frontend, steps
-from otel_infer.integrations.vllm._integration import model_name
+from otel_infer.integrations.vllm import core, frontend, steps, worker
+from otel_infer.integrations.vllm._integration import model_name, response_id
 from otel_infer.patching import Call, Hook
 from otel_infer.records import RequestRecord
 from tests.rings import Recording, stages_of
@@ -283,6 +284,63 @@ def test_what_happens_often_is_said_once_a_second_and_nothing_is_left_out(
     assert said == [(0, 1_000_000_000, 4), (2_000_000_000, 2_500_000_000, 1)]
 
 
+# ── a worker ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Worker:
+    """vLLM's, as far as we look: `execute` returns this, and `sample` what it returns."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.hook = rank, Hook("stand-in")
+        self.result: Any = None
+
+    def execute(self, output: Any) -> Any:
+        return worker.execute_model(lambda it, output: it.result, self.hook)(self, output)
+
+    def sample(self) -> Any:
+        return worker.sample_tokens(lambda it, grammar: "tokens", self.hook)(self, None)
+
+
+def executed(recording: Recording) -> list[tuple[int, int]]:
+    """Rank and process of every execution that was told."""
+    recording.records()
+    found = recording._assembler.drain_executions()
+    assert all(execution.length_ns >= 0 for execution in found)
+    return [(execution.rank, execution.pid) for execution in found]
+
+
+def batch(recording: Recording) -> Any:
+    """What a scheduler sends to its workers."""
+    scheduler = Scheduler()
+    scheduler.add("r", front()[1])
+    return scheduler.schedule(r=4)
+
+
+def test_a_worker_tells_what_each_step_took_it(recording: Recording) -> None:
+    one = Worker(rank=1)
+    assert one.execute(batch(recording)) is None
+    assert executed(recording) == []
+    assert one.sample() == "tokens"
+    assert executed(recording) == [(1, os.getpid())]
+
+
+def test_a_step_without_tokens_to_sample_ends_with_its_execution(recording: Recording) -> None:
+    pooling, stage = Worker(), Worker()
+    pooling.result = "a pooled output"
+    assert pooling.execute(batch(recording)) == "a pooled output"
+    assert executed(recording) == [(0, os.getpid())]
+    stage.execute(batch(recording))
+    stage.execute(batch(recording))
+    assert executed(recording) == [(0, os.getpid())]
+
+
+def test_a_dummy_batch_is_no_step_of_a_worker(recording: Recording) -> None:
+    one = Worker()
+    one.execute(SimpleNamespace())
+    one.sample()
+    assert executed(recording) == [] and one.hook.alive
+
+
 # ── a front end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -419,7 +477,7 @@ def test_a_prompt_with_several_sequences_is_counted_once_and_ends_with_the_last(
     ],
 )
 def test_a_request_is_known_as_its_client_knows_it(request_id: str, known_as: str) -> None:
-    assert frontend.response_id(request_id) == known_as
+    assert response_id(request_id) == known_as
 
 
 def test_an_aborted_prompt_of_nobody_elses_is_aborted(recording: Recording) -> None:

@@ -14,7 +14,17 @@ from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metr
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision
-from otel_infer.records import Blame, Mark, Pause, Phase, RequestRecord, Stage, StartRecord, StepRecord
+from otel_infer.records import (
+    Blame,
+    Execution,
+    Mark,
+    Pause,
+    Phase,
+    RequestRecord,
+    Stage,
+    StartRecord,
+    StepRecord,
+)
 from otel_infer.sinks.metrics import MetricsSink, metric_exporter
 from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
@@ -718,6 +728,15 @@ def started(*phases: Phase, **more: Any) -> StartRecord:
     return StartRecord(bytes(15) + b"t", bytes(7) + b"s", 1, 0, 900 * MS, WALL, phases, **more)
 
 
+def test_what_a_worker_takes_is_counted_by_its_rank() -> None:
+    metrics = sink()
+    metrics.executions([Execution("vllm", 77, rank, (rank + 1) * MS) for rank in (0, 1, 1)])
+    points = counted(metrics)["infer.step.execution.duration"]["points"]
+    assert {point["attributes"]["infer.worker.rank"]: (point["count"], point["sum"]) for point in points} == {
+        0: (1, 0.001), 1: (2, 0.004),
+    }  # fmt: skip
+
+
 def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
     metrics = sink()
     loaded = (Phase("weights", 0, 100 * MS), Phase("weights", 200 * MS, 400 * MS))
@@ -740,6 +759,7 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})], input_tokens=8, **read)
     preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
     metrics.steps([step(prefill_tokens=5)])
+    metrics.executions([Execution("vllm", 77, 0, MS)])
     metrics.pauses([Pause(0, MS, "gc")])
     metrics.start(started(Phase("imports", 0, MS)))
     metrics.marks([Mark(0, MS, "allocator_oom", 1), Mark(0, MS, "kv_eviction", 2)])

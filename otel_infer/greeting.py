@@ -1,0 +1,53 @@
+"""The one line that a server says of us: version, hooks, destination, mode, volume, how to switch off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from otel_infer.config import Config
+from otel_infer.integrations._base import Status
+from otel_infer.version import VERSION
+
+BYTES_PER_STEP_SPAN = 125
+BYTES_PER_STEP_SPAN_SENT = 20
+
+
+def line(settings: Config, statuses: Sequence[Status], provider_given: bool, why_in_process: str) -> str:
+    """What is so now; modules that are imported later bind more."""
+    present = [status for status in statuses if status.hooks_total]
+    bound = sum(status.hooks_active for status in present)
+    total = sum(status.hooks_total for status in present)
+    names = ", ".join(status.name for status in present if status.hooks_active) or "none yet"
+    later = "" if bound == total else ", the others when their modules are imported"
+    drifted = [f"{status.name}: {status.drift}" for status in present if status.drift]
+    parts = [
+        f"otel_infer {VERSION}: {bound} of {total} hooks bound ({names}){later}",
+        "spans to the given tracer_provider" if provider_given else _destination(settings),
+        f"in-process, since {why_in_process}" if why_in_process else "sidecar",
+        _volume(settings),
+        "off: OTEL_INFER_ENABLED=off",
+    ]
+    if drifted:
+        parts.insert(1, "drifted: " + "; ".join(drifted) + " (see `otel-infer doctor`)")
+    return " · ".join(parts)
+
+
+def _destination(settings: Config) -> str:
+    places = []
+    if settings.sends_spans or settings.sends_metrics:
+        places.append(f"OTLP to {settings.endpoint or 'localhost'} ({settings.traces_protocol})")
+    if settings.console:
+        places.append("console")
+    files = {"request log": settings.request_log, "tape": settings.tape}
+    places += [f"{what} {path}" for what, path in files.items() if path]
+    return ", ".join(places) or "nothing is exported"
+
+
+def _volume(settings: Config) -> str:
+    if settings.steps == "off":
+        return "no step spans"
+    if settings.steps == "all":
+        return "every step of every request, without a budget"
+    daily = settings.step_budget * 86400 / 1e9
+    stored, sent = daily * BYTES_PER_STEP_SPAN, daily * BYTES_PER_STEP_SPAN_SENT
+    return f"≤ {stored:.0f} GB/day of step spans ({sent:.1f} sent) at {settings.step_budget} spans/s"

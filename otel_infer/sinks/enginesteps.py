@@ -1,0 +1,44 @@
+"""Engine steps, and what each worker took for them, many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from otel_infer import semconv
+from otel_infer.records import Execution, StepRecord
+from otel_infer.sinks.histograms import Histograms, Key, Label
+from otel_infer.sinks.numbers import Numbers
+
+
+def count(
+    histograms: Mapping[str, Histograms],
+    numbers: Mapping[str, Numbers],
+    kind: Label,
+    engine: Key,
+    group: Sequence[StepRecord],
+) -> None:
+    """Adds steps of one kind and one engine."""
+    lengths = np.array([record.ended_at - record.started_at for record in group]) / 1e9
+    sizes = np.array([record.size for record in group], float)
+    durations = histograms[semconv.STEP_DURATION.name].at((kind, semconv.CLOCK_HOST, *engine))
+    durations.record_many(np.sort(lengths))
+    histograms[semconv.STEP_BATCH_SIZE.name].at((kind, *engine)).record_many(np.sort(sizes))
+    tokens = numbers[semconv.STEP_TOKENS_TOTAL.name]
+    for of, number in (
+        (semconv.STEP_PREFILL, sum(record.prefill_tokens for record in group)),
+        (semconv.STEP_DECODE, sum(record.decode_tokens for record in group)),
+    ):
+        if number:
+            tokens.add((of, *engine), number)
+
+
+def count_executions(histograms: Mapping[str, Histograms], executions: Sequence[Execution]) -> None:
+    """Adds what workers took."""
+    groups: dict[Key, list[int]] = {}
+    for engine, pid, rank, length in executions:
+        groups.setdefault((rank, semconv.CLOCK_HOST, engine or None, pid), []).append(length)
+    for key, lengths in groups.items():
+        points = histograms[semconv.STEP_EXECUTION.name].at(key)
+        points.record_many(np.sort(np.array(lengths) / 1e9))
