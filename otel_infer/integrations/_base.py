@@ -115,17 +115,19 @@ class Integration:
         processes: Mapping[str, str] = MappingProxyType({}),
         where: Mapping[str, str] = MappingProxyType({}),
         helpers: Sequence[str] = (),
+        plugins: str = "",
     ) -> None:
         """`name` as imported, `distribution` as installed; importing `modules` shows the library in use.
 
         `is_engine`: it runs models, so that its import is a reason to get ready. `processes`: by how the name of a
         `multiprocessing` process of the library's begins, what it is called here; such a one leaves the sidecar to the others.
         `where`: by part, in which of its processes that is. `helpers`: modules that it runs as programs of their own
-        (`python -m …`) and that serve nobody.
+        (`python -m …`) and that serve nobody. `plugins`: the environment variable that lists the plugins it may load, if it
+        loads us as one.
         """
         self.name = name
         self.is_engine = is_engine
-        self.processes, self.where, self.helpers = processes, where, helpers
+        self.processes, self.where, self.helpers, self.plugins = processes, where, helpers, plugins
         self.on_change: Callable[[Integration], None] = lambda integration: None
         self.distribution = distribution
         self.modules = (modules,) if isinstance(modules, str) else tuple(modules)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -48,7 +49,13 @@ def answers(told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             **integration.status.__dict__,
             "engine": integration.is_engine,
             "parts": _parts(integration, refused),
+            "unlisted": integration.plugins if _leaves_us_out(os.environ.get(integration.plugins)) else "",
         }
+
+
+def _leaves_us_out(plugins: str | None) -> bool:
+    """Whether a list of plugins is without us; where there is no list all are loaded."""
+    return plugins is not None and "otel_infer" not in plugins.split(",")
 
 
 def _modules(integration: Integration) -> list[str]:
@@ -109,6 +116,10 @@ def finding(seen: Mapping[str, Any], off: bool) -> Check:
     if seen["state"] == "waiting" and broken:
         do = f"run `{sys.executable} -c 'import {seen['name']}'`: it fails without us, too"
         return Check(name, "warn", f"{which}: cannot be imported: {'; '.join(broken)}", do)
+    if seen.get("unlisted"):
+        do = f"name otel_infer in {seen['unlisted']}, or start your server with `otel-infer run -- …`"
+        found = f"{which}: {bound}, but {seen['unlisted']} does not name otel_infer, so that {seen['name']} does not load it"
+        return Check(name, "warn", found, do)
     if not seen["hooks_total"]:
         return Check(name, "ok", f"{which}: nothing to hook")
     return Check(name, "ok", f"{which}: {seen['state']}, {bound}{_by_process(seen)}{_unbound(seen)}")

@@ -28,7 +28,14 @@ WHERE = {
 """The parts, and the process of each."""
 
 integration = Integration(
-    "vllm", "vllm", ("vllm",), is_engine=True, processes=PROCESSES, where=WHERE, helpers=HELPERS
+    "vllm",
+    "vllm",
+    ("vllm",),
+    is_engine=True,
+    processes=PROCESSES,
+    where=WHERE,
+    helpers=HELPERS,
+    plugins="VLLM_PLUGINS",
 )
 
 

@@ -236,6 +236,29 @@ def test_an_active_integration_says_its_version_and_how_many_hooks_are_bound() -
     )
 
 
+def test_a_library_of_several_processes_says_what_binds_in_each() -> None:
+    parts = [
+        {**part("a", "active"), "where": "API server", "hooks_active": 2, "hooks_total": 2},
+        {**part("b", "active"), "where": "engine core", "hooks_active": 1, "hooks_total": 2},
+        {**part("c", "active"), "where": "engine core", "hooks_active": 3, "hooks_total": 3},
+    ]
+    found = engines.finding(seen(parts=parts), False).found
+    assert found.endswith("3 of 4 hooks bound (API server 2 of 2, engine core 4 of 5)")
+
+
+def test_a_library_that_is_told_to_load_other_plugins_only_is_a_warning() -> None:
+    check = engines.finding(seen(unlisted="LIB_PLUGINS"), False)
+    assert check.state == "warn" and "LIB_PLUGINS does not name otel_infer" in check.found
+    assert "otel-infer run" in check.do
+
+
+@pytest.mark.parametrize(
+    ("plugins", "leaves_us_out"), [(None, False), ("", True), ("a,b", True), ("a,otel_infer", False)]
+)
+def test_a_list_of_plugins_leaves_us_out_or_not(plugins: str | None, leaves_us_out: bool) -> None:
+    assert engines._leaves_us_out(plugins) is leaves_us_out
+
+
 def test_a_part_that_waits_says_what_for() -> None:
     parts = [
         part("", "active"),
