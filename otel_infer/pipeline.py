@@ -133,9 +133,7 @@ class Pipeline:
         steps = self.assembler.drain_steps()
         if steps:
             self.metrics.steps(steps)
-        executions = self.assembler.drain_executions()
-        if executions:
-            self.metrics.executions(executions)
+        self.metrics.executions(self.assembler.drain_executions())
         pauses = self.assembler.drain_pauses()
         if pauses:
             self.metrics.pauses(pauses)

@@ -168,6 +168,25 @@ def installed(name: str) -> Path | None:
     return Path(spec.origin).parents[1] if spec is not None and spec.origin else None
 
 
+def changed(name: str, folder: str, before: str, after: str, into: Path) -> Path:
+    """A copy of the installed release, below `into`, with this replaced in one of its folders; everything else is a link."""
+    site, path = installed(name), into
+    assert site is not None
+    for part in folder.split("/"):
+        for entry in (site / path.relative_to(into)).iterdir() if path != into else ():
+            if entry.name != part:
+                (path / entry.name).symlink_to(entry)
+        path = path / part
+        path.mkdir()
+    for entry in (site / folder).iterdir():
+        source = entry.read_text(encoding="utf-8") if entry.suffix == ".py" else ""
+        if before in source:
+            (path / entry.name).write_text(source.replace(before, after), encoding="utf-8")
+        elif entry.name != "__pycache__":
+            (path / entry.name).symlink_to(entry)
+    return into
+
+
 def sources(library: Library, folder: Path, releases: Iterable[str]) -> dict[str, Read]:
     """By release, those that could be obtained."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,8 @@ Hooks are grouped in *parts*, and a part is installed wholly or not at all: half
 part is installed when every module it names has been imported by the user; we import none. The unnamed part is
 the library itself; a named part is a feature that other releases may lack.
 
-Name in one part only what one process imports: a part that spans two processes waits in both.
+Name in one part only what one process imports: a part that spans two processes waits in both. (Over 300 lines:
+what a library is, and the states of its parts, are one thing.)
 """
 
 from __future__ import annotations
@@ -133,9 +134,8 @@ class Integration:
         self.modules = (modules,) if isinstance(modules, str) else tuple(modules)
         self._parts: dict[str, _Part] = {}
         self._watched: set[str] = set()
-        self._finished: set[str] = (
-            set()
-        )  # said by the import system, which calls them unfinished a moment longer
+        # Said by the import system, which calls them unfinished a moment longer.
+        self._finished: set[str] = set()
         self._wanted = False
         self._removed = False
 

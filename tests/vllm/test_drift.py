@@ -30,22 +30,7 @@ def test_what_is_installed_binds_as_its_sources_say() -> None:
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of vLLM in which one function has another name, wherever it is used."""
-    site, copy = releases.installed("vllm"), tmp_path_factory.mktemp("changed")
-    assert site is not None
-    folder, before, after = RENAMED
-    path = copy
-    for part in folder.split("/"):  # everything beside the way to the folder is a link
-        for entry in (site / path.relative_to(copy)).iterdir() if path != copy else ():
-            if entry.name != part:
-                (path / entry.name).symlink_to(entry)
-        path = path / part
-        path.mkdir()
-    for entry in (site / folder).iterdir():
-        if entry.suffix == ".py":
-            (path / entry.name).write_text(
-                entry.read_text(encoding="utf-8").replace(before, after), encoding="utf-8"
-            )
-    return copy
+    return releases.changed("vllm", *RENAMED, into=tmp_path_factory.mktemp("changed"))
 
 
 def test_doctor_names_what_has_changed_and_in_which_process(changed: Path) -> None:

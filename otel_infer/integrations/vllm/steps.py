@@ -11,6 +11,7 @@ dummy batches (a rank that waits for its peers) are no steps: they are counted.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from typing import Any
 
 from otel_infer import clock, facts
 from otel_infer.integrations.vllm._integration import DUMMIES, ENGINE, EVICTIONS, STEPS, integration
-from otel_infer.integrations.vllm.worker import numbered
 from otel_infer.patching import Hook
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
@@ -45,18 +45,19 @@ class Tally:
 
     def add(self) -> None:
         """Once more."""
-        at = clock.now()
-        if not self.count:
-            self._since = at
         self.count += 1
+
+    def look(self, at: int) -> None:
+        """States it, if the first of what was counted has been seen for long enough."""
+        self._since = self._since or at
         if at - self._since >= TOLD_EVERY_NS:
             self.tell(at)
 
     def tell(self, at: int) -> None:
         """States what was not stated yet."""
         if self.count:
-            recorder.marked(self._mark, self._since, at, self.count)
-            self.count = 0
+            recorder.marked(self._mark, self._since or at, at, self.count)
+        self._since = self.count = 0
 
 
 _evicted, _empty, _dummies = (
@@ -77,7 +78,7 @@ class Batches:
     """The steps of one scheduler."""
 
     def __init__(self, log: StepLog) -> None:
-        self.log = log
+        self.log, self._pid = log, os.getpid()
         self.drafts: dict[str, tuple[int, int]] = {}
         self.left: list[str] = []
         self.flights: deque[_Flight] = deque(maxlen=8)
@@ -87,7 +88,10 @@ class Batches:
         tokens = output.num_scheduled_tokens
         if not tokens:
             _empty.add()
+            _empty.look(clock.now())
             return
+        if _evicted.count:
+            _evicted.look(clock.now())
         for new in output.scheduled_new_reqs:
             _read_prefix(scheduler, new)
         members = list(tokens)
@@ -98,7 +102,7 @@ class Batches:
         )
         left, self.left = self.left, []
         step = self.log.scheduled(members, left, column, *_load(scheduler))
-        numbered(output, step)
+        output.otel_infer_step = self._pid, step  # for the workers
         self.flights.append(_Flight(step, output, members))
 
     def landed(self, output: Any) -> _Flight | None:
@@ -221,22 +225,26 @@ def update_from_output(original: Callable[..., Any], hook: Hook) -> Callable[...
     return update
 
 
-def _counting(
-    tally: Tally, counts: Callable[[Any], bool]
-) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
-    """A hook that counts the calls whose results count."""
+@integration.step_hook(f"{BLOCKS}._maybe_evict_cached_block", part=EVICTIONS)
+def evict(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """For every block that a request gets: told with a step."""
 
-    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if hook.alive and recorder.active and counts(result):
-                tally.add()
-            return result
+    def evict(*args: Any, **kwargs: Any) -> Any:
+        evicted = original(*args, **kwargs)
+        if evicted:
+            _evicted.add()
+        return evicted
 
-        return call
-
-    return make
+    return evict
 
 
-integration.step_hook(f"{BLOCKS}._maybe_evict_cached_block", part=EVICTIONS)(_counting(_evicted, bool))
-integration.step_hook(f"{CORE}.execute_dummy_batch", part=DUMMIES)(_counting(_dummies, lambda _: True))
+@integration.step_hook(f"{CORE}.execute_dummy_batch", part=DUMMIES)
+def dummy_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def execute(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if hook.alive:
+            _dummies.add()
+            _dummies.look(clock.now())
+        return result
+
+    return execute

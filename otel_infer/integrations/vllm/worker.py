@@ -8,7 +8,6 @@ Which step of which engine that is comes along with the `SchedulerOutput`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +31,6 @@ class Begun:
         """States it."""
         pid, step = self.step
         recorder.stated(facts.StepExecuted(self.ended_at, self.started_at, ENGINE, pid, rank, step))
-
-
-def numbered(output: Any, step: int) -> None:
-    """Has whoever gets this batch know which step it is."""
-    output.otel_infer_step = os.getpid(), step
 
 
 @integration.step_hook(f"{WORKER}.execute_model", reads=("scheduler_output",), part=EXECUTION)

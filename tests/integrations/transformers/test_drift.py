@@ -39,23 +39,8 @@ CHANGES = {
 def changed(what: str, tmp_path: Path) -> tuple[Path, str]:
     """A copy of the installed release with one name changed wherever it is used, and what is to be said of it."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    site = releases.installed(LIBRARY.name)
-    assert site is not None
     before, after, said = CHANGES[what]
-    path = tmp_path
-    for part in FOLDER.split("/"):  # everything beside the way to the folder is a link
-        for entry in (site / path.relative_to(tmp_path)).iterdir() if path != tmp_path else ():
-            if entry.name != part:
-                (path / entry.name).symlink_to(entry)
-        path = path / part
-        path.mkdir()
-    for entry in (site / FOLDER).iterdir():
-        source = entry.read_text(encoding="utf-8") if entry.suffix == ".py" else ""
-        if before in source:
-            (path / entry.name).write_text(source.replace(before, after), encoding="utf-8")
-        elif entry.name != "__pycache__":
-            (path / entry.name).symlink_to(entry)
-    return tmp_path, said
+    return releases.changed(LIBRARY.name, FOLDER, before, after, tmp_path), said
 
 
 def test_doctor_names_what_has_changed_and_the_rest_still_binds(tmp_path: Path) -> None:

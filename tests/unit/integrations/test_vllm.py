@@ -271,17 +271,16 @@ def test_what_happens_often_is_said_once_a_second_and_nothing_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[tuple[int, int, int]] = []
-    now = iter([0, 10, 999_999_999, 1_000_000_000, 2_000_000_000])
-    monkeypatch.setattr(steps.clock, "now", lambda: next(now))
     monkeypatch.setattr(
         steps.recorder, "marked", lambda mark, since, at, count: said.append((since, at, count))
     )
     tally = steps.Tally("kv_eviction")
-    for _ in range(5):
+    for at in (10, 20, 999_999_999, 1_000_000_010, 2_000_000_000):
         tally.add()
+        tally.look(at)
     tally.tell(2_500_000_000)
     tally.tell(2_600_000_000)
-    assert said == [(0, 1_000_000_000, 4), (2_000_000_000, 2_500_000_000, 1)]
+    assert said == [(10, 1_000_000_010, 4), (2_000_000_000, 2_500_000_000, 1)]
 
 
 # ── a worker ──────────────────────────────────────────────────────────────────────────────────────────────────────
