@@ -1,0 +1,215 @@
+"""Device time for whoever launches: `begin`, launch, `end`; and `harvest` where the engine has just waited for the device.
+
+    first begin of a thread ─▶ the tender, a thread of ours, makes events and an anchor ─▶ from then on, spans of the device
+
+The tender is awake once a second, or ten times while spans wait that no engine harvests, for some µs; it anchors the clocks
+every 4 s. Without a device, before the first anchor, during a capture and where events run out, the host's clock is used, and
+said to be.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from otel_infer import clock
+from otel_infer.gpu import captures
+from otel_infer.gpu.clockmap import ClockMap
+from otel_infer.gpu.device import Device, current
+from otel_infer.gpu.timeline import Span, Timed, Timeline
+
+log = logging.getLogger(__name__)
+
+REST_S, BUSY_S = 1.0, 0.1
+"""How long the tender sleeps; and while spans wait."""
+LOOK_NS = 1_000_000_000
+"""How often a thread looks whether the application uses a device by now."""
+
+
+class Work(Protocol):
+    """What is timed, and who is told."""
+
+    def on_device(self, timed: Timed) -> None:
+        """It ran on a device, from mark to mark."""
+
+    def on_host(self, begun_at: int, launched_at: int) -> None:
+        """Nobody knows but the host: when it began to launch it, and when that was over."""
+
+
+class _Slot:
+    """A thread's place for its timeline, which the tender fills."""
+
+    __slots__ = ("__weakref__", "timeline")
+
+    def __init__(self) -> None:
+        self.timeline: Timeline | None = None
+
+
+class _Thread(threading.local):
+    """`looked_at`: when it last looked for a device."""
+
+    slot: _Slot | None = None
+    looked_at = 0
+
+
+class Timing:
+    """Of one process. `find`: the device of the calling thread, if any by now."""
+
+    def __init__(self, find: Callable[[], Device | None] = current) -> None:
+        self.is_on = True
+        self._find = find
+        self._lock, self._thread = threading.Lock(), _Thread()
+        self._tender: _Tender | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def begin(self, stream: object = None) -> Span | int:
+        """The calling thread is about to launch, on this stream (None: its current one); an instant if the host times it."""
+        slot = self._thread.slot
+        if slot is not None and slot.timeline is not None:
+            span = slot.timeline.begin(stream)
+            if span is not None:
+                return span
+        elif slot is None and self.is_on:
+            self._look()
+        return clock.now()
+
+    def end(self, begun: Span | int, work: Work) -> None:
+        """It has launched what it began with."""
+        if isinstance(begun, int):
+            work.on_host(begun, clock.now())
+            return
+        slot = self._thread.slot
+        if slot is None or slot.timeline is None or not slot.timeline.end(begun, work.on_device):
+            work.on_host(begun.begun_at, begun.launched_at)
+
+    def harvest(self) -> None:
+        """Tells of what is done, of the calling thread."""
+        slot = self._thread.slot
+        if slot is not None and slot.timeline is not None:
+            slot.timeline.harvest()
+
+    def harvest_all(self) -> None:
+        """Tells of what is done, of all threads."""
+        if self._tender is not None:
+            self._tender.harvest()
+
+    def stop(self) -> None:
+        """From here on by the host's clock; events stay where they are, since to free one may wait for the device."""
+        self.is_on = False
+        tender, self._tender, self._thread = self._tender, None, _Thread()
+        if tender is not None:
+            tender.stop()
+            _kept.append(tender)
+
+    def _look(self) -> None:
+        now = clock.now()
+        if now - self._thread.looked_at < LOOK_NS:
+            return
+        self._thread.looked_at = now
+        device = self._find()
+        if device is not None:
+            slot = self._thread.slot = _Slot()
+            with self._lock:
+                tender = self._tender
+                if tender is None:
+                    tender = self._tender = _Tender()
+                    tender.start()
+            tender.serve(device, slot)
+
+    def _forget(self) -> None:
+        """In a forked child, where CUDA cannot be used any more."""
+        self._lock, self._thread, self._tender = threading.Lock(), _Thread(), None
+
+
+_kept: list[object] = []
+
+
+class _Tender(threading.Thread):
+    """Makes events and anchors, and harvests what nobody else does."""
+
+    def __init__(self) -> None:
+        super().__init__(name="otel_infer device", daemon=True)
+        self._asked: list[tuple[Device, weakref.ref[_Slot]]] = []
+        self._clocks: dict[int, ClockMap] = {}
+        self._used: list[tuple[Device, Timeline, weakref.ref[_Slot]]] = []
+        self._free: list[tuple[Device, Timeline]] = []
+        self._wake = threading.Event()
+        self._over = False
+        atexit.register(self.stop)
+
+    def serve(self, device: Device, slot: _Slot) -> None:
+        """This slot is to have a timeline."""
+        self._asked.append((device, weakref.ref(slot)))
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Ends the thread, soon."""
+        self._over = True
+        self._wake.set()
+
+    def harvest(self) -> None:
+        for _, timeline, _ in list(self._used):
+            timeline.harvest()
+
+    def run(self) -> None:
+        try:
+            while not self._over:
+                if not captures.open_now:
+                    self._turn()
+                waits = any(timeline.pending for _, timeline, _ in self._used)
+                self._wake.wait(BUSY_S if waits or captures.open_now else REST_S)
+                self._wake.clear()
+        except Exception as broken:
+            log.warning("device time is not measured any more: %s: %s", type(broken).__name__, broken)
+            for _, _, slot in self._used:
+                _clear(slot)
+
+    def _turn(self) -> None:
+        while self._asked:
+            self._serve(*self._asked.pop(0))
+        now = clock.now()
+        for device, timeline, slot in list(self._used):
+            timeline.harvest()
+            if slot() is None or timeline.is_broken:
+                self._used.remove((device, timeline, slot))
+                if timeline.is_broken:
+                    _clear(slot)
+                else:
+                    self._free.append((device, timeline))
+            elif self._clocks[device.index].is_due(now, timeline.has_news):
+                self._clocks[device.index].renew()
+
+    def _serve(self, device: Device, slot: weakref.ref[_Slot]) -> None:
+        asked = slot()
+        if asked is None:
+            return
+        device.adopt_thread()
+        clocks = self._clocks.get(device.index)
+        if clocks is None:
+            clocks = self._clocks[device.index] = ClockMap(device)
+            clocks.renew()
+        for free in self._free:
+            if free[0].index == device.index:
+                self._free.remove(free)
+                device, timeline = free
+                break
+        else:
+            timeline = Timeline(device, clocks)
+            timeline.warm_up(device.idle_stream())
+        self._used.append((device, timeline, slot))
+        asked.timeline = timeline
+
+
+def _clear(slot: weakref.ref[_Slot]) -> None:
+    of_thread = slot()
+    if of_thread is not None:
+        of_thread.timeline = None
+
+
+timing = Timing()
+"""The one of this process."""

@@ -1,0 +1,229 @@
+"""Spans of a device, by a fake one: never waited for, placed within their bound, and what happens when something is not so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otel_infer.gpu import captures
+from otel_infer.gpu.clockmap import ClockMap
+from otel_infer.gpu.timeline import MOST_ERRORS, Timed, Timeline
+from tests.fake_device import FakeDevice, FakeStream
+
+MS = 1_000_000
+MOST_CALLS = {"capturing": 1, "record": 2, "query": 2, "elapsed": 2}
+"""Of the driver, for each span."""
+
+
+class Bench:
+    """A device, an anchored clock and a timeline."""
+
+    def __init__(self, device: FakeDevice, capacity: int = 64) -> None:
+        self.device, self.clocks = device, ClockMap(device, device.now)
+        self.timeline = Timeline(device, self.clocks, capacity, device.now)
+        self.timeline.warm_up(FakeStream())
+        self.clocks.renew()
+        self.told: list[Timed] = []
+
+    def step(self, length_ns: int, host_ns: int = 0, waits: bool = True) -> tuple[int, int] | None:
+        """A step of an engine: true begin and end of its work, or None if it could not be timed."""
+        span = self.timeline.begin()
+        ran = self.device.launch(length_ns)
+        self.device.pass_time(host_ns)
+        if span is None or not self.timeline.end(span, self.told.append):
+            ran_unseen = None
+        else:
+            ran_unseen = ran
+        if waits:
+            self.device.wait_for(self.device.main)
+            self.timeline.harvest()
+        return ran_unseen
+
+
+@pytest.fixture(autouse=True)
+def _nobody_captures() -> Iterator[None]:
+    captures.open_now = 0
+    yield
+    captures.open_now = 0
+
+
+def test_a_step_costs_a_known_number_of_driver_calls_and_none_of_them_waits() -> None:
+    bench = Bench(FakeDevice())
+    bench.step(5 * MS)
+    bench.device.calls = Counter()
+    for _ in range(1000):
+        bench.step(5 * MS)
+    assert len(bench.told) == 1001
+    calls = bench.device.calls
+    assert {name: calls[name] / 1000 <= most for name, most in MOST_CALLS.items()} == dict.fromkeys(
+        MOST_CALLS, True
+    )
+    assert set(calls) <= set(MOST_CALLS)  # nothing else is called: no event is made, nothing is synchronized
+
+
+def test_a_span_has_its_length_and_says_how_long_it_was_queued_and_how_long_the_device_had_nothing() -> None:
+    device = FakeDevice(call_ns=1000, launch_ns=4000)
+    bench = Bench(device)
+    bench.step(5 * MS)
+    ended = device.main.free_at
+    device.pass_time(3 * MS)  # the host schedules the next one
+    began, until = bench.step(2 * MS, host_ns=500_000) or (0, 0)
+    timed = bench.told[-1]
+    assert abs(timed.ended_at - timed.started_at - 2 * MS) < 10_000  # mark to mark: the launches beside it are inside
+    assert abs(timed.ended_at - until) < timed.bound_ns + 10_000
+    assert abs(timed.gap_ns - (began - ended)) < 10_000
+    assert timed.queued_ns < 10_000
+    assert abs(timed.launched_ns - 502_000) < 3000
+
+
+def test_an_engine_that_runs_ahead_is_timed_in_order_and_its_steps_are_queued() -> None:
+    bench = Bench(FakeDevice())
+    bench.step(MS)
+    for _ in range(20):
+        bench.step(5 * MS, waits=False)
+    assert bench.timeline.harvest() == 0
+    bench.device.wait_for(bench.device.main)
+    assert bench.timeline.harvest() == 20
+    queued = [timed.queued_ns for timed in bench.told[1:]]
+    assert queued == sorted(queued)
+    assert abs(queued[-1] - 19 * 5 * MS) < MS
+    assert all(timed.gap_ns < 10_000 for timed in bench.told[2:])
+
+
+def test_what_is_launched_further_ahead_than_there_are_events_is_not_timed_and_counted_and_the_rest_is() -> None:
+    bench = Bench(FakeDevice(), capacity=8)
+    timed = [bench.step(5 * MS, waits=False) for _ in range(20)]
+    assert [ran is not None for ran in timed] == [True] * 8 + [False] * 12
+    assert bench.timeline.dropped == 12
+    bench.device.wait_for(bench.device.main)
+    assert bench.timeline.harvest() == 8
+    assert bench.step(5 * MS) is not None
+
+
+def test_while_somebody_captures_the_device_is_left_alone() -> None:
+    bench = Bench(FakeDevice())
+    bench.step(MS, waits=False)
+    bench.device.calls.clear()
+    captures.begin()
+    bench.device.is_capturing = True
+    assert bench.step(MS) is None
+    assert bench.timeline.harvest() == 0
+    assert not bench.device.was_broken
+    assert not bench.device.calls
+    captures.end()
+    bench.device.is_capturing = False
+    assert bench.timeline.harvest() == 1
+
+
+def test_a_capture_that_nobody_told_of_is_seen_before_anything_is_recorded_into_it() -> None:
+    bench = Bench(FakeDevice())
+    bench.device.is_capturing = True
+    bench.device.calls.clear()
+    assert bench.timeline.begin() is None
+    assert bench.device.calls == {"capturing": 1}
+
+
+def test_a_span_in_which_somebody_captured_is_timed_if_the_capture_is_over() -> None:
+    bench = Bench(FakeDevice())
+    span = bench.timeline.begin()
+    assert span is not None
+    captures.begin()
+    captures.end()
+    assert bench.timeline.end(span, bench.told.append)
+    bench.device.wait_for(bench.device.main)
+    assert bench.timeline.harvest() == 1
+
+
+def test_a_span_that_ends_inside_a_capture_is_not_timed_and_its_events_are_used_again() -> None:
+    bench = Bench(FakeDevice(), capacity=1)
+    span = bench.timeline.begin()
+    assert span is not None
+    captures.begin()
+    assert not bench.timeline.end(span, bench.told.append)
+    captures.end()
+    assert bench.step(MS) is not None
+
+
+def test_a_device_that_fails_is_not_asked_any_more_and_nobody_notices() -> None:
+    bench = Bench(FakeDevice())
+    bench.step(MS)
+    bench.device.is_lost = True
+    timed = [bench.step(MS) for _ in range(10)]
+    assert timed == [None] * 10
+    assert bench.timeline.is_broken
+    calls = bench.device.calls["record"]
+    bench.step(MS)
+    assert bench.device.calls["record"] == calls
+    assert bench.timeline.errors == MOST_ERRORS
+
+
+def test_events_are_neither_made_nor_lost_in_a_hundred_thousand_steps() -> None:
+    bench = Bench(FakeDevice(), capacity=4)
+    made = bench.device.calls["event"]
+    for number in range(100_000):
+        bench.step(MS, waits=number % 3 == 0)
+    bench.device.wait_for(bench.device.main)
+    bench.timeline.harvest()
+    assert bench.device.calls["event"] == made
+    assert bench.timeline.pending == 0
+    assert len(bench.timeline._pool) == 4
+    assert len(bench.told) + bench.timeline.dropped == 100_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    drift=st.floats(-90, 90),
+    tick=st.sampled_from([32, 500, 1000]),
+    launch=st.integers(500, 20_000),
+    steps=st.lists(st.tuples(st.integers(10_000, 200 * MS), st.integers(0, 2000 * MS)), min_size=1, max_size=40),
+)
+def test_every_span_is_where_it_was_within_its_bound(
+    drift: float, tick: int, launch: int, steps: list[tuple[int, int]]
+) -> None:
+    device = FakeDevice(drift_ppm=drift, tick_ns=tick, launch_ns=launch)
+    bench = Bench(device)
+    truth = []
+    for length, pause in steps:
+        span = bench.timeline.begin()
+        assert span is not None
+        started = span.start.at
+        device.launch(length)
+        assert bench.timeline.end(span, bench.told.append)
+        truth.append((started, span.end.at))
+        device.wait_for(device.main)
+        bench.timeline.harvest()
+        device.pass_time(pause)
+        if bench.clocks.is_due(device.now(), in_use=True):
+            bench.clocks.renew()
+    assert bench.timeline.violations == 0
+    for (started, ended), timed in zip(truth, bench.told, strict=True):
+        assert abs(timed.started_at - started) <= timed.bound_ns
+        assert abs(timed.ended_at - ended) <= timed.bound_ns
+        assert timed.bound_ns < 60_000 + 100e-6 * 4e9
+
+
+def test_an_old_anchor_says_how_little_it_knows() -> None:
+    device = FakeDevice(drift_ppm=40)
+    bench = Bench(device)
+    device.pass_time(3600 * 1000 * MS)
+    began, _ = bench.step(MS) or (0, 0)
+    assert abs(bench.told[0].started_at - began) <= bench.told[0].bound_ns
+    assert bench.told[0].bound_ns > 100 * MS
+
+
+def test_a_clock_that_jumped_has_no_rate() -> None:
+    device = FakeDevice()
+    bench = Bench(device)
+    device.pass_time(300 * MS)
+    bench.clocks.renew()
+    assert bench.clocks.anchor is not None
+    assert bench.clocks.anchor.drift < 100e-6
+    device._offset += 10**10  # the device's clock, when the machine was moved
+    device.pass_time(1000 * MS)
+    bench.clocks.renew()
+    assert bench.clocks.anchor.rate == 1.0
+    assert bench.clocks.anchor.drift == 100e-6
