@@ -73,7 +73,9 @@ def test_a_span_has_its_length_and_says_how_long_it_was_queued_and_how_long_the_
     device.pass_time(3 * MS)  # the host schedules the next one
     began, until = bench.step(2 * MS, host_ns=500_000) or (0, 0)
     timed = bench.told[-1]
-    assert abs(timed.ended_at - timed.started_at - 2 * MS) < 10_000  # mark to mark: the launches beside it are inside
+    assert (
+        abs(timed.ended_at - timed.started_at - 2 * MS) < 10_000
+    )  # mark to mark: the launches beside it are inside
     assert abs(timed.ended_at - until) < timed.bound_ns + 10_000
     assert abs(timed.gap_ns - (began - ended)) < 10_000
     assert timed.queued_ns < 10_000
@@ -94,7 +96,9 @@ def test_an_engine_that_runs_ahead_is_timed_in_order_and_its_steps_are_queued() 
     assert all(timed.gap_ns < 10_000 for timed in bench.told[2:])
 
 
-def test_what_is_launched_further_ahead_than_there_are_events_is_not_timed_and_counted_and_the_rest_is() -> None:
+def test_what_is_launched_further_ahead_than_there_are_events_is_not_timed_and_counted_and_the_rest_is() -> (
+    None
+):
     bench = Bench(FakeDevice(), capacity=8)
     timed = [bench.step(5 * MS, waits=False) for _ in range(20)]
     assert [ran is not None for ran in timed] == [True] * 8 + [False] * 12
@@ -179,7 +183,9 @@ def test_events_are_neither_made_nor_lost_in_a_hundred_thousand_steps() -> None:
     drift=st.floats(-90, 90),
     tick=st.sampled_from([32, 500, 1000]),
     launch=st.integers(500, 20_000),
-    steps=st.lists(st.tuples(st.integers(10_000, 200 * MS), st.integers(0, 2000 * MS)), min_size=1, max_size=40),
+    steps=st.lists(
+        st.tuples(st.integers(10_000, 200 * MS), st.integers(0, 2000 * MS)), min_size=1, max_size=40
+    ),
 )
 def test_every_span_is_where_it_was_within_its_bound(
     drift: float, tick: int, launch: int, steps: list[tuple[int, int]]

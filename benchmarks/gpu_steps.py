@@ -1,0 +1,113 @@
+"""Steps of a decoder on a GPU with marks and without, in turns of a few."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from benchmarks import verdict
+from benchmarks.gpu_model import Decoder, Step
+from benchmarks.verdict import Gate, Line, line
+from otel_infer import clock
+from otel_infer.gpu.clockmap import ClockMap
+from otel_infer.gpu.device import TorchDevice
+from otel_infer.gpu.timeline import Timed, Timeline
+
+LAYERS = 10
+"""A step of it takes about 1 ms on an H100 as a graph."""
+TURN = 40
+BARE, AGAIN, MARKED = range(3)
+
+
+@functools.cache
+def _decoder(batch: int) -> Decoder:
+    return Decoder(LAYERS, batch)
+
+
+class Loop:
+    """An engine's loop: launches a step, and waits for its tokens (`ahead`: for those of the step before)."""
+
+    def __init__(self, decoder: Decoder, step: Step, ahead: bool) -> None:
+        self._decoder, self._step, self._ahead = decoder, step, ahead
+        device = TorchDevice(torch, "cuda", torch.cuda.current_device())
+        self._clocks = ClockMap(device)
+        self._clocks.renew()
+        self._timeline = Timeline(device, self._clocks)
+        self._timeline.warm_up(device.idle_stream())
+        self._events = [torch.cuda.Event() for _ in range(2)]
+        self.costs: list[int] = []
+        self.told = 0
+
+    def turn(self, steps: int, marked: bool) -> float:
+        """µs a step."""
+        torch.cuda.synchronize()
+        began = clock.now()
+        for number in range(steps):
+            if marked:
+                self._marked(number)
+            else:
+                self._step()
+                self._wait(number)
+        torch.cuda.synchronize()
+        taken = (clock.now() - began) / steps / 1000
+        self._timeline.harvest()
+        if marked:
+            self._clocks.renew()
+        return taken
+
+    def _marked(self, number: int) -> None:
+        now, timeline = clock.now, self._timeline
+        at = now()
+        span = timeline.begin()
+        begun = now()
+        self._step()
+        launched = now()
+        if span is not None:
+            timeline.end(span, self._count)
+        ended = now()
+        self._wait(number)
+        waited = now()
+        timeline.harvest()
+        self.costs.append(begun - at + ended - launched + now() - waited)
+
+    def _count(self, timed: Timed) -> None:
+        self.told += 1
+
+    def _wait(self, number: int) -> None:
+        if not self._ahead:
+            self._decoder.token()
+            return
+        self._events[number % 2].record()
+        if number:
+            self._events[(number - 1) % 2].synchronize()
+
+
+def measured(batch: int, kind: str, ahead: bool, rounds: int, gates: tuple[float, float]) -> list[Line]:
+    """The lines of one kind of step."""
+    decoder = _decoder(batch)
+    step = decoder.graph() if kind == "graph" else decoder.eager()
+    loop = Loop(decoder, step, ahead)
+    turn = TURN if kind == "graph" else TURN // 4
+    for marked in (False, True):
+        loop.turn(turn, marked)
+    loop.costs.clear()
+    loop.told = 0
+    found: dict[int, list[float]] = {BARE: [], AGAIN: [], MARKED: []}
+    chance = np.random.default_rng(batch)
+    for _ in range(rounds):
+        for which in chance.permutation(3):
+            found[int(which)].append(loop.turn(turn, which == MARKED))
+    bare = [(one + other) / 2 for one, other in zip(found[BARE], found[AGAIN])]
+    slower = verdict.median([marked / one - 1 for marked, one in zip(found[MARKED], bare)])
+    itself = verdict.median([one / other - 1 for one, other in zip(found[AGAIN], found[BARE])])
+    said = f"{kind}, batch {batch}, {'one step ahead' if ahead else 'waiting for each'}"
+    note = f"a bare step takes {np.median(bare):.0f} µs; {loop.told} of {rounds * turn} spans told"
+    # An eager step is the host's own work, on which a gate of 1 % of 1 ms has no bearing; its figures stand for themselves.
+    gate = Gate(gates[0]) if kind == "graph" else None
+    costs = verdict.median([float(cost) / 1000 for cost in loop.costs])
+    return [
+        line(f"{said}: step longer by", "%", slower.scaled(100), gate, verdict.against_itself(itself), note),
+        line(f"{said}: the host's cost a step, p50", "µs", costs, Gate(gates[1])),
+    ]
