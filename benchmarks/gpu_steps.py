@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import verdict
 from benchmarks.gpu_model import Decoder, Step
-from benchmarks.verdict import Gate, Line, line
+from benchmarks.verdict import Gate, Line, exactly, line
 from otel_infer import clock
 from otel_infer.gpu.clockmap import ClockMap
 from otel_infer.gpu.device import TorchDevice
@@ -38,6 +38,7 @@ class Loop:
         self._timeline.warm_up(device.idle_stream())
         self._events = [torch.cuda.Event() for _ in range(2)]
         self.costs: list[int] = []
+        self.marked: list[tuple[int, int]] = []
         self.told = 0
 
     def turn(self, steps: int, marked: bool) -> float:
@@ -60,7 +61,7 @@ class Loop:
     def _marked(self, number: int) -> None:
         now, timeline = clock.now, self._timeline
         at = now()
-        span = timeline.begin()
+        span = timeline.begin() if timeline.pacing.is_next() else None
         begun = now()
         self._step()
         launched = now()
@@ -68,9 +69,10 @@ class Loop:
             timeline.end(span, self._count)
         ended = now()
         self._wait(number)
-        waited = now()
-        timeline.harvest()
-        self.costs.append(begun - at + ended - launched + now() - waited)
+        cost = begun - at + ended - launched
+        self.costs.append(cost)
+        if span is not None:
+            self.marked.append((begun - at, ended - launched))
 
     def _count(self, timed: Timed) -> None:
         self.told += 1
@@ -93,6 +95,7 @@ def measured(batch: int, kind: str, ahead: bool, rounds: int, gates: tuple[float
     for marked in (False, True):
         loop.turn(turn, marked)
     loop.costs.clear()
+    loop.marked.clear()
     loop.told = 0
     found: dict[int, list[float]] = {BARE: [], AGAIN: [], MARKED: []}
     chance = np.random.default_rng(batch)
@@ -103,11 +106,14 @@ def measured(batch: int, kind: str, ahead: bool, rounds: int, gates: tuple[float
     slower = verdict.median([marked / one - 1 for marked, one in zip(found[MARKED], bare)])
     itself = verdict.median([one / other - 1 for one, other in zip(found[AGAIN], found[BARE])])
     said = f"{kind}, batch {batch}, {'one step ahead' if ahead else 'waiting for each'}"
-    note = f"a bare step takes {np.median(bare):.0f} µs; {loop.told} of {rounds * turn} spans told"
-    # An eager step is the host's own work, on which a gate of 1 % of 1 ms has no bearing; its figures stand for themselves.
-    gate = Gate(gates[0]) if kind == "graph" else None
-    costs = verdict.median([float(cost) / 1000 for cost in loop.costs])
+    note = f"a bare step takes {np.median(bare):.0f} µs; {len(loop.marked)} of {rounds * turn} marked, {loop.told} told"
+    control = verdict.against_itself(itself)
+    costs = [cost / 1000 for cost in loop.costs]
+    begin, end = (verdict.median([pair[at] / 1000 for pair in loop.marked]) for at in (0, 1))
     return [
-        line(f"{said}: step longer by", "%", slower.scaled(100), gate, verdict.against_itself(itself), note),
-        line(f"{said}: the host's cost a step, p50", "µs", costs, Gate(gates[1])),
+        line(f"{said}: step longer by", "%", slower.scaled(100), Gate(gates[0]), control, note),
+        line(f"{said}: the host's cost a step, p50", "µs", verdict.median(costs), Gate(gates[1])),
+        line(f"{said}: the host's cost a step, mean", "µs", exactly(float(np.mean(costs)))),
+        line(f"{said}: of a marked step, before it is launched", "µs", begin),
+        line(f"{said}: of a marked step, while the device is at it", "µs", end),
     ]

@@ -45,6 +45,8 @@ class ClockMap:
     def __init__(self, device: Device, now: Callable[[], int] = clock.now) -> None:
         self._device, self._stream, self._now = device, device.idle_stream(), now
         self._events = deque(device.event() for _ in range(_KEPT))
+        for event in self._events:  # the driver makes an event when it is recorded for the first time
+            event.record(self._stream)
         self._made = 0
         self._anchored_at = 0
         self.failed = 0

@@ -1,10 +1,14 @@
 """What one thread launches on a device, from mark to mark: two events each, of a fixed pool, read when the device is done.
 
-    begin ─ the engine launches ─ end          harvest: in the order of launching, never waiting
+    begin ─ the engine launches ─ end, and harvest of those before          in the order of launching, never waiting
 
 Between the marks is everything that ran on that stream, and the time in which nothing did, since the host had not launched it
 yet: a span of the device, not its load. Driver calls per span: 1 question whether it is captured, 2 records, 2 elapsed times,
 and at most 2 queries, of which one may say "not yet". Nothing is made or freed on the way.
+
+Marks cost the host some 10 µs, several times that where its caches are cold, and the device 2 µs each (H100): much for steps of
+1 ms. So that it is at most 0.5 % of the time, whatever machine this is, only some steps are marked where steps are short, drawn
+by chance, since engines have rhythms of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ from otel_infer.gpu.device import Device
 
 CAPACITY = 64
 """Spans in flight at most: what is launched further ahead is timed by the host."""
+SHARE = 0.005
+"""Of the time between two steps, that marks may cost."""
+MARK_NS = 2000
+"""What an event costs the device between two kernels: seen on an H100, whose host does not wait for it."""
 MOST_ERRORS = 3
 """A device that fails so often is not asked again: after an error of CUDA's, every call fails."""
 
@@ -46,21 +54,53 @@ Say = Callable[[Timed], None]
 class Span:
     """Two events and what is known on the host; used again and again."""
 
-    __slots__ = ("begun_at", "captures", "end", "launched_at", "say", "start", "stream")
+    __slots__ = ("begun_at", "captures", "end", "launched_at", "number", "say", "start", "stream")
 
     def __init__(self, start: Any, end: Any) -> None:
         self.start, self.end = start, end
         self.stream: Any = None
         self.say: Say | None = None
-        self.begun_at = self.launched_at = self.captures = 0
+        self.begun_at = self.launched_at = self.captures = self.number = 0
 
 
 class _Before(NamedTuple):
-    """The end of the span before."""
+    """The end of a span that was marked."""
 
+    number: int
     stream: Any
     anchor: Anchor
     ended_at: int
+
+
+class Pacing:
+    """Which steps are marked. `every`: one of so many."""
+
+    def __init__(self) -> None:
+        self.every = 1
+        self.number = 0
+        """Steps so far."""
+        self._next = 1
+        self._begun_at = self._begun_number = 0
+        self._period = self._cost = 0.0
+        self._drawn = 1
+
+    def is_next(self) -> bool:
+        """Whether the step that begins is to be marked."""
+        self.number += 1
+        return self.number >= self._next
+
+    def marked(self, at: int, cost_ns: int) -> None:
+        """The step that began at `at` was marked, which took the host so long."""
+        cost = cost_ns + 2 * MARK_NS
+        self._cost += (cost - self._cost) / 8 if self._cost else cost
+        if self._begun_at:
+            period = (at - self._begun_at) / max(self.number - self._begun_number, 1)
+            # An engine that was idle is not slow.
+            self._period += (min(period, 4 * self._period) - self._period) / 8 if self._period else period
+            self.every = max(-int(-self._cost // (SHARE * self._period)), 1) if self._period else 1
+        self._begun_at, self._begun_number = at, self.number
+        self._drawn = (self._drawn * 1103515245 + 12345) & 0x7FFFFFFF  # as C's `rand`: good enough, and quick
+        self._next = self.number + 1 + (self._drawn >> 8) % (2 * self.every - 1)
 
 
 class Timeline:
@@ -80,6 +120,8 @@ class Timeline:
         self._pending: deque[Span] = deque()
         self._harvesting = threading.Lock()
         self._before: _Before | None = None
+        self._taken = 0
+        self.pacing = Pacing()
         self._seen = 0
         self.begun = self.dropped = self.captured = self.violations = self.errors = 0
 
@@ -107,6 +149,7 @@ class Timeline:
 
     def begin(self, stream: Any = None) -> Span | None:
         """Marks the stream (None: the thread's current one); None where that cannot be: time it on the host."""
+        at = self._now()
         if captures.open_now or self._capturing():
             self.captured += 1
             return None
@@ -115,14 +158,15 @@ class Timeline:
             return None
         span = self._pool.popleft()
         span.stream = stream = self._stream() if stream is None else stream
-        span.captures = captures.begun
+        span.captures, span.number = captures.begun, self.pacing.number
         self.begun += 1
-        span.begun_at = self._now()
+        span.begun_at = at
         try:
             span.start.record(stream)
         except Exception:
             self._fail(span)
             return None
+        self._taken = self._now() - at
         return span
 
     def end(self, span: Span, say: Say) -> bool:
@@ -137,7 +181,9 @@ class Timeline:
         except Exception:
             self._fail(span)
             return False
+        self.harvest()
         self._pending.append(span)
+        self.pacing.marked(span.begun_at, self._taken + self._now() - span.launched_at)
         return True
 
     def harvest(self) -> int:
@@ -165,10 +211,10 @@ class Timeline:
         started_at, bound = self._clocks.host_at(anchor, anchor.event.elapsed_time(span.start))
         started_at = self._possible(started_at, length, bound, span.begun_at)
         before, gap = self._before, -1
-        if before is not None and before.stream is span.stream and before.anchor is anchor:
+        if before is not None and before[:3] == (span.number - 1, span.stream, anchor):
             gap = max(started_at - before.ended_at, 0)
         ended_at = started_at + length
-        self._before = _Before(span.stream, anchor, ended_at)
+        self._before = _Before(span.number, span.stream, anchor, ended_at)
         launched, queued = span.launched_at - span.begun_at, started_at - span.begun_at
         say(Timed(started_at, ended_at, launched, max(queued, 0), gap, bound + round(length * anchor.drift)))
 

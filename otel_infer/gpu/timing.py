@@ -1,4 +1,4 @@
-"""Device time for whoever launches: `begin`, launch, `end`; and `harvest` where the engine has just waited for the device.
+"""Device time for whoever launches: `begin`, launch, `end`.
 
     first begin of a thread ─▶ the tender, a thread of ours, makes events and an anchor ─▶ from then on, spans of the device
 
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 REST_S, BUSY_S = 1.0, 0.1
 """How long the tender sleeps; and while spans wait."""
+UNTIMED = 0
 LOOK_NS = 1_000_000_000
 """How often a thread looks whether the application uses a device by now."""
 
@@ -67,10 +68,15 @@ class Timing:
         self._tender: _Tender | None = None
         os.register_at_fork(after_in_child=self._forget)
 
-    def begin(self, stream: object = None) -> Span | int:
-        """The calling thread is about to launch, on this stream (None: its current one); an instant if the host times it."""
+    def begin(self, stream: object = None, always: bool = False) -> Span | int:
+        """The calling thread is about to launch, on this stream (None: its current one).
+
+        An instant if the host times it; `UNTIMED` if nobody does, since it would cost too much (not with `always`).
+        """
         slot = self._thread.slot
         if slot is not None and slot.timeline is not None:
+            if not slot.timeline.pacing.is_next() and not always:
+                return UNTIMED
             span = slot.timeline.begin(stream)
             if span is not None:
                 return span
@@ -81,20 +87,15 @@ class Timing:
     def end(self, begun: Span | int, work: Work) -> None:
         """It has launched what it began with."""
         if isinstance(begun, int):
-            work.on_host(begun, clock.now())
+            if begun != UNTIMED:
+                work.on_host(begun, clock.now())
             return
         slot = self._thread.slot
         if slot is None or slot.timeline is None or not slot.timeline.end(begun, work.on_device):
             work.on_host(begun.begun_at, begun.launched_at)
 
     def harvest(self) -> None:
-        """Tells of what is done, of the calling thread."""
-        slot = self._thread.slot
-        if slot is not None and slot.timeline is not None:
-            slot.timeline.harvest()
-
-    def harvest_all(self) -> None:
-        """Tells of what is done, of all threads."""
+        """Tells of what is done by now, of all threads."""
         if self._tender is not None:
             self._tender.harvest()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from otel_infer.gpu import captures
 from otel_infer.gpu.clockmap import ClockMap
-from otel_infer.gpu.timeline import MOST_ERRORS, Timed, Timeline
+from otel_infer.gpu.timeline import MOST_ERRORS, SHARE, Pacing, Timed, Timeline
 from tests.fake_device import FakeDevice, FakeStream
 
 MS = 1_000_000
@@ -31,6 +31,7 @@ class Bench:
 
     def step(self, length_ns: int, host_ns: int = 0, waits: bool = True) -> tuple[int, int] | None:
         """A step of an engine: true begin and end of its work, or None if it could not be timed."""
+        self.timeline.pacing.is_next()
         span = self.timeline.begin()
         ran = self.device.launch(length_ns)
         self.device.pass_time(host_ns)
@@ -165,17 +166,17 @@ def test_a_device_that_fails_is_not_asked_any_more_and_nobody_notices() -> None:
     assert bench.timeline.errors == MOST_ERRORS
 
 
-def test_events_are_neither_made_nor_lost_in_a_hundred_thousand_steps() -> None:
+def test_events_are_neither_made_nor_lost_in_ten_thousand_steps() -> None:
     bench = Bench(FakeDevice(), capacity=4)
     made = bench.device.calls["event"]
-    for number in range(100_000):
+    for number in range(10_000):
         bench.step(MS, waits=number % 3 == 0)
     bench.device.wait_for(bench.device.main)
     bench.timeline.harvest()
     assert bench.device.calls["event"] == made
     assert bench.timeline.pending == 0
     assert len(bench.timeline._pool) == 4
-    assert len(bench.told) + bench.timeline.dropped == 100_000
+    assert len(bench.told) + bench.timeline.dropped == 10_000
 
 
 @settings(max_examples=200, deadline=None)
@@ -194,6 +195,7 @@ def test_every_span_is_where_it_was_within_its_bound(
     bench = Bench(device)
     truth = []
     for length, pause in steps:
+        bench.timeline.pacing.is_next()
         span = bench.timeline.begin()
         assert span is not None
         started = span.start.at
@@ -210,6 +212,43 @@ def test_every_span_is_where_it_was_within_its_bound(
         assert abs(timed.started_at - started) <= timed.bound_ns
         assert abs(timed.ended_at - ended) <= timed.bound_ns
         assert timed.bound_ns < 60_000 + 100e-6 * 4e9
+
+
+@pytest.mark.parametrize("length_ns", [200_000, MS, 3 * MS, 30 * MS])
+def test_marks_cost_a_known_share_of_the_time_whatever_a_call_costs_here(length_ns: int) -> None:
+    shares, marked = [], []
+    for call_ns in (500, 2000, 20_000):
+        bench = Bench(FakeDevice(call_ns=call_ns))
+        device, pacing = bench.device, bench.timeline.pacing
+        taken, began = 0, device.now()
+        for _ in range(2000):
+            before = device.now()
+            span = bench.timeline.begin() if pacing.is_next() else None
+            taken += device.now() - before
+            device.launch(length_ns)
+            before = device.now()
+            if span is not None:
+                bench.timeline.end(span, bench.told.append)
+            taken += device.now() - before
+            device.wait_for(device.main)
+        shares.append(taken / (device.now() - began))
+        marked.append(bench.timeline.begun)
+    assert max(shares) <= 1.2 * SHARE
+    assert marked == sorted(marked, reverse=True)
+    assert marked[-1] > 0
+    if length_ns == 30 * MS:
+        assert marked[0] == 2000  # where they cost little, no step is left out
+
+
+def test_an_engine_with_a_rhythm_is_not_always_marked_at_the_same_beat() -> None:
+    pacing = Pacing()
+    beats: Counter[int] = Counter()
+    for number in range(1, 20_001):
+        if pacing.is_next():
+            beats[number % 4] += 1
+            pacing.marked(number * MS, 20_000)
+    assert pacing.every > 1
+    assert max(beats.values()) < 1.3 * min(beats.values())
 
 
 def test_an_old_anchor_says_how_little_it_knows() -> None:
