@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 STEP_OVERHEAD, HOST_COST_US, DURATION_US, END_US = 1.0, 12.0, 5.0, 25.0
 """Gates: % of a step, µs of the host per step, and errors at p95."""
 CALLS = 2000
-ROUNDS = 30
+ROUNDS = 25
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ class FakeEvent:
         self.in_graph = device.is_capturing
         if not self.in_graph:
             self.at = stream.reached(device.now() + device.launch_ns)
+            stream.free_at += device.mark_ns
             self.said = device.told(self.at)
 
     def query(self) -> bool:
@@ -70,7 +71,7 @@ class FakeStream:
 
 class FakeDevice:
     """`drift_ppm`: how much faster its clock runs than the host's; `call_ns`: what a call costs the host; `launch_ns`: from a
-    call to the device; `answer_ns`: how much later than it happened the host can see that an event was reached."""
+    call to the device; `mark_ns`: what an event costs the device itself."""
 
     index = 0
 
@@ -81,8 +82,10 @@ class FakeDevice:
         call_ns: int = 1000,
         launch_ns: int = 4000,
         offset_ns: int = 10**12,
+        mark_ns: int = 0,
     ) -> None:
         self.drift, self.tick_ns, self.call_ns, self.launch_ns = drift_ppm * 1e-6, tick_ns, call_ns, launch_ns
+        self.mark_ns = mark_ns
         self._offset, self._time = offset_ns, 10**9
         self.calls: Counter[str] = Counter()
         self.is_capturing = self.was_broken = self.is_lost = False
@@ -143,6 +146,10 @@ class FakeDevice:
 
     def adopt_thread(self) -> None:
         self.calls["adopt"] += 1
+
+    def occupy(self, stream: FakeStream) -> bool:
+        self.launch(1_000_000, stream)
+        return True
 
     def stamp(self, event: Any, stream: FakeStream) -> tuple[int, int] | None:
         before = self.now()

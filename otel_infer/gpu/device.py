@@ -18,6 +18,8 @@ from otel_infer import clock
 
 SPIN_NS = 50_000
 """How long a stamp may take: whoever stamps holds the GIL meanwhile."""
+OCCUPY_CYCLES = 2_000_000
+"""Of the device's clock: 1 ms at 2 GHz."""
 _THREAD_LOCAL = 1
 """cudaStreamCaptureModeThreadLocal: what this thread asks does not break a capture on another (pytorch#148594)."""
 
@@ -42,6 +44,9 @@ class Device(Protocol):
 
     def adopt_thread(self) -> None:
         """Makes the calling thread one that may ask the device while another thread captures."""
+
+    def occupy(self, stream: Any) -> bool:
+        """Keeps an idle stream busy for about a ms, on one of the device's many processors; False where that cannot be."""
 
     def stamp(self, event: Any, stream: Any) -> tuple[int, int] | None:
         """Records an event on an idle stream: host time before it and after it was seen done; None if that took too long."""
@@ -86,6 +91,14 @@ class TorchDevice:
         if self._driver is not None:
             mode = ctypes.c_int(_THREAD_LOCAL)
             self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def occupy(self, stream: Any) -> bool:
+        sleep = getattr(self._module, "_sleep", None)
+        if sleep is None:
+            return False
+        with self._module.stream(stream):
+            sleep(OCCUPY_CYCLES)
+        return True
 
     def stamp(self, event: Any, stream: Any) -> tuple[int, int] | None:
         if self._driver is None:

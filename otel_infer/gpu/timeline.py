@@ -1,6 +1,6 @@
 """What one thread launches on a device, from mark to mark: two events each, of a fixed pool, read when the device is done.
 
-    begin ─ the engine launches ─ end, and harvest of those before          in the order of launching, never waiting
+    begin ─ the engine launches ─ end          harvest: in the order of launching, some together, never waiting
 
 Between the marks is everything that ran on that stream, and the time in which nothing did, since the host had not launched it
 yet: a span of the device, not its load. Driver calls per span: 1 question whether it is captured, 2 records, 2 elapsed times,
@@ -25,10 +25,13 @@ from otel_infer.gpu.device import Device
 
 CAPACITY = 64
 """Spans in flight at most: what is launched further ahead is timed by the host."""
+WARM_UP_NS = 5_000_000
 SHARE = 0.005
 """Of the time between two steps, that marks may cost."""
 MARK_NS = 2000
 """What an event costs the device between two kernels: seen on an H100, whose host does not wait for it."""
+TOGETHER = 8
+"""Spans that are read in one go, unless the tender does it before: what is cold for the first is not for the others."""
 MOST_ERRORS = 3
 """A device that fails so often is not asked again: after an error of CUDA's, every call fails."""
 
@@ -95,8 +98,13 @@ class Pacing:
         self._cost += (cost - self._cost) / 8 if self._cost else cost
         if self._begun_at:
             period = (at - self._begun_at) / max(self.number - self._begun_number, 1)
+            known = self._period or period
             # An engine that was idle is not slow.
-            self._period += (min(period, 4 * self._period) - self._period) / 8 if self._period else period
+            self._period = (
+                known + (period - known) / 2
+                if period < known
+                else known + (min(period, 2 * known) - known) / 32
+            )
             self.every = max(-int(-self._cost // (SHARE * self._period)), 1) if self._period else 1
         self._begun_at, self._begun_number = at, self.number
         self._drawn = (self._drawn * 1103515245 + 12345) & 0x7FFFFFFF  # as C's `rand`: good enough, and quick
@@ -114,13 +122,13 @@ class Timeline:
         capacity: int = CAPACITY,
         now: Callable[[], int] = clock.now,
     ) -> None:
-        self._clocks, self._now = clocks, now
+        self._device, self._clocks, self._now = device, clocks, now
         self._capturing, self._stream = device.capturing, device.stream
         self._pool = deque(Span(device.event(), device.event()) for _ in range(capacity))
         self._pending: deque[Span] = deque()
         self._harvesting = threading.Lock()
         self._before: _Before | None = None
-        self._taken = 0
+        self._taken, self._own_ms = 0, 0.0
         self.pacing = Pacing()
         self._seen = 0
         self.begun = self.dropped = self.captured = self.violations = self.errors = 0
@@ -142,10 +150,19 @@ class Timeline:
         return self.errors >= MOST_ERRORS
 
     def warm_up(self, stream: Any) -> None:
-        """Has the driver make all events, which costs ms: for another thread than the engine's."""
+        """Has the driver make all events, which costs ms: for another thread than the engine's, and an idle stream.
+
+        Queued behind something, two marks with nothing between them are as far apart as marks take themselves.
+        """
+        is_queued = self._device.occupy(stream)
         for span in self._pool:
             span.start.record(stream)
             span.end.record(stream)
+        until = self._now() + WARM_UP_NS
+        while is_queued and self._now() < until:
+            if self._pool[-1].end.query():
+                self._own_ms = min(span.start.elapsed_time(span.end) for span in self._pool)
+                break
 
     def begin(self, stream: Any = None) -> Span | None:
         """Marks the stream (None: the thread's current one); None where that cannot be: time it on the host."""
@@ -181,7 +198,8 @@ class Timeline:
         except Exception:
             self._fail(span)
             return False
-        self.harvest()
+        if len(self._pending) >= TOGETHER:
+            self.harvest()
         self._pending.append(span)
         self.pacing.marked(span.begun_at, self._taken + self._now() - span.launched_at)
         return True
@@ -207,8 +225,9 @@ class Timeline:
         anchor, say = self._clocks.anchor, span.say
         if anchor is None or say is None:
             return
-        length = max(round(span.start.elapsed_time(span.end) * 1e6 * anchor.rate), 0)
-        started_at, bound = self._clocks.host_at(anchor, anchor.event.elapsed_time(span.start))
+        own = self._own_ms
+        length = max(round((span.start.elapsed_time(span.end) - own) * 1e6 * anchor.rate), 0)
+        started_at, bound = self._clocks.host_at(anchor, anchor.event.elapsed_time(span.start) + own)
         started_at = self._possible(started_at, length, bound, span.begun_at)
         before, gap = self._before, -1
         if before is not None and before[:3] == (span.number - 1, span.stream, anchor):

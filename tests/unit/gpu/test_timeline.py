@@ -41,7 +41,7 @@ class Bench:
             ran_unseen = ran
         if waits:
             self.device.wait_for(self.device.main)
-            self.timeline.harvest()
+            self.timeline.harvest()  # the tender's work
         return ran_unseen
 
 
@@ -249,6 +249,14 @@ def test_an_engine_with_a_rhythm_is_not_always_marked_at_the_same_beat() -> None
             pacing.marked(number * MS, 20_000)
     assert pacing.every > 1
     assert max(beats.values()) < 1.3 * min(beats.values())
+
+
+def test_what_marks_take_themselves_is_not_in_the_span() -> None:
+    bench = Bench(FakeDevice(mark_ns=1280))
+    bench.device.launch(5 * MS)
+    bench.step(2 * MS)  # queued: nothing of the host is in it
+    timed = bench.told[-1]
+    assert abs(timed.ended_at - timed.started_at - 2 * MS) <= 64
 
 
 def test_an_old_anchor_says_how_little_it_knows() -> None:
