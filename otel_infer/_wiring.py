@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from otel_infer import birth, clock, config, greeting, identity, ingress, launch, patching
 from otel_infer.config import Config
+from otel_infer.gpu.timing import timing
 from otel_infer.integrations import registry
 from otel_infer.integrations._base import Integration, Status
 from otel_infer.ring import layout, place
@@ -70,6 +71,7 @@ class _Wiring:
         if any(_is_run_as(helper) for one in integrations for helper in one.helpers):
             return False
         ingress.opener = _opener(provider)
+        timing.is_on = self.settings.device_timing != "off"
         recorder.start(self._arena, self._tend, self._refused, self._role, lambda: self._birth.fact())
         wanted, disabled = set(names or self.settings.integrations), set(self.settings.disabled_integrations)
         for integration in integrations:

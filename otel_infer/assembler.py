@@ -34,6 +34,7 @@ class Assembler:
     def __init__(self) -> None:
         self.open: dict[Key, Request] = {}
         self.engines: dict[int, StepLog] = {}
+        self._logs: dict[tuple[int, str, int], StepLog] = {}
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self._seen_steps: dict[tuple[int, str], set[int]] = {}
         self.facts_lost = self.facts_torn = 0
@@ -55,6 +56,7 @@ class Assembler:
             facts.PauseSeen: self._paused,
             facts.MarkSeen: self._marked,
             facts.StepExecuted: self._executed,
+            facts.StepTimed: self._timed,
             facts.StepScheduled: self._scheduled,
             facts.StepDone: self._done,
             facts.StepsLost: self._steps_lost,
@@ -206,7 +208,8 @@ class Assembler:
             self._pauses.tell(request)
         self._parts.died(ring)
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
-            del self.engines[number]
+            gone = self.engines.pop(number)
+            self._logs = {key: engine for key, engine in self._logs.items() if engine is not gone}
         self._pauses.died(ring)
         self._starts.died(ring, fact)
         by_process: tuple[dict[Any, Any], ...] = (self.hooks, self._seen_steps)
@@ -250,13 +253,15 @@ class Assembler:
     def _engine_seen(self, ring: int, handle: int, fact: facts.EngineSeen) -> None:
         opened, parts, process = self.open, self._parts, fact.process
         seen = self._seen_steps.setdefault((process, fact.engine), set())
-        self.engines[ring] = StepLog(
+        engine = self.engines[ring] = StepLog(
             fact.engine,
             fact.pid,
             process,
             lambda handle: opened.get((process, handle)) or parts.get((process, handle)),
             seen,
         )
+        self._logs[fact.pid, fact.engine, fact.log] = engine
+        self._logs.setdefault((fact.pid, fact.engine, 0), engine)
 
     def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
         engine = self.engines.get(ring)
@@ -283,8 +288,26 @@ class Assembler:
                 self.steps.append(record)
 
     def _executed(self, ring: int, handle: int, fact: facts.StepExecuted) -> None:
+        length = max(fact.at - fact.started_at, 0)
         if fact.at > self._concluded_at.get(ring, 0):
-            self.executions.append(Execution(*fact[2:5], max(fact.at - fact.started_at, 0)))
+            self.executions.append(Execution(*fact[2:5], length))
+        engine = self._engine_of(fact)
+        if engine is not None and fact.rank == 0:
+            engine.executed(fact.step, length)
+
+    def _timed(self, ring: int, handle: int, fact: facts.StepTimed) -> None:
+        if fact.at > self._concluded_at.get(ring, 0):
+            gap = -1 if fact.gap_ns == facts.UNKNOWN_NS else fact.gap_ns
+            length = max(fact.at - fact.started_at, 0)
+            self.executions.append(Execution(*fact[2:5], length, True, fact.queued_ns, gap))
+        engine = self._engine_of(fact)
+        if engine is not None and fact.rank == 0:
+            engine.timed(fact)
+
+    def _engine_of(self, fact: facts.StepExecuted | facts.StepTimed) -> StepLog | None:
+        """The steps that a worker speaks of."""
+        key = fact.pid, fact.engine, fact.log
+        return self._logs.get(key)
 
     def _steps_lost(self, ring: int, handle: int, fact: facts.StepsLost) -> None:
         self.facts_lost += fact.lost

@@ -127,6 +127,12 @@ SETTINGS: dict[str, Setting] = {
         "decode-step spans: `all`, `auto` (inside the budget), `off`",
         _choice("all", "auto", "off"),
     ),
+    "device_timing": Setting(
+        "OTEL_INFER_DEVICE_TIMING",
+        "auto",
+        "time GPUs by events on their streams, at most 0.5 % of the time: `auto`; `off`: the host's clock alone",
+        _choice("auto", "off"),
+    ),
     "step_budget": Setting(
         "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans a second and server, in `auto`", _count
     ),
@@ -254,6 +260,7 @@ class Config:
     enabled: str = "auto"
     mode: str = "auto"
     steps: str = "auto"
+    device_timing: str = "auto"
     step_budget: int = 2000
     budget: str = "cpu=25%,memory=256MiB"
     slo: str = ""

@@ -341,7 +341,10 @@ class StepDone(NamedTuple):
 
 
 class StepExecuted(NamedTuple):
-    """A worker did its part of a step of an engine, whose process it says; `rank`: which of the workers it is."""
+    """A worker did its part of a step of an engine, whose process it says, by its host's clock.
+
+    `rank`: which of the workers it is. `log`: number of the engine's step ring among those of that process; 0 = the only one.
+    """
 
     at: int
     started_at: int
@@ -349,6 +352,42 @@ class StepExecuted(NamedTuple):
     pid: int
     rank: int
     step: int
+    log: int = 0
+
+
+class StepTimed(NamedTuple):
+    """The same by the device: from `started_at` to `at` on the host's clock, each within `bound_ns`.
+
+    Lengths in ns: `launched_ns` the host took to launch it, `queued_ns` from then until the device came to it, `gap_ns` the device
+    had nothing to do on that stream before it (`UNKNOWN_NS` where that is not known). Longer than 4 s is said to be 4 s.
+    """
+
+    at: int
+    started_at: int
+    engine: str
+    pid: int
+    rank: int
+    step: int
+    log: int
+    launched_ns: int
+    queued_ns: int
+    gap_ns: int
+    bound_ns: int
+
+
+class StageTimed(NamedTuple):
+    """When the device was at what was launched in a stage of a request; as `StepTimed`."""
+
+    at: int
+    started_at: int
+    stage: str
+    launched_ns: int
+    queued_ns: int
+    bound_ns: int
+
+
+LONGEST_NS, UNKNOWN_NS = (1 << 32) - 2, (1 << 32) - 1
+"""Of those lengths."""
 
 
 class StepsLost(NamedTuple):
@@ -380,12 +419,13 @@ class ProcessSeen(NamedTuple):
 
 
 class EngineSeen(NamedTuple):
-    """Said by the reader: this ring holds the steps of an engine in the process of ring `process`."""
+    """Said by the reader: this ring, its process's number `log`, holds the steps of an engine in the process of ring `process`."""
 
     at: int
     process: int
     pid: int
     engine: str
+    log: int = 0
 
 
 class ThreadSeen(NamedTuple):
@@ -480,7 +520,9 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(24, ProcessLeft, "q S"),
     _layout(25, PrefixRead, "q I I"),
     _layout(26, TokensDrafted, "q I I"),
-    _layout(27, StepExecuted, "q q S I H Q"),
+    _layout(27, StepExecuted, "q q S I H Q H"),
+    _layout(28, StepTimed, "q q S I H Q H I I I I"),
+    _layout(29, StageTimed, "q q S I I I"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

@@ -262,5 +262,5 @@ def _draw(record: RequestRecord) -> float:
 def _apart(record: RequestRecord) -> RequestRecord:
     """Its steps are a part of the table of many; what waits is not to hold that."""
     if record.steps is not None:
-        record.steps = StepRows(record.steps.table.copy())
+        record.steps = StepRows(record.steps.table.copy(), record.steps.device)
     return record

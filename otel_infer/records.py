@@ -140,7 +140,7 @@ class RequestRecord:
     the two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is
     true, but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step,
     and `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its
-    event loop alone. `start`: of the first request of a process, trace and span id of the process's start.
+    event loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were timed. `start`: of the first request of a process, trace and span id of the process's start.
     """
 
     trace_id: bytes
@@ -163,6 +163,7 @@ class RequestRecord:
     died_in: str = ""
     status_code: int = 0
     stages: list[Stage] = field(default_factory=list)
+    device_ns: dict[str, int] = field(default_factory=dict)
     prefill_steps: list[PrefillStep] = field(default_factory=list)
     steps: StepRows | None = None
     steps_forgotten: int = 0
@@ -242,12 +243,18 @@ class RequestRecord:
 
 
 class Execution(NamedTuple):
-    """What the worker of this rank took for one step of an engine, whose process id this is."""
+    """What the worker of this rank took for one step of an engine, whose process id this is, by its host or its device.
+
+    `queued_ns`, `gap_ns`: as in `facts.StepTimed`; -1 = not known.
+    """
 
     engine: str
     pid: int
     rank: int
     length_ns: int
+    on_device: bool = False
+    queued_ns: int = -1
+    gap_ns: int = -1
 
 
 class StepRecord(NamedTuple):

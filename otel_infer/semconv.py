@@ -162,7 +162,7 @@ OPERATION_GENERATE = "generate_content"
 OPERATION_EMBEDDINGS = "embeddings"
 OPERATION_INFERENCE = "inference"
 OTHER = "_OTHER"
-CLOCK_HOST = "host"
+CLOCK_HOST, CLOCK_DEVICE = "host", "device"
 STEP_PREFILL, STEP_DECODE = "prefill", "decode"
 METRIC_OVERFLOW = "otel.metric.overflow"
 """Attribute of the series that stands for those past the limit (metrics SDK specification)."""
@@ -230,6 +230,17 @@ ITL_MAX = "infer.inter_token_latency.max"
 BATCH_SIZE_MAX = "infer.batch.size.max"
 KV_UTILIZATION_START = "infer.kv_cache.utilization.start"
 KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
+DEVICE_METHOD = "infer.device.method"
+"""`event`: by marks on the device's streams; `host`: by the host's clock, from before it launched until it had."""
+DEVICE_STEPS = "infer.device.steps"
+DEVICE_DURATION = "infer.device.duration"
+DEVICE_SPAN = "infer.device.span"
+"""On a decode step: from mark to mark, ns."""
+DEVICE_LAUNCH = "infer.device.launch"
+DEVICE_QUEUE = "infer.device.queue"
+DEVICE_GAP = "infer.device.gap"
+DEVICE_ERROR = "infer.device.error"
+DEVICE_LIMIT = "infer.device.limit"
 PAUSE_CAUSE = "infer.pause.cause"
 PAUSE_DURATION = "infer.pause.duration"
 MARK = "infer.mark.name"
@@ -420,6 +431,22 @@ STEP_EXECUTION = Metric(
     "s",
     "What a worker took for its part of one engine step, by its rank; the slowest rank is what the others wait for.",
     (WORKER_RANK, CLOCK, *_ENGINE),
+    STAGE_BOUNDS,
+)
+DEVICE_QUEUED = Metric(
+    "infer.step.device.queue",
+    HISTOGRAM,
+    "s",
+    "How long a step that was launched waited for the device.",
+    (WORKER_RANK, *_ENGINE),
+    STAGE_BOUNDS,
+)
+DEVICE_IDLE = Metric(
+    "infer.step.device.gap",
+    HISTOGRAM,
+    "s",
+    "How long the device had nothing to do on an engine's stream between two steps.",
+    (WORKER_RANK, *_ENGINE),
     STAGE_BOUNDS,
 )
 STEP_BATCH_SIZE = Metric(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from otel_infer import facts
+from otel_infer.devicesteps import DeviceSteps
 from otel_infer.learned import Learned
 from otel_infer.prompts import Prompts
 from otel_infer.records import Prefiller, StepRecord
@@ -59,6 +60,8 @@ class StepLog:
     def __init__(self, engine: str, pid: int, process: int, find: Find, seen: set[int] | None = None) -> None:
         self.engine, self.pid, self.process = engine, pid, process
         self.table = StepTable()
+        self.device: DeviceSteps | None = None
+        """Once anybody said how long a worker or a device was at a step."""
         self.prompts = Prompts()
         self.learned = Learned(self.table, seen)
         self.holed = False
@@ -118,6 +121,21 @@ class StepLog:
             self.table.prefill_tokens(fact.step), scheduled.size - prefilling,
             scheduled.kv_used, scheduled.kv_total, scheduled.running, scheduled.waiting,
         )  # fmt: skip
+
+    def executed(self, step: int, length: int) -> None:
+        """A worker took so long for its part, by its host."""
+        self._on_device().by_host(step, length)
+
+    def timed(self, fact: facts.StepTimed) -> None:
+        """A device was at it."""
+        gap = 0 if fact.gap_ns == facts.UNKNOWN_NS else fact.gap_ns
+        span = fact.at - fact.started_at
+        self._on_device().by_event(fact.step, span, fact.launched_ns, fact.queued_ns, gap, fact.bound_ns)
+
+    def _on_device(self) -> DeviceSteps:
+        if self.device is None:
+            self.device = DeviceSteps()
+        return self.device
 
     def lost(self) -> None:
         """Facts are missing: nothing is known of the batch until the next keyframe."""

@@ -12,14 +12,15 @@ class StepRows:
     """The steps that delivered tokens to one request, in order. `table`: numpy int64, one line per column (6, steps).
 
     `started_at`, `ended_at`: the step scheduled, its tokens known. `tokens`: delivered to this request.
-    `others_prefill_tokens`: prompt tokens of other requests in the same step.
+    `others_prefill_tokens`: prompt tokens of other requests in the same step. `device`: how long a device was at it, ns, 0 = not
+    timed; None where none of them was.
     """
 
-    __slots__ = ("table",)
+    __slots__ = ("device", "table")
     STEP, STARTED_AT, ENDED_AT, TOKENS, BATCH_SIZE, OTHERS_PREFILL_TOKENS = range(6)
 
-    def __init__(self, table: Any) -> None:
-        self.table = table
+    def __init__(self, table: Any, device: Any = None) -> None:
+        self.table, self.device = table, device
 
     step = property(lambda self: self.table[0])
     started_at = property(lambda self: self.table[1])
@@ -33,7 +34,7 @@ class StepRows:
 
     def take(self, selection: Any) -> StepRows:
         """The rows of a slice (as a view), a mask or an index array."""
-        return StepRows(self.table[:, selection])
+        return StepRows(self.table[:, selection], None if self.device is None else self.device[selection])
 
 
 class StepSummary(NamedTuple):

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from otel_infer import facts, semconv
+from otel_infer.conclusion import device
 from otel_infer.conclusion.request import GIVEN_UP, Request
 from otel_infer.conclusion.stages import Life, died_in, stages_of
 from otel_infer.conclusion.steps import Part, steps_of
@@ -38,6 +39,8 @@ def _conclude(record: RequestRecord, request: Request, life: Life, part: Part) -
     _adopt_prefill_steps(record, request, life)
     _adopt_tokens(record, request, life, part)
     record.stages = stages_of(record, request, life)
+    if request.timed or any(run.log.device is not None for run in request.runs):
+        device.adopt(record, request)
     if life.died:
         record.died_in = died_in(record, request, life)
     if not record.operation and (_reached_engine(record) or not record.name):

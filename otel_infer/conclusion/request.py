@@ -55,6 +55,7 @@ class Request:
     prefixes: list[facts.PrefixRead] = field(default_factory=list)
     drafts: list[facts.TokensDrafted] = field(default_factory=list)
     stages: list[facts.StageEnded] = field(default_factory=list)
+    timed: list[facts.StageTimed] = field(default_factory=list)
     attributes: dict[str, facts.Value] = field(default_factory=dict)
     events: list[UserEvent] = field(default_factory=list)
     links: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -205,6 +206,10 @@ class Request:
         said = zip((semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE), fact[1:])
         self.attributes.update((key, value) for key, value in said if value)
 
+    def _timed(self, fact: facts.StageTimed) -> None:
+        if len(self.timed) < MAX_STAGES:
+            self.timed.append(fact)
+
     def _stage(self, fact: facts.StageEnded) -> None:
         if len(self.stages) < MAX_STAGES:
             self.stages.append(fact)
@@ -246,6 +251,7 @@ def _event(request: Request, fact: facts.EventAdded) -> None:
 # One table for all: bound to each request, it would tie a request to itself, to be found by the garbage collector alone.
 _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.StageEnded: Request._stage,
+    facts.StageTimed: Request._timed,
     facts.RequestSubmitted: Request._submitted,
     facts.RequestReceived: _once("received_at"),
     facts.RequestScheduled: _once("scheduled_at"),

@@ -204,6 +204,10 @@ class Timeline:
         self.pacing.marked(span.begun_at, self._taken + self._now() - span.launched_at)
         return True
 
+    def drop(self, span: Span) -> None:
+        """Nobody is told of it."""
+        self._pool.append(span)
+
     def harvest(self) -> int:
         """Tells of the spans that are done, in order; how many. For any thread, one at a time; never waits."""
         if not self._pending or captures.open_now or not self._harvesting.acquire(blocking=False):

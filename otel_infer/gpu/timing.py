@@ -94,6 +94,12 @@ class Timing:
         if slot is None or slot.timeline is None or not slot.timeline.end(begun, work.on_device):
             work.on_host(begun.begun_at, begun.launched_at)
 
+    def drop(self, begun: Span | int) -> None:
+        """It did not come to launching."""
+        slot = self._thread.slot
+        if slot is not None and slot.timeline is not None and isinstance(begun, Span):
+            slot.timeline.drop(begun)
+
     def harvest(self) -> None:
         """Tells of what is done by now, of all threads."""
         if self._tender is not None:

@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from otel_infer import asking, clock, facts, ingress
+from otel_infer.gpu.timing import timing
+from otel_infer.gpu.work import StageWork
 from otel_infer.handmade.scope import ENGINE, Scope, count, failed
 
 OPERATION = "inference"
@@ -19,22 +21,31 @@ class stage(Scope):  # noqa: N801 - used like a function
 
     The name is part of the code, not data: it becomes a span name and a metric label. Without a current request it does
     nothing. A stage that raises is recorded all the same. Make a new one for each `with`.
+
+    `gpu`: what this thread launches in it on its current stream is timed on the device as well, if the device is done with it
+    before the request ends.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = str(name)
-        self.again = functools.partial(stage, name)
+    def __init__(self, name: str, *, gpu: bool = False) -> None:
+        self.name, self._gpu = str(name), gpu
+        self.again = functools.partial(stage, name, gpu=gpu)
         self._request: ingress.LiveRequest | None = None
         self._started_at = 0
+        self._begun: Any = None
 
     def __enter__(self) -> stage:
         self._request = ingress.current()
         self._started_at = clock.now()
+        if self._gpu and self._request is not None:
+            self._begun = timing.begin(always=True)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
-        if self._request is not None:
-            self._request.stage(self.name, self._started_at)
+        if self._request is None:
+            return
+        if self._begun is not None:
+            timing.end(self._begun, StageWork(self._request.handle, self.name))
+        self._request.stage(self.name, self._started_at)
 
 
 class request(Scope):  # noqa: N801 - used like a function

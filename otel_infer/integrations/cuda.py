@@ -8,13 +8,16 @@ of as a capture. CUDA is never initialized from here.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from otel_infer import clock
+from otel_infer.gpu import captures
 from otel_infer.gpu.allocator import Allocator
+from otel_infer.gpu.timing import timing
 from otel_infer.integrations._base import Integration
 from otel_infer.patching import Hook
 from otel_infer.ring.recorder import recorder
@@ -22,6 +25,7 @@ from otel_infer.ring.recorder import recorder
 log = logging.getLogger(__name__)
 
 CAUSE = "capture"
+DEVICE_TIME = "device time"
 _GRAPH = "torch.cuda.graphs:CUDAGraph"
 
 
@@ -34,10 +38,13 @@ class _Cuda(Integration):
             recorder.overdue[self.name] = _looking(Allocator(recorder.marked))
         except Exception as exc:
             log.warning("the CUDA allocator is not looked at: %s", type(exc).__name__)
+        recorder.overdue[DEVICE_TIME] = timing.harvest
 
     def remove(self) -> None:
         recorder.overdue.pop(self.name, None)
+        recorder.overdue.pop(DEVICE_TIME, None)
         super().remove()
+        captures.open_now = 0  # nobody will tell of their ends
 
 
 def _looking(allocator: Allocator) -> Callable[[], None]:
@@ -60,18 +67,33 @@ class _Capture(threading.local):
     """The one of this thread, of which there is one at a time. `started_at` 0: none, or one that began before we came."""
 
     started_at = 0
+    is_told = False
 
 
 _current = _Capture()
 
 
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Nobody asks a device from before a capture begins to its end."""
+    captures.begin()
+    try:
+        yield
+    except BaseException:
+        captures.end()
+        raise
+    _current.is_told = True
+
+
 @integration.step_hook(f"{_GRAPH}.capture_begin")
 def capture_begin(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hook.alive:
+            return original(self, *args, **kwargs)
         started_at = clock.now()
-        result = original(self, *args, **kwargs)
-        if hook.alive:
-            _current.started_at = started_at
+        with _told():
+            result = original(self, *args, **kwargs)
+        _current.started_at = started_at
         return result
 
     return capture_begin
@@ -84,6 +106,9 @@ def capture_end(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         try:
             return original(self, *args, **kwargs)
         finally:
+            if _current.is_told:
+                _current.is_told = False
+                captures.end()
             if hook.alive and started_at:
                 recorder.paused(CAUSE, started_at, clock.now())
 

@@ -23,6 +23,8 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 from otel_infer import clock, facts, ingress
+from otel_infer.gpu.timing import timing
+from otel_infer.gpu.work import StageWork
 from otel_infer.integrations._base import Integration
 from otel_infer.integrations._claims import claimed
 from otel_infer.patching import Drift, Hook
@@ -119,6 +121,7 @@ class _Forward(NamedTuple):
     request: ingress.LiveRequest
     started_at: int
     token: Any
+    begun: Any
 
 
 def _begin(module: Any) -> _Forward | None:
@@ -129,7 +132,7 @@ def _begin(module: Any) -> _Forward | None:
         request = ingress.current()
         if request is not None:
             _name(request, module)
-            return _Forward(request, clock.now(), None)
+            return _Forward(request, clock.now(), None, timing.begin(always=True))
         if not recorder.active or _calls.is_grad_enabled():
             return None
         name = model_name(module)
@@ -141,17 +144,20 @@ def _begin(module: Any) -> _Forward | None:
             model=name,
             generative=False,
         )
-        return None if request is None else _Forward(request, request.arrived_at, request.attach())
+        if request is None:
+            return None
+        return _Forward(request, request.arrived_at, request.attach(), timing.begin(always=True))
     except BaseException as exc:
         _calls.hook.fail(exc)
         return None
 
 
 def _end(forward: _Forward, args: Any, kwargs: Any, failure: BaseException | None) -> None:
-    request, started_at, token = forward
+    request, started_at, token, begun = forward
     try:
         if token is not None:
             ingress.detach(token)
+        timing.end(begun, StageWork(request.handle, STAGE))
         request.stage(STAGE, started_at, _rows(args, kwargs))
         if token is not None and failure is None:
             request.close()

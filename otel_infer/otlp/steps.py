@@ -22,7 +22,7 @@ _INTERNAL = 1
 
 class StepColumns(NamedTuple):
     """Decode-step spans, one row each. `owner`: row of `StepOwners`. `start`, `end`: unix ns. `tokens`: delivered to
-    the owner. `others_prefill_tokens`: prompt tokens of other requests in the step."""
+    the owner. `others_prefill_tokens`: prompt tokens of other requests in the step. `device_span`: ns, 0 = not timed."""
 
     owner: npt.NDArray[np.uint32]
     start: Ints
@@ -31,6 +31,7 @@ class StepColumns(NamedTuple):
     batch_size: Ints
     tokens: Ints
     others_prefill_tokens: Ints
+    device_span: Ints
 
     def taken(self, rows: npt.NDArray[np.intp]) -> StepColumns:
         """These rows, in this order."""
@@ -123,10 +124,12 @@ class StepEncoder:
     """Encodes decode-step spans called `name`, with these attribute names.
 
     A row has its step and batch size always, its tokens where they are not 1, others' prefill tokens where there are
-    some.
+    some, and how long a device was at it where one said.
     """
 
-    def __init__(self, name: str, step_key: str, batch_key: str, tokens_key: str, prefill_key: str) -> None:
+    def __init__(
+        self, name: str, step_key: str, batch_key: str, tokens_key: str, prefill_key: str, device_key: str
+    ) -> None:
         self._name_and_kind = string(5, name) + number(6, _INTERNAL)
         self._templates: dict[tuple[int, ...], tuple[bytes, np.dtype[Any]]] = {}
         self._keys = {
@@ -134,6 +137,7 @@ class StepEncoder:
             "batch_size": batch_key,
             "tokens": tokens_key,
             "others_prefill_tokens": prefill_key,
+            "device_span": device_key,
         }
 
     def encode(self, columns: StepColumns, owners: StepOwners) -> tuple[bytes | memoryview, int]:
@@ -143,15 +147,22 @@ class StepEncoder:
             return b"", 0
         numbers: list[Any] = [np.asarray(column, np.int64) for column in columns[1:]]
         columns = _request_major(StepColumns(columns.owner, *numbers), len(owners.trace_id))
-        several, mixed = columns.tokens != 1, columns.others_prefill_tokens > 0
+        several, mixed, timed = (
+            columns.tokens != 1,
+            columns.others_prefill_tokens > 0,
+            columns.device_span > 0,
+        )
         step, batch = _width(columns.step), _width(columns.batch_size)
         tokens, prefill = _width(columns.tokens), _width(np.maximum(columns.others_prefill_tokens, 0))
+        device = _width(np.maximum(columns.device_span, 0)) if timed.any() else 0
         shape = several | mixed.view(np.uint8) << 1
+        if device:
+            shape |= timed.view(np.uint8) << 2
         shapes = []
         for one in range(shape.min(), shape.max() + 1):
             at = np.flatnonzero(shape == one)
             if len(at):
-                widths = (step, batch, tokens * (one & 1), prefill * (one >> 1))
+                widths = (step, batch, tokens * (one & 1), prefill * (one >> 1 & 1), device * (one >> 2))
                 of_shape = columns.taken(at) if len(at) < count else columns
                 shapes.append((at, self._rows(of_shape, owners, widths)))
         return _interleaved(shapes, count), count

@@ -111,7 +111,9 @@ class Rings:
                 raise NotARing("not written yet: its process is not there")
             steps = StepReader(memory, next(self._numbers))
             owner.engines.append((steps, descriptor, file))
-            said = facts.EngineSeen(0, owner.ring, steps.header.pid, steps.engine)
+            log = prefix.rpartition("-")[2]
+            number = int(log) if log.isdecimal() else 0
+            said = facts.EngineSeen(0, owner.ring, steps.header.pid, steps.engine, number)
             self._pending.append(facts.RingFact(steps.ring, 0, said))
         self._names.add(key)
         self.seen_any = True

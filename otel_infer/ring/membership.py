@@ -64,10 +64,12 @@ class StepLog:
     """The steps of one engine thread.
 
     Members are whatever objects the engine lists; they are told apart by identity and by `==`. `handles` binds them to
-    requests, or `pack` gives the handles of many, 4 bytes each, if members cannot be dictionary keys.
+    requests, or `pack` gives the handles of many, 4 bytes each, if members cannot be dictionary keys. `number`: its ring's, among
+    those of this process.
     """
 
-    def __init__(self, writer: StepWriter, handles: Handles) -> None:
+    def __init__(self, writer: StepWriter, handles: Handles, number: int = 0) -> None:
+        self.number = number
         self._writer = writer
         self._members: list[Any] = []
         self._packed = bytearray()

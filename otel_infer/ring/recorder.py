@@ -230,14 +230,15 @@ class Recorder:
         try:
             if len(self._logs) >= MAX_STEP_LOGS:
                 raise write.RingRefused(f"more than {MAX_STEP_LOGS} engines")
-            writer = write.StepWriter(self.arena, f"{self._prefix}-{next(self._names)}", engine)
+            number = next(self._names)
+            writer = write.StepWriter(self.arena, f"{self._prefix}-{number}", engine)
         except write.RingRefused as refusal:
             # Asked again at every step, it would be refused at every step.
             self._no_more_logs = True
             self._lose(1)
             log.warning("steps of %s are not recorded: %s", engine, refusal)
             return None
-        made = StepLog(writer, Handles())
+        made = StepLog(writer, Handles(), number)
         self._logs.append(made)
         return made.handed_over()
 

@@ -36,9 +36,13 @@ def count(
 
 def count_executions(histograms: Mapping[str, Histograms], executions: Sequence[Execution]) -> None:
     """Adds what workers took."""
-    groups: dict[Key, list[int]] = {}
-    for engine, pid, rank, length in executions:
-        groups.setdefault((rank, semconv.CLOCK_HOST, engine or None, pid), []).append(length)
-    for key, lengths in groups.items():
-        points = histograms[semconv.STEP_EXECUTION.name].at(key)
-        points.record_many(np.sort(np.array(lengths) / 1e9))
+    groups: dict[tuple[str, Key], list[int]] = {}
+    for engine, pid, rank, length, on_device, queued, gap in executions:
+        clock = semconv.CLOCK_DEVICE if on_device else semconv.CLOCK_HOST
+        of = engine or None, pid
+        groups.setdefault((semconv.STEP_EXECUTION.name, (rank, clock, *of)), []).append(length)
+        for metric, waited in ((semconv.DEVICE_QUEUED, queued), (semconv.DEVICE_IDLE, gap)):
+            if waited >= 0:
+                groups.setdefault((metric.name, (rank, *of)), []).append(waited)
+    for (name, key), lengths in groups.items():
+        histograms[name].at(key).record_many(np.sort(np.array(lengths) / 1e9))

@@ -212,6 +212,8 @@ class MetricsSink:
                 detokenize = attributes.get(semconv.DETOKENIZE)
                 if isinstance(detokenize, (int, float)):
                     points.at((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
+        for name, length in record.device_ns.items():
+            points.at((self._stages.admit(name), semconv.CLOCK_DEVICE, *who)).record(length / 1e9, source)
 
     def _count_blame(self, record: RequestRecord, blame: Blame, who: Key) -> None:
         spent = self._blamed.setdefault(who, {})

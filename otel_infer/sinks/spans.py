@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -122,6 +122,7 @@ class SpanSink:
             semconv.BATCH_SIZE,
             semconv.STEP_TOKENS,
             semconv.OTHERS_PREFILL_TOKENS,
+            semconv.DEVICE_SPAN,
         )
         self._parts: list[bytes | memoryview] = []
         self._count = self._size = 0
@@ -187,11 +188,18 @@ class SpanSink:
         step, start, end, tokens, size, prefill = np.concatenate([rows.table for rows in self._rows], axis=1)
         trace, parent, request = (np.frombuffer(b"".join(c), np.uint8) for c in zip(*self._owners))
         owners = otlp.StepOwners(trace.reshape(-1, 16), parent.reshape(-1, 8), request.reshape(-1, 8))
+        device = np.zeros(len(owner), np.int64)
+        if any(rows.device is not None for rows in self._rows):
+            device = np.concatenate([_device_of(rows) for rows in self._rows])
         encoded, count = self._steps.encode(
-            otlp.StepColumns(owner, start + offset, end + offset, step, size, tokens, prefill), owners
+            otlp.StepColumns(owner, start + offset, end + offset, step, size, tokens, prefill, device), owners
         )
         self._rows, self._owners, self._offsets, self._row_count = [], [], [], 0
         self._add(encoded, count)
+
+
+def _device_of(rows: StepRows) -> Any:
+    return np.zeros(len(rows), np.int64) if rows.device is None else rows.device
 
 
 def chosen_steps(rows: StepRows, granted: int) -> StepRows:

@@ -25,8 +25,9 @@ NAMES = (
     "infer.batch.size",
     "infer.step.tokens",
     "infer.others.prefill.tokens",
+    "infer.device.span",
 )
-NAME, STEP, BATCH, TOKENS, PREFILL = NAMES
+NAME, STEP, BATCH, TOKENS, PREFILL, DEVICE = NAMES
 U64 = 1 << 64
 
 text = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -146,7 +147,7 @@ def test_a_value_of_an_unusual_kind_is_sent_as_what_comes_nearest(value: Any, ex
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[StepColumns, StepOwners]:
-    """Any order of owners, all four shapes of rows, integers of any size."""
+    """Any order of owners, all eight shapes of rows, integers of any size."""
     owners, rows = draw(st.integers(1, 5)), draw(st.integers(0, 40))
     seed = np.random.default_rng(draw(st.integers(0, 1 << 32)))
 
@@ -163,6 +164,7 @@ def batches(draw: st.DrawFn) -> tuple[StepColumns, StepOwners]:
         batch_size=column(number),
         tokens=column(st.one_of(st.just(1), st.just(0), number)),
         others_prefill_tokens=column(st.one_of(st.just(0), number)),
+        device_span=column(st.one_of(st.just(0), number)) if draw(st.booleans()) else column(st.just(0)),
     )
     ids = (seed.integers(0, 256, (owners, width), dtype=np.uint8) for width in (16, 8, 8))
     return columns, StepOwners(*ids)
@@ -170,12 +172,13 @@ def batches(draw: st.DrawFn) -> tuple[StepColumns, StepOwners]:
 
 def expected_rows(columns: StepColumns, owners: StepOwners) -> list[tuple[Any, ...]]:
     rows = []
-    for owner, start, end, step, batch, tokens, prefill in sorted(
+    for owner, start, end, step, batch, tokens, prefill, device in sorted(
         zip(*(column.tolist() for column in columns)), key=lambda row: row[0]
     ):
         said = {STEP: step, BATCH: batch}
         said |= {TOKENS: tokens} if tokens != 1 else {}
         said |= {PREFILL: prefill} if prefill > 0 else {}
+        said |= {DEVICE: device} if device > 0 else {}
         ids = (owners.trace_id[owner].tobytes(), owners.parent_span_id[owner].tobytes())
         rows.append((*ids, NAME, 1, start, end, said))
     return rows
@@ -223,6 +226,7 @@ def one_request(**changes: Any) -> tuple[StepColumns, StepOwners]:
         "batch_size": np.full(100, 256),
         "tokens": np.ones(100, np.int64),
         "others_prefill_tokens": np.zeros(100, np.int64),
+        "device_span": np.zeros(100, np.int64),
     }
     ids = (np.full((1, width), 7, np.uint8) for width in (16, 8, 8))
     return StepColumns(**ordinary | changes), StepOwners(*ids)
@@ -232,6 +236,11 @@ def one_request(**changes: Any) -> tuple[StepColumns, StepOwners]:
 def test_an_ordinary_row_takes_at_most_130_bytes(step: int) -> None:
     encoded, count = otlp.StepEncoder(*NAMES).encode(*one_request(step=np.full(100, step)))
     assert len(encoded) / count <= 130
+
+
+def test_a_row_that_a_device_was_timed_for_takes_at_most_160_bytes() -> None:
+    encoded, count = otlp.StepEncoder(*NAMES).encode(*one_request(device_span=np.full(100, 40_000_000)))
+    assert len(encoded) / count <= 160
 
 
 def test_one_large_step_id_in_a_batch_of_small_ones_is_written_right() -> None:

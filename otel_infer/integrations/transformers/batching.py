@@ -1,7 +1,7 @@
 """Continuous batching, step by step: one thread of the manager runs all steps of its scheduler.
 
-    schedule_batch ─▶ prepare_batch_tensors ─▶ forward ─▶ prepare_batch_update ─▶ finish_request
-    scheduled                                             done                    (see `sequences`)
+    schedule_batch ─▶ prepare_batch_tensors ─▶ compute_batch ─▶ prepare_batch_update ─▶ finish_request
+    scheduled                                  timed on device  done                    (see `sequences`)
 
 A step is known again at its end by the first of its futures, which the library carries from one to the other. With
 asynchronous batching two steps are in flight, and what was scheduled for a sequence that finished meanwhile is
@@ -10,6 +10,7 @@ discarded. Releases before 5.18 count free blocks, later ones a free share; befo
 
 from __future__ import annotations
 
+import os
 import threading
 from array import array
 from collections import deque
@@ -18,6 +19,8 @@ from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
+from otel_infer.gpu.timing import timing
+from otel_infer.gpu.work import StepWork
 from otel_infer.integrations._claims import claiming
 from otel_infer.integrations.transformers._integration import ENGINE, integration
 from otel_infer.patching import Hook
@@ -187,10 +190,11 @@ def _kv_blocks(cache: Any) -> tuple[int, int]:
 
 
 class _Loop(threading.local):
-    """`made`: what the loop on this thread has made."""
+    """`made`: what the loop on this thread has made; `latest`: of these, the one that was scheduled last."""
 
     def __init__(self) -> None:
         self.made: list[_Batches] = []
+        self.latest: _Batches | None = None
 
 
 _loop = _Loop()
@@ -236,7 +240,7 @@ def run_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 def _release() -> None:
-    made, _loop.made = _loop.made, []
+    made, _loop.made, _loop.latest = _loop.made, [], None
     for batches in made:
         batches.end()
 
@@ -256,6 +260,7 @@ def _scheduling(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
                 futures = result[0]
                 if futures:
                     batches = _batches_of(self)
+                    _loop.latest = batches
                     if batches is not None:
                         batches.scheduled(self, futures, result[2])
             except Exception as exc:
@@ -267,6 +272,37 @@ def _scheduling(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 for _class in ("FIFOScheduler", "PrefillFirstScheduler"):
     integration.step_hook(f"{SCHEDULER}:{_class}.schedule_batch", part=PART)(_scheduling)
+
+
+@integration.step_hook(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
+def compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Launches forward and sampling on a stream of its own."""
+
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batches = _loop.latest
+        if batches is None or not batches.flights or not hook.alive:
+            return original(self, *args, **kwargs)
+        begun = None
+        try:
+            flight = batches.flights[-1]
+            begun = timing.begin(
+                getattr(self.inputs_and_outputs, "compute_stream", None), bool(flight.chunks)
+            )
+        except Exception as exc:
+            hook.fail(exc)
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException:
+            timing.drop(begun or 0)
+            raise
+        if begun is not None:
+            try:
+                timing.end(begun, StepWork(ENGINE, os.getpid(), 0, flight.step, batches.log.number))
+            except Exception as exc:
+                hook.fail(exc)
+        return result
+
+    return compute
 
 
 @integration.step_hook(f"{CB}.input_outputs:ContinuousBatchingIOs.prepare_batch_update", part=PART)

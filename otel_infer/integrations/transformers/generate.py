@@ -12,6 +12,7 @@ without steps. A `generate` inside a `generate`, as a draft model's, is part of 
 
 from __future__ import annotations
 
+import os
 import threading
 from array import array
 from collections.abc import Callable, Generator
@@ -19,6 +20,8 @@ from operator import attrgetter
 from typing import Any
 
 from otel_infer import clock, facts, ingress
+from otel_infer.gpu.timing import timing
+from otel_infer.gpu.work import StepWork
 from otel_infer.integrations._claims import claiming
 from otel_infer.integrations.transformers._integration import (
     CANCELLED,
@@ -54,6 +57,7 @@ class _Run:
         self.member = [self]
         self.stepping = self.drafting = self.prefilled = False
         self.accepted = 1
+        self.begun: Any = None
         self.iterations = self.step = self.tokens = 0
 
     def enter(self, input_ids: Any, config: Any) -> None:
@@ -70,6 +74,13 @@ class _Run:
         if self.log is not None:
             column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
             self.step = self.log.scheduled(self.member, (), column, running=1)
+            self.begun = timing.begin(always=tokens > self.computed)
+
+    def launched(self) -> None:
+        """Whatever there is to compute for it has been launched."""
+        begun, self.begun = self.begun, None
+        if begun is not None and self.log is not None:
+            timing.end(begun, StepWork(ENGINE, os.getpid(), 0, self.step, self.log.number))
 
     def done(self) -> None:
         """Its tokens are known."""
@@ -104,6 +115,7 @@ class _Run:
 
     def fails(self, exc: BaseException) -> None:
         """States that it was given up."""
+        timing.drop(self.begun or 0)
         stopped = not isinstance(exc, Exception) or type(exc).__name__ == CANCELLED
         self.request.state(facts.EngineFinished(clock.now(), "abort" if stopped else "error", self.tokens))
         if self.own and stopped:
@@ -285,8 +297,13 @@ def prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 @integration.step_hook(f"{_GENERATION}._has_unfinished_sequences", part="generate")
 def has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def has_unfinished_sequences(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
         run = thread.run
+        if run is not None and run.begun is not None and hook.alive:
+            try:
+                run.launched()  # this function waits for the device
+            except Exception as exc:
+                hook.fail(exc)
+        result = original(*args, **kwargs)
         if run is not None and run.stepping and hook.alive:
             try:
                 run.iterate(bool(result))

@@ -1,4 +1,4 @@
-"""A worker: what it takes for each step, on its own clock, as its host sees it.
+"""A worker: what it takes for each step, as its host sees it, and as its device does.
 
     execute_model ─▶ sample_tokens
     begins           ends (a pooling model, and all but the last stage of a pipeline, have no tokens to sample)
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, facts
+from otel_infer.gpu.timing import timing
+from otel_infer.gpu.work import StepWork
 from otel_infer.integrations.vllm._integration import ENGINE, EXECUTION, integration
 from otel_infer.patching import Hook
 from otel_infer.ring.recorder import recorder
@@ -19,13 +21,29 @@ from otel_infer.ring.recorder import recorder
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
+class _OnDevice(StepWork):
+    """The host's part is told anyway."""
+
+    __slots__ = ()
+
+    def on_host(self, begun_at: int, launched_at: int) -> None:
+        """Not again."""
+
+
 class Begun:
     """The step that a worker has begun. `ended_at`: as far as is known."""
 
-    __slots__ = ("ended_at", "started_at", "step")
+    __slots__ = ("_on_device", "ended_at", "started_at", "step")
 
-    def __init__(self, step: tuple[int, int], started_at: int) -> None:
-        self.step, self.started_at, self.ended_at = step, started_at, 0
+    def __init__(self, step: tuple[int, int], is_prefill: bool) -> None:
+        self._on_device = timing.begin(always=is_prefill)
+        self.step, self.started_at, self.ended_at = step, clock.now(), 0
+
+    def launched(self, rank: int) -> None:
+        """All of it is launched, and nobody has waited for the device yet."""
+        self.ended_at = clock.now()
+        pid, step = self.step
+        timing.end(self._on_device, _OnDevice(ENGINE, pid, rank, step, 0))
 
     def tell(self, rank: int) -> None:
         """States it."""
@@ -39,15 +57,21 @@ def execute_model(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         step = getattr(scheduler_output, "otel_infer_step", None)
         if step is None or not hook.alive:
             return original(self, scheduler_output, *args, **kwargs)
-        begun = Begun(step, clock.now())
+        try:
+            begun = Begun(step, bool(scheduler_output.scheduled_new_reqs))
+        except Exception as exc:
+            hook.fail(exc)
+            return original(self, scheduler_output, *args, **kwargs)
         result = original(self, scheduler_output, *args, **kwargs)
         try:
             before = getattr(self, "otel_infer_begun", None)
             if before is not None:
                 before.tell(self.rank)
-            begun.ended_at = clock.now()
             if result is not None:
+                begun.launched(self.rank)
                 begun.tell(self.rank)
+            else:
+                begun.ended_at = clock.now()
             self.otel_infer_begun = begun if result is None else None
         except Exception as exc:
             hook.fail(exc)
@@ -63,7 +87,8 @@ def sample_tokens(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         begun = getattr(self, "otel_infer_begun", None)
         if begun is not None and hook.alive:
             try:
-                self.otel_infer_begun, begun.ended_at = None, clock.now()
+                self.otel_infer_begun = None
+                begun.launched(self.rank)
                 begun.tell(self.rank)
             except Exception as exc:
                 hook.fail(exc)

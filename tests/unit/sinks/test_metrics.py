@@ -737,6 +737,17 @@ def test_what_a_worker_takes_is_counted_by_its_rank() -> None:
     }  # fmt: skip
 
 
+def test_what_a_device_takes_is_a_series_of_its_own_and_so_is_what_it_waits_for() -> None:
+    metrics = sink()
+    metrics.executions([Execution("vllm", 77, 0, 5 * MS), Execution("vllm", 77, 0, 4 * MS, True, 2 * MS, -1)])
+    said = counted(metrics)
+    points = said["infer.step.execution.duration"]["points"]
+    clocks = {point["attributes"]["infer.clock"]: point["sum"] for point in points}
+    assert clocks == {"host": 0.005, "device": 0.004}
+    assert [point["sum"] for point in said["infer.step.device.queue"]["points"]] == [0.002]
+    assert "infer.step.device.gap" not in said
+
+
 def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
     metrics = sink()
     loaded = (Phase("weights", 0, 100 * MS), Phase("weights", 200 * MS, 400 * MS))
@@ -759,7 +770,7 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})], input_tokens=8, **read)
     preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
     metrics.steps([step(prefill_tokens=5)])
-    metrics.executions([Execution("vllm", 77, 0, MS)])
+    metrics.executions([Execution("vllm", 77, 0, MS, True, MS, MS)])
     metrics.pauses([Pause(0, MS, "gc")])
     metrics.start(started(Phase("imports", 0, MS)))
     metrics.marks([Mark(0, MS, "allocator_oom", 1), Mark(0, MS, "kv_eviction", 2)])

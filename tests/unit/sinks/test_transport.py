@@ -63,9 +63,12 @@ def body() -> bytes:
         steps + 1,
         np.ones_like(steps),
         np.zeros_like(steps),
+        np.zeros_like(steps),
     )
     trace, parent = np.full((1, 16), ord("t"), np.uint8), np.full((1, 8), ord("r"), np.uint8)
-    encoder = otlp.StepEncoder("decode step", "infer.step.id", "infer.batch.size", "infer.step.tokens", "p")
+    encoder = otlp.StepEncoder(
+        "decode step", "infer.step.id", "infer.batch.size", "infer.step.tokens", "p", "d"
+    )
     rows, count = encoder.encode(columns, otlp.StepOwners(trace, parent, parent))
     parts = [otlp.encode_span(request), rows]
     assert count == COUNT - 1

@@ -1,0 +1,44 @@
+"""What is timed on a device, and the fact that it becomes."""
+
+from __future__ import annotations
+
+from otel_infer import facts
+from otel_infer.facts import LONGEST_NS, UNKNOWN_NS
+from otel_infer.gpu.timeline import Timed
+from otel_infer.ring.recorder import recorder
+
+
+class StepWork:
+    """A step of an engine in process `pid`, or the part of it that the worker of this rank does. `log`: as in `StepExecuted`."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, engine: str, pid: int, rank: int, step: int, log: int) -> None:
+        self._of = engine, pid, rank, step, log
+
+    def on_device(self, timed: Timed) -> None:
+        started_at, ended_at, launched, queued, gap, bound = timed
+        gap = UNKNOWN_NS if gap < 0 else min(gap, LONGEST_NS)
+        launched, queued, bound = min(launched, LONGEST_NS), min(queued, LONGEST_NS), min(bound, LONGEST_NS)
+        recorder.stated(facts.StepTimed(ended_at, started_at, *self._of, launched, queued, gap, bound))
+
+    def on_host(self, begun_at: int, launched_at: int) -> None:
+        recorder.stated(facts.StepExecuted(launched_at, begun_at, *self._of))
+
+
+class StageWork:
+    """What a request launches in one of its stages."""
+
+    __slots__ = ("_handle", "_stage")
+
+    def __init__(self, handle: int, stage: str) -> None:
+        self._handle, self._stage = handle, stage
+
+    def on_device(self, timed: Timed) -> None:
+        started_at, ended_at, *lengths, bound = timed
+        launched, queued = (min(length, LONGEST_NS) for length in lengths[:2])
+        fact = facts.StageTimed(ended_at, started_at, self._stage, launched, queued, min(bound, LONGEST_NS))
+        recorder.state(self._handle, fact)
+
+    def on_host(self, begun_at: int, launched_at: int) -> None:
+        """The stage itself says that."""

@@ -1,0 +1,166 @@
+"""What a device said of steps: what it comes to, what held it back, and where it stands on a request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import otel_infer
+from otel_infer import clock, ingress
+from otel_infer.devicesteps import CAPACITY, DeviceSteps, DeviceTime
+from otel_infer.gpu.timeline import Timed
+from otel_infer.gpu.work import StageWork, StepWork
+from tests.rings import Recording
+
+MS = 1_000_000
+STEPS = np.arange(1, 11)
+
+
+@pytest.fixture
+def recording() -> Iterator[Recording]:
+    recording = Recording()
+    yield recording
+    recording.stop()
+
+
+def filled(span: int, launched: int, queued: int, gap: int) -> DeviceSteps:
+    device = DeviceSteps()
+    for step in STEPS:
+        device.by_event(int(step), span, launched, queued, gap, 9000)
+    return device
+
+
+@pytest.mark.parametrize(
+    ("span", "launched", "queued", "gap", "limit"),
+    [
+        (20 * MS, MS, 15 * MS, 0, "gpu-bound"),
+        (20 * MS, MS, 10_000, 200_000, "gpu-bound"),
+        (20 * MS, 19 * MS, 10_000, 0, "launch-bound"),
+        (20 * MS, MS, 10_000, 8 * MS, "host-stalled"),
+        (20 * MS, 20 * MS, 300 * MS, 0, "back-pressured"),
+    ],
+)
+def test_what_held_the_device_back_follows_from_four_lengths(
+    span: int, launched: int, queued: int, gap: int, limit: str
+) -> None:
+    time = filled(span, launched, queued, gap).time_of(STEPS)
+    assert time == DeviceTime("event", 10, 10 * span, 10 * launched, 10 * queued, 10 * gap, 9000)
+    assert time.limit == limit
+
+
+def test_by_the_host_alone_nothing_is_claimed_of_a_device() -> None:
+    device = DeviceSteps()
+    device.by_host(1, 5 * MS)
+    device.by_host(2, 7 * MS)
+    time = device.time_of(STEPS)
+    assert time == DeviceTime("host", 2, 12 * MS)
+    assert time.limit == ""
+    assert device.spans(STEPS) is None
+
+
+def test_what_the_device_says_goes_before_what_the_host_does_in_any_order() -> None:
+    device = DeviceSteps()
+    device.by_event(1, 5 * MS, 0, 0, 0, 0)
+    device.by_host(1, 9 * MS)
+    device.by_host(2, 9 * MS)
+    device.by_event(2, 6 * MS, 0, 0, 0, 0)
+    assert device.spans(np.array([1, 2, 3])).tolist() == [5 * MS, 6 * MS, 0]
+
+
+def test_a_step_is_never_taken_for_an_older_one_in_its_place() -> None:
+    device = DeviceSteps()
+    device.by_event(7, 5 * MS, 0, 0, 0, 0)
+    assert device.time_of(np.array([7 + CAPACITY])) is None
+    device.by_event(7 + CAPACITY, 6 * MS, 0, 0, 0, 0)
+    assert device.time_of(np.array([7])) is None
+
+
+def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Recording) -> None:
+    with otel_infer.request() as request:
+        for number in range(4):
+            with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
+                pass
+            begun = clock.now()
+            work = StepWork("custom", os.getpid(), 0, number + 1, 0)
+            work.on_device(Timed(begun, begun + 3 * MS, 100_000, 20_000, 50_000, 8000))
+    (record,) = recording.records()
+    prefill, decode = record.stage("prefill"), record.stage("decode")
+    assert prefill is not None
+    assert decode is not None
+    assert {
+        name: decode.attributes[name] for name in decode.attributes if name.startswith("infer.device")
+    } == {
+        "infer.device.method": "event",
+        "infer.device.steps": 3,
+        "infer.device.duration": 0.009,
+        "infer.device.launch": 0.0003,
+        "infer.device.queue": 0.00006,
+        "infer.device.gap": 0.00015,
+        "infer.device.error": 0.000008,
+        "infer.device.limit": "gpu-bound",
+    }
+    assert prefill.attributes["infer.device.duration"] == 0.003
+    assert record.device_ns == {"prefill": 3 * MS, "decode": 9 * MS}
+    assert record.steps is not None
+    assert record.steps.device.tolist() == [3 * MS] * 4
+
+
+def test_a_stage_of_which_some_steps_were_not_timed_is_no_value_of_the_series(recording: Recording) -> None:
+    with otel_infer.request() as request:
+        for number in range(4):
+            with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
+                pass
+        StepWork("custom", os.getpid(), 0, 3, 0).on_device(Timed(1, 3 * MS, 0, 0, -1, 0))
+    (record,) = recording.records()
+    decode = record.stage("decode")
+    assert decode is not None
+    assert decode.attributes["infer.device.steps"] == 1
+    assert record.device_ns == {}
+
+
+def test_on_the_host_the_same_steps_have_the_same_attributes_and_say_by_whose_clock(
+    recording: Recording,
+) -> None:
+    with otel_infer.request() as request:
+        for number in range(3):
+            with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
+                pass
+            StepWork("custom", os.getpid(), 0, number + 1, 0).on_host(clock.now() - 2 * MS, clock.now())
+    (record,) = recording.records()
+    decode = record.stage("decode")
+    assert decode is not None
+    assert decode.attributes["infer.device.method"] == "host"
+    assert decode.attributes["infer.device.steps"] == 2
+    assert "infer.device.limit" not in decode.attributes
+    assert record.device_ns == {}
+
+
+def test_a_stage_can_be_timed_on_its_own(recording: Recording) -> None:
+    with otel_infer.request():
+        with otel_infer.stage("rerank", gpu=True):
+            pass
+        request = ingress.current()
+        assert request is not None
+        at = clock.now()
+        StageWork(request.handle, "rerank").on_device(Timed(at - 4 * MS, at, 5, 6, -1, 7))
+    (record,) = recording.records()
+    stage = record.stage("rerank")
+    assert stage is not None
+    assert stage.attributes["infer.device.duration"] == 0.004
+    assert record.device_ns == {"rerank": 4 * MS}
+
+
+def test_lengths_beyond_four_seconds_are_said_to_be_that(recording: Recording) -> None:
+    timed = Timed(0, 1, 1 << 40, 1 << 40, 1 << 40, 1 << 40)
+    with otel_infer.request() as request:
+        for number in range(2):
+            with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
+                pass
+        StepWork("custom", os.getpid(), 0, 2, 0).on_device(timed)
+    (record,) = recording.records()
+    decode = record.stage("decode")
+    assert decode is not None
+    assert 4.2 < float(decode.attributes["infer.device.queue"]) < 4.3  # type: ignore[arg-type]
