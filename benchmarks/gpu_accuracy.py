@@ -40,15 +40,16 @@ class Row(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """`anchors`: (before, after) on the host, and ms since the first event."""
+    """`anchors`: (before, after) on the host, and ms since the first event; `own_ms`: what marks take themselves."""
 
     rows: list[Row]
     anchors: list[tuple[int, int, float]]
+    own_ms: float
 
     def recording(self) -> dict[str, Any]:
         """As JSON has it."""
         rows = [{**row._asdict(), "timed": row.timed._asdict()} for row in self.rows]
-        return {"anchors": self.anchors, "rows": rows}
+        return {"own_ms": self.own_ms, "anchors": self.anchors, "rows": rows}
 
 
 def measure() -> Accuracy:
@@ -76,6 +77,7 @@ class _Bench:
         self._device = TorchDevice(torch, "cuda", torch.cuda.current_device())
         self._clocks = ClockMap(self._device)
         self._timeline = Timeline(self._device, self._clocks)
+        self._timeline.warm_up(self._device.idle_stream())
         self._stream, self._base = self._device.stream(), self._device.event()
         self._base.record(self._stream)
         torch.cuda.synchronize()
@@ -113,7 +115,7 @@ class _Bench:
             if name in kernels:
                 began, ended = (at - offset for at in kernels[name])
                 rows.append(Row(name.split()[0], *told, began, ended, timed))
-        return Accuracy(rows, self._anchors)
+        return Accuracy(rows, self._anchors, self._timeline.own_ms)
 
 
 def _kineto_offset() -> int:

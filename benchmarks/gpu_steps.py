@@ -91,7 +91,7 @@ def measured(batch: int, kind: str, ahead: bool, rounds: int, gates: tuple[float
     decoder = _decoder(batch)
     step = decoder.graph() if kind == "graph" else decoder.eager()
     loop = Loop(decoder, step, ahead)
-    turn, rounds = (TURN, rounds) if kind == "graph" else (TURN // 2, 2 * rounds)
+    turn, rounds = (TURN, rounds) if kind == "graph" else (TURN // 5, 6 * rounds)
     for marked in (False, True):
         loop.turn(turn, marked)
     loop.costs.clear()

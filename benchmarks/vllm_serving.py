@@ -38,7 +38,7 @@ from otel_infer.cli.demo_model import make_demo_model
 STREAMS, TOKENS, PROMPT = 8, 48, 24
 LAYERS, HIDDEN = 8, 768
 """A step of it takes some 20 ms on one core: with a smaller one, clients see how fast the server answers, and not its steps."""
-ROUNDS, OTHERS_ROUNDS, QUICK_ROUNDS = 100, 20, 3
+ROUNDS, OTHERS_ROUNDS, QUICK_ROUNDS = 200, 20, 3
 READY_S = 240.0
 HALF_WIDTH = 0.01
 """Of the p50 ratio's bounds: wider, and nothing is concluded."""

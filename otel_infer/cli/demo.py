@@ -97,7 +97,8 @@ class Demo:
         """`transformers serve`, as a person would start it."""
         beside = Path(sys.executable).parent / "transformers"
         program = str(beside) if beside.exists() else shutil.which("transformers") or "transformers"
-        options = "--device cpu --dtype float32 --attn-implementation sdpa --continuous-batching"
+        device = "cuda" if _has_gpu() else "cpu"
+        options = f"--device {device} --dtype float32 --attn-implementation sdpa --continuous-batching"
         sizes = "--cb-num-blocks 128 --cb-block-size 32 --cb-max-batch-tokens 256"
         where = f"--host 127.0.0.1 --port {self.port}"
         return [program, "serve", str(self.model), *f"{where} {options} {sizes}".split()]
@@ -154,7 +155,8 @@ class Demo:
         if self.arguments.json:
             print(json.dumps([replay.described(record) for record in records]))
         else:
-            self.console.print(picture.stages_table(records), "", picture.latency_table(records), "")
+            self.console.print(picture.stages_table(records), picture.device_line(records), "")
+            self.console.print(picture.latency_table(records), "")
             slowest = max(records, key=lambda record: record.duration_ns)
             self.console.print("[bold]the slowest request")
             for line in picture.waterfall(slowest):
@@ -195,6 +197,12 @@ def answers(url: str, alive: Callable[[], bool], timeout: float) -> bool:
         except OSError:
             time.sleep(0.2)
     return False
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def _is_installed(module: str) -> bool:

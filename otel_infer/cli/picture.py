@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from otel_infer import facts, semconv
+from otel_infer.devicesteps import BY_EVENT
 from otel_infer.records import RequestRecord, Stage
 from otel_infer.sinks.console import milliseconds
 from otel_infer.sinks.tree import request_name
@@ -36,21 +38,59 @@ def console() -> Console:
 
 
 def stages_table(records: Sequence[RequestRecord]) -> Table:
-    """p50, p95, p99 of each stage, and each stage's share of all time."""
+    """p50, p95, p99 of each stage, and each stage's share of all time; beside them a GPU's, where one was timed."""
+    by_name: dict[str, list[Stage]] = {}
+    for stage in [stage for record in records for stage in record.stages]:
+        by_name.setdefault(stage.name, []).append(stage)
+    on_gpu = {name: gpu for name, stages in by_name.items() if (gpu := [*map(_on_gpu, stages)]) and any(gpu)}
+    more = ("GPU p50", "GPU p99", "held back") if on_gpu else ()
     table = _table(
-        "where the time went", "stage", "requests", "p50", "p95", "p99", "max", "share of all time"
+        "where the time went", "stage", "requests", "p50", "p95", "p99", "max", "share of all time", *more
     )
     total = sum(record.duration_ns for record in records) or 1
-    by_name: dict[str, list[int]] = {}
-    for record in records:
-        for stage in record.stages:
-            by_name.setdefault(stage.name, []).append(stage.ended_at - stage.started_at)
     ordered = [name for name in semconv.STAGES if name in by_name]
     for name in ordered + sorted(set(by_name) - set(ordered)):
-        lengths = by_name[name]
+        lengths = [stage.ended_at - stage.started_at for stage in by_name[name]]
         share = f"{100 * sum(lengths) / total:.1f} %"
-        table.add_row(name, str(len(lengths)), *_quantiles(lengths), milliseconds(max(lengths)), share)
+        row = [name, str(len(lengths)), *_quantiles(lengths), milliseconds(max(lengths)), share]
+        table.add_row(*row, *(_gpu_columns(on_gpu.get(name, [])) if more else ()))
     return table
+
+
+def device_line(records: Sequence[RequestRecord]) -> str:
+    """By whose clock, and how sure that is."""
+    stages = [stage for record in records for stage in record.stages if _on_gpu(stage)]
+    if not stages:
+        return "no GPU was timed: all times are the host's"
+    steps = sum(int(_number(stage, semconv.DEVICE_STEPS)) for stage in stages)
+    bound = max(_number(stage, semconv.DEVICE_ERROR) for stage in stages)
+    return (
+        f"GPU: {steps} spans between marks on its streams, each instant within ±{bound * 1e6:.0f} µs; "
+        "of a stage with steps that were not marked, in proportion"
+    )
+
+
+def _on_gpu(stage: Stage) -> tuple[int, str] | None:
+    """How long a GPU was at it, ns, and what held it back."""
+    if stage.attributes.get(semconv.DEVICE_METHOD) != BY_EVENT:
+        return None
+    timed, steps = _number(stage, semconv.DEVICE_STEPS), _number(stage, semconv.DEVICE_STEPS_ALL)
+    length = _number(stage, semconv.DEVICE_DURATION) * 1e9 / max(timed, 1) * max(steps, 1)
+    return round(length), str(stage.attributes.get(semconv.DEVICE_LIMIT, ""))
+
+
+def _number(stage: Stage, key: str) -> float:
+    value = stage.attributes.get(key, 0)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _gpu_columns(stages: Sequence[tuple[int, str] | None]) -> tuple[str, ...]:
+    known = [stage for stage in stages if stage is not None]
+    if not known:
+        return "", "", ""
+    p50, _, p99 = _quantiles([length for length, _ in known])
+    ((limit, _),) = Counter(limit for _, limit in known).most_common(1)
+    return p50, p99, limit
 
 
 def latency_table(records: Sequence[RequestRecord]) -> Table:

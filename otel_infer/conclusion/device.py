@@ -41,6 +41,7 @@ def _adopt(record: RequestRecord, name: str, time: DeviceTime | None, steps: int
     said: dict[str, facts.Value] = {
         semconv.DEVICE_METHOD: time.method,
         semconv.DEVICE_STEPS: time.steps,
+        semconv.DEVICE_STEPS_ALL: steps,
         semconv.DEVICE_DURATION: time.span / 1e9,
     }
     if time.method == BY_EVENT:

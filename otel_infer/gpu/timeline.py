@@ -95,7 +95,8 @@ class Pacing:
     def marked(self, at: int, cost_ns: int) -> None:
         """The step that began at `at` was marked, which took the host so long."""
         cost = cost_ns + 2 * MARK_NS
-        self._cost += (cost - self._cost) / 8 if self._cost else cost
+        # Who is interrupted in the middle, or waits for room in the device's queue, has not worked for so long.
+        self._cost += (min(cost, 16 * self._cost) - self._cost) / 8 if self._cost else cost
         if self._begun_at:
             period = (at - self._begun_at) / max(self.number - self._begun_number, 1)
             known = self._period or period
@@ -113,7 +114,7 @@ class Pacing:
 
 class Timeline:
     """The spans of one thread on one device. `dropped`: not timed for want of events; `violations`: put right, since the
-    device cannot have begun before it was asked, nor ended after it was seen done."""
+    device cannot have begun before it was asked, nor ended after it was seen done. `own_ms`: what marks take themselves."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class Timeline:
         self._pending: deque[Span] = deque()
         self._harvesting = threading.Lock()
         self._before: _Before | None = None
-        self._taken, self._own_ms = 0, 0.0
+        self._taken, self.own_ms = 0, 0.0
         self.pacing = Pacing()
         self._seen = 0
         self.begun = self.dropped = self.captured = self.violations = self.errors = 0
@@ -161,7 +162,7 @@ class Timeline:
         until = self._now() + WARM_UP_NS
         while is_queued and self._now() < until:
             if self._pool[-1].end.query():
-                self._own_ms = min(span.start.elapsed_time(span.end) for span in self._pool)
+                self.own_ms = min(span.start.elapsed_time(span.end) for span in self._pool)
                 break
 
     def begin(self, stream: Any = None) -> Span | None:
@@ -229,7 +230,7 @@ class Timeline:
         anchor, say = self._clocks.anchor, span.say
         if anchor is None or say is None:
             return
-        own = self._own_ms
+        own = self.own_ms
         length = max(round((span.start.elapsed_time(span.end) - own) * 1e6 * anchor.rate), 0)
         started_at, bound = self._clocks.host_at(anchor, anchor.event.elapsed_time(span.start) + own)
         started_at = self._possible(started_at, length, bound, span.begun_at)

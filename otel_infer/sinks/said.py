@@ -99,16 +99,14 @@ def lengths(record: RequestRecord) -> dict[str, float]:
 def decode_counts(record: RequestRecord, granted: int) -> dict[str, Value]:
     """Counts of all steps, whichever of them are written as spans."""
     seen = record.summary
-    if not seen.steps:
-        return {}
-    attributes: dict[str, Value] = {
-        semconv.STEPS_COUNT: seen.steps,
-        semconv.STEPS_SLOWEST: seen.slowest,
-        semconv.BATCH_SIZE_MAX: seen.batch_size_max,
-    }
-    left_out = seen.steps - granted + record.steps_forgotten
-    if left_out > 0:
-        attributes[semconv.STEPS_LEFT_OUT] = left_out
+    attributes: dict[str, Value] = {}
+    if seen.steps:
+        attributes[semconv.STEPS_COUNT] = seen.steps
+        attributes[semconv.STEPS_SLOWEST] = seen.slowest
+        attributes[semconv.BATCH_SIZE_MAX] = seen.batch_size_max
+        left_out = seen.steps - granted + record.steps_forgotten
+        if left_out > 0:
+            attributes[semconv.STEPS_LEFT_OUT] = left_out
     if record.discarded:
         attributes[semconv.STEPS_DISCARDED] = record.discarded
     return attributes

@@ -204,6 +204,18 @@ def test_a_client_that_leaves_in_decode_is_said_to(server: Server, receiver: Otl
     assert the(spans, "chat tiny")["attributes"]["gen_ai.usage.output_tokens"] == len(steps) + 1
 
 
+def test_a_token_that_nobody_waits_for_any_more_is_no_step_of_the_request_and_counted(
+    server: Server, receiver: OtlpReceiver
+) -> None:
+    stall(server, "execution", 600)
+    answer = ask(server.port, CHAT, messages=said(8), max_tokens=400, stream=True, close_in=0.4)
+    spans = died(receiver, answer, "decode")
+    decode = the(spans, semconv.SPAN_DECODE)["attributes"]
+    assert decode[semconv.STEPS_DISCARDED] == 1
+    steps = [span for span in spans if span["name"] == semconv.SPAN_DECODE_STEP]
+    assert decode.get(semconv.STEPS_COUNT, 0) == len(steps) < 5
+
+
 def test_a_client_that_leaves_in_prefill_is_said_to(server: Server, receiver: OtlpReceiver) -> None:
     stall(server, "prefill", 500)
     answer = ask(server.port, CHAT, messages=said(8), max_tokens=8, stream=True, close_in=0.25)

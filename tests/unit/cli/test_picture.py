@@ -166,3 +166,33 @@ def test_on_a_pipe_there_are_no_colours_and_a_bounded_width(monkeypatch: pytest.
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     console = picture.console()
     assert console.width == 110 or console.is_terminal
+
+
+def test_time_on_a_gpu_stands_beside_the_hosts_and_says_how_sure_it_is() -> None:
+    records = served().records()
+    for record in records:
+        stage = record.stage("decode")
+        if stage is not None:
+            stage.attributes.update(
+                {
+                    "infer.device.method": "event", "infer.device.steps": 2, "infer.device.steps.all": 4,
+                    "infer.device.duration": 0.01, "infer.device.error": 0.000012, "infer.device.limit": "launch-bound",
+                }
+            )  # fmt: skip
+    assert shown(picture.stages_table(records)) == text("""
+        where the time went
+        stage        requests     p50     p95     p99     max  share of all time  GPU p50  GPU p99     held back
+        ingress             3  2.0 ms  4.7 ms  4.9 ms  5.0 ms              4.3 %
+        tokenize            1  2.0 ms  2.0 ms  2.0 ms  2.0 ms              1.1 %
+        queue               2  7.5 ms  8.8 ms  9.0 ms  9.0 ms              8.1 %
+        prefill             2   30 ms   39 ms   40 ms   40 ms             32.4 %
+        decode              2   41 ms   72 ms   75 ms   76 ms             44.3 %    20 ms    20 ms  launch-bound
+        postprocess         2  9.0 ms   14 ms   14 ms   14 ms              9.7 %
+    """)
+    assert "4 spans between marks on its streams, each instant within ±12 µs" in picture.device_line(records)
+
+
+def test_without_a_gpu_that_is_said_and_no_column_is_made_for_it() -> None:
+    records = served().records()
+    assert "GPU" not in shown(picture.stages_table(records))
+    assert picture.device_line(records) == "no GPU was timed: all times are the host's"
