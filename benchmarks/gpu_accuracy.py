@@ -19,9 +19,9 @@ from otel_infer.gpu.clockmap import ClockMap
 from otel_infer.gpu.device import TorchDevice
 from otel_infer.gpu.timeline import Timed, Timeline
 
-REPEATS = 16
-AHEAD_CYCLES = 40_000_000
-"""Of the device's clock, some 20 ms: longer than the host takes to launch any stage under the profiler."""
+REPEATS = 24
+AHEAD_CYCLES = 100_000_000
+"""Of the device's clock, some 50 ms: longer than the host takes to launch any stage under the profiler."""
 
 
 class Row(NamedTuple):

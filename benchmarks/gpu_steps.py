@@ -44,6 +44,7 @@ class Loop:
     def turn(self, steps: int, marked: bool) -> float:
         """µs a step."""
         torch.cuda.synchronize()
+        self._timeline.pacing.idle()
         began = clock.now()
         for number in range(steps):
             if marked:

@@ -133,6 +133,12 @@ SETTINGS: dict[str, Setting] = {
         "time GPUs by events on their streams, at most 0.5 % of the time: `auto`; `off`: the host's clock alone",
         _choice("auto", "off"),
     ),
+    "gpu_metrics": Setting(
+        "OTEL_INFER_GPU_METRICS",
+        "on",
+        "the state of NVIDIA GPUs every 5 s, as NVML has it: `on`, `off`",
+        _switch,
+    ),
     "step_budget": Setting(
         "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans a second and server, in `auto`", _count
     ),
@@ -261,6 +267,7 @@ class Config:
     mode: str = "auto"
     steps: str = "auto"
     device_timing: str = "auto"
+    gpu_metrics: bool = True
     step_budget: int = 2000
     budget: str = "cpu=25%,memory=256MiB"
     slo: str = ""

@@ -17,8 +17,10 @@ from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.config import Config
 from otel_infer.facts import RingFact, Value
 from otel_infer.flight.dumps import FlightRecorder
+from otel_infer.gpu.readings import Poller
 from otel_infer.records import RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
+from otel_infer.sinks import gpus
 from otel_infer.sinks.metrics import MetricsSink
 from otel_infer.sinks.outlet import MetricsOutlet
 from otel_infer.sinks.requestlog import RequestLog
@@ -94,6 +96,10 @@ class Pipeline:
         self._log = RequestLog(config.request_log)
         self._watchers = watchers
         self._flight = flight
+        self._gpus: Poller | None = None
+        if metrics_outlet is not None and config.gpu_metrics:
+            self._gpus = Poller()
+            self._gpus.start()
 
     def wake(self, now: int, final: bool = False) -> bool:
         """Reads, concludes and hands on; whether there was anything. `final`: there will be no other wake."""
@@ -214,6 +220,8 @@ class Pipeline:
         if self._tape is not None:
             self._tape.close()
         self._log.close()
+        if self._gpus is not None:
+            self._gpus.stop()
 
     def settle(self, now: int) -> None:
         """Concludes what has ended without waiting for stragglers: somebody wants everything sent."""
@@ -256,6 +264,8 @@ class Pipeline:
         for (integration, state), count in hooks.items():
             attributes = {semconv.INTEGRATION: integration, semconv.HOOK_STATE: state}
             metrics.set(semconv.SELF_HOOKS, attributes, count)
+        if self._gpus is not None:
+            gpus.say(self._gpus.latest, self._gpus.driver, metrics.set)
         metrics.engines({(log.engine, log.pid) for log in self.assembler.engines.values()})
         for reason, count in self.losses().items():
             metrics.set(semconv.SELF_LOST, {semconv.LOSS_REASON: reason}, count)

@@ -257,6 +257,22 @@ class Execution(NamedTuple):
     gap_ns: int = -1
 
 
+class GpuReading(NamedTuple):
+    """One value of a GPU of this machine, or of a MIG device of the `parent`. `number`: as NVML counts.
+
+    `what`: utilization, memory, power (W), energy (J), temperature (°C), throttled, errors or activity; `of`: of which task,
+    reason, kind or unit.
+    """
+
+    uuid: str
+    name: str
+    number: int
+    parent: str
+    what: str
+    of: str
+    value: float
+
+
 class StepRecord(NamedTuple):
     """One engine step, for metrics. Tokens are those scheduled."""
 

@@ -156,6 +156,10 @@ SERVICE_NAME = "service.name"
 SERVICE_INSTANCE_ID = "service.instance.id"
 PROCESS_PID = "process.pid"
 
+HW_ID, HW_NAME, HW_TYPE, HW_PARENT = "hw.id", "hw.name", "hw.type", "hw.parent"
+HW_MODEL, HW_VENDOR, HW_DRIVER_VERSION = "hw.model", "hw.vendor", "hw.driver_version"
+GPU_TASK = "hw.gpu.task"
+
 OPERATION_CHAT = "chat"
 OPERATION_TEXT_COMPLETION = "text_completion"
 OPERATION_GENERATE = "generate_content"
@@ -258,6 +262,8 @@ MODULE = "infer.module"
 PHASES_LEFT_OUT = "infer.phases.left_out"
 STARTUP_PHASE = "infer.startup.phase"
 FIRST_REQUEST = "infer.request.first"
+THROTTLE_REASON = "infer.gpu.throttle.reason"
+GPU_UNIT = "infer.gpu.unit"
 ENGINE = "infer.engine"
 PROCESS_ROLE = "infer.process.role"
 WORKER_RANK = "infer.worker.rank"
@@ -515,6 +521,48 @@ KV_EVICTIONS = Metric(
     "Blocks that the prefix cache gave up for others.",
 )
 KV_UTILIZATION = Metric("infer.kv_cache.utilization", GAUGE, "1", "KV-cache usage / limit, 0 to 1.", _ENGINE)
+_GPU = (HW_ID, HW_NAME, HW_TYPE, HW_MODEL, HW_VENDOR, HW_DRIVER_VERSION, HW_PARENT)
+GPU_UTILIZATION = Metric(
+    "hw.gpu.utilization",
+    GAUGE,
+    "1",
+    "Share of the time in which any kernel ran, however small: 1 is not full. See infer.gpu.activity.",
+    (*_GPU, GPU_TASK),
+)
+GPU_MEMORY_USAGE = Metric(
+    "hw.gpu.memory.usage", UP_DOWN, "By", "Memory of the GPU in use, by whomever.", _GPU
+)
+GPU_MEMORY_LIMIT = Metric("hw.gpu.memory.limit", UP_DOWN, "By", "Memory of the GPU.", _GPU)
+GPU_MEMORY_UTILIZATION = Metric(
+    "hw.gpu.memory.utilization", GAUGE, "1", "Memory in use / memory there is.", _GPU
+)
+GPU_POWER = Metric("hw.power", GAUGE, "W", "Power that the GPU draws, over the last second.", _GPU)
+GPU_ENERGY = Metric(
+    "hw.energy", COUNTER, "J", "Energy that the GPU has used since its driver was loaded.", _GPU
+)
+GPU_TEMPERATURE = Metric("hw.temperature", GAUGE, "Cel", "Temperature of the GPU.", _GPU)
+GPU_ERRORS = Metric(
+    "hw.errors",
+    COUNTER,
+    "{error}",
+    "ECC errors of the GPU's memory since its driver was loaded.",
+    (*_GPU, ERROR_TYPE),
+)
+GPU_THROTTLED = Metric(
+    "infer.gpu.throttled",
+    GAUGE,
+    "1",
+    "1 while the GPU's clocks are held down for this reason: power_cap, hw_slowdown, sync_boost, sw_thermal, hw_thermal, "
+    "power_brake.",
+    (*_GPU, THROTTLE_REASON),
+)
+GPU_ACTIVITY = Metric(
+    "infer.gpu.activity",
+    GAUGE,
+    "1",
+    "Share of the cycles in which a unit of the GPU was at work, over 5 s: sm, tensor, dram (GPM, Hopper and later).",
+    (*_GPU, GPU_UNIT),
+)
 SELF_HOOKS = Metric(
     "infer.self.hooks",
     UP_DOWN,

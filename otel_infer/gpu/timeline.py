@@ -92,6 +92,10 @@ class Pacing:
         self.number += 1
         return self.number >= self._next
 
+    def idle(self) -> None:
+        """For a while nothing is launched, which says nothing of the pace."""
+        self._begun_at = 0
+
     def marked(self, at: int, cost_ns: int) -> None:
         """The step that began at `at` was marked, which took the host so long."""
         cost = cost_ns + 2 * MARK_NS
