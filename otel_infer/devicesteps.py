@@ -85,5 +85,10 @@ class DeviceSteps:
             return DeviceTime(BY_EVENT, by_event.shape[1], span, launched, queued, gaps, bound)
         return DeviceTime(BY_HOST, known.shape[1], int(known[self.SPAN].sum())) if known.shape[1] else None
 
+    def lengths(self, steps: Any) -> Any:
+        """How long a device, or the host in its place, was at each of these, ns; 0 where nobody said."""
+        found = self._of(steps)
+        return np.where(found[self.STEP] == steps, found[self.SPAN], 0)
+
     def _of(self, steps: Any) -> Any:
         return self._table[:, np.asarray(steps) % CAPACITY]

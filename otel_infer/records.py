@@ -140,7 +140,8 @@ class RequestRecord:
     the two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is
     true, but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step,
     and `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its
-    event loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were timed. `start`: of the first request of a process, trace and span id of the process's start.
+    event loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were timed;
+    `device_share`: its part of that of all its steps, ns (`attribution`). `start`: of the first request of a process, trace and span id of the process's start.
     """
 
     trace_id: bytes
@@ -164,6 +165,7 @@ class RequestRecord:
     status_code: int = 0
     stages: list[Stage] = field(default_factory=list)
     device_ns: dict[str, int] = field(default_factory=dict)
+    device_share: int = 0
     prefill_steps: list[PrefillStep] = field(default_factory=list)
     steps: StepRows | None = None
     steps_forgotten: int = 0

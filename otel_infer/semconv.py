@@ -242,6 +242,9 @@ DEVICE_STEPS_ALL = "infer.device.steps.all"
 DEVICE_DURATION = "infer.device.duration"
 DEVICE_SPAN = "infer.device.span"
 """On a decode step: from mark to mark, ns."""
+DEVICE_SHARE = "infer.device.share"
+"""On a stage: its request's part of the duration, an estimate by tokens; with all others' and what nobody got, it is the whole."""
+DEVICE_SHARE_METHOD = "infer.device.share.method"
 DEVICE_LAUNCH = "infer.device.launch"
 DEVICE_QUEUE = "infer.device.queue"
 DEVICE_GAP = "infer.device.gap"
@@ -440,6 +443,13 @@ STEP_EXECUTION = Metric(
     "What a worker took for its part of one engine step, by its rank; the slowest rank is what the others wait for.",
     (WORKER_RANK, CLOCK, *_ENGINE),
     STAGE_BOUNDS,
+)
+DEVICE_ATTRIBUTED = Metric(
+    "infer.device.attributed",
+    COUNTER,
+    "s",
+    "Time of a device that is attributed to finished requests, by their tokens in each step that was timed; an estimate.",
+    (*_REQUEST, *_CALLER),
 )
 DEVICE_QUEUED = Metric(
     "infer.step.device.queue",

@@ -16,12 +16,12 @@ class StepTable:
     """Steps come in order; some may be missing. `last`: the latest."""
 
     def __init__(self) -> None:
-        # As rows of a request, but for the tokens, which are each request's own.
+        # As rows of a request, but for the tokens: those that were computed for all, and not each request's own.
         self._table: Any = np.zeros((6, CAPACITY), np.int64)
         kv: Any = memoryview(np.zeros(CAPACITY))  # type: ignore[arg-type]
         # Single numbers are read and written through memoryviews, at half the price of numpy's.
         lines = [memoryview(line) for line in self._table]
-        self._step, self._started, self._ended, _, self._size, self._prefill = lines
+        self._step, self._started, self._ended, self._computed, self._size, self._prefill = lines
         self._kv: memoryview[float] = kv
         self.last = 0
 
@@ -35,6 +35,7 @@ class StepTable:
         at, step, i = fact.at, fact.step, fact.step % CAPACITY
         self._step[i], self._started[i], self._ended[i] = step, at, 0
         self._size[i], self._prefill[i] = fact.size, prompt_tokens
+        self._computed[i] = fact.size + (sum([tokens - 1 for _, tokens in fact.tokens]) if fact.tokens else 0)
         self._kv[i] = fact.kv_used / fact.kv_total if fact.kv_total else float("nan")
         self.last = step
 
@@ -58,6 +59,11 @@ class StepTable:
     def latest(self, most: int) -> Any:
         """The last steps, as one table."""
         return np.concatenate(self.columns(max(self.last - most, 1), self.last), axis=1)
+
+    def computed(self, steps: Any) -> Any:
+        """Tokens that were computed in each of these steps, of all requests; 0 = no longer remembered."""
+        at = np.asarray(steps) % CAPACITY
+        return np.where(self._table[0, at] == steps, self._table[3, at], 0)
 
     def ended_at(self, step: int) -> int:
         """When this step was done; 0 = not yet, or no longer remembered."""

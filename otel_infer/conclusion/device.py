@@ -5,28 +5,38 @@ from __future__ import annotations
 import numpy as np
 
 from otel_infer import facts, semconv
+from otel_infer.attribution import METHOD, shares_of
 from otel_infer.conclusion.request import Request
 from otel_infer.devicesteps import BY_EVENT, DeviceSteps, DeviceTime
 from otel_infer.records import RequestRecord
+from otel_infer.steplog import StepLog
 
 
 def adopt(record: RequestRecord, request: Request) -> None:
     """Onto its stages, and its decode steps."""
-    known = [run.log.device for run in request.runs if run.log.device is not None]
-    if known:
-        _adopt_steps(record, known[-1])
+    logs = [run.log for run in request.runs if run.log.device is not None]
+    if logs and logs[-1].device is not None:
+        _adopt_steps(record, logs[-1], logs[-1].device)
     for fact in request.timed:
         _adopt(record, fact.stage, _of_stage(fact))
 
 
-def _adopt_steps(record: RequestRecord, device: DeviceSteps) -> None:
-    prefill = np.array([chunk.step for chunk in record.prefill_steps], np.int64)
-    _adopt(record, semconv.SPAN_PREFILL, device.time_of(prefill), len(prefill))
-    rows = record.steps
+def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> None:
+    chunks, rows = record.prefill_steps, record.steps
+    kinds = [
+        (
+            semconv.SPAN_PREFILL,
+            *np.array([(one.step, one.tokens) for one in chunks], np.int64).reshape(-1, 2).T,
+        )
+    ]
     if rows is not None and len(rows) > 1:
-        decode = rows.step[1:]
-        _adopt(record, semconv.SPAN_DECODE, device.time_of(decode), len(decode))
+        kinds.append((semconv.SPAN_DECODE, rows.step[1:], rows.tokens[1:]))
         rows.device = device.spans(rows.step)
+    for name, steps, tokens in kinds:
+        time = device.time_of(steps)
+        if time is not None:
+            share = shares_of(device.lengths(steps), tokens, log.table.computed(steps))
+            _adopt(record, name, time, len(steps), share)
 
 
 def _of_stage(fact: facts.StageTimed) -> DeviceTime:
@@ -34,9 +44,11 @@ def _of_stage(fact: facts.StageTimed) -> DeviceTime:
     return DeviceTime(BY_EVENT, 1, span, fact.launched_ns, fact.queued_ns, 0, fact.bound_ns)
 
 
-def _adopt(record: RequestRecord, name: str, time: DeviceTime | None, steps: int = 1) -> None:
+def _adopt(
+    record: RequestRecord, name: str, time: DeviceTime, steps: int = 1, share: int | None = None
+) -> None:
     stage = record.stage(name)
-    if stage is None or time is None:
+    if stage is None:
         return
     said: dict[str, facts.Value] = {
         semconv.DEVICE_METHOD: time.method,
@@ -44,6 +56,9 @@ def _adopt(record: RequestRecord, name: str, time: DeviceTime | None, steps: int
         semconv.DEVICE_STEPS_ALL: steps,
         semconv.DEVICE_DURATION: time.span / 1e9,
     }
+    if share is not None:
+        said |= {semconv.DEVICE_SHARE: share / 1e9, semconv.DEVICE_SHARE_METHOD: METHOD}
+        record.device_share += share if time.method == BY_EVENT else 0
     if time.method == BY_EVENT:
         said |= {
             semconv.DEVICE_LAUNCH: time.launched / 1e9,

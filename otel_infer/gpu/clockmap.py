@@ -53,6 +53,11 @@ class ClockMap:
         self.anchor: Anchor | None = None
         """The newest."""
 
+    @property
+    def is_young(self) -> bool:
+        """Whether anchors are made more often still."""
+        return self._made < len(PERIODS_NS)
+
     def is_due(self, now: int, in_use: bool) -> bool:
         """Whether it is time for the next anchor."""
         period = PERIODS_NS[min(self._made, len(PERIODS_NS)) - 1] if in_use else IDLE_NS

@@ -168,8 +168,9 @@ class _Tender(threading.Thread):
             while not self._over:
                 if not captures.open_now:
                     self._turn()
-                waits = any(timeline.pending for _, timeline, _ in self._used)
-                self._wake.wait(BUSY_S if waits or captures.open_now else REST_S)
+                waits = captures.open_now or any(timeline.pending for _, timeline, _ in self._used)
+                is_young = any(clocks.is_young for clocks in self._clocks.values())
+                self._wake.wait(BUSY_S if waits or is_young else REST_S)
                 self._wake.clear()
         except Exception as broken:
             log.warning("device time is not measured any more: %s: %s", type(broken).__name__, broken)

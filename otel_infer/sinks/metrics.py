@@ -212,6 +212,9 @@ class MetricsSink:
                 detokenize = attributes.get(semconv.DETOKENIZE)
                 if isinstance(detokenize, (int, float)):
                     points.at((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
+        if record.device_share:
+            attributed = self._numbers[semconv.DEVICE_ATTRIBUTED.name]
+            attributed.add((*who, *self._caller(record)), record.device_share / 1e9)
         for name, length in record.device_ns.items():
             points.at((self._stages.admit(name), semconv.CLOCK_DEVICE, *who)).record(length / 1e9, source)
 

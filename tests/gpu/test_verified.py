@@ -17,7 +17,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.timeout(600)
 def test_every_line_with_a_gate_is_verified(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu_verify", "--out", str(tmp_path)], check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_verify", "--out", str(tmp_path)], check=False
+    )
     assert done.returncode in (0, 1)
     (found,) = tmp_path.glob("gpu-*.json")
     failed = {line.claim: line.value for line in verdict.loaded(found) if line.verdict == verdict.FAIL}

@@ -97,6 +97,8 @@ def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Re
         "infer.device.steps": 3,
         "infer.device.steps.all": 3,
         "infer.device.duration": 0.009,
+        "infer.device.share": 0.009,
+        "infer.device.share.method": "tokens",
         "infer.device.launch": 0.0003,
         "infer.device.queue": 0.00006,
         "infer.device.gap": 0.00015,

@@ -44,14 +44,15 @@ _is_alive = attrgetter("log.alive")
 
 class _Flight:
     """A step between schedule and update. `column`: tokens delivered per member, empty = one each, but for `chunks`:
-    positions of those who get none."""
+    positions of those who get none. `plain`: everybody in it decodes."""
 
-    __slots__ = ("chunks", "column", "first", "gone", "states", "step")
+    __slots__ = ("chunks", "column", "first", "gone", "plain", "states", "step")
 
     def __init__(
-        self, step: int, first: Any, states: list[Any], column: bytes, chunks: tuple[int, ...]
+        self, step: int, first: Any, states: list[Any], column: bytes, chunks: tuple[int, ...], plain: bool
     ) -> None:
         self.step, self.first, self.states, self.column, self.chunks = step, first, states, column, chunks
+        self.plain = plain
         self.gone: list[Any] = []
 
 
@@ -85,7 +86,7 @@ class _Batches:
             chunks = tuple([self.log.position(one.state) for one in odd if not one.has_new_token])
         if self.left:
             self.left = []
-        self.flights.append(_Flight(step, futures[0], states, column, chunks))
+        self.flights.append(_Flight(step, futures[0], states, column, chunks, plain))
 
     def done(self, first: Any) -> None:
         """The tokens of the step with this first future are on the host; another scheduler's is unknown here."""
@@ -285,9 +286,7 @@ def compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         begun = None
         try:
             flight = batches.flights[-1]
-            begun = timing.begin(
-                getattr(self.inputs_and_outputs, "compute_stream", None), bool(flight.chunks)
-            )
+            begun = timing.begin(getattr(self.inputs_and_outputs, "compute_stream", None), not flight.plain)
         except Exception as exc:
             hook.fail(exc)
         try:

@@ -769,6 +769,7 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     read = {"prefix_tokens": 8, "cached_tokens": 4, "drafted_tokens": 6, "accepted_tokens": 3}
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})], input_tokens=8, **read)
     preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
+    preempted.device_share = MS
     metrics.steps([step(prefill_tokens=5)])
     metrics.executions([Execution("vllm", 77, 0, MS, True, MS, MS)])
     metrics.pauses([Pause(0, MS, "gc")])
