@@ -14,9 +14,10 @@ from typing import Any
 
 from otel_infer import facts, semconv, startup
 from otel_infer.conclusion import Request, conclude
+from otel_infer.devices import Devices
 from otel_infer.parts import Parts
 from otel_infer.pauses import Pauses
-from otel_infer.records import Execution, Mark, Pause, RequestRecord, StartRecord, StepRecord
+from otel_infer.records import Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.startup import Starts
 from otel_infer.steplog import StepLog
 from otel_infer.steprows import TOGETHER
@@ -34,16 +35,14 @@ class Assembler:
     def __init__(self) -> None:
         self.open: dict[Key, Request] = {}
         self.engines: dict[int, StepLog] = {}
-        self._logs: dict[tuple[int, str, int], StepLog] = {}
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self._seen_steps: dict[tuple[int, str], set[int]] = {}
         self.facts_lost = self.facts_torn = 0
         self.steps: list[StepRecord] = []
-        self.executions: list[Execution] = []
+        self.devices = Devices()
         self._parts, self._pauses, self._starts = Parts(), Pauses(), Starts()
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
-        self._due = _NEVER
-        self._numbers = itertools.count()
+        self._due, self._numbers = _NEVER, itertools.count()
         self._left: list[Request] = []
         self._steps_left = 0
         self._ready: list[RequestRecord] = []
@@ -55,8 +54,9 @@ class Assembler:
             facts.HooksReported: self._hooks,
             facts.PauseSeen: self._paused,
             facts.MarkSeen: self._marked,
-            facts.StepExecuted: self._executed,
-            facts.StepTimed: self._timed,
+            facts.StepExecuted: self._worked,
+            facts.StepTimed: self._worked,
+            facts.MemorySeen: lambda ring, handle, fact: self.devices.memory(ring, fact),
             facts.StepScheduled: self._scheduled,
             facts.StepDone: self._done,
             facts.StepsLost: self._steps_lost,
@@ -99,11 +99,6 @@ class Assembler:
         steps, self.steps = self.steps, []
         return steps
 
-    def drain_executions(self) -> list[Execution]:
-        """What workers did since the last call."""
-        executions, self.executions = self.executions, []
-        return executions
-
     def oldest_live(self, horizon: int) -> int:
         """When the oldest request that is not concluded arrived; `horizon` if there is none."""
         return min((request.arrived_at for request in self.open.values()), default=horizon)
@@ -137,6 +132,7 @@ class Assembler:
             return
         request = self.open[ring, handle] = Request(ring, handle, fact)
         self._parts.arrived(request)
+        request.free_at_arrival = self.devices.least_free()
         request.start = self._starts.arrived(ring, fact)
         self._miss_steps(request, ring)
 
@@ -171,6 +167,7 @@ class Assembler:
     def _end(self, request: Request, fact: facts.RequestEnded) -> None:
         if request.ended is None:
             request.ended = fact
+            request.free_at_end = self.devices.least_free()
             due = request.ended_at + GRACE_NS
             heapq.heappush(self._ended, (due, next(self._numbers), request))
             self._due = min(self._due, due)
@@ -208,9 +205,9 @@ class Assembler:
             self._pauses.tell(request)
         self._parts.died(ring)
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
-            gone = self.engines.pop(number)
-            self._logs = {key: engine for key, engine in self._logs.items() if engine is not gone}
+            del self.engines[number]
         self._pauses.died(ring)
+        self.devices.died(ring)
         self._starts.died(ring, fact)
         by_process: tuple[dict[Any, Any], ...] = (self.hooks, self._seen_steps)
         for known in by_process:
@@ -247,6 +244,7 @@ class Assembler:
 
     def _process_seen(self, ring: int, handle: int, fact: facts.ProcessSeen) -> None:
         self._concluded_at[ring] = fact.concluded_at
+        self.devices.process(ring, fact.pid)
         self._starts.seen(ring, fact.pid, fact.concluded_at - GRACE_NS, fact.role)
         self._pauses.seen(ring, fact)
 
@@ -260,13 +258,11 @@ class Assembler:
             lambda handle: opened.get((process, handle)) or parts.get((process, handle)),
             seen,
         )
-        self._logs[fact.pid, fact.engine, fact.log] = engine
-        self._logs.setdefault((fact.pid, fact.engine, 0), engine)
+        self.devices.engine(fact, engine)
 
     def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
-        engine = self.engines.get(ring)
-        if engine is not None:
-            engine.learned.strain.look(fact)
+        if ring in self.engines:
+            self.engines[ring].learned.strain.look(fact)
 
     def _hooks(self, ring: int, handle: int, fact: facts.HooksReported) -> None:
         self.hooks[ring, fact.integration] = (fact.active, fact.total)
@@ -287,27 +283,8 @@ class Assembler:
             if record is not None and fact.at > self._concluded_at.get(engine.process, 0):
                 self.steps.append(record)
 
-    def _executed(self, ring: int, handle: int, fact: facts.StepExecuted) -> None:
-        length = max(fact.at - fact.started_at, 0)
-        if fact.at > self._concluded_at.get(ring, 0):
-            self.executions.append(Execution(*fact[2:5], length))
-        engine = self._engine_of(fact)
-        if engine is not None and fact.rank == 0:
-            engine.executed(fact.step, length)
-
-    def _timed(self, ring: int, handle: int, fact: facts.StepTimed) -> None:
-        if fact.at > self._concluded_at.get(ring, 0):
-            gap = -1 if fact.gap_ns == facts.UNKNOWN_NS else fact.gap_ns
-            length = max(fact.at - fact.started_at, 0)
-            self.executions.append(Execution(*fact[2:5], length, True, fact.queued_ns, gap))
-        engine = self._engine_of(fact)
-        if engine is not None and fact.rank == 0:
-            engine.timed(fact)
-
-    def _engine_of(self, fact: facts.StepExecuted | facts.StepTimed) -> StepLog | None:
-        """The steps that a worker speaks of."""
-        key = fact.pid, fact.engine, fact.log
-        return self._logs.get(key)
+    def _worked(self, ring: int, handle: int, fact: facts.StepExecuted | facts.StepTimed) -> None:
+        self.devices.worked(fact, is_new=fact.at > self._concluded_at.get(ring, 0))
 
     def _steps_lost(self, ring: int, handle: int, fact: facts.StepsLost) -> None:
         self.facts_lost += fact.lost

@@ -386,6 +386,20 @@ class StageTimed(NamedTuple):
     bound_ns: int
 
 
+class MemorySeen(NamedTuple):
+    """Memory of a device that this process uses, bytes; the first four as torch's allocator has them, `free` and `total` as the
+    driver does (0 of 0 = not asked). `uuid`: as NVML calls it."""
+
+    at: int
+    uuid: str
+    allocated: int
+    reserved: int
+    active: int
+    inactive_split: int
+    free: int
+    total: int
+
+
 LONGEST_NS, UNKNOWN_NS = (1 << 32) - 2, (1 << 32) - 1
 """Of those lengths."""
 
@@ -523,6 +537,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(27, StepExecuted, "q q S I H Q H"),
     _layout(28, StepTimed, "q q S I H Q H I I I I"),
     _layout(29, StageTimed, "q q S I I I"),
+    _layout(30, MemorySeen, "q S Q Q Q Q Q Q"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import resource as rusage
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from otel_infer.flight.dumps import FlightRecorder
 from otel_infer.gpu.readings import Poller
 from otel_infer.records import RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
-from otel_infer.sinks import gpus
+from otel_infer.sinks import gpus, ourselves
 from otel_infer.sinks.metrics import MetricsSink
 from otel_infer.sinks.outlet import MetricsOutlet
 from otel_infer.sinks.requestlog import RequestLog
@@ -122,7 +121,7 @@ class Pipeline:
         """Sheds detail if this process takes more than it may; for one that does nothing else."""
         usage = rusage.getrusage(rusage.RUSAGE_SELF)
         cpu = round((usage.ru_utime + usage.ru_stime) * 1e9)
-        self.keeper.share = self._governor.observe(now, cpu, _resident())
+        self.keeper.share = self._governor.observe(now, cpu, ourselves.resident())
 
     def _save(self, said: list[RingFact], horizon: int) -> None:
         if self._flight is not None:
@@ -139,7 +138,7 @@ class Pipeline:
         steps = self.assembler.drain_steps()
         if steps:
             self.metrics.steps(steps)
-        self.metrics.executions(self.assembler.drain_executions())
+        self.metrics.executions(self.assembler.devices.drain())
         pauses = self.assembler.drain_pauses()
         if pauses:
             self.metrics.pauses(pauses)
@@ -257,13 +256,8 @@ class Pipeline:
         metrics = self.metrics
         for state, count in self.assembler.active().items():
             metrics.set(semconv.REQUEST_ACTIVE, {semconv.REQUEST_STATE: state}, count)
-        hooks: Counter[tuple[str, str]] = Counter()
-        for (_, integration), (active, total) in self.assembler.hooks.items():
-            hooks[integration, "active"] += active
-            hooks[integration, "missing"] += total - active
-        for (integration, state), count in hooks.items():
-            attributes = {semconv.INTEGRATION: integration, semconv.HOOK_STATE: state}
-            metrics.set(semconv.SELF_HOOKS, attributes, count)
+        ourselves.say_hooks(self.assembler.hooks, metrics.set)
+        gpus.say_memory(self.assembler.devices.memory_by_process(), metrics.set)
         if self._gpus is not None:
             gpus.say(self._gpus.latest, self._gpus.driver, metrics.set)
         metrics.engines({(log.engine, log.pid) for log in self.assembler.engines.values()})
@@ -275,10 +269,7 @@ class Pipeline:
         if self.sender is not None:
             metrics.set(semconv.SELF_SPANS, {}, self.sender.accepted)
             metrics.set(semconv.SELF_BYTES, {}, self.sender.bytes_sent)
-        usage = rusage.getrusage(rusage.RUSAGE_SELF)
-        metrics.set(semconv.SELF_CPU, {semconv.CPU_MODE: "user"}, usage.ru_utime)
-        metrics.set(semconv.SELF_CPU, {semconv.CPU_MODE: "system"}, usage.ru_stime)
-        metrics.set(semconv.SELF_MEMORY, {}, _resident())
+        ourselves.say_usage(metrics.set)
         metrics.set(semconv.SELF_SHARE, {}, self.keeper.share)
 
     def losses(self) -> dict[str, int]:
@@ -292,14 +283,6 @@ class Pipeline:
         if self.sender is not None:
             lost.update(self.sender.lost)
         return lost
-
-
-def _resident() -> int:
-    """Bytes of memory that this process holds now; the most it ever held where that cannot be read."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * rusage.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return rusage.getrusage(rusage.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _tape(path: str) -> tape.TapeWriter | None:

@@ -140,8 +140,9 @@ class RequestRecord:
     the two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is
     true, but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step,
     and `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its
-    event loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were timed;
-    `device_share`: its part of that of all its steps, ns (`attribution`). `start`: of the first request of a process, trace and span id of the process's start.
+    event loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were
+    timed; `device_share`: its part of all its steps, ns. `memory_free`: bytes of the device that had least, at arrival and at the
+    end; 0 = not known. `start`: of the first request of a process, trace and span id of the process's start.
     """
 
     trace_id: bytes
@@ -166,6 +167,7 @@ class RequestRecord:
     stages: list[Stage] = field(default_factory=list)
     device_ns: dict[str, int] = field(default_factory=dict)
     device_share: int = 0
+    memory_free: tuple[int, int] = (0, 0)
     prefill_steps: list[PrefillStep] = field(default_factory=list)
     steps: StepRows | None = None
     steps_forgotten: int = 0

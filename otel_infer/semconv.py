@@ -245,6 +245,10 @@ DEVICE_SPAN = "infer.device.span"
 DEVICE_SHARE = "infer.device.share"
 """On a stage: its request's part of the duration, an estimate by tokens; with all others' and what nobody got, it is the whole."""
 DEVICE_SHARE_METHOD = "infer.device.share.method"
+MEMORY_FREE_START, MEMORY_FREE_END = "infer.device.memory.free.start", "infer.device.memory.free.end"
+"""Bytes of the device that had least, as of the second before the request came, and before it ended."""
+MEMORY_KIND = "infer.device.memory.kind"
+MEMORY_KINDS = ("allocated", "reserved", "active", "inactive_split", "outside", "free")
 DEVICE_LAUNCH = "infer.device.launch"
 DEVICE_QUEUE = "infer.device.queue"
 DEVICE_GAP = "infer.device.gap"
@@ -450,6 +454,14 @@ DEVICE_ATTRIBUTED = Metric(
     "s",
     "Time of a device that is attributed to finished requests, by their tokens in each step that was timed; an estimate.",
     (*_REQUEST, *_CALLER),
+)
+DEVICE_MEMORY = Metric(
+    "infer.device.memory.usage",
+    UP_DOWN,
+    "By",
+    "Memory of a device as a process of the server has it: allocated, reserved, active and inactive_split by torch's allocator; "
+    "free by the driver; outside: neither free nor reserved.",
+    (HW_ID, PROCESS_PID, MEMORY_KIND),
 )
 DEVICE_QUEUED = Metric(
     "infer.step.device.queue",

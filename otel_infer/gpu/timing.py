@@ -63,6 +63,8 @@ class Timing:
 
     def __init__(self, find: Callable[[], Device | None] = current) -> None:
         self.is_on = True
+        self.on_device: Callable[[Device], Callable[[], None]] | None = None
+        """Told of each device that is used first; what it returns is called once a second, by the tender."""
         self._find = find
         self._lock, self._thread = threading.Lock(), _Thread()
         self._tender: _Tender | None = None
@@ -124,7 +126,7 @@ class Timing:
             with self._lock:
                 tender = self._tender
                 if tender is None:
-                    tender = self._tender = _Tender()
+                    tender = self._tender = _Tender(self.on_device)
                     tender.start()
             tender.serve(device, slot)
 
@@ -139,8 +141,10 @@ _kept: list[object] = []
 class _Tender(threading.Thread):
     """Makes events and anchors, and harvests what nobody else does."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_device: Callable[[Device], Callable[[], None]] | None) -> None:
         super().__init__(name="otel_infer device", daemon=True)
+        self._on_device = on_device
+        self._looks: list[Callable[[], None]] = []
         self._asked: list[tuple[Device, weakref.ref[_Slot]]] = []
         self._clocks: dict[int, ClockMap] = {}
         self._used: list[tuple[Device, Timeline, weakref.ref[_Slot]]] = []
@@ -180,6 +184,12 @@ class _Tender(threading.Thread):
     def _turn(self) -> None:
         while self._asked:
             self._serve(*self._asked.pop(0))
+        for look in list(self._looks):
+            try:
+                look()
+            except Exception as broken:
+                self._looks.remove(look)
+                log.warning("device memory is not looked at any more: %s", type(broken).__name__)
         now = clock.now()
         for device, timeline, slot in list(self._used):
             timeline.harvest()
@@ -201,6 +211,8 @@ class _Tender(threading.Thread):
         if clocks is None:
             clocks = self._clocks[device.index] = ClockMap(device)
             clocks.renew()
+            if self._on_device is not None:
+                self._looks.append(self._on_device(device))
         for free in self._free:
             if free[0].index == device.index:
                 self._free.remove(free)

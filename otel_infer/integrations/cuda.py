@@ -17,6 +17,7 @@ from typing import Any
 from otel_infer import clock
 from otel_infer.gpu import captures
 from otel_infer.gpu.allocator import Allocator
+from otel_infer.gpu.memory import Memory
 from otel_infer.gpu.timing import timing
 from otel_infer.integrations._base import Integration
 from otel_infer.patching import Hook
@@ -39,10 +40,12 @@ class _Cuda(Integration):
         except Exception as exc:
             log.warning("the CUDA allocator is not looked at: %s", type(exc).__name__)
         recorder.overdue[DEVICE_TIME] = timing.harvest
+        timing.on_device = lambda device: Memory(device.index, recorder.stated).look
 
     def remove(self) -> None:
         recorder.overdue.pop(self.name, None)
         recorder.overdue.pop(DEVICE_TIME, None)
+        timing.on_device = None
         super().remove()
         captures.open_now = 0  # nobody will tell of their ends
 

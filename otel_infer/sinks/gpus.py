@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from otel_infer import semconv
-from otel_infer.facts import Value
+from otel_infer.facts import MemorySeen, Value
 from otel_infer.records import GpuReading
 
 Set = Callable[[semconv.Metric, Mapping[str, Value], float], None]
@@ -54,3 +54,19 @@ def _who(device: GpuReading, driver: str) -> dict[str, Value]:
         semconv.HW_DRIVER_VERSION: driver,
     }
     return {**said, semconv.HW_PARENT: device.parent} if device.parent else said
+
+
+def say_memory(seen: Iterable[tuple[int, MemorySeen]], set_value: Set) -> None:
+    """Sets what processes (pid) say of their devices."""
+    for pid, fact in seen:
+        _, uuid, allocated, reserved, active, split, free, total = fact
+        values = {"allocated": allocated, "reserved": reserved, "active": active, "inactive_split": split}
+        if total:
+            values |= {"free": free, "outside": max(total - free - reserved, 0)}
+        for kind, value in values.items():
+            said: dict[str, Value] = {
+                semconv.HW_ID: uuid,
+                semconv.PROCESS_PID: pid,
+                semconv.MEMORY_KIND: kind,
+            }
+            set_value(semconv.DEVICE_MEMORY, said, value)

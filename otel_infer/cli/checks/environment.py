@@ -23,7 +23,9 @@ NEEDED = (
     "protobuf",
 )
 SHOWN = (*NEEDED, "opentelemetry-exporter-otlp-proto-grpc")
-TIMING = "GPU timing: unverified"
+TIMING = "the time of steps is the host's"
+VERIFIED = "H100"
+"""What `python -m benchmarks.gpu_verify` was run on."""
 
 
 def installed_version(distribution: str) -> str | None:
@@ -115,7 +117,9 @@ def gpu(nvml: NvmlState) -> Check:
     match nvml.status:
         case "ready":
             devices = ", ".join(nvml.devices) or "no device"
-            return Check("gpu", "ok", f"NVIDIA driver {nvml.driver}: {devices}; {TIMING}")
+            known = all(VERIFIED in name for name in nvml.devices)
+            timing = "GPU timing: verified on this model" if known else "GPU timing: unverified on this model"
+            return Check("gpu", "ok", f"NVIDIA driver {nvml.driver}: {devices}; {timing}")
         case "no driver":
             return Check("gpu", "ok", f"no NVIDIA driver: GPU metrics are absent; {TIMING}")
         case "no library":

@@ -123,14 +123,25 @@ def test_credentials_are_masked_wherever_they_stand() -> None:
 # ── GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_nvidia_driver_is_fine_and_gpu_timing_unverified() -> None:
+def test_no_nvidia_driver_is_fine_and_times_are_the_hosts() -> None:
     check = environment.gpu(NvmlState("no driver"))
-    assert ("ok", "no NVIDIA driver: GPU metrics are absent; GPU timing: unverified", "") == check[1:]
+    assert ("ok", "no NVIDIA driver: GPU metrics are absent; the time of steps is the host's", "") == check[
+        1:
+    ]
 
 
-def test_a_driver_is_named_with_its_devices() -> None:
-    check = environment.gpu(NvmlState("ready", "580.1", ("NVIDIA H200", "NVIDIA H200")))
-    assert ("ok", "NVIDIA driver 580.1: NVIDIA H200, NVIDIA H200; GPU timing: unverified") == check[1:3]
+@pytest.mark.parametrize(
+    ("names", "timing"),
+    [
+        (("NVIDIA H200", "NVIDIA H200"), "GPU timing: unverified on this model"),
+        (("NVIDIA H100 80GB HBM3",), "GPU timing: verified on this model"),
+    ],
+)
+def test_a_driver_is_named_with_its_devices_and_whether_timing_was_verified_on_them(
+    names: tuple[str, ...], timing: str
+) -> None:
+    check = environment.gpu(NvmlState("ready", "580.1", names))
+    assert ("ok", f"NVIDIA driver 580.1: {', '.join(names)}; {timing}") == check[1:3]
 
 
 @pytest.mark.parametrize("status", ["no library", "no permission", "no package", "broken"])

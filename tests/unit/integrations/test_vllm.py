@@ -303,7 +303,7 @@ class Worker:
 def executed(recording: Recording) -> list[tuple[int, int]]:
     """Rank and process of every execution that was told."""
     recording.records()
-    found = recording._assembler.drain_executions()
+    found = recording._assembler.devices.drain()
     assert all(execution.length_ns >= 0 for execution in found)
     return [(execution.rank, execution.pid) for execution in found]
 

@@ -1,0 +1,65 @@
+"""What workers and their devices said: how long they were at the steps of engines, and what memory is left. Pure."""
+
+from __future__ import annotations
+
+from otel_infer import facts
+from otel_infer.records import Execution
+from otel_infer.steplog import StepLog
+
+
+class Devices:
+    """Of all processes, known by the rings they write to. `executions`: not drained yet."""
+
+    def __init__(self) -> None:
+        self.executions: list[Execution] = []
+        self._logs: dict[tuple[int, str, int], StepLog] = {}
+        self._pids: dict[int, int] = {}
+        self._memory: dict[tuple[int, str], facts.MemorySeen] = {}
+
+    def process(self, ring: int, pid: int) -> None:
+        """A process is there."""
+        self._pids[ring] = pid
+
+    def engine(self, fact: facts.EngineSeen, engine: StepLog) -> None:
+        """An engine is there; who does not say which of a process's it was means the first."""
+        self._logs[fact.pid, fact.engine, fact.log] = engine
+        self._logs.setdefault((fact.pid, fact.engine, 0), engine)
+
+    def died(self, ring: int) -> None:
+        """The process is gone, with its engines."""
+        self._pids.pop(ring, None)
+        self._memory = {key: fact for key, fact in self._memory.items() if key[0] != ring}
+        self._logs = {key: engine for key, engine in self._logs.items() if engine.process != ring}
+
+    def worked(self, fact: facts.StepExecuted | facts.StepTimed, is_new: bool) -> None:
+        """A worker's host or its device was at a step; steps have what the first of several ranks says."""
+        length = max(fact.at - fact.started_at, 0)
+        done, engine = Execution(*fact[2:5], length), self._logs.get((fact.pid, fact.engine, fact.log))
+        if isinstance(fact, facts.StepTimed):
+            gap = -1 if fact.gap_ns == facts.UNKNOWN_NS else fact.gap_ns
+            done = done._replace(on_device=True, queued_ns=fact.queued_ns, gap_ns=gap)
+        if is_new:
+            self.executions.append(done)
+        if engine is None or fact.rank:
+            return
+        if isinstance(fact, facts.StepTimed):
+            engine.timed(fact)
+        else:
+            engine.executed(fact.step, length)
+
+    def drain(self) -> list[Execution]:
+        """What was done since the last call."""
+        executions, self.executions = self.executions, []
+        return executions
+
+    def memory(self, ring: int, fact: facts.MemorySeen) -> None:
+        """What a process says of one of its devices; the last word counts."""
+        self._memory[ring, fact.uuid] = fact
+
+    def least_free(self) -> int:
+        """Of the device that has least, bytes; 0 = nobody knows."""
+        return min([fact.free for fact in self._memory.values() if fact.total], default=0)
+
+    def memory_by_process(self) -> list[tuple[int, facts.MemorySeen]]:
+        """What was said last of each device, by the process id of who said it."""
+        return [(self._pids.get(ring, 0), fact) for (ring, _), fact in self._memory.items()]

@@ -1,0 +1,92 @@
+"""Memory of a device, from a stand-in for `torch.cuda`; and where it stands on requests."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import otel_infer
+from otel_infer import clock, facts
+from otel_infer.gpu.memory import Memory
+from otel_infer.ring.recorder import recorder
+from tests.rings import Recording
+
+S = 1_000_000_000
+
+
+class Cuda:
+    """`asked`: how often the driver was. `takes_ns`: how long that is."""
+
+    def __init__(self) -> None:
+        self.asked = self.at = self.takes_ns = 0
+
+    def now(self) -> int:
+        return self.at
+
+    def memory_stats_as_nested_dict(self, device: int) -> dict[str, Any]:
+        kinds = {"allocated_bytes": 10, "reserved_bytes": 20, "active_bytes": 12, "inactive_split_bytes": 3}
+        return {kind: {"all": {"current": size, "peak": 99}} for kind, size in kinds.items()}
+
+    def mem_get_info(self, device: int) -> tuple[int, int]:
+        self.asked += 1
+        self.at += self.takes_ns
+        return 50, 100
+
+    def get_device_properties(self, device: int) -> Any:
+        return SimpleNamespace(uuid="8786edde")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)  # type: ignore[arg-type]
+    return cuda
+
+
+def test_once_a_second_at_most_everything_is_said_by_the_devices_uuid(cuda: Cuda) -> None:
+    told: list[facts.MemorySeen] = []
+    memory = Memory(0, told.append, cuda.now)
+    for at in (1 * S, 1 * S + 1, 2 * S):
+        cuda.at = at
+        memory.look()
+    assert told == [facts.MemorySeen(at, "GPU-8786edde", 10, 20, 12, 3, 50, 100) for at in (1 * S, 2 * S)]
+
+
+def test_a_driver_that_takes_long_is_asked_once(cuda: Cuda) -> None:
+    told: list[facts.MemorySeen] = []
+    memory = Memory(0, told.append, cuda.now)
+    cuda.takes_ns = 8_000_000
+    for at in (1 * S, 3 * S, 5 * S):
+        cuda.at = at
+        memory.look()
+    assert cuda.asked == 1
+    assert [(fact.free, fact.total) for fact in told] == [(50, 100), (0, 0), (0, 0)]
+
+
+def test_figures_that_this_release_of_torch_does_not_have_are_0(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[facts.MemorySeen] = []
+    monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda device: {})
+    cuda.at = S
+    Memory(0, told.append, cuda.now).look()
+    assert told[0][2:6] == (0, 0, 0, 0)
+
+
+def test_a_request_says_how_much_memory_was_free_when_it_came_and_when_it_went() -> None:
+    recording = Recording()
+    try:
+        with otel_infer.request():
+            pass
+        recorder.stated(facts.MemorySeen(clock.now(), "GPU-a", 1, 2, 1, 0, 700, 1000))
+        recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 600, 1000))
+        with otel_infer.request():
+            recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 90, 1000))
+        first, second = recording.records()
+    finally:
+        recording.stop()
+    assert first.memory_free == (0, 0)
+    assert second.memory_free == (600, 90)
