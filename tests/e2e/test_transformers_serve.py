@@ -83,6 +83,12 @@ def test_a_streamed_request_is_one_tree_below_its_callers_span(
             "infer.keep.reason": "budget",
         }.items()
     )
+    decode = next(span for span in spans if span["name"] == "decode")["attributes"]
+    assert (decode["infer.device.method"], decode["infer.device.steps"]) == (
+        "host",
+        7,
+    )  # nothing is claimed of a device
+    assert not {"infer.device.limit", "infer.device.error"} & decode.keys()
     assert sum("gen_ai.usage.output_tokens" in span["attributes"] for span in spans) == 1
     server = next(span for span in spans if span["kind"] == 2)
     assert server["attributes"] == {

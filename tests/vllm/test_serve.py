@@ -91,6 +91,11 @@ def test_a_streamed_request_is_one_tree_over_all_processes(server: Server, recei
         }.items()
     )
     assert the(spans, "queue")["attributes"].keys() >= {semconv.QUEUE_HIDDEN, semconv.QUEUE_SCHEDULER}
+    timed = the(spans, "decode")["attributes"]
+    assert timed[semconv.DEVICE_METHOD] == "host"  # there is no device here, and nothing is claimed of one
+    assert timed[semconv.DEVICE_STEPS] == timed[semconv.DEVICE_STEPS_ALL] == 7
+    assert not {semconv.DEVICE_LIMIT, semconv.DEVICE_ERROR} & timed.keys()
+    assert not [span for span in spans if semconv.DEVICE_SPAN in span["attributes"]]
 
 
 def test_a_completion_is_known_by_the_id_that_its_client_got(server: Server, receiver: OtlpReceiver) -> None:
