@@ -86,6 +86,7 @@ class _Wiring:
         for integration in reversed(self.installed):
             integration.remove()
         self.installed.clear()
+        timing.stop()
         recorder.stop()
         self._birth.known()
         ingress.opener = None

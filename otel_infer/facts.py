@@ -400,6 +400,16 @@ class MemorySeen(NamedTuple):
     total: int
 
 
+class MemoryRefused(NamedTuple):
+    """A device had no room for `wanted` bytes while the request was at work: of `limit` (the device's, or what torch was told to
+    keep to), so many were `free`."""
+
+    at: int
+    wanted: int
+    limit: int
+    free: int
+
+
 LONGEST_NS, UNKNOWN_NS = (1 << 32) - 2, (1 << 32) - 1
 """Of those lengths."""
 
@@ -538,6 +548,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(28, StepTimed, "q q S I H Q H I I I I"),
     _layout(29, StageTimed, "q q S I I I"),
     _layout(30, MemorySeen, "q S Q Q Q Q Q Q"),
+    _layout(31, MemoryRefused, "q Q Q Q"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

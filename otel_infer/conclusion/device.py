@@ -23,19 +23,16 @@ def adopt(record: RequestRecord, request: Request) -> None:
 
 def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> None:
     chunks, rows = record.prefill_steps, record.steps
-    kinds = [
-        (
-            semconv.SPAN_PREFILL,
-            *np.array([(one.step, one.tokens) for one in chunks], np.int64).reshape(-1, 2).T,
-        )
-    ]
+    prompt = np.array([(one.step, one.tokens) for one in chunks], np.int64).reshape(-1, 2)
+    kinds = [(semconv.SPAN_PREFILL, prompt[:, 0], prompt[:, 1])]
     if rows is not None and len(rows) > 1:
         kinds.append((semconv.SPAN_DECODE, rows.step[1:], rows.tokens[1:]))
         rows.device = device.spans(rows.step)
     for name, steps, tokens in kinds:
         time = device.time_of(steps)
         if time is not None:
-            share = shares_of(device.lengths(steps), tokens, log.table.computed(steps))
+            lengths = device.spans(steps) if time.method == BY_EVENT else device.lengths(steps)
+            share = shares_of(lengths, tokens, log.table.computed(steps))
             _adopt(record, name, time, len(steps), share)
 
 

@@ -250,6 +250,15 @@ def _event(request: Request, fact: facts.EventAdded) -> None:
     request.events.append(UserEvent(fact.at, fact.name, dict(fact.attributes)))
 
 
+def _refused(request: Request, fact: facts.MemoryRefused) -> None:
+    sizes = {
+        semconv.MEMORY_WANTED: fact.wanted,
+        semconv.MEMORY_LIMIT: fact.limit,
+        semconv.MEMORY_FREE: fact.free,
+    }
+    request.events.append(UserEvent(fact.at, semconv.EVENT_OUT_OF_MEMORY, dict(sizes)))
+
+
 # One table for all: bound to each request, it would tie a request to itself, to be found by the garbage collector alone.
 _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.StageEnded: Request._stage,
@@ -266,6 +275,7 @@ _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.TokensDrafted: lambda request, fact: request.drafts.append(fact),
     facts.AttributeSet: lambda request, fact: request.attributes.__setitem__(fact.key, fact.value),
     facts.EventAdded: _event,
+    facts.MemoryRefused: _refused,
     facts.SpanLinked: lambda request, fact: request.links.append((fact.trace_id, fact.span_id)),
     facts.HttpDescribed: Request._http,
     facts.SpanUnseen: lambda request, fact: setattr(request, "unseen", True),

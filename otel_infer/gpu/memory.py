@@ -16,6 +16,7 @@ from otel_infer import clock, facts
 
 EVERY_NS = 1_000_000_000
 SLOW_NS = 1_000_000
+Refused = Callable[[int, int, int, int], None]
 _CURRENT = ("all", "current")
 
 
@@ -51,6 +52,20 @@ class Memory:
         free, total = cuda.mem_get_info(self._index)
         self._is_quick = self._now() - before < SLOW_NS
         return int(free), int(total)
+
+
+_watched: list[Refused] = []
+
+
+def watch_refusals(say: Refused) -> None:
+    """`say` is called with device, bytes wanted, limit and free bytes, before torch raises for want of memory, on the thread that
+    asked. Once for all, since torch lets nobody be taken off again; not before CUDA is in use, since asking turns to it."""
+    attach = getattr(
+        getattr(sys.modules.get("torch"), "_C", None), "_cuda_attach_out_of_memory_observer", None
+    )
+    if attach is not None and not _watched:
+        _watched.append(say)
+        attach(lambda *said: _watched[0](*said))
 
 
 def uuid_of(cuda: Any, index: int) -> str:

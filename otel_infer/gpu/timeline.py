@@ -217,15 +217,21 @@ class Timeline:
         """Tells of the spans that are done, in order; how many. For any thread, one at a time; never waits."""
         if not self._pending or captures.open_now or not self._harvesting.acquire(blocking=False):
             return 0
-        told = 0
+        told, pending = 0, self._pending
+        span = None
         try:
-            while self._pending and self._pending[0].end.query():
-                span = self._pending.popleft()
+            while pending:
+                span = pending[0]
+                if not span.end.query():
+                    break
+                pending.popleft()
                 self._tell(span)
                 self._pool.append(span)
                 told += 1
         except Exception:
-            self._fail(self._pending.popleft() if self._pending else None)
+            if pending and pending[0] is span:
+                pending.popleft()
+            self._fail(span)
         finally:
             self._harvesting.release()
         return told

@@ -110,10 +110,11 @@ class Timing:
     def stop(self) -> None:
         """From here on by the host's clock; events stay where they are, since to free one may wait for the device."""
         self.is_on = False
-        tender, self._tender, self._thread = self._tender, None, _Thread()
+        tender, self._tender = self._tender, None
         if tender is not None:
             tender.stop()
-            _kept.append(tender)
+            _kept.extend((tender, self._thread))
+        self._thread = _Thread()
 
     def _look(self) -> None:
         now = clock.now()
@@ -131,11 +132,13 @@ class Timing:
             tender.serve(device, slot)
 
     def _forget(self) -> None:
-        """In a forked child, where CUDA cannot be used any more."""
+        """In a forked child, where CUDA cannot be used any more, not even to free an event."""
+        _kept.extend((self._tender, self._thread.slot))
         self._lock, self._thread, self._tender = threading.Lock(), _Thread(), None
 
 
 _kept: list[object] = []
+"""Never freed."""
 
 
 class _Tender(threading.Thread):

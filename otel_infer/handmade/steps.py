@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
+from otel_infer.gpu.timing import timing
+from otel_infer.gpu.work import StepWork
 from otel_infer.handmade.requests import request
 from otel_infer.handmade.scope import ENGINE, count, failed
 from otel_infer.integrations._claims import claimed
@@ -24,7 +27,7 @@ class _Loop:
     """The step log of a thread, which goes back when the thread ends."""
 
     def __init__(self, log: StepLog) -> None:
-        self.log = log
+        self.log, self.pid = log, os.getpid()
         log.pack = lambda members: b"".join(map(_packed_of, members))
 
     def __del__(self) -> None:
@@ -47,6 +50,9 @@ class step:  # noqa: N801 - used like a function
     `prompt_tokens`: for requests that are in their prefill, how many tokens of the prompt; all others decode one token.
     `waiting`: how many requests the loop has not taken up. Set `delivered` inside, {request: tokens}, where a request got
     other than one token (0 = a chunk of a prompt).
+
+    `gpu`: what this thread launches in it on its current stream is timed on the device; call `launched()` before the loop waits
+    for its results, or the wait is in the span, too.
     """
 
     def __init__(
@@ -57,7 +63,10 @@ class step:  # noqa: N801 - used like a function
         waiting: int = 0,
         kv_used: int = 0,
         kv_total: int = 0,
+        gpu: bool = False,
     ) -> None:
+        self._gpu = gpu
+        self._begun: Any = None
         self._batch, self._prompt_tokens = batch, prompt_tokens
         self._load = (kv_used, kv_total, waiting)
         self._members: list[request] = []
@@ -76,6 +85,8 @@ class step:  # noqa: N801 - used like a function
                 used, total, waiting = map(count, self._load)
                 self._number = log.scheduled(members, (), column, used, total, len(members), waiting)
                 self._log = log
+                if self._gpu:
+                    self._begun = timing.begin(always=bool(self._prompt_tokens))
         except Exception as exc:
             if _loops.loop is not None:
                 _loops.loop.log.idle()  # half a change was made: what comes next is told whole
@@ -86,6 +97,7 @@ class step:  # noqa: N801 - used like a function
         if self._token is not None:
             with contextlib.suppress(ValueError):  # it may end in another task than it began in
                 claimed.reset(self._token)
+        self.launched()
         try:
             if self._log is not None:
                 delivered, others = (self.delivered, 1) if error is None else ({}, 0)
@@ -93,6 +105,16 @@ class step:  # noqa: N801 - used like a function
                 self._log.done(self._number, column, len(self._members))
         except Exception as exc:
             failed("a step", exc)
+
+    def launched(self) -> None:
+        """All of it is launched: what follows waits for the device."""
+        begun, self._begun = self._begun, None
+        loop = _loops.loop
+        if begun is not None and self._log is not None and loop is not None:
+            try:
+                timing.end(begun, StepWork(ENGINE, loop.pid, 0, self._number, self._log.number))
+            except Exception as exc:
+                failed("a step's time on the device", exc)
 
     def _column(self, tokens: Mapping[request, int], others: int) -> bytes:
         return array("I", [count(tokens.get(member, others)) for member in self._members]).tobytes()

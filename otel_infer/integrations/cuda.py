@@ -14,10 +14,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from otel_infer import clock
+from otel_infer import clock, facts, ingress
 from otel_infer.gpu import captures
 from otel_infer.gpu.allocator import Allocator
-from otel_infer.gpu.memory import Memory
+from otel_infer.gpu.device import Device
+from otel_infer.gpu.memory import Memory, watch_refusals
 from otel_infer.gpu.timing import timing
 from otel_infer.integrations._base import Integration
 from otel_infer.patching import Hook
@@ -40,7 +41,7 @@ class _Cuda(Integration):
         except Exception as exc:
             log.warning("the CUDA allocator is not looked at: %s", type(exc).__name__)
         recorder.overdue[DEVICE_TIME] = timing.harvest
-        timing.on_device = lambda device: Memory(device.index, recorder.stated).look
+        timing.on_device = _used
 
     def remove(self) -> None:
         recorder.overdue.pop(self.name, None)
@@ -48,6 +49,22 @@ class _Cuda(Integration):
         timing.on_device = None
         super().remove()
         captures.open_now = 0  # nobody will tell of their ends
+
+
+def _used(device: Device) -> Callable[[], None]:
+    """A device is used first: whoever runs out of its memory says so, and once a second it is said how much there is."""
+    watch_refusals(_refused)
+    return Memory(device.index, recorder.stated).look
+
+
+def _refused(device: int, wanted: int, limit: int, free: int) -> None:
+    """Called by the allocator before it raises, on the thread that asked."""
+    try:
+        request = ingress.current()
+        if request is not None and recorder.active:
+            request.state(facts.MemoryRefused(clock.now(), int(wanted), int(limit), int(free)))
+    except Exception as exc:  # it would take the place of the user's error
+        log.warning("running out of memory is not recorded: %s", type(exc).__name__)
 
 
 def _looking(allocator: Allocator) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -46,18 +47,18 @@ def filled(span: int, launched: int, queued: int, gap: int) -> DeviceSteps:
 def test_what_held_the_device_back_follows_from_four_lengths(
     span: int, launched: int, queued: int, gap: int, limit: str
 ) -> None:
-    time = filled(span, launched, queued, gap).time_of(STEPS)
-    assert time == DeviceTime("event", 10, 10 * span, 10 * launched, 10 * queued, 10 * gap, 9000)
-    assert time.limit == limit
+    took = filled(span, launched, queued, gap).time_of(STEPS)
+    assert took == DeviceTime("event", 10, 10 * span, 10 * launched, 10 * queued, 10 * gap, 9000)
+    assert took.limit == limit
 
 
 def test_by_the_host_alone_nothing_is_claimed_of_a_device() -> None:
     device = DeviceSteps()
     device.by_host(1, 5 * MS)
     device.by_host(2, 7 * MS)
-    time = device.time_of(STEPS)
-    assert time == DeviceTime("host", 2, 12 * MS)
-    assert time.limit == ""
+    took = device.time_of(STEPS)
+    assert took == DeviceTime("host", 2, 12 * MS)
+    assert took.limit == ""
     assert device.spans(STEPS) is None
 
 
@@ -167,3 +168,19 @@ def test_lengths_beyond_four_seconds_are_said_to_be_that(recording: Recording) -
     decode = record.stage("decode")
     assert decode is not None
     assert 4.2 < float(decode.attributes["infer.device.queue"]) < 4.3  # type: ignore[arg-type]
+
+
+def test_a_step_of_ones_own_is_timed_up_to_where_all_of_it_is_launched(recording: Recording) -> None:
+    with otel_infer.request() as request:
+        for number in range(3):
+            with otel_infer.step(
+                [request], prompt_tokens={request: 5} if not number else None, gpu=True
+            ) as step:
+                step.launched()
+                time.sleep(0.02)
+    (record,) = recording.records()
+    decode = record.stage("decode")
+    assert decode is not None
+    assert decode.attributes["infer.device.method"] == "host"  # without a device
+    assert decode.attributes["infer.device.steps"] == 2
+    assert float(decode.attributes["infer.device.duration"]) < 0.02  # type: ignore[arg-type]

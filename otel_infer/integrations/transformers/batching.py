@@ -60,7 +60,7 @@ class _Batches:
     """The steps of one scheduler, on the thread that runs them."""
 
     def __init__(self, log: StepLog, cache: Any) -> None:
-        self.log = log
+        self.log, self.pid = log, os.getpid()
         self.over = False
         self.left: list[Any] = []
         self.flights: deque[_Flight] = deque(maxlen=8)
@@ -296,7 +296,7 @@ def compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
             raise
         if begun is not None:
             try:
-                timing.end(begun, StepWork(ENGINE, os.getpid(), 0, flight.step, batches.log.number))
+                timing.end(begun, StepWork(ENGINE, batches.pid, 0, flight.step, batches.log.number))
             except Exception as exc:
                 hook.fail(exc)
         return result

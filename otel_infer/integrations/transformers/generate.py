@@ -57,6 +57,7 @@ class _Run:
         self.member = [self]
         self.stepping = self.drafting = self.prefilled = False
         self.accepted = 1
+        self.pid = os.getpid()
         self.begun: Any = None
         self.iterations = self.step = self.tokens = 0
 
@@ -80,7 +81,7 @@ class _Run:
         """Whatever there is to compute for it has been launched."""
         begun, self.begun = self.begun, None
         if begun is not None and self.log is not None:
-            timing.end(begun, StepWork(ENGINE, os.getpid(), 0, self.step, self.log.number))
+            timing.end(begun, StepWork(ENGINE, self.pid, 0, self.step, self.log.number))
 
     def done(self) -> None:
         """Its tokens are known."""

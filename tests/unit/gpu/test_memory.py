@@ -76,6 +76,34 @@ def test_figures_that_this_release_of_torch_does_not_have_are_0(
     assert told[0][2:6] == (0, 0, 0, 0)
 
 
+def test_who_runs_out_of_memory_has_the_state_of_it_on_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from otel_infer.gpu import memory
+    from otel_infer.integrations import cuda as integration
+
+    attached: list[Any] = []
+    torch = SimpleNamespace(_C=SimpleNamespace(_cuda_attach_out_of_memory_observer=attached.append))
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    monkeypatch.setattr(memory, "_watched", [])
+    for _ in range(2):
+        memory.watch_refusals(integration._refused)
+    (observer,) = attached  # torch lets nobody be taken off again
+    recording = Recording()
+    try:
+        observer(0, 512, 1000, 90)  # nobody's
+        with otel_infer.request():
+            observer(0, 512, 1000, 90)
+        (record,) = recording.records()
+    finally:
+        recording.stop()
+    ((name, attributes),) = [(event.name, event.attributes) for event in record.events]
+    assert name == "infer.out_of_memory"
+    assert attributes == {
+        "infer.device.memory.wanted": 512,
+        "infer.device.memory.limit": 1000,
+        "infer.device.memory.free": 90,
+    }
+
+
 def test_a_request_says_how_much_memory_was_free_when_it_came_and_when_it_went() -> None:
     recording = Recording()
     try:

@@ -122,6 +122,32 @@ def test_what_fails_is_absent_and_not_asked_again_and_the_rest_is_there(
     assert others <= {name for name, _, _ in said["values"]}
 
 
+DETECT = """
+import json
+from otel_infer.gpu.resource import GpuResourceDetector
+print(json.dumps({name: value for name, value in GpuResourceDetector().detect().attributes.items()}))
+"""
+
+
+def test_a_resource_says_which_gpus_there_are(library: Path) -> None:
+    for failing, expected in (
+        (
+            "",
+            {
+                "infer.gpu.count": 2,
+                "infer.gpu.models": ["Stub 0", "Stub 1"],
+                "infer.gpu.driver_version": "580.1",
+            },
+        ),
+        ("init=9", {}),
+    ):
+        environ = {**os.environ, "LD_LIBRARY_PATH": str(library), "NVML_STUB": failing}
+        done = subprocess.run(
+            [sys.executable, "-c", DETECT], env=environ, capture_output=True, text=True, check=True
+        )
+        assert json.loads(done.stdout) == expected
+
+
 @pytest.mark.parametrize("code", [9, 12, 4], ids=["driver not loaded", "library not found", "no permission"])
 def test_without_a_driver_nothing_is_said(library: Path, code: int) -> None:
     assert asked(library, f"init={code}") == {"open": False, "values": [], "unsupported": []}

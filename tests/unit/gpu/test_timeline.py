@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from otel_infer.gpu import captures
 from otel_infer.gpu.clockmap import ClockMap
 from otel_infer.gpu.timeline import MOST_ERRORS, SHARE, Pacing, Timed, Timeline
-from tests.fake_device import FakeDevice, FakeStream
+from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 
 MS = 1_000_000
 MOST_CALLS = {"capturing": 1, "record": 2, "query": 2, "elapsed": 2}
@@ -164,6 +164,27 @@ def test_a_device_that_fails_is_not_asked_any_more_and_nobody_notices() -> None:
     bench.step(MS)
     assert bench.device.calls["record"] == calls
     assert bench.timeline.errors == MOST_ERRORS
+
+
+def test_a_span_that_cannot_be_read_is_given_up_and_the_others_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(FakeDevice(), capacity=4)
+    for _ in range(3):
+        bench.step(MS, waits=False)
+    bench.device.wait_for(bench.device.main)
+    broken = bench.timeline._pending[0].start
+    elapsed = FakeEvent.elapsed_time
+
+    def fails(self: FakeEvent, end: FakeEvent) -> float:
+        if self is broken:
+            raise RuntimeError("CUDA error")
+        return elapsed(self, end)
+
+    monkeypatch.setattr(FakeEvent, "elapsed_time", fails)
+    assert bench.timeline.harvest() == 0
+    assert bench.timeline.harvest() == 2
+    assert len(bench.timeline._pool) == 4
 
 
 def test_events_are_neither_made_nor_lost_in_ten_thousand_steps() -> None:

@@ -1,0 +1,194 @@
+"""Who launches is timed by a device as soon as there is one: which thread has which events, and what happens meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from otel_infer import clock
+from otel_infer.gpu import captures
+from otel_infer.gpu.timeline import Span, Timed
+from otel_infer.gpu.timing import UNTIMED, Timing
+from tests.fake_device import FakeDevice
+
+MS = 1_000_000
+
+
+class Here(FakeDevice):
+    """On the host's real clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @property
+    def _time(self) -> int:
+        return clock.now()
+
+    @_time.setter
+    def _time(self, to: int) -> None:
+        """Time passes by itself."""
+
+
+class Work:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.device: list[Timed] = []
+        self.host: list[tuple[int, int]] = []
+
+    def on_device(self, timed: Timed) -> None:
+        self.device.append(timed)
+
+    def on_host(self, begun_at: int, launched_at: int) -> None:
+        self.host.append((begun_at, launched_at))
+
+
+@pytest.fixture
+def device() -> Here:
+    return Here()
+
+
+@pytest.fixture
+def timing(device: Here) -> Iterator[Timing]:
+    captures.open_now = 0
+    timing = Timing(lambda: device)
+    yield timing
+    timing.stop()
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
+
+
+def timed_by_device(timing: Timing) -> None:
+    timing.begin()
+    assert until(lambda: timing._thread.slot is not None and timing._thread.slot.timeline is not None)
+
+
+def step(timing: Timing, device: Here, work: Work, always: bool = True) -> None:
+    begun = timing.begin(always=always)
+    device.launch(MS)
+    timing.end(begun, work)
+
+
+def test_until_the_events_are_made_the_host_times_and_from_then_on_the_device(
+    timing: Timing, device: Here
+) -> None:
+    work = Work()
+    step(timing, device, work)
+    assert len(work.host) == 1
+    timed_by_device(timing)
+    step(timing, device, work)
+    assert until(lambda: len(work.device) == 1)  # nobody harvests but the tender
+    assert len(work.host) == 1
+    assert work.device[0].ended_at - work.device[0].started_at >= MS
+
+
+def test_without_a_device_the_host_times_and_looks_again_once_a_second(device: Here) -> None:
+    asked: list[None] = []
+    timing = Timing(lambda: asked.append(None))
+    work = Work()
+    for _ in range(50):
+        step(timing, device, work)
+    assert len(asked) == 1
+    assert len(work.host) == 50
+    timing._thread.looked_at -= 2_000_000_000
+    step(timing, device, work)
+    assert len(asked) == 2
+
+
+def test_short_steps_are_not_all_timed_and_nobody_is_told_of_the_others(timing: Timing, device: Here) -> None:
+    timed_by_device(timing)
+    work = Work()
+    begun = [timing.begin() for _ in range(1)]
+    for _ in range(200):
+        one = timing.begin()
+        begun.append(one)
+        if isinstance(one, Span):
+            timing.end(one, work)
+    assert UNTIMED in begun
+    timing.end(UNTIMED, work)
+    assert work.host == []
+
+
+def test_while_a_graph_is_captured_the_host_times(timing: Timing, device: Here) -> None:
+    timed_by_device(timing)
+    work = Work()
+    captures.begin()
+    try:
+        step(timing, device, work)
+    finally:
+        captures.end()
+    assert len(work.host) == 1
+
+
+def test_what_did_not_come_to_launching_is_nobodys_and_its_events_are_used_again(
+    timing: Timing, device: Here
+) -> None:
+    timed_by_device(timing)
+    slot = timing._thread.slot
+    assert slot is not None
+    assert slot.timeline is not None
+    free = len(slot.timeline._pool)
+    timing.drop(timing.begin(always=True))
+    assert len(slot.timeline._pool) == free
+
+
+def test_a_thread_that_ends_leaves_its_events_to_the_next_one(timing: Timing, device: Here) -> None:
+    made: list[int] = []
+
+    def engine() -> None:
+        timed_by_device(timing)
+        made.append(device.calls["event"])
+
+    for _ in range(3):
+        thread = threading.Thread(target=engine)
+        thread.start()
+        thread.join(10)
+        tender = timing._tender
+        assert tender is not None
+        tender._wake.set()
+        assert until(lambda free=tender._free: len(free) == 1)
+    assert len(set(made)) == 1
+
+
+def test_switched_off_it_never_asks_for_a_device(device: Here) -> None:
+    asked: list[None] = []
+    timing = Timing(lambda: asked.append(None))
+    timing.is_on = False
+    work = Work()
+    step(timing, device, work)
+    assert asked == []
+    assert len(work.host) == 1
+
+
+def test_once_stopped_its_thread_ends_and_the_host_times(timing: Timing, device: Here) -> None:
+    timed_by_device(timing)
+    tender = timing._tender
+    assert tender is not None
+    timing.stop()
+    tender.join(5)
+    assert not tender.is_alive()
+    work = Work()
+    step(timing, device, work)
+    assert len(work.host) == 1
+
+
+def test_in_a_forked_child_nothing_of_the_parents_device_is_used_or_freed(
+    timing: Timing, device: Here
+) -> None:
+    from otel_infer.gpu import timing as module
+
+    timed_by_device(timing)
+    slot, tender = timing._thread.slot, timing._tender
+    timing._forget()  # as `os.fork` calls it
+    assert timing._thread.slot is None
+    assert {id(slot), id(tender)} <= set(map(id, module._kept))
+    assert tender is not None
+    tender.stop()
