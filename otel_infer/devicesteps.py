@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-CAPACITY = 65536
-"""As many as steps are remembered."""
 HURRY_NS = 40_000
 """A device that comes to its work sooner than this had nothing else to do."""
 LAUNCHES = 1 / 1.15
@@ -22,6 +20,8 @@ GPU_BOUND, LAUNCH_BOUND, HOST_STALLED, BACK_PRESSURED = (
     "back-pressured",
 )
 BY_EVENT, BY_HOST = "event", "host"
+STEP, SPAN, BOUND, BY = 0, 1, 5, 6
+"""Of the lines of a table; between them the lengths of `by_event`, in its order."""
 
 
 class DeviceTime(NamedTuple):
@@ -51,44 +51,31 @@ class DeviceTime(NamedTuple):
 
 
 class DeviceSteps:
-    """Filled in any order; what a device says of a step goes before what its host does."""
+    """Of the last `capacity` steps. Filled in any order; what a device says of a step goes before what its host does."""
 
-    STEP, SPAN, LAUNCHED, QUEUED, GAP, BOUND, BY = range(7)
-
-    def __init__(self) -> None:
-        self._table: Any = np.zeros((7, CAPACITY), np.int64)
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._table: Any = np.zeros((7, capacity), np.int64)
 
     def by_host(self, step: int, length: int) -> None:
         """So long it took by the host's clock."""
-        i = step % CAPACITY
-        if self._table[self.STEP, i] != step:
+        i = step % self._capacity
+        if self._table[STEP, i] != step:
             self._table[:, i] = step, length, 0, 0, 0, 0, 0
 
     def by_event(self, step: int, span: int, launched: int, queued: int, gap: int, bound: int) -> None:
         """So long the device was at it."""
-        self._table[:, step % CAPACITY] = step, span, launched, queued, gap, bound, 1
+        self._table[:, step % self._capacity] = step, span, launched, queued, gap, bound, 1
 
-    def spans(self, steps: Any) -> Any:
-        """How long the device was at each of these, ns; 0 where it did not say. None if it said of none of them."""
-        found = self._of(steps)
-        column = np.where((found[self.STEP] == steps) & (found[self.BY] == 1), found[self.SPAN], 0)
-        return column if column.any() else None
-
-    def time_of(self, steps: Any) -> DeviceTime | None:
-        """What these come to; None if none of them was timed. By events, if any was."""
-        found = self._of(steps)
-        known = found[:, found[self.STEP] == steps]
-        by_event = known[:, known[self.BY] == 1]
-        if by_event.shape[1]:
-            _, span, launched, queued, gaps, _, _ = by_event.sum(axis=1).tolist()
-            bound = int(by_event[self.BOUND].max())
-            return DeviceTime(BY_EVENT, by_event.shape[1], span, launched, queued, gaps, bound)
-        return DeviceTime(BY_HOST, known.shape[1], int(known[self.SPAN].sum())) if known.shape[1] else None
-
-    def lengths(self, steps: Any) -> Any:
-        """How long a device, or the host in its place, was at each of these, ns; 0 where nobody said."""
-        found = self._of(steps)
-        return np.where(found[self.STEP] == steps, found[self.SPAN], 0)
-
-    def _of(self, steps: Any) -> Any:
-        return self._table[:, np.asarray(steps) % CAPACITY]
+    def of(self, steps: Any) -> tuple[DeviceTime | None, Any]:
+        """What these come to, by events if any of them was timed so, and how long each took by the same clock, ns (0 = not
+        timed); None where nobody timed any."""
+        found = self._table[:, steps % self._capacity]
+        found *= found[STEP] == steps  # in the place of a step may be an older one
+        if found[BY].any():
+            found *= found[BY]
+            _, span, launched, queued, gaps, _, timed = found.sum(axis=1).tolist()
+            time = DeviceTime(BY_EVENT, timed, span, launched, queued, gaps, int(found[BOUND].max()))
+            return time, found[SPAN]
+        timed = int(np.count_nonzero(found[STEP]))
+        return (DeviceTime(BY_HOST, timed, int(found[SPAN].sum())) if timed else None), found[SPAN]

@@ -15,7 +15,7 @@ from otel_infer.devicesteps import DeviceSteps
 from otel_infer.learned import Learned
 from otel_infer.prompts import Prompts
 from otel_infer.records import Prefiller, StepRecord
-from otel_infer.steptable import StepTable
+from otel_infer.steptable import CAPACITY, StepTable
 
 if TYPE_CHECKING:
     from otel_infer.conclusion import Request
@@ -134,7 +134,7 @@ class StepLog:
 
     def _on_device(self) -> DeviceSteps:
         if self.device is None:
-            self.device = DeviceSteps()
+            self.device = DeviceSteps(CAPACITY)
         return self.device
 
     def lost(self) -> None:

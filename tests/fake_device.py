@@ -73,7 +73,7 @@ class FakeDevice:
     """`drift_ppm`: how much faster its clock runs than the host's; `call_ns`: what a call costs the host; `launch_ns`: from a
     call to the device; `mark_ns`: what an event costs the device itself."""
 
-    index = 0
+    kind, index = "fake", 0
 
     def __init__(
         self,

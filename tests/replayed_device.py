@@ -31,7 +31,7 @@ class ReplayedEvent:
 class ReplayedDevice:
     """`now`: the host's clock of the recording; `row`: the stage that is being run again."""
 
-    index = 0
+    kind, index = "fake", 0
     tick_ns = 1000
 
     def __init__(self, path: Path) -> None:

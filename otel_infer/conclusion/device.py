@@ -27,13 +27,14 @@ def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> No
     kinds = [(semconv.SPAN_PREFILL, prompt[:, 0], prompt[:, 1])]
     if rows is not None and len(rows) > 1:
         kinds.append((semconv.SPAN_DECODE, rows.step[1:], rows.tokens[1:]))
-        rows.device = device.spans(rows.step)
     for name, steps, tokens in kinds:
-        time = device.time_of(steps)
-        if time is not None:
-            lengths = device.spans(steps) if time.method == BY_EVENT else device.lengths(steps)
-            share = shares_of(lengths, tokens, log.table.computed(steps))
-            _adopt(record, name, time, len(steps), share)
+        time, lengths = device.of(steps)
+        if time is None:
+            continue
+        share = shares_of(lengths, tokens, log.table.computed(steps))
+        _adopt(record, name, time, len(steps), share)
+        if rows is not None and name == semconv.SPAN_DECODE and time.method == BY_EVENT:
+            rows.device = np.append(0, lengths)  # the first row is the prefill's
 
 
 def _of_stage(fact: facts.StageTimed) -> DeviceTime:

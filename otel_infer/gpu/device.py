@@ -25,8 +25,9 @@ _THREAD_LOCAL = 1
 
 
 class Device(Protocol):
-    """One accelerator. `tick_ns`: the resolution of its clock, as far as it is known."""
+    """One accelerator. `kind`: torch's module of it; `tick_ns`: the resolution of its clock, as far as it is known."""
 
+    kind: str
     index: int
     tick_ns: int
 

@@ -36,7 +36,7 @@ def state() -> NvmlState:
     except Exception as refusal:
         return _refused(pynvml, refusal)
     try:
-        return NvmlState("ready", _text(pynvml.nvmlSystemGetDriverVersion()), _devices(pynvml))
+        return NvmlState("ready", text(pynvml.nvmlSystemGetDriverVersion()), _devices(pynvml))
     except Exception as refusal:
         return _refused(pynvml, refusal)
     finally:
@@ -46,7 +46,7 @@ def state() -> NvmlState:
 
 def _devices(pynvml: Any) -> tuple[str, ...]:
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    return tuple(_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
+    return tuple(text(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
 
 
 def _refused(pynvml: Any, refusal: Exception) -> NvmlState:
@@ -60,6 +60,6 @@ def _refused(pynvml: Any, refusal: Exception) -> NvmlState:
     return NvmlState("broken", reason=f"{type(refusal).__name__}: {refusal}")
 
 
-def _text(said: str | bytes) -> str:
-    """Older bindings answer with bytes."""
+def text(said: str | bytes) -> str:
+    """What NVML says; older bindings answer with bytes."""
     return said.decode("utf-8", "replace") if isinstance(said, bytes) else said

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from otel_infer.gpu.nvml import text
 from otel_infer.records import GpuReading
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ UNITS = {"sm": 2, "tensor": 5, "dram": 10}
 """Of GPM: nvmlGpmMetricId_t."""
 
 
-class Device(NamedTuple):
+class Gpu(NamedTuple):
     """A GPU, or a MIG device of the `parent`."""
 
     handle: Any
@@ -50,7 +51,7 @@ class Readings:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._wanted = environ.get("CUDA_VISIBLE_DEVICES")
         self._nvml: Any = None
-        self._devices: list[Device] = []
+        self._devices: list[Gpu] = []
         self._failures: dict[tuple[str, str], int] = {}
         self._samples: dict[str, list[Any]] = {}
         self.unsupported: set[tuple[str, str]] = set()
@@ -62,7 +63,7 @@ class Readings:
             import pynvml
 
             pynvml.nvmlInit()
-            self._nvml, self.driver = pynvml, _text(pynvml.nvmlSystemGetDriverVersion())
+            self._nvml, self.driver = pynvml, text(pynvml.nvmlSystemGetDriverVersion())
             self._devices = [device for device in self._found() if self._is_wanted(device)]
         except Exception as refusal:  # no driver, no library, no permission
             log.debug("no GPU metrics: %s", refusal)
@@ -91,7 +92,7 @@ class Readings:
                     self._failed(key, refusal)
         return found
 
-    def _asked(self, device: Device) -> dict[str, Callable[[Any], Iterator[tuple[str, float]]]]:
+    def _asked(self, device: Gpu) -> dict[str, Callable[[Any], Iterator[tuple[str, float]]]]:
         if device.parent:
             return {"memory": self._memory}
         return {
@@ -145,15 +146,15 @@ class Readings:
             if asked.metrics[place].nvmlReturn == nvml.NVML_SUCCESS:
                 yield unit, asked.metrics[place].value / 100
 
-    def _found(self) -> Iterator[Device]:
+    def _found(self) -> Iterator[Gpu]:
         nvml = self._nvml
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
-            yield Device(handle, uuid, name, index)
+            uuid, name = text(nvml.nvmlDeviceGetUUID(handle)), text(nvml.nvmlDeviceGetName(handle))
+            yield Gpu(handle, uuid, name, index)
             yield from self._instances(handle, uuid, name, index)
 
-    def _instances(self, handle: Any, parent: str, name: str, index: int) -> Iterator[Device]:
+    def _instances(self, handle: Any, parent: str, name: str, index: int) -> Iterator[Gpu]:
         """Its MIG devices; most GPUs cannot have any."""
         nvml = self._nvml
         with contextlib.suppress(Exception):
@@ -162,11 +163,9 @@ class Readings:
             for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
                 with contextlib.suppress(Exception):  # that place is empty
                     instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                    yield Device(
-                        instance, _text(nvml.nvmlDeviceGetUUID(instance)), f"{name} MIG", index, parent
-                    )
+                    yield Gpu(instance, text(nvml.nvmlDeviceGetUUID(instance)), f"{name} MIG", index, parent)
 
-    def _is_wanted(self, device: Device) -> bool:
+    def _is_wanted(self, device: Gpu) -> bool:
         """By CUDA_VISIBLE_DEVICES: UUIDs, or numbers (as NVML counts, by bus; CUDA's own order is the same for equal GPUs)."""
         if self._wanted is None:
             return True
@@ -204,18 +203,12 @@ class Poller(threading.Thread):
         return self._readings.driver
 
     def run(self) -> None:
-        if not self._readings.open():
-            return
-        while True:
+        is_open = self._readings.open()
+        while is_open:
             self.latest = self._readings.read()
-            if self._over.wait(self._every):
-                break
+            is_open = not self._over.wait(self._every)
         self._readings.close()
 
     def stop(self) -> None:
         """Ends it, soon."""
         self._over.set()
-
-
-def _text(said: str | bytes) -> str:
-    return said.decode("utf-8", "replace") if isinstance(said, bytes) else said

@@ -53,6 +53,8 @@ class _Cuda(Integration):
 
 def _used(device: Device) -> Callable[[], None]:
     """A device is used first: whoever runs out of its memory says so, and once a second it is said how much there is."""
+    if device.kind != "cuda":  # asking for CUDA's memory would turn to it
+        return lambda: None
     watch_refusals(_refused)
     return Memory(device.index, recorder.stated).look
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 from otel_infer import semconv
 from otel_infer.facts import MemorySeen, Value
 from otel_infer.records import GpuReading
+from otel_infer.sinks.numbers import Set
 
-Set = Callable[[semconv.Metric, Mapping[str, Value], float], None]
 _PLAIN = {
     ("utilization", "general"): semconv.GPU_UTILIZATION,
     ("memory", "used"): semconv.GPU_MEMORY_USAGE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from opentelemetry.sdk.metrics import export
@@ -12,6 +12,9 @@ from otel_infer.facts import Value
 from otel_infer.sinks.histograms import MAX_SERIES, OVERFLOW_KEY, Key, Label, attributes_of
 
 DELTA, CUMULATIVE = export.AggregationTemporality.DELTA, export.AggregationTemporality.CUMULATIVE
+
+Set = Callable[[semconv.Metric, Mapping[str, Value], float], None]
+"""Sets the value of a point."""
 
 
 class FirstCome:

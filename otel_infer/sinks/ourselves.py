@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from otel_infer import semconv
-from otel_infer.facts import Value
-
-Set = Callable[[semconv.Metric, Mapping[str, Value], float], None]
+from otel_infer.sinks.numbers import Set
 
 
 def resident() -> int:

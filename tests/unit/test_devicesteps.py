@@ -11,13 +11,14 @@ import pytest
 
 import otel_infer
 from otel_infer import clock, ingress
-from otel_infer.devicesteps import CAPACITY, DeviceSteps, DeviceTime
+from otel_infer.devicesteps import DeviceSteps, DeviceTime
 from otel_infer.gpu.timeline import Timed
 from otel_infer.gpu.work import StageWork, StepWork
 from tests.rings import Recording
 
 MS = 1_000_000
 STEPS = np.arange(1, 11)
+CAPACITY = 64
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def recording() -> Iterator[Recording]:
 
 
 def filled(span: int, launched: int, queued: int, gap: int) -> DeviceSteps:
-    device = DeviceSteps()
+    device = DeviceSteps(CAPACITY)
     for step in STEPS:
         device.by_event(int(step), span, launched, queued, gap, 9000)
     return device
@@ -47,36 +48,36 @@ def filled(span: int, launched: int, queued: int, gap: int) -> DeviceSteps:
 def test_what_held_the_device_back_follows_from_four_lengths(
     span: int, launched: int, queued: int, gap: int, limit: str
 ) -> None:
-    took = filled(span, launched, queued, gap).time_of(STEPS)
+    took = filled(span, launched, queued, gap).of(STEPS)[0]
     assert took == DeviceTime("event", 10, 10 * span, 10 * launched, 10 * queued, 10 * gap, 9000)
     assert took.limit == limit
 
 
 def test_by_the_host_alone_nothing_is_claimed_of_a_device() -> None:
-    device = DeviceSteps()
+    device = DeviceSteps(CAPACITY)
     device.by_host(1, 5 * MS)
     device.by_host(2, 7 * MS)
-    took = device.time_of(STEPS)
+    took, lengths = device.of(STEPS)
     assert took == DeviceTime("host", 2, 12 * MS)
     assert took.limit == ""
-    assert device.spans(STEPS) is None
+    assert lengths.tolist() == [5 * MS, 7 * MS, *[0] * 8]
 
 
 def test_what_the_device_says_goes_before_what_the_host_does_in_any_order() -> None:
-    device = DeviceSteps()
+    device = DeviceSteps(CAPACITY)
     device.by_event(1, 5 * MS, 0, 0, 0, 0)
     device.by_host(1, 9 * MS)
     device.by_host(2, 9 * MS)
     device.by_event(2, 6 * MS, 0, 0, 0, 0)
-    assert device.spans(np.array([1, 2, 3])).tolist() == [5 * MS, 6 * MS, 0]
+    assert device.of(np.array([1, 2, 3]))[1].tolist() == [5 * MS, 6 * MS, 0]
 
 
 def test_a_step_is_never_taken_for_an_older_one_in_its_place() -> None:
-    device = DeviceSteps()
+    device = DeviceSteps(CAPACITY)
     device.by_event(7, 5 * MS, 0, 0, 0, 0)
-    assert device.time_of(np.array([7 + CAPACITY])) is None
+    assert device.of(np.array([7 + CAPACITY]))[0] is None
     device.by_event(7 + CAPACITY, 6 * MS, 0, 0, 0, 0)
-    assert device.time_of(np.array([7])) is None
+    assert device.of(np.array([7]))[0] is None
 
 
 def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Recording) -> None:
@@ -109,7 +110,7 @@ def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Re
     assert prefill.attributes["infer.device.duration"] == 0.003
     assert record.device_ns == {"prefill": 3 * MS, "decode": 9 * MS}
     assert record.steps is not None
-    assert record.steps.device.tolist() == [3 * MS] * 4
+    assert record.steps.device.tolist() == [0, 3 * MS, 3 * MS, 3 * MS]
 
 
 def test_a_stage_of_which_some_steps_were_not_timed_is_no_value_of_the_series(recording: Recording) -> None:

@@ -104,6 +104,14 @@ def test_who_runs_out_of_memory_has_the_state_of_it_on_its_request(monkeypatch: 
     }
 
 
+def test_of_a_device_that_is_not_cudas_nothing_of_cudas_is_asked(cuda: Cuda) -> None:
+    from otel_infer.integrations import cuda as integration
+    from tests.fake_device import FakeDevice
+
+    integration._used(FakeDevice())()
+    assert cuda.asked == 0
+
+
 def test_a_request_says_how_much_memory_was_free_when_it_came_and_when_it_went() -> None:
     recording = Recording()
     try:
