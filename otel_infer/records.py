@@ -247,10 +247,8 @@ class RequestRecord:
 
 
 class Execution(NamedTuple):
-    """What the worker of this rank took for one step of an engine, whose process id this is, by its host or its device.
-
-    `queued_ns`, `gap_ns`: as in `facts.StepTimed`; -1 = not known.
-    """
+    """What the worker of this rank took for one step of an engine, whose process id this is, by its host or its device; the rest
+    as in `facts.StepTimed`, -1 = not known."""
 
     engine: str
     pid: int

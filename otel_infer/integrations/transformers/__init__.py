@@ -2,7 +2,7 @@
 
     tokenizer ─▶ generate ─▶ prefill ─▶ step* ─▶ decode                              (`generate`, in the caller's thread)
     tokenizer ─▶ add_request ─▶ waiting ─▶ (schedule_batch ─▶ prepare_batch_update)* ─▶ streamer
-                 `sequences`              `batching`, in a thread of its own
+                 `sequences`              `batching`, `computing`, in a thread of its own
 
 Releases 5.5 to 5.23; what is found in which is in docs/support-transformers.md.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from otel_infer.integrations.transformers import (
     batching,
+    computing,
     generate,
     sequences,
     serve,
@@ -23,6 +24,7 @@ from otel_infer.integrations.transformers._integration import integration
 
 __all__ = [
     "batching",
+    "computing",
     "generate",
     "integration",
     "sequences",

@@ -19,8 +19,6 @@ from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
-from otel_infer.gpu.timing import timing
-from otel_infer.gpu.work import StepWork
 from otel_infer.integrations._claims import claiming
 from otel_infer.integrations.transformers._integration import ENGINE, integration
 from otel_infer.patching import Hook
@@ -198,7 +196,7 @@ class _Loop(threading.local):
         self.latest: _Batches | None = None
 
 
-_loop = _Loop()
+current_loop = _Loop()
 
 
 def _batches_of(scheduler: Any) -> _Batches | None:
@@ -208,7 +206,7 @@ def _batches_of(scheduler: Any) -> _Batches | None:
         if log is None:
             return None
         batches = scheduler._otel_infer_batches = _Batches(log, scheduler.cache)
-        _loop.made = [*filter(_is_alive, _loop.made), batches]
+        current_loop.made = [*filter(_is_alive, current_loop.made), batches]
     return batches
 
 
@@ -241,7 +239,7 @@ def run_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 def _release() -> None:
-    made, _loop.made, _loop.latest = _loop.made, [], None
+    made, current_loop.made, current_loop.latest = current_loop.made, [], None
     for batches in made:
         batches.end()
 
@@ -261,7 +259,7 @@ def _scheduling(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
                 futures = result[0]
                 if futures:
                     batches = _batches_of(self)
-                    _loop.latest = batches
+                    current_loop.latest = batches
                     if batches is not None:
                         batches.scheduled(self, futures, result[2])
             except Exception as exc:
@@ -275,35 +273,6 @@ for _class in ("FIFOScheduler", "PrefillFirstScheduler"):
     integration.step_hook(f"{SCHEDULER}:{_class}.schedule_batch", part=PART)(_scheduling)
 
 
-@integration.step_hook(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
-def compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Launches forward and sampling on a stream of its own."""
-
-    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batches = _loop.latest
-        if batches is None or not batches.flights or not hook.alive:
-            return original(self, *args, **kwargs)
-        begun = None
-        try:
-            flight = batches.flights[-1]
-            begun = timing.begin(getattr(self.inputs_and_outputs, "compute_stream", None), not flight.plain)
-        except Exception as exc:
-            hook.fail(exc)
-        try:
-            result = original(self, *args, **kwargs)
-        except BaseException:
-            timing.drop(begun or 0)
-            raise
-        if begun is not None:
-            try:
-                timing.end(begun, StepWork(ENGINE, batches.pid, 0, flight.step, batches.log.number))
-            except Exception as exc:
-                hook.fail(exc)
-        return result
-
-    return compute
-
-
 @integration.step_hook(f"{CB}.input_outputs:ContinuousBatchingIOs.prepare_batch_update", part=PART)
 def prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Here the tokens are on the host, and nobody has been given them yet."""
@@ -312,7 +281,7 @@ def prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[.
         result = original(self)
         if hook.alive:
             try:
-                for batches in _loop.made:
+                for batches in current_loop.made:
                     if batches.flights and result[0]:
                         batches.done(result[0][0])
             except Exception as exc:

@@ -31,6 +31,7 @@ from otel_infer.integrations.transformers._integration import (
     name_request,
     own_request,
 )
+from otel_infer.integrations.transformers.arguments import setting, shape_of, shape_of_prompt
 from otel_infer.patching import Call, Hook
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
@@ -101,7 +102,7 @@ class _Run:
 
     def concludes(self, result: Any) -> None:
         """States what came of it."""
-        shape = _shape_of(getattr(result, "sequences", result))
+        shape = shape_of(getattr(result, "sequences", result))
         made = max(int(shape[1]) - self.start, 0) if len(shape) == 2 else 0
         tokens = made * self.rows or self.tokens
         if self.log is None or not self.stepping:
@@ -176,12 +177,12 @@ def _begin(call: Call) -> _Run | None:
     request = request or own_request(OPERATION, call.instance)
     if request is None:
         return None
-    rows, prompt = _shape(call)
-    sequences = rows * int(_setting(call, "num_return_sequences") or 1)
+    rows, prompt = shape_of_prompt(call)
+    sequences = rows * int(setting(call, "num_return_sequences") or 1)
     if not own:
         name_request(request, OPERATION, call.instance)
     if own or not handed_over.get():
-        request.submitted(ENGINE, sequences, prompt * rows, int(_setting(call, "max_new_tokens") or 0))
+        request.submitted(ENGINE, sequences, prompt * rows, int(setting(call, "max_new_tokens") or 0))
     handed_over.set(False)
     log = recorder.step_log(ENGINE)
     if log is not None:
@@ -191,35 +192,6 @@ def _begin(call: Call) -> _Run | None:
 
 def _pack(runs: Any) -> bytes:
     return b"".join(map(_packed_of, runs))
-
-
-def _setting(call: Call, name: str) -> Any:
-    """A generation setting, by the library's order: the call, the configuration given to it, the model's."""
-    found = call.kwargs.get(name)
-    for config in (call["generation_config"], getattr(call.instance, "generation_config", None)):
-        if found is None:
-            found = getattr(config, name, None)
-    return found
-
-
-def _shape_of(tensor: Any) -> tuple[int, ...]:
-    return tuple(getattr(tensor, "shape", ()))
-
-
-def _shape(call: Call) -> tuple[int, int]:
-    """(rows, tokens per row) of the prompt; 0 tokens where it is not made of tokens."""
-    given = call["inputs"]
-    ids = call.kwargs.get("input_ids") if given is None else given
-    for candidate, dimensions in ((ids, 2), (call.kwargs.get("inputs_embeds"), 3)):
-        shape = _shape_of(candidate)
-        if len(shape) == dimensions:
-            return int(shape[0]), int(shape[1])
-    others = ("input_features", "input_values", "pixel_values")
-    for candidate in (ids, *map(call.kwargs.get, others)):
-        shape = _shape_of(candidate)
-        if len(shape) > 1:
-            return int(shape[0]), 0
-    return 1, 0
 
 
 def _loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:

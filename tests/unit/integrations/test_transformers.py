@@ -13,8 +13,7 @@ from opentelemetry import baggage
 from opentelemetry import context as otel_context
 
 from otel_infer import facts, ingress
-from otel_infer.integrations.transformers import batching, integration, sequences, serve, text
-from otel_infer.integrations.transformers import generate as generating
+from otel_infer.integrations.transformers import arguments, batching, integration, sequences, serve, text
 from otel_infer.integrations.transformers._integration import apart, model_name
 from otel_infer.patching import Call, Hook
 from otel_infer.records import RequestRecord
@@ -436,19 +435,18 @@ GENERATE: Any = {"inputs": (0, None), "generation_config": (1, None)}
     ],
 )
 def test_a_prompt_is_counted_in_tokens_or_not_at_all(args: Any, kwargs: Any, shape: tuple[int, int]) -> None:
-    assert generating._shape(Call(None, args, kwargs, GENERATE)) == shape
+    assert arguments.shape_of_prompt(Call(None, args, kwargs, GENERATE)) == shape
 
 
 def test_a_setting_is_the_calls_then_the_configurations_then_the_models() -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(max_new_tokens=3, num_return_sequences=2))
     config = SimpleNamespace(max_new_tokens=2, num_return_sequences=None)
     assert (
-        generating._setting(Call(model, (None, config), {"max_new_tokens": 1}, GENERATE), "max_new_tokens")
-        == 1
+        arguments.setting(Call(model, (None, config), {"max_new_tokens": 1}, GENERATE), "max_new_tokens") == 1
     )
-    assert generating._setting(Call(model, (None, config), {}, GENERATE), "max_new_tokens") == 2
-    assert generating._setting(Call(model, (None, config), {}, GENERATE), "num_return_sequences") == 2
-    assert generating._setting(Call(None, (), {}, GENERATE), "max_new_tokens") is None
+    assert arguments.setting(Call(model, (None, config), {}, GENERATE), "max_new_tokens") == 2
+    assert arguments.setting(Call(model, (None, config), {}, GENERATE), "num_return_sequences") == 2
+    assert arguments.setting(Call(None, (), {}, GENERATE), "max_new_tokens") is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Continuous batching on its device: what a step launches, from mark to mark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer.gpu.timing import timing
+from otel_infer.gpu.work import StepWork
+from otel_infer.integrations.transformers._integration import ENGINE, integration
+from otel_infer.integrations.transformers.batching import CB, PART, current_loop
+from otel_infer.patching import Hook
+
+
+@integration.step_hook(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
+def compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Launches forward and sampling on a stream of its own."""
+
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batches = current_loop.latest
+        if batches is None or not batches.flights or not hook.alive:
+            return original(self, *args, **kwargs)
+        begun = None
+        try:
+            flight = batches.flights[-1]
+            begun = timing.begin(getattr(self.inputs_and_outputs, "compute_stream", None), not flight.plain)
+        except Exception as exc:
+            hook.fail(exc)
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException:
+            timing.drop(begun or 0)
+            raise
+        if begun is not None:
+            try:
+                timing.end(begun, StepWork(ENGINE, batches.pid, 0, flight.step, batches.log.number))
+            except Exception as exc:
+                hook.fail(exc)
+        return result
+
+    return compute
