@@ -10,7 +10,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-vllm browser bench bench-peers bench-vllm lint format wheel clean
+.PHONY: help demo test test-oldest test-vllm test-stack browser tools bench bench-peers bench-vllm lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,12 @@ test-oldest: $(VENV)-oldest/.dev  ## the transformers tests against the oldest r
 test-vllm: $(VENV)-vllm/.dev  ## the tests on a real vLLM, on the CPU, in an environment of its own
 	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
+test-stack: $(VENV)/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
+	$(BIN)/python -m pytest tests/stack $(ARGS)
+
+tools:  ## Debian's Prometheus and Alertmanager, unpacked into .tools; without them some tests are skipped by name
+	@scripts/prometheus_tools.sh
+
 # The only target that installs anything outside of .venv, so nothing asks for it but who wants it, and CI.
 browser:  ## a Chromium for the tests of pages, by apt-get as root; without one they are skipped by name
 	@for name in chromium chromium-headless-shell chromium-browser google-chrome chrome; do \
@@ -37,8 +43,8 @@ browser:  ## a Chromium for the tests of pages, by apt-get as root; without one 
 	} </dev/null >/dev/null 2>&1; then echo "installed Chromium"; \
 	else echo "no Chromium to be had here: the tests of pages in a browser will be skipped"; fi
 
-test: lint  ## format, lint, types, import contracts, tests
-	$(BIN)/python -m pytest $(ARGS)
+test: lint tools  ## format, lint, types, import contracts, tests
+	$(BIN)/python -m pytest --ignore=tests/stack $(ARGS)
 
 lint: $(VENV)/.dev  ## everything of `make test` but the tests
 	$(BIN)/ruff format --check .
@@ -63,7 +69,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:

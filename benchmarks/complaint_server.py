@@ -35,7 +35,8 @@ class Faults:
     Whoever has a prompt of `preempted_prompt` tokens is put back after so many tokens, for so long, and computed again; one of
     `blocking_prompt` blocks the event loop first. While one with a prompt of `struck_prompt` tokens is answered, another process
     wants its engine's core for `hog_ms`, or its control group (`quota_group`, version 1) may have `QUOTA` of a core for
-    `throttled_ms`.
+    `throttled_ms`. There are `kv_blocks` for `BLOCK_TOKENS` each (0: as many as are asked for); when they are full, the sequence
+    that came last is put back.
     """
 
     base_ms: float = 8.0
@@ -57,6 +58,7 @@ class Faults:
     throttled_ms: float = 0.0
     blocking_prompt: int = 0
     blocking_ms: float = 0.0
+    kv_blocks: int = 0
 
 
 HEAVY_TOKENS = 60
@@ -65,6 +67,7 @@ CORE = max(ALL)
 """Where an engine that spins runs, and nothing else of the server."""
 QUOTA, PERIOD_US = 0.4, 100_000
 BLOCK = bytes(1 << 14)
+BLOCK_TOKENS = 16
 HOG = """
 import os, sys, time
 os.sched_setaffinity(0, {int(sys.argv[2])})
@@ -97,6 +100,7 @@ class Engine(threading.Thread):
         self.inbox: queue.Queue[Sequence] = queue.Queue()
         self.running: list[Sequence] = []
         self.put_back: list[tuple[float, Sequence]] = []
+        self.on_gpu = False
 
     def run(self) -> None:
         if self.faults.spin:
@@ -107,9 +111,14 @@ class Engine(threading.Thread):
                 continue
             prompts = {s.request: s.prompt for s in self.running if s.is_new}
             with otel_infer.step(
-                [s.request for s in self.running], prompt_tokens=prompts, waiting=self.inbox.qsize()
-            ):
-                self.compute(sum(prompts.values()))
+                [s.request for s in self.running],
+                prompt_tokens=prompts,
+                waiting=self.inbox.qsize(),
+                kv_used=self.blocks(),
+                kv_total=self.faults.kv_blocks,
+                gpu=self.on_gpu,
+            ) as step:
+                self.compute(sum(prompts.values()), step)
             for sequence in self.running:
                 sequence.is_new = False
                 sequence.left -= 1
@@ -119,27 +128,42 @@ class Engine(threading.Thread):
                     sequence.deliver(None)
             self.running = [s for s in self.running if s.left]
             self.preempt()
+            while self.faults.kv_blocks and len(self.running) > 1 and self.blocks() > self.faults.kv_blocks:
+                self.give_up(self.running[-1])
+
+    def blocks(self) -> int:
+        """KV blocks that the running ones hold."""
+        return sum(-(-(one.prompt + one.all - one.left) // BLOCK_TOKENS) for one in self.running)
+
+    def give_up(self, sequence: Sequence) -> None:
+        sequence.request.preempted()
+        self.running.remove(sequence)
+        self.put_back.append((time.perf_counter() + self.faults.preempted_ms / 1000, sequence))
 
     def preempt(self) -> None:
         for sequence in [s for s in self.running if s.prompt == self.faults.preempted_prompt]:
             if sequence.all - sequence.left == self.faults.preempted_after:
-                sequence.request.preempted()
-                self.running.remove(sequence)
-                self.put_back.append((time.perf_counter() + self.faults.preempted_ms / 1000, sequence))
+                self.give_up(sequence)
 
     def resume(self) -> None:
         """Its KV is gone: the prompt and what it had written are a prompt again."""
         for due, sequence in list(self.put_back):
-            if time.perf_counter() >= due:
+            needs = -(-(sequence.prompt + sequence.all - sequence.left + BLOCK_TOKENS) // BLOCK_TOKENS)
+            full = self.running and 0 < self.faults.kv_blocks < self.blocks() + needs
+            if time.perf_counter() >= due and not full:
                 self.put_back.remove((due, sequence))
                 sequence.prompt += sequence.all - sequence.left
                 sequence.is_new = True
                 self.running.append(sequence)
 
-    def compute(self, prompt_tokens: int) -> None:
+    def length(self, prompt_tokens: int) -> float:
+        """Of a step, in ms."""
         faults = self.faults
-        length = faults.base_ms + faults.each_ms * len(self.running) + faults.prompt_ms * prompt_tokens
-        if not faults.spin:
+        return faults.base_ms + faults.each_ms * len(self.running) + faults.prompt_ms * prompt_tokens
+
+    def compute(self, prompt_tokens: int, step: otel_infer.step) -> None:
+        length = self.length(prompt_tokens)
+        if not self.faults.spin:
             time.sleep(length / 1000)
             return
         until = time.thread_time() + length / 1000

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from otel_infer import callers, governor, objectives
@@ -195,6 +195,13 @@ SETTINGS: dict[str, Setting] = {
         "port, on loopback unless it is ADDRESS:PORT: `POST /dump`, by an Alertmanager say, has the sidecar write such a tape",
         _address,
     ),
+    "metrics_port": Setting(
+        "OTEL_INFER_METRICS_PORT",
+        "",
+        "port, on loopback unless it is ADDRESS:PORT: `GET /metrics`, for Prometheus to scrape: the same names and labels as over "
+        "OTLP, with exemplars; one server a port",
+        _address,
+    ),
     "integrations": Setting(
         "OTEL_INFER_INTEGRATIONS",
         "",
@@ -279,6 +286,7 @@ class Config:
     tape: str = ""
     dump_on_slo: str = ""
     dump_port: str = ""
+    metrics_port: str = ""
     integrations: tuple[str, ...] = ()
     latency_attributes: bool = False
     response_headers: bool = False
@@ -308,7 +316,9 @@ class Config:
     def exports(self) -> bool:
         """Whether anything is to be sent anywhere."""
         sends = self.sends_spans or self.sends_metrics
-        kept_here = bool(self.console or self.request_log or self.tape or self.dump_on_slo)
+        kept_here = bool(
+            self.console or self.request_log or self.tape or self.dump_on_slo or self.scrape_address
+        )
         return not self.switched_off and (sends or kept_here)
 
     @property
@@ -326,6 +336,11 @@ class Config:
     def sends_metrics(self) -> bool:
         """Whether metrics leave over OTLP."""
         return self._has_destination and self.metrics_exporter == "otlp"
+
+    @property
+    def scrape_address(self) -> str:
+        """Where metrics may be scraped; empty if nowhere."""
+        return "" if self.switched_off else self.metrics_port
 
     @property
     def _has_destination(self) -> bool:
@@ -398,7 +413,20 @@ def from_env(environ: Mapping[str, str] | None = None) -> Config:
             values[name] = _parsed(setting.variable, setting.parse, environ)
     key = callers.hash_key(values.get("tenant_hash_key", ""))
     values["tenants"] = tuple(callers.told(name, key) for name in values.get("tenants", ()))
-    return Config(**values)
+    return _scrapable(Config(**values))
+
+
+def _scrapable(settings: Config) -> Config:
+    """Whoever scrapes needs sums since the beginning, and buckets with bounds; raises `BadSetting` where OTLP asks for others."""
+    if not settings.scrape_address or (settings.temporality == "cumulative" and not settings.exponential):
+        return settings
+    if settings.sends_metrics:
+        raise BadSetting(
+            f"{SETTINGS['metrics_port'].variable}={settings.metrics_port!r}: expected cumulative sums and explicit buckets, "
+            "not what OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE or "
+            "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION asks for"
+        )
+    return replace(settings, temporality="cumulative", exponential=False)
 
 
 def _parsed(variable: str, parse: Callable[[str], Any], environ: Mapping[str, str]) -> Any:
@@ -420,7 +448,11 @@ def from_env_leniently(environ: Mapping[str, str] | None = None) -> tuple[Config
         except BadSetting as bad:
             complaints.append(f"{bad}; using the default")
             del remaining[variable]
-    return from_env(remaining), complaints
+    try:
+        return from_env(remaining), complaints
+    except BadSetting as bad:
+        del remaining[SETTINGS["metrics_port"].variable]
+        return from_env(remaining), [*complaints, f"{bad}; nothing can be scraped"]
 
 
 def to_plain(settings: Config) -> dict[str, Any]:
@@ -455,6 +487,11 @@ def hand_on_start(ids: str) -> None:
 def start_handed_on() -> str:
     """The ids that the process which started this one left; empty if it left none."""
     return os.environ.get(_START, "")
+
+
+def grafana_token() -> str:
+    """Of a service account (or `user:password`), for our own commands; never among the settings, which are passed on."""
+    return os.environ.get("GRAFANA_TOKEN", "")
 
 
 def is_sidecar() -> bool:

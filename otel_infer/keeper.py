@@ -56,7 +56,8 @@ NOTABLE = (REASON_ERROR, REASON_ABORTED, REASON_PREEMPTED, REASON_SLO, REASON_SL
 class Decision(NamedTuple):
     """`export`: request and stage spans. `steps`: how many decode-step spans at most. `reason`: why those.
 
-    `prefill_steps`: whether the chunks of its prompt are spans too. `missed`: objectives that it did not meet.
+    `prefill_steps`: whether the chunks of its prompt are spans too. `missed`: objectives that it did not meet. `slow`: it missed
+    one, or is among the slowest of its size.
     """
 
     export: bool
@@ -64,6 +65,7 @@ class Decision(NamedTuple):
     reason: str
     prefill_steps: bool = False
     missed: tuple[str, ...] = ()
+    slow: bool = False
 
 
 class Kept(NamedTuple):
@@ -133,23 +135,24 @@ class Keeper:
     def decide(self, record: RequestRecord) -> Decision:
         """The decision for a finished request as it looks now; spends its part of the budget."""
         missed = missed_by(record, self._objectives)
+        is_slow = self._slowest.has(record)
+        return self._decided(record, missed, is_slow)._replace(missed=missed, slow=is_slow or bool(missed))
+
+    def _decided(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> Decision:
         if not self.exports(record):
-            self._slowest.has(record)
-            reason = REASON_NONE if self._is_sampled(record) else REASON_UNSAMPLED
-            return Decision(False, 0, reason, missed=missed)
-        urgent = self._urgent(record, missed)
+            return Decision(False, 0, REASON_NONE if self._is_sampled(record) else REASON_UNSAMPLED)
+        urgent = self._urgent(record, missed, is_slow)
         if self._mode == "off":
-            return Decision(True, 0, REASON_NONE, missed=missed)
+            return Decision(True, 0, REASON_NONE)
         if self._mode == "all" and not urgent and _draw(record) >= self.share:
             self.left_out[REASON_NONE] += _chunks(record) + _steps(record)
-            return Decision(True, 0, REASON_NONE, missed=missed)
+            return Decision(True, 0, REASON_NONE)
         if self._mode == "all":
-            return Decision(True, _steps(record), urgent or REASON_ALL, _chunks(record) > 0, missed)
-        return self._granted(record, urgent)._replace(missed=missed)
+            return Decision(True, _steps(record), urgent or REASON_ALL, _chunks(record) > 0)
+        return self._granted(record, urgent)
 
-    def _urgent(self, record: RequestRecord, missed: tuple[str, ...]) -> str:
+    def _urgent(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> str:
         """Why this is one of those that steps are kept for; empty for an ordinary one."""
-        is_slow = self._slowest.has(record)
         if record.outcome == facts.ERROR:
             return REASON_ERROR
         if record.outcome == facts.ABORTED:
@@ -198,7 +201,12 @@ class Keeper:
             return []
         record, before = held
         self.left_out[before.reason] -= _chunks(record) + _steps(record)
-        return [Kept(record, self._granted(record, REASON_OFFENDER)._replace(missed=before.missed))]
+        return [
+            Kept(
+                record,
+                self._granted(record, REASON_OFFENDER)._replace(missed=before.missed, slow=before.slow),
+            )
+        ]
 
     def _fill(self, at: int) -> None:
         """The budget comes back with time."""

@@ -19,7 +19,7 @@ from otel_infer.flight.dumps import FlightRecorder
 from otel_infer.gpu.readings import Poller
 from otel_infer.records import RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
-from otel_infer.sinks import gpus, ourselves
+from otel_infer.sinks import gpus, ourselves, scrape
 from otel_infer.sinks.metrics import MetricsSink
 from otel_infer.sinks.outlet import MetricsOutlet
 from otel_infer.sinks.requestlog import RequestLog
@@ -95,8 +95,9 @@ class Pipeline:
         self._log = RequestLog(config.request_log)
         self._watchers = watchers
         self._flight = flight
+        self._scrape = scrape.serve(config.scrape_address)
         self._gpus: Poller | None = None
-        if metrics_outlet is not None and config.gpu_metrics:
+        if config.gpu_metrics and (metrics_outlet is not None or self._scrape is not None):
             self._gpus = Poller()
             self._gpus.start()
 
@@ -115,6 +116,8 @@ class Pipeline:
             if final and self._outlet is not None:
                 self._outlet.wait(LAST_S)
             self._collect(now)
+        if self._scrape is not None and self._scrape.is_wanted:
+            self._scrape.put(self._counted())
         return bool(said)
 
     def govern(self, now: int) -> None:
@@ -186,7 +189,7 @@ class Pipeline:
             watch.request(record)
 
     def _hand_on(self, record: RequestRecord, decision: keeper.Decision) -> None:
-        self.metrics.kept(decision)
+        self.metrics.kept(record, decision)
         if self._flight is not None and decision.missed:
             self._flight.missed(record.ended_at)
         for sink in self.sinks:
@@ -206,6 +209,7 @@ class Pipeline:
                 exemplars=self.config.exemplars,
                 tenants=frozenset(self.config.tenants) if self.config.tenant else None,
                 traffic_classes=bool(self.config.traffic_class),
+                promises=bool(self.config.slo),
             )
         return self._metrics
 
@@ -221,6 +225,8 @@ class Pipeline:
         self._log.close()
         if self._gpus is not None:
             self._gpus.stop()
+        if self._scrape is not None:
+            self._scrape.close()
 
     def settle(self, now: int) -> None:
         """Concludes what has ended without waiting for stragglers: somebody wants everything sent."""
@@ -249,8 +255,11 @@ class Pipeline:
         if self._outlet is None or not self._outlet.free or not self.rings.seen_any:
             return
         self._collected_at = now
+        self._outlet.put(self._counted())
+
+    def _counted(self) -> Any:
         self._state_of_self()
-        self._outlet.put(self.metrics.collect(clock.wall_pair()[1]))
+        return self.metrics.collect(clock.wall_pair()[1])
 
     def _state_of_self(self) -> None:
         metrics = self.metrics

@@ -180,6 +180,8 @@ ERROR_CLIENT_DISCONNECT = "client_disconnect"
 ERROR_TIMEOUT = "timeout"
 ERROR_PROCESS_DIED = "process_died"
 ERROR_CANCELLED = "cancelled"
+NOT_ERRORS = ("", ERROR_CLIENT_DISCONNECT, ERROR_CANCELLED)
+"""What is no fault of the server."""
 
 # Compatibility: names that vLLM and SGLang put on their request span, with vLLM's meaning. Off by default.
 LATENCY_QUEUE = "gen_ai.latency.time_in_queue"
@@ -193,6 +195,8 @@ STAGE = "infer.stage"
 CLOCK = "infer.clock"
 KEEP_REASON = "infer.keep.reason"
 SLO_MISSED = "infer.slo.missed"
+MISSED_NONE, MISSED_ERROR = "none", "error"
+"""In place of objectives, on a metric: all were met; it failed."""
 BLAME_PREFIX = "infer.blame."
 BLAME = {cause: BLAME_PREFIX + cause for cause in CAUSES}
 """The attribute of each cause: its time in s. They sum to the duration."""
@@ -387,6 +391,22 @@ INTERFERENCE_DURATION = Metric(
     "Time that prompts of other requests (offender) took from finished ones (victim), by the class of each: interactive, "
     "batch, else by prompt: short (under 256 tokens), medium, long (from 2048), unknown; in sum, the cause interference.",
     (OFFENDER_CLASS, VICTIM_CLASS),
+)
+BLAME_SLOW_DURATION = Metric(
+    "infer.blame.slow.duration",
+    COUNTER,
+    "s",
+    "The part of infer.blame.duration that is of slow requests: those that missed an objective (OTEL_INFER_SLO), or are among "
+    "the slowest of their size (OTEL_INFER_SLOW_PERCENT).",
+    (BLAME_CAUSE, *_REQUEST, *_CALLER),
+)
+REQUEST_OBJECTIVES = Metric(
+    "infer.request.objectives",
+    COUNTER,
+    "{request}",
+    "Where OTEL_INFER_SLO is set, requests by what they missed of it: `none`, names of objectives, or `error`; not those "
+    "that their client had stopped.",
+    (SLO_MISSED, *_REQUEST, *_CALLER),
 )
 REQUEST_ABANDONED = Metric(
     "infer.request.abandoned",

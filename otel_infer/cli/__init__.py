@@ -19,6 +19,8 @@ COMMANDS = {
     "replay": "read a tape: print its requests, or send them",
     "report": "read a tape: one HTML page that opens offline, and a trace for Perfetto",
     "sidecar": "read the rings of servers in another container",
+    "dashboards": "for Grafana: write them, push them, see which panels have data",
+    "alerts": "rules on what you promise and on causes, for Prometheus or Grafana",
 }
 
 

@@ -18,7 +18,7 @@ from otel_infer import callers, facts, semconv
 from otel_infer.facts import Value
 from otel_infer.keeper import Decision
 from otel_infer.records import Blame, Execution, Mark, Pause, RequestRecord, StartRecord, StepRecord
-from otel_infer.sinks import enginesteps, usage
+from otel_infer.sinks import enginesteps, usage, verdict
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import Histograms, Key, Label, Source
 from otel_infer.sinks.numbers import CUMULATIVE, DELTA, FirstCome, Numbers
@@ -32,7 +32,8 @@ class MetricsSink:
     """Counts finished requests and engine steps.
 
     `temporality`: `cumulative`, `delta` or `lowmemory`. `resource` is read at each collection, so it may still
-    gain names. `tenants`: those that may be named, None where nobody asked for tenants; `traffic_classes`: they are told.
+    gain names. `tenants`: those that may be named, None where nobody asked for tenants; `traffic_classes`: they are told;
+    `promises`: there are objectives.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class MetricsSink:
         exemplars: bool = True,
         tenants: Collection[str] | None = None,
         traffic_classes: bool = False,
+        promises: bool = False,
     ) -> None:
         self._resource = resource
+        self._promises = promises
         self._delta = temporality in ("delta", "lowmemory")  # the same, but for observable counters
         self._exemplars = exemplars
         self._started_at = self._collected_at = started_at_unix_ns
@@ -71,9 +74,16 @@ class MetricsSink:
         if model and len(self._served) < MAX_MODELS:
             self._served.add(model)
 
-    def kept(self, decision: Decision) -> None:
-        """Counts why a request was kept, or that it was not."""
+    def kept(self, record: RequestRecord, decision: Decision) -> None:
+        """Counts why a request was kept, or that it was not; what it missed; where the time of a slow one went."""
         self._numbers[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
+        if not record.generative:
+            return
+        who = (*self._who(record), *self._caller(record))
+        if self._promises:
+            verdict.count_missed(self._numbers, record, decision, who)
+        if decision.slow and record.blame is not None:
+            verdict.count_slow(self._numbers, record.blame, who)
 
     def request(self, record: RequestRecord, *, exported: bool) -> None:
         """Counts a finished request, kept or not; only an exported one becomes an exemplar."""
@@ -251,17 +261,6 @@ class MetricsSink:
             seen = record.steps is not None
             decode_ns = record.summary.gaps_total if seen else record.last_token_at - record.first_token_at
             self._record(semconv.TIME_PER_OUTPUT_TOKEN, who, decode_ns / tokens, source)
-
-
-def metric_exporter(protocol: str) -> export.MetricExporter:
-    """The SDK's OTLP exporter: `grpc`, or HTTP for anything else; it reads all its settings itself."""
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
-
-        return GrpcExporter()
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpExporter
-
-    return HttpExporter()
 
 
 def _tokens_after_first(record: RequestRecord) -> float:

@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import Any
 
-from otel_infer.sinks.metrics import metric_exporter
+from opentelemetry.sdk.metrics import export
 
 log = logging.getLogger(__name__)
 
@@ -63,3 +63,14 @@ class MetricsOutlet(threading.Thread):
         with self._condition:
             self._closing = True
             self._condition.notify_all()
+
+
+def metric_exporter(protocol: str) -> export.MetricExporter:
+    """The SDK's OTLP exporter: `grpc`, or HTTP for anything else; it reads all its settings itself."""
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
+
+        return GrpcExporter()
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpExporter
+
+    return HttpExporter()

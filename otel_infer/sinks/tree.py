@@ -24,7 +24,6 @@ _HTTP = "HTTP"
 """The word of the conventions for a method that is not known."""
 _ON_HOST_CLOCK, _NOTHING = Recurring({semconv.CLOCK: semconv.CLOCK_HOST}), Recurring()
 _NONE: Mapping[str, float] = MappingProxyType({})
-_NOT_ERRORS = ("", semconv.ERROR_CLIENT_DISCONNECT, semconv.ERROR_CANCELLED)
 
 
 _ID, _ZERO = struct.Struct("8s"), bytes(8)
@@ -94,7 +93,7 @@ def _request(
 
 def _status(record: RequestRecord) -> int:
     failed = record.outcome == facts.ERROR or (
-        record.outcome == facts.ABORTED and record.error_type not in _NOT_ERRORS
+        record.outcome == facts.ABORTED and record.error_type not in semconv.NOT_ERRORS
     )
     return STATUS_ERROR if failed else STATUS_UNSET
 

@@ -22,6 +22,7 @@ BAD = {
     "OTEL_INFER_STEP_BUDGET": ("-1", "a whole number, 0 or more"),
     "OTEL_INFER_BUDGET": ("much", "like cpu=25%,memory=256MiB"),
     "OTEL_INFER_SLO": ("ttft=fast", "like ttft=1s,itl=200ms"),
+    "OTEL_INFER_METRICS_PORT": ("metrics", "a port, or ADDRESS:PORT"),
     "OTEL_INFER_SLOW_PERCENT": ("101", "a whole number from 0 to 100"),
     "OTEL_INFER_KEEP_UNSAMPLED": ("2", "on or off"),
     "OTEL_INFER_CONSOLE": ("tty", "on or off"),
@@ -231,6 +232,30 @@ def test_the_hash_key_stays_in_the_server(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("accepted", ["9465", "0.0.0.0:9465", "[::1]:9465", "localhost:1"])
 def test_the_port_of_the_webhook_may_have_an_address(accepted: str) -> None:
     assert from_env({"OTEL_INFER_DUMP_PORT": accepted}).dump_port == accepted
+
+
+def test_a_port_to_scrape_is_a_reason_to_record_and_none_to_send() -> None:
+    settings = from_env({"OTEL_INFER_METRICS_PORT": "9466"})
+    assert (settings.exports, settings.sends_spans, settings.sends_metrics) == (True, False, False)
+    assert from_env({"OTEL_INFER_METRICS_PORT": "9466", "OTEL_SDK_DISABLED": "true"}).scrape_address == ""
+
+
+WANTS_DELTA = {
+    "OTEL_INFER_METRICS_PORT": "9466",
+    "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": "delta",
+    "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION": "base2_exponential_bucket_histogram",
+}
+
+
+def test_what_otlp_would_have_otherwise_cannot_be_scraped_and_that_is_said() -> None:
+    settings = from_env(WANTS_DELTA)  # nothing leaves over OTLP
+    assert (settings.temporality, settings.exponential) == ("cumulative", False)
+    sends = {**WANTS_DELTA, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://there"}
+    with pytest.raises(BadSetting, match="OTEL_INFER_METRICS_PORT='9466': expected cumulative sums"):
+        from_env(sends)
+    settings, complaints = from_env_leniently(sends)
+    assert (settings.scrape_address, settings.temporality, settings.exponential) == ("", "delta", True)
+    assert complaints[0].endswith("nothing can be scraped")
 
 
 @pytest.mark.parametrize("refused", ["0", "65536", "port", ":9465", "localhost", "9465:"])

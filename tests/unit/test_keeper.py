@@ -310,7 +310,7 @@ def test_an_objective_that_was_missed_is_a_reason_and_is_named() -> None:
     keeps = Keeper("auto", 2000, False, False, objectives.parse("e2e=100ms,queue=1ms"))
     record = finished(5, at=SECOND)
     record.stages.append(Stage("queue", 0, 2_000_000, {}))
-    assert keeps.decide(record) == Decision(True, 5, "slo", missed=("e2e", "queue"))
+    assert keeps.decide(record) == Decision(True, 5, "slo", missed=("e2e", "queue"), slow=True)
     assert keeps.decide(finished(5, at=1000)) == Decision(True, 5, "budget")
 
 
@@ -321,7 +321,7 @@ def test_a_preempted_request_and_a_slow_one_are_kept_where_there_is_no_room_for_
     preempted = finished(10, SECOND, trace=200)
     preempted.preemptions = 1
     assert keeps.decide(preempted) == Decision(True, 10, "preempted")
-    assert keeps.decide(finished(10, 3 * SECOND, trace=201)) == Decision(True, 10, "slow")
+    assert keeps.decide(finished(10, 3 * SECOND, trace=201)) == Decision(True, 10, "slow", slow=True)
 
 
 def test_one_that_held_up_another_is_kept_when_it_is_named_though_it_was_over_before() -> None:

@@ -30,7 +30,7 @@ def test_a_line_is_found_however_many_sizes_there_were(
     lengths, sizes = seen(count, base, each, (1, most), seed=seed)
     costs = fitted(lengths, sizes)
     assert costs is not None
-    size = int(sizes[0])
+    size = int(np.median(sizes))  # with few steps the ends of the line are less certain
     assert costs.base + costs.per_sequence * size == pytest.approx(base + each * size, rel=0.1)
 
 

@@ -187,7 +187,7 @@ def _send_span(outlet: Any, heard: _Heard) -> dict[str, Any]:
 def _send_metrics(protocol: str, heard: _Heard) -> dict[str, Any]:
     from opentelemetry.sdk.metrics.export import MetricsData
 
-    from otel_infer.sinks.metrics import metric_exporter
+    from otel_infer.sinks.outlet import metric_exporter
 
     heard.forget()
     try:

@@ -25,7 +25,8 @@ from otel_infer.records import (
     StartRecord,
     StepRecord,
 )
-from otel_infer.sinks.metrics import MetricsSink, metric_exporter
+from otel_infer.sinks.metrics import MetricsSink
+from otel_infer.sinks.outlet import metric_exporter
 from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
 from tests.otlp_messages import decoded
@@ -98,7 +99,7 @@ def counted(
 ) -> dict[str, dict[str, Any]]:
     for each in records:
         metrics.request(each, exported=exported)
-        metrics.kept(Decision(exported, 0, "budget"))
+        metrics.kept(each, Decision(exported, 0, "budget"))
     return sent(metrics)
 
 
@@ -290,7 +291,7 @@ def test_preemptions_and_reasons_are_monotonic_sums() -> None:
     metrics.request(record(preemptions=2), exported=True)
     metrics.request(record(preemptions=1), exported=False)
     for reason in ("budget", "unsampled"):
-        metrics.kept(Decision(True, 0, reason))
+        metrics.kept(record(), Decision(True, 0, reason))
     said = sent(metrics)
     preemptions, kept = said["infer.request.preemptions"], said["infer.request.kept"]
     assert (True, CUMULATIVE, "{preemption}") == (
@@ -543,7 +544,7 @@ def test_delta_reports_histograms_and_counters_and_begins_anew(temporality: str)
     assert 10 == only_point(first["infer.self.spans"])["value"]
     metrics.set(semconv.SELF_SPANS, {}, 14)
     metrics.request(record(ended_at=500 * MS), exported=False)
-    metrics.kept(Decision(True, 0, "budget"))
+    metrics.kept(record(), Decision(True, 0, "budget"))
     second = sent(metrics, LATER)
     point = only_point(second["gen_ai.server.request.duration"])
     assert (1, 0.4, 0.4, NOW, LATER, []) == (
@@ -763,13 +764,50 @@ def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
     assert exemplar["trace_id"] == (bytes(15) + b"t").hex()
 
 
-def test_every_metric_leaves_as_the_table_has_it() -> None:
+def test_requests_are_counted_by_what_they_missed_and_those_who_were_told_to_stop_are_not() -> None:
+    metrics = sink(promises=True)
+    left = {"outcome": facts.ABORTED, "died_in": "decode"}
+    for each, missed in (
+        (generation(), ()),
+        (generation(), ("ttft", "e2e")),
+        (generation(outcome=facts.ERROR, error_type="ValueError"), ("e2e",)),
+        (generation(**left, error_type="timeout"), ()),
+        (generation(**left), ("e2e",)),
+        (record(operation="", generative=False), ("e2e",)),
+    ):
+        metrics.kept(each, Decision(True, 0, "slo", missed=missed))
+    points = sent(metrics)["infer.request.objectives"]["points"]
+    said = {point["attributes"]["infer.slo.missed"]: point["value"] for point in points}
+    assert said == {"none": 1, "ttft,e2e": 1, "error": 2}
+
+
+def test_where_nobody_promised_anything_nothing_is_said_of_it() -> None:
     metrics = sink()
+    metrics.kept(generation(), Decision(True, 0, "budget"))
+    assert "infer.request.objectives" not in sent(metrics)
+
+
+def test_where_the_time_of_slow_requests_went_is_counted_apart() -> None:
+    metrics = sink()
+    for slow in (True, False):
+        each = generation(blame=Blame({"decode": 3 * MS, "gc": MS}, None))
+        metrics.kept(each, Decision(True, 0, "budget", slow=slow))
+    points = sent(metrics)["infer.blame.slow.duration"]["points"]
+    assert {point["attributes"]["infer.blame.cause"]: point["value"] for point in points} == {
+        "decode": 0.003,
+        "gc": 0.001,
+    }
+    assert all(WHO.items() <= point["attributes"].items() for point in points)
+
+
+def test_every_metric_leaves_as_the_table_has_it() -> None:
+    metrics = sink(promises=True)
     aborted = generation(outcome=facts.ABORTED, died_in="decode", error_type="timeout")
     read = {"prefix_tokens": 8, "cached_tokens": 4, "drafted_tokens": 6, "accepted_tokens": 3}
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})], input_tokens=8, **read)
     preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
     preempted.device_share = MS
+    metrics.kept(preempted, Decision(True, 0, "slow", slow=True))
     metrics.steps([step(prefill_tokens=5)])
     metrics.executions([Execution("vllm", 77, 0, MS, True, MS, MS)])
     metrics.pauses([Pause(0, MS, "gc")])

@@ -1,0 +1,23 @@
+"""The dashboards, built from the names that the code emits. Pure: who writes them to files is `cli.dashboards`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from otel_infer.boards import anatomy, decode, gpu, health, memory, overview
+from otel_infer.boards.board import Board, dashboard
+
+BOARDS: Sequence[Callable[[], Board]] = (
+    overview.board,
+    anatomy.board,
+    decode.board,
+    memory.board,
+    gpu.board,
+    health.board,
+)
+
+
+def built() -> dict[str, dict[str, Any]]:
+    """The JSON of every dashboard, by the name of its file."""
+    return {f"{board.name}.json": dashboard(board) for board in (make() for make in BOARDS)}

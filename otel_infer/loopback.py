@@ -1,0 +1,82 @@
+"""The small HTTP servers beside a server: one request at a time, on loopback unless told otherwise."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from socket import AF_INET6
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+CLIENT_S = 5.0
+
+
+class Server(HTTPServer):
+    """Serves in a thread of its own until it is closed. `owner` is whom the handlers serve for."""
+
+    def __init__(self, address: tuple[str, int], handler: type[Handler], owner: Any) -> None:
+        self.owner = owner
+        super().__init__(address, handler)
+
+    def start(self, name: str) -> None:
+        """Begins to answer."""
+        threading.Thread(target=self.serve_forever, args=(0.5,), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Lets go of the port."""
+        self.shutdown()
+        self.server_close()
+
+    def server_bind(self) -> None:
+        """Without the look-up of our own name, which may take long."""
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever hangs up is no news."""
+        log.debug("a request to %s broke", self.server_port, exc_info=True)
+
+
+class _Server6(Server):
+    address_family = AF_INET6
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers in one piece and says nothing of who it is, nor to a log of who asked."""
+
+    server: Server
+    timeout = CLIENT_S
+    server_version = "otel_infer"
+    sys_version = ""
+
+    def asked_for(self) -> str:
+        """The path, without what follows it."""
+        return self.path.partition("?")[0]
+
+    def answer(self, status: int, kind: str, content: bytes, **headers: str) -> None:
+        """The whole answer; underscores in the names of `headers` stand for hyphens."""
+        self.close_connection = True
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent: what is asked of us is not for a log."""
+
+
+def serve(address: str, handler: type[Handler], owner: Any, name: str) -> Server:
+    """A server at `PORT` or `ADDRESS:PORT`, running; raises `OSError` or `OverflowError` where it cannot be had."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]") or LOOPBACK
+    server = (_Server6 if ":" in host else Server)((host, int(port)), handler, owner)
+    server.start(name)
+    return server

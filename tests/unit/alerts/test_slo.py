@@ -1,0 +1,95 @@
+"""What people may write into slo.yaml, and what they are told when they may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from otel_infer import cli, semconv
+from otel_infer.alerts import managed, rules, slo
+
+GOOD = """
+windows: demo
+minimum: 10
+grafana: https://grafana.example.com/
+runbooks: https://example.com/alerts.md
+objectives:
+  - {name: ttft, of: ttft, within: 500ms, share: 99%}
+  - {name: ttft-70b, of: ttft, within: 1.5s, share: 99.9%, model: "llama-70b.*"}
+  - {name: errors, of: errors, share: 99.5%}
+budgets: {queue: 100ms, prefill: 0.35s}
+"""
+
+
+def test_promises_are_read_as_they_are_written() -> None:
+    assert slo.spec(yaml.safe_load(GOOD)) == slo.Spec(
+        [
+            slo.Objective("ttft", "ttft", 0.5, 0.99),
+            slo.Objective("ttft-70b", "ttft", 1.5, 0.9990000000000001, "llama-70b.*"),
+            slo.Objective("errors", "errors", 0.0, 0.995),
+        ],
+        {"queue": 0.1, "prefill": 0.35},
+        slo.DEMO,
+        10,
+        "https://grafana.example.com",
+        "https://example.com/alerts.md",
+    )
+
+
+TTFT = {"name": "ttft", "of": "ttft", "within": "500ms", "share": "99%"}
+BAD: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "the file: expected a mapping with `objectives`"),
+    "no objectives": ({}, "`objectives`: expected a list with one entry or more"),
+    "a word of its own": ({"objektives": []}, "`objektives`: expected one of budgets, grafana, minimum"),
+    "two of a name": ({"objectives": [TTFT, TTFT]}, "`objectives`: expected a different `name` for each"),
+    "a name with blanks": ({"objectives": [{**TTFT, "name": "a b"}]}, "objectives[0].name: expected small letters"),
+    "of nothing known": ({"objectives": [{**TTFT, "of": "speed"}]}, "objectives[0].of: expected one of ttft, itl, tpot, e2e"),
+    "no bound": ({"objectives": [{**TTFT, "within": "600ms"}]}, "objectives[0].within: expected a bound of gen_ai.server.time"),
+    "no length": ({"objectives": [{**TTFT, "within": "fast"}]}, "objectives[0].within: expected a length such as 500ms"),
+    "all of them": ({"objectives": [{**TTFT, "share": "100%"}]}, "objectives[0].share: expected a share such as 99%"),
+    "a bare share": ({"objectives": [{**TTFT, "share": 0.99}]}, "objectives[0].share: expected a share such as 99%"),
+    "errors in time": ({"objectives": [{**TTFT, "of": "errors"}]}, "objectives[0].within: expected nothing"),
+    "a model in quotes": ({"objectives": [{**TTFT, "model": '"'}]}, "objectives[0].model: expected a regular expression"),
+    "a key too many": ({"objectives": [{**TTFT, "than": 1}]}, "objectives[0].than: expected one of name, of"),
+    "windows": ({"objectives": [TTFT], "windows": "fast"}, "`windows`: expected one of standard, demo"),
+    "minimum": ({"objectives": [TTFT], "minimum": -1}, "`minimum`: expected a whole number"),
+    "a stage": ({"objectives": [TTFT], "budgets": {"lunch": "1s"}}, "budgets.lunch: expected one of ingress"),
+    "no address": ({"objectives": [TTFT], "grafana": "there"}, "`grafana`: expected an address with http"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "expected"), BAD.values(), ids=BAD)
+def test_what_is_wrong_is_said_with_its_place_and_what_is_expected(said: Any, expected: str) -> None:
+    with pytest.raises(slo.BadSpec) as refused:
+        slo.spec(said)
+    assert str(refused.value).startswith(expected)
+
+
+def test_the_command_names_the_file(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "slo.yaml").write_text("objectives: [")
+    assert cli.main(["alerts", "build", str(tmp_path / "slo.yaml")]) == 2
+    assert f"{tmp_path / 'slo.yaml'} is no YAML" in capsys.readouterr().err
+
+
+def test_bounds_that_are_whole_are_found_however_they_are_written() -> None:
+    one = slo.spec({"objectives": [{**TTFT, "within": "1s"}]}).objectives[0]
+    assert 'le=~"1([.]0)?"' in rules.missed(one, "5m")
+
+
+def test_every_default_bound_is_one_of_its_histogram() -> None:
+    for one in slo.DEFAULT.objectives:
+        assert one.of == slo.ERRORS or one.within in slo.METRICS[one.of].bounds
+    assert set(slo.DEFAULT.budgets) <= set(semconv.STAGES)
+
+
+def test_grafana_gets_every_alert_with_what_prometheus_would_have_recorded_written_out() -> None:
+    made = rules.groups(slo.DEFAULT)
+    found = [rule for group in managed.groups(made, "prom") for rule in group["rules"]]
+    alerts = [rule for group in made["groups"] for rule in group["rules"] if "alert" in rule]
+    assert len(found) == len(alerts)
+    assert len({rule["uid"] for rule in found}) == len({rule["title"] for rule in found}) == len(found)
+    asked = [rule["data"][0]["model"]["expr"] for rule in found]
+    assert not any("otel_infer:" in expr for expr in asked)
+    assert all(len(rule["uid"]) <= 40 for rule in found)
