@@ -26,7 +26,7 @@ test-oldest: $(VENV)-oldest/.dev  ## the transformers tests against the oldest r
 test-vllm: $(VENV)-vllm/.dev  ## the tests on a real vLLM, on the CPU, in an environment of its own
 	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
-test-stack: $(VENV)/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
+test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
 	$(BIN)/python -m pytest tests/stack $(ARGS)
 
 tools:  ## Debian's Prometheus and Alertmanager, unpacked into .tools; without them some tests are skipped by name

@@ -36,7 +36,7 @@ class Faults:
     `blocking_prompt` blocks the event loop first. While one with a prompt of `struck_prompt` tokens is answered, another process
     wants its engine's core for `hog_ms`, or its control group (`quota_group`, version 1) may have `QUOTA` of a core for
     `throttled_ms`. There are `kv_blocks` for `BLOCK_TOKENS` each (0: as many as are asked for); when they are full, the sequence
-    that came last is put back.
+    that came last is put back. A prompt of more than `longest_prompt` is refused (0: none is).
     """
 
     base_ms: float = 8.0
@@ -59,6 +59,7 @@ class Faults:
     blocking_prompt: int = 0
     blocking_ms: float = 0.0
     kv_blocks: int = 0
+    longest_prompt: int = 0
 
 
 HEAVY_TOKENS = 60
@@ -107,6 +108,8 @@ class Engine(threading.Thread):
             os.sched_setaffinity(0, {CORE})  # of this thread
         while True:
             self.take_up()
+            while self.faults.kv_blocks and len(self.running) > 1 and self.blocks() > self.faults.kv_blocks:
+                self.give_up(self.running[-1])
             if not self.running:
                 continue
             prompts = {s.request: s.prompt for s in self.running if s.is_new}
@@ -128,8 +131,6 @@ class Engine(threading.Thread):
                     sequence.deliver(None)
             self.running = [s for s in self.running if s.left]
             self.preempt()
-            while self.faults.kv_blocks and len(self.running) > 1 and self.blocks() > self.faults.kv_blocks:
-                self.give_up(self.running[-1])
 
     def blocks(self) -> int:
         """KV blocks that the running ones hold."""
@@ -149,7 +150,10 @@ class Engine(threading.Thread):
         """Its KV is gone: the prompt and what it had written are a prompt again."""
         for due, sequence in list(self.put_back):
             needs = -(-(sequence.prompt + sequence.all - sequence.left + BLOCK_TOKENS) // BLOCK_TOKENS)
-            full = self.running and 0 < self.faults.kv_blocks < self.blocks() + needs
+            full = self.running and (
+                len(self.running) >= self.faults.max_batch
+                or 0 < self.faults.kv_blocks < self.blocks() + needs
+            )
             if time.perf_counter() >= due and not full:
                 self.put_back.remove((due, sequence))
                 sequence.prompt += sequence.all - sequence.left
@@ -261,6 +265,8 @@ class App:
         async with otel_infer.request("text_completion", model="toy") as request:
             if prompt == self.faults.blocking_prompt:
                 time.sleep(self.faults.blocking_ms / 1000)
+            if 0 < self.faults.longest_prompt < prompt:
+                raise ValueError("the prompt is too long")
             if self.faults.lookup_ms:
                 async with otel_infer.stage("lookup"):
                     await asyncio.sleep(self.faults.lookup_ms / 1000)

@@ -223,7 +223,7 @@ class _Wiring:
 
     def _engine_imported(self, integration: Integration) -> None:
         status = integration.status
-        recorder.report_hooks(status.name, status.hooks_active, status.hooks_total)
+        recorder.report_hooks(status.name, status.hooks_active, status.hooks_due)
         if integration.is_engine:
             recorder.ensure()
 

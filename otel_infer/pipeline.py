@@ -98,7 +98,7 @@ class Pipeline:
         self._scrape = scrape.serve(config.scrape_address)
         self._gpus: Poller | None = None
         if config.gpu_metrics and (metrics_outlet is not None or self._scrape is not None):
-            self._gpus = Poller()
+            self._gpus = Poller(config.visible_devices)
             self._gpus.start()
 
     def wake(self, now: int, final: bool = False) -> bool:

@@ -36,6 +36,11 @@ def per(part: str, whole: str) -> str:
     return f"{part} / ({whole} > 0)"
 
 
+def share(part: str, whole: str) -> str:
+    """A ratio that is 0, and not absent, where there is none of the part; both by the same labels."""
+    return f"({part} or 0 * {whole}) / ({whole} > 0)"
+
+
 def each_per(parts: str, whole: str) -> str:
     """Many by one whole that has no labels."""
     return f"{parts} / on () group_left () ({whole} > 0)"
@@ -57,6 +62,10 @@ class Promql(NamedTuple):
     def value(self, metric: Metric, *matchers: str, by: Sequence[str] = (), take: str = "sum") -> str:
         """Of a gauge or an up-down counter."""
         return f"{take}{_by(by)} ({self.pick(metric, *matchers)})"
+
+    def peak(self, metric: Metric, *matchers: str, by: Sequence[str] = ()) -> str:
+        """The most that a gauge was within the window."""
+        return f"max{_by(by)} (max_over_time({self.pick(metric, *matchers)}[{self.window}]))"
 
     def rate(self, metric: Metric, *matchers: str, by: Sequence[str] = (), series: str = "") -> str:
         """A second: of a counter, or of the values that a histogram counted."""

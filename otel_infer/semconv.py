@@ -171,7 +171,7 @@ OPERATION_EMBEDDINGS = "embeddings"
 OPERATION_INFERENCE = "inference"
 OTHER = "_OTHER"
 CLOCK_HOST, CLOCK_DEVICE = "host", "device"
-STEP_PREFILL, STEP_DECODE = "prefill", "decode"
+STEP_PREFILL, STEP_DECODE, STEP_MIXED = "prefill", "decode", "mixed"
 METRIC_OVERFLOW = "otel.metric.overflow"
 """Attribute of the series that stands for those past the limit (metrics SDK specification)."""
 UNKNOWN_SERVICE = "unknown_service:python"
@@ -615,7 +615,7 @@ SELF_HOOKS = Metric(
     "infer.self.hooks",
     UP_DOWN,
     "{hook}",
-    "Hooks of each integration that are bound (active) or not (missing).",
+    "Hooks of each integration, where its library is in use: bound (active) or not (missing).",
     (INTEGRATION, HOOK_STATE),
 )
 SELF_LOST = Metric(

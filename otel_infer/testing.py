@@ -184,4 +184,4 @@ def capture(*integrations: str) -> Iterator[Captured]:
 
 def _report(integration: Integration) -> None:
     status = integration.status
-    recorder.report_hooks(status.name, status.hooks_active, status.hooks_total)
+    recorder.report_hooks(status.name, status.hooks_active, status.hooks_due)

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that follow from the code: settings, metrics and spans, commands. `--check` only compares.
+"""Writes the pages of docs/ that follow from the code: settings, metrics and spans, commands, alerts. `--check` only compares.
 
 A test runs it with `--check`, so that a page never says what the code does not.
 """
@@ -8,9 +8,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from otel_infer import callers, cli, keeper, semconv
+from otel_infer import boards, callers, cli, keeper, objectives, semconv
+from otel_infer.alerts import managed, rules, slo
+from otel_infer.alerts.causes import CAUSES, WATCHDOG
 from otel_infer.config import SETTINGS
 from otel_infer.sinks import starts
 
@@ -115,7 +119,263 @@ def commands() -> str:
     return "\n".join(pages)
 
 
-PAGES = {"configuration.md": configuration, "telemetry.md": telemetry, "commands.md": commands}
+ALERTS = """# Alerts
+
+Rules on what you promise to people, and rules on causes: what is going wrong, whether somebody feels it already or not. Both are
+made from the names that this release emits. Those of the promises that come along lie in
+[dashboards/alerts](../dashboards/alerts/otel-infer.rules.yml).
+
+## Get them
+
+Of your own promises, in `slo.yaml`; without that argument, of those that come along. `pip install "otel-infer[grafana]"` has what
+reads and writes YAML.
+
+```sh
+otel-infer alerts build slo.yaml --out rules.yml                      # for Prometheus, Mimir, Thanos: a file under rule_files
+otel-infer alerts build slo.yaml --format grafana --out rules.json    # for Grafana's provisioning API
+otel-infer alerts push slo.yaml --grafana http://localhost:3000       # into a Grafana; the token is in GRAFANA_TOKEN
+otel-infer alerts test slo.yaml --prometheus http://localhost:9090    # which rules have data, which not, and why
+```
+
+Prometheus has to be 2.42 or newer, since the rules say `keep_firing_for`. In Grafana, which records nothing, each alert asks the whole
+question, every {managed} s; no data is no alert there, and a query that fails is one. What has been tried on which release is in
+[support](support.md#prometheus-grafana-and-the-rest). On Kubernetes the rules are [PrometheusRules](../examples/kubernetes/README.md).
+
+## What you promise
+
+```yaml
+# slo.yaml
+windows: standard    # or demo: minutes in place of hours and days, and causes in seconds, to see an alert fire
+minimum: {minimum}          # of fewer events in the long window nothing is said
+grafana: https://grafana.example.com                # alerts link to the dashboards there
+runbooks: https://docs.example.com/docs/alerts.md   # wherever you show this page: alerts link to their headlines on it
+objectives:
+  - name: ttft       # is in the alert's name: {prefix}TTFTBudgetBurn
+    of: ttft         # {of}
+    within: 500ms    # a bound of that histogram, see below
+    share: 99%       # of the events, over 30 days
+  - name: ttft-70b   # another promise for some models
+    of: ttft
+    within: 1.5s
+    share: 99%
+    model: "llama-70b.*"    # a regular expression for the whole name
+  - name: errors
+    of: errors       # has no length
+    share: 99.5%
+budgets:             # what a stage may take: lines on the dashboard Request anatomy, no alerts
+  queue: 100ms
+  prefill: 350ms
+```
+
+Whether an event was fast enough is known by the histogram's buckets, so `within` has to be one of their bounds:
+
+| `of` | an event | `within`, one of |
+|---|---|---|
+{bounds}
+
+Without a file it is
+
+| `name` | `of` | `within` | `share` |
+|---|---|---|---|
+{defaults}
+
+`OTEL_INFER_SLO` has the same words for another purpose: by it the server says of each request whether it missed what was promised,
+keeps its steps, and counts it in `infer.request.objectives`. Promise the same in both.
+
+## When a budget burns
+
+A share of 99 % leaves 1 % that may go wrong: the budget. An alert fires when it goes so many times as fast as it may, over a long
+window, so that it matters, and over a short one, so that it still does. Each server (`job`) and model has its own.
+
+| `windows` | severity | times as fast | long | short | for | of the budget of 30 days, in the long window |
+|---|---|---|---|---|---|---|
+{windows}
+
+- **Little traffic.** One slow request of three is a third of them, and nothing to wake up for. With fewer than `minimum` events in
+  the long window nothing is said. The events of `itl` are gaps, of which one answer has many.
+- **A new server.** A window that is longer than the server's history looks over what there is: after a bad first hour of {minimum}
+  requests the windows of a day and of three are bad too, until better hours make up for it. What was counted before Prometheus'
+  first sample is in no rate.
+- **Who hangs up** is no error. `errors` counts neither {kinds} nor what its client had stopped.
+  `ttft` and `tpot` have values of successful requests only, `itl` the gaps of those that were given up, too. `e2e` counts all
+  requests, however they ended. How many leave is an alert of its own: {leave}.
+- An alert that has fired stays for {keep} after its reason has gone, so that it does not flap.
+
+## Who is told
+
+`page`: somebody feels it now. `ticket`: it can wait until the morning. `info`: for who is looking already. In Alertmanager:
+
+- **Inhibit.** While a `page` fires, what may be its cause (`ticket` and `info` of the same `job`, and of the same model where they have
+  one) need not ring as well, but for TelemetryDropping and HooksMissing: who looks has to know what is not there.
+  [The stack's alertmanager.yml](../examples/stack/alertmanager.yml) has these rules.
+- **Keep the two minutes before.** A webhook to the server's [flight recorder](flight-recorder.md) writes them down; `group_wait` has
+  to be far below its 120 s.
+- **{watchdog}** fires always. Send it to something that complains when it
+  stops coming: nobody else would say that alerts are lost on their way.
+- A server that does not come back is forgotten after ten minutes, and {gone} is over.
+
+## All of them
+
+| alert | severity | people say | dashboard |
+|---|---|---|---|
+{all}
+
+An objective with a name of your own has no headline below: what is said of the one of the same `of` holds for it, and of `itl` for
+`tpot`.
+"""
+EVENTS = {
+    objectives.TTFT: "a successful request, to its first token",
+    objectives.ITL: "a gap between two tokens of a stream",
+    objectives.TPOT: "a successful request, the mean of its gaps",
+    objectives.E2E: "a request, to its last byte",
+    slo.ERRORS: "a request",
+}
+FELT = {
+    objectives.TTFT: (
+        "More than {budget} of the successful requests wait longer than {within} for their first token.",
+        "nothing for a while, then fast",
+        "Request anatomy says which has grown: queue (shed or spread load, add a replica) or prefill (shorter prompts, prefix cache).",
+    ),
+    objectives.ITL: (
+        "More than {budget} of the gaps between two tokens of a stream are longer than {within}.",
+        "starts, then freezes or stutters",
+        "The causes of slow requests on Overview name what comes between tokens: others' prompts, preemption, a pause.",
+    ),
+    objectives.E2E: (
+        "More than {budget} of the requests take longer than {within} as a whole.",
+        "it takes forever",
+        "If the budget of TTFT or ITL burns too, begin there. If neither does, answers have become longer: look at tokens per request.",
+    ),
+    slo.ERRORS: (
+        "More than {budget} of the requests fail.",
+        "it fails",
+        "Overview has errors by type; the trace of each says in which stage it died.",
+    ),
+}
+"""Of what an objective is of: what it means that its budget burns, how people put it, and what to do first."""
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+BOARDS = {board.name: board.title for board in (make() for make in boards.BOARDS)}
+
+
+class Runbook(NamedTuple):
+    """What the page says of an alert, under its headline."""
+
+    name: str
+    severity: str
+    hold: str
+    means: str
+    complaint: str
+    change: str
+    board: str
+    query: str
+
+
+def alerts() -> str:
+    """docs/alerts.md."""
+    runbooks = [*_promised(), *_caused()]
+    kinds = list(slo.METRICS)
+    page = ALERTS.format(
+        managed=managed.WATCH,
+        minimum=slo.DEFAULT.minimum,
+        prefix=rules.PREFIX,
+        of=f"{', '.join(kinds[:-1])} or {kinds[-1]}",
+        bounds="\n".join(f"| `{of}` | {EVENTS[of]} | {_bounds(of)} |" for of in kinds),
+        defaults="\n".join(
+            f"| {one.name} | `{one.of}` | {_length(one.within)} | {one.share * 100:g} % |" for one in slo.DEFAULT.objectives
+        ),
+        windows="\n".join(_window(name, one) for name, several in slo.WINDOWS.items() for one in several),
+        kinds=" nor ".join(f"`{kind}`" for kind in semconv.NOT_ERRORS if kind),
+        keep=rules.KEEP_FIRING,
+        leave=_linked("ClientsLeave"),
+        gone=_linked("ServerGone"),
+        watchdog=_linked(WATCHDOG),
+        all="\n".join(
+            f"| [{one.name}](#{one.name.lower()}) | {one.severity} | {one.complaint} | {BOARDS[one.board]} |" for one in runbooks
+        ),
+    )  # fmt: skip
+    return page + "".join(map(_runbook, runbooks))
+
+
+def _promised() -> Iterator[Runbook]:
+    """One for each objective; its alerts differ by their windows."""
+    for one, group in zip(slo.DEFAULT.objectives, rules.groups(slo.DEFAULT)["groups"], strict=False):
+        burns = next(rule for rule in group["rules"] if "alert" in rule)
+        recorded = {rule["record"]: rule["expr"] for rule in group["rules"] if "record" in rule}
+        labels = burns["labels"]
+        asked = [
+            f"# over {labels['long']} and {labels['short']}; the other windows are alike",
+            _broken(burns["expr"]),
+        ]
+        asked += [f"\n# {name}\n{_broken(expr)}" for name, expr in recorded.items() if name in burns["expr"]]
+        means, complaint, change = FELT[one.of]
+        means = means.format(budget=f"{(1 - one.share) * 100:g} %", within=_length(one.within))
+        window = "[by window](#when-a-budget-burns)"
+        yield Runbook(
+            burns["alert"], "page, ticket", window, means, complaint, change, "overview", "\n".join(asked)
+        )
+
+
+def _caused() -> Iterator[Runbook]:
+    for one in CAUSES:
+        hold = "at once" if one.hold == "0s" else one.hold
+        yield Runbook(
+            rules.PREFIX + one.name, one.severity, hold, one.means, one.complaint, one.change, one.board, _broken(one.expr)
+        )  # fmt: skip
+    yield Runbook(
+        rules.PREFIX + WATCHDOG, "none", "at once", "Alerts can come: this one does, always.",
+        "nobody told us", "If it does not come: Prometheus, Alertmanager, and the way from there.", "health", "vector(1)",
+    )  # fmt: skip
+
+
+def _runbook(one: Runbook) -> str:
+    return "\n".join([
+        f"\n### {one.name}\n",
+        "| | |", "|---|---|",
+        f"| severity | {one.severity} |",
+        f"| fires after | {one.hold} |",
+        f"| it means | {one.means} |",
+        f"| people say | {one.complaint} |",
+        f"| change first | {one.change} |",
+        f"| look at | [{BOARDS[one.board]}](dashboards.md#{BOARDS[one.board].lower().replace(' ', '-')}) |",
+        f"\n```promql\n{one.query}\n```\n",
+    ])  # fmt: skip
+
+
+def _linked(name: str) -> str:
+    return f"[{rules.PREFIX}{name}](#{rules.anchor(name)})"
+
+
+def _bounds(of: str) -> str:
+    return ", ".join(map(_length, slo.METRICS[of].bounds)) if of != slo.ERRORS else "—"
+
+
+def _length(seconds: float) -> str:
+    if not seconds:
+        return "—"
+    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g} ms"
+
+
+def _window(name: str, one: slo.Window) -> str:
+    share = one.factor * _seconds(one.long) / _seconds("30d") * 100
+    hold = "at once" if one.hold == "0s" else one.hold
+    return f"| {name} | {one.severity} | {one.factor:g} | {one.long} | {one.short} | {hold} | {share:.2g} % |"
+
+
+def _seconds(length: str) -> int:
+    return int(length[:-1]) * SECONDS[length[-1]]
+
+
+def _broken(expr: str) -> str:
+    """Over several lines."""
+    return expr.replace(" and ", "\nand ").replace(" unless ", "\nunless ")
+
+
+PAGES = {
+    "configuration.md": configuration,
+    "telemetry.md": telemetry,
+    "commands.md": commands,
+    "alerts.md": alerts,
+}
 
 
 def main() -> int:

@@ -10,6 +10,8 @@ import struct
 from collections import Counter
 from typing import Any
 
+from otel_infer import clock
+
 NEVER = 1 << 62
 
 
@@ -158,3 +160,15 @@ class FakeDevice:
             if self.now() - before > 50_000:
                 return None
         return before, self.now()
+
+
+class OnHostClock(FakeDevice):
+    """Time passes by itself: its host is this one."""
+
+    @property
+    def _time(self) -> int:
+        return clock.now()
+
+    @_time.setter
+    def _time(self, to: int) -> None:
+        """Nobody moves this clock."""

@@ -1,7 +1,9 @@
-/* A libnvidia-ml.so.1 of two GPUs, the second of which is cut into MIG devices. NVML_STUB says what fails: name=code,… */
+/* A libnvidia-ml.so.1 of two GPUs, the second of which is cut into MIG devices. NVML_STUB says what fails: name=code,…; with
+   NVML_STUB_MOVES what they tell changes with the time. */
 #include <stdlib.h>
 #include <string.h>
 #include <stdio.h>
+#include <time.h>
 
 typedef struct { unsigned int gpu, memory; } utilization_t;
 typedef struct { unsigned long long total, free, used; } memory_t;
@@ -16,6 +18,7 @@ static int failing(const char *name) {
   const char *at = said ? strstr(said, name) : NULL;
   return at && at[strlen(name)] == '=' ? atoi(at + strlen(name) + 1) : OK;
 }
+static long moved(long most) { return getenv("NVML_STUB_MOVES") ? time(NULL) / 2 % most : 0; }
 #define MAY_FAIL(name) { int code = failing(name); if (code) return code; }
 
 int nvmlInitWithFlags(unsigned int flags) { MAY_FAIL("init"); return OK; }
@@ -30,19 +33,19 @@ int nvmlDeviceGetUUID(int *device, char *out, unsigned int size) {
 }
 int nvmlDeviceGetName(int *device, char *out, unsigned int size) { snprintf(out, size, "Stub %d", *device); return OK; }
 int nvmlDeviceGetUtilizationRates(int *device, utilization_t *out) {
-  MAY_FAIL("utilization"); if (*device) return NOT_SUPPORTED; out->gpu = 75; out->memory = 9; return OK;
+  MAY_FAIL("utilization"); if (*device) return NOT_SUPPORTED; out->gpu = 75 + moved(20); out->memory = 9; return OK;
 }
 int nvmlDeviceGetMemoryInfo(int *device, memory_t *out) {
-  MAY_FAIL("memory"); out->total = 80000 >> *device; out->used = 20000 >> *device; out->free = out->total - out->used; return OK;
+  MAY_FAIL("memory"); out->total = 80000 >> *device; out->used = (20000 + moved(999)) >> *device; out->free = out->total - out->used; return OK;
 }
-int nvmlDeviceGetPowerUsage(int *device, unsigned int *out) { MAY_FAIL("power"); *out = 300500; return OK; }
-int nvmlDeviceGetTotalEnergyConsumption(int *device, unsigned long long *out) { MAY_FAIL("energy"); *out = 7500; return OK; }
-int nvmlDeviceGetTemperature(int *device, int sensor, unsigned int *out) { MAY_FAIL("temperature"); *out = 61; return OK; }
+int nvmlDeviceGetPowerUsage(int *device, unsigned int *out) { MAY_FAIL("power"); *out = 300500 + 1000 * moved(50); return OK; }
+int nvmlDeviceGetTotalEnergyConsumption(int *device, unsigned long long *out) { MAY_FAIL("energy"); *out = 7500 + 300000 * moved(1L << 40); return OK; }
+int nvmlDeviceGetTemperature(int *device, int sensor, unsigned int *out) { MAY_FAIL("temperature"); *out = 61 + moved(9); return OK; }
 int nvmlDeviceGetCurrentClocksEventReasons(int *device, unsigned long long *out) {
-  MAY_FAIL("throttled"); *out = 0x4 | 0x40 | 0x1; return OK;
+  MAY_FAIL("throttled"); *out = 0x4 | (moved(20) < 10 ? 0x40 : 0) | 0x1; return OK;
 }
 int nvmlDeviceGetTotalEccErrors(int *device, int kind, int counter, unsigned long long *out) {
-  MAY_FAIL("errors"); *out = kind ? 1 : 12; return OK;
+  MAY_FAIL("errors"); *out = (kind ? 1 : 12) + moved(1L << 40); return OK;
 }
 int nvmlDeviceGetMigMode(int *device, unsigned int *current, unsigned int *pending) {
   *current = *pending = *device == 1; return OK;
@@ -61,7 +64,7 @@ typedef struct { unsigned int version, count; void *first, *second; metric_t met
 int nvmlGpmMetricsGet(asked_t *asked) {
   for (unsigned int i = 0; i < asked->count; i++) {
     asked->metrics[i].code = asked->metrics[i].id == 10 ? NOT_SUPPORTED : OK;
-    asked->metrics[i].value = 10.0 * asked->metrics[i].id;
+    asked->metrics[i].value = 10.0 * asked->metrics[i].id + moved(9);
   }
   return OK;
 }

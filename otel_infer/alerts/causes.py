@@ -114,7 +114,7 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "KVCachePressure",
         TICKET,
-        f"{_SOON.value(semconv.KV_UTILIZATION, by=JOB, take='max')} > 0.95 and {_preempted(_SOON)} > 0",
+        f"{_SOON.peak(semconv.KV_UTILIZATION, by=JOB)} > 0.95 and {_preempted(_SOON)} > 0",
         "5m",
         "the KV cache of {{ $labels.job }} is {{ $value | humanizePercentage }} full, and requests are preempted",
         "A full KV cache alone is normal under load; together with preemptions, requests are computed twice.",

@@ -7,12 +7,13 @@ said below a number of events in the long window.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from otel_infer import prometheus, semconv
 from otel_infer.alerts.causes import CAUSES, WATCHDOG, Cause
-from otel_infer.alerts.slo import ERRORS, METRICS, Objective, Spec, Window
+from otel_infer.alerts.slo import DEMO, ERRORS, METRICS, Objective, Spec, Window
 from otel_infer.boards.board import UID
 from otel_infer.promql import Promql, unlike
 
@@ -21,6 +22,8 @@ Rule = dict[str, Any]
 PREFIX = "OtelInfer"
 KEEP_FIRING = "5m"
 """So that an alert does not flap."""
+HURRY = 20
+"""Times as fast are causes told where somebody wants to see it."""
 WATCH = 15
 """Seconds between two evaluations."""
 _BY = ("job", semconv.REQUEST_MODEL)
@@ -30,14 +33,20 @@ _MODEL = prometheus.label(semconv.REQUEST_MODEL)
 def groups(spec: Spec) -> dict[str, Any]:
     """The whole file: `{"groups": […]}`."""
     said: list[dict[str, Any]] = [
-        {"name": f"otel-infer-slo-{one.name}", "interval": f"{WATCH}s", "rules": _of(one, spec)}
+        {"name": f"otel-infer-slo-{one.name}", "interval": _interval(spec), "rules": _of(one, spec)}
         for one in spec.objectives
     ]
     if spec.budgets:
         said.append({"name": "otel-infer-budgets", "interval": "1m", "rules": _budgets(spec.budgets)})
-    causes = [_cause(cause, spec) for cause in CAUSES]
-    said.append({"name": "otel-infer-causes", "interval": f"{WATCH}s", "rules": [*causes, _watchdog(spec)]})
+    causes = [_cause(_hurried(cause) if spec.windows is DEMO else cause, spec) for cause in CAUSES]
+    said.append(
+        {"name": "otel-infer-causes", "interval": _interval(spec), "rules": [*causes, _watchdog(spec)]}
+    )
     return {"groups": said}
+
+
+def _interval(spec: Spec) -> str:
+    return "2s" if spec.windows is DEMO else f"{WATCH}s"
 
 
 def missed(objective: Objective, window: str) -> str:
@@ -124,6 +133,16 @@ def _cause(cause: Cause, spec: Spec) -> Rule:
     )
 
 
+def _hurried(cause: Cause) -> Cause:
+    expr = re.sub(r"(?<=[\[ :])\d+[mh]\b", lambda found: _shorter(found[0]), cause.expr)
+    return cause._replace(expr=expr, hold=_shorter(cause.hold))
+
+
+def _shorter(length: str) -> str:
+    seconds = int(length[:-1]) * {"s": 1, "m": 60, "h": 3600}[length[-1]]
+    return f"{seconds // HURRY}s"
+
+
 def _alert(
     name: str,
     expr: str,
@@ -141,7 +160,7 @@ def _alert(
         rule["for"] = hold
     return {
         **rule,
-        "keep_firing_for": KEEP_FIRING,
+        "keep_firing_for": _shorter(KEEP_FIRING) if spec.windows is DEMO else KEEP_FIRING,
         "labels": dict(labels),
         "annotations": {**annotations, **links},
     }

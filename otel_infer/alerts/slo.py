@@ -57,8 +57,8 @@ STANDARD = (
     Window("ticket", 1, "3d", "6h", "3h"),
 )
 """For a budget of 30 days: 2 %, 5 %, 10 % and 10 % of it."""
-DEMO = (Window("page", 14.4, "2m", "30s", "0s"), Window("ticket", 3, "10m", "2m", "30s"))
-"""For somebody who wants to see one fire."""
+DEMO = (Window("page", 14.4, "2m", "30s", "6s"), Window("ticket", 3, "10m", "2m", "30s"))
+"""For somebody who wants to see one fire; causes are told in seconds then, too."""
 WINDOWS: Mapping[str, tuple[Window, ...]] = {"standard": STANDARD, "demo": DEMO}
 
 

@@ -95,8 +95,8 @@ _VARIABLE = re.compile(r"\$(\w+)")
 _ALWAYS = ("datasource", "job", "instance")
 
 
-def asked(expr: str, window: str) -> str:
-    """An expression of a panel as Grafana would ask it, with everything chosen that can be, and rates over `window`."""
+def asked(expr: str, window: str, **choice: str) -> str:
+    """An expression of a panel as Grafana would ask it: everything is chosen but for `choice`; rates over `window`."""
     chosen = {
         "__rate_interval": window,
         "__range": window,
@@ -108,6 +108,7 @@ def asked(expr: str, window: str) -> str:
     for one in VARIABLES:
         if one["type"] in ("custom", "textbox"):
             chosen[str(one["name"])] = str(one["current"]["value"])
+    chosen.update(choice)
     return _VARIABLE.sub(lambda found: chosen.get(found[1], found[0]), expr)
 
 

@@ -10,7 +10,7 @@ from otel_infer.prometheus import label
 from otel_infer.promql import each_per, equal, matches, per
 
 _DECODE = equal(semconv.STEP_KIND, semconv.STEP_DECODE)
-_MIXED = equal(semconv.STEP_KIND, semconv.STEP_PREFILL)
+_PROMPTS = matches(semconv.STEP_KIND, f"{semconv.STEP_PREFILL}|{semconv.STEP_MIXED}")
 _HOST = equal(semconv.CLOCK, semconv.CLOCK_HOST)
 
 
@@ -88,8 +88,8 @@ def _steps() -> Row:
             panels.lines(
                 "Step time p99, with and without prompts",
                 Reading(
-                    "`decode`: no prompt in the step. `prefill`: there was one.",
-                    "prefill far above decode is what interference is made of: a lower limit of tokens per step.",
+                    "`decode`: no prompt in the step. `prefill`: nothing else. `mixed`: prompts beside those who read along.",
+                    "mixed far above decode is what interference is made of: a lower limit of tokens per step.",
                 ),
                 [Query(ASK.quantile(0.99, semconv.STEP_DURATION, _HOST, by=by), f"{{{{{kind}}}}}")],
                 unit="s",
@@ -123,7 +123,7 @@ def _steps() -> Row:
                 Reading("Steps a second.", "fewer while the batch is the same: each takes longer."),
                 [
                     Query(ASK.rate(semconv.STEP_DURATION, _HOST, _DECODE), "decode"),
-                    Query(ASK.rate(semconv.STEP_DURATION, _HOST, _MIXED), "with prompts"),
+                    Query(ASK.rate(semconv.STEP_DURATION, _HOST, _PROMPTS), "with prompts"),
                 ],
                 unit="ops",
             ),

@@ -139,7 +139,7 @@ def _limits() -> Row:
                     "While its clocks are held down, and why. `power_cap` alone is common on cards with a limit.",
                     "`hw_thermal`, `sw_thermal`: cooling; `power_brake`, `hw_slowdown`: the power supply.",
                 ),
-                Query(throttled, f"{_EACH} {{{{{reason}}}}}"),
+                Query(throttled, f"{{{{{reason}}}}} {_EACH}"),
                 names={0: ("no", "green"), 1: ("held down", "orange")},
                 size=(24, 8),
             ),

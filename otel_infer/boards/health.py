@@ -165,7 +165,6 @@ def _cost() -> Row:
 
 def _starts() -> Row:
     phase = label(semconv.STARTUP_PHASE)
-    mean = ASK.mean(semconv.STARTUP_DURATION, by=(semconv.STARTUP_PHASE,))
     longest = (
         f"max by ({phase}) (sum by ({phase}, instance) ({ASK.pick(semconv.STARTUP_DURATION, series='_sum')}))"
     )
@@ -180,19 +179,8 @@ def _starts() -> Row:
                 ),
                 [Query(longest, f"{{{{{phase}}}}}")],
                 unit="s",
-                size=(12, 8),
+                size=(24, 8),
                 empty="no start was seen",
-            ),
-            panels.lines(
-                "Starts now",
-                Reading(
-                    "Mean of those within the window: absent while nothing starts.",
-                    "servers that start again and again: look at their logs.",
-                ),
-                [Query(mean, f"{{{{{phase}}}}}")],
-                unit="s",
-                size=(12, 8),
-                empty="nothing started",
             ),
         ],
         closed=True,

@@ -7,7 +7,7 @@ from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, Board, Row
 from otel_infer.boards.panels import Query, Reading
 from otel_infer.prometheus import label
-from otel_infer.promql import each_per, equal, matches, per
+from otel_infer.promql import equal, matches, per, share
 
 _NO_KV = "no KV cache is told of"
 _NO_MEMORY = "no device memory is told of"
@@ -25,7 +25,7 @@ def _kv() -> Row:
     used = ASK.value(semconv.KV_UTILIZATION, by=_ENGINE, take="max")
     left = f"{ASK.value(semconv.KV_LIMIT, by=_ENGINE)} - {ASK.value(semconv.KV_USAGE, by=_ENGINE)}"
     growth = f"sum by ({', '.join(map(label, _ENGINE))}) (deriv({ASK.pick(semconv.KV_USAGE)}[{ASK.window}]))"
-    preempted = each_per(ASK.rate(semconv.REQUEST_PREEMPTIONS), ASK.rate(semconv.REQUEST_DURATION))
+    preempted = share(ASK.rate(semconv.REQUEST_PREEMPTIONS), ASK.rate(semconv.REQUEST_DURATION))
     return Row(
         "KV cache",
         [
@@ -52,7 +52,6 @@ def _kv() -> Row:
                 [Query(preempted, "preemptions")],
                 unit="short",
                 size=(12, 9),
-                empty="nothing was preempted",
             ),
             panels.lines(
                 "Blocks left",

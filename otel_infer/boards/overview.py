@@ -7,7 +7,7 @@ from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, UID, Board, Row
 from otel_infer.boards.panels import Query, Reading
 from otel_infer.prometheus import label
-from otel_infer.promql import equal, per, unlike
+from otel_infer.promql import equal, per, share, unlike
 
 _REQUESTS = ASK.rate(semconv.REQUEST_DURATION)
 _IS_ERROR = unlike(semconv.ERROR_TYPE, "|".join(semconv.NOT_ERRORS))
@@ -41,7 +41,7 @@ def _tiles() -> Row:
                     "Share of requests that ended with an error of the server, a time-out among them; not those whose client left.",
                     "look at `error.type` in the table of models, then at the slowest kept requests.",
                 ),
-                per(_FAILED, _REQUESTS),
+                share(_FAILED, _REQUESTS),
                 unit="percentunit",
                 bad=((0.01, "orange"), (0.05, "red")),
             ),
@@ -51,10 +51,9 @@ def _tiles() -> Row:
                     "Share of requests whose client was gone before the end.",
                     "it mostly follows latency: look at TTFT first.",
                 ),
-                per(_LEFT, _REQUESTS),
+                share(_LEFT, _REQUESTS),
                 unit="percentunit",
                 bad=((0.05, "orange"),),
-                empty="nobody left",
             ),
             tile(
                 "TTFT p99",
@@ -272,7 +271,7 @@ def _models() -> Row:
     failed = ASK.rate(semconv.REQUEST_DURATION, _IS_ERROR, by=by)
     columns = [
         ("requests/s", ASK.rate(semconv.REQUEST_DURATION, by=by), "reqps"),
-        ("failed", per(failed, ASK.rate(semconv.REQUEST_DURATION, by=by)), "percentunit"),
+        ("failed", share(failed, ASK.rate(semconv.REQUEST_DURATION, by=by)), "percentunit"),
         ("TTFT p99", _of_model(semconv.TIME_TO_FIRST_TOKEN), "s"),
         ("ITL p99", _of_model(semconv.INTER_TOKEN_LATENCY), "s"),
         ("E2E p99", _of_model(semconv.REQUEST_DURATION), "s"),

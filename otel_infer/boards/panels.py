@@ -118,7 +118,7 @@ def lines(
     defaults: Json = {"custom": custom, "min": 0}
     if most is not None:
         defaults["max"] = most
-    fixed = [(legend, colour) for _, legend, colour in QUANTILES]
+    fixed = [*((legend, colour) for _, legend, colour in QUANTILES), ("mean", "blue")]
     overrides = [
         override(legend, color={"mode": "fixed", "fixedColor": colour})
         for legend, colour in fixed

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from otel_infer.gpu.nvml import text
@@ -46,10 +45,11 @@ class Gpu(NamedTuple):
 
 
 class Readings:
-    """Asks NVML; never raises. `unsupported`: (UUID, what) that is not asked again."""
+    """Asks NVML; never raises. `wanted`: the server's CUDA_VISIBLE_DEVICES, None where it may use all. `unsupported`: (UUID, what)
+    that is not asked again."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    def __init__(self, wanted: str | None = None) -> None:
+        self._wanted = wanted
         self._nvml: Any = None
         self._devices: list[Gpu] = []
         self._failures: dict[tuple[str, str], int] = {}
@@ -191,9 +191,9 @@ class Readings:
 class Poller(threading.Thread):
     """Reads every 5 s, on a thread of its own: a driver may take its time. `latest`: the last values."""
 
-    def __init__(self, readings: Readings | None = None, every_s: float = EVERY_S) -> None:
+    def __init__(self, wanted: str | None = None, every_s: float = EVERY_S) -> None:
         super().__init__(name="otel_infer-nvml", daemon=True)
-        self._readings, self._every = readings or Readings(), every_s
+        self._readings, self._every = Readings(wanted), every_s
         self._over = threading.Event()
         self.latest: list[GpuReading] = []
 

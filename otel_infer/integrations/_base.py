@@ -52,7 +52,8 @@ class Status:
 
     `state`: "absent", the library is not here; "waiting", not imported yet; "active", a part is installed and
     none drifted; "drifted", a part does not fit this release and `drift` says why; "removed". `hooks_total`
-    leaves out what this release does not have; `hooks_active` also leaves out what raised and was disabled.
+    leaves out what this release does not have; `hooks_active` also leaves out what raised and was disabled. `hooks_due`: those
+    whose modules this process has imported, so that they should be active.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Status:
     hooks_active: int
     hooks_total: int
     drift: str | None
+    hooks_due: int = 0
 
 
 @dataclass
@@ -199,6 +201,7 @@ class Integration:
             sum(hook.active for part, _, _ in views for hook in part.hooks),
             sum(part.expected() for part, state, _ in views if state != "absent"),
             "; ".join(drift for _, _, drift in views if drift) or None,
+            sum(part.expected() for part, state, _ in views if state in ("active", "drifted")),
         )
 
     @property

@@ -6,18 +6,31 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from otel_infer import cli, semconv
+from otel_infer import cli, prometheus, semconv
+from otel_infer.alerts import rules, slo
 from otel_infer.config import SETTINGS
+from tests.grafana_server import GrafanaServer
+from tests.stack.processes import Prometheus, ending
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 )
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+SERIES = {
+    name for metric in semconv.METRICS for name in (*prometheus.series(metric), prometheus.family(metric))
+} | {prometheus.label(attribute) for metric in semconv.METRICS for attribute in metric.attributes}
+"""What Prometheus calls our metrics and their labels."""
+GRAFANA, PROMETHEUS = "http://localhost:3000", "http://localhost:9090"
+"""As pages name them."""
 
 
 def commands(page: Path) -> list[str]:
@@ -46,11 +59,19 @@ def test_every_command_of_ours_in_a_page_is_one_that_we_take(page: Path) -> None
             cli.parser().parse_args(words[1:])
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headlines, as GitHub makes them."""
+    headlines = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", headline.lower()).replace(" ", "-") for headline in headlines}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_link_in_a_page_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(to), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -61,9 +82,73 @@ def test_every_name_in_a_page_is_one_that_we_use(page: Path) -> None:
     }
     for name in re.findall(r"`(infer\.[a-z_.]+)`", text):
         assert name in known, f"{page.name} speaks of {name}"
+    for name in re.findall(r"\b(?:gen_ai|infer)_\w+", text):
+        assert name in SERIES, f"{page.name} speaks of {name}"
     variables = {setting.variable for setting in SETTINGS.values()}
     for name in re.findall(r"\bOTEL_INFER_[A-Z_]+\b", text):
         assert name in variables, f"{page.name} speaks of {name}"
+
+
+def promises() -> str:
+    """The example of a `slo.yaml`."""
+    (example, *_) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "alerts.md").read_text(), re.DOTALL)
+    return str(example)
+
+
+def test_the_example_of_promises_has_all_that_can_be_said() -> None:
+    said = yaml.safe_load(promises())
+    assert said.keys() == set(slo.Spec._fields)
+    assert {key for one in said["objectives"] for key in one} == set(slo.Objective._fields)
+    assert len(slo.spec(said).objectives) == len(said["objectives"])
+
+
+def test_every_alert_has_a_headline_where_its_link_leads() -> None:
+    alerts = {
+        rule["alert"]
+        for group in rules.groups(slo.DEFAULT)["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    assert {rules.anchor(alert.removeprefix(rules.PREFIX)) for alert in alerts} <= anchors(
+        ROOT / "docs" / "alerts.md"
+    )
+
+
+def ours(page: str, *, to_prometheus: bool, **instead: str) -> Iterator[list[str]]:
+    """The arguments of our commands in a page, those to a Prometheus or all others."""
+    for line in commands(ROOT / page):
+        words = shlex.split(line)
+        if words[0] == "otel-infer" and ("--prometheus" in words) == to_prometheus:
+            yield [instead.get(word, word) for word in words[1:]]
+
+
+ON_GRAFANA = pytest.mark.parametrize("page", ["docs/alerts.md", "docs/dashboards.md"])
+
+
+@ON_GRAFANA
+def test_grafana_and_files_are_given_what_a_page_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("grafana_client", reason="grafana-client is not installed")
+    (tmp_path / "slo.yaml").write_text(promises())
+    monkeypatch.chdir(tmp_path)
+    with GrafanaServer() as grafana:
+        monkeypatch.setenv("GRAFANA_TOKEN", grafana.token)
+        for arguments in ours(page, to_prometheus=False, **{GRAFANA: grafana.url}):
+            assert cli.main(arguments) == 0, arguments
+        assert grafana.writes
+
+
+@ON_GRAFANA
+def test_a_prometheus_understands_what_a_page_asks_it(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slo.yaml").write_text(promises())
+    monkeypatch.chdir(tmp_path)
+    running = Prometheus(tmp_path, {})
+    with ending(running):
+        for arguments in ours(page, to_prometheus=True, **{PROMETHEUS: running.url}):
+            assert cli.main(arguments) == 0, arguments
 
 
 @pytest.mark.real

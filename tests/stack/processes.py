@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import threading
 import time
@@ -82,10 +83,15 @@ class Prometheus(Running):
             said["alerting"] = {"alertmanagers": there}
         self._file.write_text(yaml.safe_dump(said))
 
-    def value(self, expr: str) -> float:
-        """Of the only sample; NaN where there is none."""
-        found = self.ask.get("query", query=expr)["result"]
-        return float(found[0]["value"][1]) if found else float("nan")
+    def value(self, expr: str, **labels: str) -> float:
+        """Of the only sample with these labels; 0 where there is none, or no number."""
+        found = [
+            float(one["value"][1])
+            for one in self.ask.get("query", query=expr)["result"]
+            if labels.items() <= one["metric"].items()
+        ]
+        (value,) = found or [0.0]
+        return 0.0 if math.isnan(value) else value
 
     def course(self, expr: str, seconds: float, step: float = 1.0) -> list[list[float]]:
         """The values of each series, oldest first."""

@@ -27,10 +27,10 @@ METRICS = {
     "activity": "infer.gpu.activity",
 }
 ASK = """
-import json, sys
+import json, os, sys
 from otel_infer.gpu.readings import Readings
 from otel_infer.sinks import gpus
-readings = Readings()
+readings = Readings(os.environ.get("CUDA_VISIBLE_DEVICES"))
 said = {"open": readings.open()}
 for _ in range(4):
     values = []

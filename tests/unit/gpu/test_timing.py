@@ -8,28 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from otel_infer import clock
 from otel_infer.gpu import captures
 from otel_infer.gpu.timeline import Span, Timed
 from otel_infer.gpu.timing import UNTIMED, Timing
-from tests.fake_device import FakeDevice
+from tests.fake_device import OnHostClock
 
 MS = 1_000_000
-
-
-class Here(FakeDevice):
-    """On the host's real clock."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    @property
-    def _time(self) -> int:
-        return clock.now()
-
-    @_time.setter
-    def _time(self, to: int) -> None:
-        """Time passes by itself."""
 
 
 class Work:
@@ -47,12 +31,12 @@ class Work:
 
 
 @pytest.fixture
-def device() -> Here:
-    return Here()
+def device() -> OnHostClock:
+    return OnHostClock()
 
 
 @pytest.fixture
-def timing(device: Here) -> Iterator[Timing]:
+def timing(device: OnHostClock) -> Iterator[Timing]:
     captures.open_now = 0
     timing = Timing(lambda: device)
     yield timing
@@ -71,14 +55,14 @@ def timed_by_device(timing: Timing) -> None:
     assert until(lambda: timing._thread.slot is not None and timing._thread.slot.timeline is not None)
 
 
-def step(timing: Timing, device: Here, work: Work, always: bool = True) -> None:
+def step(timing: Timing, device: OnHostClock, work: Work, always: bool = True) -> None:
     begun = timing.begin(always=always)
     device.launch(MS)
     timing.end(begun, work)
 
 
 def test_until_the_events_are_made_the_host_times_and_from_then_on_the_device(
-    timing: Timing, device: Here
+    timing: Timing, device: OnHostClock
 ) -> None:
     work = Work()
     step(timing, device, work)
@@ -90,7 +74,7 @@ def test_until_the_events_are_made_the_host_times_and_from_then_on_the_device(
     assert work.device[0].ended_at - work.device[0].started_at >= MS
 
 
-def test_without_a_device_the_host_times_and_looks_again_once_a_second(device: Here) -> None:
+def test_without_a_device_the_host_times_and_looks_again_once_a_second(device: OnHostClock) -> None:
     asked: list[None] = []
     timing = Timing(lambda: asked.append(None))
     work = Work()
@@ -103,7 +87,9 @@ def test_without_a_device_the_host_times_and_looks_again_once_a_second(device: H
     assert len(asked) == 2
 
 
-def test_short_steps_are_not_all_timed_and_nobody_is_told_of_the_others(timing: Timing, device: Here) -> None:
+def test_short_steps_are_not_all_timed_and_nobody_is_told_of_the_others(
+    timing: Timing, device: OnHostClock
+) -> None:
     timed_by_device(timing)
     work = Work()
     begun = [timing.begin() for _ in range(1)]
@@ -117,7 +103,7 @@ def test_short_steps_are_not_all_timed_and_nobody_is_told_of_the_others(timing: 
     assert work.host == []
 
 
-def test_while_a_graph_is_captured_the_host_times(timing: Timing, device: Here) -> None:
+def test_while_a_graph_is_captured_the_host_times(timing: Timing, device: OnHostClock) -> None:
     timed_by_device(timing)
     work = Work()
     captures.begin()
@@ -129,7 +115,7 @@ def test_while_a_graph_is_captured_the_host_times(timing: Timing, device: Here) 
 
 
 def test_what_did_not_come_to_launching_is_nobodys_and_its_events_are_used_again(
-    timing: Timing, device: Here
+    timing: Timing, device: OnHostClock
 ) -> None:
     timed_by_device(timing)
     slot = timing._thread.slot
@@ -140,7 +126,7 @@ def test_what_did_not_come_to_launching_is_nobodys_and_its_events_are_used_again
     assert len(slot.timeline._pool) == free
 
 
-def test_a_thread_that_ends_leaves_its_events_to_the_next_one(timing: Timing, device: Here) -> None:
+def test_a_thread_that_ends_leaves_its_events_to_the_next_one(timing: Timing, device: OnHostClock) -> None:
     made: list[int] = []
 
     def engine() -> None:
@@ -158,7 +144,7 @@ def test_a_thread_that_ends_leaves_its_events_to_the_next_one(timing: Timing, de
     assert len(set(made)) == 1
 
 
-def test_switched_off_it_never_asks_for_a_device(device: Here) -> None:
+def test_switched_off_it_never_asks_for_a_device(device: OnHostClock) -> None:
     asked: list[None] = []
     timing = Timing(lambda: asked.append(None))
     timing.is_on = False
@@ -168,7 +154,7 @@ def test_switched_off_it_never_asks_for_a_device(device: Here) -> None:
     assert len(work.host) == 1
 
 
-def test_once_stopped_its_thread_ends_and_the_host_times(timing: Timing, device: Here) -> None:
+def test_once_stopped_its_thread_ends_and_the_host_times(timing: Timing, device: OnHostClock) -> None:
     timed_by_device(timing)
     tender = timing._tender
     assert tender is not None
@@ -181,7 +167,7 @@ def test_once_stopped_its_thread_ends_and_the_host_times(timing: Timing, device:
 
 
 def test_in_a_forked_child_nothing_of_the_parents_device_is_used_or_freed(
-    timing: Timing, device: Here
+    timing: Timing, device: OnHostClock
 ) -> None:
     from otel_infer.gpu import timing as module
 

@@ -117,7 +117,7 @@ def test_hooks_are_installed_when_their_module_is_imported(library: Library) -> 
     engine = library.load("engine").Engine()
     assert (engine.generate("p"), engine.step("b")) == ("p", "b")
     assert library.seen == ["engine:Engine.generate", "engine:Engine.step"]
-    assert library.status == Status(library.name, library.distribution, "1.2.3", "active", 2, 2, None)
+    assert library.status == Status(library.name, library.distribution, "1.2.3", "active", 2, 2, None, 2)
 
 
 def test_hooks_are_installed_at_once_on_what_is_imported_already(library: Library) -> None:
@@ -177,7 +177,7 @@ def test_a_part_is_installed_wholly_or_not_at_all(library: Library, caplog: pyte
     )
     target = library.target("engine:Engine.step")
     reason = f"{target}: declares no parameter tokens"
-    assert library.status == Status(library.name, library.distribution, "1.2.3", "drifted", 0, 2, reason)
+    assert library.status == Status(library.name, library.distribution, "1.2.3", "drifted", 0, 2, reason, 2)
     assert caplog.messages == [f"{library.name} is not instrumented: {reason}"]
     assert module.Engine().generate("p") == "p"
     assert library.seen == []
@@ -220,7 +220,7 @@ def test_a_feature_this_release_lacks_is_absent_and_not_drift(library: Library) 
     assert library.integration.parts == {"": "waiting", "batching": "waiting"}
     library.load("engine")
     assert library.integration.parts == {"": "active", "batching": "absent"}
-    assert library.status == Status(library.name, library.distribution, "1.2.3", "active", 1, 1, None)
+    assert library.status == Status(library.name, library.distribution, "1.2.3", "active", 1, 1, None, 1)
 
 
 def test_a_feature_of_which_one_module_is_gone_is_drift(library: Library) -> None:
@@ -260,7 +260,7 @@ def test_an_optional_hook_may_be_missing_with_or_without_its_module(library: Lib
     assert library.status.state == "waiting"
     library.load("late").f()
     assert library.seen == ["late:f"]
-    assert library.status == Status(library.name, library.distribution, "1.2.3", "active", 2, 2, None)
+    assert library.status == Status(library.name, library.distribution, "1.2.3", "active", 2, 2, None, 2)
 
 
 def test_a_part_of_optional_hooks_alone_may_be_absent(library: Library) -> None:

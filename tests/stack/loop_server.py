@@ -1,0 +1,72 @@
+"""The server of `benchmarks.complaint_server` on a stand-in of a GPU: what it says of the device is asked by our own code.
+
+otel-infer run -- python tests/stack/loop_server.py PORT '{"max_batch": 8, …}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import uvicorn
+
+import otel_infer
+from benchmarks import complaint_server
+from otel_infer.gpu.timing import timing
+from tests.fake_device import OnHostClock
+
+DEVICE = OnHostClock()
+DEVICE.kind = "cuda"
+LAUNCH_NS = 400_000
+
+
+class Cuda(ModuleType):
+    """What we ask of `torch.cuda`: memory that comes and goes, and now and then is short."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def memory_stats_as_nested_dict(self, device: int) -> dict[str, Any]:
+        short = int(time.time() / 10)
+        used = {"allocated_bytes": 30, "reserved_bytes": 60, "active_bytes": 32, "inactive_split_bytes": 2}
+        wave = time.time() % 10
+        return {
+            **{kind: {"all": {"current": int((gb + wave) * 1e9)}} for kind, gb in used.items()},
+            "num_alloc_retries": short,
+            "num_ooms": short // 3,
+        }
+
+    def mem_get_info(self, device: int) -> tuple[int, int]:
+        return int((20 - time.time() % 10) * 1e9), 80 * 10**9
+
+    def get_device_properties(self, device: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid="0")
+
+
+class OnDevice(complaint_server.Engine):
+    """Launches a step, and waits for it."""
+
+    def __init__(self, faults: complaint_server.Faults) -> None:
+        super().__init__(faults)
+        self.on_gpu = True
+
+    def compute(self, prompt_tokens: int, step: otel_infer.step) -> None:
+        time.sleep(LAUNCH_NS / 1e9)
+        _, done_at = DEVICE.launch(round(self.length(prompt_tokens) * 1e6))
+        step.launched()
+        time.sleep(max(done_at - DEVICE.now(), 0) / 1e9)
+
+
+if __name__ == "__main__":
+    sys.modules["torch.cuda"] = torch.cuda = Cuda("torch.cuda")  # type: ignore[assignment]
+    timing._find = lambda: DEVICE  # the seam that finds CUDA's current device
+    complaint_server.Engine = OnDevice  # type: ignore[misc]
+    app = complaint_server.App(complaint_server.Faults(**json.loads(sys.argv[2])))
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", lifespan="off")

@@ -1,0 +1,128 @@
+"""The stack: real servers under load, scraped by a real Prometheus.
+
+python -m tests.stack.running FOLDER         runs it until it is interrupted, and says where Prometheus is
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from otel_infer.alerts import rules, slo
+from otel_infer.cli.alerts import as_text
+from tests.otlp_receiver import OtlpReceiver
+from tests.served import RUN, Server, free_port, transformers_serve
+from tests.stack.load import Load, chats, loop
+from tests.stack.processes import Prometheus
+from tests.vllm.serving import ENVIRON, MODEL, command
+
+ROOT = Path(__file__).parents[2]
+STUB = ROOT / "tests" / "nvml_stub.c"
+VLLM = Path(os.environ.get("OTEL_INFER_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+READY_S = 240.0
+LOOP = {
+    "max_batch": 8, "prompt_ms": 0.1, "kv_blocks": 260, "preempted_ms": 30, "longest_prompt": 3000,
+    "gc_every_ms": 2000, "gc_objects": 60_000,
+}  # fmt: skip
+SLO = "ttft=250ms,itl=75ms,e2e=3s"
+AHEAD = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
+
+
+class Stack(NamedTuple):
+    """What is running. `receiver`: where the spans went."""
+
+    prometheus: Prometheus
+    receiver: OtlpReceiver
+    ports: dict[str, int]
+
+
+def scraped(receiver: OtlpReceiver, **more: str) -> tuple[int, dict[str, str]]:
+    """A port to scrape, and the environment of a server that sends its spans."""
+    port = free_port()
+    environ = {**receiver.environ, "OTEL_METRICS_EXPORTER": "none", "OTEL_INFER_METRICS_PORT": str(port)}
+    return port, {
+        **environ,
+        "OTEL_INFER_SLO": SLO,
+        "OTEL_INFER_STEP_BUDGET": "150",
+        "PYTHONPATH": str(ROOT),
+        **more,
+    }
+
+
+def loop_server(log: Path, environ: dict[str, str], **faults: float) -> Server:
+    """The hand-written loop, on a stand-in of a GPU."""
+    port = free_port()
+    server = [sys.executable, str(ROOT / "tests" / "stack" / "loop_server.py"), str(port), json.dumps(faults)]
+    return Server([*RUN, *server], port, log, environ, "/")
+
+
+def vllm_server(model: Path, log: Path, environ: dict[str, str]) -> Server:
+    """A real vLLM on the CPU, in its own environment, with few KV blocks."""
+    port = free_port()
+    asked = [*command(model, port), *"--num-gpu-blocks-override 24 --block-size 32".split()]
+    launched = [str(VLLM) if part == sys.executable else part for part in (*RUN, *asked)]
+    return Server([*launched, "--speculative-config", AHEAD], port, log, {**ENVIRON, **environ})
+
+
+def nvml(folder: Path) -> dict[str, str]:
+    """The environment in which NVML is a stub of two GPUs; raises `FileNotFoundError` where nothing compiles it."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", STUB], check=True)
+    return {"LD_LIBRARY_PATH": str(folder), "NVML_STUB_MOVES": "1"}
+
+
+@contextmanager
+def running(folder: Path, model: Path) -> Iterator[Stack]:
+    """All of it, under load."""
+    with OtlpReceiver() as receiver, ExitStack() as ending:
+        off = {"OTEL_INFER_GPU_METRICS": "off"}
+        targets: dict[str, int] = {}
+        environs: dict[str, dict[str, str]] = {}
+        for name, more in (("loop", nvml(folder)), ("transformers", off), ("vllm", off)):
+            targets[name], environs[name] = scraped(receiver, **more)
+        logs = {name: folder / f"{name}.log" for name in targets}
+        servers = {
+            "vllm": vllm_server(model, logs["vllm"], environs["vllm"]),
+            "loop": loop_server(logs["loop"], environs["loop"], **LOOP),
+            "transformers": transformers_serve(
+                model, logs["transformers"], environs["transformers"], batching=True
+            ),
+        }
+        for server in servers.values():
+            ending.callback(lambda one=server: one.process and one.stop())
+            server.start(READY_S)
+        written = folder / "rules.yml"
+        written.write_text(as_text(rules.groups(slo.DEFAULT._replace(windows=slo.DEMO, minimum=5))))
+        prometheus = Prometheus(folder, targets, [written])
+        ending.callback(prometheus.stop)
+        ports = {name: server.port for name, server in servers.items()}
+        for load in (
+            Load(loop(ports["loop"]), 14, 0.4),
+            Load(chats(ports["transformers"], str(model)), 2, 0.3),
+            Load(chats(ports["vllm"], MODEL), 8, 0.3),
+        ):
+            ending.callback(load.stop)
+        yield Stack(prometheus, receiver, ports)
+
+
+if __name__ == "__main__":
+    from tests.tiny import make_model
+
+    there = Path(sys.argv[1])
+    there.mkdir(parents=True, exist_ok=True)
+    with running(there, make_model(there / "model")) as stack:
+        print(stack.prometheus.url, flush=True)
+        try:
+            time.sleep(86_400)
+        except KeyboardInterrupt:
+            print("ending")
