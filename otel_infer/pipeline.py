@@ -95,7 +95,7 @@ class Pipeline:
         self._log = RequestLog(config.request_log)
         self._watchers = watchers
         self._flight = flight
-        self._scrape = scrape.serve(config.scrape_address)
+        self._scrape = scrape.Scrape(config.scrape_address) if config.scrape_address else None
         self._gpus: Poller | None = None
         if config.gpu_metrics and (metrics_outlet is not None or self._scrape is not None):
             self._gpus = Poller(config.visible_devices)
@@ -116,7 +116,7 @@ class Pipeline:
             if final and self._outlet is not None:
                 self._outlet.wait(LAST_S)
             self._collect(now)
-        if self._scrape is not None and self._scrape.is_wanted:
+        if self._scrape is not None and self._scrape.is_wanted(now):
             self._scrape.put(self._counted())
         return bool(said)
 

@@ -17,35 +17,56 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 4.0
 """How long a scrape waits; Prometheus itself gives up after 10 s."""
+TRY_NS = 2_000_000_000
+"""Between two tries to have the port."""
 PATH = "/metrics"
 
 
 class Scrape:
-    """The endpoint, and what is asked of it. `address`: `PORT` or `ADDRESS:PORT`; raises `OSError` where it cannot be had."""
+    """The endpoint, and what is asked of it. `address`: `PORT` or `ADDRESS:PORT`.
+
+    The port may be somebody else's for now: the last sidecar's of a server that was started again, say.
+    """
 
     def __init__(self, address: str) -> None:
+        self._address = address
         self._condition = threading.Condition()
         self._data: Any = None
-        self.is_wanted = False
-        self._server = loopback.serve(address, _Handler, self, "otel_infer scrape")
-        self.port = self._server.server_port
+        self._is_wanted = False
+        self._server: loopback.Server | None = None
+        self._tried_at = 0
+
+    def is_wanted(self, now: int) -> bool:
+        """Whether somebody waits for what is counted; by the thread that counts. Listens, where it does not yet."""
+        if self._server is None and (not self._tried_at or now - self._tried_at > TRY_NS):
+            self._listen(now)
+        return self._is_wanted
+
+    def _listen(self, now: int) -> None:
+        is_first, self._tried_at = not self._tried_at, now
+        try:
+            self._server = loopback.serve(self._address, _Handler, self, "otel_infer scrape")
+        except (OSError, OverflowError) as reason:
+            if is_first:
+                log.error("no metrics to scrape at %s: %s", self._address, reason)
 
     def put(self, data: Any) -> None:
         """What is counted as of now; by the thread that counts."""
         with self._condition:
-            self._data, self.is_wanted = data, False
+            self._data, self._is_wanted = data, False
             self._condition.notify_all()
 
     def collected(self) -> Any:
         """What is counted as of now, or None where nobody answers."""
         with self._condition:
-            self._data, self.is_wanted = None, True
+            self._data, self._is_wanted = None, True
             self._condition.wait_for(lambda: self._data is not None, ANSWER_S)
             return self._data
 
     def close(self) -> None:
         """Lets go of the port."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
 
 
 class _Handler(loopback.Handler):
@@ -66,12 +87,3 @@ class _Handler(loopback.Handler):
             self.answer(200, kind, content)
 
     do_HEAD = do_GET
-
-
-def serve(address: str) -> Scrape | None:
-    """The endpoint, or nothing where none is asked for or the port is somebody else's: another sidecar's of this host, say."""
-    try:
-        return Scrape(address) if address else None
-    except (OSError, OverflowError) as reason:
-        log.error("no metrics to scrape at %s: %s", address, reason)
-        return None

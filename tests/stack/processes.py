@@ -76,7 +76,7 @@ class Prometheus(Running):
             "global": {"scrape_interval": SCRAPE, "evaluation_interval": SCRAPE},
             "scrape_configs": jobs,
             "rule_files": self._rules,
-            "storage": {"exemplars": {"max_exemplars": 10_000}},
+            "storage": {"exemplars": {"max_exemplars": 100_000}},
         }
         if self._alertmanager:
             there = [{"static_configs": [{"targets": [self._alertmanager.removeprefix("http://")]}]}]

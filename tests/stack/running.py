@@ -1,6 +1,6 @@
 """The stack: real servers under load, scraped by a real Prometheus.
 
-python -m tests.stack.running FOLDER         runs it until it is interrupted, and says where Prometheus is
+python -m tests.stack.running FOLDER         runs it until it is interrupted or told to end, and says where Prometheus is
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -120,6 +121,7 @@ if __name__ == "__main__":
 
     there = Path(sys.argv[1])
     there.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with running(there, make_model(there / "model")) as stack:
         print(stack.prometheus.url, flush=True)
         try:

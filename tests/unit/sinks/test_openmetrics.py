@@ -105,6 +105,7 @@ def awake(port: int) -> Iterator[Pipeline]:
         while not over.wait(0.02):
             pipeline.wake(1)
 
+    pipeline.wake(1)
     thread = threading.Thread(target=wake)
     thread.start()
     yield pipeline
@@ -141,16 +142,25 @@ def test_another_path_is_not_there(port: int) -> None:
 def test_a_scraper_whom_nobody_answers_is_told_so(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "ANSWER_S", 0.05)
     endpoint = scrape.Scrape(str(port))
+    assert not endpoint.is_wanted(1)
     try:
         assert asked(port)[0] == 503
     finally:
         endpoint.close()
 
 
-def test_a_port_that_is_taken_is_said_and_costs_nothing(port: int, caplog: pytest.LogCaptureFixture) -> None:
-    first = scrape.Scrape(str(port))
+def test_a_port_that_is_taken_is_said_once_costs_nothing_and_is_had_when_it_is_free(
+    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape, "ANSWER_S", 0.05)
+    first, second = scrape.Scrape(str(port)), scrape.Scrape(str(port))
+    first.is_wanted(1)
+    for now in (1, 2, 3 * scrape.TRY_NS):
+        assert not second.is_wanted(now)
+    first.close()
+    second.is_wanted(5 * scrape.TRY_NS)
     try:
-        assert scrape.serve(str(port)) is None
+        assert asked(port)[0] == 503
     finally:
-        first.close()
-    assert f"no metrics to scrape at {port}" in caplog.text
+        second.close()
+    assert caplog.text.count(f"no metrics to scrape at {port}") == 1
