@@ -158,6 +158,8 @@ class Pipeline:
             log.exception("requests are exported without blame")
         decided: list[keeper.Kept] = []
         for record in records:
+            if self._gpus is not None:
+                record.throttled = self._gpus.throttled(record.arrived_at, record.ended_at)
             self._guarded(self._count, record)
             self._guarded(lambda one: decided.extend(self.keeper.take(one)), record)
         oldest_live = _NEVER if final else self.assembler.oldest_live(horizon)

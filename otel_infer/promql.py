@@ -76,6 +76,13 @@ class Promql(NamedTuple):
         """Over the window."""
         return f"sum{_by(by)} (increase({self.pick(metric, *matchers)}[{self.window}]))"
 
+    def happened(self, metric: Metric, *matchers: str, by: Sequence[str] = (), series: str = "") -> str:
+        """How often, if at all; of a counter that is not there before it happens first, and whose increase is not seen then."""
+        picked = self.pick(metric, *matchers, series=series)
+        grown = f"sum{_by(by)} (increase({picked}[{self.window}]))"
+        fresh = f"sum{_by(by)} ({picked}) unless sum{_by(by)} ({picked} offset {self.window})"
+        return f"({grown} > 0 or ({fresh}) > 0)"
+
     def spent(self, metric: Metric, *matchers: str, by: Sequence[str] = ()) -> str:
         """What the values of a histogram sum to, a second."""
         return self.rate(metric, *matchers, by=by, series=prometheus.SUM)

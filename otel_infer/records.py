@@ -142,7 +142,7 @@ class RequestRecord:
     and `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its
     event loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were
     timed; `device_share`: its part of all its steps, ns. `memory_free`: bytes of the device that had least, at arrival and at the
-    end; 0 = not known. `start`: of the first request of a process, trace and span id of the process's start.
+    end; 0 = not known. `throttled`: why GPUs' clocks were held down meanwhile. `start`: of the first request of a process, trace and span id of the process's start.
     """
 
     trace_id: bytes
@@ -168,6 +168,7 @@ class RequestRecord:
     device_ns: dict[str, int] = field(default_factory=dict)
     device_share: int = 0
     memory_free: tuple[int, int] = (0, 0)
+    throttled: str = ""
     prefill_steps: list[PrefillStep] = field(default_factory=list)
     steps: StepRows | None = None
     steps_forgotten: int = 0

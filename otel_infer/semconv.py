@@ -280,6 +280,7 @@ PHASES_LEFT_OUT = "infer.phases.left_out"
 STARTUP_PHASE = "infer.startup.phase"
 FIRST_REQUEST = "infer.request.first"
 THROTTLE_REASON = "infer.gpu.throttle.reason"
+"""On a request, with commas: why clocks were held down when it came or while it was there."""
 GPU_UNIT = "infer.gpu.unit"
 ENGINE = "infer.engine"
 PROCESS_ROLE = "infer.process.role"
@@ -593,7 +594,8 @@ GPU_ERRORS = Metric(
     "hw.errors",
     COUNTER,
     "{error}",
-    "ECC errors of the GPU's memory since its driver was loaded.",
+    "Errors of the GPU: of its memory since its driver was loaded (ECC: corrected, uncorrected); critical ones that the driver "
+    "told since the server began (xid_NUMBER).",
     (*_GPU, ERROR_TYPE),
 )
 GPU_THROTTLED = Metric(

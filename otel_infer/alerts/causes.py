@@ -180,7 +180,12 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "ColdPaths",
         INFO,
-        f"sum by (job, {prometheus.label(semconv.PAUSE_CAUSE)}) (increase({_LONG.pick(semconv.PAUSES, matches(semconv.PAUSE_CAUSE, 'compile|capture'), series=prometheus.COUNT)}[10m])) > 0",
+        _LONG.happened(
+            semconv.PAUSES,
+            matches(semconv.PAUSE_CAUSE, "compile|capture"),
+            by=(*JOB, semconv.PAUSE_CAUSE),
+            series=prometheus.COUNT,
+        ),
         "0s",
         "{{ $labels.job }} compiled or captured while it served",
         "Something was used for the first time under traffic.",
@@ -191,7 +196,7 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "OutOfDeviceMemory",
         PAGE,
-        f"sum by (job) (increase({_LONG.pick(semconv.MARKS, equal(semconv.MARK, 'allocator_oom'))}[10m])) > 0",
+        _LONG.happened(semconv.MARKS, equal(semconv.MARK, "allocator_oom"), by=JOB),
         "0s",
         "{{ $labels.job }} ran out of device memory",
         "A request asked for more than the device had, and failed.",
@@ -202,7 +207,7 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "DeviceMemoryShort",
         TICKET,
-        f"sum by (job) (increase({_LONG.pick(semconv.MARKS, equal(semconv.MARK, 'allocator_retry'))}[10m])) > 0",
+        _LONG.happened(semconv.MARKS, equal(semconv.MARK, "allocator_retry"), by=JOB),
         "5m",
         "the allocator of {{ $labels.job }} gives memory back and asks again",
         "Torch's allocator found no piece large enough; giving back stops the device.",
@@ -263,6 +268,17 @@ CAUSES: Sequence[Cause] = (
         "ECC found errors that it cannot repair.",
         "wrong answers, crashes",
         "Take the GPU out of service and reset it; replace it if they come back.",
+        "gpu",
+    ),
+    Cause(
+        "GpuXid",
+        TICKET,
+        _LONG.happened(semconv.GPU_ERRORS, matches(semconv.ERROR_TYPE, "xid_.*"), by=(*_GPU, semconv.ERROR_TYPE)),
+        "0s",
+        "the driver of GPU {{ $labels.hw_id }} told {{ $labels.error_type }}",
+        "The driver reported something critical of this GPU; its number says what (NVIDIA's table of Xid errors).",
+        "wrong answers, crashes",
+        "Look the number up: some are the application's, 48, 63, 64, 74, 79, 94 and 95 are the hardware's.",
         "gpu",
     ),
     Cause(

@@ -179,10 +179,10 @@ def _limits() -> Row:
                 empty=_NONE,
             ),
             panels.lines(
-                "Memory errors",
+                "Errors",
                 Reading(
-                    "ECC errors a second; corrected ones are common, others are not.",
-                    "uncorrected: take the GPU out of service.",
+                    "A second: of its memory (ECC), and what its driver called critical (Xid, by number). Corrected ones are common.",
+                    "uncorrected: take the GPU out of service. Xid: look the number up.",
                 ),
                 [Query(errors, f"{_EACH} {{{{{label(semconv.ERROR_TYPE)}}}}}")],
                 unit="ops",

@@ -10,15 +10,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from otel_infer import clock
 from otel_infer.gpu.nvml import text
 from otel_infer.records import GpuReading
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
+MOST_REMEMBERED = 120
+"""Readings: ten minutes."""
+MOST_EVENTS = 64
+"""Of one device, that are taken at once."""
 MOST_FAILURES = 3
 """Of another kind than "not supported", in a row; then that call is given up."""
 REASONS = {
@@ -54,6 +60,8 @@ class Readings:
         self._devices: list[Gpu] = []
         self._failures: dict[tuple[str, str], int] = {}
         self._samples: dict[str, list[Any]] = {}
+        self._events: dict[str, Any] = {}
+        self._xid_counts: Counter[tuple[str, int]] = Counter()
         self.unsupported: set[tuple[str, str]] = set()
         self.driver = ""
 
@@ -106,6 +114,7 @@ class Readings:
             "throttled": self._throttled,
             "errors": self._errors,
             "activity": lambda handle: self._activity(handle, device.uuid),
+            "xids": lambda handle: self._xids(handle, device.uuid),
         }
 
     def _utilization(self, handle: Any) -> Iterator[tuple[str, float]]:
@@ -124,6 +133,25 @@ class Readings:
     def _errors(self, handle: Any) -> Iterator[tuple[str, float]]:
         for kind, number in (("corrected", 0), ("uncorrected", 1)):
             yield kind, self._nvml.nvmlDeviceGetTotalEccErrors(handle, number, 0)
+
+    def _xids(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
+        """What its driver called critical since we look, by its number (docs.nvidia.com/deploy/xid-errors)."""
+        nvml = self._nvml
+        if uuid not in self._events:
+            events = nvml.nvmlEventSetCreate()
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+            self._events[uuid] = events
+        for _ in range(MOST_EVENTS):
+            try:
+                event = nvml.nvmlEventSetWait_v2(self._events[uuid], 0)
+            except nvml.NVMLError as nothing:
+                if nothing.value != nvml.NVML_ERROR_TIMEOUT:
+                    raise
+                break
+            self._xid_counts[uuid, int(event.eventData)] += 1
+        for (whose, number), count in self._xid_counts.items():
+            if whose == uuid:
+                yield f"xid_{number}", count
 
     def _activity(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
         """Between this sample and the one before."""
@@ -196,6 +224,7 @@ class Poller(threading.Thread):
         self._readings, self._every = Readings(wanted), every_s
         self._over = threading.Event()
         self.latest: list[GpuReading] = []
+        self._throttled: deque[tuple[int, frozenset[str]]] = deque(maxlen=MOST_REMEMBERED)
 
     @property
     def driver(self) -> str:
@@ -205,9 +234,20 @@ class Poller(threading.Thread):
     def run(self) -> None:
         is_open = self._readings.open()
         while is_open:
-            self.latest = self._readings.read()
+            self.note(clock.now(), self._readings.read())
             is_open = not self._over.wait(self._every)
         self._readings.close()
+
+    def note(self, at: int, readings: list[GpuReading]) -> None:
+        """These were read at this instant."""
+        self.latest = readings
+        held = {one.of for one in readings if one.what == "throttled" and one.value}
+        self._throttled.append((at, frozenset(held)))
+
+    def throttled(self, since: int, until: int) -> str:
+        """Why clocks were held down in this time, or as it was last read before: reasons with commas; empty: they were not."""
+        early = since - int(self._every * 1e9)
+        return ",".join(sorted({why for at, held in self._throttled if early <= at <= until for why in held}))
 
     def stop(self) -> None:
         """Ends it, soon."""

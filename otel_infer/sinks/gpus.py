@@ -20,6 +20,7 @@ _PLAIN = {
 _BY = {
     "throttled": (semconv.GPU_THROTTLED, semconv.THROTTLE_REASON),
     "errors": (semconv.GPU_ERRORS, semconv.ERROR_TYPE),
+    "xids": (semconv.GPU_ERRORS, semconv.ERROR_TYPE),
     "activity": (semconv.GPU_ACTIVITY, semconv.GPU_UNIT),
 }
 

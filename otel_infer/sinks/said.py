@@ -26,6 +26,7 @@ _WORDS = (
     semconv.TELEMETRY_LOST,
     semconv.FIRST_REQUEST,
     semconv.BLAME_TOP,
+    semconv.THROTTLE_REASON,
 )
 
 
@@ -67,6 +68,7 @@ def words(record: RequestRecord, decision: keeper.Decision) -> Recurring:
         record.telemetry_lost,
         record.start is not None,
         record.blame.top if record.blame is not None and record.operation else "",
+        record.throttled,
     )
 
 

@@ -134,6 +134,10 @@ CASES: dict[str, Case] = {
         grows("hw_errors_total", f'{G},error_type="uncorrected"', 0.01),
         grows("hw_errors_total", f'{G},error_type="corrected"', 0.01),
     ),
+    "GpuXid": Case(
+        grows("hw_errors_total", f'{G},error_type="xid_79"', 0.01),
+        grows("hw_errors_total", f'{G},error_type="corrected"', 0.01),
+    ),
     "TelemetryDropping": Case(
         grows("infer_self_lost_total", f'{J},infer_loss_reason="facts_overwritten"', 1),
         grows("infer_self_lost_total", f'{J},infer_loss_reason="steps_over_budget"', 1),
@@ -244,6 +248,20 @@ def test_a_server_that_is_gone_is_told_until_it_is_forgotten(tmp_path: Path) -> 
                 ],
             }
         ],
+    )
+
+
+FIRST = {
+    "OutOfDeviceMemory": f'infer_marks_total{{{J},infer_mark_name="allocator_oom"}}',
+    "GpuXid": f'hw_errors_total{{{G},error_type="xid_79"}}',
+}
+
+
+@pytest.mark.parametrize("alert", FIRST)
+def test_what_happens_once_and_has_no_series_before_is_told(tmp_path: Path, alert: str) -> None:
+    once = {"interval": "1m", "input_series": [{"series": FIRST[alert], "values": "_x20 1x40"}]}
+    ran(
+        tmp_path, alert, [{**once, "promql_expr_test": [firing(alert, "22m", 1), firing(alert, "50m", None)]}]
     )
 
 

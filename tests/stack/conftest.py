@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.running import VLLM, Stack, running
+from tests.stack.running import VLLM, Stack, compiler, running
 from tests.stack.tools import tool
 
 LOAD_S = 75
@@ -20,6 +20,8 @@ def stack(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     tool("prometheus")
     if not VLLM.exists():
         pytest.skip("no vLLM here: make .venv-vllm/.dev")
+    if compiler() is None:
+        pytest.skip("there is no C compiler")
     with running(tmp_path_factory.mktemp("stack"), tiny_llama) as made:
         time.sleep(LOAD_S)
         yield made

@@ -21,8 +21,6 @@ from otel_infer.cli.checks.panels import Asking
 from tests.served import free_port
 from tests.stack.tools import tool
 
-SCRAPE = "1s"
-
 
 class Running:
     """A program that answers at `/-/ready`."""
@@ -52,11 +50,17 @@ class Running:
 
 
 class Prometheus(Running):
-    """Scrapes these ports once a second, by job; rules are files."""
+    """Scrapes these ports, by job; rules are files. `every`: so often, and for so long at most."""
 
     def __init__(
-        self, folder: Path, targets: Mapping[str, int], rules: Sequence[Path] = (), alertmanager: str = ""
+        self,
+        folder: Path,
+        targets: Mapping[str, int],
+        rules: Sequence[Path] = (),
+        alertmanager: str = "",
+        every: str = "1s",
     ) -> None:
+        self._every = every
         self._file = folder / "prometheus.yml"
         self._rules, self._alertmanager = [str(rule) for rule in rules], alertmanager
         self._configure(targets)
@@ -73,7 +77,7 @@ class Prometheus(Running):
             for job, port in targets.items()
         ]
         said: dict[str, Any] = {
-            "global": {"scrape_interval": SCRAPE, "evaluation_interval": SCRAPE},
+            "global": {"scrape_interval": self._every, "evaluation_interval": "1s"},
             "scrape_configs": jobs,
             "rule_files": self._rules,
             "storage": {"exemplars": {"max_exemplars": 100_000}},

@@ -8,10 +8,11 @@ import pytest
 
 from otel_infer import keeper
 from otel_infer.config import Config
+from otel_infer.gpu.readings import Poller
 from otel_infer.pipeline import Pipeline
-from otel_infer.records import RequestRecord, StartRecord
+from otel_infer.records import GpuReading, RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
-from tests.story import LATER, Story, ids
+from tests.story import BASE, LATER, MS, Story, ids
 
 
 class Taken:
@@ -66,3 +67,28 @@ def test_one_request_that_cannot_be_described_costs_no_other(
     pipeline.conclude(LATER)
     assert {ids("a")[1], ids("c")[1]} <= set(sink.spans)
     assert (pipeline.requests, pipeline.losses()["requests_not_described"]) == (3, 1)
+
+
+def test_a_request_says_why_clocks_were_held_down_when_it_came_or_while_it_was_there() -> None:
+    taken: list[RequestRecord] = []
+
+    class Records(Taken):
+        def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
+            taken.append(record)
+
+    story = Story()
+    for name, (arrived, ended) in {"a": (0, 1_000), "b": (30_000, 31_000), "c": (60_000, 61_000)}.items():
+        story.ends(ended, story.arrives(arrived, name))
+    pipeline = Pipeline(Config(), Rings(), [Records()], None, {}, None, 0)
+    pipeline._gpus = Poller()  # not started: what it reads is said here
+    for at_ms, reason, value in (
+        (28_000, "hw_thermal", 1.0),
+        (30_500, "power_cap", 1.0),
+        (58_000, "power_cap", 0.0),
+    ):
+        pipeline._gpus.note(
+            round(BASE + at_ms * MS), [GpuReading("GPU-1", "a", 0, "", "throttled", reason, value)]
+        )
+    pipeline.assembler.feed(story.in_order())
+    pipeline.conclude(LATER, final=True)
+    assert [record.throttled for record in taken] == ["", "hw_thermal,power_cap", ""]
