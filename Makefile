@@ -8,6 +8,10 @@ ARGS   ?=
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
+# grafana-client's HTTP library would take the place of urllib3, and with it of what OTLP is sent by; built here, it does not.
+export URLLIB3_NO_OVERRIDE := 1
+export PIP_NO_BINARY := urllib3-future
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-oldest test-vllm test-stack browser tools bench bench-peers bench-vllm lint format wheel clean

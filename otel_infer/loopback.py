@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from socket import AF_INET6
+from socket import AF_INET6, SO_REUSEADDR, SOL_SOCKET
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-CLIENT_S = 5.0
+CLIENT_S, CLOSE_S = 5.0, 1.0
 
 
 class Server(HTTPServer):
@@ -26,12 +26,15 @@ class Server(HTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.5,), name=name, daemon=True).start()
 
     def close(self) -> None:
-        """Lets go of the port."""
-        self.shutdown()
+        """Lets go of the port; whoever is being answered is waited for no longer than `CLOSE_S`."""
+        stopping = threading.Thread(target=self.shutdown, daemon=True)
+        stopping.start()
+        stopping.join(CLOSE_S)
         self.server_close()
 
     def server_bind(self) -> None:
-        """Without the look-up of our own name, which may take long."""
+        """Without the look-up of our own name, which may take long; at once again after a restart."""
+        self.socket.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
@@ -74,9 +77,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(address: str, handler: type[Handler], owner: Any, name: str) -> Server:
-    """A server at `PORT` or `ADDRESS:PORT`, running; raises `OSError` or `OverflowError` where it cannot be had."""
+    """A server at `PORT` or `ADDRESS:PORT`, running; raises `OSError` where it cannot be had."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or LOOPBACK
-    server = (_Server6 if ":" in host else Server)((host, int(port)), handler, owner)
-    server.start(name)
+    try:
+        server = (_Server6 if ":" in host else Server)((host, int(port)), handler, owner)
+    except (OverflowError, UnicodeError) as reason:
+        raise OSError(str(reason)) from None
+    try:
+        server.start(name)
+    except RuntimeError as reason:  # no more threads
+        server.server_close()
+        raise OSError(str(reason)) from None
     return server

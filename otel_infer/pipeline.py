@@ -158,8 +158,6 @@ class Pipeline:
             log.exception("requests are exported without blame")
         decided: list[keeper.Kept] = []
         for record in records:
-            if self._gpus is not None:
-                record.throttled = self._gpus.throttled(record.arrived_at, record.ended_at)
             self._guarded(self._count, record)
             self._guarded(lambda one: decided.extend(self.keeper.take(one)), record)
         oldest_live = _NEVER if final else self.assembler.oldest_live(horizon)
@@ -183,6 +181,8 @@ class Pipeline:
 
     def _count(self, record: RequestRecord) -> None:
         """What does not wait for the keeper's last word."""
+        if self._gpus is not None:
+            record.throttled = self._gpus.throttled(record.arrived_at, record.ended_at)
         self._name_service(record.engine or record.provider)
         if record.engine and record.model:
             self.metrics.serve(record.model)
@@ -288,7 +288,7 @@ class Pipeline:
         lost = {
             "facts_overwritten": self.assembler.facts_lost,
             "facts_torn": self.assembler.facts_torn,
-            "steps_over_budget": self.keeper.left_out.total(),
+            semconv.LOSS_OVER_BUDGET: self.keeper.left_out.total(),
             "requests_not_described": self.failed,
         }
         if self.sender is not None:

@@ -7,9 +7,12 @@ counter).
 
 from __future__ import annotations
 
+import re
+
 from otel_infer import semconv
 
 _UNITS = {"s": "seconds", "By": "bytes", "W": "watts", "J": "joules", "Cel": "celsius"}
+_NOT_IN_LABELS = re.compile(r"[^a-zA-Z0-9_]")
 TOTAL, BUCKET, SUM, COUNT = "_total", "_bucket", "_sum", "_count"
 STAGE_BUDGET = "otel_infer:stage_budget:seconds"
 """Recorded by the rules of `otel-infer alerts build`: what each stage may take, where that was said."""
@@ -42,4 +45,5 @@ def series(metric: semconv.Metric) -> tuple[str, ...]:
 
 def label(attribute: str) -> str:
     """What an attribute is called as a label."""
-    return attribute.replace(".", "_")
+    name = _NOT_IN_LABELS.sub("_", attribute)
+    return f"key_{name}" if name[:1].isdigit() else name

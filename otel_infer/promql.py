@@ -18,17 +18,17 @@ ALWAYS = ("job", "instance")
 
 def equal(attribute: str, value: str) -> str:
     """A matcher: this value, or none for an empty one."""
-    return f'{prometheus.label(attribute)}="{value}"'
+    return f'{prometheus.label(attribute)}="{_quoted(value)}"'
 
 
 def matches(attribute: str, pattern: str) -> str:
     """A matcher: values like this regular expression, whole."""
-    return f'{prometheus.label(attribute)}=~"{pattern}"'
+    return f'{prometheus.label(attribute)}=~"{_quoted(pattern)}"'
 
 
 def unlike(attribute: str, pattern: str) -> str:
     """A matcher: any value but those like this regular expression; one that begins with `|` leaves out who has none, too."""
-    return f'{prometheus.label(attribute)}!~"{pattern}"'
+    return f'{prometheus.label(attribute)}!~"{_quoted(pattern)}"'
 
 
 def per(part: str, whole: str) -> str:
@@ -77,11 +77,14 @@ class Promql(NamedTuple):
         return f"sum{_by(by)} (increase({self.pick(metric, *matchers)}[{self.window}]))"
 
     def happened(self, metric: Metric, *matchers: str, by: Sequence[str] = (), series: str = "") -> str:
-        """How often, if at all; of a counter that is not there before it happens first, and whose increase is not seen then."""
+        """How often, if at all; of a counter that is not there before it happens first, and whose increase is not seen then.
+
+        A series is new that was not there in the hour before: a scrape that was missed makes none.
+        """
         picked = self.pick(metric, *matchers, series=series)
         grown = f"sum{_by(by)} (increase({picked}[{self.window}]))"
-        fresh = f"sum{_by(by)} ({picked}) unless sum{_by(by)} ({picked} offset {self.window})"
-        return f"({grown} > 0 or ({fresh}) > 0)"
+        fresh = f"sum{_by(by)} ({picked} unless max_over_time({picked}[1h] offset {self.window}))"
+        return f"({grown} > 0 or {fresh} > 0)"
 
     def spent(self, metric: Metric, *matchers: str, by: Sequence[str] = ()) -> str:
         """What the values of a histogram sum to, a second."""
@@ -108,6 +111,10 @@ class Promql(NamedTuple):
 
 def _carries(metric: Metric, key: str) -> bool:
     return key in ALWAYS or key in metric.attributes
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _by(attributes: Sequence[str]) -> str:

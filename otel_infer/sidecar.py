@@ -255,7 +255,7 @@ def _webhook(address: str, flight: FlightRecorder) -> Webhook | None:
 
     try:
         return Webhook(address, flight)
-    except (OSError, OverflowError) as reason:  # another sidecar of this host has it, say
+    except OSError as reason:  # another sidecar of this host has it, say
         log.error("no webhook at %s: %s", address, reason)
         return None
 

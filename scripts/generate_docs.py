@@ -127,7 +127,7 @@ made from the names that this release emits. Those of the promises that come alo
 
 ## Get them
 
-Of your own promises, in `slo.yaml`; without that argument, of those that come along. `pip install "otel-infer[grafana]"` has what
+Of your own promises, in `slo.yaml`; without that argument, of those that come along. `pip install "otel-infer[alerts]"` has what
 reads and writes YAML.
 
 ```sh
@@ -275,7 +275,7 @@ def alerts() -> str:
     runbooks = [*_promised(), *_caused()]
     kinds = list(slo.METRICS)
     page = ALERTS.format(
-        managed=managed.WATCH,
+        managed=managed.EVALUATED_S,
         minimum=slo.DEFAULT.minimum,
         prefix=rules.PREFIX,
         of=f"{', '.join(kinds[:-1])} or {kinds[-1]}",

@@ -32,8 +32,18 @@ def _over(window: str) -> Promql:
 
 
 _SOON, _LONG = _over("5m"), _over("10m")
+_WAITING = _SOON.pick(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, "queued"))
 _QUEUED = _SOON.value(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, "queued"), by=JOB)
-_OWN = "|".join((semconv.CAUSE_PREFILL, semconv.CAUSE_DECODE, semconv.CAUSE_APPLICATION))
+_OWN = "|".join(
+    (
+        semconv.CAUSE_PREFILL,
+        semconv.CAUSE_DECODE,
+        semconv.CAUSE_BATCHING,
+        semconv.CAUSE_APPLICATION,
+        semconv.CAUSE_UNEXPLAINED,
+    )
+)
+"""What is no fault: a request's own work, what sharing a batch costs, and what nobody knows."""
 _MODEL = (*JOB, semconv.REQUEST_MODEL)
 _GPU = (*JOB, semconv.HW_ID)
 
@@ -73,6 +83,16 @@ def _dominates() -> str:
     cause = _LONG.rate(semconv.BLAME_SLOW_DURATION, unlike(semconv.BLAME_CAUSE, _OWN), by=by)
     whole = _LONG.rate(semconv.BLAME_SLOW_DURATION, by=JOB)
     return f"{cause} / on (job) group_left () ({whole} > 0.05) > 0.3"
+
+
+def _cold() -> str:
+    paused = _LONG.happened(
+        semconv.PAUSES,
+        matches(semconv.PAUSE_CAUSE, "compile|capture"),
+        by=(*JOB, semconv.PAUSE_CAUSE),
+        series=prometheus.COUNT,
+    )
+    return f"{paused} and on (job) {_LONG.rate(semconv.REQUEST_DURATION, by=JOB)} > 0"
 
 
 def _gone() -> str:
@@ -169,10 +189,10 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "HostBound",
         INFO,
-        f"{_gap_share()} > 0.4",
+        f"{_gap_share()} > 0.4 and sum by (job) (avg_over_time({_WAITING}[10m])) > 0.5",
         "15m",
         "the GPU of {{ $labels.job }} waits for the host {{ $value | humanizePercentage }} of the time of steps",
-        "Between steps the device has nothing to do: the host is late.",
+        "Requests wait, and between steps the device has nothing to do: the host is late.",
         _STUTTER,
         "CUDA graphs, asynchronous scheduling, fewer things on the engine's thread; only then a faster GPU.",
         "gpu",
@@ -180,12 +200,7 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "ColdPaths",
         INFO,
-        _LONG.happened(
-            semconv.PAUSES,
-            matches(semconv.PAUSE_CAUSE, "compile|capture"),
-            by=(*JOB, semconv.PAUSE_CAUSE),
-            series=prometheus.COUNT,
-        ),
+        _cold(),
         "0s",
         "{{ $labels.job }} compiled or captured while it served",
         "Something was used for the first time under traffic.",
@@ -262,7 +277,7 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "GpuMemoryErrors",
         TICKET,
-        f"sum by (job, hw_id) (increase({_LONG.pick(semconv.GPU_ERRORS, equal(semconv.ERROR_TYPE, 'uncorrected'))}[10m])) > 0",
+        f"{_LONG.increase(semconv.GPU_ERRORS, equal(semconv.ERROR_TYPE, 'uncorrected'), by=_GPU)} > 0",
         "0s",
         "GPU {{ $labels.hw_id }} has memory errors that could not be corrected",
         "ECC found errors that it cannot repair.",
@@ -284,7 +299,7 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "TelemetryDropping",
         TICKET,
-        f"{_SOON.rate(semconv.SELF_LOST, unlike(semconv.LOSS_REASON, 'steps_over_budget'), by=(*JOB, semconv.LOSS_REASON))} > 0",
+        f"{_SOON.rate(semconv.SELF_LOST, unlike(semconv.LOSS_REASON, semconv.LOSS_OVER_BUDGET), by=(*JOB, semconv.LOSS_REASON))} > 0",
         "5m",
         "{{ $labels.job }} loses telemetry: {{ $labels.infer_loss_reason }}",
         "Facts or spans do not arrive. Requests are served all the same.",

@@ -1,8 +1,8 @@
 """The same alerts for who has Grafana evaluate them: rule groups of its provisioning API. Pure.
 
-Each is a query that answers while the alert fires, as Grafana's own converter of Prometheus rules has it
+Each is a query that answers while the alert fires, much as in Grafana's own converter of Prometheus rules
 (grafana/pkg/services/ngalert/prom): a number that is there is turned into 1, and 1 is more than 0. What Prometheus would record is
-written out in the queries that use it.
+written out in the queries that use it. Grafana calls an alert by its title, so that is its name and, where several have that, which.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-WATCH = 20
+EVALUATED_S = 20
 """Seconds between two evaluations: Grafana refuses what is no multiple of 10."""
 _LONGEST_UID = 40
 _QUERY, _THERE, _OVER = "query", "there", "over"
@@ -32,7 +32,7 @@ def groups(rules: Mapping[str, Any], datasource: str) -> list[dict[str, Any]]:
         alerts = [rule for rule in group["rules"] if "alert" in rule]
         made = [_rule(rule, recorded, datasource) for rule in alerts]
         if made:
-            found.append({"title": group["name"], "interval": WATCH, "rules": made})
+            found.append({"title": group["name"], "interval": EVALUATED_S, "rules": made})
     return found
 
 
@@ -48,7 +48,7 @@ def _rule(rule: Mapping[str, Any], recorded: Mapping[str, str], datasource: str)
         "execErrState": "Error",
         "for": rule.get("for", "0s"),
         "keep_firing_for": rule.get("keep_firing_for", "0s"),
-        "labels": {**labels, "alertname": rule["alert"]},
+        "labels": dict(labels),
         "annotations": {key: _template(text) for key, text in rule["annotations"].items()},
         "isPaused": False,
     }

@@ -24,7 +24,7 @@ KEEP_FIRING = "5m"
 """So that an alert does not flap."""
 HURRY = 20
 """Times as fast are causes told where somebody wants to see it."""
-WATCH = 15
+EVALUATED_S = 15
 """Seconds between two evaluations."""
 _BY = ("job", semconv.REQUEST_MODEL)
 _MODEL = prometheus.label(semconv.REQUEST_MODEL)
@@ -46,7 +46,7 @@ def groups(spec: Spec) -> dict[str, Any]:
 
 
 def _interval(spec: Spec) -> str:
-    return "2s" if spec.windows is DEMO else f"{WATCH}s"
+    return "2s" if spec.windows is DEMO else f"{EVALUATED_S}s"
 
 
 def missed(objective: Objective, window: str) -> str:

@@ -110,8 +110,8 @@ def spec(said: Any) -> Spec:
     listed = said.get("objectives")
     _expect(isinstance(listed, list) and bool(listed), "`objectives`", "a list with one entry or more")
     found = [_objective(entry, f"objectives[{i}]") for i, entry in enumerate(listed)]
-    names = [one.name for one in found]
-    _expect(len(set(names)) == len(names), "`objectives`", "a different `name` for each")
+    names = {one.name.replace("-", "_") for one in found}
+    _expect(len(names) == len(found), "`objectives`", "a different `name` for each (- and _ are the same)")
     budgets = said.get("budgets") or {}
     _expect(isinstance(budgets, dict), "`budgets`", "a length for each stage")
     windows, minimum = said.get("windows", "standard"), said.get("minimum", 50)
@@ -138,9 +138,7 @@ def _objective(entry: Any, where: str) -> Objective:
         "small letters, digits, - and _",
     )
     _expect(of in METRICS, f"{where}.of", "one of " + ", ".join(METRICS))
-    _expect(
-        isinstance(model, str) and '"' not in model, f"{where}.model", "a regular expression without quotes"
-    )
+    _expect(isinstance(model, str), f"{where}.model", "a regular expression")
     found = _SHARE.fullmatch(str(entry.get("share", "")).strip())
     share = float(found[1]) / 100 if found else 0.0
     _expect(0 < share < 1, f"{where}.share", "a share such as 99%, below 100%")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from otel_infer import semconv
+from otel_infer import keeper, semconv
 from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, Board, Row
 from otel_infer.boards.panels import Json, Query, Reading
@@ -37,7 +37,16 @@ STAGES = {
     ),
 }
 """What each stage is, and what it is mostly when it is long."""
-SLOW = "slo|slow|error|preempted|offender"
+SLOW = "|".join(
+    (
+        keeper.REASON_SLO,
+        keeper.REASON_SLOW,
+        keeper.REASON_ERROR,
+        keeper.REASON_ABORTED,
+        keeper.REASON_PREEMPTED,
+        keeper.REASON_OFFENDER,
+    )
+)
 """Reasons for which a request is kept that make it worth a look."""
 
 
@@ -118,7 +127,7 @@ def _requests() -> Row:
             panels.slowest(
                 "Requests worth a look",
                 Reading(
-                    "Request spans that were kept since they were slow, missed an objective, failed, were preempted or held up another.",
+                    "Request spans that were kept since they were slow, missed an objective, failed, were left, preempted, or held up another.",
                     "open one: its largest `infer.blame.*` is where its time went.",
                 ),
                 f"{{ {chosen} }} | select({shown})",

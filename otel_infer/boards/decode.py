@@ -144,8 +144,10 @@ def _steps() -> Row:
                 ),
                 [
                     Query(
-                        ASK.quantile(0.99, semconv.STEP_EXECUTION, by=(semconv.WORKER_RANK, semconv.CLOCK)),
-                        f"rank {{{{{rank}}}}} {{{{{label(semconv.CLOCK)}}}}}",
+                        ASK.quantile(
+                            0.99, semconv.STEP_EXECUTION, by=("instance", semconv.WORKER_RANK, semconv.CLOCK)
+                        ),
+                        f"{{{{instance}}}} rank {{{{{rank}}}}} {{{{{label(semconv.CLOCK)}}}}}",
                     )
                 ],
                 unit="s",

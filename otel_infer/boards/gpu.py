@@ -13,6 +13,7 @@ _NONE = "no GPU is told of"
 _WHO = (semconv.HW_ID, semconv.HW_NAME, semconv.HW_MODEL)
 _EACH = f"{{{{{label(semconv.HW_NAME)}}}}} {{{{{label(semconv.HW_ID)}}}}}"
 _BY = (semconv.HW_ID, semconv.HW_NAME)
+_WORKER = ("instance", semconv.WORKER_RANK)
 
 
 def _value(metric: semconv.Metric, *matchers: str) -> str:
@@ -53,10 +54,10 @@ def _all() -> Row:
 def _work() -> Row:
     unit = label(semconv.GPU_UNIT)
     rank = label(semconv.WORKER_RANK)
-    gap = ASK.quantile(0.99, semconv.DEVICE_IDLE, by=(semconv.WORKER_RANK,))
-    queue = ASK.quantile(0.99, semconv.DEVICE_QUEUED, by=(semconv.WORKER_RANK,))
+    gap = ASK.quantile(0.99, semconv.DEVICE_IDLE, by=_WORKER)
+    queue = ASK.quantile(0.99, semconv.DEVICE_QUEUED, by=_WORKER)
     device = equal(semconv.CLOCK, semconv.CLOCK_DEVICE)
-    busy = ASK.spent(semconv.STEP_EXECUTION, device, by=(semconv.WORKER_RANK,))
+    busy = ASK.spent(semconv.STEP_EXECUTION, device, by=_WORKER)
     return Row(
         "What it does",
         [
@@ -93,7 +94,7 @@ def _work() -> Row:
                     "Share of the time that the device was at steps of the engine, by marks on its stream.",
                     "far below 100 % while requests wait: the host does not keep up (launch-bound, or stalled).",
                 ),
-                [Query(busy, f"rank {{{{{rank}}}}}")],
+                [Query(busy, f"{{{{instance}}}} rank {{{{{rank}}}}}")],
                 unit="percentunit",
                 most=1,
                 empty="no GPU is timed here",
@@ -101,10 +102,10 @@ def _work() -> Row:
             panels.lines(
                 "Idle between steps, p99",
                 Reading(
-                    "How long the device had nothing to do between two steps.",
+                    "How long the device had nothing to do between two steps; also for want of requests.",
                     "the host is late: scheduling, sampling, detokenizing or garbage collection on the engine's thread.",
                 ),
-                [Query(gap, f"rank {{{{{rank}}}}}")],
+                [Query(gap, f"{{{{instance}}}} rank {{{{{rank}}}}}")],
                 unit="s",
                 size=(12, 8),
                 empty="no GPU is timed here",
@@ -115,7 +116,7 @@ def _work() -> Row:
                     "How long a step that was launched waited for the device.",
                     "long: the device is behind, which is what one wants; short while gaps are long: launch-bound.",
                 ),
-                [Query(queue, f"rank {{{{{rank}}}}}")],
+                [Query(queue, f"{{{{instance}}}} rank {{{{{rank}}}}}")],
                 unit="s",
                 size=(12, 8),
                 empty="no GPU is timed here",

@@ -7,7 +7,7 @@ from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, Board, Row
 from otel_infer.boards.panels import Query, Reading
 from otel_infer.prometheus import label
-from otel_infer.promql import equal, per
+from otel_infer.promql import equal, per, unlike
 
 _DAY = 86_400
 _NOTHING = "nothing"
@@ -37,7 +37,7 @@ def _state() -> Row:
                     "Facts and spans that did not arrive, a second, whatever the reason.",
                     "see the reasons below.",
                 ),
-                ASK.rate(semconv.SELF_LOST, f'{reason}!="steps_over_budget"'),
+                ASK.rate(semconv.SELF_LOST, unlike(semconv.LOSS_REASON, semconv.LOSS_OVER_BUDGET)),
                 unit="short",
                 bad=((0.1, "orange"),),
             ),
@@ -142,7 +142,7 @@ def _cost() -> Row:
             panels.lines(
                 "Step spans left out",
                 Reading(
-                    "Share of them that the budget had no room for.",
+                    "Step spans that the budget had no room for, as a share of those and all spans that were accepted.",
                     "it is meant to be; for more, raise `OTEL_INFER_STEP_BUDGET`.",
                 ),
                 [Query(left, "left out")],

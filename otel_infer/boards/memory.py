@@ -11,8 +11,8 @@ from otel_infer.promql import equal, matches, per, share
 
 _NO_KV = "no KV cache is told of"
 _NO_MEMORY = "no device memory is told of"
-_ENGINE = (semconv.ENGINE, semconv.PROCESS_PID)
-_EACH = f"{{{{{label(semconv.ENGINE)}}}}} {{{{{label(semconv.PROCESS_PID)}}}}}"
+_ENGINE = ("instance", semconv.ENGINE, semconv.PROCESS_PID)
+_EACH = f"{{{{instance}}}} {{{{{label(semconv.ENGINE)}}}}} {{{{{label(semconv.PROCESS_PID)}}}}}"
 _BY_DEVICE = (semconv.HW_ID, semconv.PROCESS_PID)
 _DEVICE = f"{{{{{label(semconv.HW_ID)}}}}} {{{{{label(semconv.PROCESS_PID)}}}}}"
 

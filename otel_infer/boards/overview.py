@@ -279,7 +279,7 @@ def _models() -> Row:
     ]
     cost = [
         ("GPU-s per 1000 tokens", per(f"1000 * {seconds}", tokens), "s"),
-        ("price per million tokens", per(f"$price / 3600 * 1e6 * {seconds}", tokens), "short"),
+        ("price per million tokens", per(f"($price + 0) / 3600 * 1e6 * {seconds}", tokens), "short"),
     ]
     return Row(
         "Which model?",

@@ -257,8 +257,13 @@ def table(
 ) -> Json:
     """One line for each value of the labels `by`; `columns`: name, expression, unit. `names`: of the labels."""
     queries = [Query(expr, table=True) for _, expr, _ in columns]
-    renamed = {f"Value #{chr(ord('A') + i)}": name for i, (name, _, _) in enumerate(columns)}
+    # Grafana numbers the values only where there are several.
+    many = len(columns) > 1
+    renamed = {
+        f"Value #{chr(ord('A') + i)}" if many else "Value": name for i, (name, _, _) in enumerate(columns)
+    }
     made = panel("table", title, reading, queries, unit=COUNT, size=size, empty=empty)
+    made["fieldConfig"]["defaults"]["mappings"] = []  # a cell that is empty says nothing of the whole
     made["fieldConfig"]["overrides"] = [override(name, unit=unit) for name, _, unit in columns]
     made["fieldConfig"]["overrides"] += [
         override(names[label], links=[link]) for label, link in (links or {}).items()

@@ -91,5 +91,5 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise slo.BadSpec("reading and writing YAML needs pip install 'otel-infer[grafana]'") from None
+        raise slo.BadSpec("reading and writing YAML needs pip install 'otel-infer[alerts]'") from None
     return yaml

@@ -138,20 +138,26 @@ class Readings:
         """What its driver called critical since we look, by its number (docs.nvidia.com/deploy/xid-errors)."""
         nvml = self._nvml
         if uuid not in self._events:
-            events = nvml.nvmlEventSetCreate()
-            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
-            self._events[uuid] = events
+            self._events[uuid] = self._registered(handle)
         for _ in range(MOST_EVENTS):
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events[uuid], 0)
-            except nvml.NVMLError as nothing:
-                if nothing.value != nvml.NVML_ERROR_TIMEOUT:
-                    raise
+            except nvml.NVMLError:  # there is none; or the device is lost, of which the last one told
                 break
             self._xid_counts[uuid, int(event.eventData)] += 1
         for (whose, number), count in self._xid_counts.items():
             if whose == uuid:
                 yield f"xid_{number}", count
+
+    def _registered(self, handle: Any) -> Any:
+        nvml = self._nvml
+        events = nvml.nvmlEventSetCreate()
+        try:
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        except nvml.NVMLError:
+            nvml.nvmlEventSetFree(events)
+            raise
+        return events
 
     def _activity(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
         """Between this sample and the one before."""
@@ -247,7 +253,9 @@ class Poller(threading.Thread):
     def throttled(self, since: int, until: int) -> str:
         """Why clocks were held down in this time, or as it was last read before: reasons with commas; empty: they were not."""
         early = since - int(self._every * 1e9)
-        return ",".join(sorted({why for at, held in self._throttled if early <= at <= until for why in held}))
+        return ",".join(
+            sorted({why for at, held in tuple(self._throttled) if early <= at <= until for why in held})
+        )
 
     def stop(self) -> None:
         """Ends it, soon."""

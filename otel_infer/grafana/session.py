@@ -62,7 +62,10 @@ class Session:
         try:
             from grafana_client import GrafanaApi
         except ImportError:
-            raise Refused("grafana-client is not installed: pip install 'otel-infer[grafana]'") from None
+            raise Refused(
+                "grafana-client is not installed: pip install 'otel-infer[grafana]', in an environment of its own: "
+                "its HTTP library takes the place of urllib3"
+            ) from None
         parts, port = self._parts(url)
         if not re.fullmatch(r"[!-~]*", token) and ":" not in token:
             raise Refused(f"{TOKEN} holds a character that no token has: copy it again")

@@ -68,7 +68,13 @@ def _histogram(name: str, point: Any, is_open: bool) -> Iterator[str]:
 
 
 def _labels(attributes: Mapping[str, Any], **more: str) -> str:
-    said = {prometheus.label(key): _said(value) for key, value in attributes.items()} | more
+    said: dict[str, str] = {}
+    for key, value in attributes.items():
+        name = prometheus.label(key)
+        said[name] = (
+            f"{said[name]};{_said(value)}" if name in said else _said(value)
+        )  # as OTLP's receiver joins them
+    said.update(more)
     inside = ",".join(f'{key}="{value.translate(_ESCAPES)}"' for key, value in said.items())
     return f"{{{inside}}}" if inside else ""
 

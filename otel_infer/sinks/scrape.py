@@ -32,7 +32,7 @@ class Scrape:
         self._address = address
         self._condition = threading.Condition()
         self._data: Any = None
-        self._is_wanted = False
+        self._is_wanted = self._is_closed = False
         self._server: loopback.Server | None = None
         self._tried_at = 0
 
@@ -46,7 +46,7 @@ class Scrape:
         is_first, self._tried_at = not self._tried_at, now
         try:
             self._server = loopback.serve(self._address, _Handler, self, "otel_infer scrape")
-        except (OSError, OverflowError) as reason:
+        except OSError as reason:
             if is_first:
                 log.error("no metrics to scrape at %s: %s", self._address, reason)
 
@@ -60,11 +60,14 @@ class Scrape:
         """What is counted as of now, or None where nobody answers."""
         with self._condition:
             self._data, self._is_wanted = None, True
-            self._condition.wait_for(lambda: self._data is not None, ANSWER_S)
+            self._condition.wait_for(lambda: self._data is not None or self._is_closed, ANSWER_S)
             return self._data
 
     def close(self) -> None:
-        """Lets go of the port."""
+        """Lets go of the port; who waits is not answered any more."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
         if self._server is not None:
             self._server.close()
 

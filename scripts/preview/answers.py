@@ -130,7 +130,9 @@ def _rows(ask: Ask, panel: Mapping[str, Any], span: Span) -> list[dict[str, str 
         for one in ask.get("query", query=query, time=f"{span.end:.3f}")["result"]:
             key = tuple(one["metric"].get(label, "") for label in labels)
             row = merged.setdefault(key, {names[label]: said for label, said in zip(labels, key)})
-            row[names[f"Value #{target['refId']}"]] = float(one["value"][1])
+            row[names[f"Value #{target['refId']}" if len(panel["targets"]) > 1 else "Value"]] = float(
+                one["value"][1]
+            )
     return list(merged.values())
 
 
@@ -142,7 +144,7 @@ def columns(panel: Mapping[str, Any]) -> dict[str, str]:
 
 
 def labels_of(panel: Mapping[str, Any]) -> list[str]:
-    return [key for key in columns(panel) if not key.startswith("Value #")]
+    return [key for key in columns(panel) if not key.startswith("Value")]
 
 
 def overridden(panel: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -84,6 +84,7 @@ EXECUTION, GAP = "infer_step_execution_duration_seconds_sum", "infer_step_device
 ABANDONED = "infer_request_abandoned_seconds_count"
 QUEUE, LEFT = f'{M},infer_stage="queue"', f'{M},error_type="client_disconnect"'
 DEVICE = f'{E},infer_clock="device",infer_worker_rank="0"'
+WAITS = f'{J},infer_request_state="queued"'
 INTERFERENCE, OWN = f'{M},infer_blame_cause="interference"', f'{M},infer_blame_cause="decode"'
 
 CASES: dict[str, Case] = {
@@ -108,12 +109,14 @@ CASES: dict[str, Case] = {
     ),
     "DecodeStall": Case(steps(5), steps(0)),
     "HostBound": Case(
-        both(grows(GAP, E, 1), grows(EXECUTION, DEVICE, 1)),
-        both(grows(GAP, E, 0.1), grows(EXECUTION, DEVICE, 1)),
+        both(grows(GAP, E, 1), grows(EXECUTION, DEVICE, 1), state("infer_request_active", WAITS, 3)),
+        both(grows(GAP, E, 1), grows(EXECUTION, DEVICE, 1), state("infer_request_active", WAITS, 0)),
     ),
     "ColdPaths": Case(
-        grows("infer_pause_duration_seconds_count", f'{J},infer_pause_cause="compile"', 0.01),
-        grows("infer_pause_duration_seconds_count", f'{J},infer_pause_cause="gc"', 0.01),
+        both(
+            requests(), grows("infer_pause_duration_seconds_count", f'{J},infer_pause_cause="compile"', 0.01)
+        ),
+        both(requests(), grows("infer_pause_duration_seconds_count", f'{J},infer_pause_cause="gc"', 0.01)),
     ),
     "OutOfDeviceMemory": Case(
         grows("infer_marks_total", f'{J},infer_mark_name="allocator_oom"', 0.01),
