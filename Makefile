@@ -47,8 +47,17 @@ browser:  ## a Chromium for the tests of pages, by apt-get as root; without one 
 	} </dev/null >/dev/null 2>&1; then echo "installed Chromium"; \
 	else echo "no Chromium to be had here: the tests of pages in a browser will be skipped"; fi
 
+# What is not timed goes two at a time; skips of both runs are named at the end.
+TOGETHER := tests/unit tests/benchmarks $(addprefix tests/integrations/,torch transformers vllm)
+SKIPPED  := .skipped-tests
+
 test: lint tools  ## format, lint, types, import contracts, tests
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --skips-to $(SKIPPED) $(TOGETHER); first=$$?; \
+	$(BIN)/python -m pytest --skips-from $(SKIPPED) $(TOGETHER:%=--ignore=%) --ignore=tests/stack tests && exit $$first
+else
 	$(BIN)/python -m pytest --ignore=tests/stack $(ARGS)
+endif
 
 lint: $(VENV)/.dev  ## everything of `make test` but the tests
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -37,6 +38,15 @@ def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import make_encoder
 
     return make_encoder(tmp_path_factory.mktemp("models") / "tiny-encoder")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skips-to", metavar="FILE", help="write there what was skipped, for a run that follows"
+    )
+    parser.addoption(
+        "--skips-from", metavar="FILE", help="name at the end what a run before had skipped as well"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -77,6 +87,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = _skipped(terminalreporter)
+    before, after = (terminalreporter.config.getoption(name) for name in ("--skips-from", "--skips-to"))
+    if after:
+        Path(after).write_text(json.dumps(skipped), encoding="utf-8")
+    if before:
+        skipped = [*map(tuple, json.loads(Path(before).read_text(encoding="utf-8"))), *skipped]
     terminalreporter.write_line("")
     terminalreporter.write_line(f"skipped: {len(skipped)}", yellow=bool(skipped))
     for test, reason in skipped:

@@ -1,4 +1,7 @@
-"""Alerts on causes: what is going wrong, whether somebody feels it already or not. Each knows its complaint and the first change."""
+"""Alerts on causes: what is going wrong, whether somebody feels it already or not. Each knows its complaint and the first change.
+
+Long, since it is one table.
+"""
 
 from __future__ import annotations
 

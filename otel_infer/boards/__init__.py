@@ -1,4 +1,7 @@
-"""The dashboards, built from the names that the code emits. Pure: who writes them to files is `cli.dashboards`."""
+"""The dashboards, built from the names that the code emits. Pure: who writes them to files is `cli.dashboards`.
+
+A function of a dashboard is a row of it, as long as that has panels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is it well, and if not, what is it: the first dashboard to look at."""
+"""Is it well, and if not, what is it: the first dashboard to look at. Long, since it has most panels."""
 
 from __future__ import annotations
 

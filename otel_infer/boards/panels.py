@@ -1,4 +1,7 @@
-"""Panels of a dashboard, as Grafana's classic JSON has them (schema 41). Each says what it means and what to do when it is bad."""
+"""Panels of a dashboard, as Grafana's classic JSON has them (schema 41). Each says what it means and what to do when it is bad.
+
+Long, and so are its functions: it is all that we know of Grafana's JSON, one kind of panel after the other.
+"""
 
 from __future__ import annotations
 

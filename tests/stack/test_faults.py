@@ -1,4 +1,4 @@
-"""Three faults, each in a server of its own: each moves its panel, and no other does."""
+"""Three faults, each in a server of its own: each moves its panel, and nothing moves in one that is well."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.stack.tools import tool
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(240)]
 
-LOAD_S, WINDOW = 35, "30s"
+LOAD_S, WINDOW = 30, "25s"
 WELL: dict[str, float] = {"max_batch": 16, "base_ms": 6, "longest_prompt": 101}
 SERVERS: dict[str, dict[str, float]] = {
     "well": {},
@@ -30,7 +30,7 @@ SERVERS: dict[str, dict[str, float]] = {
 }
 """Each is well but for what its name says."""
 TIMES = 5
-"""As much as in any server that does not have the fault."""
+"""As much as where nothing is wrong; and more than with any other fault."""
 
 
 class Panel(NamedTuple):
@@ -84,5 +84,5 @@ def seen(prometheus: Prometheus, panel: Panel) -> dict[str, float]:
 @pytest.mark.parametrize("fault", PANELS)
 def test_a_fault_moves_its_panel_and_no_other_server_does(prometheus: Prometheus, fault: str) -> None:
     values = seen(prometheus, PANELS[fault])
-    others = max(value for name, value in values.items() if name != fault)
-    assert values[fault] > TIMES * others, values
+    assert values[fault] > TIMES * values["well"], values
+    assert values[fault] == max(values.values()), values

@@ -61,6 +61,7 @@ def test_a_process_that_a_server_started_for_its_engine_begins_in_the_servers_st
     opener: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_INFER_START", "")  # for it to be taken back
+    monkeypatch.setattr(birth.recorder, "role", birth.SERVER)
     servers = birth.Birth().fact()
     monkeypatch.setattr(birth.recorder, "role", "engine")
     engines = birth.Birth().fact()

@@ -7,6 +7,8 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 from otel_infer import config
 from otel_infer.cli.checks import Check, State
@@ -23,6 +25,11 @@ NEEDED = (
     "protobuf",
 )
 SHOWN = (*NEEDED, "opentelemetry-exporter-otlp-proto-grpc")
+_REPLACED = "urllib3 is replaced by urllib3-future: what a server exports after a fork may be lost"
+_APART = (
+    f"install otel-infer[grafana] in an environment of its own; here: {sys.executable} -m pip uninstall urllib3-future urllib3, "
+    "and install urllib3 again"
+)
 TIMING = "the time of steps is the host's"
 VERIFIED = "H100"
 """What `python -m benchmarks.gpu_verify` was run on."""
@@ -36,12 +43,23 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def versions(installed: Callable[[str], str | None] = installed_version) -> Check:
+def urllib3_is_replaced() -> bool:
+    """Whether urllib3-future (which grafana-client asks for) lies where urllib3 was."""
+    found = find_spec("urllib3")
+    return found is not None and found.origin is not None and (Path(found.origin).parent / "_async").is_dir()
+
+
+def versions(
+    installed: Callable[[str], str | None] = installed_version,
+    is_replaced: Callable[[], bool] = urllib3_is_replaced,
+) -> Check:
     """What is installed for this interpreter."""
     found = {name: installed(name) for name in SHOWN}
     said = [f"otel-infer {VERSION}", f"Python {platform.python_version()} ({sys.executable})"]
     said += [f"{name} {version}" for name, version in found.items() if version]
     missing = [name for name in NEEDED if not found[name]]
+    if not missing and is_replaced():
+        return Check("versions", "warn", f"{', '.join(said)}; {_REPLACED}", _APART)
     if not missing:
         return Check("versions", "ok", ", ".join(said))
     said.append(f"not installed: {', '.join(missing)}")

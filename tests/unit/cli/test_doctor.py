@@ -40,6 +40,13 @@ def test_versions_are_named_with_the_interpreter_they_belong_to() -> None:
     assert "numpy 1.2.3" in check.found
 
 
+def test_another_library_in_the_place_of_urllib3_is_a_warning() -> None:
+    check = environment.versions(lambda name: "1", lambda: True)
+    assert check.state == "warn"
+    assert "urllib3 is replaced by urllib3-future" in check.found
+    assert "an environment of its own" in check.do
+
+
 def test_a_missing_library_is_to_be_installed_for_this_interpreter() -> None:
     check = environment.versions(lambda name: None if name == "numpy" else "1")
     assert ("fail", f"{sys.executable} -m pip install numpy") == (check.state, check.do)
