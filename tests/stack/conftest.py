@@ -11,12 +11,12 @@ import pytest
 from tests.stack.running import VLLM, Stack, compiler, running
 from tests.stack.tools import tool
 
-LOAD_S = 60
+LOAD_S = 75
 
 
 @pytest.fixture(scope="session")
 def stack(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """After a minute of load, which goes on while tests look."""
+    """After a minute and a quarter of load, which goes on while tests look."""
     tool("prometheus")
     if not VLLM.exists():
         pytest.skip("no vLLM here: make .venv-vllm/.dev")

@@ -108,13 +108,13 @@ def running(folder: Path, model: Path) -> Iterator[Stack]:
             server.start(READY_S)
         written = folder / "rules.yml"
         written.write_text(as_text(rules.groups(slo.DEFAULT._replace(windows=slo.DEMO, minimum=5))))
-        prometheus = Prometheus(folder, targets, [written], every="2s")
+        prometheus = Prometheus(folder, targets, [written], every="5s")
         ending.callback(prometheus.stop)
         ports = {name: server.port for name, server in servers.items()}
         for load in (
             Load(loop(ports["loop"]), 14, 0.4),
             Load(chats(ports["transformers"], str(model)), 2, 0.3),
-            Load(chats(ports["vllm"], MODEL), 8, 0.3),
+            Load(chats(ports["vllm"], MODEL), 5, 0.5),
         ):
             ending.callback(load.stop)
         yield Stack(prometheus, receiver, ports)

@@ -19,7 +19,7 @@ from tests.stack.running import Stack
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(420)]
 
 WAIVERS = Path(__file__).with_name("waivers.yaml")
-WINDOW, LOOK_BACK_S = "15s", 50
+WINDOW, LOOK_BACK_S = "30s", 60
 MOST_WAIVED, FEWEST = 10, 0.9
 
 
