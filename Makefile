@@ -31,7 +31,7 @@ test-vllm: $(VENV)-vllm/.dev  ## the tests on a real vLLM, on the CPU, in an env
 	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/stack $(ARGS)
+	$(BIN)/python -m pytest tests/stack $(ARGS)
 
 tools:  ## Debian's Prometheus and Alertmanager, unpacked into .tools; without them some tests are skipped by name
 	@scripts/prometheus_tools.sh
