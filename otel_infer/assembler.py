@@ -113,10 +113,10 @@ class Assembler:
 
     def active(self) -> dict[str, int]:
         """How many requests are in flight, by `queued` (not scheduled yet) and `running`."""
-        counts = {"queued": 0, "running": 0}
+        counts = {semconv.STATE_QUEUED: 0, semconv.STATE_RUNNING: 0}
         for request in self.open.values():
             if not request.ended_at:
-                counts["running" if request.is_running else "queued"] += 1
+                counts[semconv.STATE_RUNNING if request.is_running else semconv.STATE_QUEUED] += 1
         return counts
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────

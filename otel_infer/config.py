@@ -388,9 +388,8 @@ def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
         "exemplars": get("OTEL_METRICS_EXEMPLAR_FILTER", default="trace_based").lower() != "always_off",
         "sampler": get("OTEL_TRACES_SAMPLER", default="parentbased_always_on").lower(),
         "sampler_argument": get("OTEL_TRACES_SAMPLER_ARG"),
-        "visible_devices": environ.get(
-            "CUDA_VISIBLE_DEVICES"
-        ),  # the sidecar's own hides them from whoever would use one
+        # The sidecar's own hides all devices, from whoever would use one there.
+        "visible_devices": environ.get("CUDA_VISIBLE_DEVICES"),
     }
 
 

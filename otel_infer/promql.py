@@ -72,9 +72,9 @@ class Promql(NamedTuple):
         ending = series or (prometheus.COUNT if metric.instrument == semconv.HISTOGRAM else "")
         return f"sum{_by(by)} (rate({self.pick(metric, *matchers, series=ending)}[{self.window}]))"
 
-    def increase(self, metric: Metric, *matchers: str, by: Sequence[str] = ()) -> str:
-        """Over the window."""
-        return f"sum{_by(by)} (increase({self.pick(metric, *matchers)}[{self.window}]))"
+    def increase(self, metric: Metric, *matchers: str, by: Sequence[str] = (), series: str = "") -> str:
+        """Over the window: of a counter, or of one of the series of a histogram."""
+        return f"sum{_by(by)} (increase({self.pick(metric, *matchers, series=series)}[{self.window}]))"
 
     def happened(self, metric: Metric, *matchers: str, by: Sequence[str] = (), series: str = "") -> str:
         """How often, if at all; of a counter that is not there before it happens first, and whose increase is not seen then.
@@ -82,7 +82,7 @@ class Promql(NamedTuple):
         A series is new that was not there in the hour before: a scrape that was missed makes none.
         """
         picked = self.pick(metric, *matchers, series=series)
-        grown = f"sum{_by(by)} (increase({picked}[{self.window}]))"
+        grown = self.increase(metric, *matchers, by=by, series=series)
         fresh = f"sum{_by(by)} ({picked} unless max_over_time({picked}[1h] offset {self.window}))"
         return f"({grown} > 0 or {fresh} > 0)"
 
@@ -106,7 +106,7 @@ class Promql(NamedTuple):
 
     def buckets(self, metric: Metric, *matchers: str) -> str:
         """Of a histogram, for a heatmap."""
-        return f"sum by (le) (increase({self.pick(metric, *matchers)}[{self.window}]))"
+        return self.increase(metric, *matchers, by=("le",))
 
 
 def _carries(metric: Metric, key: str) -> bool:

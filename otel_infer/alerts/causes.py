@@ -35,8 +35,8 @@ def _over(window: str) -> Promql:
 
 
 _SOON, _LONG = _over("5m"), _over("10m")
-_WAITING = _SOON.pick(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, "queued"))
-_QUEUED = _SOON.value(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, "queued"), by=JOB)
+_WAITING = _SOON.pick(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, semconv.STATE_QUEUED))
+_QUEUED = f"sum by (job) ({_WAITING})"
 _OWN = "|".join(
     (
         semconv.CAUSE_PREFILL,
@@ -313,7 +313,7 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "HooksMissing",
         TICKET,
-        f"{_SOON.value(semconv.SELF_HOOKS, equal(semconv.HOOK_STATE, 'missing'), by=(*JOB, semconv.INTEGRATION))} > 0",
+        f"{_SOON.value(semconv.SELF_HOOKS, equal(semconv.HOOK_STATE, semconv.HOOK_MISSING), by=(*JOB, semconv.INTEGRATION))} > 0",
         "15m",
         "{{ $value }} hooks of {{ $labels.infer_integration }} do not bind on {{ $labels.job }}",
         "A library has changed: stages are missing from traces.",

@@ -15,7 +15,7 @@ from otel_infer import prometheus, semconv
 from otel_infer.alerts.causes import CAUSES, WATCHDOG, Cause
 from otel_infer.alerts.slo import DEMO, ERRORS, METRICS, Objective, Spec, Window
 from otel_infer.boards.board import UID
-from otel_infer.promql import Promql, unlike
+from otel_infer.promql import Promql, per, share, unlike
 
 Rule = dict[str, Any]
 
@@ -51,13 +51,18 @@ def _interval(spec: Spec) -> str:
 
 def missed(objective: Objective, window: str) -> str:
     """Share of events that were bad, in PromQL."""
-    ask = Promql({semconv.REQUEST_MODEL: objective.model} if objective.model else {}, window)
-    metric = METRICS[objective.of]
+    ask, metric = _about(objective, window), METRICS[objective.of]
+    whole = ask.rate(metric, by=_BY)
     if objective.of == ERRORS:
-        bad = ask.rate(metric, unlike(semconv.ERROR_TYPE, "|".join(semconv.NOT_ERRORS)), by=_BY)
-        return f"({bad} or 0 * {ask.rate(metric, by=_BY)}) / ({ask.rate(metric, by=_BY)} > 0)"
+        return share(
+            ask.rate(metric, unlike(semconv.ERROR_TYPE, "|".join(semconv.NOT_ERRORS)), by=_BY), whole
+        )
     good = ask.rate(metric, _le(objective.within), by=_BY, series=prometheus.BUCKET)
-    return f"1 - {good} / ({ask.rate(metric, by=_BY)} > 0)"
+    return f"1 - {per(good, whole)}"
+
+
+def _about(objective: Objective, window: str) -> Promql:
+    return Promql({semconv.REQUEST_MODEL: objective.model} if objective.model else {}, window)
 
 
 def _le(bound: float) -> str:
@@ -70,10 +75,8 @@ def _of(objective: Objective, spec: Spec) -> list[Rule]:
     recorded: list[Rule] = [
         {"record": _ratio(objective, window), "expr": missed(objective, window)} for window in windows
     ]
-    ask = Promql({semconv.REQUEST_MODEL: objective.model} if objective.model else {}, "")
-    counted = ask.pick(METRICS[objective.of], series=prometheus.COUNT)
     for window in dict.fromkeys(one.long for one in spec.windows):
-        expr = f"sum by (job, {_MODEL}) (increase({counted}[{window}]))"
+        expr = _about(objective, window).increase(METRICS[objective.of], by=_BY, series=prometheus.COUNT)
         recorded.append({"record": _events(objective, window), "expr": expr})
     return recorded + [_burn(objective, window, spec) for window in spec.windows]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from otel_infer import keeper, semconv
 from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, Board, Row
-from otel_infer.boards.panels import Json, Query, Reading
+from otel_infer.boards.panels import Json, Query, Reading, legend
 from otel_infer.prometheus import STAGE_BUDGET, label
 from otel_infer.promql import each_per, equal
 from otel_infer.semconv import STAGE_DURATION
@@ -56,7 +56,7 @@ def _summary() -> Row:
     host = equal(semconv.CLOCK, semconv.CLOCK_HOST)
     mean = each_per(ASK.spent(STAGE_DURATION, host, by=by), ASK.rate(semconv.REQUEST_DURATION))
     by_clock = (semconv.STAGE, semconv.CLOCK)
-    clocks = f"{{{{{stage}}}}} {{{{{label(semconv.CLOCK)}}}}}"
+    clocks = legend(semconv.STAGE, semconv.CLOCK)
     spent = f"{ASK.quantile(0.99, STAGE_DURATION, host, by=by)} / on ({stage}) group_left max by ({stage}) ({STAGE_BUDGET})"
     return Row(
         "All stages",
@@ -67,7 +67,7 @@ def _summary() -> Row:
                     "Stacked: what a request spends on average, by stage. Means hide the tail: see the rows below.",
                     "the band that grew is where to look.",
                 ),
-                [Query(mean, f"{{{{{stage}}}}}")],
+                [Query(mean, legend(semconv.STAGE))],
                 unit="s",
                 stacked="normal",
                 size=(12, 9),
@@ -78,7 +78,7 @@ def _summary() -> Row:
                     "The slowest hundredth in each stage; they need not be the same requests.",
                     "the highest line is where the tail is made.",
                 ),
-                [Query(ASK.quantile(0.99, STAGE_DURATION, host, by=by), f"{{{{{stage}}}}}")],
+                [Query(ASK.quantile(0.99, STAGE_DURATION, host, by=by), legend(semconv.STAGE))],
                 unit="s",
                 size=(12, 9),
             ),
@@ -98,7 +98,7 @@ def _summary() -> Row:
                     "p99 of a stage as a share of its budget in `slo.yaml`.",
                     "over 100 %: the stage alone takes more than it was given.",
                 ),
-                [Query(spent, f"{{{{{stage}}}}}")],
+                [Query(spent, legend(semconv.STAGE))],
                 unit="percentunit",
                 size=(12, 8),
                 empty="no budgets are recorded: otel-infer alerts build slo.yaml",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from otel_infer import semconv
 from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, Board, Row
-from otel_infer.boards.panels import Query, Reading
-from otel_infer.prometheus import label
+from otel_infer.boards.panels import Query, Reading, legend
 from otel_infer.promql import each_per, equal, matches, per
 
 _DECODE = equal(semconv.STEP_KIND, semconv.STEP_DECODE)
@@ -22,7 +21,6 @@ def _readers() -> Row:
         semconv.CAUSE_HOST,
         *semconv.PAUSE_CAUSES,
     )
-    cause = label(semconv.BLAME_CAUSE)
     which = matches(semconv.BLAME_CAUSE, "|".join(held))
     delayed = each_per(
         ASK.rate(semconv.BLAME_DURATION, which, by=(semconv.BLAME_CAUSE,)), ASK.rate(semconv.REQUEST_DURATION)
@@ -50,7 +48,7 @@ def _readers() -> Row:
                     "Mean time that a request lost to others and to pauses.",
                     "`interference`: chunk prompts, or serve long ones apart; `batching`: a smaller batch; `preemption`: more KV cache; `gc`: freeze, or collect less often.",
                 ),
-                [Query(delayed, f"{{{{{cause}}}}}")],
+                [Query(delayed, legend(semconv.BLAME_CAUSE))],
                 unit="s",
                 stacked="normal",
                 size=(12, 8),
@@ -69,11 +67,8 @@ def _readers() -> Row:
 
 
 def _steps() -> Row:
-    kind = label(semconv.STEP_KIND)
     by = (semconv.STEP_KIND,)
     tokens = each_per(ASK.rate(semconv.STEP_TOKENS_TOTAL, by=by), ASK.rate(semconv.STEP_DURATION, _HOST))
-    state = label(semconv.REQUEST_STATE)
-    rank = label(semconv.WORKER_RANK)
     return Row(
         "The engine",
         [
@@ -91,7 +86,7 @@ def _steps() -> Row:
                     "`decode`: no prompt in the step. `prefill`: nothing else. `mixed`: prompts beside those who read along.",
                     "mixed far above decode is what interference is made of: a lower limit of tokens per step.",
                 ),
-                [Query(ASK.quantile(0.99, semconv.STEP_DURATION, _HOST, by=by), f"{{{{{kind}}}}}")],
+                [Query(ASK.quantile(0.99, semconv.STEP_DURATION, _HOST, by=by), legend(semconv.STEP_KIND))],
                 unit="s",
                 size=(12, 8),
             ),
@@ -114,7 +109,7 @@ def _steps() -> Row:
                     "Mean, of prompts and of decoding.",
                     "few tokens per step leave the GPU idle; many of prompts hold up who reads along.",
                 ),
-                [Query(tokens, f"{{{{{kind}}}}}")],
+                [Query(tokens, legend(semconv.STEP_KIND))],
                 unit="short",
                 stacked="normal",
             ),
@@ -133,7 +128,12 @@ def _steps() -> Row:
                     "Queued: not taken up yet. Running: in the batch.",
                     "queued grows while running is flat: full.",
                 ),
-                [Query(ASK.value(semconv.REQUEST_ACTIVE, by=(semconv.REQUEST_STATE,)), f"{{{{{state}}}}}")],
+                [
+                    Query(
+                        ASK.value(semconv.REQUEST_ACTIVE, by=(semconv.REQUEST_STATE,)),
+                        legend(semconv.REQUEST_STATE),
+                    )
+                ],
                 unit="short",
             ),
             panels.lines(
@@ -147,7 +147,7 @@ def _steps() -> Row:
                         ASK.quantile(
                             0.99, semconv.STEP_EXECUTION, by=("instance", semconv.WORKER_RANK, semconv.CLOCK)
                         ),
-                        f"{{{{instance}}}} rank {{{{{rank}}}}} {{{{{label(semconv.CLOCK)}}}}}",
+                        f"{legend('instance')} rank {legend(semconv.WORKER_RANK)} {legend(semconv.CLOCK)}",
                     )
                 ],
                 unit="s",
@@ -162,7 +162,7 @@ def _steps() -> Row:
                 [
                     Query(
                         ASK.quantile(0.99, semconv.PAUSES, by=(semconv.PAUSE_CAUSE,)),
-                        f"{{{{{label(semconv.PAUSE_CAUSE)}}}}}",
+                        legend(semconv.PAUSE_CAUSE),
                     )
                 ],
                 unit="s",

@@ -5,15 +5,16 @@ from __future__ import annotations
 from otel_infer import semconv
 from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, UID, Board, Row
-from otel_infer.boards.panels import Query, Reading
+from otel_infer.boards.panels import Query, Reading, legend
 from otel_infer.prometheus import label
 from otel_infer.promql import equal, per
 
 _NONE = "no GPU is told of"
 _WHO = (semconv.HW_ID, semconv.HW_NAME, semconv.HW_MODEL)
-_EACH = f"{{{{{label(semconv.HW_NAME)}}}}} {{{{{label(semconv.HW_ID)}}}}}"
+_EACH = legend(semconv.HW_NAME, semconv.HW_ID)
 _BY = (semconv.HW_ID, semconv.HW_NAME)
 _WORKER = ("instance", semconv.WORKER_RANK)
+_RANK = f"{legend('instance')} rank {legend(semconv.WORKER_RANK)}"
 
 
 def _value(metric: semconv.Metric, *matchers: str) -> str:
@@ -52,8 +53,6 @@ def _all() -> Row:
 
 
 def _work() -> Row:
-    unit = label(semconv.GPU_UNIT)
-    rank = label(semconv.WORKER_RANK)
     gap = ASK.quantile(0.99, semconv.DEVICE_IDLE, by=_WORKER)
     queue = ASK.quantile(0.99, semconv.DEVICE_QUEUED, by=_WORKER)
     device = equal(semconv.CLOCK, semconv.CLOCK_DEVICE)
@@ -81,7 +80,7 @@ def _work() -> Row:
                 [
                     Query(
                         ASK.value(semconv.GPU_ACTIVITY, by=(*_BY, semconv.GPU_UNIT), take="max"),
-                        f"{_EACH} {{{{{unit}}}}}",
+                        f"{_EACH} {legend(semconv.GPU_UNIT)}",
                     )
                 ],
                 unit="percentunit",
@@ -94,7 +93,7 @@ def _work() -> Row:
                     "Share of the time that the device was at steps of the engine, by marks on its stream.",
                     "far below 100 % while requests wait: the host does not keep up (launch-bound, or stalled).",
                 ),
-                [Query(busy, f"{{{{instance}}}} rank {{{{{rank}}}}}")],
+                [Query(busy, _RANK)],
                 unit="percentunit",
                 most=1,
                 empty="no GPU is timed here",
@@ -105,7 +104,7 @@ def _work() -> Row:
                     "How long the device had nothing to do between two steps; also for want of requests.",
                     "the host is late: scheduling, sampling, detokenizing or garbage collection on the engine's thread.",
                 ),
-                [Query(gap, f"{{{{instance}}}} rank {{{{{rank}}}}}")],
+                [Query(gap, _RANK)],
                 unit="s",
                 size=(12, 8),
                 empty="no GPU is timed here",
@@ -116,7 +115,7 @@ def _work() -> Row:
                     "How long a step that was launched waited for the device.",
                     "long: the device is behind, which is what one wants; short while gaps are long: launch-bound.",
                 ),
-                [Query(queue, f"{{{{instance}}}} rank {{{{{rank}}}}}")],
+                [Query(queue, _RANK)],
                 unit="s",
                 size=(12, 8),
                 empty="no GPU is timed here",
@@ -126,7 +125,6 @@ def _work() -> Row:
 
 
 def _limits() -> Row:
-    reason = label(semconv.THROTTLE_REASON)
     throttled = ASK.value(semconv.GPU_THROTTLED, by=(*_BY, semconv.THROTTLE_REASON), take="max")
     energy = ASK.rate(semconv.GPU_ENERGY)
     tokens = ASK.rate(semconv.TOKENS, equal(semconv.TOKEN_TYPE, semconv.TOKEN_OUTPUT))
@@ -140,7 +138,7 @@ def _limits() -> Row:
                     "While its clocks are held down, and why. `power_cap` alone is common on cards with a limit.",
                     "`hw_thermal`, `sw_thermal`: cooling; `power_brake`, `hw_slowdown`: the power supply.",
                 ),
-                Query(throttled, f"{{{{{reason}}}}} {_EACH}"),
+                Query(throttled, f"{legend(semconv.THROTTLE_REASON)} {_EACH}"),
                 names={0: ("no", "green"), 1: ("held down", "orange")},
                 size=(24, 8),
             ),
@@ -185,7 +183,7 @@ def _limits() -> Row:
                     "A second: of its memory (ECC), and what its driver called critical (Xid, by number). Corrected ones are common.",
                     "uncorrected: take the GPU out of service. Xid: look the number up.",
                 ),
-                [Query(errors, f"{_EACH} {{{{{label(semconv.ERROR_TYPE)}}}}}")],
+                [Query(errors, f"{_EACH} {legend(semconv.ERROR_TYPE)}")],
                 unit="ops",
                 size=(12, 8),
                 empty="this GPU does not tell",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from otel_infer import semconv
 from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, Board, Row
-from otel_infer.boards.panels import Query, Reading
+from otel_infer.boards.panels import Query, Reading, legend
 from otel_infer.prometheus import label
 from otel_infer.promql import equal, per, unlike
 
@@ -15,8 +15,7 @@ _NOTHING = "nothing"
 
 def _state() -> Row:
     hooks = (semconv.INTEGRATION, semconv.HOOK_STATE)
-    missing = ASK.value(semconv.SELF_HOOKS, equal(semconv.HOOK_STATE, "missing"))
-    reason = label(semconv.LOSS_REASON)
+    missing = ASK.value(semconv.SELF_HOOKS, equal(semconv.HOOK_STATE, semconv.HOOK_MISSING))
     return Row(
         "Does it see everything?",
         [
@@ -94,7 +93,7 @@ def _state() -> Row:
                     "A second. `steps_over_budget`: step spans that there was no room for; the requests are there.",
                     "`facts_overwritten`: the sidecar gets no CPU. Refused or given up: look at the collector.",
                 ),
-                [Query(ASK.rate(semconv.SELF_LOST, by=(semconv.LOSS_REASON,)), f"{{{{{reason}}}}}")],
+                [Query(ASK.rate(semconv.SELF_LOST, by=(semconv.LOSS_REASON,)), legend(semconv.LOSS_REASON))],
                 unit="short",
                 size=(12, 8),
                 empty=_NOTHING,
@@ -104,7 +103,6 @@ def _state() -> Row:
 
 
 def _cost() -> Row:
-    reason = label(semconv.KEEP_REASON)
     left = per(
         ASK.rate(semconv.SELF_LEFT_OUT), f"{ASK.rate(semconv.SELF_LEFT_OUT)} + {ASK.rate(semconv.SELF_SPANS)}"
     )
@@ -117,7 +115,7 @@ def _cost() -> Row:
                 [
                     Query(
                         ASK.rate(semconv.SELF_CPU, by=(semconv.CPU_MODE,)),
-                        f"{{{{{label(semconv.CPU_MODE)}}}}}",
+                        legend(semconv.CPU_MODE),
                     )
                 ],
                 unit="short",
@@ -135,7 +133,11 @@ def _cost() -> Row:
                     "A second. `none`: without their steps; `unsampled`: not exported.",
                     "mostly `slo` or `slow`: see Overview.",
                 ),
-                [Query(ASK.rate(semconv.REQUEST_KEPT, by=(semconv.KEEP_REASON,)), f"{{{{{reason}}}}}")],
+                [
+                    Query(
+                        ASK.rate(semconv.REQUEST_KEPT, by=(semconv.KEEP_REASON,)), legend(semconv.KEEP_REASON)
+                    )
+                ],
                 unit="reqps",
                 stacked="normal",
             ),
@@ -177,7 +179,7 @@ def _starts() -> Row:
                     "By phase: the longest of the servers that are there, all its starts together.",
                     "`weights`: a nearer disk; `compile`, `capture`: a cache that outlives the container.",
                 ),
-                [Query(longest, f"{{{{{phase}}}}}")],
+                [Query(longest, legend(semconv.STARTUP_PHASE))],
                 unit="s",
                 size=(24, 8),
                 empty="no start was seen",

@@ -5,16 +5,16 @@ from __future__ import annotations
 from otel_infer import semconv
 from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, Board, Row
-from otel_infer.boards.panels import Query, Reading
+from otel_infer.boards.panels import Query, Reading, legend
 from otel_infer.prometheus import label
 from otel_infer.promql import equal, matches, per, share
 
 _NO_KV = "no KV cache is told of"
 _NO_MEMORY = "no device memory is told of"
 _ENGINE = ("instance", semconv.ENGINE, semconv.PROCESS_PID)
-_EACH = f"{{{{instance}}}} {{{{{label(semconv.ENGINE)}}}}} {{{{{label(semconv.PROCESS_PID)}}}}}"
+_EACH = legend("instance", semconv.ENGINE, semconv.PROCESS_PID)
 _BY_DEVICE = (semconv.HW_ID, semconv.PROCESS_PID)
-_DEVICE = f"{{{{{label(semconv.HW_ID)}}}}} {{{{{label(semconv.PROCESS_PID)}}}}}"
+_DEVICE = legend(semconv.HW_ID, semconv.PROCESS_PID)
 
 
 def _memory(kind: str) -> str:
@@ -98,7 +98,12 @@ def _kv() -> Row:
                 Reading(
                     "Requests that the engine has not taken up.", "with a full cache: they wait for blocks."
                 ),
-                [Query(ASK.value(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, "queued")), "queued")],
+                [
+                    Query(
+                        ASK.value(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, semconv.STATE_QUEUED)),
+                        "queued",
+                    )
+                ],
                 unit="short",
             ),
         ],
@@ -107,7 +112,6 @@ def _kv() -> Row:
 
 def _device() -> Row:
     kinds = matches(semconv.MEMORY_KIND, "allocated|inactive_split|outside|free")
-    kind = label(semconv.MEMORY_KIND)
     shown = ASK.value(semconv.DEVICE_MEMORY, kinds, by=(semconv.MEMORY_KIND,))
     fragmented = f"1 - {_memory('allocated')} / ({_memory('reserved')} > 0)"
     return Row(
@@ -119,7 +123,7 @@ def _device() -> Row:
                     "Allocated: in use. Inactive split: held in pieces. Outside: neither free nor torch's. Free: as the driver says.",
                     "little free and much in pieces: fragmentation. Engines take most of it for the KV cache at their start: that is no leak.",
                 ),
-                [Query(shown, f"{{{{{kind}}}}}")],
+                [Query(shown, legend(semconv.MEMORY_KIND))],
                 unit="bytes",
                 stacked="normal",
                 size=(12, 9),
@@ -160,7 +164,7 @@ def _device() -> Row:
                             matches(semconv.MARK, "allocator_retry|allocator_oom"),
                             by=(semconv.MARK,),
                         ),
-                        f"{{{{{label(semconv.MARK)}}}}}",
+                        legend(semconv.MARK),
                     )
                 ],
                 unit="ops",

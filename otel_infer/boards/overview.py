@@ -5,7 +5,7 @@ from __future__ import annotations
 from otel_infer import semconv
 from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, UID, Board, Row
-from otel_infer.boards.panels import Query, Reading
+from otel_infer.boards.panels import Query, Reading, legend
 from otel_infer.prometheus import label
 from otel_infer.promql import equal, per, share, unlike
 
@@ -128,7 +128,7 @@ def _tiles() -> Row:
                     "Requests that wait for the engine to take them up.",
                     "more come than are served: shed, spread, or scale earlier.",
                 ),
-                ASK.value(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, "queued")),
+                ASK.value(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, semconv.STATE_QUEUED)),
                 unit="short",
             ),
             tile(
@@ -197,7 +197,6 @@ def _symptoms() -> Row:
 
 
 def _causes() -> Row:
-    cause = label(semconv.BLAME_CAUSE)
     by = (semconv.BLAME_CAUSE,)
     pair = (semconv.OFFENDER_CLASS, semconv.VICTIM_CLASS)
     reading = Reading(
@@ -211,7 +210,7 @@ def _causes() -> Row:
             panels.lines(
                 "Slow requests: their time by cause",
                 reading,
-                [Query(ASK.rate(semconv.BLAME_SLOW_DURATION, by=by), f"{{{{{cause}}}}}")],
+                [Query(ASK.rate(semconv.BLAME_SLOW_DURATION, by=by), legend(semconv.BLAME_CAUSE))],
                 unit="s",
                 stacked="percent",
                 size=(12, 9),
@@ -223,7 +222,7 @@ def _causes() -> Row:
                     "The same for all finished requests, kept or not: what is usual.",
                     "a band that is wider on the left than here is what makes the slow ones slow.",
                 ),
-                [Query(ASK.rate(semconv.BLAME_DURATION, by=by), f"{{{{{cause}}}}}")],
+                [Query(ASK.rate(semconv.BLAME_DURATION, by=by), legend(semconv.BLAME_CAUSE))],
                 unit="s",
                 stacked="percent",
                 size=(12, 9),
@@ -252,7 +251,7 @@ def _causes() -> Row:
                 [
                     Query(
                         ASK.value(semconv.REQUEST_ACTIVE, by=(semconv.REQUEST_STATE,)),
-                        f"{{{{{label(semconv.REQUEST_STATE)}}}}}",
+                        legend(semconv.REQUEST_STATE),
                     )
                 ],
                 unit="short",

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from otel_infer import prometheus
 from otel_infer.promql import Promql
 
 Json = dict[str, Any]
 
 PROMETHEUS = {"type": "prometheus", "uid": "${datasource}"}
 TEMPO = {"type": "tempo", "uid": "${tempo}"}
-SECONDS, BYTES, SHARE, PER_SECOND, COUNT = "s", "bytes", "percentunit", "reqps", "short"
+SECONDS, COUNT = "s", "short"
 WHOLE = 24
 """Columns of the grid."""
 QUANTILES = ((0.5, "p50", "green"), (0.95, "p95", "orange"), (0.99, "p99", "red"))
@@ -30,6 +31,11 @@ class Query(NamedTuple):
     table: bool = False
     axis: str = ""
     """Unit of an axis of its own, on the right."""
+
+
+def legend(*attributes: str) -> str:
+    """The values of these, for the legend of a query."""
+    return " ".join(f"{{{{{prometheus.label(one)}}}}}" for one in attributes)
 
 
 class Reading(NamedTuple):
@@ -121,18 +127,18 @@ def lines(
     defaults: Json = {"custom": custom, "min": 0}
     if most is not None:
         defaults["max"] = most
-    fixed = [*((legend, colour) for _, legend, colour in QUANTILES), ("mean", "blue")]
+    fixed = [*((name, colour) for _, name, colour in QUANTILES), ("mean", "blue")]
     overrides = [
-        override(legend, color={"mode": "fixed", "fixedColor": colour})
-        for legend, colour in fixed
-        if any(query.legend == legend for query in queries)
+        override(name, color={"mode": "fixed", "fixedColor": colour})
+        for name, colour in fixed
+        if any(query.legend == name for query in queries)
     ]
     overrides += [
         override(query.legend, unit=query.axis, custom_axisPlacement="right")
         for query in queries
         if query.axis
     ]
-    legend = {
+    below = {
         "showLegend": True,
         "displayMode": "table",
         "placement": "bottom",
@@ -147,7 +153,7 @@ def lines(
         size=size,
         defaults=defaults,
         overrides=overrides,
-        options={"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}},
+        options={"legend": below, "tooltip": {"mode": "multi", "sort": "desc"}},
         empty=empty,
     )
 
@@ -161,7 +167,6 @@ def tile(
     bad: Sequence[tuple[float, str]] = (),
     size: tuple[int, int] = (4, 4),
     empty: str = QUIET,
-    decimals: int | None = None,
 ) -> Json:
     """One number and its course. `bad`: from which value on it has which colour; only where that is a judgement."""
     steps = [{"color": "green", "value": None}, *({"color": colour, "value": at} for at, colour in bad)]
@@ -169,8 +174,6 @@ def tile(
         "color": {"mode": "thresholds" if bad else "fixed", **({} if bad else {"fixedColor": "text"})},
         "thresholds": {"mode": "absolute", "steps": steps},
     }
-    if decimals is not None:
-        defaults["decimals"] = decimals
     options = {
         "colorMode": "value",
         "graphMode": "area",
@@ -219,8 +222,7 @@ def quantiles(
 ) -> Json:
     """p50, p95, p99 and the mean of a histogram; exemplars come with the p99."""
     queries = [
-        Query(ask.quantile(q, metric, *matchers), legend, exemplars=legend == "p99")
-        for q, legend, _ in QUANTILES
+        Query(ask.quantile(q, metric, *matchers), name, exemplars=name == "p99") for q, name, _ in QUANTILES
     ]
     queries.append(Query(ask.mean(metric, *matchers), "mean"))
     return lines(title, reading, queries, unit=unit, size=size, empty=empty)
@@ -317,12 +319,4 @@ def alerts(title: str, reading: Reading, size: tuple[int, int] = (8, 8)) -> Json
         "stateFilter": {"firing": True, "pending": True, "error": True, "noData": False, "normal": False},
         "viewMode": "list",
     }
-    return made
-
-
-def text(content: str, size: tuple[int, int] = (WHOLE, 2)) -> Json:
-    """Words."""
-    made = panel("text", "", Reading(content, "it is only text."), [], unit="none", size=size)
-    made["options"] = {"mode": "markdown", "content": content}
-    made["transparent"] = True
     return made

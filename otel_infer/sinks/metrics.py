@@ -77,7 +77,7 @@ class MetricsSink:
     def kept(self, record: RequestRecord, decision: Decision) -> None:
         """Counts why a request was kept, or that it was not; what it missed; where the time of a slow one went."""
         self._numbers[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
-        if not record.generative:
+        if not record.generative or not (self._promises or decision.slow):
             return
         who = (*self._who(record), *self._caller(record))
         if self._promises:

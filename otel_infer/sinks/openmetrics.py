@@ -41,9 +41,8 @@ def _family(metric: semconv.Metric, points: Any, is_open: bool) -> Iterator[str]
     name, unit = prometheus.family(metric), prometheus.unit_of(metric)
     kind = _KINDS.get(metric.instrument, "gauge")
     (first, *_) = prometheus.series(metric)
-    named = (
-        name if is_open or kind == "histogram" else first
-    )  # a counter's family has no suffix in OpenMetrics
+    # A counter's family has no suffix in OpenMetrics.
+    named = name if is_open or kind == "histogram" else first
     yield f"# TYPE {named} {kind}"
     if unit and is_open:
         yield f"# UNIT {named} {unit}"
@@ -71,9 +70,8 @@ def _labels(attributes: Mapping[str, Any], **more: str) -> str:
     said: dict[str, str] = {}
     for key, value in attributes.items():
         name = prometheus.label(key)
-        said[name] = (
-            f"{said[name]};{_said(value)}" if name in said else _said(value)
-        )  # as OTLP's receiver joins them
+        # Two that have one name are joined, as Prometheus' OTLP receiver does.
+        said[name] = f"{said[name]};{_said(value)}" if name in said else _said(value)
     said.update(more)
     inside = ",".join(f'{key}="{value.translate(_ESCAPES)}"' for key, value in said.items())
     return f"{{{inside}}}" if inside else ""

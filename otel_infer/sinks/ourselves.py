@@ -32,8 +32,8 @@ def say_hooks(reported: Mapping[tuple[int, str], tuple[int, int]], set_value: Se
     (active, all)."""
     hooks: Counter[tuple[str, str]] = Counter()
     for (_, integration), (active, total) in reported.items():
-        hooks[integration, "active"] += active
-        hooks[integration, "missing"] += total - active
+        hooks[integration, semconv.HOOK_ACTIVE] += active
+        hooks[integration, semconv.HOOK_MISSING] += total - active
     for (integration, state), count in hooks.items():
         attributes = {semconv.INTEGRATION: integration, semconv.HOOK_STATE: state}
         set_value(semconv.SELF_HOOKS, attributes, count)

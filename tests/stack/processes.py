@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,6 @@ class Running:
             return bool(urllib.request.urlopen(f"{self.url}/-/ready", timeout=2).status == 200)
         except OSError:
             return False
-
-    def reload(self) -> None:
-        request = urllib.request.Request(f"{self.url}/-/reload", method="POST")
-        urllib.request.urlopen(request, timeout=10).close()
 
     def stop(self) -> None:
         self._process.terminate()
@@ -167,13 +163,3 @@ def until(holds: Callable[[], Any], seconds: float, every: float = 0.2) -> bool:
                 return True
         time.sleep(every)
     return False
-
-
-@contextlib.contextmanager
-def ending(*running: Any) -> Iterator[None]:
-    """Stops them, the last one first."""
-    try:
-        yield
-    finally:
-        for one in reversed(running):
-            one.stop()

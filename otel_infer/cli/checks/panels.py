@@ -86,11 +86,8 @@ def of_rules(ask: Asking, rules: Mapping[str, Any]) -> Iterator[Verdict]:
     for group in rules["groups"]:
         for rule in group["rules"]:
             where = f"{group['name']}: {rule.get('alert') or rule['record']}"
-            yield (
-                _silent(_verdict(ask, names, where, rule["expr"]))
-                if "alert" in rule
-                else _verdict(ask, names, where, rule["expr"])
-            )
+            verdict = _verdict(ask, names, where, rule["expr"])
+            yield _silent(verdict) if "alert" in rule else verdict
 
 
 def _verdict(ask: Asking, names: set[str], where: str, expr: str) -> Verdict:
