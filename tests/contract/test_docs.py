@@ -16,7 +16,7 @@ from otel_infer import cli, prometheus, semconv
 from otel_infer.alerts import rules, slo
 from otel_infer.config import SETTINGS
 from tests.grafana_server import GrafanaServer
-from tests.stack.processes import Prometheus, ending
+from tests.stack.processes import Prometheus
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted(
@@ -146,9 +146,11 @@ def test_a_prometheus_understands_what_a_page_asks_it(
     (tmp_path / "slo.yaml").write_text(promises())
     monkeypatch.chdir(tmp_path)
     running = Prometheus(tmp_path, {})
-    with ending(running):
+    try:
         for arguments in ours(page, to_prometheus=True, **{PROMETHEUS: running.url}):
             assert cli.main(arguments) == 0, arguments
+    finally:
+        running.stop()
 
 
 @pytest.mark.real
