@@ -48,7 +48,9 @@ browser:  ## a Chromium for the tests of pages, by apt-get as root; without one 
 	else echo "no Chromium to be had here: the tests of pages in a browser will be skipped"; fi
 
 # What is not timed goes two at a time; skips of both runs are named at the end.
-TOGETHER := tests/unit tests/benchmarks $(addprefix tests/integrations/,torch transformers vllm)
+TOGETHER := tests/unit tests/benchmarks $(addprefix tests/integrations/,torch transformers vllm) \
+  $(patsubst %,tests/contract/test_%.py,alert_rules dashboards docs stack_files) \
+  $(patsubst %,tests/e2e/test_%.py,breach_to_page examples report_in_a_browser request_log)
 SKIPPED  := .skipped-tests
 
 test: lint tools  ## format, lint, types, import contracts, tests

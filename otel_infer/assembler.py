@@ -17,6 +17,7 @@ from otel_infer.conclusion import Request, conclude
 from otel_infer.devices import Devices
 from otel_infer.parts import Parts
 from otel_infer.pauses import Pauses
+from otel_infer.processes import Processes
 from otel_infer.records import Mark, Pause, RequestRecord, StartRecord, StepRecord
 from otel_infer.startup import Starts
 from otel_infer.steplog import StepLog
@@ -35,11 +36,10 @@ class Assembler:
     def __init__(self) -> None:
         self.open: dict[Key, Request] = {}
         self.engines: dict[int, StepLog] = {}
-        self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self._seen_steps: dict[tuple[int, str], set[int]] = {}
         self.facts_lost = self.facts_torn = 0
         self.steps: list[StepRecord] = []
-        self.devices = Devices()
+        self.devices, self.processes = Devices(), Processes()
         self._parts, self._pauses, self._starts = Parts(), Pauses(), Starts()
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due, self._numbers = _NEVER, itertools.count()
@@ -51,7 +51,8 @@ class Assembler:
             facts.RequestArrived: self._arrived,
             facts.LiveRecovered: self._recovered,
             facts.RequestEnded: self._request_ended,
-            facts.HooksReported: self._hooks,
+            facts.HooksReported: self.processes.hooked,
+            facts.WaitingSeen: self.processes.waited,
             facts.PauseSeen: self._paused,
             facts.MarkSeen: self._marked,
             facts.StepExecuted: self._worked,
@@ -208,11 +209,10 @@ class Assembler:
             del self.engines[number]
         self._pauses.died(ring)
         self.devices.died(ring)
+        self.processes.died(ring)
         self._starts.died(ring, fact)
-        by_process: tuple[dict[Any, Any], ...] = (self.hooks, self._seen_steps)
-        for known in by_process:
-            for key in [key for key in known if key[0] == ring]:
-                del known[key]
+        for key in [key for key in self._seen_steps if key[0] == ring]:
+            del self._seen_steps[key]
 
     def _listed(self, ring: int, handle: int, fact: facts.LiveListed) -> None:
         living = set(fact.live)
@@ -263,9 +263,6 @@ class Assembler:
     def _thread_seen(self, ring: int, handle: int, fact: facts.ThreadSeen) -> None:
         if ring in self.engines:
             self.engines[ring].learned.strain.look(fact)
-
-    def _hooks(self, ring: int, handle: int, fact: facts.HooksReported) -> None:
-        self.hooks[ring, fact.integration] = (fact.active, fact.total)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -32,6 +32,10 @@ MOST_NAMED = 16
 _OF_STAGES = {
     semconv.SPAN_INGRESS: semconv.CAUSE_INGRESS,
     semconv.SPAN_TOKENIZE: semconv.CAUSE_TOKENIZE,
+    semconv.SPAN_FETCH_MEDIA: semconv.CAUSE_MEDIA,
+    semconv.SPAN_PREPARE_MEDIA: semconv.CAUSE_MEDIA,
+    semconv.SPAN_GRAMMAR: semconv.CAUSE_GRAMMAR,
+    semconv.SPAN_KV_TRANSFER: semconv.CAUSE_KV_TRANSFER,
     semconv.SPAN_FORWARD: semconv.CAUSE_DECODE,
     semconv.SPAN_H2D: semconv.CAUSE_TRANSFER,
     semconv.SPAN_D2H: semconv.CAUSE_TRANSFER,
@@ -45,6 +49,7 @@ _OFF_LOOP = frozenset(_OF_STAGES) - {semconv.SPAN_INGRESS, semconv.SPAN_POSTPROC
 """Stages that do not wait for the event loop: the engine's, and those that are one call."""
 _HELD = (semconv.CAUSE_STARVED, semconv.CAUSE_FAULTS)
 _TURNS = {
+    **dict.fromkeys((semconv.SPAN_GRAMMAR, semconv.SPAN_KV_TRANSFER), -2),
     **dict.fromkeys((semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE), -1),
     **dict.fromkeys((semconv.SPAN_POSTPROCESS, semconv.SPAN_INGRESS), 1),
 }
@@ -90,7 +95,8 @@ def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, i
 
 
 def _turn(stage: Stage) -> tuple[int, int]:
-    """Who is asked first: the engine, then the stage that began last (it is inside the others), at last what came after."""
+    """Who is asked first: what kept the engine from it, the engine, then the stage that began last (it is inside the others), at
+    last what came after."""
     return _TURNS.get(stage.name, 0), -stage.started_at
 
 

@@ -103,6 +103,8 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
         columns[semconv.CAUSE_STARVED], columns[semconv.CAUSE_FAULTS], share = held
         columns[semconv.CAUSE_BLOCKED] = blocked = (share * stalled).astype(np.int64)
         stalled -= blocked
+    _to_the_host(records, steps, columns)
+    _to_the_clocks(records, steps, columns)
     if len(back):
         whence = [column for cause, column in columns.items() if cause in _RECOMPUTED]
         columns[semconv.CAUSE_PREEMPTION] = _moved(back, whence)
@@ -210,6 +212,54 @@ def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tup
             rows.append(row)
             over.append(max(int(others[row] - record.first_use.at_most(int(steps.prefill[row]))), 0))
     return np.array(rows, np.int64), np.array(over, np.int64)
+
+
+def _to_the_host(records: list[RequestRecord], steps: _Steps, columns: dict[str, Any]) -> None:
+    """Moves what the device had nothing to do in, as far as no other reason is known: of what was too long, then of what is usual.
+
+    A step that was not timed had as much of it as the median of the request's that were.
+    """
+    idle = _idle(records, steps)
+    if idle is None:
+        return
+    own, batching, others, host, stalled = (columns[cause] for cause in _CAUSES)
+    device = own + batching + others + stalled
+    left = np.maximum(idle - (steps.until - steps.since - device), 0) * steps.is_next
+    over = np.minimum(left, stalled)
+    usual = np.minimum(left - over, own + batching)
+    of_own = usual * own // np.maximum(own + batching, 1)
+    for column, taken in ((stalled, over), (own, of_own), (batching, usual - of_own)):
+        column -= taken
+        host += taken
+
+
+def _idle(records: list[RequestRecord], steps: _Steps) -> Any:
+    """By step; None where no device was timed."""
+    known = [(i, record.device_idle) for i, record in enumerate(records) if record.device_idle is not None]
+    if not known:
+        return None
+    idle = np.zeros(len(steps.until), np.int64)
+    for i, of_steps in known:
+        of_steps = of_steps[1:]
+        timed = of_steps[of_steps >= 0]
+        if len(timed):
+            idle[steps.of(i)] = np.where(of_steps < 0, int(np.median(timed)), of_steps)
+    return idle
+
+
+def _to_the_clocks(records: list[RequestRecord], steps: _Steps, columns: dict[str, Any]) -> None:
+    """Moves what steps took too long while a device's clocks were held down, where it is known that the device was at them."""
+    some = [(i, one.throttled_at) for i, one in enumerate(records) if one.device_idle is not None]
+    if not any(throttled for _, throttled in some):
+        return
+    stalled = columns[semconv.CAUSE_UNEXPLAINED]
+    slowed = columns[semconv.CAUSE_GPU_THROTTLED] = np.zeros_like(stalled)
+    for i, throttled in some:
+        mine = steps.of(i)
+        for since, until in throttled:
+            inside = (steps.began[mine] < until) & (steps.until[mine] > since)
+            slowed[mine] += stalled[mine] * inside
+            stalled[mine] *= ~inside
 
 
 def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:

@@ -20,8 +20,8 @@ GPU_BOUND, LAUNCH_BOUND, HOST_STALLED, BACK_PRESSURED = (
     "back-pressured",
 )
 BY_EVENT, BY_HOST = "event", "host"
-STEP, SPAN, BOUND, BY = 0, 1, 5, 6
-"""Of the lines of a table; between them the lengths of `by_event`, in its order."""
+STEP, STARTED_AT, SPAN, LAUNCHED, QUEUED, GAP, BOUND, BY = range(8)
+"""The lines of a table: what `by_event` is told, in its order, and whether it was."""
 
 
 class DeviceTime(NamedTuple):
@@ -55,17 +55,19 @@ class DeviceSteps:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._table: Any = np.zeros((7, capacity), np.int64)
+        self._table: Any = np.zeros((8, capacity), np.int64)
 
     def by_host(self, step: int, length: int) -> None:
         """So long it took by the host's clock."""
         i = step % self._capacity
         if self._table[STEP, i] != step:
-            self._table[:, i] = step, length, 0, 0, 0, 0, 0
+            self._table[:, i] = step, 0, length, 0, 0, 0, 0, 0
 
-    def by_event(self, step: int, span: int, launched: int, queued: int, gap: int, bound: int) -> None:
-        """So long the device was at it."""
-        self._table[:, step % self._capacity] = step, span, launched, queued, gap, bound, 1
+    def by_event(
+        self, step: int, started_at: int, span: int, launched: int, queued: int, gap: int, bound: int
+    ) -> None:
+        """From then on the device was at it, so long."""
+        self._table[:, step % self._capacity] = step, started_at, span, launched, queued, gap, bound, 1
 
     def of(self, steps: Any) -> tuple[DeviceTime | None, Any]:
         """What these come to, by events if any of them was timed so, and how long each took by the same clock, ns (0 = not
@@ -74,8 +76,20 @@ class DeviceSteps:
         found *= found[STEP] == steps  # in the place of a step may be an older one
         if found[BY].any():
             found *= found[BY]
-            _, span, launched, queued, gaps, _, timed = found.sum(axis=1).tolist()
+            _, _, span, launched, queued, gaps, _, timed = found.sum(axis=1).tolist()
             time = DeviceTime(BY_EVENT, timed, span, launched, queued, gaps, int(found[BOUND].max()))
             return time, found[SPAN]
         timed = int(np.count_nonzero(found[STEP]))
         return (DeviceTime(BY_HOST, timed, int(found[SPAN].sum())) if timed else None), found[SPAN]
+
+    def idle(self, steps: Any, since: Any, until: Any, is_followed: Any) -> Any:
+        """How long in each interval the device had nothing to do, ns; -1 where that is not known, as the step was not timed.
+
+        That is until it came to the step, unless it was behind, and after it, unless the next one had been launched by then.
+        """
+        found = self._table[:, steps % self._capacity]
+        began, ended = found[STARTED_AT], found[STARTED_AT] + found[SPAN]
+        before = np.maximum(np.minimum(began, until) - since, 0) * (found[QUEUED] < HURRY_NS)
+        after = np.maximum(until - np.maximum(ended, since), 0) * ~is_followed
+        is_timed = (found[STEP] == steps) & (found[BY] == 1)
+        return np.where(is_timed, np.minimum(before + after, until - since), -1)

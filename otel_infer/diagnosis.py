@@ -71,6 +71,9 @@ COMPLAINTS = {
 
 
 _BY_CAUSE = {
+    semconv.CAUSE_MEDIA: "have media fetched by the client or from nearby, smaller, and processed by more API servers",
+    semconv.CAUSE_GRAMMAR: "simpler schemas, and the same ones again: compiled grammars are kept; one of each before serving",
+    semconv.CAUSE_KV_TRANSFER: "a faster way for KV blocks, or compute short prompts where they arrive",
     semconv.CAUSE_INTERFERENCE: "chunked prefill with fewer prompt tokens a step; long prompts apart",
     semconv.CAUSE_PREEMPTION: "more KV cache, or fewer and shorter sequences at once",
     semconv.CAUSE_GC: "gc.freeze() once the server is warm, a higher threshold, fewer objects that live long",
@@ -78,6 +81,7 @@ _BY_CAUSE = {
     semconv.CAUSE_CAPTURE: "capture the graphs of all batch sizes before the first request",
     semconv.CAUSE_FIRST_USE: "run a batch and a prompt of each size once, before the server says that it is ready",
     semconv.CAUSE_THROTTLED: "raise the CPU quota of the container",
+    semconv.CAUSE_GPU_THROTTLED: "cool the GPU, and look at its power supply (nvidia-smi -q -d PERFORMANCE)",
     semconv.CAUSE_STARVED: "more cores, or fewer threads and processes on them (OMP_NUM_THREADS, workers, neighbours)",
     semconv.CAUSE_FAULTS: "keep freed memory: MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ at 1 GiB, or jemalloc",
     semconv.CAUSE_BLOCKED: "find the lock: work of other threads that holds the GIL, a slow disk (py-spy dump)",
@@ -132,12 +136,16 @@ def diagnose(records: Sequence[RequestRecord]) -> Diagnosis:
 
 # ── one rule for each part of a request's life ───────────────────────────────────────────────────────────────────
 
-_BEFORE = (semconv.CAUSE_INGRESS, semconv.CAUSE_TOKENIZE, semconv.CAUSE_APPLICATION)
+_BEFORE = (
+    semconv.CAUSE_INGRESS, semconv.CAUSE_TOKENIZE, semconv.CAUSE_MEDIA, semconv.CAUSE_GRAMMAR,
+    semconv.CAUSE_KV_TRANSFER, semconv.CAUSE_APPLICATION,
+)  # fmt: skip
 _QUEUES = (semconv.CAUSE_HIDDEN_QUEUE, semconv.CAUSE_SCHEDULER_QUEUE)
 _STALLS = (
     semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION, semconv.CAUSE_GC, semconv.CAUSE_COMPILE,
     semconv.CAUSE_CAPTURE, semconv.CAUSE_FIRST_USE, semconv.CAUSE_THROTTLED, semconv.CAUSE_STARVED,
-    semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED, semconv.CAUSE_PAUSE, semconv.CAUSE_UNEXPLAINED,
+    semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED, semconv.CAUSE_GPU_THROTTLED, semconv.CAUSE_PAUSE,
+    semconv.CAUSE_UNEXPLAINED,
 )  # fmt: skip
 _COLD = (semconv.CAUSE_FIRST_USE, semconv.CAUSE_COMPILE, semconv.CAUSE_CAPTURE)
 

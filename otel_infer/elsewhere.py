@@ -29,12 +29,12 @@ def headers(request: ingress.LiveRequest) -> dict[str, str]:
 
 
 class Part:
-    """The part of a request that is in this process. `left`: how many of its sequences are."""
+    """The part of a request that is in this process, since `began_at`. `left`: how many of its sequences are."""
 
-    __slots__ = ("handle", "left", "packed", "span_id")
+    __slots__ = ("began_at", "handle", "left", "packed", "span_id")
 
-    def __init__(self, handle: int, span_id: bytes) -> None:
-        self.handle, self.span_id, self.left = handle, span_id, 0
+    def __init__(self, handle: int, span_id: bytes, began_at: int) -> None:
+        self.handle, self.span_id, self.began_at, self.left = handle, span_id, began_at, 0
         self.packed = handle.to_bytes(4, "little")
 
     def state(self, fact: Any) -> None:
@@ -59,7 +59,7 @@ def part(carried: Mapping[str, str] | None) -> Part | None:
         arrived = facts.RequestArrived(
             now, wall_at, ids[:16], ids[16:], bytes(8), bytes(8), facts.JOINED, "", "", "", ""
         )
-        found = _parts[ids[16:]] = Part(recorder.open(arrived), ids[16:])
+        found = _parts[ids[16:]] = Part(recorder.open(arrived), ids[16:], now)
     found.left += 1
     return found
 

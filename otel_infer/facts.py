@@ -410,6 +410,14 @@ class MemoryRefused(NamedTuple):
     free: int
 
 
+class WaitingSeen(NamedTuple):
+    """So many requests wait in this process' scheduler for this reason: `capacity`, or what keeps them from being scheduled at all."""
+
+    at: int
+    reason: str
+    requests: int
+
+
 LONGEST_NS, UNKNOWN_NS = (1 << 32) - 2, (1 << 32) - 1
 """Of those lengths."""
 
@@ -549,6 +557,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(29, StageTimed, "q q S I I I"),
     _layout(30, MemorySeen, "q S Q Q Q Q Q Q"),
     _layout(31, MemoryRefused, "q Q Q Q"),
+    _layout(36, WaitingSeen, "q S I"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

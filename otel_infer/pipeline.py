@@ -9,7 +9,7 @@ import logging
 import resource as rusage
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from otel_infer import blame, clock, governor, keeper, objectives, semconv, tape
 from otel_infer.assembler import GRACE_NS, Assembler
@@ -19,7 +19,7 @@ from otel_infer.flight.dumps import FlightRecorder
 from otel_infer.gpu.readings import Poller
 from otel_infer.records import RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
-from otel_infer.sinks import gpus, ourselves, scrape
+from otel_infer.sinks import RequestSink, Watcher, gpus, ourselves, scrape
 from otel_infer.sinks.metrics import MetricsSink
 from otel_infer.sinks.outlet import MetricsOutlet
 from otel_infer.sinks.requestlog import RequestLog
@@ -33,26 +33,6 @@ CONCLUDE_NS = 500_000_000
 """Under load, requests are concluded so much apart: many at once cost each of them less."""
 LAST_S = 1.0
 """How long the end waits for metrics, once before spans are flushed and once after."""
-
-
-class RequestSink(Protocol):
-    """Takes finished requests: all of them, or only those that are exported."""
-
-    exported_only: bool
-
-    def request(self, record: RequestRecord, decision: keeper.Decision) -> None: ...
-
-    def start(self, record: StartRecord) -> None: ...
-
-    def flush(self, now: int) -> None: ...
-
-
-class Watcher(Protocol):
-    """Is told of every start and every request when it is concluded, exported or not."""
-
-    def request(self, record: RequestRecord) -> None: ...
-
-    def start(self, record: StartRecord) -> None: ...
 
 
 class Pipeline:
@@ -152,6 +132,11 @@ class Pipeline:
             self._guarded(self._hand_on_start, start)
         records = self.assembler.concluded(horizon)
         self.requests += len(records)
+        if self._gpus is not None:
+            for record in records:
+                record.throttled, record.throttled_at = self._gpus.throttled(
+                    record.arrived_at, record.ended_at
+                )
         try:
             blame.assign(records)
         except Exception:  # what they say without it is true all the same
@@ -181,8 +166,6 @@ class Pipeline:
 
     def _count(self, record: RequestRecord) -> None:
         """What does not wait for the keeper's last word."""
-        if self._gpus is not None:
-            record.throttled = self._gpus.throttled(record.arrived_at, record.ended_at)
         self._name_service(record.engine or record.provider)
         if record.engine and record.model:
             self.metrics.serve(record.model)
@@ -267,7 +250,9 @@ class Pipeline:
         metrics = self.metrics
         for state, count in self.assembler.active().items():
             metrics.set(semconv.REQUEST_ACTIVE, {semconv.REQUEST_STATE: state}, count)
-        ourselves.say_hooks(self.assembler.hooks, metrics.set)
+        for reason, count in self.assembler.processes.waiting().items():
+            metrics.set(semconv.ENGINE_WAITING, {semconv.WAIT_REASON: reason}, count)
+        ourselves.say_hooks(self.assembler.processes.hooks, metrics.set)
         gpus.say_memory(self.assembler.devices.memory_by_process(), metrics.set)
         if self._gpus is not None:
             gpus.say(self._gpus.latest, self._gpus.driver, metrics.set)

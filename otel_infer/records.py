@@ -141,8 +141,9 @@ class RequestRecord:
     true, but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step,
     and `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its
     event loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were
-    timed; `device_share`: its part of all its steps, ns. `memory_free`: bytes of the device that had least, at arrival and at the
-    end; 0 = not known. `throttled`: why GPUs' clocks were held down meanwhile. `start`: of the first request of a process, trace and span id of the process's start.
+    timed; `device_share`: its part of all its steps, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do
+    (-1 = not timed), None if nobody knows. `memory_free`: bytes of the device that had least, at arrival and at the
+    end; 0 = not known. `throttled`: why GPUs' clocks were held down meanwhile, `throttled_at`: when. `start`: of the first request of a process, trace and span id of the process's start.
     """
 
     trace_id: bytes
@@ -167,8 +168,10 @@ class RequestRecord:
     stages: list[Stage] = field(default_factory=list)
     device_ns: dict[str, int] = field(default_factory=dict)
     device_share: int = 0
+    device_idle: Any = field(default=None, compare=False)
     memory_free: tuple[int, int] = (0, 0)
     throttled: str = ""
+    throttled_at: tuple[tuple[int, int], ...] = ()
     prefill_steps: list[PrefillStep] = field(default_factory=list)
     steps: StepRows | None = None
     steps_forgotten: int = 0

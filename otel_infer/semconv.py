@@ -16,6 +16,10 @@ SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 SPAN_INGRESS = "ingress"
 SPAN_TOKENIZE = "tokenize"
 SPAN_QUEUE = "queue"
+SPAN_FETCH_MEDIA = "fetch media"
+SPAN_PREPARE_MEDIA = "prepare media"
+SPAN_GRAMMAR = "grammar"
+SPAN_KV_TRANSFER = "kv transfer"
 SPAN_H2D = "h2d"
 SPAN_PREFILL = "prefill"
 SPAN_PREFILL_STEP = "prefill step"
@@ -77,8 +81,11 @@ DEVICE_STAGES = (SPAN_H2D, SPAN_FORWARD, SPAN_D2H)
 # ── causes: where the time of a request went ─────────────────────────────────────────────────────────────────────
 CAUSE_INGRESS = "ingress"
 CAUSE_TOKENIZE = "tokenize"
+CAUSE_MEDIA = "media"
 CAUSE_HIDDEN_QUEUE = "hidden_queue"
 CAUSE_SCHEDULER_QUEUE = "scheduler_queue"
+CAUSE_GRAMMAR = "grammar"
+CAUSE_KV_TRANSFER = "kv_transfer"
 CAUSE_PREFILL = "prefill"
 CAUSE_DECODE = "decode"
 CAUSE_BATCHING = "batching"
@@ -95,6 +102,7 @@ CAUSE_CAPTURE = "capture"
 CAUSE_EVENT_LOOP = "event_loop"
 CAUSE_FIRST_USE = "first_use"
 CAUSE_THROTTLED = "throttled"
+CAUSE_GPU_THROTTLED = "gpu_throttled"
 CAUSE_STARVED = "starved"
 CAUSE_FAULTS = "page_faults"
 CAUSE_BLOCKED = "blocked"
@@ -107,14 +115,17 @@ LOOP_CAUSES = (CAUSE_EVENT_LOOP,)
 CAUSES: dict[str, str] = {
     CAUSE_INGRESS: "first byte in to handed over to the engine",
     CAUSE_TOKENIZE: "text to tokens",
+    CAUSE_MEDIA: "images, audio and video of its prompt: fetched, and made into the model's input",
     CAUSE_HIDDEN_QUEUE: "handed over, not yet seen by the scheduler",
     CAUSE_SCHEDULER_QUEUE: "waiting for the scheduler to take it up",
+    CAUSE_GRAMMAR: "not to be scheduled before the grammar of its structured output was compiled",
+    CAUSE_KV_TRANSFER: "not to be scheduled before its KV blocks had come from elsewhere",
     CAUSE_PREFILL: "its own prompt",
     CAUSE_DECODE: "its own tokens: what its steps would have cost alone",
     CAUSE_BATCHING: "what the tokens of the sequences beside it added to its steps",
     CAUSE_INTERFERENCE: "what the prompts of other requests added to its steps, and steps it was left out of",
     CAUSE_PREEMPTION: "put back, waited, and computed again",
-    CAUSE_HOST: "between two steps of the engine",
+    CAUSE_HOST: "between two steps of the engine; where a device is timed, all the time it had nothing to do in between",
     CAUSE_TRANSFER: "to and from the device",
     CAUSE_APPLICATION: "stages the application named itself",
     CAUSE_DETOKENIZE: "tokens to text, after the last token",
@@ -125,6 +136,7 @@ CAUSES: dict[str, str] = {
     CAUSE_FIRST_USE: "what a step took longer since it was the first of its engine, or of its size",
     CAUSE_EVENT_LOOP: "the event loop was kept from going on: by a call that blocks it, or for want of a core or of the GIL",
     CAUSE_THROTTLED: "the CPU quota was used up",
+    CAUSE_GPU_THROTTLED: "what steps took longer while a GPU's clocks were held down",
     CAUSE_STARVED: "the engine's thread could have run and had no CPU",
     CAUSE_FAULTS: "the kernel mapped memory to the engine's thread, page by page",
     CAUSE_BLOCKED: "the engine's thread waited, for a lock, the GIL, a disk or the device",
@@ -209,6 +221,7 @@ OFFENDER_CLASS, VICTIM_CLASS = "infer.offender.class", "infer.victim.class"
 TENANT = "infer.tenant"
 TRAFFIC_CLASS = "infer.traffic.class"
 REQUEST_ID = "infer.request.id"
+WAIT_REASON = "infer.wait.reason"
 REQUEST_STATE = "infer.request.state"
 STATE_QUEUED, STATE_RUNNING = "queued", "running"
 DIED_IN = "infer.died_in"
@@ -434,6 +447,15 @@ REQUEST_ACTIVE = Metric(
     "{request}",
     "Requests in flight: queued or running.",
     (REQUEST_STATE,),
+)
+ENGINE_WAITING = Metric(
+    "infer.engine.waiting",
+    UP_DOWN,
+    "{request}",
+    "Requests that an engine's scheduler knows and has not scheduled, by what they wait for: room in the batch or in the KV "
+    "cache (capacity); to be allowed at all: a grammar that is compiled (grammar), KV blocks that come from elsewhere "
+    "(kv_transfer), more of their prompt (input), something else (other).",
+    (WAIT_REASON,),
 )
 TOKENS = Metric(
     "infer.request.tokens",

@@ -23,10 +23,10 @@ from otel_infer.config import Config, from_plain
 from otel_infer.facts import Value
 from otel_infer.flight.dumps import FlightRecorder
 from otel_infer.kernel import EngineThreads
-from otel_infer.pipeline import WAKE_NS, Pipeline, RequestSink
+from otel_infer.pipeline import WAKE_NS, Pipeline
 from otel_infer.ring import place
 from otel_infer.ring.folder import Rings
-from otel_infer.sinks import transport
+from otel_infer.sinks import RequestSink, transport
 from otel_infer.sinks.console import Console
 from otel_infer.sinks.outlet import MetricsOutlet
 from otel_infer.sinks.spans import Sender, SpanSink, encoded_identity

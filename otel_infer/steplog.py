@@ -130,7 +130,8 @@ class StepLog:
         """A device was at it."""
         gap = 0 if fact.gap_ns == facts.UNKNOWN_NS else fact.gap_ns
         span = fact.at - fact.started_at
-        self._on_device().by_event(fact.step, span, fact.launched_ns, fact.queued_ns, gap, fact.bound_ns)
+        lengths = span, fact.launched_ns, fact.queued_ns, gap, fact.bound_ns
+        self._on_device().by_event(fact.step, fact.started_at, *lengths)
 
     def _on_device(self) -> DeviceSteps:
         if self.device is None:

@@ -240,6 +240,21 @@ class Story:
         self.done(until, step, delivered, engine=more.get("engine", ENGINE))
         return step
 
+    def timed(
+        self,
+        step: int,
+        since: float,
+        until: float,
+        *,
+        queued: float = 0,
+        launched: float = 0,
+        engine: int = ENGINE,
+    ) -> None:
+        """A device was at a step; stated when that is known, in the process of the engine."""
+        process, lengths = self._engines[engine].process, (round(launched * MS), round(queued * MS))
+        said = (ns(until), ns(since), "toy", 4242, 0, step, 0, *lengths, facts.UNKNOWN_NS, 0)
+        self.tell(process, 0, facts.StepTimed(*said))
+
     def paused(self, since: float, until: float, cause: str = "gc", process: int = PROCESS) -> None:
         self.tell(process, 0, facts.PauseSeen(ns(until), ns(since), cause))
 

@@ -19,6 +19,7 @@ def _readers() -> Row:
         semconv.CAUSE_INTERFERENCE,
         semconv.CAUSE_PREEMPTION,
         semconv.CAUSE_HOST,
+        semconv.CAUSE_GPU_THROTTLED,
         *semconv.PAUSE_CAUSES,
     )
     which = matches(semconv.BLAME_CAUSE, "|".join(held))

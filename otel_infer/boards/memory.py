@@ -96,13 +96,18 @@ def _kv() -> Row:
             panels.lines(
                 "Waiting",
                 Reading(
-                    "Requests that the engine has not taken up.", "with a full cache: they wait for blocks."
+                    "Requests that the engine has not taken up (queued); where its scheduler tells, what they wait for: room (capacity), or to be allowed at all.",
+                    "capacity, with a full cache: they wait for blocks. grammar, kv_transfer: more room would not help.",
                 ),
                 [
                     Query(
                         ASK.value(semconv.REQUEST_ACTIVE, equal(semconv.REQUEST_STATE, semconv.STATE_QUEUED)),
                         "queued",
-                    )
+                    ),
+                    Query(
+                        ASK.value(semconv.ENGINE_WAITING, by=(semconv.WAIT_REASON,)),
+                        legend(semconv.WAIT_REASON),
+                    ),
                 ],
                 unit="short",
             ),

@@ -148,6 +148,9 @@ def _waterfall(record: RequestRecord) -> str:
 _STOOD_STILL = {semconv.CAUSE_EVENT_LOOP: "the event loop stood still, not the engine"}
 
 _STAGE_CAUSES = {
+    semconv.SPAN_FETCH_MEDIA: semconv.CAUSE_MEDIA,
+    semconv.SPAN_PREPARE_MEDIA: semconv.CAUSE_MEDIA,
+    semconv.SPAN_KV_TRANSFER: semconv.CAUSE_KV_TRANSFER,
     semconv.SPAN_QUEUE: semconv.CAUSE_SCHEDULER_QUEUE,
     semconv.SPAN_POSTPROCESS: semconv.CAUSE_EGRESS,
     semconv.SPAN_FORWARD: semconv.CAUSE_DECODE,

@@ -17,8 +17,11 @@ MOST_BYTES = 120
 COLOURS = {
     semconv.CAUSE_INGRESS: "#7fb2e5",
     semconv.CAUSE_TOKENIZE: "#a9cdf0",
+    semconv.CAUSE_MEDIA: "#93b9d8",
     semconv.CAUSE_HIDDEN_QUEUE: "#f3d27a",
     semconv.CAUSE_SCHEDULER_QUEUE: "#e8b931",
+    semconv.CAUSE_GRAMMAR: "#d9c069",
+    semconv.CAUSE_KV_TRANSFER: "#c9b27c",
     semconv.CAUSE_PREFILL: "#d79bd0",
     semconv.CAUSE_DECODE: "#74b866",
     semconv.CAUSE_BATCHING: "#b0d99f",
@@ -35,6 +38,7 @@ COLOURS = {
     semconv.CAUSE_FIRST_USE: "#d9a8c4",
     semconv.CAUSE_EVENT_LOOP: "#a9a3ea",
     semconv.CAUSE_THROTTLED: "#9d8fd6",
+    semconv.CAUSE_GPU_THROTTLED: "#8fa0e0",
     semconv.CAUSE_PAUSE: "#ded0f2",
     semconv.CAUSE_UNEXPLAINED: "#b9bec6",
 }

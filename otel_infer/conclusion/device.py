@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from otel_infer import facts, semconv
@@ -10,6 +12,7 @@ from otel_infer.conclusion.request import Request
 from otel_infer.devicesteps import BY_EVENT, DeviceSteps, DeviceTime
 from otel_infer.records import RequestRecord
 from otel_infer.steplog import StepLog
+from otel_infer.steprows import StepRows
 
 
 def adopt(record: RequestRecord, request: Request) -> None:
@@ -35,6 +38,17 @@ def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> No
         _adopt(record, name, time, len(steps), share)
         if rows is not None and name == semconv.SPAN_DECODE and time.method == BY_EVENT:
             rows.device = np.append(0, lengths)  # the first row is the prefill's
+            record.device_idle = np.append(0, _idle(rows, device))
+
+
+def _idle(rows: StepRows, device: DeviceSteps) -> Any:
+    """Of the time from one token to the next, step by step."""
+    since, until = rows.ended_at[:-1], rows.ended_at[1:]
+    is_followed = np.append(rows.started_at[2:] < until[:-1], False)
+    is_followed[-1] = (
+        len(rows) > 2 and is_followed[-2]
+    )  # what came after its last step was not its own: as before
+    return device.idle(rows.step[1:], since, until, is_followed)
 
 
 def _of_stage(fact: facts.StageTimed) -> DeviceTime:

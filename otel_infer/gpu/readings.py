@@ -36,6 +36,8 @@ REASONS = {
     "power_brake": 0x80,
 }
 """Why clocks are lower than they could be (nvml.h, nvmlClocksEventReasons); idle and set clocks are no reasons."""
+SLOWING = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "power_brake"})
+"""Those that come and go with heat and supply. The others are how a GPU that is busy runs all day."""
 UNITS = {"sm": 2, "tensor": 5, "dram": 10}
 """Of GPM: nvmlGpmMetricId_t."""
 
@@ -250,12 +252,13 @@ class Poller(threading.Thread):
         held = {one.of for one in readings if one.what == "throttled" and one.value}
         self._throttled.append((at, frozenset(held)))
 
-    def throttled(self, since: int, until: int) -> str:
-        """Why clocks were held down in this time, or as it was last read before: reasons with commas; empty: they were not."""
-        early = since - int(self._every * 1e9)
-        return ",".join(
-            sorted({why for at, held in tuple(self._throttled) if early <= at <= until for why in held})
-        )
+    def throttled(self, since: int, until: int) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Why clocks were held down in this time, or as it was last read before: reasons with commas; empty: they were not. And
+        when that was for a reason that slows steps: what is read holds until it is read again."""
+        every = int(self._every * 1e9)
+        found = [(at, held) for at, held in tuple(self._throttled) if since - every <= at <= until]
+        reasons = set[str]().union(*(held for _, held in found))
+        return ",".join(sorted(reasons)), tuple((at, at + every) for at, held in found if held & SLOWING)
 
     def stop(self) -> None:
         """Ends it, soon."""

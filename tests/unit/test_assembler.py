@@ -479,7 +479,7 @@ def test_a_process_that_died_leaves_nothing_behind() -> None:
     assembler = Assembler()
     assembler.feed(story.in_order())
     assert assembler.concluded(LATER)[0].error_type == "process_died"
-    assert (assembler.engines, assembler.hooks, assembler.open) == ({}, {}, {})
+    assert (assembler.engines, assembler.processes.hooks, assembler.open) == ({}, {}, {})
 
 
 def test_requests_in_flight_are_queued_until_a_step_has_taken_them_up() -> None:

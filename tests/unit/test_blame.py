@@ -12,7 +12,7 @@ from otel_infer import blame, facts, semconv
 from otel_infer.assembler import Assembler
 from otel_infer.records import RequestRecord
 from tests.simulator import Simulator, Tick, ticks
-from tests.story import LATER, Story, Who, exported, ids
+from tests.story import LATER, Story, Who, exported, ids, ns
 from tests.unit.test_assembler import ENGINES, anything, plausible
 
 
@@ -104,6 +104,38 @@ def test_what_the_scheduler_had_not_seen_yet_is_a_queue_of_its_own() -> None:
         "decode": 10,
         "egress": 2,
     }
+
+
+def test_what_keeps_the_scheduler_from_taking_it_up_is_no_want_of_room() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(2, a)
+    story.received(6, a)
+    story.stage("grammar", 4, 34, a)
+    story.stage("kv transfer", 40, 50, a)
+    story.step(56, 66, [a], {a: 4})
+    story.ends(66, a)
+    assert of(story, a) == {
+        "ingress": 2,
+        "hidden_queue": 2,
+        "grammar": 30,
+        "kv_transfer": 10,
+        "scheduler_queue": 12,
+        "prefill": 10,
+    }
+
+
+def test_media_are_fetched_and_prepared_inside_of_what_is_tokenized() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("tokenize", 2, 60, a)
+    story.stage("fetch media", 4, 34, a)
+    story.stage("fetch media", 4, 24, a)
+    story.stage("prepare media", 40, 55, a)
+    story.submitted(60, a)
+    story.step(60, 66, [a], {a: 4})
+    story.ends(66, a)
+    assert of(story, a) == {"ingress": 2, "tokenize": 13, "media": 45, "prefill": 6}
 
 
 def test_a_stage_that_the_application_named_is_its_own() -> None:
@@ -271,6 +303,145 @@ def test_time_between_steps_is_the_hosts() -> None:
         story.step(25 + 25 * i, 35 + 25 * i, [a])
     story.ends(85, a)
     assert of(story, a) == {"prefill": 10, "decode": 30, "host_bubble": 45}
+
+
+# ── what a device says of steps ──────────────────────────────────────────────────────────────────────────────────
+
+
+def alone_on_a_device(story: Story, *spans: tuple[float, float], queued: float = 0) -> Who:
+    """A stream of steps of 10 ms, back to back, after warming up; from the third on the device is at them as told, in ms of each."""
+    at = warmed_up(story)
+    a = story.arrives(at, http=False)
+    story.step(at, at + 10, [a])
+    story.step(at + 10, at + 20, [a])
+    for i, (since, until) in enumerate(spans, 2):
+        step = story.step(at + 10 * i, at + 10 * i + 10, [a])
+        if since < until:
+            story.timed(step, at + 10 * i + since, at + 10 * i + until, queued=queued)
+    story.ends(at + 10 * (len(spans) + 2), a)
+    return a
+
+
+def test_what_a_device_had_nothing_to_do_in_is_the_hosts() -> None:
+    story = Story()
+    a = alone_on_a_device(story, (3, 9), (3, 9), (3, 9))
+    assert of(story, a) == {"prefill": 10, "host_bubble": 16, "decode": 24}
+
+
+def test_steps_that_were_not_timed_are_as_those_that_were() -> None:
+    story = Story()
+    a = alone_on_a_device(story, (0, 0), (3, 9), (0, 0))
+    assert of(story, a) == {"prefill": 10, "host_bubble": 16, "decode": 24}
+
+
+def test_a_device_that_is_behind_waited_for_nobody() -> None:
+    story = Story()
+    a = alone_on_a_device(story, (3, 10), (3, 10), queued=5)
+    assert of(story, a) == {"prefill": 10, "decode": 30}
+
+
+def test_before_a_step_that_is_launched_ahead_the_device_is_not_idle() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, http=False)
+    story.step(at, at + 10, [a])
+    second = story.scheduled(at + 10, [a])
+    third = story.scheduled(at + 12, [a])
+    story.done(at + 20, second)
+    story.timed(second, at + 10, at + 15)
+    story.done(at + 30, third)
+    story.timed(third, at + 15, at + 30)
+    story.ends(at + 30, a)
+    assert of(story, a) == {"prefill": 10, "decode": 20}
+
+
+def test_a_step_that_stalls_while_the_device_is_idle_is_the_hosts_fault() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, http=False)
+    story.step(at, at + 10, [a])
+    story.timed(story.step(at + 10, at + 20, [a]), at + 10, at + 20)
+    story.timed(story.step(at + 20, at + 90, [a]), at + 80, at + 90)
+    story.ends(at + 90, a)
+    assert of(story, a) == {"prefill": 10, "decode": 20, "host_bubble": 60}
+
+
+def test_a_collection_is_a_collection_though_the_device_is_idle_meanwhile() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, http=False)
+    story.step(at, at + 10, [a])
+    story.timed(story.step(at + 10, at + 20, [a]), at + 10, at + 20)
+    story.timed(story.step(at + 20, at + 90, [a]), at + 80, at + 90)
+    story.paused(at + 25, at + 75)
+    story.ends(at + 90, a)
+    assert of(story, a) == {"prefill": 10, "decode": 20, "gc": 50, "host_bubble": 10}
+
+
+@pytest.mark.parametrize(("device", "cause"), [((20, 90), "gpu_throttled"), (None, "unexplained")])
+def test_what_a_device_took_longer_while_its_clocks_were_held_down_is_theirs(
+    device: tuple[float, float] | None, cause: str
+) -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, http=False)
+    story.step(at, at + 10, [a])
+    story.step(at + 10, at + 20, [a])
+    step = story.step(at + 20, at + 90, [a])
+    if device is not None:
+        story.timed(step, at + device[0], at + device[1])
+    story.step(at + 90, at + 100, [a])
+    story.ends(at + 100, a)
+    (record,) = [one for one in story.records() if one.span_id == ids(a.name)[1]]
+    record.throttled_at = ((ns(at + 80), ns(at + 5080)),)
+    blame.assign([record])
+    assert record.blame is not None
+    assert {why: length / 1e6 for why, length in record.blame.causes.items()} == {
+        "prefill": 10, "decode": 30, cause: 60,
+    }  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ticks(most=60),
+    st.integers(1, 2),
+    st.lists(st.tuples(st.integers(-5, 30), st.integers(-5, 30), st.integers(0, 1)), min_size=1, max_size=20),
+)
+def test_the_causes_sum_to_the_duration_whatever_a_device_says(
+    program: list[Tick], depth: int, device: list[tuple[int, int, int]]
+) -> None:
+    with Simulator(depth) as simulator:
+        simulator.run(program)
+    said = list(simulator.said)
+    seen = {one.ring: one.fact for one in said if isinstance(one.fact, facts.EngineSeen)}
+    for one in simulator.said:
+        if isinstance(one.fact, facts.StepDone) and one.ring in seen:
+            since, length, behind = device[one.fact.step % len(device)]
+            engine, began = seen[one.ring], one.fact.at + since * 100_000
+            times = (
+                began + max(length, 0) * 100_000,
+                began,
+                engine.engine,
+                engine.pid,
+                0,
+                one.fact.step,
+                engine.log,
+            )
+            said.append(
+                facts.RingFact(
+                    engine.process, 0, facts.StepTimed(*times, 0, behind * 50_000, facts.UNKNOWN_NS, 0)
+                )
+            )
+    records = blamed(sorted(said, key=lambda one: one.fact.at))
+    for record in records:
+        record.throttled_at = ((record.arrived_at, record.ended_at),)
+        blame.assign([record])
+        assert record.blame is not None
+        assert sum(record.blame.causes.values()) == record.duration_ns
+        assert all(length > 0 for length in record.blame.causes.values())
+
+
+# ── what interrupts ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_preemption_is_to_blame_for_the_wait_and_for_what_is_computed_again() -> None:

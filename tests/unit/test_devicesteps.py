@@ -31,7 +31,7 @@ def recording() -> Iterator[Recording]:
 def filled(span: int, launched: int, queued: int, gap: int) -> DeviceSteps:
     device = DeviceSteps(CAPACITY)
     for step in STEPS:
-        device.by_event(int(step), span, launched, queued, gap, 9000)
+        device.by_event(int(step), 0, span, launched, queued, gap, 9000)
     return device
 
 
@@ -65,18 +65,18 @@ def test_by_the_host_alone_nothing_is_claimed_of_a_device() -> None:
 
 def test_what_the_device_says_goes_before_what_the_host_does_in_any_order() -> None:
     device = DeviceSteps(CAPACITY)
-    device.by_event(1, 5 * MS, 0, 0, 0, 0)
+    device.by_event(1, 0, 5 * MS, 0, 0, 0, 0)
     device.by_host(1, 9 * MS)
     device.by_host(2, 9 * MS)
-    device.by_event(2, 6 * MS, 0, 0, 0, 0)
+    device.by_event(2, 0, 6 * MS, 0, 0, 0, 0)
     assert device.of(np.array([1, 2, 3]))[1].tolist() == [5 * MS, 6 * MS, 0]
 
 
 def test_a_step_is_never_taken_for_an_older_one_in_its_place() -> None:
     device = DeviceSteps(CAPACITY)
-    device.by_event(7, 5 * MS, 0, 0, 0, 0)
+    device.by_event(7, 0, 5 * MS, 0, 0, 0, 0)
     assert device.of(np.array([7 + CAPACITY]))[0] is None
-    device.by_event(7 + CAPACITY, 6 * MS, 0, 0, 0, 0)
+    device.by_event(7 + CAPACITY, 0, 6 * MS, 0, 0, 0, 0)
     assert device.of(np.array([7]))[0] is None
 
 

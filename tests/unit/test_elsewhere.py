@@ -63,6 +63,6 @@ def test_what_is_no_mark_of_ours_is_nobodys(recording: Recording, mark: str) -> 
 
 
 def test_a_part_that_found_no_room_says_nothing(request_: ingress.LiveRequest) -> None:
-    nobody = elsewhere.Part(0, b"x" * 8)
+    nobody = elsewhere.Part(0, b"x" * 8, 0)
     nobody.state(facts.RequestReceived(clock.now()))
     assert nobody.packed == bytes(4)

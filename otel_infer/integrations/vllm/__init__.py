@@ -1,9 +1,9 @@
 """vLLM's V1 engine, a file for each kind of process.
 
     API server    render ─▶ add_request_async ═╗                                   ╔═▶ detokenize ─▶ stream      `frontend`
-                            submitted          ║                                   ║
+      `media`               submitted          ║                                   ║
     engine core             (socket, queue) ◀══╝─▶ add_request ─▶ (schedule ─▶ update_from_output)* ─▶ free      `core`
-                                                   received        `steps`
+                                                   received `waits` `steps`
 
 The request that arrived in the API server goes on in the engine core as a part of it (`elsewhere`): its ids travel in
 vLLM's own `trace_headers`. In one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) all of it happens there.
@@ -11,7 +11,7 @@ vLLM's own `trace_headers`. In one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) 
 
 from __future__ import annotations
 
-from otel_infer.integrations.vllm import core, frontend, starting, steps, worker
+from otel_infer.integrations.vllm import core, frontend, media, starting, steps, waits, worker
 from otel_infer.integrations.vllm._integration import integration
 
-__all__ = ["core", "frontend", "integration", "starting", "steps", "worker"]
+__all__ = ["core", "frontend", "integration", "media", "starting", "steps", "waits", "worker"]

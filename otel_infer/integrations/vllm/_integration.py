@@ -15,14 +15,15 @@ HELPERS = ("vllm.model_executor.models.registry",)
 """Looks at a model's class in a process of its own, which loads plugins, too."""
 PROCESSES = {"EngineCore": "engine", "VllmWorker": "worker"}
 
-REQUESTS, TOKENIZING = "requests", "tokenizing"
+REQUESTS, TOKENIZING, MEDIA = "requests", "tokenizing", "media"
 SERVED_NAME, OFFLINE_NAME = "served model's name", "offline model's name"
 STEPS, PREEMPTIONS, EVICTIONS, DUMMIES = "steps", "preemptions", "evictions", "dummy batches"
+GRAMMARS, TRANSFERS = "grammars", "KV from elsewhere"
 LOADING, EXECUTION, READY = "loading", "execution", "engine's start"
 WHERE = {
-    **dict.fromkeys((REQUESTS, TOKENIZING, SERVED_NAME), "API server"),
+    **dict.fromkeys((REQUESTS, TOKENIZING, MEDIA, SERVED_NAME), "API server"),
     OFFLINE_NAME: "LLM",
-    **dict.fromkeys((STEPS, PREEMPTIONS, EVICTIONS, DUMMIES, READY), "engine core"),
+    **dict.fromkeys((STEPS, GRAMMARS, TRANSFERS, PREEMPTIONS, EVICTIONS, DUMMIES, READY), "engine core"),
     **dict.fromkeys((LOADING, f"{LOADING} on a CPU", EXECUTION), "worker"),
 }
 """The parts, and the process of each."""

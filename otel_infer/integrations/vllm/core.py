@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, elsewhere, facts
+from otel_infer.integrations.vllm import waits
 from otel_infer.integrations.vllm._integration import PREEMPTIONS, STEPS, integration
 from otel_infer.integrations.vllm.steps import SCHEDULER, batches_of, left_batch
 from otel_infer.patching import Hook
@@ -63,12 +64,13 @@ def _finished(scheduler: Any, request: Any) -> None:
     part = getattr(request, "otel_infer", None)
     if part is None:
         return
-    request.otel_infer = None
+    request.otel_infer, at = None, clock.now()
+    waits.over(request, part, at)
     if drafts is not None:
-        part.state(facts.TokensDrafted(clock.now(), *drafts))
+        part.state(facts.TokensDrafted(at, *drafts))
     reason = str(request.get_finished_reason())
     if reason != BY_FRONT_END:
-        part.state(facts.EngineFinished(clock.now(), reason, int(request.num_output_tokens)))
+        part.state(facts.EngineFinished(at, reason, int(request.num_output_tokens)))
     elsewhere.left(part)
 
 

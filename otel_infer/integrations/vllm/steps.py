@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any
 
 from otel_infer import clock, facts
+from otel_infer.integrations.vllm import waits
 from otel_infer.integrations.vllm._integration import DUMMIES, ENGINE, EVICTIONS, STEPS, integration
 from otel_infer.patching import Hook
 from otel_infer.ring.membership import StepLog
@@ -79,21 +80,23 @@ class Batches:
 
     def __init__(self, log: StepLog) -> None:
         self.log, self._pid = log, os.getpid()
+        self.waits = waits.Waits()
         self.drafts: dict[str, tuple[int, int]] = {}
         self.left: list[str] = []
         self.flights: deque[_Flight] = deque(maxlen=8)
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """A batch was composed; one of nothing is none."""
-        tokens = output.num_scheduled_tokens
+        tokens, at = output.num_scheduled_tokens, clock.now()
+        self.waits.look(scheduler, at)
         if not tokens:
             _empty.add()
-            _empty.look(clock.now())
+            _empty.look(at)
             return
         if _evicted.count:
-            _evicted.look(clock.now())
+            _evicted.look(at)
         for new in output.scheduled_new_reqs:
-            _read_prefix(scheduler, new)
+            _admitted(scheduler, new, at)
         members = list(tokens)
         column = (
             b""
@@ -134,6 +137,15 @@ class Batches:
         column = array("I", map(by_id.get, flight.members, repeat(0))).tobytes()
         self.log.done(flight.step, column, len(flight.members), flight.gone, at=at)
 
+    def rest(self, scheduler: Any) -> None:
+        """If nothing runs any more: it may be long until the next batch, which is told whole."""
+        if not scheduler.running and not self.flights:
+            self.left = []
+            self.log.idle()
+            at = clock.now()
+            _evicted.tell(at)
+            self.waits.idle(scheduler, at)
+
     def leave(self, request_id: str) -> None:
         """A request is no longer in the batch; what is in flight for it will be thrown away."""
         self.left.append(request_id)
@@ -145,18 +157,18 @@ def _load(scheduler: Any) -> tuple[int, int, int, int]:
     """KV blocks used and in all, requests running and waiting."""
     pool = scheduler.kv_cache_manager.block_pool
     total = pool.num_gpu_blocks - 1  # one is nobody's
-    waiting = len(scheduler.waiting) + len(getattr(scheduler, "kv_holding_waiting", ()))
-    return total - pool.get_num_free_blocks(), total, len(scheduler.running), waiting
+    return total - pool.get_num_free_blocks(), total, len(scheduler.running), waits.waiting(scheduler)
 
 
-def _read_prefix(scheduler: Any, new: Any) -> None:
-    """What of its prompt was in the cache, blocks from elsewhere (a KV connector) included; where there is a cache."""
+def _admitted(scheduler: Any, new: Any, at: int) -> None:
+    """What it had waited for, and what of its prompt was in the cache, blocks from elsewhere (a KV connector) included."""
     request = scheduler.requests[new.req_id]
     part = getattr(request, "otel_infer", None)
-    if part is None or request.num_preemptions or request.skip_reading_prefix_cache:
+    if part is None or request.num_preemptions:
         return
-    if scheduler.kv_cache_manager.enable_caching:
-        part.state(facts.PrefixRead(clock.now(), request.num_prompt_tokens, new.num_computed_tokens))
+    waits.over(request, part, at)
+    if scheduler.kv_cache_manager.enable_caching and not request.skip_reading_prefix_cache:
+        part.state(facts.PrefixRead(at, request.num_prompt_tokens, new.num_computed_tokens))
 
 
 def batches_of(scheduler: Any) -> Batches | None:
@@ -177,10 +189,7 @@ def left_batch(scheduler: Any, request_id: str, is_over: bool) -> Batches | None
         batches.leave(request_id)
         if is_over:
             batches.log.handles.pop(request_id, None)
-        if not scheduler.running and not batches.flights:
-            batches.left = []
-            batches.log.idle()
-            _evicted.tell(clock.now())
+        batches.rest(scheduler)
     return batches
 
 
@@ -218,6 +227,7 @@ def update_from_output(original: Callable[..., Any], hook: Hook) -> Callable[...
         if flight is not None and batches is not None and hook.alive:
             try:
                 batches.done(flight, at, list(chain.from_iterable(map(_outputs_of, result.values()))))
+                batches.rest(self)
             except Exception as exc:
                 hook.fail(exc)
         return result

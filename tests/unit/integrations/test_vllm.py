@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from otel_infer import elsewhere, facts, ingress
 from otel_infer.integrations.transformers import text
-from otel_infer.integrations.vllm import core, frontend, steps, worker
+from otel_infer.integrations.vllm import core, frontend, media, steps, waits, worker
 from otel_infer.integrations.vllm._integration import model_name, response_id
 from otel_infer.patching import Call, Hook
 from otel_infer.records import RequestRecord
@@ -30,6 +31,12 @@ def recording() -> Iterator[Recording]:
 # ── an engine core ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+WAITING, FOR_KV, FOR_A_GRAMMAR = (
+    SimpleNamespace(name=name)
+    for name in ("WAITING", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR")
+)
+
+
 class Request:
     """A request as the scheduler knows it."""
 
@@ -37,6 +44,7 @@ class Request:
         self.request_id, self.trace_headers = request_id, trace_headers
         self.num_output_tokens, self.reason = 0, "length"
         self.num_prompt_tokens, self.num_preemptions, self.skip_reading_prefix_cache = 6, 0, False
+        self.status, self.structured_output_request = WAITING, None
 
     def get_finished_reason(self) -> str:
         return self.reason
@@ -49,6 +57,8 @@ class Scheduler:
         self.hook = Hook("stand-in")
         self.running: list[Request] = []
         self.waiting: list[Request] = []
+        self.deferred_waiting: set[Request] = set()
+        self.connector: object | None = None
         self.requests: dict[str, Request] = {}
         self.kv_cache_manager = SimpleNamespace(
             enable_caching=True,
@@ -62,7 +72,10 @@ class Scheduler:
         self._preempt = core.preempt_request(lambda *_: None, self.hook)
 
     def add(self, request_id: str, headers: dict[str, str] | None) -> Request:
-        request = self.requests[request_id] = Request(request_id, headers)
+        return self.take(Request(request_id, headers))
+
+    def take(self, request: Request) -> Request:
+        self.requests[request.request_id] = request
         self._add(self, request)
         return request
 
@@ -267,6 +280,97 @@ def test_drafts_and_what_was_accepted_of_them_are_counted_up_to_the_last_step(re
     assert scheduler.hook.alive
 
 
+def compiled(request: Request, broken: bool = False) -> None:
+    """vLLM's manager of grammars gets one for it."""
+    request.structured_output_request = object()  # type: ignore[assignment]
+    hook = Hook("stand-in")
+
+    def compile_it(manager: Any, request: Request) -> str:
+        if broken:
+            raise ValueError("no such schema")
+        return "a grammar"
+
+    created = waits.create_grammar(compile_it, hook)
+    asked = waits.grammar_init(lambda manager, request: created(manager, request), hook)
+    with pytest.raises(ValueError, match="no such schema") if broken else contextlib.nullcontext():
+        assert asked(None, request) == "a grammar"
+    assert hook.alive
+
+
+def test_a_grammar_is_a_stage_from_being_asked_for_until_it_is_there(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = Request("r", headers)
+    compiled(sequence)
+    scheduler.take(sequence)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
+    scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "queue", "grammar", "prefill", "decode"]
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_who_leaves_before_its_grammar_is_there_had_waited_for_it(recording: Recording, broken: bool) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = Request("r", headers)
+    if broken:
+        compiled(sequence, broken)
+    else:
+        sequence.structured_output_request = object()  # type: ignore[assignment]
+        waits.grammar_init(lambda *_: None, Hook("stand-in"))(None, sequence)
+    scheduler.take(sequence)
+    sequence.reason = "abort"
+    scheduler.free(sequence)
+    request.close(facts.ABORTED, "client_disconnect")
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "queue", "grammar"]
+    assert record.died_in == "queue"
+
+
+def test_blocks_from_elsewhere_are_a_stage_until_the_scheduler_has_seen_that_they_are_here(
+    recording: Recording,
+) -> None:
+    scheduler = Scheduler()
+    scheduler.connector = object()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.deferred_waiting, sequence.status = {sequence}, FOR_KV
+    scheduler.update(scheduler.schedule())
+    scheduler.update(scheduler.schedule())
+    hook = Hook("stand-in")
+    for answer in (False, None):  # not yet, in the words of 0.17; and that they are, in everybody's
+        said = waits.update_waiting_for_remote_kv(lambda *_, said=answer: said, hook)(scheduler, sequence)
+        assert said is answer
+    scheduler.deferred_waiting, sequence.status = set(), WAITING
+    scheduler.update(scheduler.schedule(new={"r": 4}, r=2), r=1)
+    scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "queue", "kv transfer", "prefill", "decode"]
+    assert hook.alive and scheduler.hook.alive
+
+
+def test_who_waits_for_what_is_told_once_a_second_and_when_nobody_does_any_more(
+    recording: Recording,
+) -> None:
+    scheduler, who = Scheduler(), [Request(str(number), None) for number in range(5)]
+    front()  # before the first request of a process nothing is said
+    told = waits.Waits()
+    who[1].status, who[2].status = FOR_KV, FOR_A_GRAMMAR
+    scheduler.waiting, scheduler.deferred_waiting = who, set(who[1:4])
+    told.look(scheduler, 5_000_000_000)
+    scheduler.waiting, scheduler.deferred_waiting = [], set()
+    told.look(scheduler, 5_900_000_000)
+    recording.records()
+    waiting = recording._assembler.processes.waiting
+    assert waiting() == {"capacity": 2, "kv_transfer": 1, "grammar": 1, "other": 1}
+    told.idle(scheduler, 5_950_000_000)
+    recording.records()
+    assert waiting() == {"capacity": 0, "kv_transfer": 0, "grammar": 0, "other": 0}
+
+
 def test_what_happens_often_is_said_once_a_second_and_nothing_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -380,6 +484,31 @@ class FrontEnd:
     def abort(self, *sequences: Sequence) -> None:
         gone = [sequence.request_id for sequence in sequences]
         frontend.abort_requests(lambda *_: gone, self.hook)(self, gone)
+
+
+def prepared(prompt: dict[str, Any]) -> Generator[None, Any, None]:
+    """vLLM's renderer makes this the model's input."""
+    return media.prepare(Call(None, (prompt,), {}, {"prompt": (0, None)}))
+
+
+def test_media_of_a_prompt_are_stages_and_text_is_not(recording: Recording) -> None:
+    request = ingress.open_request("POST /", owner="asgi")
+    assert request is not None
+    token = request.attach()
+    for probe in (
+        media.fetch(Call(None, (), {}, {})),
+        prepared({"multi_modal_data": {"image": []}}),
+        prepared({}),
+    ):
+        list(probe)
+    ingress.detach(token)
+    list(media.fetch(Call(None, (), {}, {})))  # for nobody's request
+    request.close()
+    (record,) = recording.records()
+    assert [stage.name for stage in record.stages if "media" in stage.name] == [
+        "fetch media",
+        "prepare media",
+    ]
 
 
 def test_without_a_server_a_prompt_is_a_request_of_its_own(recording: Recording) -> None:
