@@ -10,7 +10,7 @@ RELEASES = (
     "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0",
 )  # fmt: skip
 RELIES: dict[str, tuple[str, ...]] = {
-    "vllm.v1.core.sched.scheduler:Scheduler": ("running", "waiting", "requests", "kv_cache_manager"),
+    "vllm.v1.core.sched.scheduler:Scheduler": ("running", "waiting", "requests", "kv_cache_manager", "connector"),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_new_reqs", "scheduled_spec_decode_tokens",
     ),
@@ -19,7 +19,7 @@ RELIES: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.block_pool:BlockPool": ("num_gpu_blocks", "get_num_free_blocks"),
     "vllm.v1.request:Request": (
         "request_id", "trace_headers", "num_output_tokens", "num_prompt_tokens", "num_preemptions",
-        "skip_reading_prefix_cache", "get_finished_reason",
+        "skip_reading_prefix_cache", "get_finished_reason", "status", "structured_output_request",
     ),
     "vllm.v1.outputs:ModelRunnerOutput": ("sampled_token_ids", "req_id_to_index"),
     "vllm.v1.engine:EngineCoreRequest": (
