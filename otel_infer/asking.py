@@ -1,4 +1,4 @@
-"""Who asks, where the operator wants it known: tenant and traffic class, stated when the request arrives.
+"""Who asks, where the operator wants it known: tenant and traffic class, stated when the request arrives, or when its adapter is known.
 
 Nothing is read of a request unless it is configured, and then only the one header or baggage entry that was named.
 """
@@ -28,6 +28,12 @@ def tell(request: LiveRequest, headers: Headers, path: str = "") -> None:
         said = _header(headers, wanted.traffic.header) if wanted.traffic.header else None
         named = wanted.traffic.of(said, path)
     request.asked(callers.told(_tenant(headers, request.around), wanted.key), named)
+
+
+def by_adapter(request: LiveRequest, name: str) -> None:
+    """The request asked for this LoRA adapter: its tenant, where that is how tenants are told apart."""
+    if wanted.tenant is not None and wanted.tenant.kind == callers.LORA and name:
+        request.asked(callers.told(name, wanted.key), "")
 
 
 def _tenant(headers: Headers, around: Context) -> str:

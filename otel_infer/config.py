@@ -225,7 +225,7 @@ SETTINGS: dict[str, Setting] = {
         "OTEL_INFER_TENANT",
         "",
         "whose a request is, as `infer.tenant`: `header:NAME` of the HTTP request (or of `otel_infer.request`), `baggage:KEY`, or `lora`, the adapter's "
-        "name (no integration of this release tells it); cut to 64 characters",
+        "name (vLLM's); cut to 64 characters",
         _as_written(callers.source),
     ),
     "tenant_hash_key": Setting(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from otel_infer import clock, elsewhere, facts, ingress
+from otel_infer import asking, clock, elsewhere, facts, ingress
 from otel_infer.integrations.vllm._integration import (
     ENGINE,
     OFFLINE_NAME,
@@ -143,6 +143,7 @@ def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
         _name(request, operation, name, again=bool(lora or sequence.pooling_params is not None))
     if request is None:
         return None
+    asking.by_adapter(request, lora)
     request.known_as(response_id(str(getattr(sequence, "external_req_id", None) or sequence.request_id)))
     return Asked(request, own, sequences)
 
