@@ -50,7 +50,7 @@ browser:  ## a Chromium for the tests of pages, by apt-get as root; without one 
 # What is not timed goes two at a time; skips of both runs are named at the end.
 TOGETHER := tests/unit tests/benchmarks $(addprefix tests/integrations/,torch transformers vllm) \
   $(patsubst %,tests/contract/test_%.py,alert_rules dashboards docs stack_files) \
-  $(patsubst %,tests/e2e/test_%.py,breach_to_page examples report_in_a_browser request_log)
+  $(patsubst %,tests/e2e/test_%.py,breach_to_page doctor examples flight_recorder report_in_a_browser request_log sampling server_start)
 SKIPPED  := .skipped-tests
 
 test: lint tools  ## format, lint, types, import contracts, tests
