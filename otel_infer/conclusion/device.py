@@ -45,9 +45,8 @@ def _idle(rows: StepRows, device: DeviceSteps) -> Any:
     """Of the time from one token to the next, step by step."""
     since, until = rows.ended_at[:-1], rows.ended_at[1:]
     is_followed = np.append(rows.started_at[2:] < until[:-1], False)
-    is_followed[-1] = (
-        len(rows) > 2 and is_followed[-2]
-    )  # what came after its last step was not its own: as before
+    if len(rows) > 2:  # what came after its last step was not its own: as before
+        is_followed[-1] = is_followed[-2]
     return device.idle(rows.step[1:], since, until, is_followed)
 
 
