@@ -27,8 +27,17 @@ test-oldest: $(VENV)-oldest/.dev  ## the transformers tests against the oldest r
 	$(VENV)-oldest/bin/python -m pytest tests/unit/integrations/test_transformers.py \
 	  tests/integrations/transformers tests/e2e/test_transformers_serve.py $(ARGS)
 
+# What is not timed goes two at a time; skips of both runs are named at the end.
+TIMED    := tests/vllm/test_failing.py tests/vllm/test_numbers.py
+SKIPPED  := .skipped-tests
+
 test-vllm: $(VENV)-vllm/.dev  ## the tests on a real vLLM, on the CPU, in an environment of its own
+ifeq ($(strip $(ARGS)),)
+	$(VENV)-vllm/bin/python -m pytest -n 2 --dist loadfile --skips-to $(SKIPPED) $(TIMED:%=--ignore=%) tests/vllm; first=$$?; \
+	$(VENV)-vllm/bin/python -m pytest --skips-from $(SKIPPED) $(TIMED) && exit $$first
+else
 	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
+endif
 
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
 	$(BIN)/python -m pytest tests/stack $(ARGS)
@@ -51,7 +60,6 @@ browser:  ## a Chromium for the tests of pages, by apt-get as root; without one 
 TOGETHER := tests/unit tests/benchmarks $(addprefix tests/integrations/,torch transformers vllm) \
   $(patsubst %,tests/contract/test_%.py,alert_rules dashboards docs stack_files) \
   $(patsubst %,tests/e2e/test_%.py,breach_to_page doctor examples flight_recorder report_in_a_browser request_log sampling server_start)
-SKIPPED  := .skipped-tests
 
 test: lint tools  ## format, lint, types, import contracts, tests
 ifeq ($(strip $(ARGS)),)

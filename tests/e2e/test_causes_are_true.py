@@ -20,7 +20,7 @@ OFFENDER = Asked(1.6, 3000, 2)
 BLOCKER = Asked(1.25, 33, 2)
 BESIDE = {"interference": [OFFENDER], "event_loop": [BLOCKER]}
 """Who comes as well where the cause is to be there."""
-PAIRS, MOST_PAIRS = 3, 9
+PAIRS, MOST_PAIRS = 18, 9
 """A machine that others use as well needs more of them."""
 
 pytestmark = [
