@@ -14,6 +14,7 @@ import yaml
 from otel_infer import boards, prometheus, semconv
 from otel_infer.boards.board import asked
 from otel_infer.cli import main
+from tests.otlp_receiver import OtlpReceiver
 from tests.stack.running import Stack
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -91,6 +92,10 @@ def test_an_exemplar_of_the_ttft_p99_names_a_trace_that_was_sent(stack: Stack) -
         "query_exemplars", query=asked(target["expr"], WINDOW), start=f"{now - 60}", end=f"{now}"
     )
     named = {one["labels"]["trace_id"] for series in said for one in series["exemplars"]}
-    sent = {span["trace_id"] for span in stack.receiver.spans}
     assert named
-    assert named <= sent
+
+    def unsent(it: OtlpReceiver) -> set[str]:
+        return named - {span["trace_id"] for span in it.spans}
+
+    stack.receiver.wait_for(lambda it: not unsent(it), 20)  # spans wait to be sent together
+    assert unsent(stack.receiver) == set()
