@@ -132,12 +132,10 @@ class Pipeline:
             self._guarded(self._hand_on_start, start)
         records = self.assembler.concluded(horizon)
         self.requests += len(records)
-        if self._gpus is not None:
-            for record in records:
-                record.throttled, record.throttled_at = self._gpus.throttled(
-                    record.arrived_at, record.ended_at
-                )
         try:
+            if self._gpus is not None:
+                for one in records:
+                    one.throttled, one.throttled_at = self._gpus.throttled(one.arrived_at, one.ended_at)
             blame.assign(records)
         except Exception:  # what they say without it is true all the same
             log.exception("requests are exported without blame")

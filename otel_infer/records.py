@@ -1,4 +1,7 @@
-"""What the assembler concludes from facts: requests with their stages and steps. Instants are monotonic ns."""
+"""What the assembler concludes from facts: requests with their stages and steps. Instants are monotonic ns.
+
+Long: a word for each thing that is concluded, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -136,14 +139,15 @@ class StartRecord(NamedTuple):
 class RequestRecord:
     """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
 
-    `server_span_id`: of the server span, if it is ours; the same as `span_id` where the request reached no engine, so that
-    the two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is
-    true, but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step,
-    and `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its
-    event loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were
-    timed; `device_share`: its part of all its steps, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do
-    (-1 = not timed), None if nobody knows. `memory_free`: bytes of the device that had least, at arrival and at the
-    end; 0 = not known. `throttled`: why GPUs' clocks were held down meanwhile, `throttled_at`: when. `start`: of the first request of a process, trace and span id of the process's start.
+    `server_span_id`: of the server span, if it is ours; the same as `span_id` where the request reached no engine, so that the
+    two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is true,
+    but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step, and
+    `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its event
+    loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were timed; `device_share`: its part of
+    all its steps, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed), None if nobody
+    knows. `memory_free`: bytes of the device that had least, at arrival and at the end; 0 = not known. `throttled`: why GPUs'
+    clocks were held down meanwhile, `throttled_at`: when. `start`: of the first request of a process, trace and span id of the
+    process's start.
     """
 
     trace_id: bytes

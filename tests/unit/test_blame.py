@@ -355,27 +355,22 @@ def test_before_a_step_that_is_launched_ahead_the_device_is_not_idle() -> None:
     assert of(story, a) == {"prefill": 10, "decode": 20}
 
 
-def test_a_step_that_stalls_while_the_device_is_idle_is_the_hosts_fault() -> None:
+@pytest.mark.parametrize(
+    ("collected", "blamed"), [(0, {"host_bubble": 60}), (50, {"gc": 50, "host_bubble": 10})]
+)
+def test_a_stall_while_the_device_is_idle_is_the_hosts_but_for_what_is_known_of_it(
+    collected: float, blamed: dict[str, float]
+) -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, http=False)
     story.step(at, at + 10, [a])
     story.timed(story.step(at + 10, at + 20, [a]), at + 10, at + 20)
     story.timed(story.step(at + 20, at + 90, [a]), at + 80, at + 90)
+    if collected:
+        story.paused(at + 25, at + 25 + collected)
     story.ends(at + 90, a)
-    assert of(story, a) == {"prefill": 10, "decode": 20, "host_bubble": 60}
-
-
-def test_a_collection_is_a_collection_though_the_device_is_idle_meanwhile() -> None:
-    story = Story()
-    at = warmed_up(story)
-    a = story.arrives(at, http=False)
-    story.step(at, at + 10, [a])
-    story.timed(story.step(at + 10, at + 20, [a]), at + 10, at + 20)
-    story.timed(story.step(at + 20, at + 90, [a]), at + 80, at + 90)
-    story.paused(at + 25, at + 75)
-    story.ends(at + 90, a)
-    assert of(story, a) == {"prefill": 10, "decode": 20, "gc": 50, "host_bubble": 10}
+    assert of(story, a) == {"prefill": 10, "decode": 20, **blamed}
 
 
 @pytest.mark.parametrize(("device", "cause"), [((20, 90), "gpu_throttled"), (None, "unexplained")])

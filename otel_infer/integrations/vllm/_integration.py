@@ -15,6 +15,10 @@ HELPERS = ("vllm.model_executor.models.registry",)
 """Looks at a model's class in a process of its own, which loads plugins, too."""
 PROCESSES = {"EngineCore": "engine", "VllmWorker": "worker"}
 
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+TOLD_EVERY_NS = 1_000_000_000
+"""What changes all the time is said so often."""
+
 REQUESTS, TOKENIZING, MEDIA = "requests", "tokenizing", "media"
 SERVED_NAME, OFFLINE_NAME = "served model's name", "offline model's name"
 STEPS, PREEMPTIONS, EVICTIONS, DUMMIES = "steps", "preemptions", "evictions", "dummy batches"

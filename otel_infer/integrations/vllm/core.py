@@ -13,8 +13,8 @@ from typing import Any
 
 from otel_infer import clock, elsewhere, facts
 from otel_infer.integrations.vllm import waits
-from otel_infer.integrations.vllm._integration import PREEMPTIONS, STEPS, integration
-from otel_infer.integrations.vllm.steps import SCHEDULER, batches_of, left_batch
+from otel_infer.integrations.vllm._integration import PREEMPTIONS, SCHEDULER, STEPS, integration
+from otel_infer.integrations.vllm.steps import batches_of, left_batch
 from otel_infer.patching import Hook
 
 BY_FRONT_END = "abort"

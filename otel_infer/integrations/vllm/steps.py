@@ -21,15 +21,21 @@ from typing import Any
 
 from otel_infer import clock, facts
 from otel_infer.integrations.vllm import waits
-from otel_infer.integrations.vllm._integration import DUMMIES, ENGINE, EVICTIONS, STEPS, integration
+from otel_infer.integrations.vllm._integration import (
+    DUMMIES,
+    ENGINE,
+    EVICTIONS,
+    SCHEDULER,
+    STEPS,
+    TOLD_EVERY_NS,
+    integration,
+)
 from otel_infer.patching import Hook
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
 
 CORE = "vllm.v1.engine.core:EngineCore"
-SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 BLOCKS = "vllm.v1.core.block_pool:BlockPool"
-TOLD_EVERY_NS = 1_000_000_000
 
 _id_of = attrgetter("request_id")
 _new_tokens_of = attrgetter("new_token_ids")
@@ -87,8 +93,8 @@ class Batches:
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """A batch was composed; one of nothing is none."""
-        tokens, at = output.num_scheduled_tokens, clock.now()
-        self.waits.look(scheduler, at)
+        tokens, at, waiting = output.num_scheduled_tokens, clock.now(), waits.waiting(scheduler)
+        self.waits.look(scheduler, at, waiting)
         if not tokens:
             _empty.add()
             _empty.look(at)
@@ -104,7 +110,7 @@ class Batches:
             else array("I", tokens.values()).tobytes()
         )
         left, self.left = self.left, []
-        step = self.log.scheduled(members, left, column, *_load(scheduler))
+        step = self.log.scheduled(members, left, column, *_load(scheduler), waiting)
         output.otel_infer_step = self._pid, step  # for the workers
         self.flights.append(_Flight(step, output, members))
 
@@ -153,11 +159,11 @@ class Batches:
             flight.gone += request_id in flight.output.num_scheduled_tokens
 
 
-def _load(scheduler: Any) -> tuple[int, int, int, int]:
-    """KV blocks used and in all, requests running and waiting."""
+def _load(scheduler: Any) -> tuple[int, int, int]:
+    """KV blocks used and in all, requests running."""
     pool = scheduler.kv_cache_manager.block_pool
     total = pool.num_gpu_blocks - 1  # one is nobody's
-    return total - pool.get_num_free_blocks(), total, len(scheduler.running), waits.waiting(scheduler)
+    return total - pool.get_num_free_blocks(), total, len(scheduler.running)
 
 
 def _admitted(scheduler: Any, new: Any, at: int) -> None:

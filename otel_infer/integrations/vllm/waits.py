@@ -13,12 +13,17 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from otel_infer import clock, facts
-from otel_infer.integrations.vllm._integration import GRAMMARS, TRANSFERS, integration
+from otel_infer.integrations.vllm._integration import (
+    GRAMMARS,
+    SCHEDULER,
+    TOLD_EVERY_NS,
+    TRANSFERS,
+    integration,
+)
 from otel_infer.patching import Hook
 from otel_infer.ring.recorder import recorder
 
 MANAGER = "vllm.v1.structured_output:StructuredOutputManager"
-SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 GRAMMAR, KV_TRANSFER = "grammar", "kv transfer"
 FOR_KV = "WAITING_FOR_REMOTE_KVS"
 CAPACITY, OTHER = "capacity", "other"
@@ -28,7 +33,6 @@ REASONS = {
     "WAITING_FOR_STREAMING_REQ": "input",
 }
 """By the status of a request that the scheduler has set aside; another one waits there for a LoRA's slot, an encoder's cache, …"""
-TOLD_EVERY_NS = 1_000_000_000
 
 
 class Waits:
@@ -40,14 +44,14 @@ class Waits:
         self._reasons: set[str] = set()
         self._told_at = 0
 
-    def look(self, scheduler: Any, at: int) -> None:
-        """A batch was composed."""
+    def look(self, scheduler: Any, at: int, waiting: int) -> None:
+        """A batch was composed, while so many wait."""
         aside = set_aside(scheduler)
-        if aside and scheduler.connector is not None:
+        if aside and getattr(scheduler, "connector", None) is not None:
             for request in aside:
                 if request.status.name == FOR_KV and not hasattr(request, "otel_infer_kv"):
                     request.otel_infer_kv = at
-        if at - self._told_at >= TOLD_EVERY_NS and (self._reasons or waiting(scheduler)):
+        if (waiting or self._reasons) and at - self._told_at >= TOLD_EVERY_NS:
             self.tell(scheduler, at)
 
     def idle(self, scheduler: Any, at: int) -> None:
@@ -67,8 +71,8 @@ class Waits:
 def waiting(scheduler: Any) -> int:
     """Requests that it knows and has not scheduled; those it set aside are in queues of their own from 0.18 to 0.30, and those
     with KV blocks since 0.31."""
-    apart = (getattr(scheduler, name, ()) for name in ("skipped_waiting", "kv_holding_waiting"))
-    return len(scheduler.waiting) + sum(map(len, apart))
+    skipped, holding = getattr(scheduler, "skipped_waiting", ()), getattr(scheduler, "kv_holding_waiting", ())
+    return len(scheduler.waiting) + len(skipped) + len(holding)
 
 
 def set_aside(scheduler: Any) -> Collection[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer import elsewhere, facts, ingress
+from otel_infer import blame, elsewhere, facts, ingress
 from otel_infer.integrations.transformers import text
 from otel_infer.integrations.vllm import core, frontend, media, steps, waits, worker
 from otel_infer.integrations.vllm._integration import model_name, response_id
@@ -360,9 +360,9 @@ def test_who_waits_for_what_is_told_once_a_second_and_when_nobody_does_any_more(
     told = waits.Waits()
     who[1].status, who[2].status = FOR_KV, FOR_A_GRAMMAR
     scheduler.waiting, scheduler.deferred_waiting = who, set(who[1:4])
-    told.look(scheduler, 5_000_000_000)
+    told.look(scheduler, 5_000_000_000, 5)
     scheduler.waiting, scheduler.deferred_waiting = [], set()
-    told.look(scheduler, 5_900_000_000)
+    told.look(scheduler, 5_900_000_000, 0)
     recording.records()
     waiting = recording._assembler.processes.waiting
     assert waiting() == {"capacity": 2, "kv_transfer": 1, "grammar": 1, "other": 1}
@@ -489,6 +489,11 @@ class FrontEnd:
 def prepared(prompt: dict[str, Any]) -> Generator[None, Any, None]:
     """vLLM's renderer makes this the model's input."""
     return media.prepare(Call(None, (prompt,), {}, {"prompt": (0, None)}))
+
+
+def test_blame_knows_every_stage_that_is_stated_here() -> None:
+    stated = {frontend.TOKENIZE, media.FETCH, media.PREPARE, waits.GRAMMAR, waits.KV_TRANSFER}
+    assert stated <= blame._OF_STAGES.keys()
 
 
 def test_media_of_a_prompt_are_stages_and_text_is_not(recording: Recording) -> None:
