@@ -9,8 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks import verdict
 from benchmarks.complaints import Asked, explained
 
 VICTIM = Asked(1.2, 77, 80)
@@ -20,8 +22,12 @@ OFFENDER = Asked(1.6, 3000, 2)
 BLOCKER = Asked(1.25, 33, 2)
 BESIDE = {"interference": [OFFENDER], "event_loop": [BLOCKER]}
 """Who comes as well where the cause is to be there."""
-PAIRS, MOST_PAIRS = 18, 9
+PAIRS, MOST_PAIRS = 5, 18
 """A machine that others use as well needs more of them."""
+LEAST, MOST = 1 / 1.2, 1 / 0.8
+"""What was added over what is blamed, where the blame is true within 20 %."""
+UNBLAMED = 0.02
+"""The share of a request that may be blamed on a cause that is not there."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,26 +93,38 @@ def test_throttled_time_is_what_the_quota_took(quota_group: str) -> None:
 
 
 def added_is_blamed(cause: str, faults: dict[str, Any], faulty: dict[str, Any]) -> None:
-    """Pairs of runs: what the faulty one took longer is blamed on the cause, and nothing in the other."""
+    """Pairs of runs: what the faulty one took longer is blamed on the cause, and nothing in the other.
+
+    As many pairs as the machine needs; one that cannot tell within `MOST_PAIRS` of them is a skip that says so.
+    """
     asked = [*EARLY, VICTIM]
     added, blamed, without = [], [], []
-    for number in range(MOST_PAIRS):
+    for number in range(1, MOST_PAIRS + 1):
         plain = victim(faults, asked)
         hit = victim(faulty, [*asked, *BESIDE.get(cause, ())])
+        assert sum(hit["blame_ms"].values()) == pytest.approx(hit["duration_ms"])
         added.append(hit["duration_ms"] - plain["duration_ms"])
         blamed.append(hit["blame_ms"].get(cause, 0.0))
         without.append(plain["blame_ms"].get(cause, 0.0) / plain["duration_ms"])
-        assert sum(hit["blame_ms"].values()) == pytest.approx(hit["duration_ms"])
-        if number + 1 >= PAIRS and _agree(added, blamed) and median(without) <= 0.02:
-            break
-    assert median(added) > 60  # or else there is nothing to compare
-    assert _agree(added, blamed), (added, blamed)
-    assert median(without) <= 0.02, without
+        if number < PAIRS:
+            continue
+        assert median(blamed) > 60, blamed
+        share, idle = _added_to_blamed(added, blamed), verdict.median(without)
+        if LEAST <= share.value <= MOST and idle.value <= UNBLAMED:
+            return
+    assert share.low <= MOST and share.high >= LEAST, (added, blamed)
+    assert idle.low <= UNBLAMED, without
+    pytest.skip(
+        f"what else runs on this machine hides what the fault added: {[round(ms) for ms in added]} ms"
+    )
 
 
-def _agree(added: list[float], blamed: list[float]) -> bool:
-    ratio: float = median(b / a for a, b in zip(added, blamed))
-    return ratio == pytest.approx(1, abs=0.2)
+def _added_to_blamed(added: list[float], blamed: list[float]) -> verdict.Figure:
+    """What was added, as a share of what was blamed: a share the noise of the one cannot make endless."""
+    took, told = np.array(added), np.array(blamed)
+    return verdict.bootstrapped(
+        len(took), lambda rows: float(np.median(took[rows]) / max(np.median(told[rows]), 1.0))
+    )
 
 
 def test_streams_that_a_blocked_event_loop_does_not_send_are_told_so() -> None:
