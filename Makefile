@@ -27,20 +27,21 @@ test-oldest: $(VENV)-oldest/.dev  ## the transformers tests against the oldest r
 	$(VENV)-oldest/bin/python -m pytest tests/unit/integrations/test_transformers.py \
 	  tests/integrations/transformers tests/e2e/test_transformers_serve.py $(ARGS)
 
-# What is not timed goes two at a time; skips of both runs are named at the end.
+# What is not timed goes two files at a time, in the order named: long ones first. Skips of both runs are named at the end.
+TWO      := -n 2 --dist loadfile --no-loadscope-reorder
 TIMED    := tests/vllm/test_failing.py tests/vllm/test_numbers.py
 SKIPPED  := .skipped-tests
 
 test-vllm: $(VENV)-vllm/.dev  ## the tests on a real vLLM, on the CPU, in an environment of its own
 ifeq ($(strip $(ARGS)),)
-	$(VENV)-vllm/bin/python -m pytest -n 2 --dist loadfile --skips-to $(SKIPPED) $(TIMED:%=--ignore=%) tests/vllm; first=$$?; \
+	$(VENV)-vllm/bin/python -m pytest $(TWO) --skips-to $(SKIPPED) $(TIMED:%=--ignore=%) tests/vllm; first=$$?; \
 	$(VENV)-vllm/bin/python -m pytest --skips-from $(SKIPPED) $(TIMED) && exit $$first
 else
 	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
 endif
 
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
-	$(BIN)/python -m pytest tests/stack $(ARGS)
+	$(BIN)/python -m pytest $(TWO) tests/stack/test_panels.py tests/stack $(ARGS)
 
 tools:  ## Debian's Prometheus and Alertmanager, unpacked into .tools; without them some tests are skipped by name
 	@scripts/prometheus_tools.sh
@@ -56,14 +57,15 @@ browser:  ## a Chromium for the tests of pages, by apt-get as root; without one 
 	} </dev/null >/dev/null 2>&1; then echo "installed Chromium"; \
 	else echo "no Chromium to be had here: the tests of pages in a browser will be skipped"; fi
 
-# What is not timed goes two at a time; skips of both runs are named at the end.
-TOGETHER := tests/unit tests/benchmarks $(addprefix tests/integrations/,torch transformers vllm) \
-  $(patsubst %,tests/contract/test_%.py,alert_rules dashboards docs stack_files) \
-  $(patsubst %,tests/e2e/test_%.py,breach_to_page doctor examples flight_recorder report_in_a_browser request_log sampling server_start)
+TOGETHER := \
+  $(patsubst %,tests/e2e/test_%.py,transformers_serve breach_to_page early_ends doctor flight_recorder explain_live examples \
+  report_in_a_browser request_log sampling server_start) \
+  $(patsubst %,tests/contract/test_%.py,docs invariants alert_rules dashboards stack_files) \
+  $(addprefix tests/integrations/,torch transformers vllm) tests/benchmarks tests/unit
 
 test: lint tools  ## format, lint, types, import contracts, tests
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --skips-to $(SKIPPED) $(TOGETHER); first=$$?; \
+	$(BIN)/python -m pytest $(TWO) --skips-to $(SKIPPED) $(TOGETHER); first=$$?; \
 	$(BIN)/python -m pytest --skips-from $(SKIPPED) $(TOGETHER:%=--ignore=%) --ignore=tests/stack tests && exit $$first
 else
 	$(BIN)/python -m pytest --ignore=tests/stack $(ARGS)
