@@ -74,6 +74,27 @@ class StageEnded(NamedTuple):
     items: int
 
 
+PINNED_UNKNOWN = 2
+
+
+class BytesMoved(NamedTuple):
+    """A stage that moved so many bytes to a device or from it, stated when it is over. `pinned`: whether the host's side of them
+    was page-locked, 0 or 1, or `PINNED_UNKNOWN`."""
+
+    at: int
+    started_at: int
+    stage: str
+    size: int
+    pinned: int
+
+
+class CacheHeld(NamedTuple):
+    """The request's own KV cache, which is nobody else's, took so many bytes."""
+
+    at: int
+    size: int
+
+
 class RequestSubmitted(NamedTuple):
     """Handed over to the engine. `input_tokens`, `max_tokens`: 0 = not known. `sequences` ≥ 1."""
 
@@ -388,7 +409,9 @@ class StageTimed(NamedTuple):
 
 class MemorySeen(NamedTuple):
     """Memory of a device that this process uses, bytes; the first four as torch's allocator has them, `free` and `total` as the
-    driver does (0 of 0 = not asked). `uuid`: as NVML calls it."""
+    driver does (0 of 0 = not asked). `private_pools`: of what is reserved, what CUDA graphs and pools of the application's own have
+    to themselves; `pinned`: page-locked memory of the host's that torch's allocator holds in this process; -1 = this torch does
+    not say. `uuid`: as NVML calls it."""
 
     at: int
     uuid: str
@@ -398,6 +421,8 @@ class MemorySeen(NamedTuple):
     inactive_split: int
     free: int
     total: int
+    private_pools: int
+    pinned: int
 
 
 class MemoryRefused(NamedTuple):
@@ -555,9 +580,11 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(27, StepExecuted, "q q S I H Q H"),
     _layout(28, StepTimed, "q q S I H Q H I I I I"),
     _layout(29, StageTimed, "q q S I I I"),
-    _layout(30, MemorySeen, "q S Q Q Q Q Q Q"),
+    _layout(30, MemorySeen, "q S Q Q Q Q Q Q q q"),
     _layout(31, MemoryRefused, "q Q Q Q"),
     _layout(36, WaitingSeen, "q S I"),
+    _layout(37, BytesMoved, "q q S q B"),
+    _layout(38, CacheHeld, "q q"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

@@ -84,6 +84,10 @@ class LiveRequest(trace.Span):
         """A stage of this name is over (at `at`, or now)."""
         recorder.state(self.handle, facts.StageEnded(at or clock.now(), started_at, name, items))
 
+    def moved(self, name: str, started_at: int, size: int, pinned: int, at: int = 0) -> None:
+        """The same, in which so many bytes went to a device or came from it."""
+        recorder.state(self.handle, facts.BytesMoved(at or clock.now(), started_at, name, size, pinned))
+
     def submitted(self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0) -> None:
         """Handed over to the engine."""
         self.engine = engine

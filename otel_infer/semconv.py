@@ -256,6 +256,8 @@ ITL_MAX = "infer.inter_token_latency.max"
 BATCH_SIZE_MAX = "infer.batch.size.max"
 KV_UTILIZATION_START = "infer.kv_cache.utilization.start"
 KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
+KV_SIZE = "infer.kv_cache.size"
+"""On `prefill` and `decode`: bytes of a KV cache that is this request's alone, when the stage ended."""
 DEVICE_METHOD = "infer.device.method"
 """`event`: by marks on the device's streams; `host`: by the host's clock, from before it launched until it had."""
 DEVICE_STEPS = "infer.device.steps"
@@ -269,10 +271,12 @@ DEVICE_SHARE = "infer.device.share"
 DEVICE_SHARE_METHOD = "infer.device.share.method"
 MEMORY_FREE_START, MEMORY_FREE_END = "infer.device.memory.free.start", "infer.device.memory.free.end"
 """Bytes of the device that had least, as of the second before the request came, and before it ended."""
+TRANSFER_SIZE, TRANSFER_PINNED = "infer.transfer.size", "infer.transfer.pinned"
+"""On `h2d` and `d2h`: bytes, and whether the host's side of them was page-locked, without which the host waits for the copy."""
 MEMORY_WANTED, MEMORY_LIMIT = "infer.device.memory.wanted", "infer.device.memory.limit"
 MEMORY_FREE = "infer.device.memory.free"
 MEMORY_KIND = "infer.device.memory.kind"
-MEMORY_KINDS = ("allocated", "reserved", "active", "inactive_split", "outside", "free")
+MEMORY_KINDS = ("allocated", "reserved", "active", "inactive_split", "private_pools", "outside", "free")
 DEVICE_LAUNCH = "infer.device.launch"
 DEVICE_QUEUE = "infer.device.queue"
 DEVICE_GAP = "infer.device.gap"
@@ -512,9 +516,17 @@ DEVICE_MEMORY = Metric(
     "infer.device.memory.usage",
     UP_DOWN,
     "By",
-    "Memory of a device as a process of the server has it: allocated, reserved, active and inactive_split by torch's allocator; "
-    "free by the driver; outside: neither free nor reserved.",
+    "Memory of a device as a process of the server has it: allocated, reserved, active and inactive_split by torch's allocator, "
+    "and of what is reserved, what CUDA graphs and the application's own pools have to themselves (private_pools); free by the "
+    "driver; outside: neither free nor reserved.",
     (HW_ID, PROCESS_PID, MEMORY_KIND),
+)
+PINNED_MEMORY = Metric(
+    "infer.pinned_memory.usage",
+    UP_DOWN,
+    "By",
+    "Page-locked memory of the host that torch's allocator holds in a process of the server.",
+    (PROCESS_PID,),
 )
 DEVICE_QUEUED = Metric(
     "infer.step.device.queue",

@@ -176,6 +176,24 @@ def _device() -> Row:
                 size=(12, 8),
                 empty="neither happened",
             ),
+            panels.lines(
+                "Set apart: private pools, pinned memory",
+                Reading(
+                    "Of the device, what CUDA graphs and pools of the application's own hold (torch 2.13 and later); of the host, what "
+                    "is page-locked for copies.",
+                    "pools that grow while serving: graphs are captured anew. Pinned memory that grows: each time, copies wait some ms.",
+                ),
+                [
+                    Query(_memory("private_pools"), f"private pools {_DEVICE}"),
+                    Query(
+                        ASK.value(semconv.PINNED_MEMORY, by=(semconv.PROCESS_PID,)),
+                        f"pinned {legend(semconv.PROCESS_PID)}",
+                    ),
+                ],
+                unit="bytes",
+                size=(24, 8),
+                empty=_NO_MEMORY,
+            ),
         ],
     )
 

@@ -10,7 +10,7 @@ from otel_infer import facts, semconv
 from otel_infer.attribution import METHOD, shares_of
 from otel_infer.conclusion.request import Request
 from otel_infer.devicesteps import BY_EVENT, DeviceSteps, DeviceTime
-from otel_infer.records import RequestRecord
+from otel_infer.records import RequestRecord, Stage
 from otel_infer.steplog import StepLog
 from otel_infer.steprows import StepRows
 
@@ -21,7 +21,7 @@ def adopt(record: RequestRecord, request: Request) -> None:
     if logs and logs[-1].device is not None:
         _adopt_steps(record, logs[-1], logs[-1].device)
     for fact in request.timed:
-        _adopt(record, fact.stage, _of_stage(fact))
+        _adopt(_stage_of(record, fact), record, _of_stage(fact))
 
 
 def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> None:
@@ -35,7 +35,7 @@ def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> No
         if time is None:
             continue
         share = shares_of(lengths, tokens, log.table.computed(steps))
-        _adopt(record, name, time, len(steps), share)
+        _adopt(record.stage(name), record, time, len(steps), share)
         if rows is not None and name == semconv.SPAN_DECODE and time.method == BY_EVENT:
             rows.device = np.append(0, lengths)  # the first row is the prefill's
             record.device_idle = np.append(0, _idle(rows, device))
@@ -50,15 +50,21 @@ def _idle(rows: StepRows, device: DeviceSteps) -> Any:
     return device.idle(rows.step[1:], since, until, is_followed)
 
 
+def _stage_of(record: RequestRecord, fact: facts.StageTimed) -> Stage | None:
+    """The one that it was launched in: of several of a name the last that had begun."""
+    launched_at = fact.started_at - fact.queued_ns
+    begun = [one for one in record.stages if one.name == fact.stage and one.started_at <= launched_at]
+    return begun[-1] if begun else record.stage(fact.stage)
+
+
 def _of_stage(fact: facts.StageTimed) -> DeviceTime:
     span = fact.at - fact.started_at
     return DeviceTime(BY_EVENT, 1, span, fact.launched_ns, fact.queued_ns, 0, fact.bound_ns)
 
 
 def _adopt(
-    record: RequestRecord, name: str, time: DeviceTime, steps: int = 1, share: int | None = None
+    stage: Stage | None, record: RequestRecord, time: DeviceTime, steps: int = 1, share: int | None = None
 ) -> None:
-    stage = record.stage(name)
     if stage is None:
         return
     said: dict[str, facts.Value] = {
@@ -79,5 +85,5 @@ def _adopt(
             semconv.DEVICE_LIMIT: time.limit,
         }
         if time.steps == steps:
-            record.device_ns[name] = time.span
+            record.device_ns[stage.name] = record.device_ns.get(stage.name, 0) + time.span
     stage.attributes.update(said)

@@ -54,7 +54,8 @@ class Request:
     preempted: list[facts.RequestPreempted] = field(default_factory=list)
     prefixes: list[facts.PrefixRead] = field(default_factory=list)
     drafts: list[facts.TokensDrafted] = field(default_factory=list)
-    stages: list[facts.StageEnded] = field(default_factory=list)
+    stages: list[facts.StageEnded | facts.BytesMoved] = field(default_factory=list)
+    cache: list[facts.CacheHeld] = field(default_factory=list)
     timed: list[facts.StageTimed] = field(default_factory=list)
     attributes: dict[str, facts.Value] = field(default_factory=dict)
     events: list[UserEvent] = field(default_factory=list)
@@ -212,7 +213,7 @@ class Request:
         if len(self.timed) < MAX_STAGES:
             self.timed.append(fact)
 
-    def _stage(self, fact: facts.StageEnded) -> None:
+    def _stage(self, fact: facts.StageEnded | facts.BytesMoved) -> None:
         if len(self.stages) < MAX_STAGES:
             self.stages.append(fact)
 
@@ -262,6 +263,8 @@ def _refused(request: Request, fact: facts.MemoryRefused) -> None:
 # One table for all: bound to each request, it would tie a request to itself, to be found by the garbage collector alone.
 _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.StageEnded: Request._stage,
+    facts.BytesMoved: Request._stage,
+    facts.CacheHeld: lambda request, fact: request.cache.append(fact),
     facts.StageTimed: Request._timed,
     facts.RequestSubmitted: Request._submitted,
     facts.RequestReceived: _once("received_at"),

@@ -78,9 +78,15 @@ def _said(record: RequestRecord, request: Request) -> list[Stage]:
     for fact in request.stages:
         started_at, ended_at = max(fact.started_at, record.arrived_at), min(fact.at, record.ended_at)
         if started_at <= ended_at:
-            attributes: Attributes = {semconv.ITEMS: fact.items} if fact.items else {}
-            stages.append(Stage(fact.stage, started_at, ended_at, attributes))
+            stages.append(Stage(fact.stage, started_at, ended_at, _of_said(fact)))
     return stages
+
+
+def _of_said(fact: facts.StageEnded | facts.BytesMoved) -> Attributes:
+    if isinstance(fact, facts.StageEnded):
+        return {semconv.ITEMS: fact.items} if fact.items else {}
+    pinned = {} if fact.pinned == facts.PINNED_UNKNOWN else {semconv.TRANSFER_PINNED: bool(fact.pinned)}
+    return {semconv.TRANSFER_SIZE: fact.size, **pinned}
 
 
 def _is_http(record: RequestRecord, request: Request) -> bool:
@@ -125,20 +131,22 @@ def _prefill(record: RequestRecord, life: Life, said: set[str]) -> Interval:
 
 
 def _kv_start(request: Request, began: int, ended: int) -> Attributes:
+    said: Attributes = {semconv.KV_SIZE: request.cache[0].size} if len(request.cache) > 1 else {}
     firsts = [
         (chunk.at, log, step) for log, chunks in request.chunks.items() for step, chunk in chunks.items()
     ]
-    if not firsts:
-        return {}
-    _, log, step = min(firsts, key=lambda first: first[0])
-    return _kv(semconv.KV_UTILIZATION_START, log.table.kv_at(step))
+    if firsts:
+        _, log, step = min(firsts, key=lambda first: first[0])
+        said |= _kv(semconv.KV_UTILIZATION_START, log.table.kv_at(step))
+    return said
 
 
 def _kv_end(request: Request, began: int, ended: int) -> Attributes:
-    if not request.runs:
-        return {}
-    log, _, step, _ = request.runs[-1]
-    return _kv(semconv.KV_UTILIZATION_END, log.table.kv_at(step))
+    said: Attributes = {semconv.KV_SIZE: request.cache[-1].size} if request.cache else {}
+    if request.runs:
+        log, _, step, _ = request.runs[-1]
+        said |= _kv(semconv.KV_UTILIZATION_END, log.table.kv_at(step))
+    return said
 
 
 def _kv(key: str, utilization: float) -> Attributes:

@@ -1,8 +1,10 @@
 """Memory of the device that this process uses, as torch's allocator and the driver know it; once a second, from the tender.
 
 torch counts what it gave out (allocated), what it holds of the device (reserved), what of that waits for streams (active), and
-pieces of blocks that cannot be given back (inactive split). What is neither free nor reserved is somebody else's: a context,
-graphs, NCCL, another process. The figures cost 15 to 30 µs (H100, torch 2.11). `mem_get_info` costs 7 µs there, but took 8 ms on
+pieces of blocks that cannot be given back (inactive split); CUDA graphs and pools of the application's own have theirs apart
+(private pools, from torch 2.13 on). What is neither free nor reserved is somebody else's: a context, NCCL, another process. Of
+the host's memory it holds some that is page-locked (pinned): to have more of it takes the driver ms. The figures cost 15 to 30 µs
+(H100, torch 2.11). `mem_get_info` costs 7 µs there, but took 8 ms on
 a driver in a container (sglang#25225): where it is slow once, it is not asked again.
 """
 
@@ -42,7 +44,11 @@ class Memory:
         self._uuid = self._uuid or uuid_of(cuda, self._index)
         kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes")
         allocated, reserved, active, split = (_current(stats, kind) for kind in kinds)
-        self._say(facts.MemorySeen(at, self._uuid, allocated, reserved, active, split, free, total))
+        pools, pinned = _private_pools(stats), _pinned(cuda)
+        said = facts.MemorySeen(
+            at, self._uuid, allocated, reserved, active, split, free, total, pools, pinned
+        )
+        self._say(said)
 
     def _of_device(self, cuda: Any) -> tuple[int, int]:
         """Free and in all; zeros where it takes too long to ask."""
@@ -74,7 +80,18 @@ def uuid_of(cuda: Any, index: int) -> str:
     return said if said.startswith(("GPU-", "MIG-", "cuda:")) else f"GPU-{said}"
 
 
-def _current(stats: Any, kind: str) -> int:
+def _private_pools(stats: Any) -> int:
+    pools = stats.get("reserved_bytes_by_private_pools")
+    return -1 if pools is None else sum(_current(pools, pool) for pool in pools)
+
+
+def _pinned(cuda: Any) -> int:
+    of_host = getattr(cuda, "host_memory_stats_as_nested_dict", None)
+    held = of_host().get("allocated_bytes") if of_host is not None else None
+    return -1 if held is None else int(held.get("current", 0))
+
+
+def _current(stats: Any, kind: Any) -> int:
     found: Any = stats.get(kind, {})
     for key in _CURRENT:
         found = found.get(key, {}) if isinstance(found, dict) else {}

@@ -57,12 +57,13 @@ Say = Callable[[Timed], None]
 class Span:
     """Two events and what is known on the host; used again and again."""
 
-    __slots__ = ("begun_at", "captures", "end", "launched_at", "number", "say", "start", "stream")
+    __slots__ = ("begun_at", "captures", "end", "is_step", "launched_at", "number", "say", "start", "stream")
 
     def __init__(self, start: Any, end: Any) -> None:
         self.start, self.end = start, end
         self.stream: Any = None
         self.say: Say | None = None
+        self.is_step = True
         self.begun_at = self.launched_at = self.captures = self.number = 0
 
 
@@ -169,8 +170,9 @@ class Timeline:
                 self.own_ms = min(span.start.elapsed_time(span.end) for span in self._pool)
                 break
 
-    def begin(self, stream: Any = None) -> Span | None:
-        """Marks the stream (None: the thread's current one); None where that cannot be: time it on the host."""
+    def begin(self, stream: Any = None, is_step: bool = True) -> Span | None:
+        """Marks the stream (None: the thread's current one); None where that cannot be: time it on the host. What is no step is
+        left out of the steps' pace and of the gaps between them."""
         at = self._now()
         if captures.open_now or self._capturing():
             self.captured += 1
@@ -180,7 +182,7 @@ class Timeline:
             return None
         span = self._pool.popleft()
         span.stream = stream = self._stream() if stream is None else stream
-        span.captures, span.number = captures.begun, self.pacing.number
+        span.captures, span.number, span.is_step = captures.begun, self.pacing.number, is_step
         self.begun += 1
         span.begun_at = at
         try:
@@ -206,7 +208,8 @@ class Timeline:
         if len(self._pending) >= TOGETHER:
             self.harvest()
         self._pending.append(span)
-        self.pacing.marked(span.begun_at, self._taken + self._now() - span.launched_at)
+        if span.is_step:
+            self.pacing.marked(span.begun_at, self._taken + self._now() - span.launched_at)
         return True
 
     def drop(self, span: Span) -> None:
@@ -245,10 +248,11 @@ class Timeline:
         started_at, bound = self._clocks.host_at(anchor, anchor.event.elapsed_time(span.start) + own)
         started_at = self._possible(started_at, length, bound, span.begun_at)
         before, gap = self._before, -1
-        if before is not None and before[:3] == (span.number - 1, span.stream, anchor):
-            gap = max(started_at - before.ended_at, 0)
         ended_at = started_at + length
-        self._before = _Before(span.number, span.stream, anchor, ended_at)
+        if span.is_step:
+            if before is not None and before[:3] == (span.number - 1, span.stream, anchor):
+                gap = max(started_at - before.ended_at, 0)
+            self._before = _Before(span.number, span.stream, anchor, ended_at)
         launched, queued = span.launched_at - span.begun_at, started_at - span.begun_at
         say(Timed(started_at, ended_at, launched, max(queued, 0), gap, bound + round(length * anchor.drift)))
 

@@ -70,16 +70,17 @@ class Timing:
         self._tender: _Tender | None = None
         os.register_at_fork(after_in_child=self._forget)
 
-    def begin(self, stream: object = None, always: bool = False) -> Span | int:
+    def begin(self, stream: object = None, always: bool = False, is_step: bool = True) -> Span | int:
         """The calling thread is about to launch, on this stream (None: its current one).
 
-        An instant if the host times it; `UNTIMED` if nobody does, since it would cost too much (not with `always`).
+        An instant if the host times it; `UNTIMED` if nobody does, since it would cost too much (not with `always`). What is no
+        step, but a part of one on another stream, is timed always, and nothing follows from it for the pace of the steps.
         """
         slot = self._thread.slot
         if slot is not None and slot.timeline is not None:
-            if not slot.timeline.pacing.is_next() and not always:
+            if is_step and not slot.timeline.pacing.is_next() and not always:
                 return UNTIMED
-            span = slot.timeline.begin(stream)
+            span = slot.timeline.begin(stream, is_step)
             if span is not None:
                 return span
         elif slot is None and self.is_on:

@@ -27,18 +27,19 @@ class StepWork:
 
 
 class StageWork:
-    """What a request launches in one of its stages."""
+    """What is launched in a stage, for one request or for several together."""
 
-    __slots__ = ("_handle", "_stage")
+    __slots__ = ("_handles", "_stage")
 
-    def __init__(self, handle: int, stage: str) -> None:
-        self._handle, self._stage = handle, stage
+    def __init__(self, stage: str, *handles: int) -> None:
+        self._stage, self._handles = stage, handles
 
     def on_device(self, timed: Timed) -> None:
         started_at, ended_at, *lengths, bound = timed
         launched, queued = (min(length, LONGEST_NS) for length in lengths[:2])
         fact = facts.StageTimed(ended_at, started_at, self._stage, launched, queued, min(bound, LONGEST_NS))
-        recorder.state(self._handle, fact)
+        for handle in self._handles:
+            recorder.state(handle, fact)
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
         """The stage itself says that."""

@@ -44,7 +44,7 @@ class stage(Scope):  # noqa: N801 - used like a function
         if self._request is None:
             return
         if self._begun is not None:
-            timing.end(self._begun, StageWork(self._request.handle, self.name))
+            timing.end(self._begun, StageWork(self.name, self._request.handle))
         self._request.stage(self.name, self._started_at)
 
 

@@ -157,7 +157,7 @@ def _end(forward: _Forward, args: Any, kwargs: Any, failure: BaseException | Non
     try:
         if token is not None:
             ingress.detach(token)
-        timing.end(begun, StageWork(request.handle, STAGE))
+        timing.end(begun, StageWork(STAGE, request.handle))
         request.stage(STAGE, started_at, _rows(args, kwargs))
         if token is not None and failure is None:
             request.close()

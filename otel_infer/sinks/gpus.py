@@ -60,10 +60,14 @@ def _who(device: GpuReading, driver: str) -> dict[str, Value]:
 def say_memory(seen: Iterable[tuple[int, MemorySeen]], set_value: Set) -> None:
     """Sets what processes (pid) say of their devices."""
     for pid, fact in seen:
-        _, uuid, allocated, reserved, active, split, free, total = fact
+        _, uuid, allocated, reserved, active, split, free, total, pools, pinned = fact
         values = {"allocated": allocated, "reserved": reserved, "active": active, "inactive_split": split}
         if total:
             values |= {"free": free, "outside": max(total - free - reserved, 0)}
+        if pools >= 0:
+            values["private_pools"] = pools
+        if pinned >= 0:
+            set_value(semconv.PINNED_MEMORY, {semconv.PROCESS_PID: pid}, pinned)
         for kind, value in values.items():
             said: dict[str, Value] = {
                 semconv.HW_ID: uuid,

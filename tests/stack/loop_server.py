@@ -39,9 +39,13 @@ class Cuda(ModuleType):
         wave = time.time() % 10
         return {
             **{kind: {"all": {"current": int((gb + wave) * 1e9)}} for kind, gb in used.items()},
+            "reserved_bytes_by_private_pools": {(0, 1): {"all": {"current": int((2 + wave / 10) * 1e9)}}},
             "num_alloc_retries": short,
             "num_ooms": short // 3,
         }
+
+    def host_memory_stats_as_nested_dict(self) -> dict[str, Any]:
+        return {"allocated_bytes": {"current": int((1 + time.time() % 10 / 10) * 1e9)}}
 
     def mem_get_info(self, device: int) -> tuple[int, int]:
         return int((20 - time.time() % 10) * 1e9), 80 * 10**9

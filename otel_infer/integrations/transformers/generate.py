@@ -23,6 +23,7 @@ from otel_infer import clock, facts, ingress
 from otel_infer.gpu.timing import timing
 from otel_infer.gpu.work import StepWork
 from otel_infer.integrations._claims import claiming
+from otel_infer.integrations.transformers import caches
 from otel_infer.integrations.transformers._integration import (
     CANCELLED,
     ENGINE,
@@ -60,6 +61,7 @@ class _Run:
         self.accepted = 1
         self.pid = os.getpid()
         self.begun: Any = None
+        self.cache: Any = None
         self.iterations = self.step = self.tokens = 0
 
     def enter(self, input_ids: Any, config: Any) -> None:
@@ -97,11 +99,14 @@ class _Run:
         self.iterations += 1
         if self.iterations > 1:
             self.done()
+        if self.iterations == 2:
+            caches.say(self.request, self.cache)
         if goes_on and (self.iterations > 1 or not self.prefilled):
             self.scheduled(self.computed if self.iterations > 1 else self.prompt * self.computed)
 
     def concludes(self, result: Any) -> None:
         """States what came of it."""
+        caches.say(self.request, self.cache)
         shape = shape_of(getattr(result, "sequences", result))
         made = max(int(shape[1]) - self.start, 0) if len(shape) == 2 else 0
         tokens = made * self.rows or self.tokens
@@ -218,7 +223,7 @@ for _name in LOOPS:
     f"{_GENERATION}._update_model_kwargs_for_generation", reads=("num_new_tokens",), part="generate"
 )
 def accept(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Assisted decoding says here how many tokens of its draft were right, and the one beyond."""
+    """Assisted decoding says here how many tokens of its draft were right, and the one beyond; every loop, where its cache is."""
 
     def accept(*args: Any, **kwargs: Any) -> Any:
         run = thread.run
@@ -227,7 +232,10 @@ def accept(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
                 run.accepted = int(kwargs.get("num_new_tokens", 1))
             except Exception as exc:
                 hook.fail(exc)
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if run is not None and run.cache is None and hook.alive:
+            run.cache = result.get("past_key_values") if type(result) is dict else None
+        return result
 
     return accept
 

@@ -78,21 +78,3 @@ for _method in ("__call__", "apply_chat_template", "encode"):
 for _method in ("decode", "batch_decode"):
     integration.step_hook(f"{_TOKENIZER}.{_method}", part="tokenizer")(_detokenizing)
 integration.step_hook(f"{_PROCESSOR}.apply_chat_template", part="processor")(_tokenizing)
-
-
-@integration.step_hook(
-    "transformers.tokenization_utils_base:BatchEncoding.to", reads=("device",), part="tokenizer"
-)
-def to(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """The inputs' way to the device: the stage `h2d`, host time of the copy."""
-
-    def to(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-        request = ingress.current() if hook.alive and not str(device).startswith("cpu") else None
-        if request is None:
-            return original(self, device, *args, **kwargs)
-        started_at = clock.now()
-        result = original(self, device, *args, **kwargs)
-        request.stage("h2d", started_at)
-        return result
-
-    return to

@@ -1,29 +1,93 @@
-"""Asynchronous batching moves inputs and outputs in calls of their own: the stages `h2d` and `d2h`, host time.
+"""What goes to a device and comes from it, where the library has calls for that alone: the stages `h2d` and `d2h`.
 
-They are said of a request whose prompt is in the batch, not of every token.
+`BatchEncoding.to` takes a request's inputs there. Asynchronous batching moves those of a step, and what it chose; that is said of
+a request whose prompt is in the batch, not of every token. By the host's clock a stage lasts as long as the call, by the
+device's as long as the copy, which begins later and on a stream of its own where the host's side is page-locked. The bytes of a
+step are those of the buffers that `ContinuousBatchingIOs._transfer_inputs` copies whole (transformers 5.5 to 5.23).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from otel_infer import clock
+from otel_infer import clock, facts, ingress, semconv
+from otel_infer.gpu.timing import timing
+from otel_infer.gpu.work import StageWork
 from otel_infer.integrations.transformers._integration import integration
 from otel_infer.integrations.transformers.batching import CB
-from otel_infer.patching import Hook
+from otel_infer.patching import Call, Hook
+
+PART = "transfers"
 
 
-def _transfer(stage: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
+class _Transfer:
+    """One that begins, for these requests, on this stream (None: the thread's current one)."""
+
+    __slots__ = ("_begun", "_requests", "_stage", "_started_at")
+
+    def __init__(self, stage: str, requests: list[ingress.LiveRequest], stream: Any = None) -> None:
+        self._stage, self._requests, self._started_at = stage, requests, clock.now()
+        self._begun = timing.begin(stream, is_step=False)
+
+    def drop(self) -> None:
+        """It did not come to it."""
+        timing.drop(self._begun)
+
+    def end(self, tensors: Iterable[Any], has_device: bool = True) -> None:
+        """These are on their way. Whoever asks whether memory is page-locked has a device looked for, so not without one."""
+        timing.end(self._begun, StageWork(self._stage, *[request.handle for request in self._requests]))
+        at, moved = clock.now(), list(tensors)
+        size = sum([tensor.nbytes for tensor in moved])
+        pinned = all(tensor.is_pinned() for tensor in moved) if has_device else facts.PINNED_UNKNOWN
+        for request in self._requests:
+            request.moved(self._stage, self._started_at, size, int(pinned), at)
+
+
+@integration.around("transformers.tokenization_utils_base:BatchEncoding.to", reads=("device",), part=PART)
+def to(call: Call) -> Generator[None, Any, None]:
+    """A request's inputs; those that are there already stay where they are."""
+    request = ingress.current()
+    goes = request is not None and not str(call["device"]).startswith("cpu")
+    inputs = [*filter(_is_on_host, call.instance.values())] if goes else []
+    if request is None or not inputs:
+        yield
+        return
+    transfer = _Transfer(semconv.SPAN_H2D, [request])
+    try:
+        yield
+    except BaseException:
+        transfer.drop()
+        raise
+    transfer.end(inputs)
+
+
+def _is_on_host(value: Any) -> bool:
+    return getattr(getattr(value, "device", None), "type", "") == "cpu"
+
+
+def _of_step(
+    stage: str, moved: Callable[[Any], Iterator[Any]]
+) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
     def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def transfer(self: Any, stream: Any) -> Any:
-            started_at = clock.now()
-            result = original(self, stream)
+            begun = None
             if hook.alive:
                 try:
-                    _transferred(self.host_io, stage, started_at)
+                    begun = _begin(stage, self.host_io, stream)
                 except Exception as exc:
                     hook.fail(exc)
+            if begun is None:
+                return original(self, stream)
+            try:
+                result = original(self, stream)
+            except BaseException:
+                begun.drop()
+                raise
+            try:
+                begun.end(moved(self.host_io), stream is not None)
+            except Exception as exc:
+                hook.fail(exc)
             return result
 
         return transfer
@@ -31,19 +95,40 @@ def _transfer(stage: str) -> Callable[[Callable[..., Any], Hook], Callable[..., 
     return make
 
 
-def _transferred(host: Any, stage: str, started_at: int) -> None:
+def _begin(stage: str, host: Any, stream: Any) -> _Transfer | None:
+    """For those of the batch that have more than one token in it; None where all have one."""
     futures = host.requests_in_batch
-    if host.total_seqlen_q <= len(futures):  # one token each
-        return
-    at = clock.now()
+    if host.total_seqlen_q <= len(futures):
+        return None
     edges = host.cumulative_seqlens_q[: len(futures) + 1].tolist()
-    for future, start, end in zip(futures, edges, edges[1:]):
-        sequences = getattr(future.state, "otel_infer", None)
-        if sequences is not None and end - start > 1:
-            sequences.request.stage(stage, started_at, at=at)
+    members = [
+        getattr(future.state, "otel_infer", None)
+        for future, start, end in zip(futures, edges, edges[1:])
+        if end - start > 1
+    ]
+    requests = [sequences.request for sequences in members if sequences is not None]
+    return _Transfer(stage, requests, stream) if requests else None
 
 
-for _name, _stage in (("transfer_inputs_h2d", "h2d"), ("transfer_outputs_d2h", "d2h")):
-    integration.step_hook(
-        f"{CB}.input_outputs:HostDeviceIOPair.{_name}", reads=("stream",), part="transfers"
-    )(_transfer(_stage))
+def _inputs(host: Any) -> Iterator[Any]:
+    yield host._bulk_input_tensor
+    if host.use_block_table:
+        yield host.block_table
+    else:
+        yield host.write_index_storage
+        if host.max_kv_read > 0:
+            yield host.read_index_storage
+    yield from (host.attention_mask or {}).values()
+
+
+def _outputs(host: Any) -> Iterator[Any]:
+    yield host.output_ids
+
+
+for _name, _stage, _moved in (
+    ("transfer_inputs_h2d", semconv.SPAN_H2D, _inputs),
+    ("transfer_outputs_d2h", semconv.SPAN_D2H, _outputs),
+):
+    integration.step_hook(f"{CB}.input_outputs:HostDeviceIOPair.{_name}", reads=("stream",), part=PART)(
+        _of_step(_stage, _moved)
+    )

@@ -13,11 +13,13 @@ import pytest
 import torch
 from transformers.generation.continuous_batching import input_outputs
 
+from tests.fake_device import FakeStream
+
 MODULES = ("continuous_api", "input_outputs", "model_runner", "offloading_manager")
 
 
-class Stream:
-    """A stream, or an event on one, whose work is done at once."""
+class Stream(FakeStream):
+    """A stream, or an event on one, whose work is done at once, but for what a fake device is at."""
 
     def record_event(self, event: Any) -> None: ...
 

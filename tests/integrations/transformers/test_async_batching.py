@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from otel_infer import facts
-from otel_infer.integrations.transformers import integration
+import otel_infer
+from otel_infer import clock, facts, semconv
+from otel_infer.devicesteps import BY_EVENT
+from otel_infer.gpu.timing import Timing
+from otel_infer.integrations.transformers import integration, transfers
+from otel_infer.records import Stage
+from tests.fake_device import OnHostClock
 from tests.integrations.transformers.recorded import Recorded, prefilled, sizes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from tests.integrations.transformers import pairs  # noqa: E402
 from tests.integrations.transformers.engine import PAGE, Engine, prompt  # noqa: E402
-from tests.integrations.transformers.pairs import pairs_on_the_host  # noqa: E402
 
 pytestmark = pytest.mark.real
 
 Make = Callable[..., Engine]
+COPY_NS = 1_000_000
+MOVES = {semconv.SPAN_H2D, semconv.SPAN_D2H}
 
 
 @pytest.fixture
@@ -31,7 +38,7 @@ def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     attention = model.config._attn_implementation
 
     def engine(generation: Any = None, **wanted: Any) -> Engine:
-        pairs_on_the_host(monkeypatch)
+        pairs.pairs_on_the_host(monkeypatch)
         engines.append(Engine(model, monkeypatch, generation, **wanted))
         engines[-1].manager.continuous_batching_config.use_async_batching = True
         return engines[-1]
@@ -156,6 +163,76 @@ def test_transfers_are_said_of_those_whose_prompt_is_in_them(make: Make, recorde
         assert names.count("h2d") == names.count("d2h") == len(chunks) > 0
         for stage in record.stages:
             assert record.arrived_at <= stage.started_at <= stage.ended_at <= record.ended_at
+
+
+class Copies:
+    """When what was copied, bytes; a device that is none takes `COPY_NS` for each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.device = OnHostClock()
+        self.device.main = pairs.Stream()
+        monkeypatch.setattr(pairs, "Stream", lambda: self.device.main)
+        self.timing = Timing(lambda: self.device)
+        monkeypatch.setattr(transfers, "timing", self.timing)
+        copy = torch.Tensor.copy_
+
+        def copy_(into: Any, other: Any, *args: Any, **more: Any) -> Any:
+            self.seen.append((clock.now(), other.nbytes))
+            self.device.launch(COPY_NS)
+            return copy(into, other, *args, **more)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+
+    def within(self, stage: Stage) -> list[int]:
+        return [size for at, size in self.seen if stage.started_at <= at <= stage.ended_at]
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    copies = Copies(monkeypatch)
+    yield copies
+    copies.timing.stop()
+
+
+def test_each_transfer_says_how_much_it_moved_and_how_long_the_device_was_at_it(
+    copies: Copies, make: Make, recorded: Recorded
+) -> None:
+    engine = make(max_batch_tokens=16)
+    engine.start()
+    found: list[Stage] = []
+    for turn in range(
+        20
+    ):  # the device is known some ms after the first that asked for it, and is read ten times a second
+        engine.add(prompt(30, 100 + 40 * turn), max_new_tokens=150)
+        engine.wait(1)
+        found = [stage for record in recorded.records() for stage in record.stages if stage.name in MOVES]
+        if found and found[-1].attributes.get(semconv.DEVICE_METHOD) == BY_EVENT:
+            break
+        time.sleep(0.05)
+    engine.stop()
+    timed = [stage for stage in found if stage.attributes.get(semconv.DEVICE_METHOD) == BY_EVENT]
+    assert {stage.name for stage in timed} == MOVES
+    for stage in found:
+        assert stage.attributes[semconv.TRANSFER_SIZE] == sum(copies.within(stage)) > 0
+        assert stage.attributes[semconv.TRANSFER_PINNED] is False
+    for stage in timed:
+        took = stage.attributes[semconv.DEVICE_DURATION]
+        assert took == pytest.approx(len(copies.within(stage)) * COPY_NS / 1e9, abs=1e-4)
+
+
+def test_inputs_that_go_to_a_device_are_a_stage_and_what_is_there_already_is_none(recorded: Recorded) -> None:
+    inputs = transformers.BatchEncoding({"input_ids": torch.zeros(2, 5, dtype=torch.long), "words": "kept"})
+    with otel_infer.request():
+        inputs.to("cpu")
+        assert inputs.to("meta") is inputs
+        inputs.to("meta")
+        with pytest.raises(RuntimeError, match="no such device"):
+            transformers.BatchEncoding({"input_ids": torch.zeros(1)}).to("no such device")
+    (record,) = recorded.records()
+    assert [(stage.name, stage.attributes) for stage in record.stages] == [
+        ("h2d", {semconv.TRANSFER_SIZE: 2 * 5 * 8, semconv.TRANSFER_PINNED: False})
+    ]
 
 
 @pytest.mark.gpu

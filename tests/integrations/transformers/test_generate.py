@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer import facts, ingress
+from otel_infer import facts, ingress, semconv
 from otel_infer.integrations.transformers import integration
 from tests.integrations.transformers.recorded import Recorded, check_stages, prefilled, served, sizes
 from tests.rings import stages_of
@@ -150,6 +150,32 @@ def test_a_stopping_criterion_is_a_stop(model: Any, recorded: Recorded) -> None:
     record = recorded.one()
     assert result.shape[1] == PROMPT + 3
     assert (sizes(record), record.finish_reasons) == ([1] * 3, ("stop",))
+
+
+def held(record: Any) -> list[Any]:
+    return [
+        stage.attributes.get(semconv.KV_SIZE)
+        for stage in record.stages
+        if stage.name in ("prefill", "decode")
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_its_cache_takes_is_told_after_the_prompt_and_in_the_end(
+    rows: int, model: Any, recorded: Recorded
+) -> None:
+    model.generate(**asked(rows))
+    config = model.config
+    of_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * rows
+    (record,) = recorded.records()
+    assert held(record) == [PROMPT * of_token, (PROMPT + NEW - 1) * of_token]
+
+
+def test_a_cache_that_was_made_up_front_is_as_large_all_along(model: Any, recorded: Recorded) -> None:
+    model.generate(**asked(cache_implementation="static", disable_compile=True))
+    (record,) = recorded.records()
+    after_prompt, in_the_end = held(record)
+    assert after_prompt == in_the_end > 0
 
 
 def test_one_token_is_a_prefill_and_no_decode(model: Any, recorded: Recorded) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import otel_infer
-from otel_infer import clock, facts
+from otel_infer import clock, facts, semconv
 from otel_infer.gpu.memory import Memory
 from otel_infer.ring.recorder import recorder
+from otel_infer.sinks import gpus
 from tests.rings import Recording
 
 S = 1_000_000_000
@@ -28,7 +29,13 @@ class Cuda:
 
     def memory_stats_as_nested_dict(self, device: int) -> dict[str, Any]:
         kinds = {"allocated_bytes": 10, "reserved_bytes": 20, "active_bytes": 12, "inactive_split_bytes": 3}
-        return {kind: {"all": {"current": size, "peak": 99}} for kind, size in kinds.items()}
+        pools = {(0, 1): 4, (0, 2): 1}
+        of_pools = {pool: {"all": {"current": size, "peak": 99}} for pool, size in pools.items()}
+        found: dict[str, Any] = {kind: {"all": {"current": size, "peak": 99}} for kind, size in kinds.items()}
+        return {**found, "reserved_bytes_by_private_pools": of_pools}
+
+    def host_memory_stats_as_nested_dict(self) -> dict[str, Any]:
+        return {"allocated_bytes": {"current": 7, "peak": 99}}
 
     def mem_get_info(self, device: int) -> tuple[int, int]:
         self.asked += 1
@@ -52,7 +59,9 @@ def test_once_a_second_at_most_everything_is_said_by_the_devices_uuid(cuda: Cuda
     for at in (1 * S, 1 * S + 1, 2 * S):
         cuda.at = at
         memory.look()
-    assert told == [facts.MemorySeen(at, "GPU-8786edde", 10, 20, 12, 3, 50, 100) for at in (1 * S, 2 * S)]
+    assert told == [
+        facts.MemorySeen(at, "GPU-8786edde", 10, 20, 12, 3, 50, 100, 5, 7) for at in (1 * S, 2 * S)
+    ]
 
 
 def test_a_driver_that_takes_long_is_asked_once(cuda: Cuda) -> None:
@@ -66,14 +75,16 @@ def test_a_driver_that_takes_long_is_asked_once(cuda: Cuda) -> None:
     assert [(fact.free, fact.total) for fact in told] == [(50, 100), (0, 0), (0, 0)]
 
 
-def test_figures_that_this_release_of_torch_does_not_have_are_0(
+def test_figures_that_this_release_of_torch_does_not_have_are_0_or_not_said(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[facts.MemorySeen] = []
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda device: {})
+    monkeypatch.delattr(Cuda, "host_memory_stats_as_nested_dict")
     cuda.at = S
     Memory(0, told.append, cuda.now).look()
     assert told[0][2:6] == (0, 0, 0, 0)
+    assert told[0][-2:] == (-1, -1)
 
 
 def test_who_runs_out_of_memory_has_the_state_of_it_on_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,15 +123,35 @@ def test_of_a_device_that_is_not_cudas_nothing_of_cudas_is_asked(cuda: Cuda) -> 
     assert cuda.asked == 0
 
 
+def test_what_a_release_of_torch_does_not_say_is_no_metric_and_never_0() -> None:
+    said: dict[tuple[str, str], float] = {}
+
+    def set_value(metric: semconv.Metric, attributes: dict[str, Any], value: float) -> None:
+        said[metric.name, str(attributes.get(semconv.MEMORY_KIND, ""))] = value
+
+    known, unknown = (
+        facts.MemorySeen(1, "GPU-a", 30, 60, 32, 2, 700, 1000, *last) for last in ((5, 7), (-1, -1))
+    )
+    usage = semconv.DEVICE_MEMORY.name
+    always = {
+        (usage, "allocated"): 30, (usage, "reserved"): 60, (usage, "active"): 32, (usage, "inactive_split"): 2,
+        (usage, "outside"): 240, (usage, "free"): 700,
+    }  # fmt: skip
+    gpus.say_memory([(77, unknown)], set_value)
+    assert said == always
+    gpus.say_memory([(77, known)], set_value)
+    assert said == {**always, (usage, "private_pools"): 5, (semconv.PINNED_MEMORY.name, ""): 7}
+
+
 def test_a_request_says_how_much_memory_was_free_when_it_came_and_when_it_went() -> None:
     recording = Recording()
     try:
         with otel_infer.request():
             pass
-        recorder.stated(facts.MemorySeen(clock.now(), "GPU-a", 1, 2, 1, 0, 700, 1000))
-        recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 600, 1000))
+        recorder.stated(facts.MemorySeen(clock.now(), "GPU-a", 1, 2, 1, 0, 700, 1000, -1, -1))
+        recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 600, 1000, -1, -1))
         with otel_infer.request():
-            recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 90, 1000))
+            recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 90, 1000, -1, -1))
         first, second = recording.records()
     finally:
         recording.stop()

@@ -97,6 +97,28 @@ def test_an_engine_that_runs_ahead_is_timed_in_order_and_its_steps_are_queued() 
     assert all(timed.gap_ns < 10_000 for timed in bench.told[2:])
 
 
+def test_what_is_no_step_is_timed_on_its_own_stream_and_changes_nothing_of_the_steps() -> None:
+    def timed(copies: bool) -> tuple[list[Timed], list[Timed], int]:
+        bench, copied, aside = Bench(FakeDevice(mark_ns=0)), list[Timed](), FakeStream()
+        for _ in range(50):
+            if copies:
+                span = bench.timeline.begin(aside, is_step=False)
+                bench.device.launch(2 * MS, aside)
+                assert span is not None and bench.timeline.end(span, copied.append)
+            bench.step(5 * MS)
+        bench.device.wait_for(aside)
+        bench.timeline.harvest()
+        return bench.told, copied, bench.timeline.pacing.every
+
+    steps, copied, every = timed(copies=True)
+    alone, _, every_alone = timed(copies=False)
+    assert len(copied) == len(steps) == len(alone) == 50
+    assert every == every_alone
+    assert all(abs(one.ended_at - one.started_at - 2 * MS) < 10_000 for one in copied)
+    assert all(one.gap_ns == -1 for one in copied)
+    assert all(one.gap_ns >= 0 for one in steps[1:])
+
+
 def test_what_is_launched_further_ahead_than_there_are_events_is_not_timed_and_counted_and_the_rest_is() -> (
     None
 ):

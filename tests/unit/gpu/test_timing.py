@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -101,6 +102,38 @@ def test_short_steps_are_not_all_timed_and_nobody_is_told_of_the_others(
     assert UNTIMED in begun
     timing.end(UNTIMED, work)
     assert work.host == []
+
+
+def test_an_engine_that_brackets_its_segments_itself_needs_no_more_than_an_object_of_that_shape(
+    timing: Timing, device: OnHostClock
+) -> None:
+    """SGLang's `device_timer` (srt/utils/device_timer.py, 0.5.23): `with model_runner.device_timer.wrap(metadata={"category": …})`."""
+
+    class DeviceTimer:
+        def __init__(self, works: dict[str, Work]) -> None:
+            self.works = works
+
+        @contextmanager
+        def wrap(self, metadata: dict[str, str]) -> Iterator[None]:
+            begun = timing.begin(always=metadata["category"] != "decode")
+            try:
+                yield
+            except BaseException:
+                timing.drop(begun)
+                raise
+            timing.end(begun, self.works[metadata["category"]])
+
+    timed_by_device(timing)
+    works = {"extend": Work(), "decode": Work()}
+    timer = DeviceTimer(works)
+    for category, length in (("extend", 4 * MS), ("decode", MS)):
+        with timer.wrap(metadata={"category": category}):
+            device.launch(length)
+    with pytest.raises(ValueError, match="the engine's own"), timer.wrap(metadata={"category": "extend"}):
+        raise ValueError("the engine's own")
+    assert until(lambda: all(len(work.device) == 1 for work in works.values()))
+    lengths = [work.device[0].ended_at - work.device[0].started_at for work in works.values()]
+    assert lengths == [pytest.approx(length, abs=MS / 10) for length in (4 * MS, MS)]
 
 
 def test_while_a_graph_is_captured_the_host_times(timing: Timing, device: OnHostClock) -> None:

@@ -815,7 +815,7 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics.marks([Mark(0, MS, "allocator_oom", 1), Mark(0, MS, "kv_eviction", 2)])
     for metric in semconv.METRICS:
         by_value = metric.name.startswith(("infer.self.", "hw.", "infer.gpu.", "infer.device.memory."))
-        if by_value or metric in (semconv.REQUEST_ACTIVE, semconv.ENGINE_WAITING):
+        if by_value or metric in (semconv.REQUEST_ACTIVE, semconv.ENGINE_WAITING, semconv.PINNED_MEMORY):
             metrics.set(metric, dict.fromkeys(metric.attributes, "x"), 1)
     said = counted(metrics, aborted, preempted)
     kinds = {"histogram": "histogram", "counter": "sum", "updowncounter": "sum", "gauge": "gauge"}
