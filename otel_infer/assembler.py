@@ -57,6 +57,7 @@ class Assembler:
             facts.MarkSeen: self._marked,
             facts.StepExecuted: self._worked,
             facts.StepTimed: self._worked,
+            facts.BlocksSized: lambda ring, handle, fact: self.devices.sized(fact),
             facts.MemorySeen: lambda ring, handle, fact: self.devices.memory(ring, fact),
             facts.StepScheduled: self._scheduled,
             facts.StepDone: self._done,

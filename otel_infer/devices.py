@@ -15,6 +15,7 @@ class Devices:
         self._logs: dict[tuple[int, str, int], StepLog] = {}
         self._pids: dict[int, int] = {}
         self._memory: dict[tuple[int, str], facts.MemorySeen] = {}
+        self._blocks: dict[tuple[int, str, int], int] = {}
 
     def process(self, ring: int, pid: int) -> None:
         """A process is there."""
@@ -24,12 +25,21 @@ class Devices:
         """An engine is there; who does not say which of a process's it was means the first."""
         self._logs[fact.pid, fact.engine, fact.log] = engine
         self._logs.setdefault((fact.pid, fact.engine, 0), engine)
+        engine.block_tokens = self._blocks.get((fact.pid, fact.engine, fact.log), 0)
 
     def died(self, ring: int) -> None:
         """The process is gone, with its engines."""
-        self._pids.pop(ring, None)
+        pid = self._pids.pop(ring, 0)
+        self._blocks = {key: tokens for key, tokens in self._blocks.items() if key[0] != pid}
         self._memory = {key: fact for key, fact in self._memory.items() if key[0] != ring}
         self._logs = {key: engine for key, engine in self._logs.items() if engine.process != ring}
+
+    def sized(self, fact: facts.BlocksSized) -> None:
+        """Said by an engine, whose ring may be found later."""
+        key = fact.pid, fact.engine, fact.log
+        self._blocks[key] = fact.tokens
+        if key in self._logs:
+            self._logs[key].block_tokens = fact.tokens
 
     def worked(self, fact: facts.StepExecuted | facts.StepTimed, is_new: bool) -> None:
         """A worker's host or its device was at a step; steps have what the first of several ranks says."""

@@ -443,6 +443,16 @@ class WaitingSeen(NamedTuple):
     requests: int
 
 
+class BlocksSized(NamedTuple):
+    """A block of this engine's KV cache holds so many tokens. `log`: as in `StepExecuted`."""
+
+    at: int
+    engine: str
+    pid: int
+    log: int
+    tokens: int
+
+
 LONGEST_NS, UNKNOWN_NS = (1 << 32) - 2, (1 << 32) - 1
 """Of those lengths."""
 
@@ -585,6 +595,7 @@ REQUEST_LAYOUTS: tuple[Layout, ...] = (
     _layout(36, WaitingSeen, "q S I"),
     _layout(37, BytesMoved, "q q S q B"),
     _layout(38, CacheHeld, "q q"),
+    _layout(39, BlocksSized, "q S I H I"),
 )
 BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}

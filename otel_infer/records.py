@@ -284,7 +284,7 @@ class GpuReading(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One engine step, for metrics. Tokens are those scheduled."""
+    """One engine step, for metrics. Tokens are those scheduled. `block_tokens`: what a block of its KV cache holds, 0 = not known."""
 
     engine: str
     pid: int
@@ -298,6 +298,7 @@ class StepRecord(NamedTuple):
     kv_total: int
     running: int
     waiting: int
+    block_tokens: int = 0
 
     @property
     def kind(self) -> str:

@@ -587,6 +587,16 @@ STARTUP_DURATION = Metric(
 )
 KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
 KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)
+KV_BLOCK_SIZE = Metric(
+    "infer.kv_cache.block.size", GAUGE, "{token}", "What a block of the KV cache holds.", _ENGINE
+)
+KV_HEADROOM = Metric(
+    "infer.kv_cache.headroom",
+    GAUGE,
+    "{step}",
+    "Steps until the KV cache is full, if all that run go on, nobody leaves and nobody comes: free tokens / running sequences.",
+    _ENGINE,
+)
 KV_PREFIX_QUERIES = Metric(
     "infer.kv_cache.prefix.queries",
     COUNTER,
@@ -608,6 +618,8 @@ KV_EVICTIONS = Metric(
     "Blocks that the prefix cache gave up for others.",
 )
 KV_UTILIZATION = Metric("infer.kv_cache.utilization", GAUGE, "1", "KV-cache usage / limit, 0 to 1.", _ENGINE)
+KV_OF_ENGINE = (KV_USAGE, KV_LIMIT, KV_BLOCK_SIZE, KV_HEADROOM, KV_UTILIZATION)
+"""What an engine says with its steps, and nobody says of one that is gone."""
 _GPU = (HW_ID, HW_NAME, HW_TYPE, HW_MODEL, HW_VENDOR, HW_DRIVER_VERSION, HW_PARENT)
 GPU_UTILIZATION = Metric(
     "hw.gpu.utilization",

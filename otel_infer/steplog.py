@@ -62,6 +62,8 @@ class StepLog:
         self.table = StepTable()
         self.device: DeviceSteps | None = None
         """Once anybody said how long a worker or a device was at a step."""
+        self.block_tokens = 0
+        """What a block of the KV cache holds; 0 = nobody said."""
         self.prompts = Prompts()
         self.learned = Learned(self.table, seen)
         self.holed = False
@@ -119,7 +121,7 @@ class StepLog:
         return StepRecord(
             self.engine, self.pid, fact.step, scheduled.at, ended_at, scheduled.size,
             self.table.prefill_tokens(fact.step), scheduled.size - prefilling,
-            scheduled.kv_used, scheduled.kv_total, scheduled.running, scheduled.waiting,
+            scheduled.kv_used, scheduled.kv_total, scheduled.running, scheduled.waiting, self.block_tokens,
         )  # fmt: skip
 
     def executed(self, step: int, length: int) -> None:

@@ -73,6 +73,16 @@ def _kv() -> Row:
                 empty="it is not filling up",
             ),
             panels.lines(
+                "Steps until full",
+                Reading(
+                    "Tokens that still fit, for each sequence that runs: what the batch of now may decode before somebody is put back.",
+                    "below what answers are long (`max_tokens`): they will not all end without a preemption.",
+                ),
+                [Query(ASK.value(semconv.KV_HEADROOM, by=_ENGINE, take="min"), _EACH)],
+                unit="short",
+                empty="the engine does not say how large its blocks are",
+            ),
+            panels.lines(
                 "Prefix cache: hit ratio",
                 Reading(
                     "Share of prompt tokens that the cache had.",

@@ -120,6 +120,10 @@ class MetricsSink:
             self._numbers[semconv.KV_USAGE.name].set(key, record.kv_used)
             self._numbers[semconv.KV_LIMIT.name].set(key, record.kv_total)
             self._numbers[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
+            if record.block_tokens:
+                free = (record.kv_total - record.kv_used) * record.block_tokens
+                self._numbers[semconv.KV_BLOCK_SIZE.name].set(key, record.block_tokens)
+                self._numbers[semconv.KV_HEADROOM.name].set(key, free / max(record.running, 1))
 
     def executions(self, executions: Sequence[Execution]) -> None:
         """Counts what workers took for steps."""
@@ -154,7 +158,7 @@ class MetricsSink:
     def engines(self, living: Collection[tuple[str, int]]) -> None:
         """These (engine, pid) are there: nothing uses the KV cache of any other."""
         keys = {(engine or None, pid) for engine, pid in living}
-        for metric in (semconv.KV_USAGE, semconv.KV_LIMIT, semconv.KV_UTILIZATION):
+        for metric in semconv.KV_OF_ENGINE:
             self._numbers[metric.name].retain(keys)
 
     def set(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:

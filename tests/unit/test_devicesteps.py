@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import otel_infer
-from otel_infer import clock, ingress
+from otel_infer import clock, facts, ingress
+from otel_infer.devices import Devices
 from otel_infer.devicesteps import DeviceSteps, DeviceTime
 from otel_infer.gpu.timeline import Timed
 from otel_infer.gpu.work import StageWork, StepWork
+from otel_infer.steplog import StepLog
 from tests.rings import Recording
 
 MS = 1_000_000
@@ -150,7 +152,7 @@ def test_a_stage_can_be_timed_on_its_own(recording: Recording) -> None:
         request = ingress.current()
         assert request is not None
         at = clock.now()
-        StageWork(request.handle, "rerank").on_device(Timed(at - 4 * MS, at, 5, 6, -1, 7))
+        StageWork("rerank", request.handle).on_device(Timed(at - 4 * MS, at, 5, 6, -1, 7))
     (record,) = recording.records()
     stage = record.stage("rerank")
     assert stage is not None
@@ -185,3 +187,20 @@ def test_a_step_of_ones_own_is_timed_up_to_where_all_of_it_is_launched(recording
     assert decode.attributes["infer.device.method"] == "host"  # without a device
     assert decode.attributes["infer.device.steps"] == 2
     assert float(decode.attributes["infer.device.duration"]) < 0.02  # type: ignore[arg-type]
+
+
+def test_how_large_blocks_are_may_be_said_before_the_engine_is_found_and_again_and_is_forgotten_with_its_process() -> (
+    None
+):
+    devices = Devices()
+    devices.process(1, 77)
+    seen, engine = facts.EngineSeen(1, 1, 77, "toy", 3), StepLog("toy", 77, 1, lambda handle: None)
+    devices.sized(facts.BlocksSized(1, "toy", 77, 3, 16))
+    devices.engine(seen, engine)
+    assert engine.block_tokens == 16
+    devices.sized(facts.BlocksSized(2, "toy", 77, 3, 32))
+    assert engine.block_tokens == 32
+    devices.died(1)
+    another = StepLog("toy", 77, 1, lambda handle: None)
+    devices.engine(seen, another)
+    assert another.block_tokens == 0

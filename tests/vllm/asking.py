@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import secrets
 import socket
 import threading
@@ -113,16 +114,25 @@ class Asking:
 
 def counters(port: int) -> dict[str, float]:
     """vLLM's own metrics: sums over the labels of each, but for `le`."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("GET", METRICS)
-    lines = connection.getresponse().read().decode().splitlines()
-    connection.close()
     found: dict[str, float] = {}
-    for line in lines:
+    for line in _scraped(port).splitlines():
         if line and not line.startswith("#") and 'le="' not in line:
             name, value = line.partition("{")[0].partition(" ")[0], line.rpartition(" ")[2]
             found[name] = found.get(name, 0.0) + float(value)
     return found
+
+
+def block_size(port: int) -> int:
+    """Tokens, as vLLM's own metrics say."""
+    return int(re.findall(r'[{,]block_size="(\d+)"', _scraped(port))[0])
+
+
+def _scraped(port: int) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", METRICS)
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return text
 
 
 def eventually(is_so: Callable[[], object], timeout: float = 15.0) -> bool:

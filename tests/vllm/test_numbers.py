@@ -18,7 +18,7 @@ from tests.otlp_receiver import OtlpReceiver
 from tests.served import Server
 from tests.toy_server import until
 from tests.trees import trace
-from tests.vllm.asking import CHAT, COMPLETIONS, METRICS, Answer, Asking, ask, counters, prompt
+from tests.vllm.asking import CHAT, COMPLETIONS, METRICS, Answer, Asking, ask, block_size, counters, prompt
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import stall
 
@@ -147,6 +147,7 @@ def test_counts_are_vllms_own(server: Server, receiver: OtlpReceiver) -> None:
     }
     assert theirs["vllm:num_preemptions_total"] > 0 and theirs["vllm:prefix_cache_hits_total"] > 0
     until(lambda: all(ours(receiver).get(key) == value for key, value in expected.items()) or None, 5)
+    assert ours(receiver)["infer.kv_cache.block.size", None] == block_size(server.port)
     finished = theirs["vllm:request_success_total"]
     requests = [span for spans in requests_of(receiver).values() for span in spans]
     ends = [tuple(span["attributes"]["gen_ai.response.finish_reasons"]) for span in requests]

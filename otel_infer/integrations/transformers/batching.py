@@ -19,7 +19,9 @@ from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
+from otel_infer.integrations._blocks import Blocks
 from otel_infer.integrations._claims import claiming
+from otel_infer.integrations.transformers import caches
 from otel_infer.integrations.transformers._integration import ENGINE, integration
 from otel_infer.patching import Hook
 from otel_infer.ring.membership import StepLog
@@ -62,7 +64,9 @@ class _Batches:
         self.over = False
         self.left: list[Any] = []
         self.flights: deque[_Flight] = deque(maxlen=8)
-        self.kv = _kv_share if hasattr(cache, "compute_free_capacity") else _kv_blocks
+        self.kv = caches.blocks_of(cache)
+        self.blocks = Blocks(ENGINE, log.number, caches.block_tokens(cache))
+        self.blocks.say()
         log.pack = _pack
 
     def scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
@@ -84,6 +88,7 @@ class _Batches:
             chunks = tuple([self.log.position(one.state) for one in odd if not one.has_new_token])
         if self.left:
             self.left = []
+            self.blocks.say()
         self.flights.append(_Flight(step, futures[0], states, column, chunks, plain))
 
     def done(self, first: Any) -> None:
@@ -175,17 +180,6 @@ def _pack(states: Any) -> bytes:
         return b"".join(map(_packed_of, states))
     except AttributeError:  # some began before we were here
         return b"".join(getattr(state, "otel_infer_handle", UNKNOWN) for state in states)
-
-
-def _kv_share(cache: Any) -> tuple[int, int]:
-    """KV blocks (used, total); a look at the free lists, whatever the batch."""
-    total = int(cache.num_blocks)
-    return total - round(cache.compute_free_capacity() * total), total
-
-
-def _kv_blocks(cache: Any) -> tuple[int, int]:
-    total = int(getattr(cache, "num_blocks", 0) or 0)
-    return (total - int(cache.get_num_free_blocks()), total) if total else (0, 0)
 
 
 class _Loop(threading.local):

@@ -1,9 +1,9 @@
-"""What a KV cache of `generate` takes: nobody shares it, so it is its request's. Asked after the prompt and in the end, since it
-costs some µs a layer."""
+"""KV caches. That of a `generate` is its request's alone: what it takes is asked after the prompt and in the end, since that costs
+some µs a layer. That of continuous batching is everybody's: how many of its blocks are in use is asked in each step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from otel_infer import clock, facts, ingress
@@ -30,3 +30,25 @@ def _sizes(layer: Any) -> Iterator[int]:
     for value in vars(layer).values():
         if getattr(value, "ndim", 0) and hasattr(value, "nbytes"):  # a number is bookkeeping
             yield int(value.nbytes)
+
+
+def blocks_of(cache: Any) -> Callable[[Any], tuple[int, int]]:
+    """How many blocks such a cache has in use, and in all: a look at its free lists, whatever the batch."""
+    return _by_share if hasattr(cache, "compute_free_capacity") else _by_count
+
+
+def block_tokens(cache: Any) -> int:
+    """What a block holds, as the cache says (up to 5.17) or its allocators do; 0 = neither."""
+    allocators = list(getattr(cache, "cache_allocators", {}).values())
+    said = [getattr(cache, "block_size", 0), *(getattr(one, "tokens_per_page", 0) for one in allocators)]
+    return int(next(filter(None, said), 0))
+
+
+def _by_share(cache: Any) -> tuple[int, int]:
+    total = int(cache.num_blocks)
+    return total - round(cache.compute_free_capacity() * total), total
+
+
+def _by_count(cache: Any) -> tuple[int, int]:
+    total = int(getattr(cache, "num_blocks", 0) or 0)
+    return (total - int(cache.get_num_free_blocks()), total) if total else (0, 0)

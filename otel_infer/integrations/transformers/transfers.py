@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from otel_infer import clock, facts, ingress, semconv
+from otel_infer import clock, facts, ingress
 from otel_infer.gpu.timing import timing
 from otel_infer.gpu.work import StageWork
 from otel_infer.integrations.transformers._integration import integration
@@ -53,7 +53,7 @@ def to(call: Call) -> Generator[None, Any, None]:
     if request is None or not inputs:
         yield
         return
-    transfer = _Transfer(semconv.SPAN_H2D, [request])
+    transfer = _Transfer("h2d", [request])
     try:
         yield
     except BaseException:
@@ -126,8 +126,8 @@ def _outputs(host: Any) -> Iterator[Any]:
 
 
 for _name, _stage, _moved in (
-    ("transfer_inputs_h2d", semconv.SPAN_H2D, _inputs),
-    ("transfer_outputs_d2h", semconv.SPAN_D2H, _outputs),
+    ("transfer_inputs_h2d", "h2d", _inputs),
+    ("transfer_outputs_d2h", "d2h", _outputs),
 ):
     integration.step_hook(f"{CB}.input_outputs:HostDeviceIOPair.{_name}", reads=("stream",), part=PART)(
         _of_step(_stage, _moved)

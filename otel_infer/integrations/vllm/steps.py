@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any
 
 from otel_infer import clock, facts
+from otel_infer.integrations._blocks import Blocks
 from otel_infer.integrations.vllm import waits
 from otel_infer.integrations.vllm._integration import (
     DUMMIES,
@@ -86,6 +87,7 @@ class Batches:
 
     def __init__(self, log: StepLog) -> None:
         self.log, self._pid = log, os.getpid()
+        self._blocks: Blocks | None = None
         self.waits = waits.Waits()
         self.drafts: dict[str, tuple[int, int]] = {}
         self.left: list[str] = []
@@ -110,6 +112,11 @@ class Batches:
             else array("I", tokens.values()).tobytes()
         )
         left, self.left = self.left, []
+        if self._blocks is None:
+            self._blocks = Blocks(ENGINE, self.log.number, _block_tokens(scheduler))
+            self._blocks.say()
+        elif left:
+            self._blocks.say()
         step = self.log.scheduled(members, left, column, *_load(scheduler), waiting)
         output.otel_infer_step = self._pid, step  # for the workers
         self.flights.append(_Flight(step, output, members))
@@ -164,6 +171,13 @@ def _load(scheduler: Any) -> tuple[int, int, int]:
     pool = scheduler.kv_cache_manager.block_pool
     total = pool.num_gpu_blocks - 1  # one is nobody's
     return total - pool.get_num_free_blocks(), total, len(scheduler.running)
+
+
+def _block_tokens(scheduler: Any) -> int:
+    """Where layers differ in what they keep, blocks are of groups of them, and only the configuration knows (0.32 and later)."""
+    total = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    whole = getattr(getattr(scheduler, "cache_config", None), "kv_cache_size_tokens", None)
+    return round(whole / total) if whole and total else int(getattr(scheduler, "block_size", 0))
 
 
 def _admitted(scheduler: Any, new: Any, at: int) -> None:

@@ -71,6 +71,7 @@ def check_loads(engine: Engine, steps: list[StepRecord]) -> None:
     assert [step.kv_used for step in steps] == [batch.kv_used for batch in engine.batches]
     assert {step.kv_total for step in steps} == {engine.cache.num_blocks}
     assert 0 < max(step.kv_used for step in steps) <= engine.cache.num_blocks
+    assert {step.block_tokens for step in steps} == {PAGE}
 
 
 def outputs(results: dict[str, Any]) -> dict[str, list[int]]:

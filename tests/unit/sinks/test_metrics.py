@@ -470,11 +470,23 @@ def test_kv_usage_is_what_each_engine_said_last() -> None:
         assert list(zip(engines, values)) == points
 
 
+def test_how_many_steps_fit_into_what_is_free_is_told_where_the_size_of_blocks_is_known() -> None:
+    metrics = sink()
+    metrics.steps([step(1, kv_used=20, running=4, block_tokens=16), step(1, pid=8, running=4)])
+    said = sent(metrics)
+    size, headroom = (
+        only_point(said[metric.name]) for metric in (semconv.KV_BLOCK_SIZE, semconv.KV_HEADROOM)
+    )
+    assert size["attributes"] == headroom["attributes"] == {"infer.engine": "0", "process.pid": 7}
+    assert (size["value"], headroom["value"]) == (16, (100 - 20) * 16 / 4)
+
+
 def test_an_engine_that_is_gone_uses_no_kv_cache() -> None:
     metrics = sink()
-    metrics.steps([step(1), step(1, pid=8)])
+    metrics.steps([step(1, block_tokens=16), step(1, pid=8, block_tokens=16)])
     metrics.engines({("0", 8)})
-    for name in ("infer.kv_cache.usage", "infer.kv_cache.limit", "infer.kv_cache.utilization"):
+    for metric in semconv.KV_OF_ENGINE:
+        name = metric.name
         assert [8] == [point["attributes"]["process.pid"] for point in sent(metrics)[name]["points"]]
 
 
@@ -808,7 +820,7 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
     preempted.device_share = MS
     metrics.kept(preempted, Decision(True, 0, "slow", slow=True))
-    metrics.steps([step(prefill_tokens=5)])
+    metrics.steps([step(prefill_tokens=5, block_tokens=16)])
     metrics.executions([Execution("vllm", 77, 0, MS, True, MS, MS)])
     metrics.pauses([Pause(0, MS, "gc")])
     metrics.start(started(Phase("imports", 0, MS)))
