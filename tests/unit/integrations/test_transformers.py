@@ -13,7 +13,15 @@ from opentelemetry import baggage
 from opentelemetry import context as otel_context
 
 from otel_infer import facts, ingress
-from otel_infer.integrations.transformers import arguments, batching, integration, sequences, serve, text
+from otel_infer.integrations.transformers import (
+    arguments,
+    batching,
+    caches,
+    integration,
+    sequences,
+    serve,
+    text,
+)
 from otel_infer.integrations.transformers._integration import apart, model_name
 from otel_infer.patching import Call, Hook
 from otel_infer.records import RequestRecord
@@ -153,8 +161,20 @@ def test_a_release_whose_futures_do_not_say_their_length_is_read_from_the_state(
 @pytest.mark.parametrize(("share", "used"), [(1.0, 0), (0.95, 1), (0.35, 13), (0.0, 20)])
 def test_a_cache_that_counts_by_share_is_told_in_blocks(share: float, used: int) -> None:
     cache = SimpleNamespace(num_blocks=20, compute_free_capacity=lambda: share)
-    assert batching._kv_share(cache) == (used, 20)
-    assert batching._kv_blocks(SimpleNamespace()) == (0, 0)
+    assert caches.blocks_of(cache)(cache) == (used, 20)
+    nothing = SimpleNamespace()
+    assert caches.blocks_of(nothing)(nothing) == (0, 0)
+
+
+def test_how_large_blocks_are_is_said_by_the_cache_or_by_its_allocators_or_by_nobody() -> None:
+    allocator = SimpleNamespace(tokens_per_page=16)
+    said = [
+        SimpleNamespace(block_size=32),
+        SimpleNamespace(cache_allocators={"full_attention": allocator}),
+        SimpleNamespace(cache_allocators={}),
+        SimpleNamespace(),
+    ]
+    assert [caches.block_tokens(cache) for cache in said] == [32, 16, 0, 0]
 
 
 def test_with_two_in_flight_what_was_scheduled_for_the_gone_is_discarded(recording: Recording) -> None:
