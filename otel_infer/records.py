@@ -143,7 +143,7 @@ class RequestRecord:
     two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is true,
     but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step, and
     `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its event
-    loop alone. `device_ns`: by stage, how long a device was at it, if all of its steps were timed; `device_share`: its part of
+    loop alone. `device_ns`: of each stage all of whose steps were timed, how long a device was at it; `device_share`: its part of
     all its steps, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed), None if nobody
     knows. `memory_free`: bytes of the device that had least, at arrival and at the end; 0 = not known. `throttled`: why GPUs'
     clocks were held down meanwhile, `throttled_at`: when. `start`: of the first request of a process, trace and span id of the
@@ -170,7 +170,7 @@ class RequestRecord:
     died_in: str = ""
     status_code: int = 0
     stages: list[Stage] = field(default_factory=list)
-    device_ns: dict[str, int] = field(default_factory=dict)
+    device_ns: list[tuple[str, int]] = field(default_factory=list)
     device_share: int = 0
     device_idle: Any = field(default=None, compare=False)
     memory_free: tuple[int, int] = (0, 0)

@@ -588,7 +588,11 @@ STARTUP_DURATION = Metric(
 KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
 KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)
 KV_BLOCK_SIZE = Metric(
-    "infer.kv_cache.block.size", GAUGE, "{token}", "What a block of the KV cache holds.", _ENGINE
+    "infer.kv_cache.block.size",
+    GAUGE,
+    "{token}",
+    "What a block of the KV cache holds, on average where layers differ.",
+    _ENGINE,
 )
 KV_HEADROOM = Metric(
     "infer.kv_cache.headroom",

@@ -75,7 +75,8 @@ def _kv() -> Row:
             panels.lines(
                 "Steps until full",
                 Reading(
-                    "Tokens that still fit, for each sequence that runs: what the batch of now may decode before somebody is put back.",
+                    "Tokens that still fit, for each sequence that runs: what the batch of now may decode before somebody is put back. Where "
+                    "layers differ in what they keep, an average.",
                     "below what answers are long (`max_tokens`): they will not all end without a preemption.",
                 ),
                 [Query(ASK.value(semconv.KV_HEADROOM, by=_ENGINE, take="min"), _EACH)],
@@ -196,8 +197,8 @@ def _device() -> Row:
                 [
                     Query(_memory("private_pools"), f"private pools {_DEVICE}"),
                     Query(
-                        ASK.value(semconv.PINNED_MEMORY, by=(semconv.PROCESS_PID,)),
-                        f"pinned {legend(semconv.PROCESS_PID)}",
+                        ASK.value(semconv.PINNED_MEMORY, by=("instance", semconv.PROCESS_PID)),
+                        f"pinned {legend('instance', semconv.PROCESS_PID)}",
                     ),
                 ],
                 unit="bytes",

@@ -14,6 +14,9 @@ from otel_infer.records import RequestRecord, Stage
 from otel_infer.steplog import StepLog
 from otel_infer.steprows import StepRows
 
+_COPIES = (semconv.SPAN_H2D, semconv.SPAN_D2H)
+"""What holds these back is neither launching nor the host."""
+
 
 def adopt(record: RequestRecord, request: Request) -> None:
     """Onto its stages, and its decode steps."""
@@ -82,8 +85,9 @@ def _adopt(
             semconv.DEVICE_QUEUE: time.queued / 1e9,
             semconv.DEVICE_GAP: time.gaps / 1e9,
             semconv.DEVICE_ERROR: time.bound / 1e9,
-            semconv.DEVICE_LIMIT: time.limit,
         }
+        if stage.name not in _COPIES:
+            said[semconv.DEVICE_LIMIT] = time.limit
         if time.steps == steps:
-            record.device_ns[stage.name] = record.device_ns.get(stage.name, 0) + time.span
+            record.device_ns.append((stage.name, time.span))
     stage.attributes.update(said)

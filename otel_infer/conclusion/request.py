@@ -213,6 +213,9 @@ class Request:
         if len(self.timed) < MAX_STAGES:
             self.timed.append(fact)
 
+    def _cache(self, fact: facts.CacheHeld) -> None:
+        self.cache[1:] = [fact]  # the first and the last
+
     def _stage(self, fact: facts.StageEnded | facts.BytesMoved) -> None:
         if len(self.stages) < MAX_STAGES:
             self.stages.append(fact)
@@ -264,7 +267,7 @@ def _refused(request: Request, fact: facts.MemoryRefused) -> None:
 _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.StageEnded: Request._stage,
     facts.BytesMoved: Request._stage,
-    facts.CacheHeld: lambda request, fact: request.cache.append(fact),
+    facts.CacheHeld: Request._cache,
     facts.StageTimed: Request._timed,
     facts.RequestSubmitted: Request._submitted,
     facts.RequestReceived: _once("received_at"),

@@ -1,4 +1,5 @@
-"""How large the blocks of an engine's KV cache are: said when its first step is made, and now and then, since readers come and go."""
+"""How large the blocks of an engine's KV cache are: said when its first step is made, and now and then when its batch has changed,
+since readers come and go."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class MetricsSink:
         if record.device_share:
             attributed = self._numbers[semconv.DEVICE_ATTRIBUTED.name]
             attributed.add((*who, *self._caller(record)), record.device_share / 1e9)
-        for name, length in record.device_ns.items():
+        for name, length in record.device_ns:
             points.at((self._stages.admit(name), semconv.CLOCK_DEVICE, *who)).record(length / 1e9, source)
 
     def _count_blame(self, record: RequestRecord, blame: Blame, who: Key) -> None:

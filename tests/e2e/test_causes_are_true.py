@@ -31,7 +31,7 @@ UNBLAMED = 0.02
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 

@@ -133,6 +133,7 @@ class _Batches:
         if not self.flights:
             self.left = []
             self.log.idle()
+            self.blocks.say()
 
 
 def _discarding(flight: _Flight) -> tuple[bytes, int]:

@@ -3,7 +3,7 @@ some µs a layer. That of continuous batching is everybody's: how many of its bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from otel_infer import clock, facts, ingress
@@ -13,23 +13,33 @@ _PARTS = ("self_attention_cache", "cross_attention_cache")
 
 
 def say(request: ingress.LiveRequest, cache: Any) -> None:
-    """States what it takes now, if it is one."""
-    size = bytes_of(cache)
+    """States what it takes now, where that can be known: a cache may be anything that a model makes, and what is odd is no error."""
+    try:
+        size = bytes_of(cache)
+    except Exception:
+        return
     if size:
         request.state(facts.CacheHeld(clock.now(), size))
 
 
 def bytes_of(cache: Any) -> int:
-    """Of all tensors of all layers, wherever they lie; 0 where it is none of the library's caches (transformers 5.5 to 5.23)."""
+    """The memory behind all tensors of all layers, wherever they lie, each piece once; 0 where it is none of the library's caches
+    (transformers 5.5 to 5.23)."""
     parts = [part for part in (getattr(cache, name, None) for name in _PARTS) if part is not None]
     layers = [layer for part in parts or [cache] for layer in getattr(part, "layers", None) or ()]
-    return sum([size for layer in layers for size in _sizes(layer)])
+    return sum(dict([piece for layer in layers for piece in _pieces(vars(layer).values())]).values())
 
 
-def _sizes(layer: Any) -> Iterator[int]:
-    for value in vars(layer).values():
-        if getattr(value, "ndim", 0) and hasattr(value, "nbytes"):  # a number is bookkeeping
-            yield int(value.nbytes)
+def _pieces(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """Address and bytes. Quantized layers hold tensors in tuples, those with a state by name."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _pieces(value)
+        elif isinstance(value, dict):
+            yield from _pieces(value.values())
+        elif getattr(value, "ndim", 0) and hasattr(value, "untyped_storage"):  # a number is bookkeeping
+            storage = value.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
 
 
 def blocks_of(cache: Any) -> Callable[[Any], tuple[int, int]]:

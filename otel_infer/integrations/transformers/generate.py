@@ -123,6 +123,7 @@ class _Run:
     def fails(self, exc: BaseException) -> None:
         """States that it was given up."""
         timing.drop(self.begun or 0)
+        caches.say(self.request, self.cache)
         stopped = not isinstance(exc, Exception) or type(exc).__name__ == CANCELLED
         self.request.state(facts.EngineFinished(clock.now(), "abort" if stopped else "error", self.tokens))
         if self.own and stopped:
@@ -161,7 +162,8 @@ def generate(call: Call) -> Generator[None, Any, None]:
         run.fails(exc)
         raise
     finally:
-        thread.run = None
+        # A run is in a cycle with itself, and a device's memory cannot wait for the garbage collector.
+        thread.run = run.cache = None
         if token is not None:
             ingress.detach(token)
         if run.log is not None:
@@ -233,8 +235,8 @@ def accept(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             except Exception as exc:
                 hook.fail(exc)
         result = original(*args, **kwargs)
-        if run is not None and run.cache is None and hook.alive:
-            run.cache = result.get("past_key_values") if type(result) is dict else None
+        if run is not None and hook.alive and type(result) is dict:
+            run.cache = result.get("past_key_values")
         return result
 
     return accept

@@ -2,8 +2,9 @@
 
 `BatchEncoding.to` takes a request's inputs there. Asynchronous batching moves those of a step, and what it chose; that is said of
 a request whose prompt is in the batch, not of every token. By the host's clock a stage lasts as long as the call, by the
-device's as long as the copy, which begins later and on a stream of its own where the host's side is page-locked. The bytes of a
-step are those of the buffers that `ContinuousBatchingIOs._transfer_inputs` copies whole (transformers 5.5 to 5.23).
+device's as long as the copy, which may begin when the call is over: batching copies on streams of its own, from page-locked
+memory. The bytes of a step are those of the buffers that `ContinuousBatchingIOs._transfer_inputs` copies whole (transformers 5.5
+to 5.23).
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from otel_infer import clock, facts, ingress
-from otel_infer.gpu.timing import timing
+from otel_infer.gpu.device import current
+from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.gpu.work import StageWork
 from otel_infer.integrations.transformers._integration import integration
 from otel_infer.integrations.transformers.batching import CB
 from otel_infer.patching import Call, Hook
 
-PART = "transfers"
-
 
 class _Transfer:
-    """One that begins, for these requests, on this stream (None: the thread's current one)."""
+    """One that begins, for these requests, on this stream (None: the thread's current one), if on any that is known."""
 
     __slots__ = ("_begun", "_requests", "_stage", "_started_at")
 
-    def __init__(self, stage: str, requests: list[ingress.LiveRequest], stream: Any = None) -> None:
+    def __init__(
+        self, stage: str, requests: list[ingress.LiveRequest], stream: Any = None, has_stream: bool = True
+    ) -> None:
         self._stage, self._requests, self._started_at = stage, requests, clock.now()
-        self._begun = timing.begin(stream, is_step=False)
+        self._begun = timing.begin(stream, is_step=False) if has_stream else UNTIMED
 
     def drop(self) -> None:
         """It did not come to it."""
@@ -44,26 +46,39 @@ class _Transfer:
             request.moved(self._stage, self._started_at, size, int(pinned), at)
 
 
-@integration.around("transformers.tokenization_utils_base:BatchEncoding.to", reads=("device",), part=PART)
+@integration.around(
+    "transformers.tokenization_utils_base:BatchEncoding.to", reads=("device",), part="tokenizer"
+)
 def to(call: Call) -> Generator[None, Any, None]:
-    """A request's inputs; those that are there already stay where they are."""
-    request = ingress.current()
-    goes = request is not None and not str(call["device"]).startswith("cpu")
-    inputs = [*filter(_is_on_host, call.instance.values())] if goes else []
-    if request is None or not inputs:
+    """A request's inputs; what is there already stays, and what is no device changes nothing."""
+    request, target = ingress.current(), call["device"]
+    goes = request is not None and not str(target).startswith("cpu")
+    before = {name: one for name, one in call.instance.items() if _is_on_host(one)} if goes else {}
+    if request is None or not before:
         yield
         return
-    transfer = _Transfer("h2d", [request])
+    transfer = _Transfer("h2d", [request], has_stream=_is_current(target))
     try:
         yield
     except BaseException:
         transfer.drop()
         raise
-    transfer.end(inputs)
+    moved = [one for name, one in before.items() if not _is_on_host(call.instance.get(name))]
+    transfer.end(moved) if moved else transfer.drop()
 
 
 def _is_on_host(value: Any) -> bool:
     return getattr(getattr(value, "device", None), "type", "") == "cpu"
+
+
+def _is_current(target: Any) -> bool:
+    """Whether it is the device whose streams this thread's marks are on."""
+    device = current()
+    return device is not None and str(target) in (
+        device.kind,
+        str(device.index),
+        f"{device.kind}:{device.index}",
+    )
 
 
 def _of_step(
@@ -111,12 +126,13 @@ def _begin(stage: str, host: Any, stream: Any) -> _Transfer | None:
 
 
 def _inputs(host: Any) -> Iterator[Any]:
+    unread = not hasattr(host, "logits_processors_defaults")  # 5.5 moves indices also if nothing is read
     yield host._bulk_input_tensor
     if host.use_block_table:
         yield host.block_table
     else:
         yield host.write_index_storage
-        if host.max_kv_read > 0:
+        if host.max_kv_read > 0 or unread:
             yield host.read_index_storage
     yield from (host.attention_mask or {}).values()
 
@@ -129,6 +145,6 @@ for _name, _stage, _moved in (
     ("transfer_inputs_h2d", "h2d", _inputs),
     ("transfer_outputs_d2h", "d2h", _outputs),
 ):
-    integration.step_hook(f"{CB}.input_outputs:HostDeviceIOPair.{_name}", reads=("stream",), part=PART)(
-        _of_step(_stage, _moved)
-    )
+    integration.step_hook(
+        f"{CB}.input_outputs:HostDeviceIOPair.{_name}", reads=("stream",), part="transfers"
+    )(_of_step(_stage, _moved))

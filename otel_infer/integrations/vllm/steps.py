@@ -155,6 +155,8 @@ class Batches:
         if not scheduler.running and not self.flights:
             self.left = []
             self.log.idle()
+            if self._blocks is not None:
+                self._blocks.say()
             at = clock.now()
             _evicted.tell(at)
             self.waits.idle(scheduler, at)
@@ -174,10 +176,13 @@ def _load(scheduler: Any) -> tuple[int, int, int]:
 
 
 def _block_tokens(scheduler: Any) -> int:
-    """Where layers differ in what they keep, blocks are of groups of them, and only the configuration knows (0.32 and later)."""
+    """Where layers differ in what they keep, blocks are of groups of them: on average, at the longest context (from 0.24 on)."""
     total = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
     whole = getattr(getattr(scheduler, "cache_config", None), "kv_cache_size_tokens", None)
-    return round(whole / total) if whole and total else int(getattr(scheduler, "block_size", 0))
+    if len(groups) > 1:
+        return round(whole / total) if whole and total else 0
+    return int(getattr(scheduler, "block_size", 0))
 
 
 def _admitted(scheduler: Any, new: Any, at: int) -> None:

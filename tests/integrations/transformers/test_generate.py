@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from otel_infer import facts, ingress, semconv
-from otel_infer.integrations.transformers import integration
+from otel_infer.integrations.transformers import caches, integration
 from tests.integrations.transformers.recorded import Recorded, check_stages, prefilled, served, sizes
 from tests.rings import stages_of
 
@@ -176,6 +180,53 @@ def test_a_cache_that_was_made_up_front_is_as_large_all_along(model: Any, record
     (record,) = recorded.records()
     after_prompt, in_the_end = held(record)
     assert after_prompt == in_the_end > 0
+
+
+@pytest.mark.parametrize("fails", [0, 3])
+def test_a_cache_is_given_back_when_the_call_is_over_and_not_when_garbage_is_collected(
+    fails: int, model: Any, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    say = caches.say
+
+    def spied(request: Any, cache: Any) -> None:
+        seen.append(weakref.ref(cache))
+        say(request, cache)
+
+    monkeypatch.setattr(caches, "say", spied)
+    gc.disable()
+    try:
+        with contextlib.suppress(Stop):
+            model.generate(**asked(logits_processor=[Script(fails=fails)]))
+        assert len(seen) == 2
+        assert [cache() for cache in seen] == [None, None]
+    finally:
+        gc.enable()
+    (record,) = recorded.records()
+    assert all(held(record))
+
+
+def test_a_cache_of_a_kind_that_nobody_knows_is_no_error() -> None:
+    class Odd:
+        layers = 5
+
+    class Slotted:
+        __slots__ = ("keys",)
+
+    class Many:
+        layers = (Slotted(),)
+
+    for cache in (None, (1, 2), Odd(), Many()):
+        caches.say(None, cache)  # type: ignore[arg-type]  # nobody is told anything
+
+
+def test_tensors_in_tuples_and_by_name_count_and_what_is_shared_counts_once() -> None:
+    keys = torch.zeros(2, 8)
+    layer = SimpleNamespace(
+        keys=keys, seen=keys[:1], scaled=(torch.zeros(4), torch.zeros(1)), length=torch.tensor(3)
+    )
+    state = SimpleNamespace(conv={"a": torch.zeros(3)}, keys=None)
+    assert caches.bytes_of(SimpleNamespace(layers=[layer, state])) == 4 * (16 + 4 + 1 + 3)
 
 
 def test_one_token_is_a_prefill_and_no_decode(model: Any, recorded: Recorded) -> None:
