@@ -102,8 +102,9 @@ class Prometheus(Running):
         return [[float(value) for _, value in series["values"]] for series in found["result"]]
 
     def alerts(self) -> dict[str, str]:
-        """State by name."""
-        return {one["labels"]["alertname"]: one["state"] for one in self.ask.get("alerts")["alerts"]}
+        """State by name: of several of a name (two windows, several series) the furthest."""
+        found = [(one["labels"]["alertname"], one["state"]) for one in self.ask.get("alerts")["alerts"]]
+        return dict(sorted(found, reverse=True))  # pending before firing
 
 
 class Alertmanager(Running):
