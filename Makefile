@@ -40,11 +40,8 @@ else
 	$(VENV)-vllm/bin/python -m pytest tests/vllm $(ARGS)
 endif
 
-# As many minutes on one side as on the other.
-STACK := $(patsubst %,tests/stack/test_%.py,panels alerts faults numbers)
-
 test-stack: $(VENV)/.dev $(VENV)-vllm/.dev tools  ## real servers, scraped by a real Prometheus: every panel, every alert
-	$(BIN)/python -m pytest $(TWO) $(STACK) $(ARGS)
+	$(BIN)/python -m pytest tests/stack $(ARGS)
 
 tools:  ## Debian's Prometheus and Alertmanager, unpacked into .tools; without them some tests are skipped by name
 	@scripts/prometheus_tools.sh
