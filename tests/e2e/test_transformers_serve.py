@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 import time
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.real
 
 ZERO_CODE = (str(Path(sys.executable).parent / "opentelemetry-instrument"),)
 
-
 REQUEST = "chat tiny-llama"
+RUNNER = "transformers.generation.continuous_batching.model_runner"
 
 
 def trace(receiver: OtlpReceiver, trace_id: str) -> list[dict[str, Any]]:
@@ -84,10 +85,9 @@ def test_a_streamed_request_is_one_tree_below_its_callers_span(
         }.items()
     )
     decode = next(span for span in spans if span["name"] == "decode")["attributes"]
-    assert (decode["infer.device.method"], decode["infer.device.steps"]) == (
-        "host",
-        7,
-    )  # nothing is claimed of a device
+    timed = decode.get("infer.device.method"), decode.get("infer.device.steps")
+    # Nothing is claimed of a device; before 5.9 nobody says when a step is launched.
+    assert timed == (("host", 7) if importlib.util.find_spec(RUNNER) else (None, None))
     assert not {"infer.device.limit", "infer.device.error"} & decode.keys()
     assert sum("gen_ai.usage.output_tokens" in span["attributes"] for span in spans) == 1
     server = next(span for span in spans if span["kind"] == 2)
