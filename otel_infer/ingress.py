@@ -80,13 +80,9 @@ class LiveRequest(trace.Span):
         """States a fact about this request."""
         recorder.state(self.handle, fact)
 
-    def stage(self, name: str, started_at: int, items: int = 0, at: int = 0) -> None:
-        """A stage of this name is over (at `at`, or now)."""
-        recorder.state(self.handle, facts.StageEnded(at or clock.now(), started_at, name, items))
-
-    def moved(self, name: str, started_at: int, size: int, pinned: int, at: int = 0) -> None:
-        """The same, in which so many bytes went to a device or came from it."""
-        recorder.state(self.handle, facts.BytesMoved(at or clock.now(), started_at, name, size, pinned))
+    def stage(self, name: str, started_at: int, items: int = 0) -> None:
+        """A stage of this name is over."""
+        recorder.state(self.handle, facts.StageEnded(clock.now(), started_at, name, items))
 
     def submitted(self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0) -> None:
         """Handed over to the engine."""

@@ -43,7 +43,7 @@ class _Transfer:
         size = sum([tensor.nbytes for tensor in moved])
         pinned = all(tensor.is_pinned() for tensor in moved) if has_device else facts.PINNED_UNKNOWN
         for request in self._requests:
-            request.moved(self._stage, self._started_at, size, int(pinned), at)
+            request.state(facts.BytesMoved(at, self._started_at, self._stage, size, int(pinned)))
 
 
 @integration.around(

@@ -85,9 +85,10 @@ class _Flight:
 class Batches:
     """The steps of one scheduler."""
 
-    def __init__(self, log: StepLog) -> None:
+    def __init__(self, log: StepLog, block_tokens: int) -> None:
         self.log, self._pid = log, os.getpid()
-        self._blocks: Blocks | None = None
+        self._blocks = Blocks(ENGINE, log.number, block_tokens)
+        self._blocks.say()
         self.waits = waits.Waits()
         self.drafts: dict[str, tuple[int, int]] = {}
         self.left: list[str] = []
@@ -112,10 +113,7 @@ class Batches:
             else array("I", tokens.values()).tobytes()
         )
         left, self.left = self.left, []
-        if self._blocks is None:
-            self._blocks = Blocks(ENGINE, self.log.number, _block_tokens(scheduler))
-            self._blocks.say()
-        elif left:
+        if left:
             self._blocks.say()
         step = self.log.scheduled(members, left, column, *_load(scheduler), waiting)
         output.otel_infer_step = self._pid, step  # for the workers
@@ -155,8 +153,7 @@ class Batches:
         if not scheduler.running and not self.flights:
             self.left = []
             self.log.idle()
-            if self._blocks is not None:
-                self._blocks.say()
+            self._blocks.say()
             at = clock.now()
             _evicted.tell(at)
             self.waits.idle(scheduler, at)
@@ -203,7 +200,7 @@ def batches_of(scheduler: Any) -> Batches | None:
         log = recorder.step_log(ENGINE)
         if log is None:
             return None
-        found = scheduler.otel_infer_batches = Batches(log)
+        found = scheduler.otel_infer_batches = Batches(log, _block_tokens(scheduler))
     return found
 
 
