@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from otel_infer.gpu.timeline import Timed, Timeline
 
 LAYERS = 10
 """A step of it takes about 1 ms on an H100 as a graph."""
-TURN = 40
+TURN = {"graph": 40, "eager": 8}
+SECONDS = {"graph": 15.0, "eager": 60.0}
+"""For each: whoever launches kernel by kernel has the host's neighbours in every step."""
 BARE, AGAIN, MARKED = range(3)
 
 
@@ -87,34 +90,45 @@ class Loop:
             self._events[(number - 1) % 2].synchronize()
 
 
-def measured(batch: int, kind: str, ahead: bool, rounds: int, gates: tuple[float, float]) -> list[Line]:
+def measured(batch: int, kind: str, ahead: bool, gates: tuple[float, float]) -> list[Line]:
     """The lines of one kind of step."""
-    decoder = _decoder(batch)
-    step = decoder.graph() if kind == "graph" else decoder.eager()
-    loop = Loop(decoder, step, ahead)
-    turn, rounds = (TURN, rounds) if kind == "graph" else (TURN // 5, 6 * rounds)
-    for marked in (False, True):
-        loop.turn(turn, marked)
-    loop.costs.clear()
-    loop.marked.clear()
-    loop.told = 0
-    found: dict[int, list[float]] = {BARE: [], AGAIN: [], MARKED: []}
-    chance = np.random.default_rng(batch)
-    for _ in range(rounds):
-        for which in chance.permutation(3):
-            found[int(which)].append(loop.turn(turn, which == MARKED))
+    found, loop = taken(batch, kind, ahead)
     bare = [(one + other) / 2 for one, other in zip(found[BARE], found[AGAIN])]
     slower = verdict.median([marked / one - 1 for marked, one in zip(found[MARKED], bare)])
     itself = verdict.median([one / other - 1 for one, other in zip(found[AGAIN], found[BARE])])
     said = f"{kind}, batch {batch}, {'one step ahead' if ahead else 'waiting for each'}"
-    note = f"a bare step takes {np.median(bare):.0f} µs; {len(loop.marked)} of {rounds * turn} marked, {loop.told} told"
-    control = verdict.against_itself(itself)
+    note = f"a bare step takes {np.median(bare):.0f} µs; {len(bare)} turns; {len(loop.marked)} of {len(loop.costs)} marked, {loop.told} told"
     costs = [cost / 1000 for cost in loop.costs]
     begin, end = (verdict.median([pair[at] / 1000 for pair in loop.marked]) for at in (0, 1))
     return [
-        line(f"{said}: step longer by", "%", slower.scaled(100), Gate(gates[0]), control, note),
+        line(
+            f"{said}: step longer by",
+            "%",
+            slower.scaled(100),
+            Gate(gates[0]),
+            verdict.against_itself(itself),
+            note,
+        ),
         line(f"{said}: the host's cost a step, p50", "µs", verdict.median(costs), Gate(gates[1])),
         line(f"{said}: the host's cost a step, mean", "µs", exactly(float(np.mean(costs)))),
         line(f"{said}: of a marked step, before it is launched", "µs", begin),
         line(f"{said}: of a marked step, while the device is at it", "µs", end),
     ]
+
+
+def taken(batch: int, kind: str, ahead: bool) -> tuple[dict[int, list[float]], Loop]:
+    """µs a step of each turn, by who had it; the three take turns in an order drawn anew each time."""
+    decoder = _decoder(batch)
+    loop = Loop(decoder, decoder.graph() if kind == "graph" else decoder.eager(), ahead)
+    for marked in (False, True):
+        loop.turn(TURN[kind], marked)
+    loop.costs.clear()
+    loop.marked.clear()
+    loop.told = 0
+    found: dict[int, list[float]] = {BARE: [], AGAIN: [], MARKED: []}
+    chance = np.random.default_rng(batch)
+    until = time.monotonic() + SECONDS[kind]
+    while time.monotonic() < until:
+        for which in chance.permutation(3):
+            found[int(which)].append(loop.turn(TURN[kind], which == MARKED))
+    return found, loop

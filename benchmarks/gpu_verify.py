@@ -29,7 +29,6 @@ RESULTS = Path(__file__).parent / "results"
 STEP_OVERHEAD, HOST_COST_US, DURATION_US, END_US = 1.0, 12.0, 5.0, 25.0
 """Gates: % of a step, µs of the host per step, and errors at p95."""
 CALLS = 2000
-ROUNDS = 25
 
 
 def main() -> int:
@@ -236,7 +235,7 @@ def overhead(out: Path) -> list[Line]:
     for batch in (1, 32):
         for kind in ("graph", "eager"):
             for ahead in (False, True):
-                lines += measured(batch, kind, ahead, ROUNDS, (STEP_OVERHEAD, HOST_COST_US))
+                lines += measured(batch, kind, ahead, (STEP_OVERHEAD, HOST_COST_US))
     return lines
 
 

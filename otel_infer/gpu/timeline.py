@@ -7,7 +7,7 @@ yet: a span of the device, not its load. Driver calls per span: 1 question wheth
 and at most 2 queries, of which one may say "not yet". Nothing is made or freed on the way.
 
 Marks cost the host some 10 µs, several times that where its caches are cold, and the device 2 µs each (H100): much for steps of
-1 ms. So that it is at most 0.5 % of the time, whatever machine this is, only some steps are marked where steps are short, drawn
+1 ms. So that it is at most 0.3 % of the time, whatever machine this is, only some steps are marked where steps are short, drawn
 by chance, since engines have rhythms of their own.
 """
 
@@ -26,7 +26,7 @@ from otel_infer.gpu.device import Device
 CAPACITY = 64
 """Spans in flight at most: what is launched further ahead is timed by the host."""
 WARM_UP_NS = 5_000_000
-SHARE = 0.005
+SHARE = 0.003
 """Of the time between two steps, that marks may cost."""
 MARK_NS = 2000
 """What an event costs the device between two kernels: seen on an H100, whose host does not wait for it."""

@@ -13,6 +13,9 @@ from otel_infer.gpu.timeline import Timed, Timeline
 from tests.fake_device import FakeDevice, FakeStream
 from tests.replayed_device import RECORDINGS, ReplayedDevice
 
+ROUNDED_NS = 1500
+"""A recording has ms since its first event as float32, ±0.25 µs: of the mark, of its anchor, and of the two that tell the rate."""
+
 each = pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 
 
@@ -59,8 +62,8 @@ def test_spans_are_where_the_profiler_saw_the_kernels(path: Path) -> None:
 def test_the_code_that_runs_now_says_what_it_said_on_the_device(path: Path) -> None:
     told, device, _ = replayed(path)
     for timed, row in zip(told, device.recording["rows"]):
-        assert abs(timed.started_at - row["timed"]["started_at"]) <= 1000
-        assert abs(timed.ended_at - row["timed"]["ended_at"]) <= 1000
+        assert abs(timed.started_at - row["timed"]["started_at"]) <= ROUNDED_NS
+        assert abs(timed.ended_at - row["timed"]["ended_at"]) <= ROUNDED_NS
 
 
 @each
