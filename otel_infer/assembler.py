@@ -134,7 +134,6 @@ class Assembler:
             return
         request = self.open[ring, handle] = Request(ring, handle, fact)
         self._parts.arrived(request)
-        request.free_at_arrival = self.devices.least_free()
         request.start = self._starts.arrived(ring, fact)
         self._miss_steps(request, ring)
 
@@ -169,7 +168,6 @@ class Assembler:
     def _end(self, request: Request, fact: facts.RequestEnded) -> None:
         if request.ended is None:
             request.ended = fact
-            request.free_at_end = self.devices.least_free()
             due = request.ended_at + GRACE_NS
             heapq.heappush(self._ended, (due, next(self._numbers), request))
             self._due = min(self._due, due)
@@ -198,7 +196,10 @@ class Assembler:
 
     def _conclude(self) -> None:
         left, self._left, self._steps_left = self._left, [], 0
-        self._ready += conclude(left)
+        for record in conclude(left):
+            free = self.devices.least_free
+            record.memory_free = free(record.arrived_at), free(record.first_token_at), free(record.ended_at)
+            self._ready.append(record)
 
     def _died(self, ring: int, handle: int, fact: facts.ProcessDied) -> None:
         died = facts.RequestEnded(fact.at, facts.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)

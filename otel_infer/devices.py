@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from operator import itemgetter
+
 from otel_infer import facts
 from otel_infer.records import Execution
 from otel_infer.steplog import StepLog
+
+_AT = itemgetter(0)
+MOST_REMEMBERED = 4096
+"""Instants at which free memory became another; each process tells it once a second."""
 
 
 class Devices:
@@ -15,6 +22,7 @@ class Devices:
         self._logs: dict[tuple[int, str, int], StepLog] = {}
         self._pids: dict[int, int] = {}
         self._memory: dict[tuple[int, str], facts.MemorySeen] = {}
+        self._free: list[tuple[int, int]] = []
         self._blocks: dict[tuple[int, str, int], int] = {}
 
     def process(self, ring: int, pid: int) -> None:
@@ -65,10 +73,16 @@ class Devices:
     def memory(self, ring: int, fact: facts.MemorySeen) -> None:
         """What a process says of one of its devices; the last word counts."""
         self._memory[ring, fact.uuid] = fact
+        least = min([fact.free for fact in self._memory.values() if fact.total], default=0)
+        if not self._free or self._free[-1][1] != least:
+            self._free.append((fact.at, least))
+            if len(self._free) > 2 * MOST_REMEMBERED:
+                del self._free[:MOST_REMEMBERED]
 
-    def least_free(self) -> int:
-        """Of the device that has least, bytes; 0 = nobody knows."""
-        return min([fact.free for fact in self._memory.values() if fact.total], default=0)
+    def least_free(self, instant: int) -> int:
+        """Of the device that had least then, bytes; 0 = nobody knows, or the instant is 0."""
+        place = bisect_right(self._free, instant, key=_AT)
+        return self._free[place - 1][1] if place else 0
 
     def memory_by_process(self) -> list[tuple[int, facts.MemorySeen]]:
         """What was said last of each device, by the process id of who said it."""

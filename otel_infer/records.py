@@ -145,7 +145,7 @@ class RequestRecord:
     `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its event
     loop alone. `device_ns`: of each stage all of whose steps were timed, how long a device was at it; `device_share`: its part of
     all its steps, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed), None if nobody
-    knows. `memory_free`: bytes of the device that had least, at arrival and at the end; 0 = not known. `throttled`: why GPUs'
+    knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not known. `throttled`: why GPUs'
     clocks were held down meanwhile, `throttled_at`: when. `start`: of the first request of a process, trace and span id of the
     process's start.
     """
@@ -173,7 +173,7 @@ class RequestRecord:
     device_ns: list[tuple[str, int]] = field(default_factory=list)
     device_share: int = 0
     device_idle: Any = field(default=None, compare=False)
-    memory_free: tuple[int, int] = (0, 0)
+    memory_free: tuple[int, int, int] = (0, 0, 0)
     throttled: str = ""
     throttled_at: tuple[tuple[int, int], ...] = ()
     prefill_steps: list[PrefillStep] = field(default_factory=list)

@@ -96,7 +96,6 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
         record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
         record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
     record.marks = request.marks
-    record.memory_free = request.free_at_arrival, request.free_at_end
     record.costs, record.first_use = request.costs, request.first_use
     if request.runs:
         log = request.runs[-1].log

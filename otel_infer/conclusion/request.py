@@ -77,8 +77,6 @@ class Request:
     concluded_at: int = 0
     pauses: tuple[Pause, ...] = ()
     marks: tuple[Mark, ...] = ()
-    free_at_arrival: int = 0
-    free_at_end: int = 0
     start: tuple[bytes, bytes] | None = None
     costs: StepCosts | None = None
     first_use: FirstUse | None = None

@@ -6,12 +6,13 @@ only if the request died in it, and only if nothing is missing that could have e
 
 from __future__ import annotations
 
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from otel_infer import facts, semconv
 from otel_infer.conclusion.request import Request
 from otel_infer.records import RequestRecord, Stage
+from otel_infer.steplog import StepLog
 
 Attributes = dict[str, facts.Value]
 Interval = tuple[int, int]
@@ -47,8 +48,8 @@ def stages_of(record: RequestRecord, request: Request, life: Life) -> list[Stage
     kinds = (
         (semconv.SPAN_INGRESS, _ingress(record, request, life, touched), None),
         (semconv.SPAN_QUEUE, _queue(record, life), _queue_split),
-        (semconv.SPAN_PREFILL, _prefill(record, life, names), _kv_start),
-        (semconv.SPAN_DECODE, _decode(record, life), _kv_end),
+        (semconv.SPAN_PREFILL, _prefill(record, life, names), _of_prefill),
+        (semconv.SPAN_DECODE, _decode(record, life), _of_decode),
         (semconv.SPAN_POSTPROCESS, _postprocess(record, request, life, bool(touched)), _egress),
     )
     for name, (began, ended), described in kinds:
@@ -130,23 +131,29 @@ def _prefill(record: RequestRecord, life: Life, said: set[str]) -> Interval:
     return life.scheduled_at, life.first_at or (record.ended_at if died_here else 0)
 
 
-def _kv_start(request: Request, began: int, ended: int) -> Attributes:
+def _of_prefill(request: Request, began: int, ended: int) -> Attributes:
     said: Attributes = {semconv.KV_SIZE: request.cache[0].size} if len(request.cache) > 1 else {}
-    firsts = [
-        (chunk.at, log, step) for log, chunks in request.chunks.items() for step, chunk in chunks.items()
-    ]
-    if firsts:
-        _, log, step = min(firsts, key=lambda first: first[0])
+    for _, log, step in _chunks(request)[:1]:
         said |= _kv(semconv.KV_UTILIZATION_START, log.table.kv_at(step))
     return said
 
 
-def _kv_end(request: Request, began: int, ended: int) -> Attributes:
+def _of_decode(request: Request, began: int, ended: int) -> Attributes:
     said: Attributes = {semconv.KV_SIZE: request.cache[-1].size} if request.cache else {}
+    for _, log, step in [chunk for chunk in _chunks(request) if chunk[0] < began][-1:]:
+        said |= _kv(semconv.KV_UTILIZATION_START, log.table.kv_at(step + 1))
     if request.runs:
         log, _, step, _ = request.runs[-1]
         said |= _kv(semconv.KV_UTILIZATION_END, log.table.kv_at(step))
     return said
+
+
+def _chunks(request: Request) -> list[tuple[int, StepLog, int]]:
+    """When each piece of its prompt was scheduled, and the step of which engine it was in."""
+    return sorted(
+        [(chunk.at, log, step) for log, chunks in request.chunks.items() for step, chunk in chunks.items()],
+        key=itemgetter(0),
+    )
 
 
 def _kv(key: str, utilization: float) -> Attributes:

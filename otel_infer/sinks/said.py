@@ -84,7 +84,8 @@ def counts(record: RequestRecord, decision: keeper.Decision) -> dict[str, Value]
         semconv.SEQUENCES: record.sequences if record.sequences > 1 else 0,
         semconv.PREEMPTIONS: record.preemptions,
         semconv.MEMORY_FREE_START: record.memory_free[0],
-        semconv.MEMORY_FREE_END: record.memory_free[1],
+        semconv.MEMORY_FREE_FIRST_TOKEN: record.memory_free[1],
+        semconv.MEMORY_FREE_END: record.memory_free[2],
     }
     if len(record.pauses) + len(record.loop_pauses) > MOST_PAUSES and is_kept(decision):
         said[semconv.PAUSES_LEFT_OUT] = len(record.all_pauses) - MOST_PAUSES

@@ -120,6 +120,29 @@ def test_the_cache_of_a_generate_is_as_large_as_what_it_has_torch_hold(tiny_llam
     assert size <= held < 1.2 * size + MIB
 
 
+def test_a_request_says_how_much_memory_was_free_and_what_its_cache_took(
+    recording: Recording, tiny_llama: Path
+) -> None:
+    timed_from_now_on()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama).to("cuda").eval()
+    ids = torch.ones((1, 16), dtype=torch.long, device="cuda")
+    total = torch.cuda.get_device_properties(0).total_memory
+    found, kept = [], []
+    for _ in range(3):  # the first is cold
+        time.sleep(1.3)  # memory is looked at once a second
+        model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        found.append(recording.records()[-1])
+        torch.cuda.empty_cache()
+        kept.append(torch.ones(1024 * MIB, dtype=torch.uint8, device="cuda"))
+    for record in found:
+        assert all(0 < free < total for free in record.memory_free), record.memory_free
+        decode = record.stage(semconv.SPAN_DECODE)
+        assert decode is not None
+        assert int(decode.attributes[semconv.KV_SIZE]) > 0
+    before, after = found[1].memory_free[0], found[2].memory_free[0]
+    assert before - after == pytest.approx(1024 * MIB, rel=0.1)
+
+
 def test_what_is_page_locked_and_what_pools_hold_is_said_where_torch_says_it() -> None:
     kept = torch.ones(32 * MIB, dtype=torch.uint8).pin_memory()
     pool = torch.cuda.MemPool()

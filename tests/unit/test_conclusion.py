@@ -548,14 +548,16 @@ def test_speculative_decoding_delivers_several_tokens_in_a_step() -> None:
     assert "· step 2, 3 tokens, batch 1" in story.tree()
 
 
-def test_kv_utilization_is_that_of_the_first_step_and_of_the_last() -> None:
+def test_kv_utilization_is_said_as_the_request_came_in_had_its_first_token_and_was_done() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a], kv=(3, 10))
-    story.step(20, 30, [a], kv=(9, 10))
-    story.ends(31, a)
+    story.step(20, 30, [a], kv=(5, 10))
+    story.step(30, 40, [a], kv=(9, 10))
+    story.ends(41, a)
     assert story.span("prefill")["attributes"] == {semconv.KV_UTILIZATION_START: 0.3}
-    assert story.span("decode")["attributes"][semconv.KV_UTILIZATION_END] == 0.9
+    decode = story.span("decode")["attributes"]
+    assert (decode[semconv.KV_UTILIZATION_START], decode[semconv.KV_UTILIZATION_END]) == (0.5, 0.9)
 
 
 def test_what_makes_no_tokens_is_a_prompt_and_nothing_after_it() -> None:

@@ -143,17 +143,19 @@ def test_what_a_release_of_torch_does_not_say_is_no_metric_and_never_0() -> None
     assert said == {**always, (usage, "private_pools"): 5, (semconv.PINNED_MEMORY.name, ""): 7}
 
 
-def test_a_request_says_how_much_memory_was_free_when_it_came_and_when_it_went() -> None:
+def test_a_request_says_how_much_memory_was_free_when_it_came_when_it_had_a_token_and_when_it_went() -> None:
     recording = Recording()
     try:
         with otel_infer.request():
             pass
         recorder.stated(facts.MemorySeen(clock.now(), "GPU-a", 1, 2, 1, 0, 700, 1000, -1, -1))
         recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 600, 1000, -1, -1))
-        with otel_infer.request():
+        with otel_infer.request() as request:
+            recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 300, 1000, -1, -1))
+            request.token_reached()
             recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 90, 1000, -1, -1))
         first, second = recording.records()
     finally:
         recording.stop()
-    assert first.memory_free == (0, 0)
-    assert second.memory_free == (600, 90)
+    assert first.memory_free == (0, 0, 0)
+    assert second.memory_free == (600, 300, 90)
