@@ -4,8 +4,8 @@ torch counts what it gave out (allocated), what it holds of the device (reserved
 pieces of blocks that cannot be given back (inactive split); CUDA graphs and pools of the application's own have theirs apart
 (private pools, from torch 2.13 on). What is neither free nor reserved is somebody else's: a context, NCCL, another process. Of
 the host's memory it holds some that is page-locked (pinned): to have more of it takes the driver ms. The figures cost 15 to 30 µs
-(H100, torch 2.11). `mem_get_info` costs 7 µs there, but took 8 ms on
-a driver in a container (sglang#25225): where it is slow once, it is not asked again.
+(H100, torch 2.11). `mem_get_info` costs 7 µs there, but took 8 ms on a driver in a container (sglang#25225), and some ms wherever
+an engine's thread has the GIL: how free the device is, is asked the later the longer the answer took.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 from otel_infer import clock, facts
 
 EVERY_NS = 1_000_000_000
-SLOW_NS = 1_000_000
+APART = 1000
+"""How many times as far apart the driver is asked as it takes to answer."""
 Refused = Callable[[int, int, int, int], None]
 _CURRENT = ("all", "current")
 
@@ -29,9 +30,9 @@ class Memory:
         self, index: int, say: Callable[[facts.MemorySeen], None], now: Callable[[], int] = clock.now
     ) -> None:
         self._index, self._say, self._now = index, say, now
-        self._looked_at = 0
+        self._looked_at = self._ask_at = 0
         self._uuid = ""
-        self._is_quick = True
+        self._free = self._total = 0
 
     def look(self) -> None:
         """States it; nothing within a second of the last time."""
@@ -51,13 +52,12 @@ class Memory:
         self._say(said)
 
     def _of_device(self, cuda: Any) -> tuple[int, int]:
-        """Free and in all; zeros where it takes too long to ask."""
-        if not self._is_quick:
-            return 0, 0
+        """Free and in all, as of when it was asked last."""
         before = self._now()
-        free, total = cuda.mem_get_info(self._index)
-        self._is_quick = self._now() - before < SLOW_NS
-        return int(free), int(total)
+        if before >= self._ask_at:
+            self._free, self._total = map(int, cuda.mem_get_info(self._index))
+            self._ask_at = before + APART * (self._now() - before)
+        return self._free, self._total
 
 
 _watched: list[Refused] = []

@@ -64,15 +64,14 @@ def test_once_a_second_at_most_everything_is_said_by_the_devices_uuid(cuda: Cuda
     ]
 
 
-def test_a_driver_that_takes_long_is_asked_once(cuda: Cuda) -> None:
+def test_a_driver_that_takes_long_is_asked_seldom_and_its_last_word_holds(cuda: Cuda) -> None:
     told: list[facts.MemorySeen] = []
     memory = Memory(0, told.append, cuda.now)
-    cuda.takes_ns = 8_000_000
-    for at in (1 * S, 3 * S, 5 * S):
-        cuda.at = at
+    for at, takes_ns in ((1, 8_000_000), (3, 0), (5, 0), (9, 0), (10, 0)):
+        cuda.at, cuda.takes_ns = at * S, takes_ns
         memory.look()
-    assert cuda.asked == 1
-    assert [(fact.free, fact.total) for fact in told] == [(50, 100), (0, 0), (0, 0)]
+    assert cuda.asked == 3  # 8 s after the first, and then each time
+    assert [(fact.free, fact.total) for fact in told] == [(50, 100)] * 5
 
 
 def test_figures_that_this_release_of_torch_does_not_have_are_0_or_not_said(
