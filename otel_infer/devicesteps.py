@@ -25,9 +25,8 @@ STEP, STARTED_AT, SPAN, LAUNCHED, QUEUED, GAP, BOUND, BY = range(8)
 
 
 class DeviceTime(NamedTuple):
-    """What some steps come to, ns. `steps`: how many were timed. `launched`, `queued` and `gaps` are known by events alone.
-
-    `bound`: how far off the instants were at most.
+    """What some steps come to, ns. `steps`: how many were timed. `launched`, `queued` and `gaps` are known by events alone, and
+    -1 where not even by them; where of some steps, as that of all is in proportion. `bound`: how far off instants were at most.
     """
 
     method: str
@@ -42,11 +41,13 @@ class DeviceTime(NamedTuple):
     def limit(self) -> str:
         """What held the device back: nothing (gpu-bound), the host while launching (launch-bound), the host between steps
         (host-stalled), or, of the host, a device that is behind (back-pressured); empty where nobody knows."""
-        if self.method != BY_EVENT or not self.span:
+        if self.method != BY_EVENT or not self.span or self.launched < 0:
             return ""
         in_time = self.queued < HURRY_NS * self.steps
         if self.launched >= LAUNCHES * self.span:
             return LAUNCH_BOUND if in_time else BACK_PRESSURED
+        if in_time and self.gaps < 0:
+            return ""
         return HOST_STALLED if in_time and self.gaps > GAPS * self.span else GPU_BOUND
 
 
@@ -76,7 +77,8 @@ class DeviceSteps:
         found *= found[STEP] == steps  # in the place of a step may be an older one
         if found[BY].any():
             found *= found[BY]
-            _, _, span, launched, queued, gaps, _, timed = found.sum(axis=1).tolist()
+            span, queued, timed = found[[SPAN, QUEUED, BY]].sum(axis=1).tolist()
+            launched, gaps = (_in_proportion(found, line) for line in (LAUNCHED, GAP))
             time = DeviceTime(BY_EVENT, timed, span, launched, queued, gaps, int(found[BOUND].max()))
             return time, found[SPAN]
         timed = int(np.count_nonzero(found[STEP]))
@@ -93,3 +95,13 @@ class DeviceSteps:
         after = np.maximum(until - np.maximum(ended, since), 0) * ~is_followed
         is_timed = (found[STEP] == steps) & (found[BY] == 1)
         return np.where(is_timed, np.minimum(before + after, until - since), -1)
+
+
+def _in_proportion(found: Any, line: int) -> int:
+    """The sum of a line over the timed steps, of those for which it is known in proportion to their spans; -1 = of none."""
+    is_known = (found[BY] == 1) & (found[line] >= 0)
+    spans = int(found[SPAN][is_known].sum())
+    if not is_known.any():
+        return -1
+    known = int(found[line][is_known].sum())
+    return known * int(found[SPAN].sum()) // spans if spans else known

@@ -380,7 +380,7 @@ class StepTimed(NamedTuple):
     """The same by the device: from `started_at` to `at` on the host's clock, each within `bound_ns`.
 
     Lengths in ns: `launched_ns` the host took to launch it, `queued_ns` from then until the device came to it, `gap_ns` the device
-    had nothing to do on that stream before it (`UNKNOWN_NS` where that is not known). Longer than 4 s is said to be 4 s.
+    had nothing to do on that stream before it (`UNKNOWN_NS` where the first or the last is not known). Longer than 4 s is said to be 4 s.
     """
 
     at: int

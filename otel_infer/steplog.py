@@ -111,6 +111,7 @@ class StepLog:
         if fact.delivered:
             delivered = {at: tokens for at, tokens in fact.delivered if at < len(members)}
             self._deliver(fact.step, members, prefills, delivered)
+            self.table.got(fact.step, sum(delivered.values()) + len(members) - len(delivered))
         prefilling = 0
         for handle, (positions, _) in prefills.items():
             prefilling += len(positions)
@@ -130,9 +131,8 @@ class StepLog:
 
     def timed(self, fact: facts.StepTimed) -> None:
         """A device was at it."""
-        gap = 0 if fact.gap_ns == facts.UNKNOWN_NS else fact.gap_ns
-        span = fact.at - fact.started_at
-        lengths = span, fact.launched_ns, fact.queued_ns, gap, fact.bound_ns
+        launched, gap = (-1 if said == facts.UNKNOWN_NS else said for said in (fact.launched_ns, fact.gap_ns))
+        lengths = fact.at - fact.started_at, launched, fact.queued_ns, gap, fact.bound_ns
         self._on_device().by_event(fact.step, fact.started_at, *lengths)
 
     def _on_device(self) -> DeviceSteps:

@@ -60,6 +60,12 @@ class StepTable:
         """The last steps, as one table."""
         return np.concatenate(self.columns(max(self.last - most, 1), self.last), axis=1)
 
+    def got(self, step: int, tokens: int) -> None:
+        """So many came out of it: at least as many were computed, whatever was said of that."""
+        i = step % CAPACITY
+        if self._step[i] == step:
+            self._computed[i] = max(self._computed[i], tokens)
+
     def computed(self, steps: Any) -> Any:
         """Tokens that were computed in each of these steps, of all requests; 0 = no longer remembered."""
         at = np.asarray(steps) % CAPACITY

@@ -62,7 +62,8 @@ def _stage_of(record: RequestRecord, fact: facts.StageTimed) -> Stage | None:
 
 def _of_stage(fact: facts.StageTimed) -> DeviceTime:
     span = fact.at - fact.started_at
-    return DeviceTime(BY_EVENT, 1, span, fact.launched_ns, fact.queued_ns, 0, fact.bound_ns)
+    launched = -1 if fact.launched_ns == facts.UNKNOWN_NS else fact.launched_ns
+    return DeviceTime(BY_EVENT, 1, span, launched, fact.queued_ns, 0, fact.bound_ns)
 
 
 def _adopt(
@@ -80,13 +81,10 @@ def _adopt(
         said |= {semconv.DEVICE_SHARE: share / 1e9, semconv.DEVICE_SHARE_METHOD: METHOD}
         record.device_share += share if time.method == BY_EVENT else 0
     if time.method == BY_EVENT:
-        said |= {
-            semconv.DEVICE_LAUNCH: time.launched / 1e9,
-            semconv.DEVICE_QUEUE: time.queued / 1e9,
-            semconv.DEVICE_GAP: time.gaps / 1e9,
-            semconv.DEVICE_ERROR: time.bound / 1e9,
-        }
-        if stage.name not in _COPIES:
+        said |= {semconv.DEVICE_QUEUE: time.queued / 1e9, semconv.DEVICE_ERROR: time.bound / 1e9}
+        known = {semconv.DEVICE_LAUNCH: time.launched, semconv.DEVICE_GAP: time.gaps}
+        said |= {key: length / 1e9 for key, length in known.items() if length >= 0}
+        if stage.name not in _COPIES and time.limit:
             said[semconv.DEVICE_LIMIT] = time.limit
         if time.steps == steps:
             record.device_ns.append((stage.name, time.span))

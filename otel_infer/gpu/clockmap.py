@@ -20,6 +20,8 @@ PERIODS_NS = (250_000_000, 1_000_000_000, 4_000_000_000)
 """From one anchor to the next: the rate is known to some 20 ppm after the first, to 1 ppm after the third."""
 IDLE_NS = 30_000_000_000
 """While nothing is timed: an old anchor would place the next spans badly."""
+RETRY_NS, MOST_PATIENT = 1_000_000_000, 60
+"""Where no anchor could be made yet: so long for each that failed, and at most so many times."""
 UNKNOWN_RATE = 100e-6
 """How far crystals differ at most, before a rate was measured."""
 WANDER = 0.5e-6
@@ -56,12 +58,14 @@ class ClockMap:
     @property
     def is_young(self) -> bool:
         """Whether anchors are made more often still."""
-        return self._made < len(PERIODS_NS)
+        return 0 < self._made < len(PERIODS_NS)
 
     def is_due(self, now: int, in_use: bool) -> bool:
         """Whether it is time for the next anchor."""
+        if not self._made:
+            return now - self._anchored_at >= RETRY_NS * min(self.failed, MOST_PATIENT)
         period = PERIODS_NS[min(self._made, len(PERIODS_NS)) - 1] if in_use else IDLE_NS
-        return not self._made or now - self._anchored_at >= period
+        return now - self._anchored_at >= period
 
     def renew(self) -> bool:
         """Makes an anchor; False if the device did not answer soon enough. Not while anybody captures."""

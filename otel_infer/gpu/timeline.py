@@ -8,7 +8,7 @@ and at most 2 queries, of which one may say "not yet". Nothing is made or freed 
 
 Marks cost the host some 10 µs, several times that where its caches are cold, and the device 2 µs each (H100): much for steps of
 1 ms. So that it is at most 0.3 % of the time, whatever machine this is, only some steps are marked where steps are short, drawn
-by chance, since engines have rhythms of their own.
+by chance, two in a row: what a device had nothing to do in between is known of those alone. Engines have rhythms of their own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_ERRORS = 3
 class Timed(NamedTuple):
     """A span of the device on the host's clock, ns. `bound_ns`: how far off the instants may be.
 
-    `launched_ns`: what the host took to launch it. `queued_ns`: from being launched to being reached. `gap_ns`: since the end
+    `launched_ns`: what the host took to launch it; -1 = not known, since it had waited for the device by then. `queued_ns`: from being launched to being reached. `gap_ns`: since the end
     of the span before on this stream; -1 = not known.
     """
 
@@ -52,18 +52,24 @@ class Timed(NamedTuple):
 
 
 Say = Callable[[Timed], None]
+Instead = Callable[[int, int], None]
+"""Told when it began to be launched and when that was over, where the device does not say."""
 
 
 class Span:
-    """Two events and what is known on the host; used again and again."""
+    """Two events of a timeline, its `home`, and what is known on the host; used again and again."""
 
-    __slots__ = ("begun_at", "captures", "end", "is_step", "launched_at", "number", "say", "start", "stream")
+    __slots__ = (
+        "begun_at", "captures", "end", "has_waited", "home", "instead", "is_step", "launched_at", "number", "say",
+        "start", "stream",
+    )  # fmt: skip
 
-    def __init__(self, start: Any, end: Any) -> None:
-        self.start, self.end = start, end
+    def __init__(self, home: Timeline, start: Any, end: Any) -> None:
+        self.home, self.start, self.end = home, start, end
         self.stream: Any = None
         self.say: Say | None = None
-        self.is_step = True
+        self.instead: Instead | None = None
+        self.is_step, self.has_waited = True, False
         self.begun_at = self.launched_at = self.captures = self.number = 0
 
 
@@ -87,6 +93,7 @@ class Pacing:
         self._begun_at = self._begun_number = 0
         self._period = self._cost = 0.0
         self._drawn = 1
+        self._is_first = False
 
     def is_next(self) -> bool:
         """Whether the step that begins is to be marked."""
@@ -114,7 +121,10 @@ class Pacing:
             self.every = max(-int(-self._cost // (SHARE * self._period)), 1) if self._period else 1
         self._begun_at, self._begun_number = at, self.number
         self._drawn = (self._drawn * 1103515245 + 12345) & 0x7FFFFFFF  # as C's `rand`: good enough, and quick
-        self._next = self.number + 1 + (self._drawn >> 8) % (2 * self.every - 1)
+        self._is_first = not self._is_first
+        self._next = self.number + 1
+        if not self._is_first:
+            self._next += (self._drawn >> 8) % (4 * self.every - 3)
 
 
 class Timeline:
@@ -130,7 +140,7 @@ class Timeline:
     ) -> None:
         self._device, self._clocks, self._now = device, clocks, now
         self._capturing, self._stream = device.capturing, device.stream
-        self._pool = deque(Span(device.event(), device.event()) for _ in range(capacity))
+        self._pool = deque(Span(self, device.event(), device.event()) for _ in range(capacity))
         self._pending: deque[Span] = deque()
         self._harvesting = threading.Lock()
         self._before: _Before | None = None
@@ -193,9 +203,10 @@ class Timeline:
         self._taken = self._now() - at
         return span
 
-    def end(self, span: Span, say: Say) -> bool:
-        """Marks the stream again; `say` will be told. False where that cannot be, and nobody is told."""
-        span.launched_at, span.say = self._now(), say
+    def end(self, span: Span, say: Say, instead: Instead | None = None, has_waited: bool = False) -> bool:
+        """Marks the stream again; `say` will be told, or `instead`. False where that cannot be, and nobody is told. `has_waited`:
+        the host has waited for the device since it launched the last of it."""
+        span.launched_at, span.say, span.instead, span.has_waited = self._now(), say, instead, has_waited
         if span.captures != captures.begun and (captures.open_now or self._capturing()):
             self._pool.append(span)
             self.captured += 1
@@ -218,31 +229,54 @@ class Timeline:
 
     def harvest(self) -> int:
         """Tells of the spans that are done, in order; how many. For any thread, one at a time; never waits."""
-        if not self._pending or captures.open_now or not self._harvesting.acquire(blocking=False):
+        if not self._pending or not self._harvesting.acquire(blocking=False):
             return 0
-        told, pending = 0, self._pending
-        span = None
+        told = 0
         try:
-            while pending:
-                span = pending[0]
-                if not span.end.query():
+            while self._pending and captures.ask():
+                try:
+                    is_done = self._take(self._pending[0])
+                finally:
+                    captures.asked()
+                if not is_done:
                     break
-                pending.popleft()
-                self._tell(span)
-                self._pool.append(span)
                 told += 1
-        except Exception:
-            if pending and pending[0] is span:
-                pending.popleft()
-            self._fail(span)
         finally:
             self._harvesting.release()
         return told
 
+    def give_up(self) -> None:
+        """Of what is pending the device will say nothing more."""
+        while self._pending:
+            self._instead(self._pending.popleft())
+
+    def _take(self, span: Span) -> bool:
+        """Tells of this one, the oldest; whether it was done."""
+        try:
+            if not span.end.query():
+                return False
+            self._pending.popleft()
+            self._tell(span)
+        except Exception:
+            if self._pending and self._pending[0] is span:
+                self._pending.popleft()
+            self.errors += 1
+            self._instead(span)
+            return False
+        self._pool.append(span)
+        return True
+
+    def _instead(self, span: Span) -> None:
+        self._pool.append(span)
+        if span.instead is not None:
+            span.instead(span.begun_at, span.launched_at)
+
     def _tell(self, span: Span) -> None:
         anchor, say = self._clocks.anchor, span.say
-        if anchor is None or say is None:
+        if say is None:
             return
+        if anchor is None:
+            raise LookupError("no anchor")
         own = self.own_ms
         length = max(round((span.start.elapsed_time(span.end) - own) * 1e6 * anchor.rate), 0)
         started_at, bound = self._clocks.host_at(anchor, anchor.event.elapsed_time(span.start) + own)
@@ -253,7 +287,10 @@ class Timeline:
             if before is not None and before[:3] == (span.number - 1, span.stream, anchor):
                 gap = max(started_at - before.ended_at, 0)
             self._before = _Before(span.number, span.stream, anchor, ended_at)
-        launched, queued = span.launched_at - span.begun_at, started_at - span.begun_at
+        launched, queued = (
+            -1 if span.has_waited else span.launched_at - span.begun_at,
+            started_at - span.begun_at,
+        )
         say(Timed(started_at, ended_at, launched, max(queued, 0), gap, bound + round(length * anchor.drift)))
 
     def _possible(self, started_at: int, length: int, bound: int, begun_at: int) -> int:
@@ -263,7 +300,6 @@ class Timeline:
             self.violations += 1
         return possible
 
-    def _fail(self, span: Span | None) -> None:
+    def _fail(self, span: Span) -> None:
         self.errors += 1
-        if span is not None:
-            self._pool.append(span)
+        self._pool.append(span)

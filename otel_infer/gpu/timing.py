@@ -2,8 +2,8 @@
 
     first begin of a thread ─▶ the tender, a thread of ours, makes events and an anchor ─▶ from then on, spans of the device
 
-The tender is awake once a second, or ten times while spans wait that no engine harvests, for some µs; it anchors the clocks
-every 4 s. Without a device, before the first anchor, during a capture and where events run out, the host's clock is used, and
+The tender is awake five times a second, or ten times while spans wait that no engine harvests, for some µs: what a device says is
+known before the request that it is about is concluded. It anchors the clocks every 4 s. Without a device, before the first anchor, during a capture and where events run out, the host's clock is used, and
 said to be.
 """
 
@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from otel_infer import clock
 from otel_infer.gpu import captures
@@ -25,7 +25,7 @@ from otel_infer.gpu.timeline import Span, Timed, Timeline
 
 log = logging.getLogger(__name__)
 
-REST_S, BUSY_S = 1.0, 0.1
+REST_S, BUSY_S = 0.2, 0.1
 """How long the tender sleeps; and while spans wait."""
 UNTIMED = 0
 LOOK_NS = 1_000_000_000
@@ -43,12 +43,17 @@ class Work(Protocol):
 
 
 class _Slot:
-    """A thread's place for its timeline, which the tender fills."""
+    """A thread's place for its timeline on this device, which the tender fills."""
 
-    __slots__ = ("__weakref__", "timeline")
+    __slots__ = ("__weakref__", "device", "timeline")
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self.device = device
         self.timeline: Timeline | None = None
+
+    def is_on(self, on: Any) -> bool:
+        """Whether this is its device, as torch has it."""
+        return on.type == self.device.kind and on.index in (None, self.device.index)
 
 
 class _Thread(threading.local):
@@ -70,14 +75,19 @@ class Timing:
         self._tender: _Tender | None = None
         os.register_at_fork(after_in_child=self._forget)
 
-    def begin(self, stream: object = None, always: bool = False, is_step: bool = True) -> Span | int:
-        """The calling thread is about to launch, on this stream (None: its current one).
+    def begin(
+        self, stream: object = None, always: bool = False, is_step: bool = True, on: Any = None
+    ) -> Span | int:
+        """The calling thread is about to launch, on this stream (None: its current one) of this device (a `torch.device`; None:
+        its current one). Of another than the one it uses first, the host's time alone is known.
 
         An instant if the host times it; `UNTIMED` if nobody does, since it would cost too much (not with `always`). What is no
         step, but a part of one on another stream, is timed always, and nothing follows from it for the pace of the steps.
         """
         slot = self._thread.slot
         if slot is not None and slot.timeline is not None:
+            if on is not None and not slot.is_on(on):
+                return clock.now()
             if is_step and not slot.timeline.pacing.is_next() and not always:
                 return UNTIMED
             span = slot.timeline.begin(stream, is_step)
@@ -87,21 +97,20 @@ class Timing:
             self._look()
         return clock.now()
 
-    def end(self, begun: Span | int, work: Work) -> None:
-        """It has launched what it began with."""
+    def end(self, begun: Span | int, work: Work, has_waited: bool = False) -> None:
+        """It has launched what it began with. `has_waited`: and waited for the device since, so that nobody knows how long it took
+        to launch."""
         if isinstance(begun, int):
             if begun != UNTIMED:
                 work.on_host(begun, clock.now())
             return
-        slot = self._thread.slot
-        if slot is None or slot.timeline is None or not slot.timeline.end(begun, work.on_device):
-            work.on_host(begun.begun_at, begun.launched_at)
+        if not self.is_on or not begun.home.end(begun, work.on_device, work.on_host, has_waited):
+            work.on_host(begun.begun_at, clock.now())
 
     def drop(self, begun: Span | int) -> None:
         """It did not come to launching."""
-        slot = self._thread.slot
-        if slot is not None and slot.timeline is not None and isinstance(begun, Span):
-            slot.timeline.drop(begun)
+        if isinstance(begun, Span):
+            begun.home.drop(begun)
 
     def harvest(self) -> None:
         """Tells of what is done by now, of all threads."""
@@ -124,7 +133,7 @@ class Timing:
         self._thread.looked_at = now
         device = self._find()
         if device is not None:
-            slot = self._thread.slot = _Slot()
+            slot = self._thread.slot = _Slot(device)
             with self._lock:
                 tender = self._tender
                 if tender is None:
@@ -182,11 +191,12 @@ class _Tender(threading.Thread):
                 self._wake.clear()
         except Exception as broken:
             log.warning("device time is not measured any more: %s: %s", type(broken).__name__, broken)
-            for _, _, slot in self._used:
+            for _, timeline, slot in self._used:
                 _clear(slot)
+                timeline.give_up()
 
     def _turn(self) -> None:
-        while self._asked:
+        for _ in range(len(self._asked)):
             self._serve(*self._asked.pop(0))
         for look in list(self._looks):
             try:
@@ -201,6 +211,8 @@ class _Tender(threading.Thread):
                 self._used.remove((device, timeline, slot))
                 if timeline.is_broken:
                     _clear(slot)
+                    timeline.give_up()
+                    log.warning("a device is not timed any more: it failed %d times", timeline.errors)
                 else:
                     self._free.append((device, timeline))
             elif self._clocks[device.index].is_due(now, timeline.has_news):
@@ -214,9 +226,11 @@ class _Tender(threading.Thread):
         clocks = self._clocks.get(device.index)
         if clocks is None:
             clocks = self._clocks[device.index] = ClockMap(device)
-            clocks.renew()
             if self._on_device is not None:
                 self._looks.append(self._on_device(device))
+        if clocks.anchor is None and not (clocks.is_due(clock.now(), True) and clocks.renew()):
+            self._asked.append((device, slot))  # without an anchor nobody knows when anything was
+            return
         for free in self._free:
             if free[0].index == device.index:
                 self._free.remove(free)

@@ -18,12 +18,15 @@ class StepWork:
 
     def on_device(self, timed: Timed) -> None:
         started_at, ended_at, launched, queued, gap, bound = timed
-        gap = UNKNOWN_NS if gap < 0 else min(gap, LONGEST_NS)
-        launched, queued, bound = min(launched, LONGEST_NS), min(queued, LONGEST_NS), min(bound, LONGEST_NS)
-        recorder.stated(facts.StepTimed(ended_at, started_at, *self._of, launched, queued, gap, bound))
+        lengths = _told(launched), _told(queued), _told(gap), _told(bound)
+        recorder.stated(facts.StepTimed(ended_at, started_at, *self._of, *lengths))
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
         recorder.stated(facts.StepExecuted(launched_at, begun_at, *self._of))
+
+
+def _told(length: int) -> int:
+    return UNKNOWN_NS if length < 0 else min(length, LONGEST_NS)
 
 
 class StageWork:
@@ -36,8 +39,8 @@ class StageWork:
 
     def on_device(self, timed: Timed) -> None:
         started_at, ended_at, *lengths, bound = timed
-        launched, queued = (min(length, LONGEST_NS) for length in lengths[:2])
-        fact = facts.StageTimed(ended_at, started_at, self._stage, launched, queued, min(bound, LONGEST_NS))
+        launched, queued = map(_told, lengths[:2])
+        fact = facts.StageTimed(ended_at, started_at, self._stage, launched, queued, _told(bound))
         for handle in self._handles:
             recorder.state(handle, fact)
 

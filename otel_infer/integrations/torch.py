@@ -132,7 +132,7 @@ def _begin(module: Any) -> _Forward | None:
         request = ingress.current()
         if request is not None:
             _name(request, module)
-            return _Forward(request, clock.now(), None, timing.begin(always=True))
+            return _Forward(request, clock.now(), None, timing.begin(on=_device_of(module)))
         if not recorder.active or _calls.is_grad_enabled():
             return None
         name = model_name(module)
@@ -146,7 +146,7 @@ def _begin(module: Any) -> _Forward | None:
         )
         if request is None:
             return None
-        return _Forward(request, request.arrived_at, request.attach(), timing.begin(always=True))
+        return _Forward(request, request.arrived_at, request.attach(), timing.begin(on=_device_of(module)))
     except BaseException as exc:
         _calls.hook.fail(exc)
         return None
@@ -165,6 +165,11 @@ def _end(forward: _Forward, args: Any, kwargs: Any, failure: BaseException | Non
             request.close(facts.ERROR, type(failure).__qualname__)
     except BaseException as exc:
         _calls.hook.fail(exc)
+
+
+def _device_of(module: Any) -> Any:
+    """Where its weights are; None if it has none."""
+    return getattr(next(module.parameters(), None), "device", None)
 
 
 def _name(request: ingress.LiveRequest, module: Any) -> None:

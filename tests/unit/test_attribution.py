@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import otel_infer
@@ -52,6 +52,30 @@ def test_the_parts_of_one_request_are_those_of_its_steps(steps: list[tuple[int, 
     each = [shared(span, {"a": own, "b": others}, own + others).of["a"] for span, own, others in steps]
     columns = np.array(steps, np.int64).reshape(-1, 3).T
     assert shares_of(columns[0], columns[1], columns[1] + columns[2]) == sum(each)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_whoever_got_however_many_tokens_of_a_step_all_parts_are_within_it(delivered: list[int]) -> None:
+    """A hand-written loop may draft tokens and say only how many came out of it."""
+    recording, batch = Recording(), [otel_infer.request() for _ in delivered]
+    try:
+        for request in batch:
+            contextvars.Context().run(request.__enter__)
+        with otel_infer.step(batch, prompt_tokens=dict.fromkeys(batch, 4)):
+            pass
+        with otel_infer.step(batch) as step:
+            step.delivered = dict(zip(batch, delivered))
+        at = clock.now()
+        StepWork("custom", os.getpid(), 0, 2, 0).on_device(Timed(at, at + 10 * MS, 0, 0, -1, 0))
+        for request in batch:
+            request._live.close()  # type: ignore[union-attr]
+        parts = sum(record.device_share for record in recording.records())
+    finally:
+        recording.stop()
+    computed = max(sum(delivered), len(delivered))
+    assert parts <= 10 * MS
+    assert parts == pytest.approx(10 * MS * sum(delivered) / computed, abs=len(delivered))
 
 
 def test_a_step_of_nothing_is_nobodys() -> None:

@@ -55,6 +55,24 @@ def test_what_held_the_device_back_follows_from_four_lengths(
     assert took.limit == limit
 
 
+def test_a_gap_that_is_known_of_some_steps_stands_for_the_others_and_one_of_none_is_not_said() -> None:
+    device = DeviceSteps(CAPACITY)
+    for step in STEPS:
+        device.by_event(int(step), 0, MS, MS // 10, 10_000, MS // 2 if step in (3, 8) else -1, 9000)
+    took = device.of(STEPS)[0]
+    assert took is not None
+    assert (took.gaps, took.limit) == (5 * MS, "host-stalled")
+    none = device.of(np.array([1, 2, 4]))[0]
+    assert none is not None
+    assert (none.gaps, none.limit) == (-1, "")
+
+
+def test_where_nobody_knows_how_long_launching_took_nothing_is_claimed_of_what_held_it_back() -> None:
+    took = filled(20 * MS, -1, 10_000, 0).of(STEPS)[0]
+    assert took is not None
+    assert (took.launched, took.limit) == (-1, "")
+
+
 def test_by_the_host_alone_nothing_is_claimed_of_a_device() -> None:
     device = DeviceSteps(CAPACITY)
     device.by_host(1, 5 * MS)

@@ -23,7 +23,10 @@ def compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         begun = None
         try:
             flight = batches.flights[-1]
-            begun = timing.begin(getattr(self.inputs_and_outputs, "compute_stream", None), not flight.plain)
+            io = self.inputs_and_outputs
+            begun = timing.begin(
+                getattr(io, "compute_stream", None), not flight.plain, on=getattr(io, "device", None)
+            )
         except Exception as exc:
             hook.fail(exc)
         try:

@@ -61,6 +61,8 @@ class _Run:
         self.accepted = 1
         self.pid = os.getpid()
         self.begun: Any = None
+        self.device: Any = None
+        self.has_waited = False
         self.cache: Any = None
         self.iterations = self.step = self.tokens = 0
 
@@ -71,6 +73,7 @@ class _Run:
         self.rows = self.computed // max(copies, beams) * copies
         self.prompt = self.prompt or self.start
         self.limit = int(config.max_length or 0) - self.start
+        self.device = input_ids.device
         self.stepping = True
 
     def scheduled(self, tokens: int) -> None:
@@ -78,13 +81,13 @@ class _Run:
         if self.log is not None:
             column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
             self.step = self.log.scheduled(self.member, (), column, running=1)
-            self.begun = timing.begin(always=tokens > self.computed)
+            self.begun = timing.begin(always=tokens > self.computed, on=self.device)
 
-    def launched(self) -> None:
-        """Whatever there is to compute for it has been launched."""
+    def launched(self, has_waited: bool = False) -> None:
+        """Whatever there is to compute for it has been launched, and maybe waited for."""
         begun, self.begun = self.begun, None
         if begun is not None and self.log is not None:
-            timing.end(begun, StepWork(ENGINE, self.pid, 0, self.step, self.log.number))
+            timing.end(begun, StepWork(ENGINE, self.pid, 0, self.step, self.log.number), has_waited)
 
     def done(self) -> None:
         """Its tokens are known."""
@@ -208,6 +211,8 @@ def _loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             try:
                 run.enter(input_ids, kwargs["generation_config"])
                 run.drafting = hook.target.endswith("._assisted_decoding")
+                # These ask the device for tokens or scores before they ask whether to go on.
+                run.has_waited = not hook.target.endswith("._sample") or kwargs.get("streamer") is not None
             except Exception as exc:
                 hook.fail(exc)
         return original(self, input_ids, *args, **kwargs)
@@ -277,13 +282,29 @@ def prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     return prefill
 
 
+@integration.step_hook("transformers.generation.utils:StopCheck.__call__", optional=True, part="generate")
+def stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """From 5.17 on, what a streamer is given and whether to go on is waited for here."""
+
+    def check(*args: Any, **kwargs: Any) -> Any:
+        run = thread.run
+        if run is not None and run.begun is not None and hook.alive:
+            try:
+                run.launched()
+            except Exception as exc:
+                hook.fail(exc)
+        return original(*args, **kwargs)
+
+    return check
+
+
 @integration.step_hook(f"{_GENERATION}._has_unfinished_sequences", part="generate")
 def has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def has_unfinished_sequences(*args: Any, **kwargs: Any) -> Any:
         run = thread.run
         if run is not None and run.begun is not None and hook.alive:
             try:
-                run.launched()  # this function waits for the device
+                run.launched(run.has_waited)  # this function waits for the device
             except Exception as exc:
                 hook.fail(exc)
         result = original(*args, **kwargs)

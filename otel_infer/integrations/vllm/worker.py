@@ -39,11 +39,17 @@ class Begun:
         self._on_device = timing.begin(always=is_prefill)
         self.step, self.started_at, self.ended_at = step, clock.now(), 0
 
-    def launched(self, rank: int) -> None:
-        """All of it is launched, and nobody has waited for the device yet."""
+    def launched(self, rank: int, result: Any) -> None:
+        """All of it is launched. Where vLLM schedules one step ahead, nobody has waited for the device yet: then the result is one
+        that is still to be had."""
         self.ended_at = clock.now()
         pid, step = self.step
-        timing.end(self._on_device, _OnDevice(ENGINE, pid, rank, step, 0))
+        work = _OnDevice(ENGINE, pid, rank, step, 0)
+        timing.end(self._on_device, work, has_waited=not hasattr(result, "get_output"))
+
+    def drop(self) -> None:
+        """Nobody will say that it is launched."""
+        timing.drop(self._on_device)
 
     def tell(self, rank: int) -> None:
         """States it."""
@@ -62,13 +68,18 @@ def execute_model(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         except Exception as exc:
             hook.fail(exc)
             return original(self, scheduler_output, *args, **kwargs)
-        result = original(self, scheduler_output, *args, **kwargs)
+        try:
+            result = original(self, scheduler_output, *args, **kwargs)
+        except BaseException:
+            begun.drop()
+            raise
         try:
             before = getattr(self, "otel_infer_begun", None)
             if before is not None:
+                before.drop()
                 before.tell(self.rank)
             if result is not None:
-                begun.launched(self.rank)
+                begun.launched(self.rank, result)
                 begun.tell(self.rank)
             else:
                 begun.ended_at = clock.now()
@@ -88,7 +99,7 @@ def sample_tokens(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         if begun is not None and hook.alive:
             try:
                 self.otel_infer_begun = None
-                begun.launched(self.rank)
+                begun.launched(self.rank, result)
                 begun.tell(self.rank)
             except Exception as exc:
                 hook.fail(exc)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,7 +16,11 @@ from typing import Any
 import pytest
 
 from otel_infer import facts, ingress, semconv
+from otel_infer.devicesteps import BY_EVENT
+from otel_infer.gpu.timing import Timing
 from otel_infer.integrations.transformers import caches, integration
+from otel_infer.integrations.transformers import generate as hooks
+from tests.fake_device import OnHostClock
 from tests.integrations.transformers.recorded import Recorded, check_stages, prefilled, served, sizes
 from tests.rings import stages_of
 
@@ -227,6 +232,50 @@ def test_tensors_in_tuples_and_by_name_count_and_what_is_shared_counts_once() ->
     )
     state = SimpleNamespace(conv={"a": torch.zeros(3)}, keys=None)
     assert caches.bytes_of(SimpleNamespace(layers=[layer, state])) == 4 * (16 + 4 + 1 + 3)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_launching_is_over_before_anybody_waits_for_the_device_or_nobody_says_how_long_it_took(
+    is_streamed: bool, model: Any, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that takes 5 ms for each step, which whoever wants its tokens waits for."""
+    device = OnHostClock()
+    device.kind = "cpu"  # where the model is
+    timing = Timing(lambda: device)
+    monkeypatch.setattr(hooks, "timing", timing)
+    begin = torch.nn.Embedding.forward
+    maximum, on_host = torch.Tensor.max, torch.Tensor.cpu
+
+    def embed(self: Any, ids: Any) -> Any:
+        device.launch(5_000_000)
+        return begin(self, ids)
+
+    def waits(tensor: Any) -> Any:
+        while device.now() < device.main.free_at:
+            time.sleep(0.0005)
+        return tensor
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", embed)
+    monkeypatch.setattr(torch.Tensor, "max", lambda self, *args: waits(maximum(self, *args)))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self, *args: waits(on_host(self, *args)))
+    decode = None
+    try:
+        for _ in range(4):  # the device is known some ms after the first that asked for it
+            model.generate(**asked(), streamer=Streamer() if is_streamed else None)
+            time.sleep(0.3)
+            (record,) = recorded.records()
+            decode = record.stage("decode")
+            assert decode is not None
+    finally:
+        timing.stop()
+    said = decode.attributes if decode is not None else {}
+    assert said[semconv.DEVICE_METHOD] == BY_EVENT
+    if is_streamed and not hasattr(transformers.generation.utils, "StopCheck"):
+        assert semconv.DEVICE_LAUNCH not in said
+        assert semconv.DEVICE_LIMIT not in said
+    else:
+        assert float(said[semconv.DEVICE_LAUNCH]) < 0.6 * float(said[semconv.DEVICE_DURATION])
+        assert said[semconv.DEVICE_LIMIT] != "launch-bound"
 
 
 def test_one_token_is_a_prefill_and_no_decode(model: Any, recorded: Recorded) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -192,8 +194,13 @@ def test_a_span_that_cannot_be_read_is_given_up_and_the_others_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(FakeDevice(), capacity=4)
+    begun, by_host = [], []
     for _ in range(3):
-        bench.step(MS, waits=False)
+        span = bench.timeline.begin()
+        assert span is not None
+        bench.device.launch(MS)
+        bench.timeline.end(span, bench.told.append, lambda *instants: by_host.append(instants))
+        begun.append((span.begun_at, span.launched_at))
     bench.device.wait_for(bench.device.main)
     broken = bench.timeline._pending[0].start
     elapsed = FakeEvent.elapsed_time
@@ -207,6 +214,9 @@ def test_a_span_that_cannot_be_read_is_given_up_and_the_others_are_read(
     assert bench.timeline.harvest() == 0
     assert bench.timeline.harvest() == 2
     assert len(bench.timeline._pool) == 4
+    assert len(bench.told) == 2
+    assert by_host == begun[:1]
+    assert bench.timeline.errors == 1
 
 
 def test_events_are_neither_made_nor_lost_in_ten_thousand_steps() -> None:
@@ -264,7 +274,7 @@ def test_marks_cost_a_known_share_of_the_time_whatever_a_call_costs_here(length_
         bench = Bench(FakeDevice(call_ns=call_ns))
         device, pacing = bench.device, bench.timeline.pacing
         taken, began = 0, device.now()
-        for _ in range(2000):
+        for _ in range(8000):
             before = device.now()
             span = bench.timeline.begin() if pacing.is_next() else None
             taken += device.now() - before
@@ -280,7 +290,7 @@ def test_marks_cost_a_known_share_of_the_time_whatever_a_call_costs_here(length_
     assert marked == sorted(marked, reverse=True)
     assert marked[-1] > 0
     if length_ns == 30 * MS:
-        assert marked[0] == 2000  # where they cost little, no step is left out
+        assert marked[0] == 8000  # where they cost little, no step is left out
 
 
 def test_an_engine_with_a_rhythm_is_not_always_marked_at_the_same_beat() -> None:
@@ -323,3 +333,69 @@ def test_a_clock_that_jumped_has_no_rate() -> None:
     bench.clocks.renew()
     assert bench.clocks.anchor.rate == 1.0
     assert bench.clocks.anchor.drift == 100e-6
+
+
+def test_what_is_pending_when_a_device_is_given_up_is_timed_by_the_host() -> None:
+    bench, by_host = Bench(FakeDevice()), []
+    for _ in range(3):
+        span = bench.timeline.begin()
+        assert span is not None
+        bench.timeline.end(span, bench.told.append, lambda *instants: by_host.append(instants))
+    bench.timeline.give_up()
+    assert bench.timeline.pending == 0
+    assert len(by_host) == 3
+    assert bench.told == []
+
+
+def test_steps_are_marked_two_in_a_row_so_that_what_was_between_them_is_known() -> None:
+    bench = Bench(FakeDevice(call_ns=2000))
+    for _ in range(3000):
+        span = bench.timeline.begin() if bench.timeline.pacing.is_next() else None
+        bench.device.launch(MS)
+        if span is not None:
+            bench.timeline.end(span, bench.told.append)
+        bench.device.wait_for(bench.device.main)
+        bench.device.pass_time(MS // 2)  # the host does something else for half as long
+    bench.timeline.harvest()
+    assert 50 < len(bench.told) < 1000
+    known = [timed.gap_ns for timed in bench.told if timed.gap_ns >= 0]
+    assert len(known) >= 0.45 * len(bench.told)
+    assert all(MS // 2 <= gap < MS for gap in known)
+
+
+def test_who_had_waited_for_the_device_does_not_say_how_long_it_took_to_launch() -> None:
+    bench = Bench(FakeDevice())
+    for has_waited in (False, True):
+        span = bench.timeline.begin()
+        assert span is not None
+        bench.device.launch(5 * MS)
+        if has_waited:
+            bench.device.wait_for(bench.device.main)
+        bench.timeline.end(span, bench.told.append, has_waited=has_waited)
+        bench.device.wait_for(bench.device.main)
+        bench.timeline.harvest()
+    assert [timed.launched_ns >= 0 for timed in bench.told] == [True, False]
+
+
+def test_a_capture_that_begins_waits_until_nobody_asks_a_device_and_then_nobody_does() -> None:
+    bench = Bench(FakeDevice(), capacity=4)
+    for _ in range(3):
+        bench.step(MS, waits=False)
+    bench.device.wait_for(bench.device.main)
+    began: list[int] = []
+    capture = threading.Thread(target=lambda: (captures.begin(), began.append(len(bench.told))))
+
+    def say(timed: Timed) -> None:
+        capture.start()  # in the middle of a harvest
+        while not captures.open_now:
+            time.sleep(0.001)
+        assert not began
+        bench.told.append(timed)
+
+    bench.timeline._pending[0].say = say
+    assert bench.timeline.harvest() == 1
+    capture.join(5)
+    assert began == [1]
+    assert bench.timeline.harvest() == 0
+    captures.end()
+    assert bench.timeline.harvest() == 2

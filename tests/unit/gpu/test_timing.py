@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from otel_infer.assembler import GRACE_NS
 from otel_infer.gpu import captures
 from otel_infer.gpu.timeline import Span, Timed
 from otel_infer.gpu.timing import UNTIMED, Timing
@@ -211,3 +213,53 @@ def test_in_a_forked_child_nothing_of_the_parents_device_is_used_or_freed(
     assert {id(slot), id(tender)} <= set(map(id, module._kept))
     assert tender is not None
     tender.stop()
+
+
+def test_what_runs_on_another_device_than_the_threads_is_timed_by_the_host(
+    timing: Timing, device: OnHostClock
+) -> None:
+    timed_by_device(timing)
+    work = Work()
+    for kind, index in (("cpu", None), ("fake", 1), ("fake", 0), ("fake", None)):
+        begun = timing.begin(always=True, on=SimpleNamespace(type=kind, index=index))
+        timing.end(begun, work)
+    assert len(work.host) == 2
+    assert until(lambda: len(work.device) == 2)
+
+
+def test_without_an_anchor_the_host_times_until_there_is_one(timing: Timing, device: OnHostClock) -> None:
+    answers = device.stamp
+    device.stamp = lambda event, stream: None  # type: ignore[method-assign]
+    work = Work()
+    timing.begin()
+    time.sleep(0.3)
+    step(timing, device, work)
+    assert len(work.host) == 1
+    device.stamp = answers  # type: ignore[method-assign]
+    timed_by_device(timing)
+    step(timing, device, work)
+    assert until(lambda: len(work.device) == 1)
+
+
+def test_what_one_thread_began_another_may_end(timing: Timing, device: OnHostClock) -> None:
+    timed_by_device(timing)
+    work, begun = Work(), timing.begin(always=True)
+    device.launch(MS)
+    thread = threading.Thread(target=timing.end, args=(begun, work))
+    thread.start()
+    thread.join()
+    assert until(lambda: len(work.device) == 1)
+    assert work.host == []
+
+
+def test_what_a_device_says_is_told_before_a_request_would_be_concluded(
+    timing: Timing, device: OnHostClock
+) -> None:
+    timed_by_device(timing)
+    time.sleep(0.5)  # the tender rests
+    for _ in range(3):
+        work = Work()
+        step(timing, device, work)
+        ended = time.monotonic()
+        assert until(lambda work=work: len(work.device) == 1)
+        assert time.monotonic() - ended < GRACE_NS / 1e9
