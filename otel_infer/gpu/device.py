@@ -112,7 +112,8 @@ class TorchDevice:
 
 def _stamped(record: Callable[[], object], query: Callable[[], bool]) -> tuple[int, int] | None:
     before = clock.now()
-    record()
+    if record():  # the driver's status; torch has none and raises
+        return None
     while not query():
         if clock.now() - before > SPIN_NS:
             return None

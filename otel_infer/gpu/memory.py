@@ -4,21 +4,23 @@ torch counts what it gave out (allocated), what it holds of the device (reserved
 pieces of blocks that cannot be given back (inactive split); CUDA graphs and pools of the application's own have theirs apart
 (private pools, from torch 2.13 on). What is neither free nor reserved is somebody else's: a context, NCCL, another process. Of
 the host's memory it holds some that is page-locked (pinned): to have more of it takes the driver ms. The figures cost 15 to 30 µs
-(H100, torch 2.11). `mem_get_info` costs 7 µs there, but took 8 ms on a driver in a container (sglang#25225), and some ms wherever
-an engine's thread has the GIL: how free the device is, is asked the later the longer the answer took.
+(H100, torch 2.11). `mem_get_info` costs 7 µs there, but took 8 ms on a driver in a container (sglang#25225), so how free
+the device is, is asked the later the longer it takes.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, facts
 
 EVERY_NS = 1_000_000_000
-APART = 1000
-"""How many times as far apart the driver is asked as it takes to answer."""
+APART, OF_THE_LAST = 1000, 4
+"""How many times as far apart the driver is asked as it takes to answer: the quickest of the last answers, since whoever waits for
+the GIL is no slow driver."""
 Refused = Callable[[int, int, int, int], None]
 _CURRENT = ("all", "current")
 
@@ -33,6 +35,7 @@ class Memory:
         self._looked_at = self._ask_at = 0
         self._uuid = ""
         self._free = self._total = 0
+        self._took: deque[int] = deque(maxlen=OF_THE_LAST)
 
     def look(self) -> None:
         """States it; nothing within a second of the last time."""
@@ -56,7 +59,8 @@ class Memory:
         before = self._now()
         if before >= self._ask_at:
             self._free, self._total = map(int, cuda.mem_get_info(self._index))
-            self._ask_at = before + APART * (self._now() - before)
+            self._took.append(self._now() - before)
+            self._ask_at = before + APART * min(self._took)
         return self._free, self._total
 
 
