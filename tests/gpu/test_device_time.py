@@ -84,6 +84,30 @@ def test_prefill_and_decode_of_generate_are_timed_step_by_step(
     assert decode.attributes["infer.device.limit"] == "launch-bound"
 
 
+def test_a_model_that_keeps_the_device_busy_is_not_said_to_be_held_back_by_launching(
+    recording: Recording,
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    timed_from_now_on()
+    wide = {"hidden_size": 12288, "intermediate_size": 32768, "num_attention_heads": 96}
+    config = transformers.LlamaConfig(vocab_size=1024, num_hidden_layers=4, **wide)
+    torch.set_default_dtype(torch.bfloat16)  # 14 GB of weights to read for each token: some 5 ms
+    try:
+        with torch.device("cuda"):
+            model = transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ids = torch.ones((1, 16), dtype=torch.long, device="cuda")
+    for _ in range(2):  # the first is cold
+        model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    decode = recording.records()[-1].stage("decode")
+    assert decode is not None
+    assert decode.attributes["infer.device.method"] == "event"
+    launched, span = (float(decode.attributes[f"infer.device.{name}"]) for name in ("launch", "duration"))
+    assert launched < 0.8 * span
+    assert decode.attributes["infer.device.limit"] in ("gpu-bound", "host-stalled")
+
+
 def test_steps_of_continuous_batching_are_timed_on_the_stream_of_their_own(
     recording: Recording, tiny_llama: Path
 ) -> None:
