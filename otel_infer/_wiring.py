@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from otel_infer import birth, clock, config, greeting, identity, ingress, launch, patching
 from otel_infer.config import Config
 from otel_infer.gpu.timing import timing
-from otel_infer.integrations import registry
+from otel_infer.integrations import cuda, registry
 from otel_infer.integrations._base import Integration, Status
 from otel_infer.ring import layout, place
 from otel_infer.ring.recorder import SERVER, recorder
@@ -71,14 +71,16 @@ class _Wiring:
         if any(_is_run_as(helper) for one in integrations for helper in one.helpers):
             return False
         ingress.opener = _opener(provider)
-        timing.is_on = self.settings.device_timing != "off"
         recorder.start(self._arena, self._tend, self._refused, self._role, lambda: self._birth.fact())
         wanted, disabled = set(names or self.settings.integrations), set(self.settings.disabled_integrations)
         for integration in integrations:
             off = {integration.name, f"otel_infer_{integration.name}"} & disabled
             if (not wanted or integration.name in wanted) and not off:
                 self.installed.append(integration)
-                integration.install()
+        # Whoever asks a device while a graph is captured breaks it, and that is told by the one that is about CUDA.
+        timing.is_on = self.settings.device_timing != "off" and cuda.integration in self.installed
+        for integration in self.installed:
+            integration.install()
         return True
 
     def uninstrument(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -263,3 +266,30 @@ def test_what_a_device_says_is_told_before_a_request_would_be_concluded(
         ended = time.monotonic()
         assert until(lambda work=work: len(work.device) == 1)
         assert time.monotonic() - ended < GRACE_NS / 1e9
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_on"),
+    [
+        ({}, True),
+        ({"OTEL_INFER_DEVICE_TIMING": "off"}, False),
+        ({"OTEL_INFER_INTEGRATIONS": "asgi,cuda"}, True),
+        ({"OTEL_INFER_INTEGRATIONS": "asgi"}, False),
+        ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "otel_infer_cuda"}, False),
+    ],
+)
+def test_a_device_is_asked_only_by_who_is_told_when_a_graph_is_captured(
+    environment: dict[str, str], is_on: bool
+) -> None:
+    code = """
+import otel_infer
+from opentelemetry.sdk.trace import TracerProvider
+otel_infer.instrument(tracer_provider=TracerProvider())
+from otel_infer.gpu.timing import timing
+print(timing.is_on)
+"""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**kept, **environment}, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split()[-1] == str(is_on)
