@@ -168,8 +168,11 @@ def _end(forward: _Forward, args: Any, kwargs: Any, failure: BaseException | Non
 
 
 def _device_of(module: Any) -> Any:
-    """Where its weights are; None if it has none."""
-    return getattr(next(module.parameters(), None), "device", None)
+    """Where its weights are; None if it has none, or is nobody's usual module."""
+    try:
+        return next(module.parameters()).device
+    except Exception:
+        return None
 
 
 def _name(request: ingress.LiveRequest, module: Any) -> None:
