@@ -15,7 +15,6 @@ CHUNKS = 20
 JSON, STREAM = "/answers", "/streams"
 """Both are asked with POST: requests that change nothing are left alone by us, and so would cost nothing."""
 SERVER_SPAN_ONLY = ("receive", "send")
-SPANS = (f"POST {JSON}", f"POST {STREAM}")
 MISSING = "pip install opentelemetry-instrumentation-fastapi fastapi uvicorn"
 
 App = Callable[..., Any]

@@ -80,10 +80,12 @@ class _Kept:
 
 
 def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
-    """Spans, unique (trace id, span id) pairs, spans by name, and bytes; `plain` are step spans with two attributes."""
+    """Spans, unique (trace id, span id) pairs, spans by name, server spans by who made them, and bytes; `plain` are step spans with
+    two attributes."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     names: Counter[str] = Counter()
+    servers: Counter[str] = Counter()
     seen: set[bytes] = set()
     sizes: dict[bool, list[int]] = {True: [], False: []}
     raw = wire = 0
@@ -95,10 +97,17 @@ def count(bodies: list[tuple[bytes, str]]) -> dict[str, Any]:
             for of_scope in of_resource.scope_spans:
                 for span, length in zip(of_scope.spans, lengths):
                     names[span.name] += 1
+                    servers[of_scope.scope.name] += span.kind == span.SPAN_KIND_SERVER
                     seen.add(span.trace_id + span.span_id)
                     if span.name == STEP:
                         sizes[len(span.attributes) <= 2].append(length)
-    found = {"posts": len(bodies), "spans": sum(names.values()), "unique": len(seen), "names": names}
+    found = {
+        "posts": len(bodies),
+        "spans": sum(names.values()),
+        "unique": len(seen),
+        "names": names,
+        "servers": servers,
+    }
     steps = {
         "steps": names[STEP],
         "plain": len(sizes[True]),
