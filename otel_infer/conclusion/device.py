@@ -37,6 +37,8 @@ def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> No
         time, lengths = device.of(steps)
         if time is None:
             continue
+        if name == semconv.SPAN_PREFILL and len(steps) == 1:  # what was before it is no part of the stage
+            time = time._replace(gaps=max(time.gaps, 0))
         share = shares_of(lengths, tokens, log.table.computed(steps))
         _adopt(record.stage(name), record, time, len(steps), share)
         if rows is not None and name == semconv.SPAN_DECODE and time.method == BY_EVENT:

@@ -133,6 +133,24 @@ def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Re
     assert record.steps.device.tolist() == [0, 3 * MS, 3 * MS, 3 * MS]
 
 
+def test_what_nobody_knows_of_the_time_between_steps_is_not_said_and_a_prompt_in_one_piece_has_none(
+    recording: Recording,
+) -> None:
+    with otel_infer.request() as request:
+        for number in range(4):
+            with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
+                pass
+            begun = clock.now()
+            work = StepWork("custom", os.getpid(), 0, number + 1, 0)
+            work.on_device(Timed(begun, begun + 3 * MS, 100_000, 20_000, -1, 8000))
+    (record,) = recording.records()
+    prefill, decode = record.stage("prefill"), record.stage("decode")
+    assert prefill is not None
+    assert decode is not None
+    assert prefill.attributes["infer.device.limit"] == "gpu-bound"
+    assert not {"infer.device.limit", "infer.device.gap"} & set(decode.attributes)
+
+
 def test_a_stage_of_which_some_steps_were_not_timed_is_no_value_of_the_series(recording: Recording) -> None:
     with otel_infer.request() as request:
         for number in range(4):
