@@ -36,7 +36,7 @@ PATIENCE_S = 60
 
 
 class Unanswered(RuntimeError):
-    """Continuous batching of transformers 5.23 lost a request, with nobody watching: once in some thousands of blocks."""
+    """Continuous batching of transformers 5.23 was seen to lose a request, with nobody watching."""
 
 
 class Installed(NamedTuple):

@@ -54,8 +54,7 @@ class Devices:
         length = max(fact.at - fact.started_at, 0)
         done, engine = Execution(*fact[2:5], length), self._logs.get((fact.pid, fact.engine, fact.log))
         if isinstance(fact, facts.StepTimed):
-            gap = -1 if fact.gap_ns == facts.UNKNOWN_NS else fact.gap_ns
-            done = done._replace(on_device=True, queued_ns=fact.queued_ns, gap_ns=gap)
+            done = done._replace(on_device=True, queued_ns=fact.queued_ns, gap_ns=facts.known_ns(fact.gap_ns))
         if is_new:
             self.executions.append(done)
         if engine is None or fact.rank:

@@ -454,6 +454,18 @@ class BlocksSized(NamedTuple):
 
 
 LONGEST_NS, UNKNOWN_NS = (1 << 32) - 2, (1 << 32) - 1
+
+
+def told_ns(length: int) -> int:
+    """A length as such a fact has it; below 0 = not known."""
+    return UNKNOWN_NS if length < 0 else min(length, LONGEST_NS)
+
+
+def known_ns(told: int) -> int:
+    """And back."""
+    return -1 if told == UNKNOWN_NS else told
+
+
 """Of those lengths."""
 
 

@@ -145,9 +145,9 @@ class RequestRecord:
     `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its event
     loop alone. `device_ns`: of each stage all of whose steps were timed, how long a device was at it; `device_share`: its part of
     all its steps, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed), None if nobody
-    knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not known. `throttled`: why GPUs'
-    clocks were held down meanwhile, `throttled_at`: when. `start`: of the first request of a process, trace and span id of the
-    process's start.
+    knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not known. `throttled`:
+    why GPUs' clocks were held down meanwhile, `throttled_at`: when. `start`: of the first request of a process, trace and span id of
+    the process's start.
     """
 
     trace_id: bytes

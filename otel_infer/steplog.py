@@ -131,7 +131,7 @@ class StepLog:
 
     def timed(self, fact: facts.StepTimed) -> None:
         """A device was at it."""
-        launched, gap = (-1 if said == facts.UNKNOWN_NS else said for said in (fact.launched_ns, fact.gap_ns))
+        launched, gap = facts.known_ns(fact.launched_ns), facts.known_ns(fact.gap_ns)
         lengths = fact.at - fact.started_at, launched, fact.queued_ns, gap, fact.bound_ns
         self._on_device().by_event(fact.step, fact.started_at, *lengths)
 

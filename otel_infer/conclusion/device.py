@@ -64,8 +64,7 @@ def _stage_of(record: RequestRecord, fact: facts.StageTimed) -> Stage | None:
 
 def _of_stage(fact: facts.StageTimed) -> DeviceTime:
     span = fact.at - fact.started_at
-    launched = -1 if fact.launched_ns == facts.UNKNOWN_NS else fact.launched_ns
-    return DeviceTime(BY_EVENT, 1, span, launched, fact.queued_ns, 0, fact.bound_ns)
+    return DeviceTime(BY_EVENT, 1, span, facts.known_ns(fact.launched_ns), fact.queued_ns, 0, fact.bound_ns)
 
 
 def _adopt(

@@ -4,11 +4,7 @@
 
 Between the marks is everything that ran on that stream, and the time in which nothing did, since the host had not launched it
 yet: a span of the device, not its load. Driver calls per span: 1 question whether it is captured, 2 records, 2 elapsed times,
-and at most 2 queries, of which one may say "not yet". Nothing is made or freed on the way.
-
-Marks cost the host some 10 µs, several times that where its caches are cold, and the device 2 µs each (H100): much for steps of
-1 ms. So that it is at most 0.3 % of the time, whatever machine this is, only some steps are marked where steps are short, drawn
-by chance, two in a row: what a device had nothing to do in between is known of those alone. Engines have rhythms of their own.
+and at most 2 queries, of which one may say "not yet". Nothing is made or freed on the way. Which steps are marked: `pacing`.
 """
 
 from __future__ import annotations
@@ -22,14 +18,11 @@ from otel_infer import clock
 from otel_infer.gpu import captures
 from otel_infer.gpu.clockmap import Anchor, ClockMap
 from otel_infer.gpu.device import Device
+from otel_infer.gpu.pacing import Pacing
 
 CAPACITY = 64
 """Spans in flight at most: what is launched further ahead is timed by the host."""
 WARM_UP_NS = 5_000_000
-SHARE = 0.003
-"""Of the time between two steps, that marks may cost."""
-MARK_NS = 2000
-"""What an event costs the device between two kernels: seen on an H100, whose host does not wait for it."""
 TOGETHER = 8
 """Spans that are read in one go, unless the tender does it before: what is cold for the first is not for the others."""
 MOST_ERRORS = 3
@@ -39,8 +32,8 @@ MOST_ERRORS = 3
 class Timed(NamedTuple):
     """A span of the device on the host's clock, ns. `bound_ns`: how far off the instants may be.
 
-    `launched_ns`: what the host took to launch it; -1 = not known, since it had waited for the device by then. `queued_ns`: from being launched to being reached. `gap_ns`: since the end
-    of the span before on this stream; -1 = not known.
+    `launched_ns`: what the host took to launch it; -1 = not known, since it had waited for the device by then. `queued_ns`: from
+    being launched to being reached. `gap_ns`: since the end of the span before on this stream; -1 = not known.
     """
 
     started_at: int
@@ -80,51 +73,6 @@ class _Before(NamedTuple):
     stream: Any
     anchor: Anchor
     ended_at: int
-
-
-class Pacing:
-    """Which steps are marked. `every`: one of so many."""
-
-    def __init__(self) -> None:
-        self.every = 1
-        self.number = 0
-        """Steps so far."""
-        self._next = 1
-        self._begun_at = self._begun_number = 0
-        self._period = self._cost = 0.0
-        self._drawn = 1
-        self._is_first = False
-
-    def is_next(self) -> bool:
-        """Whether the step that begins is to be marked."""
-        self.number += 1
-        return self.number >= self._next
-
-    def idle(self) -> None:
-        """For a while nothing is launched, which says nothing of the pace."""
-        self._begun_at = 0
-
-    def marked(self, at: int, cost_ns: int) -> None:
-        """The step that began at `at` was marked, which took the host so long."""
-        cost = cost_ns + 2 * MARK_NS
-        # Who is interrupted in the middle, or waits for room in the device's queue, has not worked for so long.
-        self._cost += (min(cost, 16 * self._cost) - self._cost) / 8 if self._cost else cost
-        if self._begun_at:
-            period = (at - self._begun_at) / max(self.number - self._begun_number, 1)
-            known = self._period or period
-            # An engine that was idle is not slow.
-            self._period = (
-                known + (period - known) / 2
-                if period < known
-                else known + (min(period, 2 * known) - known) / 32
-            )
-            self.every = max(-int(-self._cost // (SHARE * self._period)), 1) if self._period else 1
-        self._begun_at, self._begun_number = at, self.number
-        self._drawn = (self._drawn * 1103515245 + 12345) & 0x7FFFFFFF  # as C's `rand`: good enough, and quick
-        self._is_first = not self._is_first
-        self._next = self.number + 1
-        if not self._is_first:
-            self._next += (self._drawn >> 8) % (4 * self.every - 3)
 
 
 class Timeline:
@@ -233,14 +181,12 @@ class Timeline:
             return 0
         told = 0
         try:
-            while self._pending and captures.ask():
+            if captures.ask():
                 try:
-                    is_done = self._take(self._pending[0])
+                    while self._pending and not captures.open_now and self._take(self._pending[0]):
+                        told += 1
                 finally:
                     captures.asked()
-                if not is_done:
-                    break
-                told += 1
         finally:
             self._harvesting.release()
         return told

@@ -75,6 +75,12 @@ class Timing:
         self._tender: _Tender | None = None
         os.register_at_fork(after_in_child=self._forget)
 
+    @property
+    def is_by_device(self) -> bool:
+        """Whether what the calling thread launches is timed by a device, if it is on that one."""
+        slot = self._thread.slot
+        return slot is not None and slot.timeline is not None
+
     def begin(
         self, stream: object = None, always: bool = False, is_step: bool = True, on: Any = None
     ) -> Span | int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from otel_infer import facts
-from otel_infer.facts import LONGEST_NS, UNKNOWN_NS
+from otel_infer.facts import told_ns
 from otel_infer.gpu.timeline import Timed
 from otel_infer.ring.recorder import recorder
 
@@ -18,15 +18,11 @@ class StepWork:
 
     def on_device(self, timed: Timed) -> None:
         started_at, ended_at, launched, queued, gap, bound = timed
-        lengths = _told(launched), _told(queued), _told(gap), _told(bound)
+        lengths = told_ns(launched), told_ns(queued), told_ns(gap), told_ns(bound)
         recorder.stated(facts.StepTimed(ended_at, started_at, *self._of, *lengths))
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
         recorder.stated(facts.StepExecuted(launched_at, begun_at, *self._of))
-
-
-def _told(length: int) -> int:
-    return UNKNOWN_NS if length < 0 else min(length, LONGEST_NS)
 
 
 class StageWork:
@@ -39,8 +35,8 @@ class StageWork:
 
     def on_device(self, timed: Timed) -> None:
         started_at, ended_at, *lengths, bound = timed
-        launched, queued = map(_told, lengths[:2])
-        fact = facts.StageTimed(ended_at, started_at, self._stage, launched, queued, _told(bound))
+        launched, queued = map(told_ns, lengths[:2])
+        fact = facts.StageTimed(ended_at, started_at, self._stage, launched, queued, told_ns(bound))
         for handle in self._handles:
             recorder.state(handle, fact)
 

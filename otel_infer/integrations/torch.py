@@ -14,6 +14,7 @@ models that were loaded before `instrument()`, and what is called by another way
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -132,7 +133,7 @@ def _begin(module: Any) -> _Forward | None:
         request = ingress.current()
         if request is not None:
             _name(request, module)
-            return _Forward(request, clock.now(), None, timing.begin(on=_device_of(module)))
+            return _Forward(request, clock.now(), None, _launching(module))
         if not recorder.active or _calls.is_grad_enabled():
             return None
         name = model_name(module)
@@ -146,7 +147,7 @@ def _begin(module: Any) -> _Forward | None:
         )
         if request is None:
             return None
-        return _Forward(request, request.arrived_at, request.attach(), timing.begin(on=_device_of(module)))
+        return _Forward(request, request.arrived_at, request.attach(), _launching(module))
     except BaseException as exc:
         _calls.hook.fail(exc)
         return None
@@ -167,12 +168,13 @@ def _end(forward: _Forward, args: Any, kwargs: Any, failure: BaseException | Non
         _calls.hook.fail(exc)
 
 
-def _device_of(module: Any) -> Any:
-    """Where its weights are; None if it has none, or is nobody's usual module."""
-    try:
-        return next(module.parameters()).device
-    except Exception:
-        return None
+def _launching(module: Any) -> Any:
+    """On the device where its weights are; on the thread's if it has none, or is nobody's usual module."""
+    device = None
+    if timing.is_by_device:
+        with contextlib.suppress(Exception):
+            device = next(module.parameters()).device
+    return timing.begin(on=device)
 
 
 def _name(request: ingress.LiveRequest, module: Any) -> None:

@@ -15,6 +15,7 @@ from otel_infer.devices import Devices
 from otel_infer.devicesteps import DeviceSteps, DeviceTime
 from otel_infer.gpu.timeline import Timed
 from otel_infer.gpu.work import StageWork, StepWork
+from otel_infer.records import RequestRecord, Stage
 from otel_infer.steplog import StepLog
 from tests.rings import Recording
 
@@ -35,6 +36,22 @@ def filled(span: int, launched: int, queued: int, gap: int) -> DeviceSteps:
     for step in STEPS:
         device.by_event(int(step), 0, span, launched, queued, gap, 9000)
     return device
+
+
+def with_gaps(recording: Recording, gap: int) -> tuple[RequestRecord, Stage, Stage]:
+    """A request of a prompt and three more steps, each with this gap before it; its prefill and its decode."""
+    with otel_infer.request() as request:
+        for number in range(4):
+            with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
+                pass
+            begun = clock.now()
+            work = StepWork("custom", os.getpid(), 0, number + 1, 0)
+            work.on_device(Timed(begun, begun + 3 * MS, 100_000, 20_000, gap, 8000))
+    (record,) = recording.records()
+    prefill, decode = record.stage("prefill"), record.stage("decode")
+    assert prefill is not None
+    assert decode is not None
+    return record, prefill, decode
 
 
 @pytest.mark.parametrize(
@@ -101,17 +118,7 @@ def test_a_step_is_never_taken_for_an_older_one_in_its_place() -> None:
 
 
 def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Recording) -> None:
-    with otel_infer.request() as request:
-        for number in range(4):
-            with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
-                pass
-            begun = clock.now()
-            work = StepWork("custom", os.getpid(), 0, number + 1, 0)
-            work.on_device(Timed(begun, begun + 3 * MS, 100_000, 20_000, 50_000, 8000))
-    (record,) = recording.records()
-    prefill, decode = record.stage("prefill"), record.stage("decode")
-    assert prefill is not None
-    assert decode is not None
+    record, prefill, decode = with_gaps(recording, 50_000)
     assert {
         name: decode.attributes[name] for name in decode.attributes if name.startswith("infer.device")
     } == {
@@ -136,17 +143,7 @@ def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Re
 def test_what_nobody_knows_of_the_time_between_steps_is_not_said_and_a_prompt_in_one_piece_has_none(
     recording: Recording,
 ) -> None:
-    with otel_infer.request() as request:
-        for number in range(4):
-            with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
-                pass
-            begun = clock.now()
-            work = StepWork("custom", os.getpid(), 0, number + 1, 0)
-            work.on_device(Timed(begun, begun + 3 * MS, 100_000, 20_000, -1, 8000))
-    (record,) = recording.records()
-    prefill, decode = record.stage("prefill"), record.stage("decode")
-    assert prefill is not None
-    assert decode is not None
+    _, prefill, decode = with_gaps(recording, -1)
     assert prefill.attributes["infer.device.limit"] == "gpu-bound"
     assert not {"infer.device.limit", "infer.device.gap"} & set(decode.attributes)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from otel_infer import clock
 from otel_infer.integrations.transformers._integration import integration
-from otel_infer.integrations.transformers.generate import thread
+from otel_infer.integrations.transformers.run import thread
 from otel_infer.integrations.transformers.text import inside
 from otel_infer.patching import Hook
 

@@ -18,8 +18,7 @@ import pytest
 from otel_infer import facts, ingress, semconv
 from otel_infer.devicesteps import BY_EVENT
 from otel_infer.gpu.timing import Timing
-from otel_infer.integrations.transformers import caches, integration
-from otel_infer.integrations.transformers import generate as hooks
+from otel_infer.integrations.transformers import caches, integration, run
 from tests.fake_device import OnHostClock
 from tests.integrations.transformers.recorded import Recorded, check_stages, prefilled, served, sizes
 from tests.rings import stages_of
@@ -242,7 +241,7 @@ def test_launching_is_over_before_anybody_waits_for_the_device_or_nobody_says_ho
     device = OnHostClock()
     device.kind = "cpu"  # where the model is
     timing = Timing(lambda: device)
-    monkeypatch.setattr(hooks, "timing", timing)
+    monkeypatch.setattr(run, "timing", timing)
     head = model.lm_head.forward
     is_true, on_host = torch.Tensor.__bool__, torch.Tensor.cpu
 

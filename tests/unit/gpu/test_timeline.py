@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from otel_infer.gpu import captures
 from otel_infer.gpu.clockmap import ClockMap
-from otel_infer.gpu.timeline import MOST_ERRORS, SHARE, Pacing, Timed, Timeline
+from otel_infer.gpu.pacing import SHARE, Pacing
+from otel_infer.gpu.timeline import MOST_ERRORS, Timed, Timeline
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 
 MS = 1_000_000
