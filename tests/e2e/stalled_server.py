@@ -1,7 +1,7 @@
 """`transformers serve` with a stall in one place, armed by a request to /stall; knows nothing of otel_infer.
 
     GET /stall/tokenize/50/0    the next pass through it (after so many) sleeps 50 ms, once
-    GET /stalled                how often it slept
+    GET /stalled                what it slept, in ms each, by the clock and not by what it was asked for
 
 A place is a function that the library's own code calls inside the stage in question.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 armed: dict[str, list[float]] = {}
-slept: list[str] = []
+slept: list[float] = []
 
 
 def stall(place: str) -> None:
@@ -27,8 +27,9 @@ def stall(place: str) -> None:
         waiting[1] -= 1
         return
     del armed[place]
-    slept.append(place)
+    began = time.monotonic()
     time.sleep(waiting[0])
+    slept.append((time.monotonic() - began) * 1e3)
 
 
 def stalling(owner: Any, name: str, place: str, when: Callable[..., bool] = lambda *_: True) -> None:
@@ -87,8 +88,8 @@ def _routes() -> None:
             return {"armed": place}
 
         @app.get("/stalled")
-        def stalled() -> dict[str, Any]:
-            return {"slept": slept, "armed": list(armed)}
+        def stalled() -> list[float]:
+            return slept
 
         return app
 
@@ -126,8 +127,9 @@ def _slow_send(cycle: Any) -> None:
                 waiting[1] -= 1
             else:
                 del armed["egress"]
-                slept.append("egress")
+                began = time.monotonic()
                 await asyncio.sleep(waiting[0])
+                slept.append((time.monotonic() - began) * 1e3)
         await original(self, message)
 
     cycle.send = send
