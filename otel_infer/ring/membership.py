@@ -7,12 +7,13 @@ else → a keyframe, the whole batch as packed handles. Nothing here runs byteco
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from otel_infer import clock, facts
 from otel_infer.ring import layout
@@ -27,7 +28,6 @@ MOST_CHANGED = 16
 # A fact that says "the same again": the counts that are 0 are padding, which is written as 0 for nothing.
 _state_unchanged = struct.Struct("<QIqQ8x5IQ").pack_into
 _state_one_each = struct.Struct("<QIqQ8xI16xQ").pack_into
-_pack_head = facts.SCHEDULED_HEAD.pack
 _PAGE = layout.PAGE
 _ASKED = layout.W_KEYFRAME_ASKED
 _SCHEDULED_CODE = facts.SCHEDULED_CODE
@@ -41,12 +41,24 @@ _UNKNOWN = bytes(4)
 _now = clock.now
 
 
-_PACKS = tuple(struct.Struct(f"<{count}I").pack for count in range(2 * MOST_CHANGED + 1))
+class _Change(NamedTuple):
+    """How a change is written by one call: its cell or cells, whose fields are the counts and load, then positions of those
+    who left, handles of newcomers, and numbers of (position, tokens)."""
+
+    pack_into: Callable[..., None]
+    head: int
+    """Length and code."""
+    cells: int
 
 
-def _packed(numbers: list[int]) -> bytes:
-    count = len(numbers)
-    return _PACKS[count](*numbers) if count < len(_PACKS) else array("I", numbers).tobytes()
+@functools.cache
+def _change(left: int, handles: int, numbers: int) -> _Change:
+    """Of so many positions, bytes and numbers: as many as there are shapes of small changes, of five cells at most."""
+    fields = f"{facts.SCHEDULED_HEAD.format[1:]}{left}I{handles}s{numbers}I"
+    length = struct.calcsize(f"<QI{fields}Q")
+    cells = -(-length // layout.CELL_BYTES)
+    record = struct.Struct(f"<QI{fields}{cells * layout.CELL_BYTES - length}xQ")
+    return _Change(record.pack_into, _SCHEDULED_CODE << 16 | length, cells)
 
 
 class Handles(dict[Any, bytes]):
@@ -120,11 +132,12 @@ class StepLog:
             and members == self._members
             and writer.words[_ASKED] == self._asked
         ):
-            cell = writer.cell
-            writer.cell = counter = cell + 1
+            writer.cell = counter = writer.cell + 1
+            offset = writer.offset
+            writer.offset = offset + 64 if offset < writer.last else _PAGE
             _state_unchanged(
                 writer.memory,
-                _PAGE + (cell % writer.cells << 6),
+                offset,
                 counter,
                 _SCHEDULED,
                 at,
@@ -152,11 +165,12 @@ class StepLog:
             head = facts.DONE_HEAD.pack(at, step, facts.COLUMN, size, discarded)
             writer.write(_DONE_CODE, head + tokens)
             return
-        cell = writer.cell
-        writer.cell = counter = cell + 1
+        writer.cell = counter = writer.cell + 1
+        offset = writer.offset
+        writer.offset = offset + 64 if offset < writer.last else _PAGE
         _state_one_each(
             writer.memory,
-            _PAGE + (cell % writer.cells << 6),
+            offset,
             counter,
             _DONE,
             at,
@@ -168,8 +182,8 @@ class StepLog:
     def done_except(self, step: int, exceptions: Iterable[tuple[int, int]], discarded: int = 0) -> None:
         """As `done`, for a few (position, tokens) that did not get exactly one token."""
         pairs = [number for pair in exceptions for number in pair]
-        head = facts.DONE_HEAD.pack(clock.now(), step, len(pairs) // 2, 0, discarded)
-        self._writer.write(facts.DONE_CODE, head + struct.pack(f"<{len(pairs)}I", *pairs))
+        head = facts.DONE_HEAD.pack(_now(), step, len(pairs) // 2, 0, discarded)
+        self._writer.write(_DONE_CODE, head + array("I", pairs).tobytes())
 
     def idle(self) -> None:
         """The engine has nothing to run: let go of the last batch, so that finished requests are not kept alive."""
@@ -187,7 +201,10 @@ class StepLog:
         if ordinal >= 0:
             position = bisect_left(self._ordinals, ordinal)
             return position if self._members[position] is member else -1
-        # Strings may come as equal copies.
+        return self._equal(member)
+
+    def _equal(self, member: Any) -> int:
+        """Strings may come as equal copies."""
         return self._members.index(member) if isinstance(member, str) and member in self._members else -1
 
     def retire(self) -> None:
@@ -204,13 +221,18 @@ class StepLog:
 
     def _remove(self, left: Sequence[Any]) -> list[int]:
         """Takes those who left out of the batch; the position of each at its removal."""
-        members, gone = self._members, []
+        members, ordinals, gone = self._members, self._ordinals, []
         for member in left:
-            position = self.position(member)
-            if position >= 0:
-                del self._ordinal_of[id(members[position])], self._ordinals[position], members[position]
-                del self._packed[position * 4 : position * 4 + 4]
-                gone.append(position)
+            ordinal = self._ordinal_of.pop(id(member), -1)
+            if ordinal >= 0:
+                position = bisect_left(ordinals, ordinal)
+            else:
+                position = self._equal(member)
+                if position < 0:
+                    continue
+                del self._ordinal_of[id(members[position])]
+            del ordinals[position], members[position], self._packed[position * 4 : position * 4 + 4]
+            gone.append(position)
         return gone
 
     def _join(self, joined: Sequence[Any]) -> bytes:
@@ -235,17 +257,16 @@ class StepLog:
         load: tuple[int, int, int, int],
     ) -> None:
         """Says what changed, or the whole batch. One long function: it runs in every other step, and calls are what costs."""
-        gone, joined, change = [], [], b""
+        gone, joined, handles = [], 0, b""
         writer, step = self._writer, self._step
         asked = writer.words[_ASKED]
         if len(left) <= MOST_CHANGED:
             gone = self._remove(left) if left else []
-            joined = members[len(self._members) :]
-            if joined and len(joined) <= MOST_CHANGED:
-                change = self._join(joined)
+            newcomers = members[len(self._members) :]
+            joined = len(newcomers)
+            if newcomers and joined <= MOST_CHANGED:
+                handles = self._join(newcomers)
         predicted = members == self._members
-        if not predicted:
-            self._begin_anew(members)
         keyframe = (
             not predicted
             or step >= self._next_keyframe_step
@@ -253,20 +274,25 @@ class StepLog:
             or asked != self._asked
         )
         if keyframe:
-            gone, joined, change = [], members, bytes(self._packed)
+            if not predicted:
+                self._begin_anew(members)
+            gone, joined, handles = [], len(members), bytes(self._packed)
             self._next_keyframe_step = step + KEYFRAME_STEPS
             self._next_keyframe_at = at + KEYFRAME_NS
             self._asked = asked
-        elif gone:
-            change = _packed(gone) + change
-        exceptions = facts.COLUMN if column else 0
-        if several:
-            pairs: list[int] = []
-            for member, tokens in several:
-                # A newcomer with its prompt stands last.
-                position = len(members) - 1 if member is members[-1] else self.position(member)
-                if position >= 0:
-                    pairs += (position, tokens)
-            exceptions, column = len(pairs) // 2, _packed(pairs)
-        head = _pack_head(at, step, keyframe, len(gone), len(joined), exceptions, len(members), *load)
-        writer.write(_SCHEDULED_CODE, head + change + column)
+        pairs: list[int] = []
+        for member, tokens in several:
+            # A newcomer with its prompt stands last.
+            position = len(members) - 1 if member is members[-1] else self.position(member)
+            if position >= 0:
+                pairs += (position, tokens)
+        exceptions = facts.COLUMN if column else len(pairs) // 2
+        fields = at, step, keyframe, len(gone), joined, exceptions, len(members), *load
+        if keyframe or column or len(pairs) > 2 * MOST_CHANGED:
+            change = array("I", gone).tobytes() + handles + (column or array("I", pairs).tobytes())
+            writer.write(_SCHEDULED_CODE, facts.SCHEDULED_HEAD.pack(*fields) + change)
+            return
+        shape = _change(len(gone), len(handles), len(pairs))
+        offset = writer.place(shape.cells)
+        counter = writer.cell - shape.cells + 1
+        shape.pack_into(writer.memory, offset, counter, shape.head, *fields, *gone, handles, *pairs, counter)

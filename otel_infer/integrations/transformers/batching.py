@@ -53,7 +53,7 @@ class _Flight:
     ) -> None:
         self.step, self.first, self.states, self.column, self.chunks = step, first, states, column, chunks
         self.plain = plain
-        self.gone: list[Any] = []
+        self.gone: tuple[Any, ...] = ()
 
 
 class _Batches:
@@ -71,7 +71,7 @@ class _Batches:
 
     def scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
         active, size = scheduler.active_requests, len(futures)
-        load = (*self.kv(scheduler.cache), len(active), len(scheduler.waiting_requests))
+        load = (*self.kv(), len(active), len(scheduler.waiting_requests))
         plain = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
         odd = () if plain else _odd_ones(futures, query_tokens)
         column = b""
@@ -115,7 +115,7 @@ class _Batches:
         self.left.append(state)
         for flight in self.flights:
             if flight.step and not any(map(is_, flight.gone, repeat(state))):
-                flight.gone.append(state)
+                flight.gone += (state,)
                 column, discarded = _discarding(flight)
                 # Nobody waits for it, and the library may not fetch it before the next arrival.
                 if not any(column):

@@ -42,9 +42,16 @@ def _pieces(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
             yield storage.data_ptr(), storage.nbytes()
 
 
-def blocks_of(cache: Any) -> Callable[[Any], tuple[int, int]]:
-    """How many blocks such a cache has in use, and in all: a look at its free lists, whatever the batch."""
-    return _by_share if hasattr(cache, "compute_free_capacity") else _by_count
+def blocks_of(cache: Any) -> Callable[[], tuple[int, int]]:
+    """How many blocks this cache has in use, and in all: a look at its free lists, whatever the batch."""
+    total = int(getattr(cache, "num_blocks", 0) or 0)
+    if not total:
+        return lambda: (0, 0)
+    if hasattr(cache, "compute_free_capacity"):
+        free_share = cache.compute_free_capacity
+        return lambda: (total - round(free_share() * total), total)
+    free_blocks = cache.get_num_free_blocks
+    return lambda: (total - int(free_blocks()), total)
 
 
 def block_tokens(cache: Any) -> int:
@@ -52,13 +59,3 @@ def block_tokens(cache: Any) -> int:
     allocators = list(getattr(cache, "cache_allocators", {}).values())
     said = [getattr(cache, "block_size", 0), *(getattr(one, "tokens_per_page", 0) for one in allocators)]
     return int(next(filter(None, said), 0))
-
-
-def _by_share(cache: Any) -> tuple[int, int]:
-    total = int(cache.num_blocks)
-    return total - round(cache.compute_free_capacity() * total), total
-
-
-def _by_count(cache: Any) -> tuple[int, int]:
-    total = int(getattr(cache, "num_blocks", 0) or 0)
-    return (total - int(cache.get_num_free_blocks()), total) if total else (0, 0)

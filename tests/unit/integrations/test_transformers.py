@@ -161,9 +161,9 @@ def test_a_release_whose_futures_do_not_say_their_length_is_read_from_the_state(
 @pytest.mark.parametrize(("share", "used"), [(1.0, 0), (0.95, 1), (0.35, 13), (0.0, 20)])
 def test_a_cache_that_counts_by_share_is_told_in_blocks(share: float, used: int) -> None:
     cache = SimpleNamespace(num_blocks=20, compute_free_capacity=lambda: share)
-    assert caches.blocks_of(cache)(cache) == (used, 20)
+    assert caches.blocks_of(cache)() == (used, 20)
     nothing = SimpleNamespace()
-    assert caches.blocks_of(nothing)(nothing) == (0, 0)
+    assert caches.blocks_of(nothing)() == (0, 0)
 
 
 def test_how_large_blocks_are_is_said_by_the_cache_or_by_its_allocators_or_by_nobody() -> None:
