@@ -59,9 +59,7 @@ def measure(quick: bool) -> list[Line]:
     for case in cases:
         _round(case, steps, Found([], [], [], []), chance)
     for _ in range(rounds):
-        machine.pin_this_thread(everywhere)
-        mine, _ = machine.cores()
-        machine.pin_this_thread(mine)
+        machine.pin_this_thread(machine.fastest(everywhere))
         for case in chance.sample(cases, len(cases)):
             _round(case, steps, found[case.claim], chance)
     if patching.errors():

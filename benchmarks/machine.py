@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import time
@@ -32,17 +33,24 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
+@functools.cache
 def cores() -> tuple[set[int], set[int]]:
-    """The core for the loop that is measured, which is the fastest just now, and those for everybody else; the same ones
-    where there is but one. Virtual cores share theirs with neighbours that come and go."""
+    """The core for the loop that is measured, and those for everybody else; the same ones where there is but one. Decided
+    once in a process: whoever asks later is to keep off the same core."""
     here = allowed()
+    mine = fastest(here)
+    return mine, here - mine or here
+
+
+def fastest(among: set[int]) -> set[int]:
+    """The core that is the fastest just now: virtual ones share theirs with neighbours that come and go. The calling thread may
+    run on all of them afterwards."""
     paces = {}
-    for core in here:
+    for core in among:
         pin_this_thread({core})
         paces[core] = min(pace() for _ in range(5))
-    pin_this_thread(here)
-    mine = min(paces, key=lambda core: paces[core])
-    return {mine}, here - {mine} or here
+    pin_this_thread(among)
+    return {min(paces, key=lambda core: paces[core])}
 
 
 def allowed() -> set[int]:
@@ -62,6 +70,13 @@ def pin_this_thread(to: set[int]) -> None:
     """Keeps the calling thread there, and what it starts from now on."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, to)
+
+
+def pin_apart() -> None:
+    """Gives the calling thread the core for the loop that is measured, and all other threads of this process the others."""
+    mine, others = cores()
+    pin_process(os.getpid(), others)
+    pin_this_thread(mine)
 
 
 def pin_process(pid: int, to: set[int]) -> None:

@@ -59,10 +59,10 @@ def main() -> None:
         model = Model()
         installed = INSTALL[system](endpoint, model)
     except ImportError as reason:
-        answer({"missing": f"{reason}"})
+        answer({"missing": f"{reason}", "sidecar": 0})
         return
     model.start()
-    answer({"missing": ""})
+    answer({"missing": "", "sidecar": installed.sidecar})
     try:
         for line in sys.stdin:
             workload, _, requests = line.strip().rpartition(" ")

@@ -59,7 +59,9 @@ class Peer:
             bufsize=1,
         )
         self.pid = self._process.pid
-        self.missing: str = self._answer()["missing"]
+        said = self._answer()
+        self.missing: str = said["missing"]
+        self.beside = [self.receiver.pid, *filter(None, [said["sidecar"]])]
 
     def block(self, workload: str, requests: int) -> Block:
         """One block of it."""
@@ -92,7 +94,8 @@ def measure(quick: bool) -> list[Line]:
     here = {name: peer for name, peer in peers.items() if not peer.missing}
     for peer in here.values():
         machine.pin_process(peer.pid, mine)
-        machine.pin_process(peer.receiver.pid, others)
+        for pid in peer.beside:
+            machine.pin_process(pid, others)
     for workload in WORKLOADS:
         found, seen = _rounds(here, workload, 1 if quick else REQUESTS[workload], rounds)
         lines += lines_of(workload, found, seen)

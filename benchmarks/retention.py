@@ -6,7 +6,6 @@ does not sample, none may come out; far over the default budget, no more than th
 
 from __future__ import annotations
 
-import os
 import time
 from typing import NamedTuple
 
@@ -45,13 +44,12 @@ def measure(quick: bool) -> list[Line]:
     seconds, parts = (0.8, 2) if quick else (8.0, 5)
     rows = []
     with Receiver() as receiver:
-        mine, others = machine.cores()
+        _, others = machine.cores()
         machine.pin_process(receiver.pid, others)
         engine = Engine(python_us=0, wait_us=0)
         for case in CASES:
             with Exporting(receiver.endpoint, steps=case.steps) as exporting:
-                machine.pin_process(os.getpid(), others)
-                machine.pin_this_thread(mine)
+                machine.pin_apart()
                 began = time.perf_counter()
                 found = [
                     part(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from benchmarks import machine, neighbours
@@ -25,14 +24,14 @@ def measure(quick: bool) -> list[Line]:
         with Exporting(receiver.endpoint) as exporting:
             neighbours.wait_until_undisturbed(mine)
             engine = Engine()
-            machine.pin_process(os.getpid(), others)
-            machine.pin_this_thread(mine)
+            machine.pin_apart()
             binding = Binding(engine)
             ours = _measured(engine, binding, steps, rounds)
             expected = binding.end_all()
             exporting.flush()
             lost = lost_line(f"{LOOP}: step spans lost or doubled", expected, receiver.counted())
         stock = Stock(receiver.endpoint)
+        machine.pin_apart()  # the thread in which that exports
         theirs_on = StockBinding(engine, stock)
         theirs = _measured(engine, theirs_on, steps, stock_rounds, after=stock.flush)
         theirs_on.end_all()

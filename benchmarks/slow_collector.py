@@ -8,7 +8,6 @@ the server ends meanwhile.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -65,14 +64,13 @@ def measure(quick: bool) -> list[Line]:
     """With every step exported, which such a collector cannot take, and inside the default budget."""
     rows = []
     with Receiver() as receiver:
-        mine, others = machine.cores()
+        _, others = machine.cores()
         machine.pin_process(receiver.pid, others)
         for steps, said in MODES.items():
             with Exporting(receiver.endpoint, steps=steps) as exporting:
                 machine.pin_this_thread(others)  # the engine's front thread stays there
                 engine = Engine(python_us=PYTHON_US, wait_us=0)
-                machine.pin_process(os.getpid(), others)
-                machine.pin_this_thread(mine)
+                machine.pin_apart()
                 rows += _mode(said, engine, Slow(receiver, exporting.flush), exporting, quick)
         rows += _ending(receiver)
     return rows

@@ -6,7 +6,6 @@ CPU, and that of the server besides; the stock SDK's is the server's, since it h
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -54,13 +53,12 @@ def measure(quick: bool) -> list[Line]:
     """Ours and the stock SDK in turn, in several parts."""
     seconds, parts = (0.8, 2) if quick else (8.0, 5)
     with Receiver() as receiver:
-        mine, others = machine.cores()
+        _, others = machine.cores()
         machine.pin_process(receiver.pid, others)
         engine, ours, theirs = Engine(python_us=0, wait_us=0), [], []
         with Exporting(receiver.endpoint) as exporting:
             stock = Stock(receiver.endpoint)
-            machine.pin_process(os.getpid(), others)
-            machine.pin_this_thread(mine)
+            machine.pin_apart()
             part(engine, None, receiver, exporting.flush, 0, 0.5)
             idle = _idle(exporting.pid, seconds)
             for _ in range(parts):

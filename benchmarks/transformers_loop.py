@@ -8,6 +8,7 @@ it calls. The more tokens there are the longer a step takes, twice as long in th
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -69,7 +70,8 @@ def measure(quick: bool) -> list[Line]:
     machine.keep_memory()
     with Receiver() as receiver:
         mine, others = machine.cores()
-        machine.pin_process(receiver.pid, others)
+        for pid in (receiver.pid, os.getpid()):  # the thread of the loop goes to its core by itself
+            machine.pin_process(pid, others)
         load = Load(mine, AT_ONCE // 8 if quick else AT_ONCE)
         with load.running(), Exporting(receiver.endpoint, ("transformers",)) as exporting:
             found = load.rounds(Ours(), loads, TURN)
