@@ -160,7 +160,7 @@ def claim(folder: Path) -> bool:
     """Whether it is for this process to start the sidecar: not while one that another has started is on its way."""
     starting = folder / STARTING
     try:
-        if starting.exists() and time.time() - starting.stat().st_mtime > PATIENCE_S:
+        if not is_starting(folder):
             starting.unlink(missing_ok=True)
         os.close(os.open(starting, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except FileExistsError:
@@ -168,6 +168,14 @@ def claim(folder: Path) -> bool:
     except OSError:
         pass
     return True
+
+
+def is_starting(folder: Path) -> bool:
+    """Whether a sidecar was started here that may still take its lock, whoever started it."""
+    try:
+        return time.time() - (folder / STARTING).stat().st_mtime <= PATIENCE_S
+    except OSError:
+        return False
 
 
 def dead_servers(folder: Path) -> Iterator[tuple[Path, Lock]]:
@@ -234,7 +242,7 @@ def _name_of_user() -> str:
 
 def _is_abandoned(folder: Path) -> bool:
     rings = [path for path in folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS and _is_written(path)]
-    if is_held(folder / OWNER_LOCK) or any(is_held(ring) for ring in rings):
+    if is_starting(folder) or is_held(folder / OWNER_LOCK) or any(is_held(ring) for ring in rings):
         return False
     return bool(rings) or time.time() - folder.stat().st_mtime > ABANDONED_S
 

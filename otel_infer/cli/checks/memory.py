@@ -236,4 +236,4 @@ def _is_dead(folder: Path) -> bool:
     """As `place.dead_servers` sees it, but without making a lock file there. The living are known by their rings."""
     rings = list(folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
     locks = (*rings, folder / place.OWNER_LOCK, folder / place.SIDECAR_LOCK)
-    return bool(rings) and not any(map(place.is_held, locks))
+    return bool(rings) and not place.is_starting(folder) and not any(map(place.is_held, locks))

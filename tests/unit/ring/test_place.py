@@ -220,6 +220,15 @@ def test_a_living_server_or_one_that_is_being_started_is_not_taken_for_dead(shm:
         assert new.exists()
 
 
+def test_a_dead_server_whose_own_sidecar_is_on_its_way_is_left_to_it(shm: Path) -> None:
+    mine, dead = place.new_server_folder(shm), dead_server(shm)
+    assert place.claim(dead)
+    assert [] == list(place.dead_servers(mine))
+    long_ago = time.time() - place.PATIENCE_S - 1
+    os.utime(dead / place.STARTING, (long_ago, long_ago))
+    assert [dead] == [folder for folder, _ in place.dead_servers(mine)]
+
+
 def test_an_empty_folder_is_abandoned_after_an_hour(shm: Path) -> None:
     mine, empty = place.new_server_folder(shm), place.new_server_folder(shm)
     assert [] == list(place.dead_servers(mine))
