@@ -454,6 +454,7 @@ class BlocksSized(NamedTuple):
 
 
 LONGEST_NS, UNKNOWN_NS = (1 << 32) - 2, (1 << 32) - 1
+"""Of those lengths."""
 
 
 def told_ns(length: int) -> int:
@@ -464,9 +465,6 @@ def told_ns(length: int) -> int:
 def known_ns(told: int) -> int:
     """And back."""
     return -1 if told == UNKNOWN_NS else told
-
-
-"""Of those lengths."""
 
 
 class StepsLost(NamedTuple):

@@ -160,7 +160,7 @@ def claim(folder: Path) -> bool:
     """Whether it is for this process to start the sidecar: not while one that another has started is on its way."""
     starting = folder / STARTING
     try:
-        if not is_starting(folder):
+        if starting.exists() and not is_starting(folder):
             starting.unlink(missing_ok=True)
         os.close(os.open(starting, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except FileExistsError:
