@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -74,20 +75,23 @@ def main() -> int:
         verdict.saved(lines, arguments.json, {})
         return 0
     before = machine.load()
-    lines, about, broken = _all(arguments.only or SECTIONS, arguments.quick, arguments.peers_python)
-    about["load average"] = f"{before:.2f} before"
+    about = machine.described() | {"load average": f"{before:.2f} before"}
+    lines: list[Line] = []
+    broken = False
+    for found in _measured(arguments.only or SECTIONS, arguments.quick, arguments.peers_python):
+        lines += found or ()
+        broken |= found is None
+        if arguments.json:  # after each section: a run of two hours may be stopped
+            verdict.saved(lines, arguments.json, about)
     show(lines, about)
-    if arguments.json:
-        verdict.saved(lines, arguments.json, about)
     if arguments.docs:
         _write_docs(arguments.docs, lines, about)
     failed = any(one.verdict == verdict.FAIL for one in lines)
     return int(broken or (failed and not arguments.report))
 
 
-def _all(sections: list[str], quick: bool, peers_python: str) -> tuple[list[Line], dict[str, str], bool]:
-    lines: list[Line] = []
-    broken = False
+def _measured(sections: list[str], quick: bool, peers_python: str) -> Iterator[list[Line] | None]:
+    """The lines of one section after the other; None for one that broke off."""
     for section in sections:
         if quick and section in NOT_QUICK and len(sections) > 1:
             continue
@@ -99,12 +103,9 @@ def _all(sections: list[str], quick: bool, peers_python: str) -> tuple[list[Line
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             with contextlib.nullcontext() if section in MAY_SLEEP else awake():
                 done = subprocess.run(command + ["--quick"] * quick, env=environment)
-            if done.returncode == 0:
-                lines += verdict.loaded(found)
-            else:
-                broken = True
+            if done.returncode:
                 print(f"{section} broke off with status {done.returncode}", file=sys.stderr)
-    return lines, machine.described(), broken
+            yield None if done.returncode else verdict.loaded(found)
 
 
 def show(lines: list[Line], about: dict[str, str]) -> None:
