@@ -618,6 +618,14 @@ _TEXT_FACTS: Mapping[int, Callable[..., Any]] = {code: fact for fact, code in TE
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 
+def count(number: Any) -> int:
+    """As many as fit into a field of a fact; 0 for what is no number."""
+    try:
+        return max(0, min(int(number), 0xFFFFFFFF))
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
 def pack_text(fact: AttributeSet | EventAdded | NameUpdated | StateCarried) -> bytes:
     """A free-text fact as bytes; what JSON cannot say is said by its `str`."""
     return _encode(fact).encode("utf-8", "replace")
@@ -626,7 +634,10 @@ def pack_text(fact: AttributeSet | EventAdded | NameUpdated | StateCarried) -> b
 def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any:
     """The request fact with this code in `body` (which may be longer); raises `ValueError` for what is not one."""
     if code in _TEXT_FACTS:
-        return _TEXT_FACTS[code](*json.loads(body.rstrip(b"\0")))
+        said = _TEXT_FACTS[code](*json.loads(body.rstrip(b"\0")))
+        if type(said.at) is not int:
+            raise ValueError("an instant is a whole number of ns")
+        return said
     layout = BY_CODE.get(code)
     if layout is None:
         raise ValueError(f"unknown fact code {code}")

@@ -9,6 +9,7 @@ Longer than a module should be: the span, and the two ways in which it is opened
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,6 @@ from opentelemetry.util import types
 from otel_infer import clock, context, facts, identity, semconv
 from otel_infer.context import detach as detach
 from otel_infer.identity import ByIds, Caller, Limits, Opened, Opener
-from otel_infer.ring import layout
 from otel_infer.ring.recorder import recorder
 from otel_infer.unclaimed import Unclaimed, end
 
@@ -88,9 +88,8 @@ class LiveRequest(trace.Span):
         """Handed over to the engine."""
         self.engine = engine
         self.sequences_left = sequences
-        fact = facts.RequestSubmitted(clock.now(), sequences, input_tokens, max_tokens, engine)
-        recorder.state(self.handle, fact)
-        recorder.reached(self.handle, layout.STATE_SUBMITTED)
+        said = facts.count(sequences), facts.count(input_tokens), facts.count(max_tokens)
+        recorder.state(self.handle, facts.RequestSubmitted(clock.now(), *said, engine))
 
     def name(self, operation: str = "", provider: str = "", model: str = "") -> None:
         """What became known after arrival: operation, provider (engine), served model."""
@@ -180,7 +179,7 @@ class LiveRequest(trace.Span):
         return not self.ended and self.handle != 0
 
     def set_attribute(self, key: str, value: types.AttributeValue) -> None:
-        if self.is_recording() and self._attributes < self._room.attributes:
+        if self.is_recording() and _is_key(key) and self._attributes < self._room.attributes:
             self._attributes += 1
             self.say(key, self._room.cut(value))
 
@@ -191,8 +190,9 @@ class LiveRequest(trace.Span):
     def add_event(self, name: str, attributes: types.Attributes = None, timestamp: int | None = None) -> None:
         if self.is_recording() and self._events < self._room.events:
             self._events += 1
-            limited = {k: self._room.cut(v) for k, v in (attributes or {}).items()}
-            self.state(facts.EventAdded(_monotonic(timestamp), name, limited))
+            limited = {k: self._room.cut(v) for k, v in (attributes or {}).items() if _is_key(k)}
+            at = max(_monotonic(timestamp), self.arrived_at)  # before that nobody knows the request
+            self.state(facts.EventAdded(at, str(name), limited))
 
     def add_link(self, context: SpanContext, attributes: types.Attributes = None) -> None:
         if self.is_recording() and context.is_valid and self._links < self._room.links:
@@ -202,7 +202,7 @@ class LiveRequest(trace.Span):
 
     def update_name(self, name: str) -> None:
         if self.is_recording():
-            self.state(facts.NameUpdated(clock.now(), name))
+            self.state(facts.NameUpdated(clock.now(), str(name)))
 
     def set_status(self, status: Any, description: str | None = None) -> None:
         code = getattr(status, "status_code", status)
@@ -313,6 +313,15 @@ def to_headers(request: LiveRequest) -> dict[str, str]:
     return carrier
 
 
-def _monotonic(wall_at: int | None) -> int:
+def _monotonic(wall_at: Any) -> int:
+    """The instant of a wall clock's ns; now, for what is none or has yet to come."""
     now, wall_now = clock.wall_pair()
-    return now if wall_at is None else now - (wall_now - wall_at)
+    try:
+        return min(now - (wall_now - operator.index(wall_at)), now)
+    except TypeError:
+        return now
+
+
+def _is_key(key: Any) -> bool:
+    """As the SDK has it: other attributes are ignored."""
+    return isinstance(key, str) and bool(key)

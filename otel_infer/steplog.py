@@ -64,6 +64,8 @@ class StepLog:
         """Once anybody said how long a worker or a device was at a step."""
         self.block_tokens = 0
         """What a block of the KV cache holds; 0 = nobody said."""
+        self.ranks = 1
+        """Workers that are seen at its steps, each with a device of its own."""
         self.prompts = Prompts()
         self.learned = Learned(self.table, seen)
         self.holed = False
@@ -193,7 +195,9 @@ class StepLog:
     def _take_part(self, handle: int, step: int, sequences: int, long: int = 0) -> None:
         """From `step` on there are so many sequences of a request; `long` of them joined with several tokens scheduled."""
         request = self._find(handle) if handle else None
-        if request is None:
+        if request is None:  # one that is concluded may have left without a token
+            if not sequences:
+                self._prefilling.pop(handle, None)
             return
         joined = sequences - request.take_part(self, step, sequences)
         young = min(self._prefilling.pop(handle, 0), sequences)

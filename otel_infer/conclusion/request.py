@@ -121,11 +121,15 @@ class Request:
         """Whether a sequence that joins now with several tokens can be a prompt, though it seems to have a token."""
         return self.steps_lost or self.sequences > 1
 
-    def take(self, fact: Any) -> None:
-        """A fact about this request; unknown ones are ignored."""
+    def take(self, fact: Any) -> bool:
+        """A fact about this request; unknown ones are ignored. False for one that makes no sense: some are user code's."""
         handler = _TAKES.get(type(fact))
-        if handler is not None:
-            handler(self, fact)
+        try:
+            if handler is not None:
+                handler(self, fact)
+        except Exception:  # one request's must not cost all others
+            return False
+        return True
 
     def lose_facts(self) -> None:
         """Facts of its process are missing before this instant."""

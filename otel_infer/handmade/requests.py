@@ -11,7 +11,7 @@ from typing import Any
 from otel_infer import asking, clock, facts, ingress
 from otel_infer.gpu.timing import timing
 from otel_infer.gpu.work import StageWork
-from otel_infer.handmade.scope import ENGINE, Scope, count, failed
+from otel_infer.handmade.scope import ENGINE, Scope, failed
 
 OPERATION = "inference"
 
@@ -111,7 +111,7 @@ class request(Scope):  # noqa: N801 - used like a function
     def submitted(self, *, input_tokens: int = 0, max_tokens: int = 0) -> None:
         """Handed over to the loop: from here to its first step it is in the queue."""
         if self._live is not None:
-            self._live.submitted(ENGINE, 1, count(input_tokens), count(max_tokens))
+            self._live.submitted(ENGINE, 1, input_tokens, max_tokens)
 
     def received(self) -> None:
         """The loop saw it: until here the queue was a hidden one."""
@@ -133,7 +133,7 @@ class request(Scope):  # noqa: N801 - used like a function
         """The loop is done with it. `reason`: `stop`, `length`, or why it gave up: `abort` (it was told to stop, which is no
         error), `error`. `output_tokens` 0 = count those that its steps delivered."""
         if self._live is not None:
-            self._live.state(facts.EngineFinished(clock.now(), str(reason), count(output_tokens)))
+            self._live.state(facts.EngineFinished(clock.now(), str(reason), facts.count(output_tokens)))
 
     def set_attribute(self, key: str, value: facts.Value) -> None:
         """An attribute on the request span."""

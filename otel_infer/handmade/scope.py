@@ -22,14 +22,6 @@ def failed(what: str, exc: Exception) -> None:
         logging.getLogger("otel_infer").warning("%s is not recorded: %s", what, type(exc).__name__)
 
 
-def count(number: Any) -> int:
-    """What fits a ring; 0 for what is no number."""
-    try:
-        return max(0, min(int(number), 0xFFFFFFFF))
-    except (TypeError, ValueError, OverflowError):
-        return 0
-
-
 class Scope(contextlib.AbstractContextManager[Any]):
     """What is used as `with` and `async with`, and as a decorator of whatever kind of function."""
 

@@ -12,10 +12,11 @@ from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
+from otel_infer import facts
 from otel_infer.gpu.timing import timing
 from otel_infer.gpu.work import StepWork
 from otel_infer.handmade.requests import request
-from otel_infer.handmade.scope import ENGINE, count, failed
+from otel_infer.handmade.scope import ENGINE, failed
 from otel_infer.integrations._claims import claimed
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
@@ -82,7 +83,7 @@ class step:  # noqa: N801 - used like a function
             if log is not None:
                 self._members = members = list(self._batch)
                 column = self._column(self._prompt_tokens, 1) if self._prompt_tokens else b""
-                used, total, waiting = map(count, self._load)
+                used, total, waiting = map(facts.count, self._load)
                 self._number = log.scheduled(members, (), column, used, total, len(members), waiting)
                 self._log = log
                 if self._gpu:
@@ -117,7 +118,7 @@ class step:  # noqa: N801 - used like a function
                 failed("a step's time on the device", exc)
 
     def _column(self, tokens: Mapping[request, int], others: int) -> bytes:
-        return array("I", [count(tokens.get(member, others)) for member in self._members]).tobytes()
+        return array("I", [facts.count(tokens.get(member, others)) for member in self._members]).tobytes()
 
     @staticmethod
     def _own_log() -> StepLog | None:

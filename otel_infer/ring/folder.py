@@ -32,7 +32,10 @@ class _Process:
     def __init__(self, ring: int, reader: RequestReader, descriptor: int, path: Path | None) -> None:
         self.ring, self.reader, self.descriptor, self.path = ring, reader, descriptor, path
         self.engines: list[tuple[StepReader, int, Path | None]] = []
-        self.gone = False
+        self.concluded_at = int(reader.header.words[layout.W_CONCLUDED_AT])
+        """By a reader before us; 0 = there was none."""
+        self.latest = 0
+        self.was_alive = False
 
     def is_dead(self) -> bool:
         if self.descriptor < 0:
@@ -55,6 +58,7 @@ class Rings:
         self._checked_at = 0
         self._names: set[str] = set()
         self.refused: list[str] = []
+        self._errors_before = 0
         self.seen_any = False
         self.horizon = 0
         """Facts up to here were handed out."""
@@ -63,15 +67,16 @@ class Rings:
 
     # ── finding rings ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def discover(self, folder: Path, now: int) -> None:
-        """Opens ring files that appeared; those that are no ring of ours are named in `refused`."""
+    def discover(self, folder: Path, now: int, prefix: str = "") -> None:
+        """Opens ring files that appeared, of all processes or of one; those that are no ring of ours are named in `refused`."""
         try:
             names = sorted(os.listdir(folder))
         except OSError:
             return
         for name in sorted(names, key=lambda n: n.endswith(layout.SUFFIX_STEPS)):
             key = str(folder / name)
-            if key not in self._names and name.endswith((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)):
+            is_ring = name.startswith(prefix) and name.endswith((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
+            if is_ring and key not in self._names:
                 self._open(folder / name, key, now)
 
     def add(self, name: str, memory: mmap.mmap, now: int) -> None:
@@ -109,7 +114,7 @@ class Rings:
             owner = self._processes.get(prefix.rpartition("-")[0])
             if owner is None:
                 raise NotARing("not written yet: its process is not there")
-            steps = StepReader(memory, next(self._numbers))
+            steps = StepReader(memory, next(self._numbers), taken_over=owner.concluded_at > 0)
             owner.engines.append((steps, descriptor, file))
             log = prefix.rpartition("-")[2]
             number = int(log) if log.isdecimal() else 0
@@ -119,8 +124,7 @@ class Rings:
         self.seen_any = True
 
     def _greet(self, process: _Process, now: int) -> None:
-        header = process.reader.header
-        concluded_at = int(header.words[layout.W_CONCLUDED_AT])
+        header, concluded_at = process.reader.header, process.concluded_at
         said = header.text
         seen = facts.ProcessSeen(
             0, header.pid, str(said.get("role", "")), concluded_at, int(said.get("parent", 0))
@@ -135,13 +139,10 @@ class Rings:
         """The facts up to the instant of the previous poll (`final`: all there are), ordered by time."""
         self.filled = 0.0
         for process in self._processes.values():
-            # Steps first: whatever a step refers to was stated before it, so it is found in the requests read after.
-            for steps, _, _ in process.engines:
-                self._pending += steps.poll(now, final)
-                self.filled = max(self.filled, steps.filled)
-            found = list(process.reader.poll(now, final))
-            self.filled = max(self.filled, process.reader.filled)
-            self._pending += found
+            found = self._polled(process, now, final)
+            self.filled = max(
+                self.filled, process.reader.filled, *(one.filled for one, _, _ in process.engines)
+            )
             if found and isinstance(found[0].fact, facts.FactsLost):  # it is said before all else
                 self._pending += self._survey(process, now)
                 listed = facts.LiveListed(now, [handle for handle, _ in process.reader.live()])
@@ -150,6 +151,17 @@ class Rings:
             self._checked_at = now
             self._bury(now)
         return self._released(None if final else self._previous, now)
+
+    def _polled(self, process: _Process, now: int, final: bool) -> list[facts.RingFact]:
+        """Takes what there is of a process; what its requests' ring had."""
+        # Steps first: whatever a step refers to was stated before it, so it is found in the requests read after.
+        by_step = [fact for steps, _, _ in process.engines for fact in steps.poll(now, final)]
+        found = list(process.reader.poll(now, final))
+        self._pending += by_step
+        self._pending += found
+        if not process.was_alive:
+            process.latest = max([process.latest, *(said.fact.at for said in by_step + found)])
+        return found
 
     def say(self, said: facts.RingFact) -> None:
         """Hands out, in its turn, what was learned of a process otherwise than from its ring."""
@@ -205,8 +217,8 @@ class Rings:
                 process.reader.header.words[layout.W_FLUSH_DONE] = np.uint64(numbers[process.ring])
 
     def errors(self) -> int:
-        """Probes that raised, in all living processes."""
-        return sum(int(p.reader.header.words[layout.W_ERRORS]) for p in self._processes.values())
+        """Probes that raised, in all processes that there were."""
+        return self._errors_before + sum(_errors(process) for process in self._processes.values())
 
     def close(self, remove: bool) -> None:
         """Lets go of everything; `remove` deletes the files of the living too."""
@@ -227,16 +239,21 @@ class Rings:
 
     def _bury(self, now: int) -> None:
         for prefix, process in list(self._processes.items()):
-            if process.is_dead():
-                for steps, _, _ in process.engines:
-                    self._pending += steps.poll(now, final=True)
-                self._pending += process.reader.poll(now, final=True)
-                self._pending += self._survey(process, now)
-                self._pending.append(facts.RingFact(process.ring, 0, facts.ProcessDied(now)))
-                self._drop(prefix, remove=True)
+            if not process.is_dead():
+                process.was_alive = True
+                continue
+            if process.path is not None:  # what it made last may not have been found yet
+                self.discover(process.path.parent, now, f"{prefix}-")
+            self._polled(process, now, final=True)
+            # Who was dead when found may have been that for hours.
+            seen_until = now if process.was_alive else max(process.latest, process.concluded_at) + LIVENESS_NS
+            self._pending += self._survey(process, now)
+            self._pending.append(facts.RingFact(process.ring, 0, facts.ProcessDied(min(now, seen_until))))
+            self._drop(prefix, remove=True)
 
     def _drop(self, prefix: str, remove: bool) -> None:
         process = self._processes.pop(prefix)
+        self._errors_before += _errors(process)
         rings = [(process.descriptor, process.path), *((fd, path) for _, fd, path in process.engines)]
         for descriptor, path in rings:
             if descriptor >= 0:
@@ -244,3 +261,7 @@ class Rings:
             if remove and path is not None:
                 path.unlink(missing_ok=True)
                 self._names.discard(str(path))
+
+
+def _errors(process: _Process) -> int:
+    return int(process.reader.header.words[layout.W_ERRORS])

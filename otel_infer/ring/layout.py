@@ -66,15 +66,13 @@ PART = struct.Struct("<I36s")
 PART_CELL = struct.Struct("<QBBBxII36sQ")
 """A cell whose body is a part."""
 MAX_PARTS = 64
+VOID_CODE = 0
+"""A cell of nothing: what was to be written there did not fit."""
 
 # ── live table ───────────────────────────────────────────────────────────────────────────────────────────────────
 LIVE = struct.Struct("<IHHqq16s8s8s8sqI")
-"""handle, flags, state, arrived_at, wall_at, trace id, span id, parent id, server span id, state_at, handle again."""
+"""handle, flags, nothing, arrived_at, wall_at, trace id, span id, parent id, server span id, nothing, handle again."""
 LIVE_BYTES = 80
-LIVE_STATE = struct.Struct("<H")
-LIVE_STATE_OFFSET = 6
-LIVE_STATE_AT = struct.Struct("<q")
-LIVE_STATE_AT_OFFSET = 64
 SLOT_BITS = 12
 SLOT_MASK = (1 << SLOT_BITS) - 1
 GENERATIONS = 1 << (32 - SLOT_BITS)
@@ -142,7 +140,3 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-# Last states in the live table.
-STATE_ARRIVED, STATE_SUBMITTED, STATE_SCHEDULED, STATE_RESPONDING = range(4)

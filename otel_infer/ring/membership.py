@@ -292,7 +292,7 @@ class StepLog:
             change = array("I", gone).tobytes() + handles + (column or array("I", pairs).tobytes())
             writer.write(_SCHEDULED_CODE, facts.SCHEDULED_HEAD.pack(*fields) + change)
             return
-        shape = _change(len(gone), len(handles), len(pairs))
-        offset = writer.place(shape.cells)
-        counter = writer.cell - shape.cells + 1
-        shape.pack_into(writer.memory, offset, counter, shape.head, *fields, *gone, handles, *pairs, counter)
+        pack_into, head, cells = _change(len(gone), len(handles), len(pairs))
+        offset = writer.place(cells)
+        counter = writer.cell - cells + 1
+        pack_into(writer.memory, offset, counter, head, *fields, *gone, handles, *pairs, counter)

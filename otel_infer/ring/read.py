@@ -77,7 +77,8 @@ class RequestReader:
         self._complete = 0
         self._hole_wakes = 0
         self._pending: dict[int, tuple[int, dict[int, bytes]]] = {}
-        self._lost_by_writer = 0
+        self._taken_over = int(self.header.words[layout.W_CONCLUDED_AT]) > 0
+        self._lost_by_writer = int(self.header.words[layout.W_LOST]) if self._taken_over else 0
         self.lost = 0
         self.torn = 0
         self.filled = 0.0
@@ -91,14 +92,15 @@ class RequestReader:
         lost, torn = self.lost, self.torn
         # A quarter of the ring is left to the writer, who may be overtaking us while we copy.
         oldest = newest - self.header.cells + self.header.cells // 4
-        if oldest > self._next:
-            self.lost += oldest - self._next
+        skips = oldest > self._next
+        if skips:  # what was before us was most likely read by the reader before us
+            self.lost += 0 if self._taken_over and not self._next else oldest - self._next
             self._next = oldest
         found = list(self._take(upto, final))
         by_writer = int(self.header.words[layout.W_LOST])
         self.lost += by_writer - self._lost_by_writer
         self._lost_by_writer = by_writer
-        if (self.lost, self.torn) != (lost, torn):
+        if skips or (self.lost, self.torn) != (lost, torn):
             said = facts.FactsLost(now, self.lost - lost, self.torn - torn)
             yield facts.RingFact(self.ring, 0, said)
         yield from found
@@ -172,6 +174,8 @@ class RequestReader:
     def _decode(
         self, counter: int, code: int, part: int, parts: int, handle: int, body: bytes, _: int
     ) -> list[facts.RingFact]:
+        if code == layout.VOID_CODE:
+            return []
         if parts > 1:
             whole = self._join(counter, part, parts, body)
             if whole is None:

@@ -15,9 +15,9 @@ from otel_infer.ring.read import Header, NotARing, Words
 
 
 class StepReader:
-    """Reads the step ring of one engine thread."""
+    """Reads the step ring of one engine thread. `taken_over`: another reader was there before."""
 
-    def __init__(self, memory: mmap.mmap, ring: int) -> None:
+    def __init__(self, memory: mmap.mmap, ring: int, taken_over: bool = False) -> None:
         self.header = Header(memory)
         self.ring = ring
         self._memory = memory
@@ -28,6 +28,7 @@ class StepReader:
         self._next = 0
         self._complete = 0
         self._last_read = -1
+        self._taken_over = taken_over
         self.lost = 0
         self.filled = 0.0
         """The share of the ring that was written between the last two polls."""
@@ -132,7 +133,7 @@ class StepReader:
         newest = starts[-1] if starts else self._next
         safe = max(newest - cells + cells // 4, self._next + 1)
         resumed = next((counter for counter in starts if counter >= safe), max(newest, self._next + 1))
-        lost = resumed - self._next
+        lost = 0 if self._taken_over and not self._next else resumed - self._next
         self.lost += lost
         self._next = self._complete = resumed
         self.ask_for_keyframe()

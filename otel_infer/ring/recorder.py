@@ -138,12 +138,6 @@ class Recorder:
             except Exception as broken:  # the request goes on without us
                 self._broke(broken)
 
-    def reached(self, handle: int, state: int) -> None:
-        """Notes the last state of a request in flight (`states` of `ring.layout`)."""
-        writer = self.requests
-        if writer is not None and handle:
-            writer.reached(handle, state, clock.now())
-
     def close(self, handle: int, ended: facts.RequestEnded | facts.ExchangeEnded) -> None:
         """States the end of a request and frees its slot."""
         writer = self.requests

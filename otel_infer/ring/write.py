@@ -153,7 +153,7 @@ class RequestWriter:
         offset = self._live + slot * _LIVE_BYTES
         at, wall_at, trace, span, parent, server, flags, operation, provider, model, name = arrived
         memory = self.memory
-        _LIVE_INTO(memory, offset, handle, flags, 0, at, wall_at, trace, span, parent, server, at, handle)
+        _LIVE_INTO(memory, offset, handle, flags, 0, at, wall_at, trace, span, parent, server, 0, handle)
         known = self._strings.get
         said: tuple[int | None, ...] = known(operation), known(provider), known(model), known(name)
         if None in said:
@@ -167,15 +167,14 @@ class RequestWriter:
         )
         return handle
 
-    def reached(self, handle: int, state: int, at: int) -> None:
-        """Notes the last state of a request in flight, so that it is known when the server dies."""
-        offset = self._live + (handle & layout.SLOT_MASK) * layout.LIVE_BYTES
-        layout.LIVE_STATE.pack_into(self.memory, offset + layout.LIVE_STATE_OFFSET, state)
-        layout.LIVE_STATE_AT.pack_into(self.memory, offset + layout.LIVE_STATE_AT_OFFSET, at)
-
     def close(self, handle: int, ended: facts.RequestEnded | facts.ExchangeEnded) -> None:
         """States the end and gives the slot back; the oldest free slot is used next, so generations last long."""
-        self.state(handle, ended)
+        try:
+            self.state(handle, ended)
+        finally:
+            self._vacate(handle)
+
+    def _vacate(self, handle: int) -> None:
         slot, generations = handle & _SLOT_MASK, self._generations
         generation = generations[slot]
         if handle == 0 or handle >> _SLOT_BITS != generation:
@@ -188,7 +187,7 @@ class RequestWriter:
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self, handle: int, fact: Any) -> None:
-        """States one request fact. Raises only for what is not a fact."""
+        """States one request fact. Raises only for what is not a fact, or does not fit into one."""
         whole = _WHOLE_CELLS.get(type(fact))
         if whole is None:
             self._state_long(handle, fact)
@@ -202,7 +201,11 @@ class RequestWriter:
                 fields[i] = known[text] if text in known else self._intern(str(text))
         cell = self._next_cell()
         offset = _FIRST_CELL + cell % self._cells * _CELL_BYTES
-        pack_into(self.memory, offset, cell + 1, code, 0, 1, handle, *fields, cell + 1)
+        try:
+            pack_into(self.memory, offset, cell + 1, code, 0, 1, handle, *fields, cell + 1)
+        except struct.error:  # a reader would wait for the rest of it
+            layout.CELL.pack_into(self.memory, offset, cell + 1, layout.VOID_CODE, 0, 1, 0, b"", cell + 1)
+            raise
 
     def _state_long(self, handle: int, fact: Any) -> None:
         """One that may need several cells."""

@@ -274,7 +274,6 @@ def test_3_stating_a_fact_makes_no_system_call_and_takes_no_lock() -> None:
             log.handles.bind("sequence", handle)
             log.done(log.scheduled(members, size_of_nothing, b"", 1, 2, 1, 0), size=1)
             log.done(log.scheduled(members, members, b"\1\0\0\0"), b"\1\0\0\0", 1)
-            recording.reached(handle, layout.STATE_SCHEDULED)
             recording.close(handle, facts.RequestEnded(at, facts.OK, "", 200, 1, 0, 0))
 
     size_of_nothing: tuple[str, ...] = ()

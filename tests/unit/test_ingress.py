@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
 
+import numpy as np
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, TraceFlags
@@ -33,6 +36,44 @@ def opened() -> ingress.LiveRequest:
 def only(recording: Recording) -> RequestRecord:
     (record,) = recording.records()
     return record
+
+
+def test_how_many_tokens_a_client_asks_for_is_any_number(recording: Recording) -> None:
+    request = opened()
+    request.submitted("toy", 1, 5, -1)
+    request.close()
+    assert only(recording).max_tokens == 0
+    request = opened()
+    request.submitted("toy", 1, 5, 10**10)
+    request.close()
+    assert only(recording).max_tokens == 2**32 - 1
+
+
+def test_what_is_no_attribute_is_ignored_and_the_request_is_told(recording: Recording) -> None:
+    request = opened()
+    span: Any = request
+    for key in (("a", "b"), 3, "", None):
+        span.set_attribute(key, 1)
+        span.add_event("odd", {key: 1})
+    span.set_attribute("good", 1)
+    span.update_name(7)
+    request.close()
+    record = only(recording)
+    assert record.attributes == {"good": 1}
+    assert [event.attributes for event in record.events] == [{}] * 4
+
+
+@pytest.mark.parametrize("timestamp", [np.int64(1), np.int64(1 << 62), 1.5, "now", datetime.now(), -5])
+def test_an_event_happens_while_its_request_is_there_whatever_its_time_is_said_to_be(
+    recording: Recording, timestamp: Any
+) -> None:
+    request = opened()
+    request.add_event("e", timestamp=timestamp)
+    request.close()
+    record = only(recording)
+    (event,) = record.events
+    assert type(event.at) is int
+    assert record.arrived_at <= event.at <= record.ended_at
 
 
 @pytest.mark.parametrize(

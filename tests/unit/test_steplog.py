@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer import facts
+from otel_infer.assembler import Assembler
 from otel_infer.ring import layout
 from tests.simulator import Simulator, Tick, by_number, ticks, told
+from tests.story import ENGINE, Story
 
 DEPTHS = st.integers(1, 2)
 SMALL = layout.Sizes(cells=8192, live_slots=256, strings=64, step_cells=32)
@@ -83,3 +85,19 @@ def test_where_steps_were_lost_what_is_said_is_true_or_it_is_not_said(
             began, ended = instants.get("decode", (first, last))
             assert began == first and last <= ended <= record.ended_at
             assert record.first_token_at in (0, first)
+
+
+def test_whoever_is_concluded_before_it_leaves_the_batch_without_a_token_is_forgotten() -> None:
+    """An embedding; a `generate` that failed: the next batch comes when they are long gone."""
+    story = Story()
+    assembler = Assembler()
+    for number in range(50):
+        at = 1000 * number
+        who = story.arrives(at, f"r{number}")
+        step = story.scheduled(at + 1, [who], prompt={who: 5}, keyframe=True)
+        story.done(at + 2, step, {who: 0})
+        story.ends(at + 3, who)
+    for said in story.in_order():
+        assembler.feed([said])
+        assembler.concluded(said.fact.at)
+    assert len(assembler.engines[ENGINE]._prefilling) <= 1

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,69 @@ def test_a_process_that_died_before_it_was_seen_is_told_too(folder: Path) -> Non
     assert list(folder.iterdir()) == []
 
 
+def test_who_was_found_dead_died_when_it_was_last_heard_of(folder: Path) -> None:
+    """The next start may come hours later."""
+    with Process(folder, writing("1-a", SECOND, 2 * SECOND)):
+        pass
+    rings, assembler = Rings(), Assembler()
+    hour = 3600 * SECOND
+    rings.discover(folder, hour)
+    for now in (hour, hour + SECOND, hour + 2 * SECOND):
+        assembler.feed(rings.poll(now))
+    records = assembler.concluded(hour + 3 * SECOND)
+    assert {record.ended_at for record in records} == {2 * SECOND + LIVENESS_NS}
+
+
+def test_steps_that_a_process_made_just_before_it_died_are_read_and_removed(folder: Path) -> None:
+    def work(arena: FileArena) -> Any:
+        requests = RequestWriter(arena, "1-a", "server")
+        while not folder.joinpath("seen").exists():
+            time.sleep(0.001)
+        log = StepLog(StepWriter(arena, "1-a-1", "toy"), Handles())
+        log.done(log.scheduled(["m"]))
+        folder.joinpath("done").touch()
+        return requests, log
+
+    rings = Rings()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _kept = work(FileArena(folder))
+            signal.pause()
+        finally:
+            os._exit(1)
+    while not folder.joinpath("1-a.requests").exists():
+        time.sleep(0.001)
+    while not rings.alive():
+        rings.discover(folder, 1)
+    rings.poll(1)
+    folder.joinpath("seen").touch()
+    while not folder.joinpath("done").exists():
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    now = time.monotonic_ns()
+    said = rings.poll(now, final=True)
+    assert len(of(said, facts.StepScheduled)) == 1
+    assert not list(folder.glob("1-a*"))
+
+
+def test_errors_of_a_process_that_died_stay_counted(folder: Path) -> None:
+    def work(arena: FileArena) -> Any:
+        writer = RequestWriter(arena, "1-a", "server")
+        writer.words[layout.W_ERRORS] = 3
+        return writer
+
+    rings = Rings()
+    with Process(folder, work):
+        rings.discover(folder, 1)
+        rings.poll(1)
+        assert rings.errors() == 3
+    rings.poll(SECOND)
+    assert rings.alive() == 0
+    assert rings.errors() == 3
+
+
 # ── a reader that was killed ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -322,6 +386,7 @@ def test_a_request_whose_arrival_was_overwritten_is_known_to_the_next_reader(fol
         (request,) = assembler.open.values()
         assert request.arrived.trace_id == (7).to_bytes(16, "big")
         assert request.telemetry_lost
+        assert assembler.facts_lost == 0  # most of it was read before
         rings.close(remove=False)
 
 

@@ -212,7 +212,6 @@ def test_after_stop_nothing_is_stated_by_whoever_still_holds_a_handle(
     handle = recording.open(arrival())
     recording.stop()
     recording.state(handle, facts.RequestReceived(1))
-    recording.reached(handle, layout.STATE_SCHEDULED)
     recording.close(handle, ENDED)
     assert recording.open(arrival()) == 0
     assert recording.step_log("toy") is None
@@ -359,7 +358,6 @@ def test_a_forked_child_writes_no_byte_into_its_parents_rings(tmp_path: Path) ->
         status = 1
         try:
             recording.state(handle, facts.RequestReceived(1))
-            recording.reached(handle, layout.STATE_SCHEDULED)
             recording.close(handle, ENDED)
             log.done(log.scheduled(["a"]), size=1)
             mine = recording.open(arrival())
@@ -393,3 +391,23 @@ def test_a_fork_while_another_thread_makes_the_rings_stops_nobody(arenas: Arenas
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     recording.stop()
+
+
+def test_a_reader_does_not_wait_for_the_rest_of_a_fact_that_did_not_fit(
+    recording: Recorder, arenas: Arenas
+) -> None:
+    handle = recording.open(arrival())
+    recording.state(handle, facts.RequestSubmitted(1, 1, -1, 0, "toy"))
+    recording.state(handle, facts.RequestReceived(7))
+    (memory,) = [memory for name, memory in arenas.made[0].buffers if name.endswith(layout.SUFFIX_REQUESTS)]
+    reader = RequestReader(memory, 1)
+    found = [type(one.fact) for now in (1, 2) for one in reader.poll(now)]
+    assert found == [facts.FactsLost, facts.RequestArrived, facts.RequestReceived]
+    assert reader.torn == 0
+
+
+def test_a_slot_is_free_again_though_the_end_did_not_fit(recording: Recorder) -> None:
+    handle = recording.open(arrival())
+    assert recording.requests is not None
+    recording.close(handle, ENDED._replace(status_code=1 << 40))
+    assert recording.requests.in_flight == 0
