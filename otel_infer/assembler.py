@@ -82,8 +82,8 @@ class Assembler:
                 handler(ring, handle, fact)
                 continue
             request = self.open.get((ring, handle)) or self._parts.get((ring, handle))
-            if request is not None:
-                request.take(fact)
+            if request is not None and not request.take(fact):
+                self.facts_torn += 1
 
     def concluded(self, horizon: int) -> list[RequestRecord]:
         """The requests that ended long enough before `horizon` (monotonic ns) that nothing more can come."""
@@ -106,7 +106,7 @@ class Assembler:
         return min((request.arrived_at for request in self.open.values()), default=horizon)
 
     def drain_pauses(self) -> list[Pause]:
-        """The pauses seen since the last call, of all processes."""
+        """The pauses seen since the last call, of all processes, but for those that a start is made of."""
         return self._pauses.drain()
 
     def drain_marks(self) -> list[Mark]:
@@ -114,12 +114,10 @@ class Assembler:
         return self._pauses.drain_marks()
 
     def active(self) -> dict[str, int]:
-        """How many requests are in flight, by `queued` (not scheduled yet) and `running`."""
-        counts = {semconv.STATE_QUEUED: 0, semconv.STATE_RUNNING: 0}
-        for request in self.open.values():
-            if not request.ended_at:
-                counts[semconv.STATE_RUNNING if request.is_running else semconv.STATE_QUEUED] += 1
-        return counts
+        """How many requests are in flight, by `queued` (not scheduled yet) and `running`, as all are where nobody schedules."""
+        in_flight = [request for request in self.open.values() if not request.ended_at]
+        queued = [one for one in in_flight if not one.is_running and (self.engines or one.submitted)]
+        return {semconv.STATE_QUEUED: len(queued), semconv.STATE_RUNNING: len(in_flight) - len(queued)}
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -236,7 +234,8 @@ class Assembler:
         return self._of(process) + self._parts.of(process)
 
     def _paused(self, ring: int, handle: int, fact: facts.PauseSeen) -> None:
-        self._pauses.paused(ring, fact, is_new=fact.at > self._concluded_at.get(ring, 0))
+        is_new = fact.at > self._concluded_at.get(ring, 0) and not self._starts.has(ring, fact)
+        self._pauses.paused(ring, fact, is_new)
         self._starts.take(ring, handle, fact)
 
     def _marked(self, ring: int, handle: int, fact: facts.MarkSeen) -> None:

@@ -120,7 +120,7 @@ class Keeper:
         offender = record.blame.offender if record.blame is not None else None
         if offender is not None and decision.reason in NOTABLE:
             final += self._name(offender.span_id)
-        return final
+        return self._counted(final)
 
     def release(self, now: int, oldest_live: int) -> list[Kept]:
         """Those that nobody can name any more, or that have waited too long.
@@ -130,7 +130,16 @@ class Keeper:
         limit = max(now - HELD_NS, oldest_live)
         gone = [span_id for span_id, kept in self._held.items() if kept.record.ended_at < limit]
         gone += list(self._held)[: max(len(self._held) - HELD_REQUESTS, 0)]
-        return [self._held.pop(span_id) for span_id in dict.fromkeys(gone)]
+        return self._counted([self._held.pop(span_id) for span_id in dict.fromkeys(gone)])
+
+    def _counted(self, final: list[Kept]) -> list[Kept]:
+        """What is left out is counted when that is final: a counter never goes back."""
+        for record, decision in final if self._mode != "off" else ():
+            chunks = _chunks(record)
+            left_out = chunks * (not decision.prefill_steps) + _steps(record) - decision.steps
+            if decision.export and left_out:
+                self.left_out[decision.reason] += left_out
+        return final
 
     def decide(self, record: RequestRecord) -> Decision:
         """The decision for a finished request as it looks now; spends its part of the budget."""
@@ -145,7 +154,6 @@ class Keeper:
         if self._mode == "off":
             return Decision(True, 0, REASON_NONE)
         if self._mode == "all" and not urgent and _draw(record) >= self.share:
-            self.left_out[REASON_NONE] += _chunks(record) + _steps(record)
             return Decision(True, 0, REASON_NONE)
         if self._mode == "all":
             return Decision(True, _steps(record), urgent or REASON_ALL, _chunks(record) > 0)
@@ -179,8 +187,6 @@ class Keeper:
         reason = urgent or (REASON_SAMPLED if self._ratio else REASON_BUDGET)
         if spent == 0 and chunks + steps > 0:
             reason = urgent or REASON_NONE
-        if chunks + steps > spent:
-            self.left_out[reason] += chunks + steps - spent
         return Decision(True, granted, reason, with_chunks)
 
     def _is_baseline(self, record: RequestRecord) -> bool:
@@ -200,7 +206,6 @@ class Keeper:
                 self._named.popitem(last=False)
             return []
         record, before = held
-        self.left_out[before.reason] -= _chunks(record) + _steps(record)
         return [
             Kept(
                 record,

@@ -251,9 +251,11 @@ class Pipeline:
         for reason, count in self.assembler.processes.waiting().items():
             metrics.set(semconv.ENGINE_WAITING, {semconv.WAIT_REASON: reason}, count)
         ourselves.say_hooks(self.assembler.processes.hooks, metrics.set)
-        gpus.say_memory(self.assembler.devices.memory_by_process(), metrics.set)
+        memory = self.assembler.devices.memory_by_process()
+        metrics.renew(gpus.MEMORY, lambda set_value: gpus.say_memory(memory, set_value))
         if self._gpus is not None:
-            gpus.say(self._gpus.latest, self._gpus.driver, metrics.set)
+            readings, driver = self._gpus.latest, self._gpus.driver
+            metrics.renew(gpus.NOW, lambda set_value: gpus.say(readings, driver, set_value))
         metrics.engines({(log.engine, log.pid) for log in self.assembler.engines.values()})
         for reason, count in self.losses().items():
             metrics.set(semconv.SELF_LOST, {semconv.LOSS_REASON: reason}, count)

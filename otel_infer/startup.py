@@ -60,6 +60,11 @@ class Starts:
         start = self._of.get(ring)
         return start.ids if start is not None and start.arrived(fact) else None
 
+    def has(self, ring: int, fact: facts.PauseSeen) -> bool:
+        """Whether this pause is a phase of a start that goes on."""
+        start = self._of.get(ring)
+        return start is not None and not start.ended_at and fact.cause in semconv.STARTUP_PAUSES
+
     def died(self, ring: int, fact: facts.ProcessDied) -> None:
         """The process is gone, and nothing more will be told of it."""
         start = self._of.pop(ring, None)

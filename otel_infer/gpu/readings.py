@@ -1,7 +1,7 @@
 """The state of this machine's NVIDIA GPUs, read in the sidecar every 5 s: one poller per server, devices by their UUID.
 
-What a device does not have, or does not show to this user, is left out and not asked again: unsupported is never 0. Not asked at
-all: PCIe throughput, which blocks for 20 ms, and processes, whose ids mean something else in a container. The energy counter
+What a device does not have, or does not show to this user, is left out and not asked again: unsupported is never 0. What fails
+otherwise is left out as long as it fails. Not asked at all: PCIe throughput, which blocks for 20 ms, and processes, whose ids mean something else in a container. The energy counter
 takes 2 ms (H100, driver 580), the others some µs. NVML: nvml.h of driver 580; activity of SMs by GPM, Hopper and later.
 """
 
@@ -25,8 +25,8 @@ MOST_REMEMBERED = 120
 """Readings: ten minutes."""
 MOST_EVENTS = 64
 """Of one device, that are taken at once."""
-MOST_FAILURES = 3
-"""Of another kind than "not supported", in a row; then that call is given up."""
+STALE_S = 30.0
+"""A driver that has not answered for so long says nothing any more."""
 REASONS = {
     "power_cap": 0x4,
     "hw_slowdown": 0x8,
@@ -60,7 +60,6 @@ class Readings:
         self._wanted = wanted
         self._nvml: Any = None
         self._devices: list[Gpu] = []
-        self._failures: dict[tuple[str, str], int] = {}
         self._samples: dict[str, list[Any]] = {}
         self._events: dict[str, Any] = {}
         self._xid_counts: Counter[tuple[str, int]] = Counter()
@@ -97,7 +96,6 @@ class Readings:
                     continue
                 try:
                     found += [GpuReading(*device[1:], what, of, value) for of, value in ask(device.handle)]
-                    self._failures.pop(key, None)
                 except Exception as refusal:
                     self._failed(key, refusal)
         return found
@@ -218,26 +216,31 @@ class Readings:
             nvml.NVML_ERROR_NO_PERMISSION,
             nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
         )
-        self._failures[key] = self._failures.get(key, 0) + 1
-        if code in final or self._failures[key] >= MOST_FAILURES:
+        if code in final:
             self.unsupported.add(key)
-            log.debug("%s of %s is not to be had: %s", key[1], key[0], refusal)
+        log.debug("%s of %s is not to be had: %s", key[1], key[0], refusal)
 
 
 class Poller(threading.Thread):
-    """Reads every 5 s, on a thread of its own: a driver may take its time. `latest`: the last values."""
+    """Reads every 5 s, on a thread of its own: a driver may take its time."""
 
     def __init__(self, wanted: str | None = None, every_s: float = EVERY_S) -> None:
         super().__init__(name="otel_infer-nvml", daemon=True)
         self._readings, self._every = Readings(wanted), every_s
         self._over = threading.Event()
-        self.latest: list[GpuReading] = []
+        self._latest: tuple[int, list[GpuReading]] = 0, []
         self._throttled: deque[tuple[int, frozenset[str]]] = deque(maxlen=MOST_REMEMBERED)
 
     @property
     def driver(self) -> str:
         """Its version."""
         return self._readings.driver
+
+    @property
+    def latest(self) -> list[GpuReading]:
+        """The last values, while they are fresh."""
+        at, readings = self._latest
+        return readings if clock.now() - at < STALE_S * 1e9 else []
 
     def run(self) -> None:
         is_open = self._readings.open()
@@ -248,7 +251,7 @@ class Poller(threading.Thread):
 
     def note(self, at: int, readings: list[GpuReading]) -> None:
         """These were read at this instant."""
-        self.latest = readings
+        self._latest = at, readings
         held = {one.of for one in readings if one.what == "throttled" and one.value}
         self._throttled.append((at, frozenset(held)))
 

@@ -23,6 +23,14 @@ _BY = {
     "xids": (semconv.GPU_ERRORS, semconv.ERROR_TYPE),
     "activity": (semconv.GPU_ACTIVITY, semconv.GPU_UNIT),
 }
+NOW = tuple(
+    metric
+    for metric in (*_PLAIN.values(), *(metric for metric, _ in _BY.values()), semconv.GPU_MEMORY_UTILIZATION)
+    if metric.instrument != semconv.COUNTER
+)
+"""What `say` sets of GPUs that are there now."""
+MEMORY = semconv.DEVICE_MEMORY, semconv.PINNED_MEMORY
+"""What `say_memory` sets of processes that are there now."""
 
 
 def say(readings: Iterable[GpuReading], driver: str, set_value: Set) -> None:

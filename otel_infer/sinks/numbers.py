@@ -56,6 +56,12 @@ class Numbers:
         """The value, or the total, from now on."""
         self._values[self._admitted(key)] = value
 
+    def say(self, attributes: Mapping[str, Value], value: float) -> Key:
+        """As `set`; the key of these attributes."""
+        key = self.key(attributes)
+        self.set(key, value)
+        return key
+
     def add(self, key: Key, value: float) -> None:
         """Adds to what was counted."""
         values = self._values
@@ -85,6 +91,20 @@ class Numbers:
 
     def _admitted(self, key: Key) -> Key:
         return key if key in self._values or len(self._values) < MAX_SERIES else OVERFLOW_KEY
+
+
+def renew(
+    numbers: Mapping[str, Numbers], metrics: Collection[semconv.Metric], say: Callable[[Set], None]
+) -> None:
+    """Sets what `say` says; of these metrics, what it does not say is of things that are gone."""
+    said: dict[str, set[Key]] = {metric.name: set() for metric in metrics}
+
+    def set_value(metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
+        said.setdefault(metric.name, set()).add(numbers[metric.name].say(attributes, value))
+
+    say(set_value)
+    for metric in metrics:
+        numbers[metric.name].retain(said[metric.name])
 
 
 def _label(value: Value | None) -> Label:

@@ -13,7 +13,7 @@ from otel_infer.sinks.numbers import Numbers
 
 def count_missed(numbers: Mapping[str, Numbers], record: RequestRecord, decision: Decision, who: Key) -> None:
     """A request that failed has kept no promise; one that its client had stopped was promised nothing any more."""
-    if record.outcome == facts.ABORTED and not record.error_type:
+    if record.outcome == facts.ABORTED and record.error_type in semconv.NOT_ERRORS:
         return
     missed = ",".join(decision.missed) or semconv.MISSED_NONE
     said = missed if record.outcome == facts.OK else semconv.MISSED_ERROR

@@ -482,6 +482,30 @@ def test_a_process_that_died_leaves_nothing_behind() -> None:
     assert (assembler.engines, assembler.processes.hooks, assembler.open) == ({}, {}, {})
 
 
+def test_what_makes_no_sense_of_one_request_costs_no_other() -> None:
+    story = Story()
+    a, b = story.arrives(0, "a"), story.arrives(0, "b")
+    odd: Any = ["no key"]
+    story.state(a, facts.AttributeSet(ns(1), odd, 1))
+    for who in (a, b):
+        story.ends(9, who)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert len(assembler.concluded(LATER)) == 2
+    assert assembler.facts_torn == 1
+
+
+def test_where_no_engine_schedules_nobody_is_queued_but_whoever_was_handed_to_one() -> None:
+    story = Story()
+    story.said.clear()
+    story.arrives(0, "a", operation="")
+    submitted = story.arrives(0, "b")
+    story.submitted(1, submitted)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert assembler.active() == {"queued": 1, "running": 1}
+
+
 def test_requests_in_flight_are_queued_until_a_step_has_taken_them_up() -> None:
     story = Story()
     a, b, c = (story.arrives(0, name) for name in "abc")

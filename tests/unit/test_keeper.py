@@ -118,8 +118,8 @@ def test_of_all_only_a_share_is_made_where_that_is_too_much_but_what_failed_keep
     keeps = Keeper("all", 1, keep_unsampled=False, ratio=False)
     keeps.share = 0.25
     traces = [number << 120 | 1 for number in range(256)]
-    reasons = [keeps.decide(finished(10, trace=trace)).reason for trace in traces]
-    assert reasons == ["all"] * 64 + ["none"] * 192
+    final = [kept for trace in traces for kept in keeps.take(finished(10, trace=trace))]
+    assert [kept.decision.reason for kept in final] == ["all"] * 64 + ["none"] * 192
     assert keeps.left_out == {"none": 1920}
     assert keeps.decide(finished(10, trace=traces[-1], outcome=facts.ERROR)) == Decision(True, 10, "error")
 
@@ -151,7 +151,7 @@ def test_chunks_of_a_prompt_are_step_spans_too() -> None:
 def test_chunks_are_kept_whole_or_not_at_all() -> None:
     keeps = auto(budget=0)
     keeps._room = 7.0
-    decision = keeps.decide(finished(4, chunks=8))
+    ((_, decision),) = keeps.take(finished(4, chunks=8))
     assert (decision.steps, decision.prefill_steps) == (4, False)
     assert keeps.left_out.total() == 8
 
@@ -197,17 +197,20 @@ def test_no_second_has_more_steps_than_the_budget_and_what_was_saved_up(
 def test_what_is_kept_and_what_is_left_out_are_all_there_was(
     history: list[tuple[int, int, int, int, int]], budget: int
 ) -> None:
-    keeps, at, wanted, kept = auto(budget), SECOND, 0, 0
+    keeps, at, wanted, final = auto(budget), SECOND, 0, []
+    counts = [0]
     for gap, steps, outcome, trace, chunks in history:
         at += gap
-        record = finished(steps, at, trace=trace, outcome=outcome, chunks=chunks)
-        decision = keeps.decide(record)
-        assert decision.export
-        assert 0 <= decision.steps <= steps
-        assert decision.reason in keeper.REASONS
         wanted += steps + (chunks if chunks > 1 else 0)
-        kept += spent(decision, record)
-    assert keeps.left_out.total() == wanted - kept
+        final += keeps.take(finished(steps, at, trace=trace, outcome=outcome, chunks=chunks))
+        counts.append(keeps.left_out.total())
+    final += keeps.release(at, 1 << 62)
+    for record, decision in final:
+        assert decision.export
+        assert 0 <= decision.steps <= keeper._steps(record)
+        assert decision.reason in keeper.REASONS
+    assert keeps.left_out.total() == wanted - sum(spent(decision, record) for record, decision in final)
+    assert counts == sorted(counts)  # whoever reads a counter takes one that falls for another
 
 
 @settings(max_examples=100)

@@ -11,7 +11,7 @@ from otel_infer import facts, semconv, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.ring import layout
 from tests.starts import BEGUN, Starting, server
-from tests.story import LATER, PROCESS, drawn, ns, text
+from tests.story import LATER, PROCESS, drawn, ms, ns, text
 
 
 def test_a_start_is_one_trace_whose_phases_are_inside_its_root() -> None:
@@ -34,6 +34,16 @@ def test_a_start_is_one_trace_whose_phases_are_inside_its_root() -> None:
     assert [event["attributes"][semconv.MODULE] for event in imports["events"]] == [
         "uvicorn", "torch", "transformers",
     ]  # fmt: skip
+
+
+def test_what_is_compiled_for_a_start_is_no_pause_of_a_server_and_what_is_compiled_later_is() -> None:
+    story = server()
+    story.paused(9500, 9900, "compile")
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    pauses = [(ms(pause.started_at), pause.cause) for pause in assembler.drain_pauses()]
+    assert [pause for pause in pauses if pause[1] in semconv.STARTUP_PAUSES] == [(9500, "compile")]
+    assert {cause for _, cause in pauses} == {"gc", "compile"}
 
 
 def test_the_first_request_leads_to_the_start_and_no_other_does() -> None:
