@@ -12,6 +12,33 @@ from otel_infer.steplog import StepLog
 _AT = itemgetter(0)
 MOST_REMEMBERED = 4096
 """Instants at which free memory became another; each process tells it once a second."""
+MOST_STOOD_FOR = 1024
+"""Steps, by one that was timed: where more are missing, facts were lost."""
+
+
+class _Sampled:
+    """The steps of one worker, of which a device timed some (`gpu.pacing`): for how many each of these stands, so that sums over
+    them are about all steps. One with a prompt in it is always timed and stands for itself; one without, for those before it
+    that were not timed. A gap is known only if the step before was timed, too, and stands for those that are not known.
+    """
+
+    def __init__(self) -> None:
+        self._last = self._untimed = self._unknown = 0
+
+    def stands_for(self, step: int, has_prompt: bool, has_gap: bool) -> tuple[int, int]:
+        """How many steps, and how many gaps."""
+        between = max(step - self._last - 1, 0) if self._last else 0
+        self._last = max(step, self._last)
+        self._untimed = min(self._untimed + between, MOST_STOOD_FOR)
+        self._unknown = min(self._unknown + between, MOST_STOOD_FOR)
+        steps = gaps = 1
+        if not has_prompt:
+            steps, self._untimed = steps + self._untimed, 0
+        if has_gap:
+            gaps, self._unknown = gaps + self._unknown, 0
+        elif between:
+            self._unknown += 1
+        return steps, gaps
 
 
 class Devices:
@@ -24,6 +51,7 @@ class Devices:
         self._memory: dict[tuple[int, str], facts.MemorySeen] = {}
         self._free: list[tuple[int, int]] = []
         self._blocks: dict[tuple[int, str, int], int] = {}
+        self._sampled: dict[tuple[int, str, int, int], _Sampled] = {}
 
     def process(self, ring: int, pid: int) -> None:
         """A process is there."""
@@ -41,6 +69,7 @@ class Devices:
         self._blocks = {key: tokens for key, tokens in self._blocks.items() if key[0] != pid}
         self._memory = {key: fact for key, fact in self._memory.items() if key[0] != ring}
         self._logs = {key: engine for key, engine in self._logs.items() if engine.process != ring}
+        self._sampled = {key: sampled for key, sampled in self._sampled.items() if key[0] != pid}
 
     def sized(self, fact: facts.BlocksSized) -> None:
         """Said by an engine, whose ring may be found later."""
@@ -53,8 +82,10 @@ class Devices:
         """A worker's host or its device was at a step; steps have what the first of several ranks says."""
         length = max(fact.at - fact.started_at, 0)
         done, engine = Execution(*fact[2:5], length), self._logs.get((fact.pid, fact.engine, fact.log))
+        if engine is not None:
+            engine.ranks = max(engine.ranks, fact.rank + 1)
         if isinstance(fact, facts.StepTimed):
-            done = done._replace(on_device=True, queued_ns=fact.queued_ns, gap_ns=facts.known_ns(fact.gap_ns))
+            done = self._on_device(done, fact, engine)
         if is_new:
             self.executions.append(done)
         if engine is None or fact.rank:
@@ -63,6 +94,13 @@ class Devices:
             engine.timed(fact)
         else:
             engine.executed(fact.step, length)
+
+    def _on_device(self, done: Execution, fact: facts.StepTimed, engine: StepLog | None) -> Execution:
+        worker, gap = (fact.pid, fact.engine, fact.log, fact.rank), facts.known_ns(fact.gap_ns)
+        has_prompt = engine is not None and engine.table.prefill_tokens(fact.step) > 0
+        sampled = self._sampled.setdefault(worker, _Sampled())
+        steps, gaps = sampled.stands_for(fact.step, has_prompt, gap >= 0)
+        return done._replace(on_device=True, queued_ns=fact.queued_ns, gap_ns=gap, steps=steps, gaps=gaps)
 
     def drain(self) -> list[Execution]:
         """What was done since the last call."""

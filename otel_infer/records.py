@@ -144,7 +144,7 @@ class RequestRecord:
     but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step, and
     `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its event
     loop alone. `device_ns`: of each stage all of whose steps were timed, how long a device was at it; `device_share`: its part of
-    all its steps, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed), None if nobody
+    all its steps on all devices, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed), None if nobody
     knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not known. `throttled`:
     why GPUs' clocks were held down meanwhile, `throttled_at`: when. `start`: of the first request of a process, trace and span id of
     the process's start.
@@ -256,7 +256,7 @@ class RequestRecord:
 
 class Execution(NamedTuple):
     """What the worker of this rank took for one step of an engine, whose process id this is, by its host or its device; the rest
-    as in `facts.StepTimed`, -1 = not known."""
+    as in `facts.StepTimed`, -1 = not known. `steps`, `gaps`: for how many it stands."""
 
     engine: str
     pid: int
@@ -265,6 +265,8 @@ class Execution(NamedTuple):
     on_device: bool = False
     queued_ns: int = -1
     gap_ns: int = -1
+    steps: int = 1
+    gaps: int = 1
 
 
 class GpuReading(NamedTuple):

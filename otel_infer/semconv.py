@@ -63,6 +63,8 @@ EVENT_IMPORTED = "infer.imported"
 SPAN_HTTP = "HTTP"
 STAGE_DETOKENIZE = "detokenize"
 """No span: a part of postprocess, and a stage to the metrics."""
+STAGES_INSIDE = (SPAN_FETCH_MEDIA, SPAN_PREPARE_MEDIA, SPAN_GRAMMAR, SPAN_KV_TRANSFER, STAGE_DETOKENIZE)
+"""Those that lie in others: tokenize, queue, postprocess."""
 STAGES = (
     SPAN_INGRESS,
     SPAN_TOKENIZE,
@@ -452,7 +454,7 @@ REQUEST_ACTIVE = Metric(
     "infer.request.active",
     UP_DOWN,
     "{request}",
-    "Requests in flight: queued or running.",
+    "Requests in flight: queued (no engine has taken them up yet) or running, as all are where there is no engine.",
     (REQUEST_STATE,),
 )
 ENGINE_WAITING = Metric(
@@ -504,7 +506,8 @@ STEP_EXECUTION = Metric(
     "infer.step.execution.duration",
     HISTOGRAM,
     "s",
-    "What a worker took for its part of one engine step, by its rank; the slowest rank is what the others wait for.",
+    "What a worker took for its part of one engine step, by its rank; the slowest rank is what the others wait for. By the clock "
+    "of its device one that was timed stands for those that were not.",
     (WORKER_RANK, CLOCK, *_ENGINE),
     STAGE_BOUNDS,
 )
@@ -512,7 +515,8 @@ DEVICE_ATTRIBUTED = Metric(
     "infer.device.attributed",
     COUNTER,
     "s",
-    "Time of a device that is attributed to finished requests, by their tokens in each step that was timed; an estimate.",
+    "Time of devices that is attributed to finished requests, by their tokens in each step; an estimate: steps that were not timed "
+    "count as those that were, other ranks as the first.",
     (*_REQUEST, *_CALLER),
 )
 DEVICE_MEMORY = Metric(
@@ -567,7 +571,8 @@ PAUSES = Metric(
     HISTOGRAM,
     "s",
     "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CUDA graph capture "
-    "(capture), CPU quota (throttled); or its event loop alone (event_loop, over 20 ms).",
+    "(capture), CPU quota (throttled); or its event loop alone (event_loop, over 20 ms). What a start compiles and captures is in "
+    "infer.startup.duration.",
     (PAUSE_CAUSE,),
     STAGE_BOUNDS,
 )

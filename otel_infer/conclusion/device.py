@@ -41,6 +41,8 @@ def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> No
             time = time._replace(gaps=max(time.gaps, 0))
         share = shares_of(lengths, tokens, log.table.computed(steps))
         _adopt(record.stage(name), record, time, len(steps), share)
+        if time.method == BY_EVENT:  # those that were not timed as those that were, other ranks as the first
+            record.device_share += share * len(steps) // time.steps * log.ranks
         if rows is not None and name == semconv.SPAN_DECODE and time.method == BY_EVENT:
             rows.device = np.append(0, lengths)  # the first row is the prefill's
             record.device_idle = np.append(0, _idle(rows, device))
@@ -80,7 +82,6 @@ def _adopt(
     }
     if share is not None:
         said |= {semconv.DEVICE_SHARE: share / 1e9, semconv.DEVICE_SHARE_METHOD: METHOD}
-        record.device_share += share if time.method == BY_EVENT else 0
     if time.method == BY_EVENT:
         said |= {semconv.DEVICE_QUEUE: time.queued / 1e9, semconv.DEVICE_ERROR: time.bound / 1e9}
         known = {semconv.DEVICE_LAUNCH: time.launched, semconv.DEVICE_GAP: time.gaps}

@@ -35,14 +35,17 @@ def count(
 
 
 def count_executions(histograms: Mapping[str, Histograms], executions: Sequence[Execution]) -> None:
-    """Adds what workers took."""
+    """Adds what workers took, as many times as each stands for."""
     groups: dict[tuple[str, Key], list[int]] = {}
-    for engine, pid, rank, length, on_device, queued, gap in executions:
+    for engine, pid, rank, length, on_device, queued, gap, steps, gaps in executions:
         clock = semconv.CLOCK_DEVICE if on_device else semconv.CLOCK_HOST
         of = engine or None, pid
-        groups.setdefault((semconv.STEP_EXECUTION.name, (rank, clock, *of)), []).append(length)
-        for metric, waited in ((semconv.DEVICE_QUEUED, queued), (semconv.DEVICE_IDLE, gap)):
+        groups.setdefault((semconv.STEP_EXECUTION.name, (rank, clock, *of)), []).extend([length] * steps)
+        for metric, waited, times in (
+            (semconv.DEVICE_QUEUED, queued, steps),
+            (semconv.DEVICE_IDLE, gap, gaps),
+        ):
             if waited >= 0:
-                groups.setdefault((metric.name, (rank, *of)), []).append(waited)
+                groups.setdefault((metric.name, (rank, *of)), []).extend([waited] * times)
     for (name, key), lengths in groups.items():
         histograms[name].at(key).record_many(np.sort(np.array(lengths) / 1e9))

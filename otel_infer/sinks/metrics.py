@@ -7,7 +7,7 @@ data point when somebody collects. Exemplars name exported requests only. One th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.sdk.metrics import export
@@ -21,7 +21,7 @@ from otel_infer.records import Blame, Execution, Mark, Pause, RequestRecord, Sta
 from otel_infer.sinks import enginesteps, usage, verdict
 from otel_infer.sinks.gaps import Gaps
 from otel_infer.sinks.histograms import Histograms, Key, Label, Source
-from otel_infer.sinks.numbers import CUMULATIVE, DELTA, FirstCome, Numbers
+from otel_infer.sinks.numbers import CUMULATIVE, DELTA, FirstCome, Numbers, Set, renew
 from otel_infer.version import VERSION
 
 MAX_MODELS = 50
@@ -163,8 +163,11 @@ class MetricsSink:
 
     def set(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
         """The value of a gauge or an up-down counter, or the total of a counter, from now on."""
-        numbers = self._numbers[metric.name]
-        numbers.set(numbers.key(attributes), value)
+        self._numbers[metric.name].say(attributes, value)
+
+    def renew(self, metrics: Collection[semconv.Metric], say: Callable[[Set], None]) -> None:
+        """Sets what `say` says; of these metrics, what it does not say is of things that are gone."""
+        renew(self._numbers, metrics, say)
 
     def add(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
         """Adds to a counter or an up-down counter."""

@@ -18,6 +18,7 @@ from otel_infer.gpu.work import StageWork, StepWork
 from otel_infer.records import RequestRecord, Stage
 from otel_infer.steplog import StepLog
 from tests.rings import Recording
+from tests.story import Story, ns
 
 MS = 1_000_000
 STEPS = np.arange(1, 11)
@@ -237,3 +238,53 @@ def test_how_large_blocks_are_may_be_said_before_the_engine_is_found_and_again_a
     another = StepLog("toy", 77, 1, lambda handle: None)
     devices.engine(seen, another)
     assert another.block_tokens == 0
+
+
+def timed(step: int, gap: int = facts.UNKNOWN_NS, rank: int = 0) -> facts.StepTimed:
+    return facts.StepTimed(step * 100 + 10, step * 100, "toy", 77, rank, step, 0, 0, 0, gap, 0)
+
+
+def engine_of(devices: Devices, prompts: dict[int, int], steps: int) -> None:
+    """An engine with so many steps of one sequence, some with others' prompts in them."""
+    engine = StepLog("toy", 77, 1, lambda handle: None)
+    devices.engine(facts.EngineSeen(1, 1, 77, "toy", 0), engine)
+    for step in range(1, steps + 1):
+        fact = facts.StepScheduled(step, step, True, 1, [], [1], (), 0, 0, 1, 0)
+        engine.table.begin(fact, prompts.get(step, 0))
+
+
+def test_where_some_steps_are_timed_each_stands_for_those_before_it_that_were_not() -> None:
+    devices = Devices()
+    engine_of(devices, {}, 11)
+    for step, gap in ((1, None), (2, 4), (6, None), (7, 4), (8, 4), (11, None)):
+        devices.worked(timed(step, facts.UNKNOWN_NS if gap is None else gap), is_new=True)
+    said = [(one.steps, one.gaps if one.gap_ns >= 0 else None) for one in devices.drain()]
+    assert said == [(1, None), (1, 1), (4, None), (1, 5), (1, 1), (3, None)]
+
+
+def test_a_step_with_a_prompt_stands_for_itself_alone() -> None:
+    devices = Devices()
+    engine_of(devices, {5: 100}, 7)
+    for step in (1, 5, 6):
+        devices.worked(timed(step), is_new=True)
+    assert [one.steps for one in devices.drain()] == [1, 1, 4]
+
+
+def test_lost_facts_are_no_steps_that_were_not_timed() -> None:
+    devices = Devices()
+    for step in (1, 1_000_000):
+        devices.worked(timed(step), is_new=True)
+    assert [one.steps for one in devices.drain()][-1] <= 1025
+
+
+def test_what_a_request_cost_is_that_of_all_its_steps_and_of_all_ranks() -> None:
+    story = Story()
+    a = story.arrives(0, "a")
+    steps = [story.step(10 * n, 10 * n + 10, [a], prompt={a: 3} if n == 1 else None) for n in range(1, 6)]
+    story.ends(80, a)
+    story.timed(steps[0], 10, 18)
+    story.timed(steps[2], 30, 34)
+    assert story.record(a).device_share == 8 * MS + 4 * 4 * MS  # of four that decode one was timed
+    said = facts.StepTimed(ns(35), ns(30), "toy", 4242, 1, steps[2], 0, 0, 0, facts.UNKNOWN_NS, 0)
+    story.tell(1, 0, said)
+    assert story.record(a).device_share == 2 * (8 * MS + 4 * 4 * MS)

@@ -785,6 +785,7 @@ def test_requests_are_counted_by_what_they_missed_and_those_who_were_told_to_sto
         (generation(outcome=facts.ERROR, error_type="ValueError"), ("e2e",)),
         (generation(**left, error_type="timeout"), ()),
         (generation(**left), ("e2e",)),
+        (generation(**left, error_type="client_disconnect"), ("e2e",)),
         (record(operation="", generative=False), ("e2e",)),
     ):
         metrics.kept(each, Decision(True, 0, "slo", missed=missed))
@@ -862,3 +863,38 @@ def test_the_exporter_of_the_sdk_sends_it(receiver: tuple[str, OtlpReceiver]) ->
     finally:
         exporter.shutdown()
     assert "infer.inter_token_latency" in {metric["name"] for metric in listening.metrics}
+
+
+def test_an_execution_counts_as_often_as_it_stands_for_others() -> None:
+    metrics = sink()
+    metrics.executions([Execution("vllm", 77, 0, 4 * MS, True, 2 * MS, MS, steps=3, gaps=5)])
+    said = counted(metrics)
+    assert {
+        name: [(point["count"], pytest.approx(point["sum"])) for point in said[name]["points"]]
+        for name in ("infer.step.execution.duration", "infer.step.device.queue", "infer.step.device.gap")
+    } == {
+        "infer.step.execution.duration": [(3, 0.012)],
+        "infer.step.device.queue": [(3, 0.006)],
+        "infer.step.device.gap": [(5, 0.005)],
+    }
+
+
+def test_what_is_not_told_any_more_is_gone_and_counters_stay() -> None:
+    metrics = sink()
+
+    def told(*gpus: str) -> dict[str, list[str]]:
+        def say(set_value: Any) -> None:
+            for gpu in gpus:
+                for metric in (semconv.GPU_TEMPERATURE, semconv.GPU_ENERGY):
+                    set_value(metric, {semconv.HW_ID: gpu}, 70)
+
+        metrics.renew([semconv.GPU_TEMPERATURE, semconv.GPU_POWER], say)
+        said = counted(metrics)
+        return {
+            name: [point["attributes"]["hw.id"] for point in said[name]["points"]] if name in said else []
+            for name in ("hw.temperature", "hw.energy")
+        }
+
+    assert told("a", "b") == {"hw.temperature": ["a", "b"], "hw.energy": ["a", "b"]}
+    assert told("b") == {"hw.temperature": ["b"], "hw.energy": ["a", "b"]}
+    assert told() == {"hw.temperature": [], "hw.energy": ["a", "b"]}
