@@ -115,7 +115,7 @@ def spec(said: Any) -> Spec:
     budgets = said.get("budgets") or {}
     _expect(isinstance(budgets, dict), "`budgets`", "a length for each stage")
     windows, minimum = said.get("windows", "standard"), said.get("minimum", 50)
-    _expect(windows in WINDOWS, "`windows`", "one of " + ", ".join(WINDOWS))
+    _expect(isinstance(windows, str) and windows in WINDOWS, "`windows`", "one of " + ", ".join(WINDOWS))
     _expect(isinstance(minimum, int) and minimum >= 0, "`minimum`", "a whole number, 0 or more")
     return Spec(
         found,
@@ -137,7 +137,7 @@ def _objective(entry: Any, where: str) -> Objective:
         f"{where}.name",
         "small letters, digits, - and _",
     )
-    _expect(of in METRICS, f"{where}.of", "one of " + ", ".join(METRICS))
+    _expect(isinstance(of, str) and of in METRICS, f"{where}.of", "one of " + ", ".join(METRICS))
     _expect(isinstance(model, str), f"{where}.model", "a regular expression")
     found = _SHARE.fullmatch(str(entry.get("share", "")).strip())
     share = float(found[1]) / 100 if found else 0.0

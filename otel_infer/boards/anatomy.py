@@ -7,7 +7,7 @@ from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, Board, Row
 from otel_infer.boards.panels import Json, Query, Reading, legend
 from otel_infer.prometheus import STAGE_BUDGET, label
-from otel_infer.promql import each_per, equal
+from otel_infer.promql import each_per, equal, unlike
 from otel_infer.semconv import STAGE_DURATION
 
 STAGES = {
@@ -54,7 +54,9 @@ def _summary() -> Row:
     by = (semconv.STAGE,)
     stage = label(semconv.STAGE)
     host = equal(semconv.CLOCK, semconv.CLOCK_HOST)
-    mean = each_per(ASK.spent(STAGE_DURATION, host, by=by), ASK.rate(semconv.REQUEST_DURATION))
+    # Stacked, whatever lies in another stage would be there twice.
+    apart = unlike(semconv.STAGE, "|".join(semconv.STAGES_INSIDE))
+    mean = each_per(ASK.spent(STAGE_DURATION, host, apart, by=by), ASK.rate(semconv.REQUEST_DURATION))
     by_clock = (semconv.STAGE, semconv.CLOCK)
     clocks = legend(semconv.STAGE, semconv.CLOCK)
     spent = f"{ASK.quantile(0.99, STAGE_DURATION, host, by=by)} / on ({stage}) group_left max by ({stage}) ({STAGE_BUDGET})"

@@ -81,10 +81,10 @@ def _spec(path: str | None) -> slo.Spec:
     yaml = _yaml()
     try:
         return slo.spec(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as reason:
-        raise slo.BadSpec(f"{path} is no YAML: {reason}") from None
     except slo.BadSpec as bad:
         raise slo.BadSpec(f"{path}: {bad}") from None
+    except (yaml.YAMLError, ValueError) as reason:  # no text, a date that does not exist
+        raise slo.BadSpec(f"{path} is no YAML: {reason}") from None
 
 
 def _yaml() -> Any:

@@ -13,6 +13,8 @@ from otel_infer.records import RequestRecord
 FEWEST = 8
 """Values on each side without which nothing is said."""
 DRAWS = 2000
+MOST_AT_ONCE = 1_000_000
+"""Values drawn."""
 PERCENT = 95
 
 
@@ -42,14 +44,20 @@ def _row(name: str, one: Any, two: Any, draw: np.random.Generator) -> Row:
     was, now = (float(np.percentile(values, PERCENT)) for values in (one, two))
     if min(len(one), len(two)) < FEWEST:
         return Row(name, was, now, float("-inf"), float("inf"), "too few")
-    samples = [
-        np.percentile(values[draw.integers(0, len(values), (DRAWS, len(values)))], PERCENT, axis=1)
-        for values in (one, two)
-    ]
-    low, high = (float(value) for value in np.percentile(samples[1] - samples[0], (2.5, 97.5)))
+    differences = _drawn(two, draw) - _drawn(one, draw)
+    low, high = (float(value) for value in np.percentile(differences, (2.5, 97.5)))
     return Row(
         name, was, now, low, high, "worse" if low > 0 else "better" if high < 0 else "no difference seen"
     )
+
+
+def _drawn(values: Any, draw: np.random.Generator) -> Any:
+    """The p95 of so many samples, drawn some at a time: all of them at once would not fit into memory."""
+    size = len(values)
+    at_once = max(MOST_AT_ONCE // size, 1)
+    rows = [min(at_once, DRAWS - done) for done in range(0, DRAWS, at_once)]
+    samples = (values[draw.integers(0, size, (count, size))] for count in rows)
+    return np.concatenate([np.percentile(sample, PERCENT, axis=1) for sample in samples])
 
 
 def _measures(records: list[RequestRecord]) -> dict[str, Callable[[RequestRecord], list[int]]]:

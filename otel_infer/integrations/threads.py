@@ -2,8 +2,9 @@
 
     Thread.start ─ run in a copy of the caller's context        ThreadPoolExecutor.submit ─ likewise
 
-Only while a request of ours is current or somebody runs a step; everything else is passed through untouched. Newer Pythons may be told to do
-the same (`-X thread_inherit_context`).
+Only while a request of ours is current or somebody runs a step; everything else is passed through untouched, and so are the
+threads of pools, which outlive whom they were started for: their jobs bring their own. Newer Pythons may be told to do the
+same (`-X thread_inherit_context`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from otel_infer.integrations._base import Integration
 from otel_infer.integrations._claims import claimed
 from otel_infer.patching import Hook
 
+POOLS = ("concurrent.futures.thread", "anyio._backends._asyncio")
+"""Modules whose threads, or what these run, take jobs."""
+
 integration = Integration("threads", "python", ("threading",))
 
 
@@ -26,12 +30,18 @@ def start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def start(self: Any) -> Any:
         if hook.alive and (claimed.get() or ingress.current() is not None):
             try:
-                self.run = functools.partial(contextvars.copy_context().run, self.run)
+                if not _takes_jobs(self):
+                    self.run = functools.partial(contextvars.copy_context().run, self.run)
             except Exception as exc:
                 hook.fail(exc)
         return original(self)
 
     return start
+
+
+def _takes_jobs(thread: Any) -> bool:
+    target = getattr(thread, "_target", None)
+    return type(thread).__module__ in POOLS or getattr(target, "__module__", None) in POOLS
 
 
 @integration.step_hook("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")

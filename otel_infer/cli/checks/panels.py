@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import urllib.error
@@ -47,11 +48,11 @@ class Asking:
         try:
             with urllib.request.urlopen(request, timeout=self._timeout) as answer:
                 said = json.load(answer)
+            return said["data"]
         except urllib.error.HTTPError as refusal:
             raise self._refused(refusal) from None
-        except (OSError, ValueError) as reason:
-            raise NoPrometheus(f"{self._url} does not answer as a Prometheus does: {reason}") from None
-        return said["data"]
+        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as reason:
+            raise NoPrometheus(f"{self._url} does not answer as a Prometheus does: {reason!r}") from None
 
     def _refused(self, refusal: urllib.error.HTTPError) -> Exception:
         try:
@@ -60,8 +61,11 @@ class Asking:
             return NoPrometheus(f"{self._url} answers {refusal.code} {refusal.reason}")
 
     def names(self) -> set[str]:
-        """The names of all series."""
-        return set(self.get("label/__name__/values"))
+        """The names of all series; raises `NoPrometheus` also where it refuses to tell them."""
+        try:
+            return set(self.get("label/__name__/values"))
+        except ValueError as refusal:
+            raise NoPrometheus(f"{self._url} does not tell its series: {refusal}") from None
 
     def has_data(self, expr: str) -> bool:
         """Whether an instant query finds anything that is a number."""

@@ -71,21 +71,26 @@ class _Batches:
 
     def scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
         active, size = scheduler.active_requests, len(futures)
-        load = (*self.kv(), len(active), len(scheduler.waiting_requests))
+        used, total = self.kv()
         plain = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
         odd = () if plain else _odd_ones(futures, query_tokens)
-        column = b""
+        queries = column = b""
+        several: list[tuple[Any, int]] = []
         chunks: tuple[int, ...] = ()
-        if odd is None:
-            states = list(map(_state_of, futures))
-            column = array("I", map(_new_token_of, futures)).tobytes()
-            step = self.log.scheduled(states, self.left, _queries(futures), *load)
+        # Who is scheduled is active, and nobody is twice: as many as are active are all of them.
+        if size == len(active) and odd is not None:
+            states = list(active.values())
         else:
-            # Who is scheduled is active, and nobody is twice: as many as are active are all of them.
-            states = list(active.values()) if size == len(active) else list(map(_state_of, futures))
-            several = [(future.state, future.query_length) for future in odd]
-            step = self.log.scheduled(states, self.left, b"", *load, several)
-            chunks = tuple([self.log.position(one.state) for one in odd if not one.has_new_token])
+            states = list(map(_state_of, futures))
+        if odd is None:
+            queries, column = _queries(futures), array("I", map(_new_token_of, futures)).tobytes()
+        elif odd:
+            several = [(one.state, one.query_length) for one in odd]
+        waiting = len(scheduler.waiting_requests)
+        step = self.log.scheduled(states, self.left, queries, used, total, len(active), waiting, several)
+        for one in odd or ():
+            if not one.has_new_token:
+                chunks += (self.log.position(one.state),)
         if self.left:
             self.left = []
             self.blocks.say()

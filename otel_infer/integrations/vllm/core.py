@@ -35,6 +35,8 @@ def add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 def _received(scheduler: Any, request: Any) -> None:
+    if request.request_id in getattr(scheduler, "requests", ()):
+        return  # one more piece of a prompt that is streamed in: the request is there already, and is freed once
     part = elsewhere.part(getattr(request, "trace_headers", None))
     if part is None:
         return

@@ -57,6 +57,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "windows": ({"objectives": [TTFT], "windows": "fast"}, "`windows`: expected one of standard, demo"),
     "minimum": ({"objectives": [TTFT], "minimum": -1}, "`minimum`: expected a whole number"),
     "a stage": ({"objectives": [TTFT], "budgets": {"lunch": "1s"}}, "budgets.lunch: expected one of ingress"),
+    "a list of windows": ({"objectives": [TTFT], "windows": ["standard"]}, "`windows`: expected one of"),
+    "a list of latencies": ({"objectives": [{**TTFT, "of": ["ttft"]}]}, "objectives[0].of: expected one of"),
     "no address": ({"objectives": [TTFT], "grafana": "there"}, "`grafana`: expected an address with http"),
 }  # fmt: skip
 
@@ -68,8 +70,9 @@ def test_what_is_wrong_is_said_with_its_place_and_what_is_expected(said: Any, ex
     assert str(refused.value).startswith(expected)
 
 
-def test_the_command_names_the_file(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "slo.yaml").write_text("objectives: [")
+@pytest.mark.parametrize("text", ["objectives: [", "objectives: 2024-02-30"], ids=["not closed", "no date"])
+def test_the_command_names_the_file(tmp_path: Any, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "slo.yaml").write_text(text)
     assert cli.main(["alerts", "build", str(tmp_path / "slo.yaml")]) == 2
     assert f"{tmp_path / 'slo.yaml'} is no YAML" in capsys.readouterr().err
 

@@ -285,6 +285,18 @@ def test_a_library_that_is_not_installed_but_can_be_imported_waits(tmp_path: Pat
     assert (library.status.version, library.status.state) == (None, "waiting")
 
 
+def test_a_build_by_another_name_is_found_by_the_package_that_it_brings(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    library = Library(tmp_path)
+    info = tmp_path / f"{library.name}_cpu-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {library.distribution}-cpu\nVersion: 1.2\n")
+    (info / "RECORD").write_text(f"{library.name}/__init__.py,,\n")
+    assert (library.status.version, library.status.state) == ("1.2", "waiting")
+
+
 def test_metadata_that_cannot_be_read_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> str:
         raise OSError

@@ -65,7 +65,7 @@ class Scheduler:
             block_pool=SimpleNamespace(num_gpu_blocks=21, get_num_free_blocks=lambda: 5),
         )
         self._schedule = steps.schedule(lambda scheduler: scheduler.output, self.hook)
-        self._add = core.add_request(lambda scheduler, request: scheduler.running.append(request), self.hook)
+        self._add = core.add_request(Scheduler.add_request, self.hook)
         self._free = core.free_request(
             lambda scheduler, request: scheduler.running.remove(request), self.hook
         )
@@ -75,9 +75,14 @@ class Scheduler:
         return self.take(Request(request_id, headers))
 
     def take(self, request: Request) -> Request:
-        self.requests[request.request_id] = request
         self._add(self, request)
         return request
+
+    def add_request(self, request: Request) -> None:
+        """The engine's own: one that is there already gets more of its prompt."""
+        if request.request_id not in self.requests:
+            self.requests[request.request_id] = request
+            self.running.append(request)
 
     def schedule(
         self, new: dict[str, int] | None = None, drafts: dict[str, int] | None = None, **tokens: int
@@ -147,6 +152,20 @@ def test_a_request_goes_on_in_the_engine_core_and_has_its_steps_there(recording:
     assert stages_of(record) == ["ingress", "queue", "prefill", "decode"]
     (first, *_) = recording._assembler.drain_steps()
     assert (first.kv_used, first.kv_total, first.running, first.waiting) == (15, 20, 1, 0)
+    assert scheduler.hook.alive
+
+
+def test_a_prompt_that_comes_in_pieces_is_one_request_and_leaves_nothing_behind(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    for _ in range(3):
+        scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(r=4), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "queue", "prefill"]
+    assert elsewhere._parts == {}
     assert scheduler.hook.alive
 
 
