@@ -146,6 +146,20 @@ def test_every_panel_says_what_it_means_and_what_to_do(name: str, panel: dict[st
     assert len(panel["targets"]) > 0 or panel["type"] == "alertlist"
 
 
+def test_what_is_stacked_counts_no_time_twice() -> None:
+    stacked = [
+        expr
+        for board in BOARDS.values()
+        for panel in panels(board)
+        if panel["fieldConfig"]["defaults"].get("custom", {}).get("stacking", {}).get("mode") == "normal"
+        for expr in exprs(panel)
+        if "by (infer_stage)" in expr
+    ]
+    assert stacked
+    for expr in stacked:
+        assert all(name in expr for name in semconv.STAGES_INSIDE)
+
+
 @each_panel
 def test_no_panel_names_a_data_source_of_its_own(name: str, panel: dict[str, Any]) -> None:
     sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
