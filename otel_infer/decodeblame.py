@@ -32,6 +32,7 @@ _CAUSES = (
 )  # fmt: skip
 _RECOMPUTED = {
     semconv.CAUSE_INTERFERENCE, semconv.CAUSE_HOST, semconv.CAUSE_UNEXPLAINED, semconv.CAUSE_FIRST_USE,
+    semconv.CAUSE_PREFILL,
 }  # fmt: skip
 """Of what a step was that brought a request back from a preemption, that is the preemption's."""
 _SAT_OUT = "sat out"
@@ -73,11 +74,19 @@ class _Steps:
         self.since[1:] = self.until[:-1]
         self.since[self.begins] = self.until[self.begins]
         self.began = np.clip(started, self.since, self.until)
+        self.prefill = np.maximum(self.prefill, 0)
         self.prefill[self.begins] = 0
+        self.own_prefill = np.zeros_like(self.prefill)
         self.is_next = since_before(self.step) == 1
         self.is_next[self.begins] = True
         self._firsts = self.begins.tolist()
         self._ends = (self.begins + self.counts).tolist()
+        for i, record in enumerate(records):
+            if record.is_split:  # steps of several engines have numbers of their own
+                self.is_next[self.of(i)] = True
+            elif record.later_prompts:
+                for step, tokens in record.later_prompts.items():
+                    self.own_prefill[self.of(i)][self.step[self.of(i)] == step] = tokens
 
     def of(self, i: int) -> slice:
         """Where the decode steps of this request are."""
@@ -88,7 +97,7 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     steps = _Steps(records)
     ran, waited = steps.until - steps.began, steps.began - steps.since
     _without_pauses(records, steps, ran, waited)
-    own, batching, others, over, error = _by_cost(records, steps, ran)
+    own, batching, others, prompt, over, error = _by_cost(records, steps, ran)
     cold, no_prompts = _first_uses(records, steps, others)
     others[cold] -= no_prompts
     back = _preempted(records, steps)
@@ -96,6 +105,8 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     stalled = over * (over > error)
     own += over - stalled
     columns = dict(zip(_CAUSES, (own, batching, others, waited, stalled)))
+    if steps.own_prefill.any():
+        columns[semconv.CAUSE_PREFILL] = prompt
     if len(cold):
         columns[semconv.CAUSE_FIRST_USE] = first_use = _moved(cold, [stalled])
         first_use[cold] += no_prompts
@@ -132,23 +143,27 @@ def _summed(record: RequestRecord, steps: _Steps, others: Any, i: int, sums: dic
     return DecodeBlame(known, _worst(steps, others, i) if semconv.CAUSE_INTERFERENCE in known else [])
 
 
-def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """What steps took, divided by what such steps cost: own, batching, over that with others' prompts, over that without.
+def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any, ...]:
+    """What steps took, divided by what such steps cost: own, batching, over that with others' prompts and with its own (of other
+    sequences of it), over that without.
 
     Also: up to how much over that is within the error of the estimate.
     """
     costs = np.array([record.costs or _UNKNOWN for record in records]).T[:3]
     base, each, spread = np.repeat(costs, steps.counts, axis=1)
     size = steps.size.astype(np.float64)
-    alone = np.minimum(steps.tokens, size)
+    # Of tokens that were speculated a sequence gets several.
+    sequences = np.repeat([max(record.sequences, 1) for record in records], steps.counts)
+    alone = np.minimum(np.minimum(steps.tokens, sequences), size)
     typical = base + each * size
-    others = np.maximum(ran - typical, 0).astype(np.int64)
-    others[steps.prefill <= 0] = 0
-    rest = ran - others
+    over = np.maximum(ran - typical, 0).astype(np.int64)
+    prompts = np.maximum(steps.prefill + steps.own_prefill, 1)
+    others, prompt = (over * tokens // prompts for tokens in (steps.prefill, steps.own_prefill))
+    rest = ran - others - prompt
     own = np.minimum(rest, base + each * alone).astype(np.int64)
     rest -= own
     batching = np.minimum(rest, each * (size - alone)).astype(np.int64)
-    return own, batching, others, rest - batching, margin(typical, spread)
+    return own, batching, others, prompt, rest - batching, margin(typical, spread)
 
 
 def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waited: Any) -> None:
@@ -263,12 +278,13 @@ def _to_the_clocks(records: list[RequestRecord], steps: _Steps, columns: dict[st
 
 
 def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:
-    """The rows of steps in which, or before which, a request came back from a preemption."""
+    """The rows of steps in which a request came back from a preemption: the first that began after it. One that was in flight by
+    then is as usual."""
     rows = []
     for i, record in enumerate(records):
         mine = steps.of(i)
         for at in record.preempted_at:
-            row = mine.start + int(steps.until[mine].searchsorted(at))
+            row = mine.start + int(steps.began[mine].searchsorted(at))
             if row < mine.stop:
                 rows.append(row)
     return np.array(rows, np.int64)

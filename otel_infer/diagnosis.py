@@ -7,7 +7,7 @@ requests only did their own work, that nothing in this server held them up.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +16,16 @@ import numpy as np
 from otel_infer import facts, semconv
 from otel_infer.crowding import Crowd
 from otel_infer.records import RequestRecord
-from otel_infer.tail import MS, late_before_token, late_while_streaming, slowest, spent, ttft, typical_gap
+from otel_infer.tail import (
+    MS,
+    application_before_token,
+    late_before_token,
+    late_while_streaming,
+    slowest,
+    spent,
+    ttft,
+    typical_gap,
+)
 
 FEWEST = 12
 """Requests without which nothing is said."""
@@ -153,6 +162,7 @@ _COLD = (semconv.CAUSE_FIRST_USE, semconv.CAUSE_COMPILE, semconv.CAUSE_CAPTURE)
 def _before(served: list[RequestRecord]) -> list[Finding]:
     tail = slowest(served, ttft, whole=ttft)
     parts = {cause: tail.total(cause) for cause in _BEFORE}
+    parts[semconv.CAUSE_APPLICATION] = float(sum(map(application_before_token, tail.records)))
     parts[semconv.CAUSE_EVENT_LOOP] = float(sum(map(late_before_token, tail.records)))
     total, many = sum(parts.values()), len(tail.records)
     if total < 0.4 * tail.whole or total / many / MS < 20:
@@ -210,11 +220,14 @@ def _stutter(served: list[RequestRecord]) -> list[Finding]:
     cause = max(_STALLS, key=tail.total)
     evidence = [
         f"the longest pause between tokens of the slowest {len(tail.records)} is {longest:.0f} ms; usual is {gap:.1f} ms",
-        f"{cause}: {tail.share(cause):.0%} of their streaming time, {tail.each(cause):.0f} ms each",
+        f"{cause}: {min(tail.share(cause), 1.0):.0%} of their streaming time, {tail.each(cause):.0f} ms each",
     ]
-    offenders = {r.blame.offender.trace_id.hex() for r in tail.records if r.blame and r.blame.offender}
+    offenders: Counter[str] = Counter()
+    for offender in [r.blame.offender for r in tail.records if r.blame and r.blame.offender]:
+        offenders[offender.trace_id.hex()] += offender.length
     if cause == semconv.CAUSE_INTERFERENCE and offenders:
-        evidence.append(f"held up most by trace {sorted(offenders)[0]} ({len(offenders)} such requests)")
+        worst = max(offenders, key=lambda trace: offenders[trace])
+        evidence.append(f"held up most by trace {worst} ({len(offenders)} such requests)")
     return [Finding("stutter", cause, tail.weight(*_STALLS), evidence)]
 
 

@@ -263,7 +263,8 @@ def _lengths(record: RequestRecord) -> dict[str, int]:
         lengths[objectives.TTFT] = record.ttft_ns
     if record.summary.gaps:
         lengths[objectives.ITL] = record.summary.gap_max
-        lengths[objectives.TPOT] = record.summary.gaps_total // record.summary.gaps
+    if record.tokens_after_first > 0:
+        lengths[objectives.TPOT] = round(record.decode_ns / record.tokens_after_first)
     return lengths
 
 

@@ -144,10 +144,11 @@ class RequestRecord:
     but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step, and
     `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its event
     loop alone. `device_ns`: of each stage all of whose steps were timed, how long a device was at it; `device_share`: its part of
-    all its steps on all devices, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed), None if nobody
-    knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not known. `throttled`:
-    why GPUs' clocks were held down meanwhile, `throttled_at`: when. `start`: of the first request of a process, trace and span id of
-    the process's start.
+    all its steps on all devices, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed),
+    None if nobody knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not
+    known. `throttled`: why GPUs' clocks were held down meanwhile, `throttled_at`: when. `later_prompts`: after its first token, by
+    step, the tokens of its own prompts, of other sequences of it or computed again. `is_split`: several engines had sequences of
+    it. `start`: of the first request of a process, trace and span id of the process's start.
     """
 
     trace_id: bytes
@@ -177,6 +178,8 @@ class RequestRecord:
     throttled: str = ""
     throttled_at: tuple[tuple[int, int], ...] = ()
     prefill_steps: list[PrefillStep] = field(default_factory=list)
+    later_prompts: dict[int, int] = field(default_factory=dict)
+    is_split: bool = False
     steps: StepRows | None = None
     steps_forgotten: int = 0
     discarded: int = 0
@@ -230,6 +233,29 @@ class RequestRecord:
     def ttft_ns(self) -> int:
         """Arrival to first token; 0 = there was none."""
         return self.first_token_at - self.arrived_at if self.first_token_at else 0
+
+    @property
+    def decode_ns(self) -> int:
+        """First token to last, but for gaps that were not seen."""
+        if self.steps is not None:
+            return self.summary.gaps_total
+        return max(self.last_token_at - self.first_token_at, 0) if self.last_token_at else 0
+
+    @property
+    def tokens_after_first(self) -> float:
+        """How many tokens each of its sequences got in the gaps that were seen.
+
+        Where facts were lost, a request may seem to wait from one step to a much later one: that gap was never seen.
+        """
+        rows, after_first = self.steps, self.output_tokens / max(self.sequences, 1) - 1
+        if rows is None:
+            return after_first if self.last_token_at else 0
+        if self.telemetry_lost:
+            seen = rows.step[1:] - rows.step[:-1] == 1
+            return int(rows.tokens[1:][seen].sum()) / self.sequences
+        if self.steps_forgotten:
+            return int(rows.tokens[1:].sum()) / self.sequences
+        return after_first if self.summary.gaps else 0
 
     def gaps_ns(self) -> Any:
         """The time between each two steps that delivered tokens, as a column; a hole where steps were lost is none."""

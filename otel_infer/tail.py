@@ -66,8 +66,16 @@ def ttft(record: RequestRecord) -> int:
 
 def typical_gap(served: list[RequestRecord]) -> float:
     """ms between two tokens as most requests see it; 0 where nothing was streamed."""
-    means = [record.summary.p50 for record in served if record.summary.steps]
-    return float(np.median(means)) / MS if means else 0.0
+    usual = [float(np.median(record.gaps_ns())) for record in served if record.summary.gaps]
+    return float(np.median(usual)) / MS if usual else 0.0
+
+
+def application_before_token(record: RequestRecord) -> int:
+    """What stages of the application's own took of its time to the first token, as far as they were blamed; ns."""
+    until = record.arrived_at + ttft(record)
+    own = [one for one in record.stages if one.name not in (*semconv.STAGES, *semconv.STAGES_INSIDE)]
+    after = sum(max(one.ended_at - max(one.started_at, until), 0) for one in own)
+    return max(spent(record, semconv.CAUSE_APPLICATION) - after, 0)
 
 
 # ── the event loop ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -226,7 +226,7 @@ An objective with a name of your own has no headline below: what is said of the 
 EVENTS = {
     objectives.TTFT: "a successful request, to its first token",
     objectives.ITL: "a gap between two tokens of a stream",
-    objectives.TPOT: "a successful request, the mean of its gaps",
+    objectives.TPOT: "a successful request, the time from its first token to its last by the tokens in between",
     objectives.E2E: "a request, to its last byte",
     slo.ERRORS: "a request",
 }

@@ -28,6 +28,14 @@ class Row(NamedTuple):
     high: float
     verdict: str
 
+    def described(self) -> dict[str, Any]:
+        """As JSON, which has no word for what is not bounded."""
+        bounds = {
+            key: value if np.isfinite(value) else None
+            for key, value in (("low", self.low), ("high", self.high))
+        }
+        return self._asdict() | bounds
+
 
 def compared(before: list[RequestRecord], after: list[RequestRecord]) -> list[Row]:
     """The three latencies, then the stages, as far as both tapes have them."""

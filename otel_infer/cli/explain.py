@@ -253,7 +253,7 @@ def _compare(before: list[RequestRecord], after: list[RequestRecord], as_json: b
 
     rows = compared(before, after)
     if as_json:
-        print(json.dumps([row._asdict() for row in rows]))
+        print(json.dumps([row.described() for row in rows], allow_nan=False))
         return 0
     print(
         f"{len(before)} requests before, {len(after)} after; p95 in ms, with the 95 % interval of the difference"

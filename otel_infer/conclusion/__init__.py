@@ -39,6 +39,8 @@ def _conclude(record: RequestRecord, request: Request, life: Life, part: Part) -
     _adopt_prefill_steps(record, request, life)
     _adopt_tokens(record, request, life, part)
     record.stages = stages_of(record, request, life)
+    if record.steps is None:
+        record.last_token_at = life.last_at
     if request.timed or any(run.log.device is not None for run in request.runs):
         device.adopt(record, request)
     if life.died:
@@ -96,11 +98,15 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
         record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
         record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
     record.marks = request.marks
-    record.costs, record.first_use = request.costs, request.first_use
-    if request.runs:
+    record.costs = request.costs
+    record.is_split = len({run.log for run in request.runs}) > 1
+    if (
+        request.runs and not record.is_split
+    ):  # steps are looked up by their numbers, of which each engine has its own
         log = request.runs[-1].log
         strain = log.learned.strain
         record.prefillers, record.strain = log.prompts.of, strain if strain.is_known else None
+        record.first_use = request.first_use
     record.received_at = request.received_at
     if request.preempted:
         record.preempted_at = tuple(fact.at for fact in request.preempted)
@@ -144,7 +150,7 @@ def _seen(record: RequestRecord, at: int) -> int:
 
 
 def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) -> None:
-    """Chunks of the prompt up to the first token; later ones compute again what a preemption took."""
+    """Chunks of the prompt up to the first token; later ones are other sequences', or compute again what a preemption took."""
     if request.steps_lost and not request.first_step_done_at:
         return
     until = life.first_at or record.ended_at
@@ -156,6 +162,8 @@ def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) ->
             if record.outcome == facts.OK:
                 ended_at = min(ended_at, record.ended_at)
             started_at = max(at, record.arrived_at)
+            if ended_at > until and not record.is_split:
+                record.later_prompts[step] = tokens
             if started_at < ended_at <= until:
                 others = max(log.table.prefill_tokens(step) - tokens, 0)
                 record.prefill_steps.append(PrefillStep(step, started_at, ended_at, tokens, size, others))

@@ -21,7 +21,7 @@ _COPIES = (semconv.SPAN_H2D, semconv.SPAN_D2H)
 def adopt(record: RequestRecord, request: Request) -> None:
     """Onto its stages, and its decode steps."""
     logs = [run.log for run in request.runs if run.log.device is not None]
-    if logs and logs[-1].device is not None:
+    if logs and logs[-1].device is not None and not record.is_split:
         _adopt_steps(record, logs[-1], logs[-1].device)
     for fact in request.timed:
         _adopt(_stage_of(record, fact), record, _of_stage(fact))
@@ -32,7 +32,12 @@ def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> No
     prompt = np.array([(one.step, one.tokens) for one in chunks], np.int64).reshape(-1, 2)
     kinds = [(semconv.SPAN_PREFILL, prompt[:, 0], prompt[:, 1])]
     if rows is not None and len(rows) > 1:
-        kinds.append((semconv.SPAN_DECODE, rows.step[1:], rows.tokens[1:]))
+        later = (
+            [record.later_prompts.get(step, 0) for step in rows.step[1:].tolist()]
+            if record.later_prompts
+            else 0
+        )
+        kinds.append((semconv.SPAN_DECODE, rows.step[1:], rows.tokens[1:] + np.array(later)))
     for name, steps, tokens in kinds:
         time, lengths = device.of(steps)
         if time is None:

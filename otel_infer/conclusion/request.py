@@ -201,9 +201,9 @@ class Request:
                 self.runs.append(Run(log, first, log.table.last, sequences))
         self.present = {}
         if self.runs:
-            log = self.runs[-1].log
-            log.settle()
-            self.costs, self.first_use = log.learned.known()
+            for log in {run.log for run in self.runs}:
+                log.settle()
+            self.costs, self.first_use = self.runs[-1].log.learned.known()
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
 

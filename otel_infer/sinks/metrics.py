@@ -263,28 +263,9 @@ class MetricsSink:
             return
         if record.ttft_ns:
             self._record(semconv.TIME_TO_FIRST_TOKEN, who, record.ttft_ns, source)
-        tokens = _tokens_after_first(record)
+        tokens = record.tokens_after_first
         if tokens > 0:
-            seen = record.steps is not None
-            decode_ns = record.summary.gaps_total if seen else record.last_token_at - record.first_token_at
-            self._record(semconv.TIME_PER_OUTPUT_TOKEN, who, decode_ns / tokens, source)
-
-
-def _tokens_after_first(record: RequestRecord) -> float:
-    """How many tokens each of its sequences got in the gaps that were seen.
-
-    Where facts were lost, a request may seem to wait from one step to a much later one: that gap was never seen.
-    """
-    rows, sequences = record.steps, record.sequences
-    after_first = record.output_tokens / sequences - 1
-    if rows is None:
-        return after_first if record.last_token_at else 0
-    if record.telemetry_lost:
-        seen = rows.step[1:] - rows.step[:-1] == 1
-        return int(rows.tokens[1:][seen].sum()) / sequences
-    if record.steps_forgotten:
-        return int(rows.tokens[1:].sum()) / sequences
-    return after_first if record.summary.gaps else 0
+            self._record(semconv.TIME_PER_OUTPUT_TOKEN, who, record.decode_ns / tokens, source)
 
 
 def _source(record: RequestRecord) -> Source | None:

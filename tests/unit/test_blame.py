@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from otel_infer import blame, facts, semconv
 from otel_infer.assembler import Assembler
 from otel_infer.records import RequestRecord
+from otel_infer.stepcosts import StepCosts
 from tests.simulator import Simulator, Tick, ticks
 from tests.story import LATER, Story, Who, exported, ids, ns
 from tests.unit.test_assembler import ENGINES, anything, plausible
@@ -450,6 +451,79 @@ def test_a_preemption_is_to_blame_for_the_wait_and_for_what_is_computed_again() 
     story.step(at + 60, at + 90, [b, a], {a: 5})
     story.ends(at + 90, a)
     assert of(story, a) == {"prefill": 5, "interference": 5, "preemption": 70, "decode": 10}
+
+
+def test_a_preemption_while_a_step_is_in_flight_is_to_blame_for_the_same() -> None:
+    """Asynchronous scheduling: the next step is composed, and somebody put back for it, before the last one is over."""
+    story = Story()
+    at = warmed_up(story)
+    a, b = story.arrives(at, "a"), story.arrives(at, "b")
+    story.step(at, at + 10, [a, b], {a: 4, b: 4})
+    in_flight = story.scheduled(at + 10, [a, b])
+    story.preempted(at + 11, a, "recompute")
+    next_one = story.scheduled(at + 11, [b])
+    story.done(at + 20, in_flight)
+    story.done(at + 30, next_one)
+    for i in range(4):
+        story.step(at + 30 + 10 * i, at + 40 + 10 * i, [b])
+    story.step(at + 70, at + 100, [b, a], {a: 5})
+    story.ends(at + 100, a)
+    said = of(story, a)
+    assert said == {"prefill": 5, "interference": 5, "decode": 20, "preemption": 70}
+
+
+def test_prompts_of_a_requests_own_other_sequences_are_prefill_and_nobody_elses_fault() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, b = story.arrives(at, "a"), story.arrives(at, "b")
+    story.submitted(at, a, sequences=2)
+    story.step(at, at + 10, [a], {a: 4})
+    story.step(at + 10, at + 20, [a])
+    story.step(at + 20, at + 320, [a, a], tokens={1: 3000})
+    story.step(at + 320, at + 330, [a, a])
+    story.step(at + 330, at + 640, [a, a, b], {b: 100}, tokens={1: 200, 2: 100})
+    story.ends(at + 640, a)
+    said = of(story, a)
+    assert said["prefill"] == pytest.approx(10 + 290, abs=5)
+    assert "unexplained" not in said
+
+
+def test_accepted_drafts_are_not_sequences() -> None:
+    story = Story()
+    crowd, fast = [story.arrives(0, f"c{i}") for i in range(7)], story.arrives(0, "fast")
+    story.step(0, 50, [*crowd, fast], {fast: 4})
+    for n in range(1, 5):
+        story.step(50 * n, 50 * n + 50, [*crowd, fast], delivered={fast: 4})
+    story.ends(250, fast)
+    record = story.record(fast)
+    record.costs = StepCosts(10e6, 5e6, 0.0, 100)
+    blame.assign([record])
+    assert record.blame is not None
+    said = {cause: length / 1e6 for cause, length in record.blame.causes.items()}
+    assert (said["decode"], said["batching"]) == (
+        4 * 15,
+        35 + 4 * 35,
+    )  # of others, before its first token and after
+
+
+def test_what_is_known_by_steps_of_one_engine_is_not_looked_up_in_another() -> None:
+    story = Story()
+    at = warmed_up(story)
+    other = story.engine(11)
+    a, innocent = story.arrives(at, "a"), story.arrives(at, "innocent")
+    for n in range(60):
+        story.step(at + n, at + n + 1, [innocent], {innocent: 500} if n == 41 else None, engine=other)
+    story.submitted(at, a, sequences=2)
+    story.step(at + 60, at + 70, [a], {a: 4})
+    story.step(at + 60, at + 70, [innocent, a], {a: 4}, engine=other)
+    for n in range(7, 10):
+        story.step(at + 10 * n, at + 10 * n + 10, [a])
+        story.step(at + 10 * n, at + 10 * n + 10, [innocent, a], engine=other)
+    story.ends(at + 100, a)
+    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
+    assert record.is_split
+    assert record.blame is not None and record.blame.offender is None
+    assert sum(record.blame.causes.values()) == record.duration_ns
 
 
 # ── for once ─────────────────────────────────────────────────────────────────────────────────────────────────────

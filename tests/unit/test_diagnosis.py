@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from otel_infer.diagnosis import COMPLAINTS, diagnose
+from otel_infer.records import Offender, Stage
 from tests.served_load import Asked, Served
 
 Draw = random.Random
@@ -143,6 +144,33 @@ def test_the_evidence_names_the_cause_and_who_held_up_whom() -> None:
     finding, *_ = diagnose(served.records(asked)).findings
     assert (finding.complaint, finding.cause) == ("stutter", "interference")
     assert "held up most by trace 000000" in finding.evidence[-1]
+
+
+def test_who_held_up_most_is_named_and_not_who_comes_first_by_its_id() -> None:
+    served, asked = healthy(random.Random(3))
+    served.prompt_token = 0.1
+    asked[20].prompt = asked[40].prompt = 4000
+    records = served.records(asked)
+    heavy, light = Offender(b"\xff" * 16, b"h" * 8, 10**10), Offender(b"\x01" * 16, b"l" * 8, 10**6)
+    named = [record for record in records if record.blame and record.blame.offender]
+    for number, record in enumerate(named):
+        assert record.blame is not None
+        record.blame = record.blame._replace(offender=light if number % 2 else heavy)
+    finding, *_ = diagnose(records).findings
+    assert f"held up most by trace {'ff' * 16} " in finding.evidence[-1]
+
+
+def test_what_the_application_does_after_the_first_token_is_not_before_the_engine() -> None:
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    for record in records:
+        assert record.blame is not None
+        stored = Stage("store", record.ended_at, record.ended_at + 400_000_000, {})
+        record.stages.append(stored)
+        record.ended_at = stored.ended_at
+        causes = {**record.blame.causes, "application": 400_000_000}
+        record.blame = record.blame._replace(causes=causes)
+    assert "before_the_engine" not in [finding.complaint for finding in diagnose(records).findings]
 
 
 def test_what_to_change_first_follows_from_what_interrupts() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from otel_infer import facts, keeper, objectives
 from otel_infer.keeper import BURST_SECONDS, RESERVED_SHARE, STEPS_PER_TRACE, Decision, Keeper
 from otel_infer.records import Blame, Offender, PrefillStep, RequestRecord, Stage
-from otel_infer.steprows import StepRows
+from otel_infer.steprows import StepRows, summarized
 
 SECOND = 1_000_000_000
 
@@ -415,3 +415,13 @@ def test_every_request_is_decided_once_and_what_was_left_out_is_what_is_missing(
     final += keeps.release(at, 1 << 62)
     assert sorted(int(kept.record.span_id) for kept in final) == list(range(len(history)))
     assert sum(kept.decision.steps for kept in final) + keeps.left_out.total() == wanted
+
+
+def test_time_per_token_is_promised_as_it_is_measured() -> None:
+    record = finished(10)
+    record.first_token_at, record.output_tokens = 1, 41  # four tokens a step
+    (record.summary,) = summarized([record.steps], [False])
+    lengths = keeper._lengths(record)
+    assert lengths["tpot"] == round(record.decode_ns / 40)
+    record.steps, record.first_token_at, record.last_token_at = None, 100, 500
+    assert keeper._lengths(record)["tpot"] == 10

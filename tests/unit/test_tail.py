@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from otel_infer import blame
 from otel_infer.records import RequestRecord
-from otel_infer.tail import late_before_token, late_while_streaming, slowest, spent
+from otel_infer.tail import late_before_token, late_while_streaming, slowest, spent, typical_gap
 from tests.story import Story
 
 MS = 1_000_000
@@ -49,3 +49,17 @@ def test_the_slowest_are_a_tenth_and_three_at_least() -> None:
     assert len(few.records) == 3
     assert few.total("prefill", "decode") == sum(spent(record, "prefill", "decode") for record in few.records)
     assert few.weight("prefill", "decode") == few.share("prefill", "decode") == 100 / 220
+
+
+def test_the_usual_gap_is_between_tokens_however_long_a_step_lasts() -> None:
+    """With two steps in flight each lasts two gaps."""
+    story = Story()
+    a = story.arrives(0)
+    story.step(0, 10, [a], {a: 4})
+    pending = story.scheduled(10, [a])
+    for n in range(2, 20):
+        following = story.scheduled(10 * n, [a])
+        story.done(10 * n + 10, pending)
+        pending = following
+    story.ends(210, a)
+    assert typical_gap([story.record(a)]) == 10

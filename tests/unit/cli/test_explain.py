@@ -98,6 +98,17 @@ def test_two_tapes_are_compared_stage_by_stage(
     assert "better" in capsys.readouterr().out
 
 
+def test_what_is_not_bounded_is_null_in_json(
+    slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, asked = healthy(random.Random(1))
+    few = recorded(tmp_path / "few.tape", served, asked[:3])
+    assert main(["explain", str(few), "--against", str(slow), "--json"]) == 0
+    said = capsys.readouterr().out
+    assert "Infinity" not in said
+    assert {(row["low"], row["high"]) for row in json.loads(said)} == {(None, None)}
+
+
 def test_a_tape_without_requests_is_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     served, asked = healthy(random.Random(1))
     path = recorded(tmp_path / "few.tape", served, asked[:3])
