@@ -67,10 +67,12 @@ class Promql(NamedTuple):
         """The most that a gauge was within the window."""
         return f"max{_by(by)} (max_over_time({self.pick(metric, *matchers)}[{self.window}]))"
 
-    def rate(self, metric: Metric, *matchers: str, by: Sequence[str] = (), series: str = "") -> str:
+    def rate(
+        self, metric: Metric, *matchers: str, by: Sequence[str] = (), series: str = "", take: str = "sum"
+    ) -> str:
         """A second: of a counter, or of the values that a histogram counted."""
         ending = series or (prometheus.COUNT if metric.instrument == semconv.HISTOGRAM else "")
-        return f"sum{_by(by)} (rate({self.pick(metric, *matchers, series=ending)}[{self.window}]))"
+        return f"{take}{_by(by)} (rate({self.pick(metric, *matchers, series=ending)}[{self.window}]))"
 
     def increase(self, metric: Metric, *matchers: str, by: Sequence[str] = (), series: str = "") -> str:
         """Over the window: of a counter, or of one of the series of a histogram."""

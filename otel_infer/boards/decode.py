@@ -57,7 +57,7 @@ def _readers() -> Row:
             panels.quantiles(
                 "Time per output token",
                 Reading(
-                    "One value per request: the mean of its gaps.",
+                    "One value per request: its time after the first token, by the tokens that came in it.",
                     "it rises with the batch: that is the price of throughput.",
                 ),
                 ASK,
@@ -146,9 +146,18 @@ def _steps() -> Row:
                 [
                     Query(
                         ASK.quantile(
-                            0.99, semconv.STEP_EXECUTION, by=("instance", semconv.WORKER_RANK, semconv.CLOCK)
+                            0.99,
+                            semconv.STEP_EXECUTION,
+                            by=(
+                                "instance",
+                                semconv.ENGINE,
+                                semconv.PROCESS_PID,
+                                semconv.WORKER_RANK,
+                                semconv.CLOCK,
+                            ),
                         ),
-                        f"{legend('instance')} rank {legend(semconv.WORKER_RANK)} {legend(semconv.CLOCK)}",
+                        f"{legend('instance', semconv.ENGINE, semconv.PROCESS_PID)} rank {legend(semconv.WORKER_RANK)} "
+                        f"{legend(semconv.CLOCK)}",
                     )
                 ],
                 unit="s",

@@ -13,8 +13,8 @@ _NONE = "no GPU is told of"
 _WHO = (semconv.HW_ID, semconv.HW_NAME, semconv.HW_MODEL)
 _EACH = legend(semconv.HW_NAME, semconv.HW_ID)
 _BY = (semconv.HW_ID, semconv.HW_NAME)
-_WORKER = ("instance", semconv.WORKER_RANK)
-_RANK = f"{legend('instance')} rank {legend(semconv.WORKER_RANK)}"
+_WORKER = ("instance", semconv.ENGINE, semconv.PROCESS_PID, semconv.WORKER_RANK)
+_RANK = f"{legend('instance', semconv.ENGINE, semconv.PROCESS_PID)} rank {legend(semconv.WORKER_RANK)}"
 
 
 def _value(metric: semconv.Metric, *matchers: str) -> str:
@@ -126,7 +126,8 @@ def _work() -> Row:
 
 def _limits() -> Row:
     throttled = ASK.value(semconv.GPU_THROTTLED, by=(*_BY, semconv.THROTTLE_REASON), take="max")
-    energy = ASK.rate(semconv.GPU_ENERGY)
+    # Each process of a server may have a sidecar that looks at the same GPU.
+    energy = f"sum ({ASK.rate(semconv.GPU_ENERGY, by=(semconv.HW_ID,), take='max')})"
     tokens = ASK.rate(semconv.TOKENS, equal(semconv.TOKEN_TYPE, semconv.TOKEN_OUTPUT))
     errors = ASK.rate(semconv.GPU_ERRORS, by=(*_BY, semconv.ERROR_TYPE))
     return Row(
