@@ -41,7 +41,7 @@ class _Wiring:
         self.sidecar: Any = None
         self.reader: InProcess | None = None
         self.why_in_process = self._no_child = ""
-        self._exported = self._said = False
+        self._exported = self._said = self._was_read = False
         self._lock, self._restarts, self._birth = threading.Lock(), launch.Restarts(), birth.Birth()
         os.register_at_fork(after_in_child=self._forked)
 
@@ -194,6 +194,7 @@ class _Wiring:
         if self.sidecar is not None and self.sidecar.poll() is None:
             return
         if place.is_held(folder / place.SIDECAR_LOCK) or place.is_held(folder / place.OWNER_LOCK):
+            self._was_read = True
             return
         if recorder.arena is not None and not recorder.arena.is_there():
             self._birth.known()
@@ -218,7 +219,10 @@ class _Wiring:
         self._restarts.started(clock.now())
         try:
             self.sidecar = launch.sidecar(folder, self.settings, resource())
+            self._was_read = True
         except launch.CannotStart as reason:
+            if self._was_read:  # so it can be had here, only not now
+                return
             self._no_child = str(reason)
             recorder.renew()
             place.remove(folder)

@@ -181,7 +181,12 @@ SETTINGS: dict[str, Setting] = {
         "where its time went; at most 10 a second",
         _log,
     ),
-    "tape": Setting("OTEL_INFER_TAPE", "", "file to save all facts to, for `otel-infer replay`", _path),
+    "tape": Setting(
+        "OTEL_INFER_TAPE",
+        "",
+        "file to save all facts to, for `otel-infer replay`; one that is there already is kept beside it, numbered",
+        _path,
+    ),
     "dump_on_slo": Setting(
         "OTEL_INFER_DUMP_ON_SLO",
         "",
@@ -530,11 +535,20 @@ _NOT_FOR_THE_SIDECAR = (
 _KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 20), "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 
 
+_PATHS = {
+    f"OTEL_EXPORTER_OTLP_{signal}{what}"
+    for signal in ("", "TRACES_", "METRICS_")
+    for what in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
+} | {"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"}
+
+
 def sidecar_environment() -> dict[str, str]:
     """The environment of the sidecar: ours, but nothing is injected into it and it instruments nothing."""
     ours = (SETTINGS[name].variable for name in ("tenant_hash_key", "tenants"))  # it is told what it needs
     left_out = {*_NOT_FOR_THE_SIDECAR, *ours}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    for name in _PATHS & kept.keys():  # its working directory is another
+        kept[name] = os.path.abspath(kept[name]) if kept[name] else ""
     return {
         SIDECAR_GUARD: "1",
         **_KEEPS_MEMORY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from otel_infer.config import Config
@@ -35,12 +36,17 @@ def line(settings: Config, statuses: Sequence[Status], provider_given: bool, why
 def _destination(settings: Config) -> str:
     places = []
     if settings.sends_spans or settings.sends_metrics:
-        places.append(f"OTLP to {settings.endpoint or 'localhost'} ({settings.traces_protocol})")
+        places.append(f"OTLP to {_public(settings.endpoint)} ({settings.traces_protocol})")
     if settings.console:
         places.append("console")
     files = {"request log": settings.request_log, "tape": settings.tape}
     places += [f"{what} {path}" for what, path in files.items() if path]
     return ", ".join(places) or "nothing is exported"
+
+
+def _public(endpoint: str) -> str:
+    """Without what may be a secret: logs are read by many."""
+    return re.sub(r"(?<=://)[^/\s]*@", "", endpoint).partition("?")[0] or "localhost"
 
 
 def _volume(settings: Config) -> str:

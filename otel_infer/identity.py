@@ -243,9 +243,15 @@ def _are_random(ids: Any) -> bool:
     return type(ids) is RandomIdGenerator
 
 
+# Not the one that applications seed: servers with the same seed would have the same traces.
+_chance = random.Random()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_chance.seed)
+
+
 def _random_ids() -> bytes:
     """One id of a trace, or two of spans."""
-    ids = random.getrandbits(128).to_bytes(16, "big")
+    ids = _chance.getrandbits(128).to_bytes(16, "big")
     return _random_ids() if ids.startswith(_NO_ID) or ids.endswith(_NO_ID) else ids
 
 

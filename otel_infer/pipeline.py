@@ -283,7 +283,7 @@ class Pipeline:
 
 def _tape(path: str) -> tape.TapeWriter | None:
     try:
-        return tape.TapeWriter(Path(path)) if path else None
+        return tape.TapeWriter(tape.free(Path(path))) if path else None
     except OSError as reason:
         log.error("there is no tape: %s", reason)
         return None

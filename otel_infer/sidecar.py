@@ -43,6 +43,7 @@ CALM_WAKE_NS = 200_000_000
 even the kernel is asked more often."""
 CALM_FILL = 1 / 8
 """Rings that would be fuller than this after so long are read at each wake instead."""
+LISTEN_NS = 2_000_000_000
 DISCOVER_NS = 250_000_000
 LINGER_NS = 1_000_000_000
 """After the last writer: wait this long for one that is just starting (a reload, a fork)."""
@@ -124,7 +125,9 @@ class Sidecar:
         self._flight = FlightRecorder(
             self._folder, settings.dump_on_slo, bool(settings.dump_on_slo), settings.slo
         )
-        self._webhook = _webhook(settings.dump_port, self._flight)
+        self._dump_port, self._webhook_tried_at = settings.dump_port, 0
+        self._webhook: Webhook | None = None
+        self._listen(clock.now())
         self._pipeline = make_pipeline(settings, resource, self._rings, show=show, flight=self._flight)
         self._throttling = Throttling()
         self._threads = EngineThreads()
@@ -150,11 +153,11 @@ class Sidecar:
             pause = WAKE_NS if began - self._busy_at < IDLE_AFTER_NS else CALM_WAKE_NS
             time.sleep(max(pause - (clock.now() - began), WAKE_NS // 10) / 1e9)
         # Only a sidecar that ended well removes rings: the next one goes on with those of one that broke.
+        if self._webhook is not None:  # the next sidecar of this server may be waiting for the port
+            self._webhook.close()
         self._pipeline.wake(clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
         self._flight.close(FLUSH_S)
-        if self._webhook is not None:
-            self._webhook.close()
         self._threads.close()
         self._throttling.close()
         self._rings.close(remove=not self._stays)
@@ -171,6 +174,7 @@ class Sidecar:
     def _wake(self, now: int) -> None:
         if now - self._discovered_at > DISCOVER_NS:
             self._discover(now)
+            self._listen(now)
             self._pipeline.govern(now)
         looked = self._throttling.look(self._rings.writers) + self._threads.look(self._rings.engine_threads)
         for said in looked:
@@ -200,6 +204,20 @@ class Sidecar:
         for refusal in self._rings.refused:
             log.warning("ring refused: %s", refusal)
         self._rings.refused.clear()
+
+    def _listen(self, now: int) -> None:
+        """For whoever wants a tape. The port may be somebody else's for now: the last sidecar's of this server, say."""
+        is_first = not self._webhook_tried_at
+        if not self._dump_port or self._webhook is not None or now - self._webhook_tried_at < LISTEN_NS:
+            return
+        from otel_infer.flight.webhook import Webhook
+
+        self._webhook_tried_at = now
+        try:
+            self._webhook = Webhook(self._dump_port, self._flight)
+        except OSError as reason:
+            if is_first:
+                log.error("no webhook at %s yet: %s", self._dump_port, reason)
 
     def _answer_flushes(self, now: int, asked: list[tuple[int, int]]) -> None:
         """Writers wait: two more wakes hand out what they stated before they asked, then it has to be sent.
@@ -246,18 +264,6 @@ class Sidecar:
                 place.remove(sibling)
                 lock.release()
                 self._recovered.remove((sibling, lock))
-
-
-def _webhook(address: str, flight: FlightRecorder) -> Webhook | None:
-    if not address:
-        return None
-    from otel_infer.flight.webhook import Webhook
-
-    try:
-        return Webhook(address, flight)
-    except OSError as reason:  # another sidecar of this host has it, say
-        log.error("no webhook at %s: %s", address, reason)
-        return None
 
 
 def _instance(folder: Path, resource: Mapping[str, Value]) -> str:

@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -42,11 +44,21 @@ class Passage(NamedTuple):
     horizon: int
 
 
+def free(path: Path) -> Path:
+    """This name, which nobody has from now on: what a sidecar wrote before, or another one writes, is kept beside it, numbered."""
+    numbers = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    if path.is_file() and path.stat().st_size:
+        path.rename(next(other for other in numbers if not other.exists()))
+    return path
+
+
 class TapeWriter:
-    """Appends facts to a tape; raises `OSError` where the file cannot be written."""
+    """Appends facts to a tape; raises `OSError` where the file cannot be written. Who else may read it is its owner's business."""
 
     def __init__(self, path: Path, **about: Any) -> None:
-        self._file = gzip.open(path, "wt", encoding="utf-8", compresslevel=1)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._raw = open(descriptor, "wb")
+        self._file = gzip.open(self._raw, "wt", encoding="utf-8", compresslevel=1)
         self._file.write(json.dumps({_HEAD: FORMAT, **about}) + "\n")
 
     def write(self, said: Iterable[facts.RingFact], horizon: int) -> None:
@@ -59,6 +71,7 @@ class TapeWriter:
     def close(self) -> None:
         """Finishes the file."""
         self._file.close()
+        self._raw.close()
 
 
 def head(path: Path) -> dict[str, Any]:

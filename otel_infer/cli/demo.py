@@ -8,6 +8,7 @@ same traces and metrics are exported too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -74,6 +75,8 @@ class Demo:
         began = time.monotonic()
         self.say("making a tiny Llama (random weights, nothing is downloaded) …")
         make_demo_model(self.model)
+        with contextlib.suppress(OSError):
+            os.unlink(self.tape)
         changes = {"enabled": "on", "tape": self.tape, "response_headers": "on"}
         self.supervisor = Supervisor(config.from_env(config.child_environment(**changes)))
         self.say(f"starting transformers serve with continuous batching on 127.0.0.1:{self.port} …")

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not os.access(out.parent, os.W_OK | os.X_OK) or out.is_dir():
             raise asking.NoTape(f"{out}: cannot be written")
         with live.window(folder) as told:
-            shutil.copyfile(told, out)
+            _copy(told, out)
         about = tape.head(out)
     except (asking.NoTape, tape.BadTape, OSError) as reason:
         print(f"otel-infer dump: {reason}", file=sys.stderr)
@@ -43,3 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{about['requests_left_out']} requests in flight were too much to remember, and are not in it")
     print(f"next: otel-infer explain {out}")
     return 0
+
+
+def _copy(told: Path, out: Path) -> None:
+    """Follows no link that somebody may have put there, and lets nobody else read what servers did."""
+    with (
+        open(os.open(told, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as source,
+        open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as target,
+    ):
+        shutil.copyfileobj(source, target)

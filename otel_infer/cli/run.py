@@ -89,7 +89,8 @@ class Supervisor:
         """Starts sidecar and server (its output into `log`); the exit status if it could not."""
         _become_reaper()
         for number in FORWARDED:
-            signal.signal(number, self._forward)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's, which the server is to inherit
+                signal.signal(number, self._forward)
         environment = {**config.child_environment(), **variables}
         if self._settings.exports:
             environment = {**server_environment(self._prepared(changes)), **variables}
@@ -212,9 +213,10 @@ def server_environment(changes: dict[str, str]) -> dict[str, str]:
 
 
 def _why_not_writable(path: str) -> str:
+    """Empties it: what a sidecar finds there it keeps beside its own."""
     try:
-        with open(path, "ab"):
-            return ""
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        return ""
     except OSError as reason:
         return reason.strerror or str(reason)
 

@@ -34,6 +34,8 @@ def ask(folder: Path, patience_s: float = PATIENCE_S) -> Path:
         os.close(os.open(asked, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
+            if tape.is_symlink():
+                raise NoTape(f"{tape} is a link: whoever answers is no sidecar")
             if tape.exists():
                 return tape
             if refused.exists():

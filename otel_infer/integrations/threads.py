@@ -39,6 +39,11 @@ def start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     return start
 
 
+def _is_elsewhere(pool: Any) -> bool:
+    """Whether its jobs are pickled for other interpreters, which a context cannot be."""
+    return any(one.__module__ == "concurrent.futures.interpreter" for one in type(pool).__mro__)
+
+
 def _takes_jobs(thread: Any) -> bool:
     target = getattr(thread, "_target", None)
     return type(thread).__module__ in POOLS or getattr(target, "__module__", None) in POOLS
@@ -47,7 +52,8 @@ def _takes_jobs(thread: Any) -> bool:
 @integration.step_hook("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
 def submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if hook.alive and (claimed.get() or ingress.current() is not None):
+        wanted = hook.alive and (claimed.get() or ingress.current() is not None)
+        if wanted and not _is_elsewhere(self):
             return original(self, contextvars.copy_context().run, fn, *args, **kwargs)
         return original(self, fn, *args, **kwargs)
 

@@ -15,6 +15,7 @@ others may use it too. Only files with these names are ever removed, and only wh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -31,6 +32,8 @@ from otel_infer.ring.write import RingRefused
 BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What says nothing of the file: this process, or the machine, has no more of something."""
 STARTING = "starting"
 INSTANCE = "instance"
 DUMP = "dump-"
@@ -128,11 +131,12 @@ class Lock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds this lock. Not for a lock of this process: to look at it would release it."""
+    """Whether a living process holds this lock, or nobody can tell. Not for a lock of this process: to look at it would release
+    it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
+    except OSError as refusal:
+        return refusal.errno in _SHORT
     try:
         return _lock_on(descriptor)[0] != fcntl.F_UNLCK
     except OSError:
@@ -165,8 +169,8 @@ def claim(folder: Path) -> bool:
         os.close(os.open(starting, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except FileExistsError:
         return False
-    except OSError:
-        pass
+    except OSError as refusal:
+        return refusal.errno not in _SHORT
     return True
 
 
@@ -209,9 +213,11 @@ def served(folders: Path) -> list[Path]:
     candidates = [folders, folders / _name_of_user()]
     for folder in list(candidates):
         try:
-            candidates += sorted(path for path in folder.iterdir() if path.is_dir())
+            found = sorted(path for path in folder.iterdir() if path.is_dir())
         except OSError:
             continue
+        # Where everybody may make folders, only one's own are to be trusted.
+        candidates += [path for path in found if folders != BASE or _is_own(path)]
     return [folder for folder in dict.fromkeys(candidates) if is_held(folder / SIDECAR_LOCK)]
 
 
@@ -238,6 +244,14 @@ def remove(folder: Path) -> None:
 
 def _name_of_user() -> str:
     return f"otel_infer-{os.getuid()}"
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _is_abandoned(folder: Path) -> bool:

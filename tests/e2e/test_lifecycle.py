@@ -189,6 +189,17 @@ def test_run_returns_128_and_the_signal_that_ended_the_server(number: signal.Sig
     assert done.returncode == 128 + number
 
 
+@pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_whoever_started_run_ignores_the_server_ignores_as_well(
+    ignored: signal.Signals,
+) -> None:
+    """As under `nohup`."""
+    script = f"import signal, sys; sys.exit(signal.getsignal({int(ignored)}) is not signal.SIG_IGN)"
+    command = [sys.executable, "-m", "otel_infer", "run", "--", sys.executable, "-c", script]
+    done = subprocess.run(command, preexec_fn=lambda: signal.signal(ignored, signal.SIG_IGN), check=False)
+    assert done.returncode == 0
+
+
 def test_run_says_which_program_is_missing_or_no_program() -> None:
     missing = run(*RUN, "no-such-program", **NOWHERE)
     assert missing.returncode == 127

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import FrozenInstanceError, asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -208,6 +209,19 @@ def test_the_sidecars_environment_injects_and_instruments_nothing(monkeypatch: p
     assert not config.is_sidecar()
     monkeypatch.setenv(config.SIDECAR_GUARD, "1")
     assert config.is_sidecar()
+
+
+def test_a_certificate_is_looked_for_where_the_server_was_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", "certs/ca.pem")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY", "/etc/key.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", "")
+    environ = config.sidecar_environment()
+    assert environ["OTEL_EXPORTER_OTLP_CERTIFICATE"] == str(tmp_path / "certs/ca.pem")
+    assert environ["OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY"] == "/etc/key.pem"
+    assert environ["SSL_CERT_FILE"] == ""
 
 
 def test_with_a_hash_key_the_tenants_that_metrics_may_name_are_hashes() -> None:

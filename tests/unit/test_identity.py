@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
 
-from otel_infer import ingress
+from otel_infer import identity, ingress
 from otel_infer.identity import IdOpener, Limits, ProviderOpener
 from otel_infer.ring.recorder import recorder
 from otel_infer.unclaimed import Inner, Unclaimed
@@ -131,3 +133,23 @@ def test_a_sampler_of_somebody_elses_is_asked_each_time() -> None:
             return True
 
     assert IdOpener(Odd(sampling.Decision.DROP), RandomIdGenerator(), Limits())._constant is None
+
+
+def test_applications_that_seed_their_chance_have_ids_of_their_own_all_the_same() -> None:
+    ids = []
+    for _ in range(2):
+        random.seed(42)
+        ids.append(identity._random_ids())
+    assert len(set(ids)) == 2
+
+
+def test_a_forked_process_has_other_ids() -> None:
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(theirs, identity._random_ids())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(ours, 16) != identity._random_ids()
+    os.close(ours)
+    os.close(theirs)

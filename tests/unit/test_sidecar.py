@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from otel_infer import facts
+from otel_infer import clock, facts
 from otel_infer.config import Config
 from otel_infer.pipeline import WAKE_NS
 from otel_infer.ring import layout, place
@@ -16,6 +17,7 @@ from otel_infer.ring.write import RequestWriter
 from otel_infer.sidecar import Sidecar
 
 CELLS = 64
+SECOND = 1_000_000_000
 START = 10**12
 
 
@@ -72,3 +74,22 @@ def test_whoever_waits_for_a_flush_does_not_wait_for_the_fourth_wake(server: Ser
         server.sidecar._wake(START + number * WAKE_NS)
     assert server.reads[:3] == [2, 3, 4]
     assert server.writer.words[layout.W_FLUSH_DONE] == server.writer.words[layout.W_FLUSH_ASKED]
+
+
+def test_a_webhook_whose_port_is_taken_is_there_when_it_is_free(tmp_path: Path) -> None:
+    """The last sidecar of a server that was started again has it for some seconds."""
+    lock = place.Lock(tmp_path / place.SIDECAR_LOCK)
+    assert lock.acquire()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sidecar = Sidecar(lock, Config(dump_port=str(port)), {})
+        assert sidecar._webhook is None
+        now = clock.now()
+        sidecar._listen(now + 3 * SECOND)
+        assert sidecar._webhook is None
+    sidecar._listen(now + 4 * SECOND)  # too soon
+    assert sidecar._webhook is None
+    sidecar._listen(now + 6 * SECOND)
+    assert sidecar._webhook is not None
+    sidecar._webhook.close()
+    lock.release()

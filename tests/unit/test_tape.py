@@ -155,3 +155,13 @@ def test_what_is_no_tape_of_ours_is_said_to_be_none_and_why(body: bytes, reason:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadTape, match=r"none\.tape"):
         list(tape.read(tmp_path / "none.tape"))
+
+
+def test_what_a_sidecar_wrote_before_is_kept_beside_and_nobody_else_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.tape"
+    for number in range(3):
+        TapeWriter(tape.free(path), number=number).close()
+    assert {one.name: tape.head(one)["number"] for one in tmp_path.iterdir()} == {
+        "t.1.tape": 0, "t.2.tape": 1, "t.tape": 2,
+    }  # fmt: skip
+    assert path.stat().st_mode & 0o777 == 0o600

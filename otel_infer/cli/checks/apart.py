@@ -35,7 +35,7 @@ def ask(what: str, told: Mapping[str, Any], environ: Mapping[str, str], limit: f
     guarded = {**environ, config.SIDECAR_GUARD: "1"}  # nothing instruments it at its start
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _BOOT],
+            [sys.executable, "-I", "-c", _BOOT],
             input=json.dumps(boot).encode(),
             capture_output=True,
             env=guarded,

@@ -152,8 +152,9 @@ def _tried(folder: Path, settings: Config) -> str:
     """What went wrong with a sidecar here; nothing if nothing did. Raises `launch.CannotStart`."""
     diary = folder.parent / "log"
     nowhere = dataclasses.replace(
-        settings, traces_exporter="none", metrics_exporter="none", console=False, request_log="", tape=""
-    )
+        settings, traces_exporter="none", metrics_exporter="none", console=False, request_log="", tape="",
+        dump_port="", metrics_port="", dump_on_slo="",
+    )  # fmt: skip
     arena = FileArena(folder)
     words = RequestWriter(arena, "doctor", "doctor").words
     try:

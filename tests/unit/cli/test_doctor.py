@@ -793,3 +793,10 @@ def test_the_options_are_as_documented() -> None:
     doctor.add_arguments(parser)
     assert {"json": False, "imports": True} == vars(parser.parse_args([]))
     assert {"json": True, "imports": False} == vars(parser.parse_args(["--json", "--no-imports"]))
+
+
+def test_what_lies_where_it_is_called_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    told = {"excluded_urls": "", "imports": False}
+    assert apart.ask("engines", told, os.environ, 60.0).trouble == ""

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -364,3 +365,23 @@ def test_it_is_for_this_machine_unless_an_address_is_given(flight: Flight, webho
     other = Webhook(f"0.0.0.0:{webhook.port}", flight.recorder)
     assert other._server.server_address[0] == "0.0.0.0"
     other.close()
+
+
+def test_an_answer_that_is_a_link_is_nobodys_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write there would have us read what only we may."""
+    monkeypatch.setattr(place, "is_held", lambda path: True)
+    secret = tmp_path / "secret"
+    secret.write_text("of somebody else")
+    folder = tmp_path / "rings"
+    folder.mkdir()
+
+    def answer() -> None:
+        while not (found := list(folder.glob(f"*{place.ASKED}"))):
+            time.sleep(0.001)
+        found[0].with_suffix(place.DUMPED).symlink_to(secret)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(asking.NoTape, match="is a link"):
+        asking.ask(folder, 5.0)
+    thread.join()

@@ -67,3 +67,14 @@ def test_so_does_a_job_of_anyios_and_its_thread_keeps_nobody_alive(recording: Re
     request, own, after = anyio.run(jobs)
     assert own is request
     assert after is None
+
+
+def test_a_pool_of_other_interpreters_gets_its_jobs_as_they_are(recording: Recording) -> None:
+    """They are pickled on their way."""
+
+    class Pool(ThreadPoolExecutor):
+        pass
+
+    Pool.__module__ = "concurrent.futures.interpreter"
+    with Pool(1) as pool, _InRequest():
+        assert pool.submit(ingress.current).result() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -321,3 +322,35 @@ def test_where_a_sidecar_is_at_work_is_found_from_the_folder_itself_and_from_tho
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_whoever_has_no_more_descriptors_takes_nobody_for_dead_and_starts_nobody(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        assert place.is_held(shm / place.SIDECAR_LOCK)
+        assert not place.claim(shm)
+    assert not place.is_held(shm / place.SIDECAR_LOCK)
+    assert place.claim(shm)
+
+
+def test_where_everybody_may_make_folders_only_ones_own_are_served(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "BASE", shm)
+    own, open_to_all, elsewhere = shm / "own", shm / "open", shm / "elsewhere"
+    for folder in (own, open_to_all, elsewhere):
+        folder.mkdir(mode=0o700)
+    open_to_all.chmod(0o777)
+    (shm / "link").symlink_to(elsewhere)
+    with (
+        another_process(holding(own / place.SIDECAR_LOCK)),
+        another_process(holding(open_to_all / place.SIDECAR_LOCK)),
+        another_process(holding(elsewhere / place.SIDECAR_LOCK)),
+    ):
+        assert place.served(shm) == [elsewhere, own]
+        assert open_to_all in place.served(open_to_all)  # whoever names it trusts it
