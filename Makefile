@@ -94,7 +94,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm $(VENV)-oldest $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:
@@ -109,7 +109,9 @@ $(VENV)/.torch: | $(BIN)/python
 	  echo "installing torch for the GPU that is here"; $(PIP) torch; \
 	else \
 	  echo "installing torch $(TORCH) for the CPU"; \
-	  $(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || $(PIP) "torch==$(TORCH)"; \
+	  $(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || \
+	  $(PIP) --retries 1 --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)" 2>/dev/null || \
+	  $(PIP) "torch==$(TORCH)"; \
 	fi
 	@touch $@
 

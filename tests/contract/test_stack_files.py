@@ -262,9 +262,10 @@ def test_the_image_of_the_demo_is_made_of_what_is_here() -> None:
     torch = re.search(r"^TORCH +\?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch
     assert f"torch=={torch[1]}" in recipe
-    for name in ("server", "load"):
-        build = services(COMPOSE)[name]["build"]
-        assert (ROOT / build["context"] / build["dockerfile"]).is_file()
+    server, load = services(COMPOSE)["server"], services(COMPOSE)["load"]
+    assert (ROOT / server["build"]["context"] / server["build"]["dockerfile"]).is_file()
+    assert "build" not in load, "two at once export the same image, and the second one fails"
+    assert load["image"] == server["image"]
 
 
 def test_the_demo_serves_the_model_that_is_asked_for() -> None:
