@@ -323,7 +323,12 @@ class Config:
         """Whether anything is to be sent anywhere."""
         sends = self.sends_spans or self.sends_metrics
         kept_here = bool(
-            self.console or self.request_log or self.tape or self.dump_on_slo or self.scrape_address
+            self.console
+            or self.request_log
+            or self.tape
+            or self.dump_on_slo
+            or self.dump_port
+            or self.scrape_address
         )
         return not self.switched_off and (sends or kept_here)
 

@@ -39,8 +39,14 @@ def _destination(settings: Config) -> str:
         places.append(f"OTLP to {_public(settings.endpoint)} ({settings.traces_protocol})")
     if settings.console:
         places.append("console")
-    files = {"request log": settings.request_log, "tape": settings.tape}
-    places += [f"{what} {path}" for what, path in files.items() if path]
+    others = {
+        "request log": settings.request_log,
+        "tape": settings.tape,
+        "metrics to scrape at": settings.scrape_address,
+        "tapes of breaches in": settings.dump_on_slo,
+        "webhook at": settings.dump_port,
+    }
+    places += [f"{what} {where}" for what, where in others.items() if where]
     return ", ".join(places) or "nothing is exported"
 
 

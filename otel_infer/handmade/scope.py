@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,8 +59,10 @@ def _stream(again: Callable[[], Scope], function: Callable[..., Any]) -> Callabl
     if inspect.isgeneratorfunction(function):
 
         def generated(*args: Any, **kwargs: Any) -> Any:
-            with again():
-                return (yield from function(*args, **kwargs))
+            # Its own, also between two items: whoever takes them may be at another stream by then.
+            inside = contextvars.copy_context()
+            with _Within(inside, again()):
+                return (yield from _run_in(inside, function(*args, **kwargs)))
 
         return generated
 
@@ -70,3 +73,34 @@ def _stream(again: Callable[[], Scope], function: Callable[..., Any]) -> Callabl
                     yield item
 
     return streamed
+
+
+class _Within(contextlib.AbstractContextManager[None]):
+    """A scope that is entered and left in a context, and not in that of whoever runs it."""
+
+    def __init__(self, context: contextvars.Context, scope: Scope) -> None:
+        self._context, self._scope = context, scope
+
+    def __enter__(self) -> None:
+        self._context.run(self._scope.__enter__)
+
+    def __exit__(self, *how: Any) -> None:
+        self._context.run(self._scope.__exit__, *how)
+
+
+def _run_in(context: contextvars.Context, stream: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """As `yield from`, each step of the stream in this context."""
+    step: Callable[[Any], Any] = stream.send
+    said: Any = None
+    while True:
+        try:
+            item = context.run(step, said)
+        except StopIteration as end:
+            return end.value
+        try:
+            step, said = stream.send, (yield item)
+        except GeneratorExit:
+            context.run(stream.close)
+            raise
+        except BaseException as raised:
+            step, said = stream.throw, raised

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -609,3 +609,52 @@ async def test_concurrent_tasks_do_not_mix_their_requests(recording: Recording) 
         assert stages_of(record) == [f"stage {number}"] * (number + 1) + [f"thread {number}"]
     assert ingress.current() is None
     assert recording.in_flight == 0
+
+
+def test_streams_that_take_turns_are_requests_of_their_own(recording: Recording) -> None:
+    @otel_infer.request("chat")
+    def answer(prompt: str) -> Generator[str, str, int]:
+        said = None
+        for word in prompt.split():
+            with otel_infer.stage("look up"):
+                said = yield f"{word} {said}"
+        return 7
+
+    rows = list(zip(answer("a b"), answer("c d")))
+    assert rows == [("a None", "c None"), ("b None", "d None")]
+    assert ingress.current() is None
+    records = recording.records()
+    assert [[stage.name for stage in one.stages].count("look up") for one in records] == [2, 2]
+    assert len({one.trace_id for one in records}) == 2
+
+
+def test_a_stream_is_sent_to_thrown_into_closed_and_returns_as_it_is(recording: Recording) -> None:
+    seen: list[Any] = []
+
+    @otel_infer.request("chat")
+    def answer() -> Generator[str, str, int]:
+        try:
+            seen.append((yield "first"))
+            yield "second"
+        except KeyError as reason:
+            seen.append(reason.args)
+            yield "mended"
+        finally:
+            seen.append("closed")
+        return 7
+
+    stream = answer()
+    assert (next(stream), stream.send("hello"), stream.throw(KeyError("k"))) == ("first", "second", "mended")
+    with pytest.raises(StopIteration) as over:
+        next(stream)
+    assert over.value.value == 7
+    assert seen == ["hello", ("k",), "closed"]
+    early = answer()
+    assert next(early) == "first"
+    early.close()
+    assert seen[-1] == "closed"
+    failing = answer()
+    next(failing)
+    with pytest.raises(ZeroDivisionError):
+        failing.throw(ZeroDivisionError())
+    assert [one.outcome for one in recording.records()] == [facts.OK, facts.ABORTED, facts.ERROR]

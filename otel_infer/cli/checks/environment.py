@@ -99,18 +99,25 @@ def destination(signal: str, protocol: str, environ: Mapping[str, str]) -> str:
 
 def _destinations(settings: Config, environ: Mapping[str, str]) -> str:
     said = []
-    for signal, name, sends, protocol in (
-        ("traces", "spans", settings.sends_spans, settings.traces_protocol),
-        ("metrics", "metrics", settings.sends_metrics, settings.metrics_protocol),
+    for signal, name, exporter, sends, protocol in (
+        ("traces", "spans", settings.traces_exporter, settings.sends_spans, settings.traces_protocol),
+        ("metrics", "metrics", settings.metrics_exporter, settings.sends_metrics, settings.metrics_protocol),
     ):
+        why = "without an endpoint" if exporter == "otlp" else f"by OTEL_{signal.upper()}_EXPORTER"
         where = f"to {destination(signal, protocol, environ)} ({protocol})"
-        said.append(f"{name} {where}" if sends else f"no {name}, by OTEL_{signal.upper()}_EXPORTER")
+        said.append(f"{name} {where}" if sends else f"no {name}, {why}")
     if settings.console:
         said.append("a line for each request")
     if settings.request_log:
         said.append(f"a log of kept requests to {settings.request_log}")
     if settings.tape:
         said.append(f"a tape to {settings.tape}")
+    if settings.scrape_address:
+        said.append(f"metrics to scrape at {settings.scrape_address}")
+    if settings.dump_on_slo:
+        said.append(f"tapes of breaches to {settings.dump_on_slo}")
+    if settings.dump_port:
+        said.append(f"a webhook at {settings.dump_port}")
     return ", ".join(said)
 
 
