@@ -100,7 +100,7 @@ class _Wiring:
             config.forget_rings(str(self.folder))
         self.folder = self.sidecar = None
         self.why_in_process = self._no_child = ""
-        self._exported = self._said = False
+        self._exported = self._said = self._was_read = False
         self._restarts = launch.Restarts()
 
     def statuses(self) -> list[Status]:
@@ -236,6 +236,7 @@ class _Wiring:
     def _forked(self) -> None:
         self._lock, self._restarts, self._birth = threading.Lock(), launch.Restarts(), birth.Birth()
         self.reader = self.sidecar = None
+        self._was_read = False
         live = ingress.current()
         if live is not None:
             live.ended = True  # the parent's, who states how it goes on; what this process does is a request of its own

@@ -270,6 +270,7 @@ class Assembler:
     def _scheduled(self, ring: int, handle: int, fact: facts.StepScheduled) -> None:
         engine = self.engines.get(ring)
         if engine is not None:
+            self._starts.serving.add(engine.process)
             engine.scheduled(fact)
             if engine.holed:
                 self._mark_holed(engine)
@@ -282,6 +283,7 @@ class Assembler:
                 self.steps.append(record)
 
     def _worked(self, ring: int, handle: int, fact: facts.StepExecuted | facts.StepTimed) -> None:
+        self._starts.serving.add(ring)
         self.devices.worked(fact, is_new=fact.at > self._concluded_at.get(ring, 0))
 
     def _steps_lost(self, ring: int, handle: int, fact: facts.StepsLost) -> None:

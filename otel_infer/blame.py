@@ -77,7 +77,7 @@ def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, i
     causes: Causes = defaultdict(int)
     pauses = decodeblame.placed(record)
     for pause in sorted(pauses, key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED) if pauses else ():
-        free, taken = _taken(free, pause.started_at, pause.ended_at)
+        free, taken = take_out(free, pause.started_at, pause.ended_at)
         causes[pause.cause if pause.cause in semconv.PAUSE_CAUSES else semconv.CAUSE_PAUSE] += taken
     for stage in sorted(record.stages, key=_turn):
         free = _staged(record, decode, stage, free, causes)
@@ -107,9 +107,9 @@ def _staged(record: RequestRecord, decode: DecodeBlame, stage: Stage, free: Free
         free, late = _loop_late(record, free, began, ended)
         causes[semconv.CAUSE_EVENT_LOOP] += late
     if name == semconv.SPAN_QUEUE and began < record.received_at < ended:
-        free, taken = _taken(free, began, record.received_at)
+        free, taken = take_out(free, began, record.received_at)
         causes[semconv.CAUSE_HIDDEN_QUEUE] += taken
-    free, taken = _taken(free, began, ended)
+    free, taken = take_out(free, began, ended)
     if name == semconv.SPAN_DECODE:
         rest = semconv.CAUSE_DECODE if record.outcome != facts.OK else semconv.CAUSE_UNEXPLAINED
         _divide(causes, decode.causes, taken, rest)
@@ -124,7 +124,7 @@ def _staged(record: RequestRecord, decode: DecodeBlame, stage: Stage, free: Free
     return free
 
 
-def _taken(free: Free, begin: int, end: int) -> tuple[Free, int]:
+def take_out(free: Free, begin: int, end: int) -> tuple[Free, int]:
     """What is free after this interval was given away, and how much of it was."""
     if begin >= end:
         return free, 0
@@ -144,14 +144,14 @@ def _taken(free: Free, begin: int, end: int) -> tuple[Free, int]:
 
 
 def _loop_late(record: RequestRecord, free: Free, begin: int, end: int) -> tuple[Free, int]:
-    """As `_taken`, what the event loop was late while this interval waited for it.
+    """As `take_out`, what the event loop was late while this interval waited for it.
 
     What ended before the loop went on did not wait for it: it is on another thread, or is what kept the loop.
     """
     late = 0
     for pause in record.loop_pauses:
         if pause.ended_at < end:
-            free, taken = _taken(free, max(pause.started_at, begin), pause.ended_at)
+            free, taken = take_out(free, max(pause.started_at, begin), pause.ended_at)
             late += taken
     return free, late
 
@@ -217,7 +217,7 @@ def _unpaused(pauses: Sequence[Pause], begin: int, end: int) -> int:
         return max(end - begin, 0)
     free = [(begin, end)] if begin < end else []
     for pause in pauses:
-        free, _ = _taken(free, pause.started_at, pause.ended_at)
+        free, _ = take_out(free, pause.started_at, pause.ended_at)
     return sum(until - since for since, until in free)
 
 

@@ -98,8 +98,10 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     ran, waited = steps.until - steps.began, steps.began - steps.since
     _without_pauses(records, steps, ran, waited)
     own, batching, others, prompt, over, error = _by_cost(records, steps, ran)
-    cold, no_prompts = _first_uses(records, steps, others)
-    others[cold] -= no_prompts
+    cold, no_prompts = _first_uses(records, steps, others + prompt)
+    of_its_own = np.minimum(no_prompts, prompt[cold])
+    prompt[cold] -= of_its_own
+    others[cold] -= no_prompts - of_its_own
     back = _preempted(records, steps)
     held = _held(records, steps, others, over, np.append(cold, back))
     stalled = over * (over > error)
@@ -144,8 +146,7 @@ def _summed(record: RequestRecord, steps: _Steps, others: Any, i: int, sums: dic
 
 
 def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any, ...]:
-    """What steps took, divided by what such steps cost: own, batching, over that with others' prompts and with its own (of other
-    sequences of it), over that without.
+    """What steps took, divided by what such steps cost: own, batching, over that with others' prompts and with its own, or without.
 
     Also: up to how much over that is within the error of the estimate.
     """
@@ -225,7 +226,8 @@ def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tup
         for at in record.first_use.among(steps.step[mine]):
             row = mine.start + at
             rows.append(row)
-            over.append(max(int(others[row] - record.first_use.at_most(int(steps.prefill[row]))), 0))
+            prompts = int(steps.prefill[row] + steps.own_prefill[row])
+            over.append(max(int(others[row] - record.first_use.at_most(prompts)), 0))
     return np.array(rows, np.int64), np.array(over, np.int64)
 
 
@@ -238,7 +240,7 @@ def _to_the_host(records: list[RequestRecord], steps: _Steps, columns: dict[str,
     if idle is None:
         return
     own, batching, others, host, stalled = (columns[cause] for cause in _CAUSES)
-    device = own + batching + others + stalled
+    device = own + batching + others + stalled + columns.get(semconv.CAUSE_PREFILL, 0)
     left = np.maximum(idle - (steps.until - steps.since - device), 0) * steps.is_next
     over = np.minimum(left, stalled)
     usual = np.minimum(left - over, own + batching)
@@ -278,8 +280,7 @@ def _to_the_clocks(records: list[RequestRecord], steps: _Steps, columns: dict[st
 
 
 def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:
-    """The rows of steps in which a request came back from a preemption: the first that began after it. One that was in flight by
-    then is as usual."""
+    """The rows of steps in which a request came back from a preemption: the first that began after it."""
     rows = []
     for i, record in enumerate(records):
         mine = steps.of(i)

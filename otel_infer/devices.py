@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from operator import itemgetter
 
 from otel_infer import facts
@@ -12,28 +13,34 @@ from otel_infer.steplog import StepLog
 _AT = itemgetter(0)
 MOST_REMEMBERED = 4096
 """Instants at which free memory became another; each process tells it once a second."""
+MOST_IN_FLIGHT = 64
 MOST_STOOD_FOR = 1024
 """Steps, by one that was timed: where more are missing, facts were lost."""
 
 
 class _Sampled:
     """The steps of one worker, of which a device timed some (`gpu.pacing`): for how many each of these stands, so that sums over
-    them are about all steps. One with a prompt in it is always timed and stands for itself; one without, for those before it
-    that were not timed. A gap is known only if the step before was timed, too, and stands for those that are not known.
+    them are about all steps. One with a prompt in it stands for those with prompts before it that were not timed, one without
+    for those without. A gap is known only if the step before was timed, too, and stands for those that are not known.
     """
 
     def __init__(self) -> None:
-        self._last = self._untimed = self._unknown = 0
+        self._last = self._unknown = 0
+        self._untimed = [0, 0]
 
-    def stands_for(self, step: int, has_prompt: bool, has_gap: bool) -> tuple[int, int]:
+    def stands_for(self, step: int, has_gap: bool, has_prompt: Callable[[int], bool]) -> tuple[int, int]:
         """How many steps, and how many gaps."""
-        between = max(step - self._last - 1, 0) if self._last else 0
+        if step <= self._last - MOST_IN_FLIGHT:  # another engine's
+            self._last = 0
+        first = max(self._last + 1, step - MOST_STOOD_FOR) if self._last else step
+        between = max(step - first, 0)
+        for missing in range(first, step):
+            self._untimed[has_prompt(missing)] += 1
         self._last = max(step, self._last)
-        self._untimed = min(self._untimed + between, MOST_STOOD_FOR)
+        kind = has_prompt(step)
+        steps, self._untimed[kind] = 1 + min(self._untimed[kind], MOST_STOOD_FOR), 0
         self._unknown = min(self._unknown + between, MOST_STOOD_FOR)
-        steps = gaps = 1
-        if not has_prompt:
-            steps, self._untimed = steps + self._untimed, 0
+        gaps = 1
         if has_gap:
             gaps, self._unknown = gaps + self._unknown, 0
         elif between:
@@ -97,9 +104,9 @@ class Devices:
 
     def _on_device(self, done: Execution, fact: facts.StepTimed, engine: StepLog | None) -> Execution:
         worker, gap = (fact.pid, fact.engine, fact.log, fact.rank), facts.known_ns(fact.gap_ns)
-        has_prompt = engine is not None and engine.table.prefill_tokens(fact.step) > 0
+        tokens_of = engine.table.prefill_tokens if engine is not None else lambda step: 0
         sampled = self._sampled.setdefault(worker, _Sampled())
-        steps, gaps = sampled.stands_for(fact.step, has_prompt, gap >= 0)
+        steps, gaps = sampled.stands_for(fact.step, gap >= 0, lambda step: tokens_of(step) > 0)
         return done._replace(on_device=True, queued_ns=fact.queued_ns, gap_ns=gap, steps=steps, gaps=gaps)
 
     def drain(self) -> list[Execution]:

@@ -239,7 +239,7 @@ class RequestRecord:
         """First token to last, but for gaps that were not seen."""
         if self.steps is not None:
             return self.summary.gaps_total
-        return max(self.last_token_at - self.first_token_at, 0) if self.last_token_at else 0
+        return self.last_token_at - self.first_token_at if 0 < self.first_token_at < self.last_token_at else 0
 
     @property
     def tokens_after_first(self) -> float:
@@ -249,7 +249,7 @@ class RequestRecord:
         """
         rows, after_first = self.steps, self.output_tokens / max(self.sequences, 1) - 1
         if rows is None:
-            return after_first if self.last_token_at else 0
+            return after_first if self.decode_ns else 0
         if self.telemetry_lost:
             seen = rows.step[1:] - rows.step[:-1] == 1
             return int(rows.tokens[1:][seen].sum()) / self.sequences

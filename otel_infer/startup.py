@@ -42,6 +42,8 @@ class Starts:
         self._of: dict[int, Start] = {}
         self._seen: dict[int, tuple[int, int, str]] = {}
         self._over: list[StartRecord] = []
+        self.serving: set[int] = set()
+        """Processes in which requests, or steps of them, were seen: whoever should say that they are ready may never do."""
 
     def seen(self, ring: int, pid: int, told_until: int, role: str) -> None:
         """A process is there; starts that were over by `told_until` were handed on by an earlier reader."""
@@ -62,12 +64,13 @@ class Starts:
 
     def has(self, ring: int, fact: facts.PauseSeen) -> bool:
         """Whether this pause is a phase of a start that goes on."""
-        start = self._of.get(ring)
-        return start is not None and not start.ended_at and fact.cause in semconv.STARTUP_PAUSES
+        start = self._of.get(ring) if fact.cause in semconv.STARTUP_PAUSES else None
+        return start is not None and start.goes_on and ring not in self.serving
 
     def died(self, ring: int, fact: facts.ProcessDied) -> None:
         """The process is gone, and nothing more will be told of it."""
         start = self._of.pop(ring, None)
+        self.serving.discard(ring)
         if start is not None:
             start.take(fact)
             self._over += start.concluded(start.ended_at)
@@ -105,6 +108,11 @@ class Start:
     def ids(self) -> tuple[bytes, bytes]:
         """Trace and span id."""
         return self._began.trace_id, self._began.span_id
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is not ready, as far as is known by now."""
+        return not self.ended_at and (self._behind_server or not self._engine_ready_at)
 
     def take(self, fact: Any) -> None:
         """Takes what was told of the process; what comes after the start is no part of it."""

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from otel_infer import semconv
+from otel_infer import blame, semconv
 from otel_infer.records import Pause, RequestRecord
 
 TAIL = 0.1
 """Share of the requests that are the slow ones."""
 MS = 1_000_000
+_SERVERS = (*semconv.STAGES, *semconv.STAGES_INSIDE)
+"""Stages that are not the application's own."""
 
 
 class Tail(NamedTuple):
@@ -73,8 +75,11 @@ def typical_gap(served: list[RequestRecord]) -> float:
 def application_before_token(record: RequestRecord) -> int:
     """What stages of the application's own took of its time to the first token, as far as they were blamed; ns."""
     until = record.arrived_at + ttft(record)
-    own = [one for one in record.stages if one.name not in (*semconv.STAGES, *semconv.STAGES_INSIDE)]
-    after = sum(max(one.ended_at - max(one.started_at, until), 0) for one in own)
+    free, after = [(until, max(record.ended_at, until))], 0
+    # As blame has it: what a stage of the server's own covers is that one's.
+    for stage in sorted(record.stages, key=lambda one: one.name not in _SERVERS):
+        free, taken = blame.take_out(free, stage.started_at, stage.ended_at)
+        after += taken * (stage.name not in _SERVERS)
     return max(spent(record, semconv.CAUSE_APPLICATION) - after, 0)
 
 

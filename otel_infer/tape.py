@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -47,8 +48,9 @@ class Passage(NamedTuple):
 def free(path: Path) -> Path:
     """This name, which nobody has from now on: what a sidecar wrote before, or another one writes, is kept beside it, numbered."""
     numbers = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    if path.is_file() and path.stat().st_size:
-        path.rename(next(other for other in numbers if not other.exists()))
+    with contextlib.suppress(OSError):  # it may be a mount of its own, or its folder somebody else's
+        if path.is_file() and path.stat().st_size:
+            path.rename(next(other for other in numbers if not other.exists()))
     return path
 
 
@@ -60,6 +62,8 @@ class TapeWriter:
         self._raw = open(descriptor, "wb")
         self._file = gzip.open(self._raw, "wt", encoding="utf-8", compresslevel=1)
         self._file.write(json.dumps({_HEAD: FORMAT, **about}) + "\n")
+        self._file.flush()  # whoever comes next sees that it is somebody's
+        self._raw.flush()
 
     def write(self, said: Iterable[facts.RingFact], horizon: int) -> None:
         """Adds facts and the instant up to which they are complete."""

@@ -88,9 +88,10 @@ class Supervisor:
     ) -> int | None:
         """Starts sidecar and server (its output into `log`); the exit status if it could not."""
         _become_reaper()
-        for number in FORWARDED:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's, which the server is to inherit
-                signal.signal(number, self._forward)
+        # What is ignored (by nohup, by a shell in the background) the server is to inherit, as it would without us.
+        ignored = [number for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
+        for number in set(FORWARDED).difference(ignored):
+            signal.signal(number, self._forward)
         environment = {**config.child_environment(), **variables}
         if self._settings.exports:
             environment = {**server_environment(self._prepared(changes)), **variables}
@@ -102,6 +103,8 @@ class Supervisor:
             self.status = 127 if isinstance(reason, FileNotFoundError) else 126
             self.finish()
             return self.status
+        for number in ignored:
+            signal.signal(number, self._forward)
         for early in self._early:
             os.kill(self._server.pid, early)
         return None

@@ -46,11 +46,23 @@ def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> No
             time = time._replace(gaps=max(time.gaps, 0))
         share = shares_of(lengths, tokens, log.table.computed(steps))
         _adopt(record.stage(name), record, time, len(steps), share)
-        if time.method == BY_EVENT:  # those that were not timed as those that were, other ranks as the first
-            record.device_share += share * len(steps) // time.steps * log.ranks
+        if time.method == BY_EVENT:
+            of_all = _of_all(steps, tokens, lengths, log)
+            record.device_share += of_all * log.ranks  # other ranks as the first
         if rows is not None and name == semconv.SPAN_DECODE and time.method == BY_EVENT:
             rows.device = np.append(0, lengths)  # the first row is the prefill's
             record.device_idle = np.append(0, _idle(rows, device))
+
+
+def _of_all(steps: Any, tokens: Any, lengths: Any, log: StepLog) -> int:
+    """The part of one who got these tokens: steps that were not timed as those that were, with prompts in them or without."""
+    has_prompt = np.array([log.table.prefill_tokens(step) > 0 for step in steps.tolist()])
+    computed, share = log.table.computed(steps), 0
+    for some in (has_prompt, ~has_prompt):
+        timed = int(np.count_nonzero(lengths[some]))
+        if timed:
+            share += shares_of(lengths[some], tokens[some], computed[some]) * int(some.sum()) // timed
+    return share
 
 
 def _idle(rows: StepRows, device: DeviceSteps) -> Any:

@@ -24,6 +24,7 @@ from otel_infer.ring.read_steps import StepReader
 
 LIVENESS_NS = 250_000_000
 _AT = attrgetter("fact.at")
+_BY_READERS = (facts.FactsLost, facts.StepsLost)
 
 
 class _Process:
@@ -160,7 +161,8 @@ class Rings:
         self._pending += by_step
         self._pending += found
         if not process.was_alive:
-            process.latest = max([process.latest, *(said.fact.at for said in by_step + found)])
+            told = [said.fact.at for said in by_step + found if not isinstance(said.fact, _BY_READERS)]
+            process.latest = max([process.latest, *told])
         return found
 
     def say(self, said: facts.RingFact) -> None:

@@ -262,12 +262,19 @@ def test_where_some_steps_are_timed_each_stands_for_those_before_it_that_were_no
     assert said == [(1, None), (1, 1), (4, None), (1, 5), (1, 1), (3, None)]
 
 
-def test_a_step_with_a_prompt_stands_for_itself_alone() -> None:
+def test_steps_with_prompts_stand_for_such_and_those_without_for_those() -> None:
     devices = Devices()
-    engine_of(devices, {5: 100}, 7)
-    for step in (1, 5, 6):
+    engine_of(devices, {3: 100, 4: 100, 5: 100}, 8)
+    for step in (1, 5, 8):
         devices.worked(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain()] == [1, 1, 4]
+    assert [one.steps for one in devices.drain()] == [1, 3, 4]  # 3, 4, 5 had prompts; 2, 6, 7, 8 had none
+
+
+def test_another_engine_of_the_same_process_begins_anew() -> None:
+    devices = Devices()
+    for step in (1, 500, 1, 2):
+        devices.worked(timed(step), is_new=True)
+    assert [one.steps for one in devices.drain()] == [1, 499, 1, 1]
 
 
 def test_lost_facts_are_no_steps_that_were_not_timed() -> None:

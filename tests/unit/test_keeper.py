@@ -425,3 +425,5 @@ def test_time_per_token_is_promised_as_it_is_measured() -> None:
     assert lengths["tpot"] == round(record.decode_ns / 40)
     record.steps, record.first_token_at, record.last_token_at = None, 100, 500
     assert keeper._lengths(record)["tpot"] == 10
+    record.first_token_at = 0  # nobody saw the first one
+    assert "tpot" not in keeper._lengths(record)

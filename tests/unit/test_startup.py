@@ -46,6 +46,17 @@ def test_what_is_compiled_for_a_start_is_no_pause_of_a_server_and_what_is_compil
     assert {cause for _, cause in pauses} == {"gc", "compile"}
 
 
+def test_what_is_compiled_by_a_process_that_serves_is_a_pause_though_nobody_said_that_it_is_ready() -> None:
+    story = Starting()
+    story.imported(2000, "torch")
+    a = story.arrives(3000, "a", http=False)
+    story.step(3000, 3100, [a])
+    story.paused(3200, 3900, "compile")
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert [pause.cause for pause in assembler.drain_pauses()] == ["compile"]
+
+
 def test_the_first_request_leads_to_the_start_and_no_other_does() -> None:
     story = server()
     warm_up, first, second = (

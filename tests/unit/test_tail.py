@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from otel_infer import blame
 from otel_infer.records import RequestRecord
-from otel_infer.tail import late_before_token, late_while_streaming, slowest, spent, typical_gap
+from otel_infer.tail import (
+    application_before_token,
+    late_before_token,
+    late_while_streaming,
+    slowest,
+    spent,
+    typical_gap,
+)
 from tests.story import Story
 
 MS = 1_000_000
@@ -63,3 +72,17 @@ def test_the_usual_gap_is_between_tokens_however_long_a_step_lasts() -> None:
         pending = following
     story.ends(210, a)
     assert typical_gap([story.record(a)]) == 10
+
+
+def test_a_stage_around_everything_is_the_applications_before_the_token_as_it_was_blamed() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(610, a)
+    story.step(610, 800, [a], {a: 4})
+    for at in range(800, 2800, 20):
+        story.step(at, at + 20, [a])
+    story.stage("handle", 0, 2805, a)
+    story.ends(2810, a)
+    record = story.record()
+    blame.assign([record])
+    assert application_before_token(record) / MS == pytest.approx(610, abs=10)

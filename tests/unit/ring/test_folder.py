@@ -270,6 +270,27 @@ def test_who_was_found_dead_died_when_it_was_last_heard_of(folder: Path) -> None
     assert {record.ended_at for record in records} == {2 * SECOND + LIVENESS_NS}
 
 
+def test_who_wrote_much_before_it_died_died_when_it_was_last_heard_of_all_the_same(folder: Path) -> None:
+    """Of a ring that is full a reader that begins says that something was overwritten: as of now."""
+
+    def work(arena: FileArena) -> Any:
+        writer = RequestWriter(arena, "1-a", "server")
+        writer.open(arrival(SECOND, 7))
+        for at in range(20_000):
+            writer.state(99, facts.RequestReceived(SECOND + at))
+        writer.words[layout.W_CONCLUDED_AT] = 5
+        return writer
+
+    with Process(folder, work):
+        pass
+    rings, assembler, hour = Rings(), Assembler(), 3600 * SECOND
+    rings.discover(folder, hour)
+    for now in (hour, hour + SECOND, hour + 2 * SECOND):
+        assembler.feed(rings.poll(now))
+    (record,) = assembler.concluded(hour + 3 * SECOND)
+    assert record.ended_at == SECOND + 19_999 + LIVENESS_NS
+
+
 def test_steps_that_a_process_made_just_before_it_died_are_read_and_removed(folder: Path) -> None:
     def work(arena: FileArena) -> Any:
         requests = RequestWriter(arena, "1-a", "server")
