@@ -15,7 +15,7 @@ MOST_REMEMBERED = 4096
 """Instants at which free memory became another; each process tells it once a second."""
 MOST_IN_FLIGHT = 64
 MOST_STOOD_FOR = 1024
-"""Steps, by one that was timed: where more are missing, facts were lost."""
+"""Steps, by one that was timed: where more are missing, facts were lost, or it is another engine's."""
 
 
 class _Sampled:
@@ -30,14 +30,15 @@ class _Sampled:
 
     def stands_for(self, step: int, has_gap: bool, has_prompt: Callable[[int], bool]) -> tuple[int, int]:
         """How many steps, and how many gaps."""
-        if step <= self._last - MOST_IN_FLIGHT:  # another engine's
+        if step <= min(self._last - MOST_IN_FLIGHT, MOST_IN_FLIGHT):  # of an engine that begins
             self._last = 0
-        first = max(self._last + 1, step - MOST_STOOD_FOR) if self._last else step
-        between = max(step - first, 0)
-        for missing in range(first, step):
-            self._untimed[has_prompt(missing)] += 1
-        self._last = max(step, self._last)
-        kind = has_prompt(step)
+        if step <= self._last:
+            return 1, 1
+        missing = range(self._last + 1, step) if self._last and step - self._last <= MOST_STOOD_FOR else ()
+        between = len(missing)
+        for one in missing:
+            self._untimed[has_prompt(one)] += 1
+        self._last, kind = step, has_prompt(step)
         steps, self._untimed[kind] = 1 + min(self._untimed[kind], MOST_STOOD_FOR), 0
         self._unknown = min(self._unknown + between, MOST_STOOD_FOR)
         gaps = 1

@@ -43,7 +43,8 @@ class Starts:
         self._seen: dict[int, tuple[int, int, str]] = {}
         self._over: list[StartRecord] = []
         self.serving: set[int] = set()
-        """Processes in which requests, or steps of them, were seen: whoever should say that they are ready may never do."""
+        """Processes in which steps were seen: who should say that they are ready may never do. Those behind a server do, and what
+        they do before is a warm-up."""
 
     def seen(self, ring: int, pid: int, told_until: int, role: str) -> None:
         """A process is there; starts that were over by `told_until` were handed on by an earlier reader."""
@@ -65,7 +66,7 @@ class Starts:
     def has(self, ring: int, fact: facts.PauseSeen) -> bool:
         """Whether this pause is a phase of a start that goes on."""
         start = self._of.get(ring) if fact.cause in semconv.STARTUP_PAUSES else None
-        return start is not None and start.goes_on and ring not in self.serving
+        return start is not None and start.goes_on and (start.behind_server or ring not in self.serving)
 
     def died(self, ring: int, fact: facts.ProcessDied) -> None:
         """The process is gone, and nothing more will be told of it."""
@@ -82,7 +83,7 @@ class Starts:
 
 
 class Start:
-    """The start of one process. `ended_at` 0: it goes on."""
+    """The start of one process. `ended_at` 0: it goes on. `behind_server`: of its application, which says when it is ready."""
 
     def __init__(self, began: facts.ProcessStarted, pid: int, told_until: int, role: str) -> None:
         self._began, self._pid, self._told_until, self._role = began, pid, told_until, role
@@ -91,7 +92,7 @@ class Start:
         self._phases: list[Phase] = []
         self._open: list[facts.PhaseBegan] = []
         self._engine = self._ready_by = self._error_type = ""
-        self._behind_server = self._abandoned = False
+        self.behind_server = self._abandoned = False
         self._engine_ready_at = 0
         self.ended_at = 0
         self._is_told = self._is_served = False
@@ -112,7 +113,7 @@ class Start:
     @property
     def goes_on(self) -> bool:
         """Whether it is not ready, as far as is known by now."""
-        return not self.ended_at and (self._behind_server or not self._engine_ready_at)
+        return not self.ended_at and (self.behind_server or not self._engine_ready_at)
 
     def take(self, fact: Any) -> None:
         """Takes what was told of the process; what comes after the start is no part of it."""
@@ -121,7 +122,7 @@ class Start:
 
     def arrived(self, fact: facts.RequestArrived) -> bool:
         """Takes an arrival; whether it is the first request that was served."""
-        if self._is_served or self._abandoned or (self._behind_server and fact.operation):
+        if self._is_served or self._abandoned or (self.behind_server and fact.operation):
             return False
         self._is_served = True
         if not self.ended_at and not self._was_ready():
@@ -164,11 +165,11 @@ class Start:
     def _imported(self, fact: facts.ModuleImported) -> None:
         package = fact.module.partition(".")[0]
         self._imports.append((fact.at, package))
-        self._behind_server = self._behind_server or package in SERVERS
+        self.behind_server = self.behind_server or package in SERVERS
 
     def _phase_began(self, fact: facts.PhaseBegan) -> None:
         self._open.append(fact)
-        self._behind_server = self._behind_server or fact.phase == facts.READY
+        self.behind_server = self.behind_server or fact.phase == facts.READY
 
     def _phase_ended(self, fact: facts.PhaseEnded) -> None:
         begun = facts.PhaseBegan(fact.started_at, fact.phase)
@@ -196,7 +197,7 @@ class Start:
 
     def _was_ready(self) -> bool:
         """Whether an engine was started, which is the best that is known where nobody says more."""
-        at = 0 if self._behind_server else self._engine_ready_at
+        at = 0 if self.behind_server else self._engine_ready_at
         if at:
             self._end(at, facts.BY_ENGINE)
         return bool(at)

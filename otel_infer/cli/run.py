@@ -31,7 +31,11 @@ PR_SET_CHILD_SUBREAPER = 36
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `run`."""
     parser.add_argument("--show", action="store_true", help="print a line for each finished request")
-    parser.add_argument("--tape", metavar="FILE", help="save all facts to FILE, for `otel-infer replay`")
+    parser.add_argument(
+        "--tape",
+        metavar="FILE",
+        help="save all facts to FILE, for `otel-infer replay`; one that is there already is kept beside it, numbered",
+    )
     parser.add_argument(
         "server", nargs=argparse.REMAINDER, metavar="-- CMD …", help="the server and its arguments"
     )
@@ -216,9 +220,8 @@ def server_environment(changes: dict[str, str]) -> dict[str, str]:
 
 
 def _why_not_writable(path: str) -> str:
-    """Empties it: what a sidecar finds there it keeps beside its own."""
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         return ""
     except OSError as reason:
         return reason.strerror or str(reason)

@@ -57,11 +57,17 @@ def _adopt_steps(record: RequestRecord, log: StepLog, device: DeviceSteps) -> No
 def _of_all(steps: Any, tokens: Any, lengths: Any, log: StepLog) -> int:
     """The part of one who got these tokens: steps that were not timed as those that were, with prompts in them or without."""
     has_prompt = np.array([log.table.prefill_tokens(step) > 0 for step in steps.tolist()])
-    computed, share = log.table.computed(steps), 0
+    computed, is_timed, share = log.table.computed(steps), lengths > 0, 0
     for some in (has_prompt, ~has_prompt):
-        timed = int(np.count_nonzero(lengths[some]))
-        if timed:
-            share += shares_of(lengths[some], tokens[some], computed[some]) * int(some.sum()) // timed
+        timed = (
+            some & is_timed if (some & is_timed).any() else is_timed
+        )  # of no such step anything is known: as all others
+        if some.any() and timed.any():
+            share += (
+                shares_of(lengths[timed], tokens[timed], computed[timed])
+                * int(some.sum())
+                // int(timed.sum())
+            )
     return share
 
 

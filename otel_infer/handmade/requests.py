@@ -56,6 +56,8 @@ class request(Scope):  # noqa: N801 - used like a function
     Make a new one for each `with`.
     """
 
+    attaches = True
+
     def __init__(
         self, operation: str = OPERATION, *, model: str = "", headers: Mapping[str, str] | None = None
     ) -> None:

@@ -28,6 +28,8 @@ class Scope(contextlib.AbstractContextManager[Any]):
 
     again: Callable[[], Scope]
     """Makes a new one like this, for one call of what is decorated."""
+    attaches = False
+    """Whether it is current in its context while it lasts."""
 
     async def __aenter__(self) -> Any:
         return self.__enter__()
@@ -38,7 +40,7 @@ class Scope(contextlib.AbstractContextManager[Any]):
     def __call__(self, function: F) -> F:
         again = self.again
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-            return cast(F, functools.wraps(function)(_stream(again, function)))
+            return cast(F, functools.wraps(function)(_stream(again, function, self.attaches)))
         if inspect.iscoroutinefunction(function):
 
             async def awaited(*args: Any, **kwargs: Any) -> Any:
@@ -54,11 +56,14 @@ class Scope(contextlib.AbstractContextManager[Any]):
         return cast(F, functools.wraps(function)(called))
 
 
-def _stream(again: Callable[[], Scope], function: Callable[..., Any]) -> Callable[..., Any]:
+def _stream(again: Callable[[], Scope], function: Callable[..., Any], attaches: bool) -> Callable[..., Any]:
     """A generator function in place of another: a stream stays a stream, also when it is closed early."""
     if inspect.isgeneratorfunction(function):
 
         def generated(*args: Any, **kwargs: Any) -> Any:
+            if not attaches:
+                with again():
+                    return (yield from function(*args, **kwargs))
             # Its own, also between two items: whoever takes them may be at another stream by then.
             inside = contextvars.copy_context()
             with _Within(inside, again()):

@@ -535,6 +535,12 @@ def _sidecar() -> dict[str, Any]:
     return patch
 
 
+def _whole(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its containers, but for what a patch changes of one of the base's."""
+    both = [*pod.get("containers", ()), *pod.get("initContainers", ())]
+    return [container for container in both if "image" in container]
+
+
 def settings_of_pods() -> dict[str, str]:
     """What the ConfigMap of our settings will say."""
     generated = read(KUBERNETES / "base" / "kustomization.yaml")["configMapGenerator"]
@@ -576,7 +582,7 @@ def test_every_pod_runs_as_restricted_demands() -> None:
             assert pod["securityContext"]["runAsNonRoot"] is True
             assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
             assert pod["automountServiceAccountToken"] is False
-        for container in [*pod.get("containers", ()), *pod.get("initContainers", ())]:
+        for container in _whole(pod):
             context = container["securityContext"]
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
@@ -586,11 +592,18 @@ def test_every_pod_runs_as_restricted_demands() -> None:
             assert "hostPath" not in volume
 
 
+def test_where_the_reader_has_a_container_of_its_own_the_server_starts_none() -> None:
+    command = _container("server")["command"]
+    assert command[:3] == ["otel-infer", "run", "--"]
+    (patched,) = _sidecar()["containers"]
+    assert (patched["name"], patched["command"]) == ("server", command[3:])
+
+
 def test_every_volume_that_is_mounted_is_there_and_every_configmap_is_made() -> None:
     made = {one["name"] for one in read(KUBERNETES / "base" / "kustomization.yaml")["configMapGenerator"]}
     for pod, more in ((_pod("gateway"), {}), (_pod("llm-server"), {}), (_sidecar(), _pod("llm-server"))):
         volumes = {volume["name"]: volume for one in (pod, more) for volume in one.get("volumes", ())}
-        for container in [*pod.get("containers", ()), *pod.get("initContainers", ())]:
+        for container in _whole(pod):
             for mount in container["volumeMounts"]:
                 assert mount["name"] in volumes
             for source in container.get("envFrom", ()):

@@ -277,11 +277,18 @@ def test_another_engine_of_the_same_process_begins_anew() -> None:
     assert [one.steps for one in devices.drain()] == [1, 499, 1, 1]
 
 
+def test_engines_that_share_a_name_are_not_counted_a_thousandfold() -> None:
+    devices = Devices()
+    for step in (5000, 100, 5001, 101, 5002, 102):
+        devices.worked(timed(step), is_new=True)
+    assert [one.steps for one in devices.drain()] == [1] * 6
+
+
 def test_lost_facts_are_no_steps_that_were_not_timed() -> None:
     devices = Devices()
     for step in (1, 1_000_000):
         devices.worked(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain()][-1] <= 1025
+    assert [one.steps for one in devices.drain()] == [1, 1]
 
 
 def test_what_a_request_cost_is_that_of_all_its_steps_and_of_all_ranks() -> None:
@@ -295,3 +302,16 @@ def test_what_a_request_cost_is_that_of_all_its_steps_and_of_all_ranks() -> None
     said = facts.StepTimed(ns(35), ns(30), "toy", 4242, 1, steps[2], 0, 0, 0, facts.UNKNOWN_NS, 0)
     story.tell(1, 0, said)
     assert story.record(a).device_share == 2 * (8 * MS + 4 * 4 * MS)
+
+
+def test_steps_of_a_kind_of_which_none_was_timed_cost_what_the_others_did() -> None:
+    story = Story()
+    a, b = story.arrives(0, "a"), story.arrives(0, "b")
+    first = story.step(0, 10, [a], prompt={a: 3})
+    plain = story.step(10, 20, [a])
+    story.step(20, 30, [a, b], prompt={b: 7})
+    story.step(30, 40, [a, b])
+    story.ends(60, a)
+    story.timed(first, 0, 8)
+    story.timed(plain, 10, 14)
+    assert story.record(a).device_share == 8 * MS + 3 * 4 * MS

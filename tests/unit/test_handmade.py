@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import inspect
@@ -658,3 +659,18 @@ def test_a_stream_is_sent_to_thrown_into_closed_and_returns_as_it_is(recording: 
     with pytest.raises(ZeroDivisionError):
         failing.throw(ZeroDivisionError())
     assert [one.outcome for one in recording.records()] == [facts.OK, facts.ABORTED, facts.ERROR]
+
+
+def test_what_a_stream_that_is_a_stage_sets_its_reader_sees() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
+
+    @contextlib.contextmanager
+    @otel_infer.stage("load")
+    def session() -> Generator[None, None, None]:
+        token = variable.set("inside")
+        yield
+        variable.reset(token)
+
+    with session():
+        assert variable.get() == "inside"
+    assert variable.get() == ""

@@ -46,15 +46,25 @@ def test_what_is_compiled_for_a_start_is_no_pause_of_a_server_and_what_is_compil
     assert {cause for _, cause in pauses} == {"gc", "compile"}
 
 
-def test_what_is_compiled_by_a_process_that_serves_is_a_pause_though_nobody_said_that_it_is_ready() -> None:
-    story = Starting()
+def test_what_is_compiled_by_a_worker_that_works_is_a_pause_though_nobody_said_that_it_is_ready() -> None:
+    story = Starting(role="worker")
     story.imported(2000, "torch")
-    a = story.arrives(3000, "a", http=False)
-    story.step(3000, 3100, [a])
+    story.paused(2100, 2900, "compile")
+    story.tell(PROCESS, 0, facts.StepExecuted(ns(3100), ns(3000), "toy", 4242, 0, 1, 0))
     story.paused(3200, 3900, "compile")
     assembler = Assembler()
     assembler.feed(story.in_order())
-    assert [pause.cause for pause in assembler.drain_pauses()] == ["compile"]
+    assert [ms(pause.started_at) for pause in assembler.drain_pauses()] == [3200]
+
+
+def test_what_a_server_computes_to_warm_up_makes_nothing_that_it_compiles_then_a_pause() -> None:
+    story = server()
+    warm_up = story.arrives(7250, "warm-up", http=False)
+    story.step(7260, 8350, [warm_up])
+    story.ends(8950, warm_up)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert not {"compile", "capture"} & {pause.cause for pause in assembler.drain_pauses()}
 
 
 def test_the_first_request_leads_to_the_start_and_no_other_does() -> None:
