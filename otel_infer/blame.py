@@ -20,11 +20,11 @@ from typing import Any
 
 from otel_infer import callers, decodeblame, facts, semconv
 from otel_infer.decodeblame import DecodeBlame
+from otel_infer.intervals import Free, take_out
 from otel_infer.records import Blame, Offender, Pause, Prefiller, RequestRecord, Stage
 from otel_infer.steprows import TOGETHER
 
 Causes = dict[str, int]
-Free = list[tuple[int, int]]
 
 MOST_NAMED = 16
 """Requests with prompts in one step of which each may be named as the offender."""
@@ -122,25 +122,6 @@ def _staged(record: RequestRecord, decode: DecodeBlame, stage: Stage, free: Free
     else:
         causes[_OF_STAGES.get(name, semconv.CAUSE_APPLICATION)] += taken
     return free
-
-
-def take_out(free: Free, begin: int, end: int) -> tuple[Free, int]:
-    """What is free after this interval was given away, and how much of it was."""
-    if begin >= end:
-        return free, 0
-    left, taken = [], 0
-    for since, until in free:
-        if until <= begin or end <= since:
-            left.append((since, until))
-            continue
-        if since < begin:
-            left.append((since, begin))
-            since = begin
-        if end < until:
-            left.append((end, until))
-            until = end
-        taken += until - since
-    return left, taken
 
 
 def _loop_late(record: RequestRecord, free: Free, begin: int, end: int) -> tuple[Free, int]:

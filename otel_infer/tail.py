@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from otel_infer import blame, semconv
+from otel_infer import semconv
+from otel_infer.intervals import take_out
 from otel_infer.records import Pause, RequestRecord
 
 TAIL = 0.1
@@ -78,7 +79,7 @@ def application_before_token(record: RequestRecord) -> int:
     free, after = [(until, max(record.ended_at, until))], 0
     # As blame has it: what a stage of the server's own covers is that one's.
     for stage in sorted(record.stages, key=lambda one: one.name not in _SERVERS):
-        free, taken = blame.take_out(free, stage.started_at, stage.ended_at)
+        free, taken = take_out(free, stage.started_at, stage.ended_at)
         after += taken * (stage.name not in _SERVERS)
     return max(spent(record, semconv.CAUSE_APPLICATION) - after, 0)
 

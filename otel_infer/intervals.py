@@ -1,0 +1,25 @@
+"""Intervals of which each instant is given away once. Pure."""
+
+from __future__ import annotations
+
+Free = list[tuple[int, int]]
+"""Begin and end of what nobody has, ns, in order."""
+
+
+def take_out(free: Free, begin: int, end: int) -> tuple[Free, int]:
+    """What is free after this interval was given away, and how much of it was."""
+    if begin >= end:
+        return free, 0
+    left, taken = [], 0
+    for since, until in free:
+        if until <= begin or end <= since:
+            left.append((since, until))
+            continue
+        if since < begin:
+            left.append((since, begin))
+            since = begin
+        if end < until:
+            left.append((end, until))
+            until = end
+        taken += until - since
+    return left, taken
