@@ -58,16 +58,12 @@ def _of_all(steps: Any, tokens: Any, lengths: Any, log: StepLog) -> int:
     """The part of one who got these tokens: steps that were not timed as those that were, with prompts in them or without."""
     has_prompt = np.array([log.table.prefill_tokens(step) > 0 for step in steps.tolist()])
     computed, is_timed, share = log.table.computed(steps), lengths > 0, 0
-    for some in (has_prompt, ~has_prompt):
-        timed = (
-            some & is_timed if (some & is_timed).any() else is_timed
-        )  # of no such step anything is known: as all others
-        if some.any() and timed.any():
-            share += (
-                shares_of(lengths[timed], tokens[timed], computed[timed])
-                * int(some.sum())
-                // int(timed.sum())
-            )
+    for kind in (has_prompt, ~has_prompt):
+        # Of a kind of which none was timed nothing is known: as all others.
+        timed = kind & is_timed if (kind & is_timed).any() else is_timed
+        if kind.any() and timed.any():
+            part = shares_of(lengths[timed], tokens[timed], computed[timed])
+            share += part * int(kind.sum()) // int(timed.sum())
     return share
 
 
