@@ -172,17 +172,13 @@ class RequestWriter:
         try:
             self.state(handle, ended)
         finally:
-            self._vacate(handle)
-
-    def _vacate(self, handle: int) -> None:
-        slot, generations = handle & _SLOT_MASK, self._generations
-        generation = generations[slot]
-        if handle == 0 or handle >> _SLOT_BITS != generation:
-            return
-        offset = self._live + slot * _LIVE_BYTES
-        self.memory[offset : offset + _LIVE_BYTES] = _NO_REQUEST
-        generations[slot] = (generation + 1) % _GENERATIONS or 1
-        self._free.append(slot)
+            slot, generations = handle & _SLOT_MASK, self._generations
+            generation = generations[slot]
+            if handle and handle >> _SLOT_BITS == generation:
+                offset = self._live + slot * _LIVE_BYTES
+                self.memory[offset : offset + _LIVE_BYTES] = _NO_REQUEST
+                generations[slot] = (generation + 1) % _GENERATIONS or 1
+                self._free.append(slot)
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
 

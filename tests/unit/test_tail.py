@@ -14,19 +14,25 @@ from otel_infer.tail import (
     spent,
     typical_gap,
 )
-from tests.story import Story
+from tests.story import Story, Who
 
 MS = 1_000_000
+
+
+def generated(story: Story, submitted: int, first: int, last: int, gap: int) -> Who:
+    """A request that goes to the engine then, has its first token and its last then, and one in each gap."""
+    a = story.arrives(0)
+    story.submitted(submitted, a)
+    story.step(submitted, first, [a], {a: 4})
+    for at in range(first, last, gap):
+        story.step(at, at + gap, [a])
+    return a
 
 
 def served(*paused: tuple[float, float, str]) -> RequestRecord:
     """A request that goes to the engine at 100, has its first token at 110 and its last at 200, in steps of 10 ms."""
     story = Story()
-    a = story.arrives(0)
-    story.submitted(100, a)
-    story.step(100, 110, [a], {a: 4})
-    for at in range(110, 200, 10):
-        story.step(at, at + 10, [a])
+    a = generated(story, 100, 110, 200, 10)
     for since, until, cause in paused:
         story.paused(since, until, cause)
     story.ends(220, a, chunks=10)
@@ -76,11 +82,7 @@ def test_the_usual_gap_is_between_tokens_however_long_a_step_lasts() -> None:
 
 def test_a_stage_around_everything_is_the_applications_before_the_token_as_it_was_blamed() -> None:
     story = Story()
-    a = story.arrives(0)
-    story.submitted(610, a)
-    story.step(610, 800, [a], {a: 4})
-    for at in range(800, 2800, 20):
-        story.step(at, at + 20, [a])
+    a = generated(story, 610, 800, 2800, 20)
     story.stage("handle", 0, 2805, a)
     story.ends(2810, a)
     record = story.record()
