@@ -18,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from otel_infer import callers, decodeblame, facts, semconv
-from otel_infer.decodeblame import DecodeBlame
+from otel_infer import callers, decodeblame, facts, promptblame, semconv
+from otel_infer.decodeblame import StepsBlame
 from otel_infer.intervals import Free, take_out
-from otel_infer.records import Blame, Offender, Pause, Prefiller, RequestRecord, Stage
+from otel_infer.records import Blame, Offender, Prefiller, RequestRecord, Stage
 from otel_infer.steprows import TOGETHER
 
 Causes = dict[str, int]
@@ -47,7 +47,7 @@ _OF_STAGES = {
 }
 _OFF_LOOP = frozenset(_OF_STAGES) - {semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS}
 """Stages that do not wait for the event loop: the engine's, and those that are one call."""
-_HELD = (semconv.CAUSE_STARVED, semconv.CAUSE_FAULTS)
+_BY_ENGINE = (semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
 _TURNS = {
     **dict.fromkeys((semconv.SPAN_GRAMMAR, semconv.SPAN_KV_TRANSFER), -2),
     **dict.fromkeys((semconv.SPAN_QUEUE, semconv.SPAN_PREFILL, semconv.SPAN_DECODE), -1),
@@ -72,16 +72,14 @@ def _together(records: Sequence[RequestRecord]) -> Iterator[Sequence[RequestReco
             begin, steps = end, 0
 
 
-def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, int], _Crowd]) -> Blame:
-    free = [(record.arrived_at, record.ended_at)]
+def _blame(record: RequestRecord, decode: StepsBlame, crowds: dict[tuple[Any, int], _Crowd]) -> Blame:
     causes: Causes = defaultdict(int)
-    pauses = decodeblame.placed(record)
-    for pause in sorted(pauses, key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED) if pauses else ():
-        free, taken = take_out(free, pause.started_at, pause.ended_at)
-        causes[pause.cause if pause.cause in semconv.PAUSE_CAUSES else semconv.CAUSE_PAUSE] += taken
+    streaming: Causes = defaultdict(int)
+    free = _paused(record, causes, streaming)
+    prompt = promptblame.divided(record)
     for stage in sorted(record.stages, key=_turn):
-        free = _staged(record, decode, stage, free, causes)
-    _throttled(record, causes)
+        free = _staged(record, prompt, decode, stage, free, causes, streaming)
+    _throttled(record, causes, streaming)
     if record.loop_pauses:
         free, late = _loop_late(record, free, record.arrived_at, record.ended_at)
         causes[semconv.CAUSE_EVENT_LOOP] += late
@@ -89,9 +87,40 @@ def _blame(record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, i
     known = {cause: length for cause, length in causes.items() if length}
     interference = known.get(semconv.CAUSE_INTERFERENCE, 0)
     if not interference:
-        return Blame(known, None)
-    offenders = _offenders(record, decode, crowds)
-    return Blame(known, _worst(record, offenders, interference), _by_class(offenders, interference))
+        return Blame(known, None, streaming=streaming)
+    offenders = _offenders(record, [*prompt.interfered, *decode.interfered], crowds)
+    by_class = _by_class(offenders, interference)
+    return Blame(known, _worst(record, offenders, interference), by_class, streaming)
+
+
+def _paused(record: RequestRecord, causes: Causes, streaming: Causes) -> Free:
+    """What is free after the pauses were given away."""
+    free = [(record.arrived_at, record.ended_at)]
+    if not record.pauses:
+        return free
+    decode = record.stage(semconv.SPAN_DECODE)
+    for pause in sorted(decodeblame.placed(record), key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED):
+        cause = pause.cause if pause.cause in semconv.PAUSE_CAUSES else semconv.CAUSE_PAUSE
+        if decode is not None:
+            begin, end = max(pause.started_at, decode.started_at), min(pause.ended_at, decode.ended_at)
+            streaming[cause] += take_out(free, begin, end)[1]
+        free, taken = take_out(free, pause.started_at, pause.ended_at)
+        causes[cause] += taken
+    return _throttled_elsewhere(record, free, causes) if record.strain is not None else free
+
+
+def _throttled_elsewhere(record: RequestRecord, free: Free, causes: Causes) -> Free:
+    """What is free after it was throttled outside of the engine's steps, of which the kernel tells nothing."""
+    outside = [(record.arrived_at, record.ended_at)]
+    for stage in record.stages:
+        if stage.name in _BY_ENGINE:
+            outside, _ = take_out(outside, stage.started_at, stage.ended_at)
+    for pause in record.pauses:
+        if pause.cause == semconv.CAUSE_THROTTLED:
+            for since, until in outside:
+                free, taken = take_out(free, max(pause.started_at, since), min(pause.ended_at, until))
+                causes[semconv.CAUSE_THROTTLED] += taken
+    return free
 
 
 def _turn(stage: Stage) -> tuple[int, int]:
@@ -100,7 +129,15 @@ def _turn(stage: Stage) -> tuple[int, int]:
     return _TURNS.get(stage.name, 0), -stage.started_at
 
 
-def _staged(record: RequestRecord, decode: DecodeBlame, stage: Stage, free: Free, causes: Causes) -> Free:
+def _staged(
+    record: RequestRecord,
+    prompt: StepsBlame,
+    decode: StepsBlame,
+    stage: Stage,
+    free: Free,
+    causes: Causes,
+    streaming: Causes,
+) -> Free:
     """What is free after this stage was given away."""
     name, began, ended, _ = stage
     if record.loop_pauses and name not in _OFF_LOOP:
@@ -111,10 +148,12 @@ def _staged(record: RequestRecord, decode: DecodeBlame, stage: Stage, free: Free
         causes[semconv.CAUSE_HIDDEN_QUEUE] += taken
     free, taken = take_out(free, began, ended)
     if name == semconv.SPAN_DECODE:
-        rest = semconv.CAUSE_DECODE if record.outcome != facts.OK else semconv.CAUSE_UNEXPLAINED
-        _divide(causes, decode.causes, taken, rest)
+        parts = {**decode.causes, semconv.CAUSE_DECODE: decode.causes.get(semconv.CAUSE_DECODE, 0)}
+        parts[semconv.CAUSE_DECODE] += _begun(record, taken - sum(parts.values()))
+        for of_stage in (causes, streaming):
+            _divide(of_stage, parts, taken, semconv.CAUSE_UNEXPLAINED)
     elif name == semconv.SPAN_PREFILL:
-        _divide(causes, _prefill(record), taken, semconv.CAUSE_PREFILL)
+        _divide(causes, prompt.causes, taken, semconv.CAUSE_PREFILL)
     elif name == semconv.SPAN_POSTPROCESS:
         last = min(taken, record.detokenize_ns // max(record.chunks, 1))
         causes[semconv.CAUSE_DETOKENIZE] += last
@@ -122,6 +161,17 @@ def _staged(record: RequestRecord, decode: DecodeBlame, stage: Stage, free: Free
     else:
         causes[_OF_STAGES.get(name, semconv.CAUSE_APPLICATION)] += taken
     return free
+
+
+def _begun(record: RequestRecord, left: int) -> int:
+    """Of what is left of its decoding: the step that it did not see the end of, no longer than its others or than such steps."""
+    if record.outcome == facts.OK or left <= 0:
+        return 0
+    if record.steps is None:
+        return left
+    costs, summary = record.costs, record.summary
+    usual = int(costs.base + costs.per_sequence * summary.batch_size_max) if costs is not None else 0
+    return min(left, max(summary.longest, usual))
 
 
 def _loop_late(record: RequestRecord, free: Free, begin: int, end: int) -> tuple[Free, int]:
@@ -152,54 +202,16 @@ def _divide(causes: Causes, parts: Causes, whole: int, rest: str) -> None:
     causes[rest] -= over
 
 
-def _prefill(record: RequestRecord) -> Causes:
-    """The chunks of its prompt: shared with others' prompts by tokens; between them, others ran or the host was busy."""
-    parts: Causes = defaultdict(int)
-    per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
-    pauses, before = decodeblame.placed(record), None
-    for chunk in record.prefill_steps:
-        began = chunk.started_at if before is None else max(chunk.started_at, before.ended_at)
-        if before is not None and began > before.ended_at:
-            cause = semconv.CAUSE_INTERFERENCE if chunk.step - before.step > 1 else semconv.CAUSE_HOST
-            parts[cause] += _unpaused(pauses, before.ended_at, began)
-        length = _unpaused(pauses, began, chunk.ended_at)
-        if record.first_use is not None:
-            tokens = chunk.tokens + chunk.others_prefill_tokens
-            first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
-            parts[semconv.CAUSE_FIRST_USE] += first
-            length -= first
-        if record.strain is not None:
-            for cause, held in zip(_HELD, record.strain.held(began, chunk.ended_at)):
-                held = min(held, length)
-                parts[cause] += held
-                length -= held
-        mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
-        others = chunk.others_prefill_tokens
-        theirs = (length - mates) * others // max(chunk.tokens + others, 1)
-        parts[semconv.CAUSE_BATCHING] += mates
-        parts[semconv.CAUSE_INTERFERENCE] += theirs
-        parts[semconv.CAUSE_PREFILL] += length - mates - theirs
-        before = chunk
-    return parts
-
-
-def _throttled(record: RequestRecord, causes: Causes) -> None:
+def _throttled(record: RequestRecord, causes: Causes, streaming: Causes) -> None:
     """A thread that is throttled has no CPU either: so much of that is the quota's as there was throttling meanwhile."""
     if causes.get(semconv.CAUSE_STARVED):
         pauses = [pause for pause in record.pauses if pause.cause == semconv.CAUSE_THROTTLED]
-        throttled = record.duration_ns - _unpaused(pauses, record.arrived_at, record.ended_at)
-        moved = min(throttled, causes[semconv.CAUSE_STARVED])
-        causes[semconv.CAUSE_THROTTLED] += moved
-        causes[semconv.CAUSE_STARVED] -= moved
-
-
-def _unpaused(pauses: Sequence[Pause], begin: int, end: int) -> int:
-    if not pauses:
-        return max(end - begin, 0)
-    free = [(begin, end)] if begin < end else []
-    for pause in pauses:
-        free, _ = take_out(free, pause.started_at, pause.ended_at)
-    return sum(until - since for since, until in free)
+        throttled = record.duration_ns - promptblame.unpaused(pauses, record.arrived_at, record.ended_at)
+        left = max(throttled - causes.get(semconv.CAUSE_THROTTLED, 0), 0)
+        for of_part in (causes, streaming):
+            moved = min(left, of_part.get(semconv.CAUSE_STARVED, 0))
+            of_part[semconv.CAUSE_THROTTLED] += moved
+            of_part[semconv.CAUSE_STARVED] -= moved
 
 
 class _Crowd:
@@ -224,13 +236,11 @@ class _Crowd:
 
 
 def _offenders(
-    record: RequestRecord, decode: DecodeBlame, crowds: dict[tuple[Any, int], _Crowd]
+    record: RequestRecord, steps: Sequence[tuple[int, int]], crowds: dict[tuple[Any, int], _Crowd]
 ) -> list[Offender]:
-    """Whose prompts were in the steps that took longer, and in those of its own prompt: by tokens, for how long each."""
+    """Whose prompts were in the steps that took it longer, so many ns each: by tokens, for how long each."""
     if record.prefillers is None:
         return []
-    steps = [*decode.interfered]
-    steps += [(chunk.step, chunk.ended_at - chunk.started_at) for chunk in record.prefill_steps]
     lengths: dict[tuple[bytes, bytes], int] = defaultdict(int)
     named: dict[tuple[bytes, bytes], str] = {}
     for step, length in sorted(steps):  # what is known of an offender last is most

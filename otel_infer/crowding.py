@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from otel_infer import semconv
 from otel_infer.records import RequestRecord
+from otel_infer.tail import spent
 
 HEAVY = 6.0
 """A request is heavy with so many times the work of the usual one."""
+LIONS_SHARE = 0.4
+"""Of all work: what is less is in nobody's way, though it may always be there."""
+_WORK = (semconv.CAUSE_PREFILL, semconv.CAUSE_DECODE)
 BINS = 12
 _PEAK, _SIGMAS = 1.8, 4.0  # more than chance makes of steady arrivals
 _MS = 1_000_000
 
 
 class Crowd:
-    """Requests that waited, by when they did and beside whom."""
+    """Requests that waited, by when they did and beside whom. `failed`: others, that ran meanwhile."""
 
-    def __init__(self, served: list[RequestRecord]) -> None:
+    def __init__(self, served: list[RequestRecord], failed: Sequence[RequestRecord] = ()) -> None:
         self._waits = np.array([_interval(record) for record in served], np.int64)
         self._runs = np.array([_running(record) for record in served], np.int64)
+        self._others = [_running(record) for record in failed]
         self._arrivals = np.array([record.arrived_at for record in served], np.int64)
-        work = np.array([_work(record) for record in served], float)
-        self._is_heavy = work >= HEAVY * max(float(np.median(work)), 1.0)
+        self._work = np.array([spent(record, *_WORK) for record in served], float)
+        self._is_heavy = self._work >= HEAVY * max(float(np.median(self._work)), 1.0)
 
     @property
     def _lengths(self) -> Any:
         return (self._waits[:, 1] - self._waits[:, 0]).astype(float)
 
     def idle_share(self) -> float:
-        """Of all waiting, the part in which no request was running."""
-        busy = _merged(self._runs[self._runs[:, 1] > self._runs[:, 0]])
-        inside = sum(_overlap(begin, end, busy) for begin, end in self._waits.tolist())
-        total = float(self._lengths.sum())
-        return 1 - inside / total if total else 0.0
+        """Of the waiting of all that had their turn, the part in which no request was running.
+
+        Who never had it may have waited for some that are running still.
+        """
+        ran = self._runs[:, 1] > self._runs[:, 0]
+        busy = _merged([*self._runs.tolist(), *self._others])
+        total = float(self._lengths[ran].sum())
+        return 1 - float(_overlaps(self._waits[ran], busy).sum()) / total if total else 0.0
 
     def behind_heavy(self) -> str | None:
         """How light requests fare beside heavy ones, if that is why they wait."""
         light, heavy = ~self._is_heavy, self._is_heavy
         if not 0.01 < heavy.mean() < 0.4 or light.sum() < 4:
             return None
-        runs = _merged(self._runs[heavy])
+        if self._work[heavy].sum() < LIONS_SHARE * self._work.sum():
+            return None
+        runs = _merged(self._runs[heavy].tolist())
         waits = self._lengths[light]
-        beside = np.array([_overlap(begin, end, runs) for begin, end in self._waits[light].tolist()])
+        beside = _overlaps(self._waits[light], runs)
         total = float(waits.sum())
         if not total or beside.sum() / total < 0.6:
             return None
@@ -102,14 +113,9 @@ def _running(record: RequestRecord) -> tuple[int, int]:
     return min(s.started_at for s in stages), max(s.ended_at for s in stages)
 
 
-def _work(record: RequestRecord) -> int:
-    begin, end = _running(record)
-    return end - begin
-
-
-def _merged(intervals: Any) -> list[tuple[int, int]]:
+def _merged(intervals: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
-    for begin, end in sorted(map(tuple, intervals.tolist())):
+    for begin, end in sorted((begin, end) for begin, end in intervals if begin < end):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -117,5 +123,11 @@ def _merged(intervals: Any) -> list[tuple[int, int]]:
     return merged
 
 
-def _overlap(begin: int, end: int, merged: list[tuple[int, int]]) -> int:
-    return sum(max(min(end, until) - max(begin, since), 0) for since, until in merged)
+def _overlaps(waits: Any, merged: list[tuple[int, int]]) -> Any:
+    """How much of each of these intervals lies in the others; ns."""
+    if not merged:
+        return np.zeros(len(waits))
+    covered = np.cumsum([end - begin for begin, end in merged])
+    until = np.stack([covered - np.diff(covered, prepend=0), covered], axis=1).ravel()
+    begins, ends = (np.interp(waits[:, i], np.ravel(merged), until) for i in range(2))
+    return ends - begins

@@ -18,14 +18,14 @@ MOST_INTERFERED = 16
 _UNKNOWN = StepCosts(float(1 << 60), 0.0, 0.0, 0)
 
 
-class DecodeBlame(NamedTuple):
+class StepsBlame(NamedTuple):
     """ns by cause, and the steps others interfered in: (step, ns)."""
 
     causes: dict[str, int]
     interfered: list[tuple[int, int]]
 
 
-NOTHING = DecodeBlame({}, [])
+NOTHING = StepsBlame({}, [])
 _CAUSES = (
     semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_INTERFERENCE, semconv.CAUSE_HOST,
     semconv.CAUSE_UNEXPLAINED,
@@ -38,7 +38,7 @@ _RECOMPUTED = {
 _SAT_OUT = "sat out"
 
 
-def divided(records: Sequence[RequestRecord]) -> list[DecodeBlame]:
+def divided(records: Sequence[RequestRecord]) -> list[StepsBlame]:
     """The time from the first known token to the last, step by step."""
     some = [i for i, record in enumerate(records) if record.steps is not None and len(record.steps) > 1]
     found = [NOTHING] * len(records)
@@ -93,7 +93,7 @@ class _Steps:
         return slice(self._firsts[i] + 1, self._ends[i])
 
 
-def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
+def _divided(records: list[RequestRecord]) -> list[StepsBlame]:
     steps = _Steps(records)
     ran, waited = steps.until - steps.began, steps.began - steps.since
     _without_pauses(records, steps, ran, waited)
@@ -103,7 +103,7 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
     prompt[cold] -= of_its_own
     others[cold] -= no_prompts - of_its_own
     back = _preempted(records, steps)
-    held = _held(records, steps, others, over, np.append(cold, back))
+    held, idle = _held(records, steps, others, over, np.append(cold, back)), _idle(records, steps)
     stalled = over * (over > error)
     own += over - stalled
     columns = dict(zip(_CAUSES, (own, batching, others, waited, stalled)))
@@ -114,9 +114,13 @@ def _divided(records: list[RequestRecord]) -> list[DecodeBlame]:
         first_use[cold] += no_prompts
     if held is not None:
         columns[semconv.CAUSE_STARVED], columns[semconv.CAUSE_FAULTS], share = held
-        columns[semconv.CAUSE_BLOCKED] = blocked = (share * stalled).astype(np.int64)
+        blocked = (share * stalled).astype(np.int64)
+        if idle is not None:  # who waits for a device that is at work is not kept by a lock
+            blocked = np.where(idle < 0, blocked, np.minimum(blocked, idle))
+        columns[semconv.CAUSE_BLOCKED] = blocked
         stalled -= blocked
-    _to_the_host(records, steps, columns)
+    if idle is not None:
+        _to_the_host(steps, columns, idle)
     _to_the_clocks(records, steps, columns)
     if len(back):
         whence = [column for cause, column in columns.items() if cause in _RECOMPUTED]
@@ -137,12 +141,12 @@ def _moved(rows: Any, columns: list[Any]) -> Any:
     return moved
 
 
-def _summed(record: RequestRecord, steps: _Steps, others: Any, i: int, sums: dict[str, int]) -> DecodeBlame:
+def _summed(record: RequestRecord, steps: _Steps, others: Any, i: int, sums: dict[str, int]) -> StepsBlame:
     """Who ran while the request sat out is not known where steps are missing; or else it was others."""
     whose = semconv.CAUSE_UNEXPLAINED if record.telemetry_lost else semconv.CAUSE_INTERFERENCE
     sums[whose] += sums.pop(_SAT_OUT, 0)
     known = {cause: length for cause, length in sums.items() if length > 0}
-    return DecodeBlame(known, _worst(steps, others, i) if semconv.CAUSE_INTERFERENCE in known else [])
+    return StepsBlame(known, _worst(steps, others, i) if semconv.CAUSE_INTERFERENCE in known else [])
 
 
 def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any, ...]:
@@ -231,14 +235,11 @@ def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tup
     return np.array(rows, np.int64), np.array(over, np.int64)
 
 
-def _to_the_host(records: list[RequestRecord], steps: _Steps, columns: dict[str, Any]) -> None:
+def _to_the_host(steps: _Steps, columns: dict[str, Any], idle: Any) -> None:
     """Moves what the device had nothing to do in, as far as no other reason is known: of what was too long, then of what is usual.
 
     A step that was not timed had as much of it as the median of the request's that were.
     """
-    idle = _idle(records, steps)
-    if idle is None:
-        return
     own, batching, others, host, stalled = (columns[cause] for cause in _CAUSES)
     device = own + batching + others + stalled + columns.get(semconv.CAUSE_PREFILL, 0)
     left = np.maximum(idle - (steps.until - steps.since - device), 0) * steps.is_next
@@ -251,11 +252,11 @@ def _to_the_host(records: list[RequestRecord], steps: _Steps, columns: dict[str,
 
 
 def _idle(records: list[RequestRecord], steps: _Steps) -> Any:
-    """By step; None where no device was timed."""
+    """By step, -1 for requests of which no step was timed; None where no device was."""
     known = [(i, record.device_idle) for i, record in enumerate(records) if record.device_idle is not None]
     if not known:
         return None
-    idle = np.zeros(len(steps.until), np.int64)
+    idle = np.full(len(steps.until), -1)
     for i, of_steps in known:
         of_steps = of_steps[1:]
         timed = of_steps[of_steps >= 0]
@@ -286,7 +287,9 @@ def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:
         mine = steps.of(i)
         for at in record.preempted_at:
             row = mine.start + int(steps.began[mine].searchsorted(at))
-            if row < mine.stop:
+            if (
+                steps.until[mine.start - 1] <= at and row < mine.stop
+            ):  # before, it was its prompt that was put back
                 rows.append(row)
     return np.array(rows, np.int64)
 

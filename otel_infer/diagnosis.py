@@ -14,104 +14,33 @@ from typing import NamedTuple
 import numpy as np
 
 from otel_infer import facts, semconv
+from otel_infer.complaints import Finding
 from otel_infer.crowding import Crowd
 from otel_infer.records import RequestRecord
 from otel_infer.tail import (
     MS,
+    Tail,
     application_before_token,
     late_before_token,
     late_while_streaming,
+    longest_gap,
     slowest,
     spent,
+    spent_before,
+    spent_streaming,
+    streamed,
     ttft,
     typical_gap,
+    waited_for_reader,
 )
 
 FEWEST = 12
 """Requests without which nothing is said."""
 MOST_UNEXPLAINED = 0.5
-
-
-class Complaint(NamedTuple):
-    """A row of the table: how people say it, what happens, what to change first."""
-
-    said: str
-    happens: str
-    change: str
-
-
-COMPLAINTS = {
-    "before_the_engine": Complaint(
-        "slow even for tiny prompts",
-        "time goes before inference starts",
-        "look at what runs before the engine: body reads, tokenizing, look-ups; make them fewer, nearer, or concurrent",
-    ),
-    "queueing": Complaint(
-        "fine locally, bad in production",
-        "requests wait for their turn at any time of the load",
-        "limit concurrency where requests come in, give the engine a larger batch or another replica, separate traffic",
-    ),
-    "prefill": Complaint(
-        "nothing for a while, then fast",
-        "prompts are expensive",
-        "shorten or cap prompts, switch the prefix cache on, prefill in smaller batches",
-    ),
-    "stutter": Complaint(
-        "starts, then freezes or stutters",
-        "decode is interrupted",
-        "find out what stops the process: other work on its cores, a lock, a slow disk",
-    ),
-    "peak": Complaint(
-        "explodes at peak hours",
-        "for a time more is accepted than served",
-        "shed or spread load at the peak, scale up earlier, shorten the queue's limit",
-    ),
-    "big_and_small": Complaint(
-        "big customers slow down small ones",
-        "light requests wait behind heavy ones",
-        "serve heavy requests apart, or limit how many of them run at once; priorities for short ones",
-    ),
-    "batching": Complaint(
-        "cheap batch mode is fine, live is slow",
-        "batches are made large, or waited for, at the cost of each request",
-        "batch only where nobody waits: no batching delay and a smaller batch for live traffic",
-    ),
-}
-
-
-_BY_CAUSE = {
-    semconv.CAUSE_MEDIA: "have media fetched by the client or from nearby, smaller, and processed by more API servers",
-    semconv.CAUSE_GRAMMAR: "simpler schemas, and the same ones again: compiled grammars are kept; one of each before serving",
-    semconv.CAUSE_KV_TRANSFER: "a faster way for KV blocks, or compute short prompts where they arrive",
-    semconv.CAUSE_INTERFERENCE: "chunked prefill with fewer prompt tokens a step; long prompts apart",
-    semconv.CAUSE_PREEMPTION: "more KV cache, or fewer and shorter sequences at once",
-    semconv.CAUSE_GC: "gc.freeze() once the server is warm, a higher threshold, fewer objects that live long",
-    semconv.CAUSE_COMPILE: "warm up all shapes before the first request",
-    semconv.CAUSE_CAPTURE: "capture the graphs of all batch sizes before the first request",
-    semconv.CAUSE_FIRST_USE: "run a batch and a prompt of each size once, before the server says that it is ready",
-    semconv.CAUSE_THROTTLED: "raise the CPU quota of the container",
-    semconv.CAUSE_GPU_THROTTLED: "cool the GPU, and look at its power supply (nvidia-smi -q -d PERFORMANCE)",
-    semconv.CAUSE_STARVED: "more cores, or fewer threads and processes on them (OMP_NUM_THREADS, workers, neighbours)",
-    semconv.CAUSE_FAULTS: "keep freed memory: MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ at 1 GiB, or jemalloc",
-    semconv.CAUSE_BLOCKED: "find the lock: work of other threads that holds the GIL, a slow disk (py-spy dump)",
-    semconv.CAUSE_EVENT_LOOP: "take what blocks the event loop off it: `def` instead of `async def`, or asyncio.to_thread",
-}
-"""What to change first where streams are interrupted, or the first token is late, by what does it."""
-
-
-class Finding(NamedTuple):
-    """One complaint that fits. `weight`: share of its slow requests' whole time."""
-
-    complaint: str
-    cause: str
-    weight: float
-    evidence: list[str]
-
-    @property
-    def change(self) -> str:
-        """What to change first."""
-        said = COMPLAINTS[self.complaint].change
-        return _BY_CAUSE.get(self.cause, said)
+MOST_UNNAMED = 0.4
+"""Share of the slow requests' time that one cause may have without being in any row of the table."""
+FELT_MS = 100
+"""Before that nobody says that nothing happens."""
 
 
 class Diagnosis(NamedTuple):
@@ -131,13 +60,20 @@ def diagnose(records: Sequence[RequestRecord]) -> Diagnosis:
     causes = _shares(served)
     if len(served) < FEWEST:
         said = f"{len(served)} requests; at least {FEWEST} are needed"
+        if len(served) < len(records):
+            said += f" (of {len(records)}, the others failed or generate nothing)"
         return Diagnosis("insufficient", len(served), [], causes, said)
     found = [finding for rule in _RULES for finding in rule(served)]
+    found += _queue(served, [record for record in records if record.outcome == facts.ERROR])
     found.sort(key=lambda finding: -finding.weight)
     if found:
         return Diagnosis(found[0].complaint, len(served), found, causes, "")
     if slowest(served, lambda r: r.duration_ns).share(semconv.CAUSE_UNEXPLAINED) > MOST_UNEXPLAINED:
         said = "most of the slow requests' time was not seen: is the engine instrumented (otel-infer doctor)?"
+        return Diagnosis("insufficient", len(served), [], causes, said)
+    cause, share = _unnamed(served)
+    if share > MOST_UNNAMED:
+        said = f"no complaint of the table fits, but {share:.0%} of the slow requests' time is {cause}"
         return Diagnosis("insufficient", len(served), [], causes, said)
     said = "the slow requests did their own work; what else their readers felt is not in this server"
     return Diagnosis("healthy", len(served), [], causes, said)
@@ -156,6 +92,7 @@ _STALLS = (
     semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED, semconv.CAUSE_GPU_THROTTLED, semconv.CAUSE_PAUSE,
     semconv.CAUSE_UNEXPLAINED,
 )  # fmt: skip
+_OWN = (semconv.CAUSE_PREFILL, semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING)
 _COLD = (semconv.CAUSE_FIRST_USE, semconv.CAUSE_COMPILE, semconv.CAUSE_CAPTURE)
 
 
@@ -189,12 +126,15 @@ def _cold(served: list[RequestRecord]) -> list[Finding]:
 
 def _prefill(served: list[RequestRecord]) -> list[Finding]:
     """Prompts that cost more than all else before the first token; that others wait for them then follows from it."""
+    if not any(record.output_tokens for record in served):  # embeddings: the prompt is all there is to do
+        return []
     gap, usual = typical_gap(served), np.median([spent(record, semconv.CAUSE_PREFILL) for record in served])
     typical = float(np.median([spent(record, semconv.CAUSE_PREFILL) / ttft(record) for record in served]))
     tail = slowest(served, ttft, whole=ttft)
     share, each = tail.share(semconv.CAUSE_PREFILL), tail.each(semconv.CAUSE_PREFILL)
-    is_usual = typical >= 0.5 and usual / MS >= max(20, 5 * gap)
-    if not is_usual and (share < 0.5 or each < max(20, 5 * gap)):
+    felt = max(FELT_MS, 5 * gap)
+    is_usual = typical >= 0.5 and usual / MS >= felt and share >= 0.25
+    if not is_usual and (share < 0.5 or each < felt):
         return []
     followed = (semconv.CAUSE_INTERFERENCE, *_QUEUES) if is_usual else ()
     tokens = np.median([record.input_tokens for record in tail.records])
@@ -208,19 +148,34 @@ def _prefill(served: list[RequestRecord]) -> list[Finding]:
     ]
 
 
+def _others_prompts(served: list[RequestRecord]) -> list[Finding]:
+    """First tokens that are late since others' prompts are computed in the same steps."""
+    tail = slowest(served, ttft, whole=ttft, of=spent_before)
+    share, each = tail.share(semconv.CAUSE_INTERFERENCE), tail.each(semconv.CAUSE_INTERFERENCE)
+    if share < 0.5 or each < max(FELT_MS, 5 * typical_gap(served)):
+        return []
+    return [Finding("prefill", semconv.CAUSE_INTERFERENCE, tail.weight(semconv.CAUSE_INTERFERENCE), [
+        f"{share:.0%} of the time to the first token of the slowest {len(tail.records)} is the prompts of others",
+        f"{each:.0f} ms each",
+    ])]  # fmt: skip
+
+
 def _stutter(served: list[RequestRecord]) -> list[Finding]:
-    streamed = [record for record in served if record.summary.gaps >= 3]
-    if len(streamed) < FEWEST // 2:
+    some = [record for record in served if record.summary.gaps >= 3]
+    if len(some) < FEWEST // 2:
         return []
-    tail = slowest(streamed, lambda r: r.summary.gap_max, whole=lambda r: r.summary.gaps_total)
-    gap, longest = typical_gap(streamed), float(np.median([r.summary.gap_max for r in tail.records])) / MS
-    weight = min(tail.share(*_STALLS), 1.0)
-    if weight < 0.15 or longest < 4 * gap or longest < 15:
+    tail = slowest(some, longest_gap, whole=streamed, of=spent_streaming)
+    gap, longest = typical_gap(some), float(np.median([longest_gap(r) for r in tail.records])) / MS
+    parts = {cause: tail.total(cause) for cause in _STALLS}
+    parts[semconv.CAUSE_HOST] = _more_than_usual(some, tail, semconv.CAUSE_HOST)
+    total = sum(parts.values())
+    if total < 0.15 * tail.whole or longest < 4 * gap or longest < 15:
         return []
-    cause = max(_STALLS, key=tail.total)
+    cause = max(parts, key=lambda cause: parts[cause])
+    each = parts[cause] / len(tail.records) / MS
     evidence = [
         f"the longest pause between tokens of the slowest {len(tail.records)} is {longest:.0f} ms; usual is {gap:.1f} ms",
-        f"{cause}: {min(tail.share(cause), 1.0):.0%} of their streaming time, {tail.each(cause):.0f} ms each",
+        f"{cause}: {parts[cause] / tail.whole:.0%} of their streaming time, {each:.0f} ms each",
     ]
     offenders: Counter[str] = Counter()
     for offender in [r.blame.offender for r in tail.records if r.blame and r.blame.offender]:
@@ -228,18 +183,24 @@ def _stutter(served: list[RequestRecord]) -> list[Finding]:
     if cause == semconv.CAUSE_INTERFERENCE and offenders:
         worst = max(offenders, key=lambda trace: offenders[trace])
         evidence.append(f"held up most by trace {worst} ({len(offenders)} such requests)")
-    return [Finding("stutter", cause, tail.weight(*_STALLS), evidence)]
+    return [Finding("stutter", cause, total / tail.lives, evidence)]
+
+
+def _more_than_usual(some: list[RequestRecord], tail: Tail, cause: str) -> float:
+    """What these streams had of it beyond what is always a part of streaming; ns."""
+    usual = float(np.median([spent_streaming(record, cause) / max(streamed(record), 1) for record in some]))
+    return max(tail.total(cause) - usual * tail.whole, 0.0)
 
 
 def _frozen(served: list[RequestRecord]) -> list[Finding]:
     """Streams that stand still while the engine goes on, since the event loop does not send what there is."""
-    streamed = [record for record in served if record.summary.gaps >= 3]
-    if len(streamed) < FEWEST // 2:
+    some = [record for record in served if record.summary.gaps >= 3]
+    if len(some) < FEWEST // 2:
         return []
-    tail = slowest(streamed, lambda r: sum(late_while_streaming(r)), whole=lambda r: r.summary.gaps_total)
+    tail = slowest(some, lambda r: sum(late_while_streaming(r)), whole=streamed)
     late = [late_while_streaming(record) for record in tail.records]
     total, longest = sum(map(sum, late)), float(np.median([max(one, default=0) for one in late])) / MS
-    if total < 0.15 * tail.whole or longest < max(4 * typical_gap(streamed), 15):
+    if total < 0.15 * tail.whole or longest < max(4 * typical_gap(some), 15):
         return []
     return [Finding("stutter", semconv.CAUSE_EVENT_LOOP, total / tail.lives, [
         f"the event loop stood still for {longest:.0f} ms while the slowest {len(tail.records)} were streamed",
@@ -247,22 +208,19 @@ def _frozen(served: list[RequestRecord]) -> list[Finding]:
     ])]  # fmt: skip
 
 
-def _queue(served: list[RequestRecord]) -> list[Finding]:
+def _queue(served: list[RequestRecord], failed: list[RequestRecord]) -> list[Finding]:
     """Who waits for a turn: because of a peak, of heavy requests, of batches that are waited for, or always."""
     tail = slowest(served, ttft, whole=ttft)
     weight, each = tail.share(*_QUEUES), tail.each(*_QUEUES)
     if weight < 0.4 or each < 20 or each < 3 * typical_gap(served):
         return []
     cause, weighs = max(_QUEUES, key=tail.total), tail.weight(*_QUEUES)
-    crowd = Crowd(served)
+    crowd = Crowd(served, failed)
     said = f"{weight:.0%} of the time to the first token of the slowest {len(tail.records)} is queue, {each:.0f} ms each"
     idle, heavy, peak = crowd.idle_share(), crowd.behind_heavy(), crowd.peak()
     if idle > 0.5:
-        return [
-            Finding(
-                "batching", cause, weight, [said, f"{idle:.0%} of the waiting while no request was running"]
-            )
-        ]
+        waited = f"{idle:.0%} of the waiting while no request was running"
+        return [Finding("batching", cause, weighs, [said, waited])]
     if heavy is not None:
         return [Finding("big_and_small", cause, weighs, [said, heavy])]
     if peak is not None:
@@ -271,7 +229,7 @@ def _queue(served: list[RequestRecord]) -> list[Finding]:
 
 
 def _batching(served: list[RequestRecord]) -> list[Finding]:
-    tail = slowest(served, lambda r: r.summary.gaps_total, whole=lambda r: r.summary.gaps_total)
+    tail = slowest(served, streamed, whole=streamed, of=spent_streaming)
     weight, own = tail.share(semconv.CAUSE_BATCHING), tail.share(semconv.CAUSE_DECODE)
     if weight < 0.5 or weight < 2 * own:
         return []
@@ -283,8 +241,18 @@ def _batching(served: list[RequestRecord]) -> list[Finding]:
 
 
 _RULES: tuple[Callable[[list[RequestRecord]], list[Finding]], ...] = (
-    _before, _prefill, _stutter, _frozen, _queue, _batching, _cold,
+    _before, _prefill, _others_prompts, _stutter, _frozen, _batching, _cold,
 )  # fmt: skip
+
+
+def _unnamed(served: list[RequestRecord]) -> tuple[str, float]:
+    """What of the slow requests' time is neither their own work nor their readers', the largest part of it."""
+    tail = slowest(served, lambda r: r.duration_ns)
+    parts = {cause: tail.share(cause) for cause in semconv.CAUSES if cause not in _OWN}
+    readers = sum(map(waited_for_reader, tail.records))
+    parts[semconv.CAUSE_EGRESS] -= min(parts[semconv.CAUSE_EGRESS], readers / tail.lives)
+    cause = max(parts, key=lambda cause: parts[cause])
+    return cause, parts[cause]
 
 
 def _shares(served: list[RequestRecord]) -> dict[str, float]:

@@ -41,7 +41,8 @@ class Learned:
         if last >= self._fit_due:
             table = self._table.latest(FIT_OVER)
             held = sum(self.strain.counted(np.maximum(table[1, 1:], table[2, :-1]), table[2, 1:]))
-            self._costs = of_steps(table, held)
+            # Where each step has prompts, what those without one cost before is the best that is known.
+            self._costs = of_steps(table, held) or self._costs
             self.firsts.learn(table, self._costs)
             self._fit_due = last + min(last, FIT_EVERY)
         return self._costs

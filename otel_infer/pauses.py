@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING
 
-from otel_infer import facts
+from otel_infer import facts, semconv
 from otel_infer.records import Mark, Pause
 
 if TYPE_CHECKING:
@@ -76,7 +76,10 @@ class Pauses:
         self._works_for.pop(ring, None)
 
     def _pauses_of(self, request: Request) -> tuple[Pause, ...]:
-        """Its own process, but for the time in which it was elsewhere; there, that process and its workers."""
+        """Its own process, but for the time in which it was elsewhere; there, that process and its workers.
+
+        Its own event loop all the time: that brings its reader what comes from elsewhere.
+        """
         begin, end = request.arrived_at, request.ended_at
         if not request.parts or request.submitted is None:
             return tuple(self._between(request.ring, begin, end))
@@ -87,6 +90,10 @@ class Pauses:
             Pause(max(pause.started_at, since), min(pause.ended_at, until), pause.cause)
             for ring, since, until in stays
             for pause in self._between(ring, since, until)
+            if ring != request.ring or pause.cause not in semconv.LOOP_CAUSES
+        ]
+        found += [
+            pause for pause in self._between(request.ring, begin, end) if pause.cause in semconv.LOOP_CAUSES
         ]
         return tuple(sorted(found, key=lambda pause: pause.ended_at))
 

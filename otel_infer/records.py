@@ -5,8 +5,9 @@ Long: a word for each thing that is concluded, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from otel_infer import callers
@@ -35,7 +36,7 @@ class UserEvent(NamedTuple):
 
 
 class PrefillStep(NamedTuple):
-    """One chunk of a prompt."""
+    """One chunk of a prompt. `behind_until`: when the step before it was done, and `behind_prompts`: the prompt tokens in that one."""
 
     step: int
     started_at: int
@@ -43,6 +44,8 @@ class PrefillStep(NamedTuple):
     tokens: int
     batch_size: int
     others_prefill_tokens: int = 0
+    behind_until: int = 0
+    behind_prompts: int = 0
 
 
 class Prefiller(NamedTuple):
@@ -66,12 +69,14 @@ class Offender(NamedTuple):
 class Blame(NamedTuple):
     """Where the time of a request went: ns by cause (none of them 0), and who interfered most.
 
-    `classes`: the interference by class of those who caused it; they sum to it.
+    `classes`: the interference by class of those who caused it; they sum to it. `streaming`: what of the causes was between its
+    first token and its last.
     """
 
-    causes: dict[str, int]
+    causes: Mapping[str, int]
     offender: Offender | None
     classes: tuple[tuple[str, int], ...] = ()
+    streaming: Mapping[str, int] = MappingProxyType({})
 
     @property
     def top(self) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from otel_infer import semconv
+from otel_infer import facts, semconv
 from otel_infer.intervals import take_out
 from otel_infer.records import Pause, RequestRecord
 
@@ -19,10 +19,11 @@ _SERVERS = (*semconv.STAGES, *semconv.STAGES_INSIDE)
 
 
 class Tail(NamedTuple):
-    """Requests that stand for what people complain about, and what their time is compared with."""
+    """Requests that stand for what people complain about, what their time is compared with, and what counts of their blame."""
 
     records: list[RequestRecord]
     whole: float
+    of: Callable[..., int]
 
     def share(self, *causes: str) -> float:
         """Of that part of their lives that the complaint is about."""
@@ -39,7 +40,7 @@ class Tail(NamedTuple):
 
     def total(self, *causes: str) -> float:
         """ns of all of them."""
-        return float(sum(spent(record, *causes) for record in self.records))
+        return float(sum(self.of(record, *causes) for record in self.records))
 
     def each(self, *causes: str) -> float:
         """ms for one of them, on average."""
@@ -50,16 +51,51 @@ def slowest(
     served: list[RequestRecord],
     key: Callable[[RequestRecord], int],
     whole: Callable[[RequestRecord], int] = lambda r: r.duration_ns,
+    of: Callable[..., int] | None = None,
 ) -> Tail:
     """The slowest tenth, three at least."""
     many = max(round(len(served) * TAIL), 3)
     records = sorted(served, key=key)[-many:]
-    return Tail(records, float(sum(map(whole, records))))
+    return Tail(records, float(sum(map(whole, records))), of or spent)
 
 
 def spent(record: RequestRecord, *causes: str) -> int:
     """ns that its blame gives to these."""
     return sum(record.blame.causes.get(cause, 0) for cause in causes) if record.blame is not None else 0
+
+
+def spent_streaming(record: RequestRecord, *causes: str) -> int:
+    """ns that its blame gives to these between its first token and its last."""
+    return sum(record.blame.streaming.get(cause, 0) for cause in causes) if record.blame is not None else 0
+
+
+def spent_before(record: RequestRecord, *causes: str) -> int:
+    """The rest of them, ns."""
+    return spent(record, *causes) - spent_streaming(record, *causes)
+
+
+def streamed(record: RequestRecord) -> int:
+    """From its first token to its last, or to when it was given up in the middle; ns."""
+    return record.summary.gaps_total + _left_waiting(record)
+
+
+def longest_gap(record: RequestRecord) -> int:
+    """Between two tokens, or from the last one to when it was given up; ns."""
+    return max(record.summary.gap_max, _left_waiting(record))
+
+
+def waited_for_reader(record: RequestRecord) -> int:
+    """How long sending stood still since its reader did not take what there was, after the last token; ns."""
+    stage = record.stage(semconv.SPAN_POSTPROCESS)
+    said = stage.attributes.get(semconv.SEND_WAIT, 0.0) if stage is not None else 0.0
+    return int(float(said) * 1e9) if isinstance(said, (int, float)) else 0
+
+
+def _left_waiting(record: RequestRecord) -> int:
+    """How long nothing had come when a stream was given up; ns."""
+    if record.outcome == facts.OK or record.died_in != semconv.SPAN_DECODE or not record.last_token_at:
+        return 0
+    return max(record.ended_at - record.last_token_at, 0)
 
 
 def ttft(record: RequestRecord) -> int:

@@ -99,7 +99,8 @@ def _inferences(path: Path) -> list[RequestRecord]:
 
 
 def _all(records: list[RequestRecord], worst: int, as_json: bool, felt: Outside | None = None) -> int:
-    from otel_infer.diagnosis import COMPLAINTS, diagnose
+    from otel_infer.complaints import COMPLAINTS
+    from otel_infer.diagnosis import diagnose
 
     diagnosis = diagnose(records)
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]

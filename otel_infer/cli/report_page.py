@@ -29,7 +29,8 @@ from otel_infer.cli.report_words import (
     swatch,
     table,
 )
-from otel_infer.diagnosis import COMPLAINTS, Diagnosis
+from otel_infer.complaints import COMPLAINTS
+from otel_infer.diagnosis import Diagnosis
 from otel_infer.sinks.console import milliseconds
 from otel_infer.version import VERSION
 

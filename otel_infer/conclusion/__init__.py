@@ -166,7 +166,13 @@ def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) ->
                 record.later_prompts[step] = tokens
             if started_at < ended_at <= until:
                 others = max(log.table.prefill_tokens(step) - tokens, 0)
-                record.prefill_steps.append(PrefillStep(step, started_at, ended_at, tokens, size, others))
+                chunk = PrefillStep(step, started_at, ended_at, tokens, size, others)
+                behind_until = min(log.table.ended_at(step - 1), ended_at)
+                if behind_until > started_at:  # two were in flight
+                    chunk = chunk._replace(
+                        behind_until=behind_until, behind_prompts=log.table.prefill_tokens(step - 1)
+                    )
+                record.prefill_steps.append(chunk)
     record.prefill_steps.sort(key=attrgetter("started_at"))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from otel_infer import tape
 from otel_infer.cli import report
-from otel_infer.diagnosis import COMPLAINTS
+from otel_infer.complaints import COMPLAINTS
 from tests.breach import OBJECTIVES, Breach, breached
 from tests.browser import CHROMIUM, WHY_NONE, dumped, without_a_network
 from tests.pages import Page

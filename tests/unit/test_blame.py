@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,8 +13,9 @@ from otel_infer import blame, facts, semconv
 from otel_infer.assembler import Assembler
 from otel_infer.records import RequestRecord
 from otel_infer.stepcosts import StepCosts
+from otel_infer.strain import Strain
 from tests.simulator import Simulator, Tick, ticks
-from tests.story import LATER, Story, Who, exported, ids, ns
+from tests.story import LATER, MS, Story, Who, exported, ids, ns
 from tests.unit.test_assembler import ENGINES, anything, plausible
 
 
@@ -55,6 +57,8 @@ def test_the_causes_sum_to_the_duration_whatever_is_told(said: list[facts.RingFa
         assert sum(by_class) == record.blame.causes.get("interference", 0)
         assert all(length > 0 for length in by_class)
         assert all(length > 0 for length in record.blame.causes.values())
+        streaming = record.blame.streaming
+        assert all(0 <= streaming[cause] <= record.blame.causes.get(cause, 0) for cause in streaming)
 
 
 @settings(max_examples=60, deadline=None)
@@ -526,6 +530,74 @@ def test_what_is_known_by_steps_of_one_engine_is_not_looked_up_in_another() -> N
     assert sum(record.blame.causes.values()) == record.duration_ns
 
 
+def test_a_prompt_that_is_put_back_waits_for_room_and_computes_again_what_it_had() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, b = story.arrives(at, "a"), story.arrives(at, "b")
+    story.submitted(at, a, input_tokens=80)
+    story.step(at, at + 10, [b, a], {b: 1, a: 40}, delivered={a: 0})
+    story.preempted(at + 12, a, "recompute")
+    for i in range(1, 9):
+        story.step(at + 10 * i, at + 10 * i + 10, [b])
+    story.step(at + 90, at + 170, [b, a], {a: 80})
+    story.step(at + 170, at + 180, [b, a])
+    story.ends(at + 180, a)
+    said = of(story, a)
+    assert said["preemption"] == pytest.approx(80 + 40, abs=1)
+    assert said["prefill"] == pytest.approx(10 + 40, abs=1)
+    assert said["decode"] == 10
+    assert said.get("interference", 0) < 1
+
+
+# ── two in flight ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prompt_behind_anothers_in_the_step_before_is_not_slow_itself() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, b = story.arrives(at, "a"), story.arrives(at, "b")
+    for who in (a, b):
+        story.submitted(at, who)
+    others = story.scheduled(at, [b], {b: 4000})
+    own = story.scheduled(at + 2, [b, a], {a: 50})
+    story.done(at + 400, others)
+    story.done(at + 420, own)
+    story.ends(at + 420, a)
+    story.ends(at + 420, b)
+    assert of(story, a) == {"scheduler_queue": 2, "interference": 398, "prefill": 20}
+    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
+    assert record.blame is not None and record.blame.offender is not None
+    assert (record.blame.offender.span_id, record.blame.offender.length) == (ids("b")[1], 398 * MS)
+
+
+def test_a_prompt_behind_a_step_without_prompts_waits_for_the_batch() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, b = story.arrives(at, "a"), story.arrives(at, "b")
+    story.step(at, at + 10, [b], {b: 4})
+    without = story.scheduled(at + 10, [b])
+    own = story.scheduled(at + 12, [b, a], {a: 50})
+    story.done(at + 20, without)
+    story.done(at + 40, own)
+    story.ends(at + 40, a)
+    assert of(story, a) == {"ingress": 12, "batching": 8, "prefill": 20}
+
+
+def test_who_shares_a_chunk_with_a_few_tokens_is_not_named_for_the_chunk() -> None:
+    story = Story()
+    at = warmed_up(story)
+    victim, small, large = (story.arrives(at, name) for name in ("victim", "small", "large"))
+    story.step(at, at + 400, [victim, small], {victim: 3900, small: 100})
+    story.step(at + 400, at + 410, [victim, small])
+    story.step(at + 410, at + 540, [victim, small, large], {large: 1200})
+    for who in (victim, small, large):
+        story.ends(at + 540, who)
+    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("victim")[1]]
+    assert record.blame is not None and record.blame.offender is not None
+    assert record.blame.offender.span_id == ids("large")[1]
+    assert record.blame.causes["interference"] == (10 + 120) * MS
+
+
 # ── for once ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -617,6 +689,73 @@ def test_a_capture_inside_a_compilation_is_told_of_as_a_capture() -> None:
     story.paused(at + 32, at + 52, "capture")
     story.ends(at + 70, a)
     assert of(story, a) == {"prefill": 10, "decode": 10, "compile": 30, "capture": 20}
+
+
+def test_what_was_while_streaming_is_known_apart_from_what_was_before() -> None:
+    story, _, _ = held_up(prompt=4000)
+    arrived = 400
+    story.paused(arrived + 2, arrived + 6)
+    story.paused(arrived + 12, arrived + 17)
+    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("victim")[1]]
+    assert record.blame is not None
+    assert record.blame.causes["gc"] == (4 + 5) * MS
+    streaming = {cause: length for cause, length in record.blame.streaming.items() if length}
+    assert streaming == {"gc": 5 * MS, "decode": 25 * MS, "interference": 80 * MS}
+
+
+def test_a_quota_that_was_used_up_outside_of_the_engines_steps_is_to_blame_there_too() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.stage("tokenize", at, at + 400, a)
+    story.submitted(at + 400, a)
+    story.step(at + 500, at + 510, [a], {a: 4})
+    story.step(at + 510, at + 520, [a])
+    story.paused(at + 50, at + 370, "throttled")
+    story.paused(at + 410, at + 490, "throttled")
+    story.ends(at + 520, a)
+    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
+    record.strain = Strain()  # the kernel tells of the engine's thread
+    blame.assign([record])
+    assert record.blame is not None
+    assert {cause: length / 1e6 for cause, length in record.blame.causes.items()} == {
+        "tokenize": 80,
+        "throttled": 400,
+        "scheduler_queue": 20,
+        "prefill": 10,
+        "decode": 10,
+    }
+
+
+def blocked(story: Story, device: tuple[float, float] | None) -> dict[str, float]:
+    """A step of 80 ms where 10 are usual, in which its thread slept; the device was at it as told."""
+    at = warmed_up(story)
+    a = story.arrives(at, http=False)
+    story.step(at, at + 10, [a])
+    story.step(at + 10, at + 20, [a])
+    step = story.step(at + 20, at + 100, [a])
+    if device is not None:
+        story.timed(step, at + device[0], at + device[1])
+    story.step(at + 100, at + 110, [a])
+    story.ends(at + 110, a)
+    record = story.record(a)
+    strain = Strain()
+    strain.look(facts.ThreadSeen(ns(at + 100), ns(at + 20), 10 * MS, 0, 0, 0))
+    assert record.steps is not None and record.costs is not None
+    table = np.array([[1, 2], [ns(at), ns(at + 20)], [ns(at + 20), ns(at + 100)], [1, 1], [1, 1], [0, 0]])
+    strain.settle(table, record.costs, final=True)
+    record.strain, record.throttled_at = strain, ((ns(at + 20), ns(at + 100)),)
+    blame.assign([record])
+    assert record.blame is not None
+    return {cause: length / 1e6 for cause, length in record.blame.causes.items() if cause not in _ITS_OWN}
+
+
+_ITS_OWN = ("prefill", "decode")
+
+
+def test_a_thread_that_waits_for_a_device_at_work_is_not_kept_by_a_lock() -> None:
+    assert blocked(Story(), device=None) == {"blocked": 70}
+    assert blocked(Story(), device=(21, 100)) == {"blocked": 1, "gpu_throttled": 69, "host_bubble": 2}
 
 
 # ── what stops the event loop alone ──────────────────────────────────────────────────────────────────────────────
@@ -727,3 +866,13 @@ def test_one_that_is_aborted_while_it_waits_waited() -> None:
     story.submitted(5, a)
     story.aborts(500, a)
     assert of(story, a) == {"ingress": 5, "scheduler_queue": 495}
+
+
+def test_a_stream_that_is_given_up_while_the_engine_hangs_did_not_do_its_own_work() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.step(at, at + 10, [a], {a: 4})
+    story.step(at + 10, at + 20, [a])
+    story.aborts(at + 20 + 6000, a)
+    assert of(story, a) == {"prefill": 10, "decode": 20, "unexplained": 5990}

@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from otel_infer.diagnosis import COMPLAINTS, diagnose
-from otel_infer.records import Offender, Stage
-from tests.served_load import Asked, Served
+from otel_infer import facts
+from otel_infer.complaints import COMPLAINTS
+from otel_infer.diagnosis import diagnose
+from otel_infer.records import Blame, Offender, RequestRecord, Stage
+from otel_infer.semconv import SEND_WAIT
+from otel_infer.steprows import NO_STEPS
+from tests.served_load import MS, Asked, Served
 
 Draw = random.Random
 
@@ -218,3 +222,135 @@ def test_the_first_requests_of_a_server_that_is_cold_are_told_to_be() -> None:
     finding, *_ = diagnose(served.records(asked)).findings
     assert (finding.complaint, finding.cause) == ("prefill", "first_use")
     assert finding.change.startswith("run a batch and a prompt of each size once")
+
+
+# ── what is told from what it looks like ─────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prompt_that_takes_less_than_anybody_feels_is_no_complaint() -> None:
+    served = Served(base=7, prompt_token=0.033)
+    asked = [Asked(at * 2500.0, 1500, 200) for at in range(40)]
+    assert diagnose(served.records(asked)).verdict == "healthy"
+
+
+def test_a_burst_on_a_server_of_ordinary_prompts_is_a_peak_and_not_the_prompts_fault() -> None:
+    draw = random.Random(5)
+    served = Served(max_batch=4, prompt_token=0.05, noise=0.01)
+    asked = [Asked(at * 700.0 + draw.uniform(0, 200), 3000, 12) for at in range(100)]
+    asked += [Asked(asked[50].at + draw.uniform(0, 300), 3000, 12) for _ in range(20)]
+    assert diagnose(served.records(asked)).verdict == "peak"
+
+
+def embedded(records: list[RequestRecord]) -> list[RequestRecord]:
+    """The same, had they been embeddings: a prompt, and no token."""
+    for record in records:
+        record.output_tokens, record.first_token_at, record.steps, record.summary = 0, 0, None, NO_STEPS
+        record.blame = Blame({"prefill": record.duration_ns}, None)
+    return records
+
+
+def test_embeddings_do_nothing_but_their_prompt() -> None:
+    served, asked = healthy(random.Random(3))
+    assert diagnose(embedded(served.records(asked))).verdict == "healthy"
+
+
+def test_time_that_no_row_of_the_table_knows_is_not_called_their_own_work() -> None:
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    for record in records:
+        host = record.duration_ns * 6 // 10
+        record.blame = Blame({"host_bubble": host, "decode": record.duration_ns - host}, None)
+    diagnosis = diagnose(records)
+    assert (diagnosis.verdict, diagnosis.note) == (
+        "insufficient",
+        "no complaint of the table fits, but 60% of the slow requests' time is host_bubble",
+    )
+
+
+def test_readers_that_are_slow_at_the_end_are_not_the_servers_fault() -> None:
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    for record in records:
+        sending = 3 * record.duration_ns
+        record.stages = [stage for stage in record.stages if stage.name != "postprocess"]
+        record.stages.append(
+            Stage("postprocess", record.ended_at, record.ended_at + sending, {SEND_WAIT: sending / 1e9})
+        )
+        record.ended_at += sending
+        assert record.blame is not None
+        record.blame = record.blame._replace(causes={**record.blame.causes, "egress": sending})
+    assert diagnose(records).verdict == "healthy"
+
+
+def test_what_was_before_the_first_token_is_no_stutter() -> None:
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    for record in records[::5]:
+        assert record.blame is not None and record.first_token_at
+        late = 1_200 * MS
+        record.arrived_at -= late
+        causes = {**record.blame.causes, "interference": record.blame.causes.get("interference", 0) + late}
+        record.blame = record.blame._replace(causes=causes)
+    finding, *others = diagnose(records).findings
+    assert (finding.complaint, finding.cause) == ("prefill", "interference")
+    assert finding.change.startswith("long prompts apart")
+    assert not others
+
+
+def test_streams_that_are_given_up_while_the_engine_hangs_froze() -> None:
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    for record in records[20:30]:
+        hung = 20_000 * MS
+        record.outcome, record.error_type = facts.ABORTED, "client_disconnect"
+        record.died_in, record.ended_at = "decode", record.last_token_at + hung
+        assert record.blame is not None
+        record.blame = record.blame._replace(
+            causes={**record.blame.causes, "unexplained": hung}, streaming={"unexplained": hung}
+        )
+    finding, *_ = diagnose(records).findings
+    assert (finding.complaint, finding.cause) == ("stutter", "unexplained")
+    assert "is 20000 ms" in finding.evidence[0]
+
+
+def test_requests_that_never_had_their_turn_do_not_say_that_nothing_ran() -> None:
+    """Four places are held by answers that are not over yet: of them there is no record."""
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    for record in records[-20:]:
+        record.stages = [Stage("queue", record.arrived_at, record.arrived_at + 20_000 * MS, {})]
+        record.ended_at, record.outcome, record.died_in = record.stages[0].ended_at, facts.ABORTED, "queue"
+        record.first_token_at, record.steps, record.summary = 0, None, NO_STEPS
+        record.blame = Blame({"scheduler_queue": record.duration_ns}, None)
+    finding, *_ = diagnose(records).findings
+    assert finding.cause == "scheduler_queue"
+    assert finding.complaint != "batching"
+
+
+def test_requests_that_failed_were_running_too() -> None:
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    heavy, crowd = records[-1], records[:12]
+    begin = max(record.ended_at for record in records)
+    until = begin + 5_000 * MS
+    for record in crowd:
+        record.stages = [
+            Stage("queue", begin, until, {}),
+            Stage("prefill", until, until + 10 * MS, {}),
+        ]
+        record.arrived_at, record.first_token_at, record.ended_at = begin, until + 10 * MS, until + 10 * MS
+        record.blame = Blame({"scheduler_queue": until - begin, "prefill": 10 * MS}, None)
+    assert diagnose(records).verdict == "batching"
+    heavy.outcome, heavy.error_type = facts.ERROR, "timeout"
+    heavy.stages = [Stage("decode", begin, until, {})]
+    assert "batching" not in [finding.complaint for finding in diagnose(records).findings]
+
+
+def test_a_few_heavy_requests_that_are_always_there_are_not_why_others_wait() -> None:
+    draw = random.Random(4)
+    served = Served(max_batch=16, noise=0.01)
+    asked = [Asked(at * 21.0, 32, draw.randint(28, 36)) for at in range(1000)]
+    for one in asked[::33]:
+        one.tokens = 240
+    finding, *_ = diagnose(served.records(asked)).findings
+    assert finding.complaint == "queueing"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from otel_infer import facts
-from otel_infer.learned import FIT_EVERY, FIT_FIRST, Learned
+from otel_infer.learned import FIT_EVERY, FIT_FIRST, FIT_OVER, Learned
 from otel_infer.steptable import StepTable
 
 MS = 1_000_000
@@ -42,6 +42,19 @@ def test_what_a_step_costs_is_known_after_some_and_estimated_anew_now_and_then()
     assert learned.costs() is costs
     go_on(table, learned, FIT_EVERY)
     assert learned.costs() is not costs
+
+
+def test_what_steps_without_prompts_cost_is_remembered_while_there_are_none() -> None:
+    table, learned = engine(FIT_FIRST)
+    costs = learned.costs()
+    assert costs is not None
+    for step in range(table.last + 1, table.last + 1 + FIT_OVER + FIT_EVERY):
+        prompts = [(0, 500)]
+        table.begin(facts.StepScheduled(step * LENGTH, step, False, 4, [], [], prompts, 0, 0, 4, 0), 500)
+        table.end(step, step * LENGTH + LENGTH)
+        learned.done(step * LENGTH + LENGTH)
+        learned.costs()
+    assert learned.costs() == costs
 
 
 def test_while_nothing_new_is_learned_all_requests_share_what_is_known() -> None:

@@ -116,6 +116,16 @@ def test_a_pause_counts_where_the_request_was(story: Story) -> None:
     assert pauses == [(1, 3), (3, 4), (5, 8), (31, 33)]
 
 
+def test_the_event_loop_that_brings_the_answer_counts_all_the_time(story: Story) -> None:
+    told(story)
+    story.paused(1, 3, cause="event_loop")
+    story.paused(12, 28, cause="event_loop")
+    story.paused(12, 20)
+    record = story.record()
+    assert [(ms(one.started_at), ms(one.ended_at)) for one in record.loop_pauses] == [(1, 3), (12, 28)]
+    assert record.pauses == ()
+
+
 def test_a_pause_of_a_worker_holds_up_who_is_in_the_engine_that_waits_for_it(story: Story) -> None:
     """Whichever of the two processes is seen first; another engine's worker holds up nobody here."""
     worker, other = 3, 4

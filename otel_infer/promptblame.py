@@ -1,0 +1,107 @@
+"""The prompt of a request by cause, from its first chunk to its first token. Pure; `blame` says what the causes mean."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from otel_infer import semconv
+from otel_infer.decodeblame import MOST_INTERFERED, NOTHING, StepsBlame, placed
+from otel_infer.intervals import take_out
+from otel_infer.records import Pause, PrefillStep, RequestRecord
+
+Causes = dict[str, int]
+_HELD = (semconv.CAUSE_STARVED, semconv.CAUSE_FAULTS)
+
+
+def divided(record: RequestRecord) -> StepsBlame:
+    """The chunks of its prompt: shared with others' prompts by tokens; between them, others ran or the host was busy."""
+    if not record.prefill_steps:
+        return NOTHING
+    parts: Causes = defaultdict(int)
+    interfered: list[tuple[int, int]] = []
+    again, before = 0, None
+    for chunk in record.prefill_steps:
+        again += _put_back(record, chunk, before)
+        began = _waited(record, chunk, before, parts, interfered)
+        length = _unusual(record, chunk, began, parts)
+        per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
+        mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
+        others, repeated = chunk.others_prefill_tokens, min(again, chunk.tokens)
+        theirs = (length - mates) * others // max(chunk.tokens + others, 1)
+        lost = (length - mates - theirs) * repeated // max(chunk.tokens, 1)
+        again -= repeated
+        parts[semconv.CAUSE_BATCHING] += mates
+        parts[semconv.CAUSE_INTERFERENCE] += theirs
+        parts[semconv.CAUSE_PREEMPTION] += lost
+        parts[semconv.CAUSE_PREFILL] += length - mates - theirs - lost
+        interfered.append((chunk.step, theirs))
+        before = chunk
+    return StepsBlame(parts, interfered)
+
+
+def _put_back(record: RequestRecord, chunk: PrefillStep, before: PrefillStep | None) -> int:
+    """Tokens that are computed again from this chunk on, since it was put back after the one before."""
+    if before is None or not _preempted(record, before, chunk):
+        return 0
+    tokens = sum([one.tokens for one in record.prefill_steps])
+    done = sum([one.tokens for one in record.prefill_steps if one.step <= before.step])
+    return min(done, max(tokens - record.input_tokens, 0)) if record.input_tokens else done
+
+
+def _preempted(record: RequestRecord, before: PrefillStep, chunk: PrefillStep) -> bool:
+    return any(before.started_at <= at <= chunk.started_at for at in record.preempted_at)
+
+
+def _waited(
+    record: RequestRecord,
+    chunk: PrefillStep,
+    before: PrefillStep | None,
+    parts: Causes,
+    interfered: list[tuple[int, int]],
+) -> int:
+    """Gives away the time before a chunk; when its own began, which is when the step before it was done."""
+    since = chunk.started_at if before is None else before.ended_at
+    began = max(chunk.started_at, chunk.behind_until, since)
+    length = unpaused(placed(record), since, began)
+    if not length:
+        return began
+    if before is not None and _preempted(record, before, chunk):
+        cause = semconv.CAUSE_PREEMPTION
+    elif before is not None and chunk.step - before.step == 1:
+        cause = semconv.CAUSE_HOST
+    elif before is None and not chunk.behind_prompts:
+        cause = semconv.CAUSE_BATCHING
+    else:
+        cause = semconv.CAUSE_INTERFERENCE
+        first = chunk.step - 1 if before is None else before.step + 1
+        steps = range(first, chunk.step)[:MOST_INTERFERED]
+        interfered += [(step, length // len(steps)) for step in steps]
+    parts[cause] += length
+    return began
+
+
+def _unusual(record: RequestRecord, chunk: PrefillStep, began: int, parts: Causes) -> int:
+    """Gives away what of a chunk has a reason of its own; the length of the rest, ns."""
+    length = unpaused(placed(record), began, chunk.ended_at)
+    if record.first_use is not None:
+        tokens = chunk.tokens + chunk.others_prefill_tokens
+        first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
+        parts[semconv.CAUSE_FIRST_USE] += first
+        length -= first
+    if record.strain is not None:
+        for cause, held in zip(_HELD, record.strain.held(began, chunk.ended_at)):
+            held = min(held, length)
+            parts[cause] += held
+            length -= held
+    return length
+
+
+def unpaused(pauses: Sequence[Pause], begin: int, end: int) -> int:
+    """How much of an interval was none of these; ns."""
+    if not pauses:
+        return max(end - begin, 0)
+    free = [(begin, end)] if begin < end else []
+    for pause in pauses:
+        free, _ = take_out(free, pause.started_at, pause.ended_at)
+    return sum(until - since for since, until in free)
