@@ -72,45 +72,57 @@ def _together(records: Sequence[RequestRecord]) -> Iterator[Sequence[RequestReco
             begin, steps = end, 0
 
 
+class _Account:
+    """The time of a request while it is given away: what is free, what each cause has, and what of that was while streaming."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.free: Free = [(record.arrived_at, record.ended_at)]
+        self.causes: Causes = defaultdict(int)
+        self.streaming: Causes = defaultdict(int)
+
+    def take(self, begin: int, end: int) -> int:
+        """What of this interval is free, which it is no more; ns."""
+        self.free, taken = take_out(self.free, begin, end)
+        return taken
+
+    def give(self, begin: int, end: int, cause: str) -> None:
+        """The same, to a cause."""
+        self.causes[cause] += self.take(begin, end)
+
+
 def _blame(record: RequestRecord, decode: StepsBlame, crowds: dict[tuple[Any, int], _Crowd]) -> Blame:
-    causes: Causes = defaultdict(int)
-    streaming: Causes = defaultdict(int)
-    free = _paused(record, causes, streaming)
-    prompt = promptblame.divided(record)
+    account, prompt = _Account(record), promptblame.divided(record)
+    if record.pauses:
+        _paused(account, record)
     for stage in sorted(record.stages, key=_turn):
-        free = _staged(record, prompt, decode, stage, free, causes, streaming)
-    _throttled(record, causes, streaming)
+        _staged(account, record, stage, prompt, decode)
+    _throttled(account, record)
     if record.loop_pauses:
-        free, late = _loop_late(record, free, record.arrived_at, record.ended_at)
-        causes[semconv.CAUSE_EVENT_LOOP] += late
-    causes[semconv.CAUSE_UNEXPLAINED] += sum([end - begin for begin, end in free])
-    known = {cause: length for cause, length in causes.items() if length}
+        _loop_late(account, record, record.arrived_at, record.ended_at)
+    account.causes[semconv.CAUSE_UNEXPLAINED] += sum([end - begin for begin, end in account.free])
+    known = {cause: length for cause, length in account.causes.items() if length}
     interference = known.get(semconv.CAUSE_INTERFERENCE, 0)
     if not interference:
-        return Blame(known, None, streaming=streaming)
+        return Blame(known, None, streaming=account.streaming)
     offenders = _offenders(record, [*prompt.interfered, *decode.interfered], crowds)
     by_class = _by_class(offenders, interference)
-    return Blame(known, _worst(record, offenders, interference), by_class, streaming)
+    return Blame(known, _worst(record, offenders, interference), by_class, account.streaming)
 
 
-def _paused(record: RequestRecord, causes: Causes, streaming: Causes) -> Free:
-    """What is free after the pauses were given away."""
-    free = [(record.arrived_at, record.ended_at)]
-    if not record.pauses:
-        return free
+def _paused(account: _Account, record: RequestRecord) -> None:
     decode = record.stage(semconv.SPAN_DECODE)
     for pause in sorted(decodeblame.placed(record), key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED):
         cause = pause.cause if pause.cause in semconv.PAUSE_CAUSES else semconv.CAUSE_PAUSE
         if decode is not None:
             begin, end = max(pause.started_at, decode.started_at), min(pause.ended_at, decode.ended_at)
-            streaming[cause] += take_out(free, begin, end)[1]
-        free, taken = take_out(free, pause.started_at, pause.ended_at)
-        causes[cause] += taken
-    return _throttled_elsewhere(record, free, causes) if record.strain is not None else free
+            account.streaming[cause] += take_out(account.free, begin, end)[1]
+        account.give(pause.started_at, pause.ended_at, cause)
+    if record.strain is not None:
+        _throttled_elsewhere(account, record)
 
 
-def _throttled_elsewhere(record: RequestRecord, free: Free, causes: Causes) -> Free:
-    """What is free after it was throttled outside of the engine's steps, of which the kernel tells nothing."""
+def _throttled_elsewhere(account: _Account, record: RequestRecord) -> None:
+    """Outside of the engine's steps the kernel tells nothing of what its thread suffered."""
     outside = [(record.arrived_at, record.ended_at)]
     for stage in record.stages:
         if stage.name in _BY_ENGINE:
@@ -118,9 +130,7 @@ def _throttled_elsewhere(record: RequestRecord, free: Free, causes: Causes) -> F
     for pause in record.pauses:
         if pause.cause == semconv.CAUSE_THROTTLED:
             for since, until in outside:
-                free, taken = take_out(free, max(pause.started_at, since), min(pause.ended_at, until))
-                causes[semconv.CAUSE_THROTTLED] += taken
-    return free
+                account.give(max(pause.started_at, since), min(pause.ended_at, until), pause.cause)
 
 
 def _turn(stage: Stage) -> tuple[int, int]:
@@ -130,28 +140,19 @@ def _turn(stage: Stage) -> tuple[int, int]:
 
 
 def _staged(
-    record: RequestRecord,
-    prompt: StepsBlame,
-    decode: StepsBlame,
-    stage: Stage,
-    free: Free,
-    causes: Causes,
-    streaming: Causes,
-) -> Free:
-    """What is free after this stage was given away."""
+    account: _Account, record: RequestRecord, stage: Stage, prompt: StepsBlame, decode: StepsBlame
+) -> None:
     name, began, ended, _ = stage
     if record.loop_pauses and name not in _OFF_LOOP:
-        free, late = _loop_late(record, free, began, ended)
-        causes[semconv.CAUSE_EVENT_LOOP] += late
+        _loop_late(account, record, began, ended)
     if name == semconv.SPAN_QUEUE and began < record.received_at < ended:
-        free, taken = take_out(free, began, record.received_at)
-        causes[semconv.CAUSE_HIDDEN_QUEUE] += taken
-    free, taken = take_out(free, began, ended)
+        account.give(began, record.received_at, semconv.CAUSE_HIDDEN_QUEUE)
+    taken, causes = account.take(began, ended), account.causes
     if name == semconv.SPAN_DECODE:
-        parts = {**decode.causes, semconv.CAUSE_DECODE: decode.causes.get(semconv.CAUSE_DECODE, 0)}
+        parts = {semconv.CAUSE_DECODE: 0, **decode.causes}
         parts[semconv.CAUSE_DECODE] += _begun(record, taken - sum(parts.values()))
-        for of_stage in (causes, streaming):
-            _divide(of_stage, parts, taken, semconv.CAUSE_UNEXPLAINED)
+        for some in (causes, account.streaming):
+            _divide(some, parts, taken, semconv.CAUSE_UNEXPLAINED)
     elif name == semconv.SPAN_PREFILL:
         _divide(causes, prompt.causes, taken, semconv.CAUSE_PREFILL)
     elif name == semconv.SPAN_POSTPROCESS:
@@ -160,7 +161,6 @@ def _staged(
         causes[semconv.CAUSE_EGRESS] += taken - last
     else:
         causes[_OF_STAGES.get(name, semconv.CAUSE_APPLICATION)] += taken
-    return free
 
 
 def _begun(record: RequestRecord, left: int) -> int:
@@ -174,17 +174,14 @@ def _begun(record: RequestRecord, left: int) -> int:
     return min(left, max(summary.longest, usual))
 
 
-def _loop_late(record: RequestRecord, free: Free, begin: int, end: int) -> tuple[Free, int]:
-    """As `take_out`, what the event loop was late while this interval waited for it.
+def _loop_late(account: _Account, record: RequestRecord, begin: int, end: int) -> None:
+    """What the event loop was late while this interval waited for it.
 
     What ended before the loop went on did not wait for it: it is on another thread, or is what kept the loop.
     """
-    late = 0
     for pause in record.loop_pauses:
         if pause.ended_at < end:
-            free, taken = take_out(free, max(pause.started_at, begin), pause.ended_at)
-            late += taken
-    return free, late
+            account.give(max(pause.started_at, begin), pause.ended_at, semconv.CAUSE_EVENT_LOOP)
 
 
 def _divide(causes: Causes, parts: Causes, whole: int, rest: str) -> None:
@@ -202,16 +199,16 @@ def _divide(causes: Causes, parts: Causes, whole: int, rest: str) -> None:
     causes[rest] -= over
 
 
-def _throttled(record: RequestRecord, causes: Causes, streaming: Causes) -> None:
+def _throttled(account: _Account, record: RequestRecord) -> None:
     """A thread that is throttled has no CPU either: so much of that is the quota's as there was throttling meanwhile."""
-    if causes.get(semconv.CAUSE_STARVED):
+    if account.causes.get(semconv.CAUSE_STARVED):
         pauses = [pause for pause in record.pauses if pause.cause == semconv.CAUSE_THROTTLED]
         throttled = record.duration_ns - promptblame.unpaused(pauses, record.arrived_at, record.ended_at)
-        left = max(throttled - causes.get(semconv.CAUSE_THROTTLED, 0), 0)
-        for of_part in (causes, streaming):
-            moved = min(left, of_part.get(semconv.CAUSE_STARVED, 0))
-            of_part[semconv.CAUSE_THROTTLED] += moved
-            of_part[semconv.CAUSE_STARVED] -= moved
+        left = max(throttled - account.causes[semconv.CAUSE_THROTTLED], 0)
+        for causes in (account.causes, account.streaming):
+            moved = min(left, causes[semconv.CAUSE_STARVED])
+            causes[semconv.CAUSE_THROTTLED] += moved
+            causes[semconv.CAUSE_STARVED] -= moved
 
 
 class _Crowd:
