@@ -151,8 +151,11 @@ def _staged(
     if name == semconv.SPAN_DECODE:
         parts = {semconv.CAUSE_DECODE: 0, **decode.causes}
         parts[semconv.CAUSE_DECODE] += _begun(record, taken - sum(parts.values()))
-        for some in (causes, account.streaming):
-            _divide(some, parts, taken, semconv.CAUSE_UNEXPLAINED)
+        divided: Causes = defaultdict(int)
+        _divide(divided, parts, taken, semconv.CAUSE_UNEXPLAINED)
+        for cause, length in divided.items():
+            causes[cause] += length
+            account.streaming[cause] += length
     elif name == semconv.SPAN_PREFILL:
         _divide(causes, prompt.causes, taken, semconv.CAUSE_PREFILL)
     elif name == semconv.SPAN_POSTPROCESS:

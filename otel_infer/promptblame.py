@@ -20,12 +20,14 @@ def divided(record: RequestRecord) -> StepsBlame:
         return NOTHING
     parts: Causes = defaultdict(int)
     interfered: list[tuple[int, int]] = []
-    again, before = 0, None
+    per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
+    again, before, pauses = 0, None, placed(record)
     for chunk in record.prefill_steps:
-        again += _put_back(record, chunk, before)
-        began = _waited(record, chunk, before, parts, interfered)
-        length = _unusual(record, chunk, began, parts)
-        per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
+        began = chunk.started_at
+        if before is not None or chunk.behind_until:
+            again += _put_back(record, chunk, before)
+            began = _waited(record, chunk, before, pauses, parts, interfered)
+        length = _unusual(record, chunk, unpaused(pauses, began, chunk.ended_at), began, parts)
         mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
         others, repeated = chunk.others_prefill_tokens, min(again, chunk.tokens)
         theirs = (length - mates) * others // max(chunk.tokens + others, 1)
@@ -57,13 +59,14 @@ def _waited(
     record: RequestRecord,
     chunk: PrefillStep,
     before: PrefillStep | None,
+    pauses: Sequence[Pause],
     parts: Causes,
     interfered: list[tuple[int, int]],
 ) -> int:
     """Gives away the time before a chunk; when its own began, which is when the step before it was done."""
     since = chunk.started_at if before is None else before.ended_at
     began = max(chunk.started_at, chunk.behind_until, since)
-    length = unpaused(placed(record), since, began)
+    length = unpaused(pauses, since, began)
     if not length:
         return began
     if before is not None and _preempted(record, before, chunk):
@@ -81,9 +84,8 @@ def _waited(
     return began
 
 
-def _unusual(record: RequestRecord, chunk: PrefillStep, began: int, parts: Causes) -> int:
-    """Gives away what of a chunk has a reason of its own; the length of the rest, ns."""
-    length = unpaused(placed(record), began, chunk.ended_at)
+def _unusual(record: RequestRecord, chunk: PrefillStep, length: int, began: int, parts: Causes) -> int:
+    """Gives away what of the `length` of a chunk has a reason of its own; the rest, ns."""
     if record.first_use is not None:
         tokens = chunk.tokens + chunk.others_prefill_tokens
         first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
