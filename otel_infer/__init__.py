@@ -22,7 +22,7 @@ def instrument(*, tracer_provider: TracerProvider | None = None, integrations: t
     """Binds to the engines and servers that this process uses, now or when it imports them.
 
     Nothing is started before an engine is imported or a request arrives, and nothing at all unless something is to be
-    exported (an OTLP endpoint, or `OTEL_INFER_ENABLED=on`). With `tracer_provider`, spans go to that provider from a
+    exported (to an OTLP endpoint, say, or since `OTEL_INFER_ENABLED=on`). With `tracer_provider`, spans go to that provider from a
     thread of this process (costlier). `integrations` limits what is bound, by name. Calling it twice is once; returns
     whether this call did anything. Never raises for a bad setting: it says so in one line and uses the default.
     """

@@ -111,7 +111,7 @@ SETTINGS: dict[str, Setting] = {
         "OTEL_INFER_ENABLED",
         "auto",
         "`on`: record and export, to the default endpoint if none is named; `off`: do nothing; `auto`: on if an OTLP "
-        "endpoint is configured",
+        "endpoint is configured, or what needs none: console, request log, tape, dumps, metrics port",
         _choice("auto", "on", "off", "1", "0", "true", "false"),
     ),
     "mode": Setting(
@@ -124,7 +124,8 @@ SETTINGS: dict[str, Setting] = {
     "steps": Setting(
         "OTEL_INFER_STEPS",
         "auto",
-        "decode-step spans: `all`, `auto` (inside the budget), `off`",
+        "decode-step spans: `all`, `auto` (inside the budget), `off` (no request has a reason to be kept then, and the request "
+        "log is empty)",
         _choice("all", "auto", "off"),
     ),
     "device_timing": Setting(
@@ -204,7 +205,7 @@ SETTINGS: dict[str, Setting] = {
         "OTEL_INFER_METRICS_PORT",
         "",
         "port, on loopback unless it is ADDRESS:PORT: `GET /metrics`, for Prometheus to scrape: the same names and labels as over "
-        "OTLP, with exemplars; one server a port",
+        "OTLP, with exemplars; one server a port; not beside metrics over OTLP that are `delta`, `lowmemory` or exponential",
         _address,
     ),
     "integrations": Setting(

@@ -6,7 +6,7 @@ A test runs it with `--check`, so that a page never says what the code does not.
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +16,12 @@ from otel_infer import boards, callers, cli, keeper, objectives, semconv
 from otel_infer.alerts import managed, rules, slo
 from otel_infer.alerts.causes import CAUSES, WATCHDOG
 from otel_infer.config import SETTINGS
-from otel_infer.sinks import starts
+from otel_infer.sinks import said, starts
 
 DOCS = Path(__file__).parent.parent / "docs"
 MADE = "<!-- made by scripts/generate_docs.py; do not edit -->\n\n"
 STANDARD = (
-    ("OTEL_EXPORTER_OTLP_ENDPOINT, _TRACES_ENDPOINT, _METRICS_ENDPOINT", "where to send; setting one switches us on"),
+    ("OTEL_EXPORTER_OTLP_ENDPOINT, _TRACES_ENDPOINT, _METRICS_ENDPOINT", "where to send; one switches us on, for traces and metrics: what it is not for goes to localhost, unless its exporter is `none`"),
     ("OTEL_EXPORTER_OTLP_PROTOCOL (and per signal)", "`http/protobuf` (default) or `grpc`"),
     ("OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT, _CERTIFICATE, …", "the SDK exporters' own"),
     ("OTEL_EXPORTER_OTLP_COMPRESSION (and _TRACES_)", "spans: gzip at level 1 unless `none` or `deflate` is asked for"),
@@ -48,8 +48,9 @@ def configuration() -> str:
     ]
     return "\n".join([
         "# Configuration\n",
-        "Everything is set by environment variables, read once. A bad value names the variable and what it accepts; it",
-        "stops our own commands, and never your server, which goes on with the default.\n",
+        "Everything is set by environment variables, read once. A bad value names the variable and what it accepts. It stops our own",
+        "commands, and with `otel-infer run` the server that it was to start; a server that is instrumented in any other way goes on",
+        "with the default.\n",
         "| variable | default | meaning |", "|---|---|---|", *rows,
         "\n## Standard variables\n",
         "These mean what OpenTelemetry says they mean.\n",
@@ -70,11 +71,16 @@ def telemetry() -> str:
         "    POST /v1/chat/completions    the server span: your HTTP instrumentation's, or ours",
         "    └─ chat MODEL                the request",
         *(f"       ├─ {name}" for name in semconv.STAGES),
-        "\nA stage that was not seen is absent. `decode` has one `decode step` per step that delivered a token to this request,",
-        "`prefill` one `prefill step` per chunk if there were several. Stages of your own (`otel_infer.stage`) stand among them.\n",
+        "\nA stage that was not seen is absent. `decode` has one `decode step` per step that delivered a token to this request, as far",
+        f"as steps [are kept](explain.md#what-is-kept): at most {keeper.STEPS_PER_TRACE} in a trace, the slowest. `prefill` has one `prefill step` per",
+        "chunk if there were several. Stages of your own (`otel_infer.stage`) stand among them. So do",
+        f"`{semconv.SPAN_FETCH_MEDIA}` and `{semconv.SPAN_PREPARE_MEDIA}`, which are a part of the time of `{semconv.SPAN_TOKENIZE}`, and `{semconv.SPAN_GRAMMAR}` and",
+        f"`{semconv.SPAN_KV_TRANSFER}`, a part of that of `{semconv.SPAN_QUEUE}`.\n",
         f"`{semconv.EVENT_PAUSE}` is an event on a kept request: the whole process was held up while the request was there, by",
-        f"`{semconv.PAUSE_CAUSE}`, for `{semconv.PAUSE_DURATION}` s of the request's time. The 32 longest are told, and how many",
-        f"were not is `{semconv.PAUSES_LEFT_OUT}`.\n",
+        f"`{semconv.PAUSE_CAUSE}`, for `{semconv.PAUSE_DURATION}` s of the request's time; where the cause is `{semconv.CAUSE_EVENT_LOOP}`, its event loop",
+        f"alone. The {said.MOST_PAUSES} longest are told, and how many were not is `{semconv.PAUSES_LEFT_OUT}`. `{semconv.EVENT_MARK}` is another: what",
+        f"`{semconv.MARK}` says happened to the process, `{semconv.MARK_COUNT}` times in the `{semconv.MARK_WINDOW}` s before, and nobody knows for how",
+        f"long. `{semconv.EVENT_OUT_OF_MEMORY}` is on any request: a device had no room for the `{semconv.MEMORY_WANTED}` bytes that it asked for.\n",
         f"`{semconv.TENANT}` and `{semconv.TRAFFIC_CLASS}` are on the request, and on the metrics that list them below, only where",
         "`OTEL_INFER_TENANT` and `OTEL_INFER_TRAFFIC_CLASS` say how to find them; metrics name the tenants of `OTEL_INFER_TENANTS`,",
         "every other is `_OTHER`. The link of a request to the one that held it up most has",
@@ -83,8 +89,9 @@ def telemetry() -> str:
         f"{callers.LONG_FROM}).\n",
         f"`{semconv.KEEP_REASON}` on the request says why its steps were kept: {reasons}.\n",
         "## The start of a server\n",
-        f"    {semconv.SPAN_START}             a trace of its own for each process, from its beginning until it was ready",
+        f"    {semconv.SPAN_START}                 a trace of its own for each server, from its beginning until it was ready",
         *(f"    ├─ {name}" for name in semconv.PHASES),
+        *(f"    ├─ {name:<25} the same of {role} processes that it started" for role, name in semconv.SPAN_PART_START.items()),
         f"\n`{semconv.READY_BY}` on it: `lifespan`, `engine` or `request`; `{semconv.ERROR_TYPE}` and `{semconv.DIED_IN}` where it",
         f"was never ready. The first request that was served has `{semconv.FIRST_REQUEST}` and a link to it. It is exported whatever",
         f"is sampled; the {starts.MOST_PHASES} longest phases are, and how many were not is `{semconv.PHASES_LEFT_OUT}`.",
@@ -104,19 +111,17 @@ def telemetry() -> str:
 
 def commands() -> str:
     """docs/commands.md."""
-    pages = ["# Commands\n"]
-    for name in ("", *cli.COMMANDS):
-        arguments = [name, "--help"] if name else ["--help"]
-        environ = {"COLUMNS": "100", "PATH": "/usr/bin:/bin", "NO_COLOR": "1"}
-        ran = subprocess.run(
-            [sys.executable, "-m", "otel_infer", *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=environ,
-        )
-        pages.append(f"## otel-infer {name}".rstrip() + f"\n\n```text\n{ran.stdout.rstrip()}\n```\n")
-    return "\n".join(pages)
+    os.environ.update(COLUMNS="100", NO_COLOR="1")
+    return "\n".join(["# Commands\n", *_helped(cli.parser())])
+
+
+def _helped(one: argparse.ArgumentParser) -> Iterator[str]:
+    """What a command says of itself, and then those below it."""
+    yield f"## {one.prog}\n\n```text\n{one.format_help().rstrip()}\n```\n"
+    for action in one._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _helped(below)
 
 
 ALERTS = """# Alerts
@@ -128,14 +133,17 @@ made from the names that this release emits. Those of the promises that come alo
 ## Get them
 
 Of your own promises, in `slo.yaml`; without that argument, of those that come along. `pip install "otel-infer[alerts]"` has what
-reads and writes YAML.
+reads and writes YAML; `push` wants `otel-infer[grafana]`, [where no server runs](dashboards.md#get-them).
 
 ```sh
 otel-infer alerts build slo.yaml --out rules.yml                      # for Prometheus, Mimir, Thanos: a file under rule_files
 otel-infer alerts build slo.yaml --format grafana --out rules.json    # for Grafana's provisioning API
-otel-infer alerts push slo.yaml --grafana http://localhost:3000       # into a Grafana; the token is in GRAFANA_TOKEN
+otel-infer alerts push slo.yaml --grafana http://localhost:3000       # into a Grafana
 otel-infer alerts test slo.yaml --prometheus http://localhost:9090    # which rules have data, which not, and why
 ```
+
+In `GRAFANA_TOKEN` is the token of a service account, or `user:password`. Rules for Grafana ask the data source whose uid is `prometheus`,
+those that are pushed the only Prometheus there is; `--datasource UID` names another.
 
 Prometheus has to be 2.42 or newer, since the rules say `keep_firing_for`. In Grafana, which records nothing, each alert asks the whole
 question, every {managed} s; no data is no alert there, and a query that fails is one. What has been tried on which release is in
@@ -180,7 +188,8 @@ Without a file it is
 {defaults}
 
 `OTEL_INFER_SLO` has the same words for another purpose: by it the server says of each request whether it missed what was promised,
-keeps its steps, and counts it in `infer.request.objectives`. Promise the same in both.
+keeps its steps, and counts it in `infer.request.objectives`. There `itl` is the longest gap of a request, so the same bound is stricter
+than here, where each gap counts by itself; it has `queue`, and no `errors`.
 
 ## When a budget burns
 

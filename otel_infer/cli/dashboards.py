@@ -2,7 +2,7 @@
 
 otel-infer dashboards build --out DIR             write them as files, for provisioning
 otel-infer dashboards build --check DIR           whether the files there are those of this release
-otel-infer dashboards push --grafana URL          into a Grafana; the token is in GRAFANA_TOKEN
+otel-infer dashboards push --grafana URL          into a Grafana; a token, or user:password, is in GRAFANA_TOKEN
 otel-infer dashboards diff --grafana URL          what is different there
 otel-infer dashboards pull --grafana URL --out D  what is there, as files
 otel-infer dashboards check --prometheus URL      which panels have data, which not, and why

@@ -29,6 +29,7 @@ from otel_infer.records import RequestRecord
 READY_S = 180.0
 STOP_S = 20.0
 NEEDS = 'the demo needs torch and transformers: pip install "otel-infer[demo]"'
+PROGRAM = "otel-infer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,12 +174,13 @@ class Demo:
     def next_steps(self, records: list[RequestRecord]) -> None:
         """What a newcomer does next."""
         steps = sum(len(record.steps) - 1 for record in records if record.steps is not None)
+        program = called()
         self.console.print(f"\n{len(records)} requests and {steps} decode steps, all on {self.tape}")
         self.console.print(
-            f"what to change first:        otel-infer explain {self.tape}\n"
-            "the same for your server:   otel-infer run --show -- <your command>\n"
+            f"what to change first:       {program} explain {self.tape}\n"
+            f"the same for your server:   {program} run --show -- <your command>\n"
             "to Grafana (`docker compose up` with the docker-compose.yml of our repository, then):\n"
-            "  OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 otel-infer demo",
+            f"  OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 {program} demo",
             markup=False,
         )
 
@@ -200,6 +202,14 @@ def answers(url: str, alive: Callable[[], bool], timeout: float) -> bool:
         except OSError:
             time.sleep(0.2)
     return False
+
+
+def called() -> str:
+    """This program as it can be called from here: by its name where that finds it, else by its path."""
+    beside, found = Path(sys.executable).with_name(PROGRAM), shutil.which(PROGRAM)
+    if not beside.exists() or (found is not None and beside.samefile(found)):
+        return PROGRAM
+    return os.path.relpath(beside)
 
 
 def _has_gpu() -> bool:

@@ -19,7 +19,10 @@ MOST_PATHS = 5
 def add_arguments(parser: argparse.ArgumentParser, *, writes: bool) -> None:
     """Which Grafana, and how much of it."""
     parser.add_argument(
-        "--grafana", metavar="URL", required=True, help="where it answers; the token is in GRAFANA_TOKEN"
+        "--grafana",
+        metavar="URL",
+        required=True,
+        help="where it answers; a token, or user:password, is in GRAFANA_TOKEN",
     )
     if writes:
         parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")

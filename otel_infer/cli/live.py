@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rings",
         metavar="DIR",
-        help="the folder that the server writes to, if it has one (OTEL_INFER_RINGS)",
+        help="the folder that the server writes to, if it has one (OTEL_INFER_RINGS); as root, of another user's servers: "
+        "/dev/shm/otel_infer-UID",
     )
     parser.add_argument("--server", metavar="PID", help="of several servers, the one with this process")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ import yaml
 
 from otel_infer import cli, prometheus, semconv
 from otel_infer.alerts import rules, slo
+from otel_infer.cli import alerts
 from otel_infer.config import SETTINGS
 from tests.grafana_server import GrafanaServer
 from tests.stack.processes import Prometheus
@@ -57,6 +59,27 @@ def test_every_command_of_ours_in_a_page_is_one_that_we_take(page: Path) -> None
             assert words[1] in targets, line
         elif words[:1] == ["otel-infer"]:
             cli.parser().parse_args(words[1:])
+
+
+def options(one: argparse.ArgumentParser) -> Iterator[str]:
+    """Of a command and of those below it."""
+    for action in one._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from options(below)
+
+
+def test_the_page_of_commands_has_every_option_that_we_take() -> None:
+    said = set(re.findall(r"-[\w-]+", (ROOT / "docs" / "commands.md").read_text()))
+    assert set(options(cli.parser())) <= said
+
+
+def test_the_help_of_alerts_says_all_that_is_promised_without_a_file() -> None:
+    for one in slo.DEFAULT.objectives:
+        length = f"within {one.within:g} s" if one.within > 1 else f"within {one.within * 1000:g} ms"
+        assert not one.within or length in str(alerts.__doc__)
+    assert {one.share for one in slo.DEFAULT.objectives if one.within} == {0.99}
 
 
 def anchors(page: Path) -> set[str]:

@@ -350,3 +350,14 @@ def test_the_lines_that_a_page_quotes_are_in_the_server(example: str) -> None:
     assert quoted
     for line in quoted:
         assert line in server, line
+
+
+@pytest.mark.parametrize("example", ["custom_loop", "fastapi_transformers"])
+def test_the_requests_that_a_page_shows_end_with_their_largest_cause(example: str) -> None:
+    page = (EXAMPLES / example / "README.md").read_text()
+    shown = re.findall(r"^[0-9a-f]{8}  .*", page, re.MULTILINE)
+    assert shown
+    for line in shown:
+        cause = re.search(r"  \d+ % ([a-z ]+)$", line)
+        assert cause is not None, line
+        assert cause[1].replace(" ", "_") in semconv.CAUSES

@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, ParentBased, StaticSampler
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+import otel_infer
 from otel_infer import asking, callers, clock, facts, identity, ingress, semconv
 from otel_infer.integrations import asgi
 from otel_infer.integrations.asgi import exchange, parent, response_headers, verdict
@@ -220,6 +221,18 @@ async def test_what_asks_for_no_inference_is_passed_through(watched: Watched, sc
     assert await client.ask(asgi.wrap(app)) == "whatever"
     assert given == [client.scope, client.receive, client.send]
     assert watched.requests == []
+
+
+@pytest.mark.parametrize("scope", [{"method": "GET"}, {"type": "websocket"}])
+async def test_what_is_passed_through_may_be_a_request_by_hand(watched: Watched, scope: Message) -> None:
+    async def app(*args: Any) -> None:
+        with otel_infer.stage("before"):
+            pass
+        with otel_infer.request("search"), otel_infer.stage("rerank"):
+            pass
+
+    await Client(**scope).ask(asgi.wrap(app))
+    assert [stage.stage for stage in watched.one.every(facts.StageEnded)] == ["rerank"]
 
 
 async def test_nothing_is_watched_while_nothing_records(watched: Watched) -> None:
