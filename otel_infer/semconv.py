@@ -36,7 +36,7 @@ EVENT_MARK = "infer.mark"
 EVENT_OUT_OF_MEMORY = "infer.out_of_memory"
 """On the request span: a device had no room for what the request asked for; bytes wanted, free, and in all."""
 SPAN_START = "server start"
-"""A trace of its own for each process, from its beginning until it was ready."""
+"""A trace of its own for each server, with those of its engine and workers in it, from its beginning until it was ready."""
 SPAN_PART_START = {"engine": "engine start", "worker": "worker start"}
 """By role: processes that a server starts; their spans are below the server's."""
 SPAN_IMPORTS = "imports"
