@@ -20,6 +20,14 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     return tuple(getattr(tensor, "shape", ()))
 
 
+def length_of(ids: Any) -> int:
+    """Tokens of one prompt; 0 where it is none, which the library has to say."""
+    try:
+        return len(ids)
+    except Exception:
+        return 0
+
+
 def shape_of_prompt(call: Call) -> tuple[int, int]:
     """(rows, tokens per row) of the prompt; 0 tokens where it is not made of tokens."""
     given = call["inputs"]
