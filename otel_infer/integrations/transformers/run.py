@@ -108,7 +108,7 @@ class Run:
         """States what came of it."""
         caches.say(self.request, self.cache)
         shape = shape_of(getattr(result, "sequences", result))
-        made = max(int(shape[1]) - self.start, 0) if len(shape) == 2 else 0
+        made = max(shape[1] - self.start, 0) if len(shape) == 2 else 0
         tokens = made * self.rows or self.tokens
         if self.log is None or not self.stepping:
             self.request.state(facts.RequestScheduled(self.began_at))

@@ -482,6 +482,7 @@ GENERATE: Any = {"inputs": (0, None), "generation_config": (1, None)}
         ((Tensor(4, 80, 3000),), {}, (4, 0)),
         ((), {"pixel_values": Tensor(2, 3, 224, 224)}, (2, 0)),
         ((), {}, (1, 0)),
+        ((SimpleNamespace(shape=3),), {"input_ids": Tensor(3, 5)}, (1, 0)),
     ],
 )
 def test_a_prompt_is_counted_in_tokens_or_not_at_all(args: Any, kwargs: Any, shape: tuple[int, int]) -> None:
