@@ -9,8 +9,10 @@ Longer than a module should be: the span, and the two ways in which it is opened
 
 from __future__ import annotations
 
+import contextvars
 import operator
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from opentelemetry import context as otel_context
@@ -242,6 +244,25 @@ def current() -> LiveRequest | None:
     return found if isinstance(found, LiveRequest) and not found.ended else None
 
 
+_lent: ContextVar[tuple[LiveRequest, object] | None] = ContextVar("otel_infer-lent", default=None)
+"""The request that a thread was started in, and the span that was current there."""
+
+
+def lend(copy: contextvars.Context) -> None:
+    """This copy of the current context is for a thread, which may outlive the current request."""
+    request = current()
+    if request is not None:
+        copy.run(_lent.set, (request, context.innermost()))
+
+
+def _lender() -> LiveRequest | None:
+    """Whose this thread's context was, where that request is over and no other span is current."""
+    lent = _lent.get()
+    if lent is None or not lent[0].ended or context.innermost() is not lent[1]:
+        return None
+    return lent[0]
+
+
 def open_request(
     name: str,
     *,
@@ -257,7 +278,8 @@ def open_request(
 ) -> LiveRequest | None:
     """A new request, child of `headers` (W3C and OTEL_PROPAGATORS) or of the span in `around`; None while nothing records.
 
-    `around`: the current context, if not given. `server`: a SERVER span of ours goes above it, unless there is one in
+    `around`: the current context, if not given; in a thread that has outlived the request it was started in, an empty one, and a
+    link says which that was. `server`: a SERVER span of ours goes above it, unless there is one in
     `around`. `owner` is who will close it.
     """
     if opener is None or not recorder.active:
@@ -265,6 +287,9 @@ def open_request(
     now = clock.now()
     arrived_at = arrived_at or now
     wall_at = clock.wall() - now + arrived_at
+    lender = _lender() if around is None else None
+    if lender is not None:
+        around = Context()
     parent = context.here() if around is None else around
     above = context.span_in(parent)
     own_server = server and (above.is_remote or not above.is_valid)
@@ -281,6 +306,8 @@ def open_request(
         request.state(facts.StateCarried(now, state))
     if opened.inner is not None and request.handle:
         unclaimed.put(arrived.span_id, opened.inner)
+    if lender is not None:
+        request.add_link(lender.get_span_context())
     return request
 
 

@@ -3,8 +3,9 @@
     Thread.start ─ run in a copy of the caller's context        ThreadPoolExecutor.submit ─ likewise
 
 Only while a request of ours is current or somebody runs a step; everything else is passed through untouched, and so are the
-threads of pools, which outlive whom they were started for: their jobs bring their own. Newer Pythons may be told to do the
-same (`-X thread_inherit_context`).
+threads of pools, which outlive whom they were started for: their jobs bring their own. What is opened in another thread that does
+so is no part of the request that it was started in, and links to it. Newer Pythons may be told to carry contexts along
+(`-X thread_inherit_context`).
 """
 
 from __future__ import annotations
@@ -31,12 +32,28 @@ def start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         if hook.alive and (claimed.get() or ingress.current() is not None):
             try:
                 if not _takes_jobs(self):
-                    self.run = functools.partial(contextvars.copy_context().run, self.run)
+                    _lend(self)
             except Exception as exc:
                 hook.fail(exc)
         return original(self)
 
     return start
+
+
+def _lend(thread: Any) -> None:
+    """This context is lent to a thread that is about to start."""
+    context = contextvars.copy_context()
+    ingress.lend(context)
+    thread.run = functools.partial(_run, thread, "run" in vars(thread), thread.run, context)
+
+
+def _run(thread: Any, is_own: bool, run: Callable[[], Any], context: contextvars.Context) -> None:
+    """The thread's `run` has its place again first: it may call itself, and ours would keep the thread alive."""
+    if is_own:
+        thread.run = run
+    else:
+        vars(thread).pop("run", None)
+    context.run(run)
 
 
 def _is_elsewhere(pool: Any) -> bool:

@@ -17,7 +17,19 @@ def setting(call: Call, name: str) -> Any:
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    return tuple(getattr(tensor, "shape", ()))
+    """Empty where it is no tensor, whatever the user hands over in the place of one."""
+    try:
+        return tuple([int(size) for size in tensor.shape])
+    except Exception:
+        return ()
+
+
+def length_of(ids: Any) -> int:
+    """Tokens of one prompt; 0 where it is none, which the library has to say."""
+    try:
+        return len(ids)
+    except Exception:
+        return 0
 
 
 def shape_of_prompt(call: Call) -> tuple[int, int]:
@@ -27,10 +39,10 @@ def shape_of_prompt(call: Call) -> tuple[int, int]:
     for candidate, dimensions in ((ids, 2), (call.kwargs.get("inputs_embeds"), 3)):
         shape = shape_of(candidate)
         if len(shape) == dimensions:
-            return int(shape[0]), int(shape[1])
+            return shape[0], shape[1]
     others = ("input_features", "input_values", "pixel_values")
     for candidate in (ids, *map(call.kwargs.get, others)):
         shape = shape_of(candidate)
         if len(shape) > 1:
-            return int(shape[0]), 0
+            return shape[0], 0
     return 1, 0

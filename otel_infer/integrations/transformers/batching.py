@@ -14,7 +14,7 @@ import os
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -119,13 +119,14 @@ class _Batches:
         """A sequence left the batch: whatever is still in flight for it will be discarded."""
         self.left.append(state)
         for flight in self.flights:
-            if flight.step and not any(map(is_, flight.gone, repeat(state))):
-                flight.gone += (state,)
+            if not flight.step or not _has(flight.states, state) or _has(flight.gone, state):
+                continue
+            flight.gone += (state,)
+            # Nobody waits for it, and the library may not fetch it before the next arrival.
+            if len(flight.gone) == len(flight.states):
                 column, discarded = _discarding(flight)
-                # Nobody waits for it, and the library may not fetch it before the next arrival.
-                if not any(column):
-                    self.log.done(flight.step, column, len(flight.states), discarded)
-                    flight.step = 0
+                self.log.done(flight.step, column, len(flight.states), discarded)
+                flight.step = 0
 
     def end(self) -> None:
         """Gives the log back; what was in flight is no step of whoever has it next."""
@@ -139,6 +140,10 @@ class _Batches:
             self.left = []
             self.log.idle()
             self.blocks.say()
+
+
+def _has(states: Iterable[Any], state: Any) -> bool:
+    return any(map(is_, states, repeat(state)))
 
 
 def _discarding(flight: _Flight) -> tuple[bytes, int]:

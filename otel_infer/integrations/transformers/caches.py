@@ -30,6 +30,14 @@ def bytes_of(cache: Any) -> int:
     return sum(dict([piece for layer in layers for piece in _pieces(vars(layer).values())]).values())
 
 
+def tokens_of(cache: Any) -> int:
+    """Tokens per row that it holds; 0 where nobody knows."""
+    try:
+        return facts.count(cache.get_seq_length())
+    except Exception:
+        return 0
+
+
 def _pieces(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """Address and bytes. Quantized layers hold tensors in tuples, those with a state by name."""
     for value in values:

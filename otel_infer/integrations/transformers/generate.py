@@ -7,11 +7,13 @@
 two steps. In the n-th iteration the tokens of the (n−1)-th are known on the host. All rows of a batch are one request.
 Scheduled are the rows that are computed (every beam), delivered those that are returned; rows that finished early, or
 that were padded on the left, count in full, since only the device knows which. A loop of the user's own is one `decode`
-without steps. A `generate` inside a `generate`, as a draft model's, is part of it.
+without steps, but for those of the library's loops that it calls. A `generate` inside a `generate`, as a draft model's, is
+part of it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from operator import attrgetter
 from typing import Any
@@ -35,21 +37,38 @@ OPERATION = "text_completion"
 LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
 ENCODERS = ("_prepare_encoder_decoder_kwargs_for_generation", "_maybe_prepare_encoder_kwargs_for_generation")
 
+PIXELS = frozenset(("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches"))
+"""As encoders of images and videos call what they look at."""
+
 _packed_of = attrgetter("packed")
+
+
+@integration.step_hook(f"{_GENERATION}.generate", part="generate")
+def running(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """A run is its thread's, and its request current, while the call lasts: the stream that it may return is read anywhere."""
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        outer, thread.run, thread.begun = thread.run, thread.begun, None
+        run = thread.run
+        token = run.request.attach() if run is not None and run.own else None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            thread.run = outer
+            if token is not None:
+                ingress.detach(token)
+
+    return generate
 
 
 @integration.around(f"{_GENERATION}.generate", reads=("inputs", "generation_config"), part="generate")
 def generate(call: Call) -> Generator[None, Any, None]:
-    outer, thread.run = thread.run, None
-    run = None if outer is not None or _is_paged(call) else _begin(call)
-    if run is None:  # a draft model's calls are inside the outer decode
-        try:
-            yield
-        finally:
-            thread.run = outer
+    # A draft model's calls are inside the outer decode.
+    run = None if thread.run is not None or _is_paged(call) else _begin(call)
+    if run is None:
+        yield
         return
-    thread.run = run
-    token = run.request.attach() if run.own else None  # a plain function, so it ends where it began
+    thread.begun = run
     try:
         result = yield
         run.concludes(result)
@@ -58,9 +77,7 @@ def generate(call: Call) -> Generator[None, Any, None]:
         raise
     finally:
         # A run is in a cycle with itself, and a device's memory cannot wait for the garbage collector.
-        thread.run = run.cache = None
-        if token is not None:
-            ingress.detach(token)
+        run.cache = None
         if run.log is not None:
             recorder.give_back(ENGINE, run.log)
 
@@ -76,15 +93,17 @@ def _is_paged(call: Call) -> bool:
 def _begin(call: Call) -> Run | None:
     request = ingress.current()
     own = request is None
+    if own and handed_over.get():  # by one that has ended, and has told of it
+        return None
+    rows, prompt = shape_of_prompt(call)
+    sequences = rows * (facts.count(setting(call, "num_return_sequences")) or 1)
     request = request or own_request(OPERATION, call.instance)
     if request is None:
         return None
-    rows, prompt = shape_of_prompt(call)
-    sequences = rows * int(setting(call, "num_return_sequences") or 1)
     if not own:
         name_request(request, OPERATION, call.instance)
     if own or not handed_over.get():
-        request.submitted(ENGINE, sequences, prompt * rows, int(setting(call, "max_new_tokens") or 0))
+        request.submitted(ENGINE, sequences, prompt * rows, setting(call, "max_new_tokens"))
     handed_over.set(False)
     log = recorder.step_log(ENGINE)
     if log is not None:
@@ -97,14 +116,19 @@ def _pack(runs: Any) -> bytes:
 
 
 def _loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    names = tuple(inspect.signature(original).parameters)
+    names = names[names.index("input_ids") + 1 :]
+
     def loop(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         run = thread.run
         if run is not None and hook.alive:
             try:
-                run.enter(input_ids, kwargs["generation_config"])
+                given = dict(zip(names, args)) | kwargs
+                if given.get("generation_config") is not None:
+                    run.enter(self, input_ids, given)
                 run.drafting = hook.target.endswith("._assisted_decoding")
                 # These ask the device for tokens or scores before they ask whether to go on.
-                run.has_waited = not hook.target.endswith("._sample") or kwargs.get("streamer") is not None
+                run.has_waited = not hook.target.endswith("._sample") or given.get("streamer") is not None
             except Exception as exc:
                 hook.fail(exc)
         return original(self, input_ids, *args, **kwargs)
@@ -140,19 +164,26 @@ def accept(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 def _encoding(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """An encoder takes the prompt: that is prefill, and no waiting."""
+    """An encoder takes the prompt, or what the prompt shows: that is prefill, and no waiting."""
 
     def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = thread.run
         if run is not None and hook.alive:
             try:
-                if self.config.is_encoder_decoder:
+                if self.config.is_encoder_decoder or _shows(self, (*args, *kwargs.values())):
                     run.request.state(facts.RequestScheduled(clock.now()))
             except Exception as exc:
                 hook.fail(exc)
         return original(self, *args, **kwargs)
 
     return encode
+
+
+def _shows(model: Any, given: tuple[Any, ...]) -> bool:
+    """Whether there is something to see, and a model that looks at it before it reads."""
+    supports = getattr(model, "_supports_mm_encoder_outputs", None)
+    has_pixels = any(isinstance(one, dict) and not PIXELS.isdisjoint(one) for one in given)
+    return has_pixels and supports is not None and bool(supports())
 
 
 for _name in ENCODERS:
@@ -166,7 +197,7 @@ def prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         if run is not None and run.stepping and hook.alive:
             try:
                 run.prefilled = True
-                run.scheduled(run.prompt * run.computed)
+                run.scheduled(run.first)
             except Exception as exc:
                 hook.fail(exc)
         return original(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 from otel_infer import clock, facts, ingress
@@ -17,7 +18,8 @@ from otel_infer.ring.membership import StepLog
 
 
 class Run:
-    """One outermost `generate` call while it runs. `prompt`: tokens per row, 0 = not known."""
+    """One outermost `generate` call while it runs. `prompt`: tokens per row, 0 = not known. `first`: those that the first forward
+    pass computes, of all rows."""
 
     def __init__(
         self, request: ingress.LiveRequest, own: bool, log: StepLog | None, rows: int, prompt: int
@@ -35,24 +37,48 @@ class Run:
         self.device: Any = None
         self.has_waited = False
         self.cache: Any = None
-        self.iterations = self.step = self.tokens = 0
+        self.iterations = self.step = self.tokens = self.first = 0
 
-    def enter(self, input_ids: Any, config: Any) -> None:
-        """A decoding loop begins: here the library has settled how many rows, from where, up to where."""
+    def enter(self, model: Any, input_ids: Any, given: Mapping[str, Any]) -> None:
+        """A decoding loop begins, of which a loop of the user's own may run several: here the library has settled how many rows,
+        from where, up to where. `given`: its arguments by name."""
+        timing.drop(self.begun or 0)
+        self.begun, self.iterations, self.prefilled, self.accepted = None, 0, False, 1
+        config = given["generation_config"]
         self.computed, self.start = (int(size) for size in input_ids.shape[:2])
-        copies, beams = config.num_return_sequences or 1, config.num_beams or 1
-        self.rows = self.computed // max(copies, beams) * copies
+        copies, beams = (facts.count(many) or 1 for many in (config.num_return_sequences, config.num_beams))
+        prompts = self.computed // max(copies, beams)
+        self.rows = prompts * copies
         self.prompt = self.prompt or self.start
-        self.limit = int(config.max_length or 0) - self.start
-        self.device = input_ids.device
+        self.limit = facts.count(config.max_length) - self.start
+        if getattr(model.config, "is_encoder_decoder", False):
+            self.first = self.prompt * prompts
+        else:
+            self.first = self._uncached(given, prompts) * self.computed
+        # Inputs may stay on the host; of a model that is offloaded, nothing is where it says.
+        device = getattr(model, "device", None)
+        self.device = input_ids.device if device is None or device.type == "meta" else device
         self.stepping = True
+
+    def _uncached(self, given: Mapping[str, Any], prompts: int) -> int:
+        """Tokens per row of the prompt that are to be computed: what a cache of the user's has of them is left out by the library."""
+        whole, mask = self.start or self.prompt, given.get("attention_mask")
+        known = getattr(given["generation_config"], "_mask_length", 0)
+        masked = (known,) if mask is None else shape_of(mask)[1:2]
+        is_whole = masked == (self.start,) or given.get("inputs_embeds") is not None
+        if not is_whole:  # what is cached was not given again
+            return whole
+        cached = min(caches.tokens_of(given.get("past_key_values")), max(whole - 1, 0))
+        if cached and not self.stepping:
+            self.request.state(facts.PrefixRead(clock.now(), whole * prompts, cached * prompts))
+        return whole - cached
 
     def scheduled(self, tokens: int) -> None:
         """A forward pass over all rows begins."""
         if self.log is not None:
             column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
             self.step = self.log.scheduled(self.member, (), column, running=1)
-            self.begun = timing.begin(always=tokens > self.computed, on=self.device)
+            self.begun = timing.begin(always=self.iterations < 2, on=self.device)
 
     def launched(self, has_waited: bool = False) -> None:
         """Whatever there is to compute for it has been launched, and maybe waited for."""
@@ -76,13 +102,13 @@ class Run:
         if self.iterations == 2:
             caches.say(self.request, self.cache)
         if goes_on and (self.iterations > 1 or not self.prefilled):
-            self.scheduled(self.computed if self.iterations > 1 else self.prompt * self.computed)
+            self.scheduled(self.computed if self.iterations > 1 else self.first)
 
     def concludes(self, result: Any) -> None:
         """States what came of it."""
         caches.say(self.request, self.cache)
         shape = shape_of(getattr(result, "sequences", result))
-        made = max(int(shape[1]) - self.start, 0) if len(shape) == 2 else 0
+        made = max(shape[1] - self.start, 0) if len(shape) == 2 else 0
         tokens = made * self.rows or self.tokens
         if self.log is None or not self.stepping:
             self.request.state(facts.RequestScheduled(self.began_at))
@@ -90,6 +116,11 @@ class Run:
         # A row that ended with the last token it was allowed says the same.
         reason = "length" if 0 < self.limit <= made else "stop"
         self.request.state(facts.EngineFinished(clock.now(), reason, tokens))
+        if (
+            tokens < self.tokens
+        ):  # beams end before the last step: nothing else shows that this was all of them
+            for _ in range(self.rows - 1):
+                self.request.state(facts.EngineFinished(clock.now(), "", 0))
         self.request.failed("")
         if self.own:
             self.request.close()
@@ -109,9 +140,10 @@ class Run:
 
 
 class _Thread(threading.local):
-    """What this thread generates."""
+    """What this thread generates. `begun`: what the call that it makes next is to be."""
 
     run: Run | None = None
+    begun: Run | None = None
 
 
 thread = _Thread()

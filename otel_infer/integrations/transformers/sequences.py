@@ -16,6 +16,7 @@ from typing import Any
 
 from otel_infer import clock, facts, ingress
 from otel_infer.integrations.transformers._integration import ENGINE, integration, name_request, own_request
+from otel_infer.integrations.transformers.arguments import length_of
 from otel_infer.integrations.transformers.batching import (
     CB,
     MANAGER,
@@ -92,9 +93,11 @@ def add_request(call: Call) -> Generator[None, Any, None]:
         return
     if not own:
         name_request(request, OPERATION, manager.model)
-    limit = call["max_new_tokens"] or getattr(manager.generation_config, "max_new_tokens", None) or 0
-    copies = int(getattr(manager, "num_return_sequences", 1) or 1)
-    request.submitted(ENGINE, copies, len(call["input_ids"]), int(limit))
+    limit = call["max_new_tokens"]
+    if limit is None:
+        limit = getattr(manager.generation_config, "max_new_tokens", None)
+    copies = facts.count(getattr(manager, "num_return_sequences", 1)) or 1
+    request.submitted(ENGINE, copies, length_of(call["input_ids"]), limit)
     _adding.sequences = _Sequences(request, own, copies)
     try:
         accepted = yield

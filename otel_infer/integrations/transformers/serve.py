@@ -67,7 +67,7 @@ def _handing_over(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
             try:
                 ids = inputs.get("input_ids")
                 tokens = int(ids.numel()) if ids is not None else 0
-                request.submitted(ENGINE, 1, tokens, int(gen_config.max_new_tokens or 0))
+                request.submitted(ENGINE, 1, tokens, gen_config.max_new_tokens)
             except Exception as exc:
                 hook.fail(exc)
         return original(self, model, processor, inputs, gen_config, *rest, **more)

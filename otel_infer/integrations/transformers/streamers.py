@@ -1,14 +1,12 @@
-"""Streamers of `generate`: tokens become text in the generating thread."""
+"""Streamers of `generate`: tokens become text in the generating thread, which their tokenizer tells of (see `text`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer import clock
 from otel_infer.integrations.transformers._integration import integration
 from otel_infer.integrations.transformers.run import thread
-from otel_infer.integrations.transformers.text import inside
 from otel_infer.patching import Hook
 
 
@@ -17,17 +15,9 @@ def put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """The first `put` is the prompt."""
 
     def put(self: Any, value: Any) -> Any:
+        result = original(self, value)
         run = thread.run
-        if run is None or not hook.alive:
-            return original(self, value)
-        started_at = clock.now()
-        inside.busy = True  # the tokenizer's own part is in it
-        try:
-            result = original(self, value)
-        finally:
-            inside.busy = False
-            run.request.detokenize_ns += clock.now() - started_at
-        if run.iterations:
+        if run is not None and run.iterations and hook.alive:
             run.request.token_reached()
         return result
 

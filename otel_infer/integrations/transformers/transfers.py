@@ -10,6 +10,7 @@ to 5.23).
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from otel_infer import clock, facts, ingress
@@ -21,16 +22,29 @@ from otel_infer.integrations.transformers.batching import CB
 from otel_infer.patching import Call, Hook
 
 
+@dataclass(frozen=True)
+class _On:
+    """A device as torch has it."""
+
+    type: str
+    index: int
+
+
 class _Transfer:
-    """One that begins, for these requests, on this stream (None: the thread's current one), if on any that is known."""
+    """One that begins, for these requests, on this stream (None: the current one of the device `on`), if on any that is known."""
 
     __slots__ = ("_begun", "_requests", "_stage", "_started_at")
 
     def __init__(
-        self, stage: str, requests: list[ingress.LiveRequest], stream: Any = None, has_stream: bool = True
+        self,
+        stage: str,
+        requests: list[ingress.LiveRequest],
+        stream: Any = None,
+        has_stream: bool = True,
+        on: _On | None = None,
     ) -> None:
         self._stage, self._requests, self._started_at = stage, requests, clock.now()
-        self._begun = timing.begin(stream, is_step=False) if has_stream else UNTIMED
+        self._begun = timing.begin(stream, is_step=False, on=on) if has_stream else UNTIMED
 
     def drop(self) -> None:
         """It did not come to it."""
@@ -57,7 +71,8 @@ def to(call: Call) -> Generator[None, Any, None]:
     if request is None or not before:
         yield
         return
-    transfer = _Transfer("h2d", [request], has_stream=_is_current(target))
+    on = _current(target)
+    transfer = _Transfer("h2d", [request], has_stream=on is not None, on=on)
     try:
         yield
     except BaseException:
@@ -71,14 +86,16 @@ def _is_on_host(value: Any) -> bool:
     return getattr(getattr(value, "device", None), "type", "") == "cpu"
 
 
-def _is_current(target: Any) -> bool:
-    """Whether it is the device whose streams this thread's marks are on."""
+def _current(target: Any) -> _On | None:
+    """The device on whose current stream a copy to this target goes, if that is this thread's current one."""
     device = current()
-    return device is not None and str(target) in (
+    if device is None or str(target) not in (
         device.kind,
         str(device.index),
         f"{device.kind}:{device.index}",
-    )
+    ):
+        return None
+    return _On(device.kind, device.index)
 
 
 def _of_step(
@@ -121,7 +138,7 @@ def _begin(stage: str, host: Any, stream: Any) -> _Transfer | None:
         for future, start, end in zip(futures, edges, edges[1:])
         if end - start > 1
     ]
-    requests = [sequences.request for sequences in members if sequences is not None]
+    requests = list(dict.fromkeys([sequences.request for sequences in members if sequences is not None]))
     return _Transfer(stage, requests, stream) if requests else None
 
 

@@ -138,6 +138,27 @@ def test_rows_that_end_apart_run_on_together(model: Any, recorded: Recorded) -> 
     assert (sizes(record), record.finish_reasons) == ([2] * 5, ("stop",))
 
 
+def test_beams_that_go_on_for_longer_than_what_they_return_are_finished(
+    model: Any, recorded: Recorded
+) -> None:
+    class Likes(Script):
+        """An end at the second token is as likely as can be, and everything else as it was."""
+
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            self.calls += 1
+            if self.calls == 2:
+                scores[:, 2] = 0.0
+            return scores
+
+    script = Likes()
+    more = {"num_beams": 3, "early_stopping": "never", "eos_token_id": 2, "logits_processor": [script]}
+    result = model.generate(**asked(2, **more))
+    record = recorded.one()
+    made = result.shape[1] - PROMPT
+    assert made < script.calls == len(sizes(record))
+    assert (record.output_tokens, record.finish_reasons) == (2 * made, ("stop",))
+
+
 def test_beams_that_find_their_ends_are_as_many_steps_as_the_model_took(
     model: Any, recorded: Recorded
 ) -> None:
@@ -324,6 +345,28 @@ def test_a_prompt_in_chunks_is_one_prefill(model: Any, recorded: Recorded) -> No
     assert (prefilled(record), sizes(record)) == ([PROMPT], [1] * NEW)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_a_cache_of_the_users_has_of_the_prompt_is_read_and_not_computed(
+    rows: int, model: Any, recorded: Recorded
+) -> None:
+    cache = transformers.DynamicCache(config=model.config)
+    said = model.generate(**asked(rows, past_key_values=cache))
+    first = recorded.one()
+    assert (prefilled(first), first.prefix_tokens) == ([rows * PROMPT], 0)
+    has = PROMPT + NEW - 1  # nobody has computed what the last token led to
+    assert cache.get_seq_length() == has
+    whole = torch.cat([said, prompt(rows, 4)], dim=1)
+    model.generate(whole, past_key_values=cache, max_new_tokens=2, pad_token_id=0)
+    record = recorded.one()
+    assert record.input_tokens == rows * (has + 5)
+    assert (prefilled(record), record.prefix_tokens, record.cached_tokens) == (
+        [rows * 5],
+        rows * (has + 5),
+        rows * has,
+    )
+    assert sizes(record) == [rows] * 2
+
+
 # ── streamers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -476,6 +519,49 @@ def test_a_loop_of_the_users_own_is_one_decode(model: Any, recorded: Recorded) -
     assert (record.input_tokens, record.output_tokens) == (PROMPT, 3)
 
 
+def test_loops_of_the_library_in_one_of_the_users_are_stepped_one_by_one(
+    model: Any, recorded: Recorded
+) -> None:
+    """Two tries, the second of which hands over its arguments by their positions."""
+
+    def best_of_two(model: Any, input_ids: Any, **more: Any) -> Any:
+        def fresh() -> dict[str, Any]:
+            return {**more, "past_key_values": transformers.DynamicCache(config=model.config)}
+
+        model._sample(input_ids, **fresh())
+        given = fresh()
+        names = ("logits_processor", "stopping_criteria", "generation_config")
+        return model._sample(input_ids, *[given.pop(name) for name in names], **given)
+
+    record = unharmed(recorded, lambda: model.generate(**asked(custom_generate=best_of_two)))
+    check_stages(record, "queue", "prefill", "decode")
+    assert (sizes(record), record.output_tokens) == ([1] * 2 * NEW, NEW)
+    steps = recorded.steps()
+    assert len(steps) == 2 * NEW and all(step.started_at < step.ended_at for step in steps)
+
+
+def test_a_stream_that_a_loop_of_the_users_returns_may_be_read_anywhere(
+    model: Any, recorded: Recorded
+) -> None:
+    def loop(model: Any, input_ids: Any, **_: Any) -> Any:
+        yield input_ids[:, :1]
+        yield input_ids[:, :2]
+
+    stream = model.generate(**asked(custom_generate=loop))
+    next(stream)
+    assert ingress.current() is None
+    model.generate(**asked())
+    assert sizes(recorded.one()) == [1] * NEW
+    reader = threading.Thread(target=lambda: list(stream))
+    reader.start()
+    reader.join()
+    record = recorded.one()
+    check_stages(record, "queue", "decode")
+    assert record.outcome == facts.OK
+    model.generate(**asked())
+    assert sizes(recorded.one()) == [1] * NEW
+
+
 @pytest.fixture(scope="module", params=["t5", "bart"])
 def encoder_decoder(request: pytest.FixtureRequest) -> Any:
     """A tiny model that reads with one half and writes with the other."""
@@ -509,7 +595,7 @@ def test_an_encoder_is_prefill_and_the_decoder_steps(
     record = recorded.one()
     check_stages(record, "queue", "prefill", "decode")
     assert record.input_tokens == 2 * PROMPT
-    assert sizes(record) == [2] * NEW
+    assert (prefilled(record), sizes(record)) == ([2 * PROMPT], [2] * NEW)
     assert (record.output_tokens, record.finish_reasons) == (2 * NEW, ("length",))
 
 
@@ -592,6 +678,29 @@ def test_a_bad_argument_is_the_librarys_to_refuse(model: Any, recorded: Recorded
     with pytest.raises(TypeError):
         model.generate(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
     assert recorded.one().error_type == "TypeError"
+
+
+@pytest.mark.parametrize("limit", ["lots", [5], float("inf"), torch.tensor([1, 2])])
+def test_what_one_caller_asks_for_in_vain_costs_the_next_nothing(
+    limit: Any, model: Any, recorded: Recorded
+) -> None:
+    def enough(input_ids: Any, scores: Any, **_: Any) -> Any:
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= PROMPT + 3, dtype=torch.bool)
+
+    def said() -> str:
+        try:
+            return str(model.generate(**{**asked(stopping_criteria=[enough]), "max_new_tokens": limit}))
+        except Exception as exc:
+            return repr(exc)
+
+    ours = said()
+    record = recorded.one()
+    assert record.max_tokens == 0
+    assert (record.outcome == facts.OK) == ours.startswith("tensor")
+    model.generate(**asked())
+    assert sizes(recorded.one()) == [1] * NEW
+    integration.remove()
+    assert said() == ours
 
 
 # ── the way it is held ───────────────────────────────────────────────────────────────────────────────────────────

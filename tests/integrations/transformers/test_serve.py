@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import threading
 from typing import Any
 
 import pytest
 
-from otel_infer import ingress
+from otel_infer import facts, ingress
 from otel_infer.integrations.transformers import integration
 from tests.integrations.transformers.recorded import Recorded, check_stages, served, sizes
 
@@ -118,6 +119,24 @@ def test_an_answer_that_is_cancelled_is_given_up(
     record = recorded.one()
     assert len(pieces) < 1000
     assert record.finish_reasons == ("abort",)
+
+
+def test_what_waits_for_the_thread_when_its_client_leaves_is_no_second_request(
+    model: Any, inputs: Any, serving: Any, recorded: Recorded
+) -> None:
+    thread, is_free = serving.InferenceThread(), threading.Event()
+    thread.submit(is_free.wait)
+    request = served()
+    token = request.attach()
+    answer = thread.submit(lambda: model.generate(**inputs, generation_config=settings()))
+    ingress.detach(token)
+    request.close(facts.ABORTED, "cancelled")
+    is_free.set()
+    assert answer.result(10).shape[1] == inputs["input_ids"].shape[1] + 5
+    thread.submit(model.generate, **inputs, generation_config=settings()).result(10)
+    first, second = recorded.records()
+    assert (first.outcome, first.steps) == (facts.ABORTED, None)
+    assert (second.parent_span_id, sizes(second)) == (b"", [1] * 5)
 
 
 def test_the_thread_belongs_to_nobody_and_works_for_those_who_ask(serving: Any, recorded: Recorded) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import queue
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import anyio.to_thread
 import pytest
+from opentelemetry import baggage, trace
+from opentelemetry import context as otel_context
+from opentelemetry.trace import NonRecordingSpan, SpanContext
 
 from otel_infer import ingress
 from otel_infer.integrations.threads import integration
@@ -44,6 +50,97 @@ def test_a_thread_works_for_the_request_that_it_was_started_in(recording: Record
         thread.start()
         thread.join()
     assert seen == [request]
+
+
+class _Restarting(threading.Thread):
+    """Begins anew where it has failed."""
+
+    turns = 0
+
+    def run(self) -> None:
+        self.turns += 1
+        if self.turns < 3:
+            self.run()
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_thread_that_was_started_in_a_request_may_run_itself_again(
+    recording: Recording, has_own: bool
+) -> None:
+    thread = _Restarting()
+    if has_own:
+        thread.run = thread.run  # type: ignore[method-assign]
+    run = thread.run
+    with _InRequest():
+        thread.start()
+        thread.join()
+    assert thread.turns == 3
+    assert thread.run == run and ("run" in vars(thread)) == has_own
+
+
+def test_a_thread_that_is_over_is_no_garbage(recording: Recording) -> None:
+    thread = threading.Thread(target=int)
+    gone = weakref.ref(thread)
+    gc.disable()
+    try:
+        with _InRequest():
+            thread.start()
+            thread.join()
+        del thread
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_thread_that_outlives_the_request_it_was_started_in_works_for_others(recording: Recording) -> None:
+    jobs: queue.Queue[str] = queue.Queue()
+
+    def work() -> None:
+        while name := jobs.get(timeout=10):
+            job = ingress.open_request(name, owner="test")
+            assert job is not None
+            job.set_attribute("user", str(baggage.get_baggage("user", job.around)))
+            job.close()
+            jobs.task_done()
+
+    worker = threading.Thread(target=work)
+    with _InRequest() as request:
+        inner = otel_context.attach(baggage.set_baggage("user", "somebody"))
+        worker.start()
+        otel_context.detach(inner)
+        jobs.put("while it lasts")
+        jobs.join()
+    request.close()
+    for name in ("afterwards", "later", ""):
+        jobs.put(name)
+    worker.join()
+    below, first, *others = recording.records()
+    assert below.parent_span_id == first.span_id and below.attributes["user"] == "somebody"
+    assert [other.name for other in others] == ["afterwards", "later"]
+    for other in others:
+        assert other.parent_span_id == b"" and other.trace_id != first.trace_id
+        assert other.links == [(first.trace_id, first.span_id)]
+        assert other.attributes["user"] == "None"
+
+
+def test_what_a_thread_begins_itself_is_not_cut_off(recording: Recording) -> None:
+    """A span of another tracer's, in a thread that has outlived the request it was started in."""
+    over, found = threading.Event(), list[ingress.LiveRequest | None]()
+    above = NonRecordingSpan(SpanContext(1, 2, is_remote=False))
+
+    def work() -> None:
+        over.wait(10)
+        with trace.use_span(above):
+            found.append(ingress.open_request("job", owner="test"))
+
+    worker = threading.Thread(target=work)
+    with _InRequest() as request:
+        worker.start()
+    request.close()
+    over.set()
+    worker.join()
+    (job,) = found
+    assert job is not None and job.get_span_context().trace_id == 1
 
 
 def test_a_job_of_a_pool_works_for_the_request_that_it_comes_from_whoever_started_the_thread(

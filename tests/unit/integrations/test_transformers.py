@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from opentelemetry import baggage
 from opentelemetry import context as otel_context
@@ -17,13 +18,17 @@ from otel_infer.integrations.transformers import (
     arguments,
     batching,
     caches,
+    generate,
     integration,
+    run,
     sequences,
     serve,
+    streamers,
     text,
+    transfers,
 )
 from otel_infer.integrations.transformers._integration import apart, model_name
-from otel_infer.patching import Call, Hook
+from otel_infer.patching import Call, Hook, errors
 from otel_infer.records import RequestRecord
 from tests.rings import Recording
 
@@ -193,6 +198,22 @@ def test_with_two_in_flight_what_was_scheduled_for_the_gone_is_discarded(recordi
     by_size = {len(own(record)): record for record in recording.records()}
     assert own(by_size[1]) == {1: 1} and by_size[1].discarded == 1
     assert own(by_size[3]) == {1: 1, 2: 1, 3: 1}
+
+
+@pytest.mark.parametrize("is_in_it", [True, False])
+def test_a_prompt_in_flight_goes_on_when_somebody_else_leaves(is_in_it: bool, recording: Recording) -> None:
+    engine = Engine()
+    _, goes = engine.admit(request_id="goes")
+    _, stays = engine.admit(tokens=8, request_id="stays")
+    first = engine.schedule(Future(goes))
+    second = engine.schedule(*[Future(goes)] * is_in_it, Future(stays, 4, has_new_token=False))
+    engine.update(first)
+    engine.finish(goes)
+    recording.records()
+    assert [step.step for step in recording._assembler.drain_steps()] == [1]
+    engine.update(second)
+    recording.records()
+    assert [step.step for step in recording._assembler.drain_steps()] == [2]
 
 
 def test_results_of_a_step_that_began_before_us_are_nobodys(recording: Recording) -> None:
@@ -400,7 +421,7 @@ class Manager:
         self.generation_config = SimpleNamespace(max_new_tokens=7)
         self.__dict__.update(more)
 
-    def add(self, prompt: list[int]) -> Any:
+    def add(self, prompt: Any) -> Any:
         """`add_request` with our probe around it."""
         parameters: Any = {"input_ids": (0, None), "max_new_tokens": (1, None)}
         probe = sequences.add_request(Call(self, (prompt,), {}, parameters))
@@ -419,6 +440,15 @@ def test_a_request_that_is_not_taken_is_over(answer: Any, error: str, recording:
     (record,) = recording.records()
     assert (record.outcome, record.error_type, record.died_in) == (facts.ERROR, error, "queue")
     assert (record.input_tokens, record.max_tokens, record.model) == (3, 7, "org/tiny")
+
+
+def test_what_is_no_prompt_and_no_limit_is_the_librarys_to_refuse(recording: Recording) -> None:
+    failures = errors()
+    Manager(TypeError(), generation_config=SimpleNamespace(max_new_tokens="lots")).add(None)
+    assert errors() == failures
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (facts.ERROR, "TypeError")
+    assert (record.input_tokens, record.max_tokens) == (0, 0)
 
 
 def test_a_rank_that_adds_nothing_has_no_requests(recording: Recording) -> None:
@@ -452,6 +482,7 @@ GENERATE: Any = {"inputs": (0, None), "generation_config": (1, None)}
         ((Tensor(4, 80, 3000),), {}, (4, 0)),
         ((), {"pixel_values": Tensor(2, 3, 224, 224)}, (2, 0)),
         ((), {}, (1, 0)),
+        ((SimpleNamespace(shape=3),), {"input_ids": Tensor(3, 5)}, (1, 0)),
     ],
 )
 def test_a_prompt_is_counted_in_tokens_or_not_at_all(args: Any, kwargs: Any, shape: tuple[int, int]) -> None:
@@ -569,6 +600,122 @@ def test_a_token_that_cannot_be_made_into_text_fails_its_request(
     request.close(status_code=200)
     (record,) = recording.records()
     assert (record.outcome, record.error_type) == expected
+
+
+def test_a_limit_that_is_no_number_is_handed_over_all_the_same(recording: Recording) -> None:
+    hook, request = Hook("hand over"), request_of()
+    hand_over = serve._handing_over(lambda *args: args[-1], hook)
+    token = request.attach()
+    config = SimpleNamespace(max_new_tokens="lots")
+    assert hand_over(None, None, None, {"input_ids": Tensor(1, 5)}, config) is config
+    ingress.detach(token)
+    request.close()
+    (record,) = recording.records()
+    assert (hook.alive, record.engine, record.input_tokens, record.max_tokens) == (
+        True,
+        "transformers",
+        5,
+        0,
+    )
+
+
+def running(request: ingress.LiveRequest) -> run.Run:
+    return run.Run(request, own=False, log=None, rows=1, prompt=4)
+
+
+@pytest.fixture
+def generating(recording: Recording) -> Iterator[run.Run]:
+    """A request for which this thread generates."""
+    request = request_of()
+    request.submitted("transformers", 1, 4)
+    run.thread.run = running(request)
+    yield run.thread.run
+    run.thread.run = None
+
+
+def test_what_the_reader_of_a_streamer_waits_for_is_not_the_time_to_make_text(generating: run.Run) -> None:
+    generating.iterations = 1
+    streamers.put(lambda self, value: None, Hook("put"))(None, 1)
+    assert generating.request.tokens_reached
+    assert generating.request.detokenize_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "supports", "ends"),
+    [({"pixel_values": 1}, True, True), ({"pixel_values": 1}, False, False), ({"input_ids": 1}, True, False)],
+)
+def test_a_model_that_looks_before_it_reads_has_begun(
+    given: dict[str, int], supports: bool, ends: bool, generating: run.Run, recording: Recording
+) -> None:
+    hook, request = Hook("encoder"), generating.request
+    config = SimpleNamespace(is_encoder_decoder=False)
+    model = SimpleNamespace(config=config, _supports_mm_encoder_outputs=lambda: supports)
+    generate._encoding(lambda self, *args: None, hook)(model, None, given)
+    request.close(facts.ERROR, "MemoryError")
+    (record,) = recording.records()
+    assert (hook.alive, record.died_in) == (True, "prefill" if ends else "queue")
+
+
+@pytest.mark.parametrize(("device", "timed"), [("cuda", "cuda"), ("meta", "cpu")])
+def test_steps_are_timed_where_the_model_is_though_its_inputs_are_on_the_host(
+    device: str, timed: str, recording: Recording
+) -> None:
+    on_host = SimpleNamespace(shape=(1, 4), device=SimpleNamespace(type="cpu"))
+    model = SimpleNamespace(config=SimpleNamespace(), device=SimpleNamespace(type=device))
+    config = SimpleNamespace(num_return_sequences=1, num_beams=1, max_length=9)
+    generating = running(request_of())
+    generating.enter(model, on_host, {"generation_config": config})
+    assert generating.device.type == timed
+
+
+def test_a_transfer_is_said_once_of_a_request_with_several_prompts(recording: Recording) -> None:
+    request = request_of()
+    request.submitted("transformers", 3)
+    states = [State(str(number)) for number in range(3)]
+    for state in states:
+        state.otel_infer = sequences._Sequences(request, own=False, left=1)  # type: ignore[attr-defined]
+    host = SimpleNamespace(
+        requests_in_batch=[Future(state, 4) for state in states],
+        total_seqlen_q=12,
+        cumulative_seqlens_q=np.array([0, 4, 8, 12]),
+    )
+    transfer = transfers._begin("h2d", host, None)
+    assert transfer is not None
+    transfer.end([])
+    request.close()
+    (record,) = recording.records()
+    assert [stage.name for stage in record.stages].count("h2d") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "timed"), [("cuda", True), ("cuda:1", True), (1, True), ("cuda:0", False), ("meta", False)]
+)
+def test_a_transfer_is_timed_on_the_device_that_it_goes_to(
+    target: Any, timed: bool, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that used another device first has its marks on that one's streams."""
+    begun: list[tuple[str, int]] = []
+
+    class Marks:
+        def begin(self, stream: Any, is_step: bool, on: Any) -> int:
+            begun.append((on.type, on.index))
+            return 0
+
+        def drop(self, begun: Any) -> None: ...
+
+    class Inputs(dict[str, Any]):
+        """Whatever it is sent to, it stays where it is."""
+
+    monkeypatch.setattr(transfers, "timing", Marks())
+    monkeypatch.setattr(transfers, "current", lambda: SimpleNamespace(kind="cuda", index=1))
+    inputs = Inputs(input_ids=SimpleNamespace(device=SimpleNamespace(type="cpu")))
+    token = request_of().attach()
+    probe = transfers.to(Call(inputs, (target,), {}, {"device": (0, None)}))
+    next(probe)
+    with pytest.raises(StopIteration):
+        probe.send(inputs)
+    ingress.detach(token)
+    assert begun == [("cuda", 1)] * timed
 
 
 def test_every_part_has_a_name_and_hooks_what_one_process_imports() -> None:
