@@ -116,9 +116,8 @@ class Run:
         # A row that ended with the last token it was allowed says the same.
         reason = "length" if 0 < self.limit <= made else "stop"
         self.request.state(facts.EngineFinished(clock.now(), reason, tokens))
-        if (
-            tokens < self.tokens
-        ):  # beams end before the last step: nothing else shows that this was all of them
+        # Beams end before the last step: nothing else shows that this was all of them.
+        if tokens < self.tokens:
             for _ in range(self.rows - 1):
                 self.request.state(facts.EngineFinished(clock.now(), "", 0))
         self.request.failed("")
