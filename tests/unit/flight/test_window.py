@@ -340,7 +340,7 @@ def test_requests_in_the_window_are_as_on_the_whole_tape_and_those_that_began_be
         snapshot = window.snapshot()
     in_window = {
         int.from_bytes(fact.trace_id, "big")
-        for passage in list(snapshot.passages())[bool(snapshot.edge) :]
+        for passage in list(snapshot.passages())[bool(snapshot.edge.rows()) :]
         for _, _, fact in passage.said
         if isinstance(fact, facts.RequestArrived)
     }
