@@ -153,7 +153,8 @@ SETTINGS: dict[str, Setting] = {
         "OTEL_INFER_SLO",
         "",
         "what a request may take at most: `ttft=1s,itl=200ms,tpot=50ms,e2e=30s,queue=500ms`, for a model or route apart "
-        "after `;`: `model:NAME ttft=3s`; the steps of one that took longer are kept",
+        "after `;`: `model:NAME ttft=3s`; the steps of one that took longer are kept. Who ended waiting for a token has waited so "
+        "long; who was stopped by its client has no `e2e`",
         _as_written(objectives.parse),
     ),
     "slow_percent": Setting(
@@ -192,7 +193,7 @@ SETTINGS: dict[str, Setting] = {
         "OTEL_INFER_DUMP_ON_SLO",
         "",
         "folder: when 3 requests miss objectives (`OTEL_INFER_SLO`) within 10 s, the sidecar writes a tape of the last 120 s "
-        "into it; at most one a minute, and the newest 20 stay",
+        "into it; at most one a minute, of a breach that lasts ever fewer, and the newest 20 stay",
         _path,
     ),
     "dump_port": Setting(

@@ -8,6 +8,7 @@ and per trace id, because trace stores refuse traces over a few MB and with them
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from otel_infer import facts, objectives, semconv
@@ -251,21 +252,36 @@ def missed_by(record: RequestRecord, promised: Objectives) -> tuple[str, ...]:
     return promised.missed(record.model, route, _lengths(record)) if promised.sections else ()
 
 
+def was_stopped(record: RequestRecord) -> bool:
+    """Whether its client had it end, which is no fault of the server; what it waited for until then may be."""
+    return record.outcome == facts.ABORTED and record.error_type in semconv.NOT_ERRORS
+
+
 def _lengths(record: RequestRecord) -> dict[str, int]:
-    """What objectives are about, ns; what a request does not have is not there."""
-    lengths = {
-        objectives.E2E: record.duration_ns,
-        objectives.QUEUE: sum(
-            stage.ended_at - stage.started_at for stage in record.stages if stage.name == semconv.SPAN_QUEUE
-        ),
-    }
+    """What objectives are about, ns; what a request does not have is not there, nor is the end of one that was stopped."""
+    queued = [stage for stage in record.stages if stage.name == semconv.SPAN_QUEUE]
+    lengths = {objectives.QUEUE: sum(stage.ended_at - stage.started_at for stage in queued)}
+    if not was_stopped(record):
+        lengths[objectives.E2E] = record.duration_ns
     if record.ttft_ns:
         lengths[objectives.TTFT] = record.ttft_ns
     if record.summary.gaps:
         lengths[objectives.ITL] = record.summary.gap_max
+    for name, waited in _waited_in_vain(record):
+        lengths[name] = max(lengths.get(name, 0), waited)
     if record.tokens_after_first > 0:
         lengths[objectives.TPOT] = round(record.decode_ns / record.tokens_after_first)
     return lengths
+
+
+def _waited_in_vain(record: RequestRecord) -> Iterator[tuple[str, int]]:
+    """For what token an engine let it wait when it ended otherwise than well, and how long (ns): it took longer than that."""
+    if record.outcome == facts.OK or record.telemetry_lost or not (record.generative and record.engine):
+        return
+    if record.died_in in (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL):
+        yield objectives.TTFT, record.duration_ns
+    elif record.died_in == semconv.SPAN_DECODE and record.last_token_at:
+        yield objectives.ITL, record.ended_at - record.last_token_at
 
 
 def _draw(record: RequestRecord) -> float:

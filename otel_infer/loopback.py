@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from socket import AF_INET6, SO_REUSEADDR, SOL_SOCKET
+from socket import AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,23 @@ class _Server6(Server):
     address_family = AF_INET6
 
 
+class _InTime(io.RawIOBase):
+    """What comes from a connection within so many seconds; raises `TimeoutError` then."""
+
+    def __init__(self, connection: socket, seconds: float) -> None:
+        self._connection, self._deadline = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers in one piece and says nothing of who it is, nor to a log of who asked."""
 
@@ -56,6 +75,12 @@ class Handler(BaseHTTPRequestHandler):
     server_version = "otel_infer"
     sys_version = ""
 
+    def setup(self) -> None:
+        """All that is asked has to be there in time, however slowly it comes: others wait."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_InTime(self.connection, CLIENT_S))
+
     def asked_for(self) -> str:
         """The path, without what follows it."""
         return self.path.partition("?")[0]
@@ -63,6 +88,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, kind: str, content: bytes, **headers: str) -> None:
         """The whole answer; underscores in the names of `headers` stand for hyphens."""
         self.close_connection = True
+        self.connection.settimeout(CLIENT_S)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))

@@ -109,12 +109,14 @@ class Pipeline:
     def _save(self, said: list[RingFact], horizon: int) -> None:
         if self._flight is not None:
             self._flight.keep(said, horizon)
-        if self._tape is not None and said:
-            try:
-                self._tape.write(said, horizon)
-            except OSError as reason:
-                self._tape = None
-                log.error("the tape ends here: %s", reason)
+        try:
+            if self._tape is not None:
+                if said:
+                    self._tape.write(said, horizon)
+                self._tape.sync(horizon)
+        except OSError as reason:
+            self._tape = None
+            log.error("the tape ends here: %s", reason)
 
     def conclude(self, horizon: int, final: bool = False) -> bool:
         """Hands on the requests that ended before `horizon`; whether there were any. `final`: none of them waits."""
@@ -203,13 +205,19 @@ class Pipeline:
         if self._outlet is not None:
             self._collect(clock.now())  # once more, since only now it is known which spans were refused
             self._outlet.close(LAST_S)
-        if self._tape is not None:
-            self._tape.close()
+        self._end_tape()
         self._log.close()
         if self._gpus is not None:
             self._gpus.stop()
         if self._scrape is not None:
             self._scrape.close()
+
+    def _end_tape(self) -> None:
+        try:
+            if self._tape is not None:
+                self._tape.close()
+        except OSError as reason:  # a full disk, say; others have to be let go of
+            log.error("the end of the tape is missing: %s", reason)
 
     def settle(self, now: int) -> None:
         """Concludes what has ended without waiting for stragglers: somebody wants everything sent."""

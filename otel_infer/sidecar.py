@@ -49,6 +49,8 @@ LINGER_NS = 1_000_000_000
 """After the last writer: wait this long for one that is just starting (a reload, a fork)."""
 ORPHAN_NS = 60_000_000_000
 FLUSH_S = 5.0
+TAPE_S = 30.0
+"""How long the end waits for tapes that are being written: a full window takes its time."""
 NICENESS = 10
 """Where cores are short the server goes first: the rings hold what comes meanwhile."""
 YOUNG = 50_000
@@ -157,7 +159,7 @@ class Sidecar:
             self._webhook.close()
         self._pipeline.wake(clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
-        self._flight.close(FLUSH_S)
+        self._flight.close(TAPE_S)
         self._threads.close()
         self._throttling.close()
         self._rings.close(remove=not self._stays)

@@ -95,7 +95,8 @@ class StepLog:
         prefills, tokens = self._prefills(fact) if self._prefilling else ({}, 0)
         self.table.begin(fact, tokens)
         self.learned.firsts.scheduled(step, fact.size, tokens)
-        self._flights[step] = _Flight(fact, self._members, prefills)
+        if fact.size or self._members is not None:  # a tape may begin with a step of which nothing is known
+            self._flights[step] = _Flight(fact, self._members, prefills)
         if len(self._flights) > MAX_FLIGHTS:
             del self._flights[min(self._flights)]
 

@@ -11,6 +11,8 @@ import contextlib
 import gzip
 import itertools
 import json
+import logging
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +22,11 @@ from typing import Any, NamedTuple, get_type_hints
 from otel_infer import facts, objectives
 from otel_infer.objectives import Objectives
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1
+SYNC_NS = 5_000_000_000
+"""A writer that is killed takes no more than this along."""
 _HEAD = "otel_infer tape"
 _FACTS: Mapping[str, type] = {
     name: fact
@@ -64,18 +70,45 @@ class TapeWriter:
         self._file.write(json.dumps({_HEAD: FORMAT, **about}) + "\n")
         self._file.flush()  # whoever comes next sees that it is somebody's
         self._raw.flush()
+        self._is_synced, self._synced_at = True, 0
 
     def write(self, said: Iterable[facts.RingFact], horizon: int) -> None:
         """Adds facts and the instant up to which they are complete."""
         for ring, handle, fact in said:
             fields = [{"hex": f.hex()} if isinstance(f, bytes) else f for f in fact]
-            self._file.write(json.dumps([ring, handle, type(fact).__name__, *fields], default=str) + "\n")
-        self._file.write(json.dumps(["@", horizon]) + "\n")
+            self._file.write(_line([ring, handle, type(fact).__name__, *fields]))
+        self._file.write(_line(["@", horizon]))
+        self._is_synced = False
+
+    def sync(self, now: int) -> None:
+        """Hands what was written to the file, now and then; `now`: monotonic ns."""
+        if not self._is_synced and now - self._synced_at >= SYNC_NS:
+            self._is_synced, self._synced_at = True, now
+            self._file.flush()
+            self._raw.flush()
 
     def close(self) -> None:
         """Finishes the file."""
-        self._file.close()
-        self._raw.close()
+        try:
+            self._file.close()
+        finally:
+            self._raw.close()
+
+
+def _line(said: list[Any]) -> str:
+    try:
+        return json.dumps(said, default=str, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_sayable(said), default=str) + "\n"
+
+
+def _sayable(value: Any) -> Any:
+    """With their text in the place of numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _sayable(each) for key, each in value.items()}
+    return [_sayable(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def head(path: Path) -> dict[str, Any]:
@@ -97,17 +130,26 @@ def promised(path: Path) -> Objectives:
         return Objectives()
 
 
+def began_at(path: Path) -> int:
+    """The instant (monotonic ns) from which on a tape tells everything: of what ended before, it has only what explains the rest.
+
+    0 where it begins with its server, or does not say; raises `BadTape`.
+    """
+    said = head(path).get("began_at")
+    return said if isinstance(said, int) else 0
+
+
 def read(path: Path) -> Iterator[Passage]:
-    """The passages of a tape; a tape whose end is missing is read as far as it goes."""
+    """The passages of a tape; one whose end is missing is read as far as it goes, and a warning says so."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             _head(lines)
             yield from _passages(lines)
     except EOFError:
-        return
+        log.warning("%s: its end is missing, and it is read as far as it goes", path)
     except BadTape as reason:
         raise BadTape(f"{path}: {reason}") from None
-    except (OSError, ValueError, TypeError, IndexError, zlib.error) as reason:
+    except (OSError, ValueError, TypeError, LookupError, zlib.error) as reason:
         raise BadTape(f"{path}: damaged, or not a tape: {reason}") from None
 
 
@@ -119,7 +161,9 @@ def _head(lines: Iterator[str]) -> dict[str, Any]:
 
 
 def _passages(lines: Iterable[str]) -> Iterator[Passage]:
+    """Raises `EOFError` behind the last of those of which there is something."""
     said: list[facts.RingFact] = []
+    cut: EOFError | None = None
     try:
         for line in lines:
             first, *rest = json.loads(line)
@@ -128,10 +172,12 @@ def _passages(lines: Iterable[str]) -> Iterator[Passage]:
                 said = []
             else:
                 said.append(_fact(first, *rest))
-    except EOFError:
-        pass
+    except EOFError as reason:
+        cut = reason
     if said:
         yield Passage(said, max(fact.fact.at for fact in said))
+    if cut is not None:
+        raise cut
 
 
 def _fact(ring: int, handle: int, name: str, *fields: Any) -> facts.RingFact:

@@ -10,8 +10,10 @@ import numpy as np
 from otel_infer import facts, semconv
 from otel_infer.records import RequestRecord
 
-FEWEST = 8
-"""Values on each side without which nothing is said."""
+FEWEST = 20
+"""Requests on each side without which nothing is said."""
+UNLIKE = 1.25
+"""So many times as long at the median, prompts or answers are not alike."""
 DRAWS = 2000
 MOST_AT_ONCE = 1_000_000
 """Values drawn."""
@@ -42,30 +44,62 @@ def compared(before: list[RequestRecord], after: list[RequestRecord]) -> list[Ro
     rows = []
     draw = np.random.default_rng(0)
     for name, of in _measures(before + after).items():
-        one, two = (np.array([v for r in records for v in of(r)], float) / 1e6 for records in (before, after))
-        if len(one) and len(two):
+        one, two = ([values for r in records if (values := of(r))] for records in (before, after))
+        if one and two:
             rows.append(_row(name, one, two, draw))
     return rows
 
 
-def _row(name: str, one: Any, two: Any, draw: np.random.Generator) -> Row:
-    was, now = (float(np.percentile(values, PERCENT)) for values in (one, two))
+def unlike(before: list[RequestRecord], after: list[RequestRecord]) -> list[str]:
+    """What is to be known before the rest is believed: that other requests were asked."""
+    said = []
+    for name, of in (("prompt", "input_tokens"), ("answer", "output_tokens")):
+        one, two = ([getattr(r, of) for r in records if getattr(r, of)] for records in (before, after))
+        was, now = (float(np.median(tokens)) if tokens else 0.0 for tokens in (one, two))
+        if min(was, now) and max(was, now) >= UNLIKE * min(was, now):
+            said.append(
+                f"the median {name} has {was:.0f} tokens before, {now:.0f} after: other requests take other times"
+            )
+    return said
+
+
+def _row(name: str, one: list[list[int]], two: list[list[int]], draw: np.random.Generator) -> Row:
+    was, now = (float(np.percentile(np.concatenate(values), PERCENT)) / 1e6 for values in (one, two))
     if min(len(one), len(two)) < FEWEST:
         return Row(name, was, now, float("-inf"), float("inf"), "too few")
-    differences = _drawn(two, draw) - _drawn(one, draw)
+    differences = (_drawn(two, draw) - _drawn(one, draw)) / 1e6
     low, high = (float(value) for value in np.percentile(differences, (2.5, 97.5)))
     return Row(
         name, was, now, low, high, "worse" if low > 0 else "better" if high < 0 else "no difference seen"
     )
 
 
-def _drawn(values: Any, draw: np.random.Generator) -> Any:
-    """The p95 of so many samples, drawn some at a time: all of them at once would not fit into memory."""
-    size = len(values)
-    at_once = max(MOST_AT_ONCE // size, 1)
-    rows = [min(at_once, DRAWS - done) for done in range(0, DRAWS, at_once)]
-    samples = (values[draw.integers(0, size, (count, size))] for count in rows)
-    return np.concatenate([np.percentile(sample, PERCENT, axis=1) for sample in samples])
+def _drawn(requests: list[list[int]], draw: np.random.Generator) -> Any:
+    """The p95 of so many samples of requests, each with all of its values, since those are like each other.
+
+    Drawn some at a time: all of them at once would not fit into memory.
+    """
+    owner = np.repeat(np.arange(len(requests)), [len(values) for values in requests])
+    values = np.concatenate(requests)
+    order = np.argsort(values)
+    at_once = max(MOST_AT_ONCE // len(values), 1)
+    counts = (min(at_once, DRAWS - done) for done in range(0, DRAWS, at_once))
+    samples = (_times(len(requests), count, draw)[:, owner[order]] for count in counts)
+    return np.concatenate([_percentile(values[order], times) for times in samples])
+
+
+def _times(size: int, count: int, draw: np.random.Generator) -> Any:
+    """How often each of so many is drawn, in so many samples."""
+    drawn = draw.integers(0, size, (count, size)) + np.arange(count)[:, None] * size
+    return np.bincount(drawn.ravel(), minlength=count * size).reshape(count, size)
+
+
+def _percentile(ordered: Any, times: Any) -> Any:
+    """As `numpy.percentile` has it, of ordered values of which each sample has each so many times."""
+    upto = np.cumsum(times, axis=1)
+    rank = (upto[:, -1] - 1) * PERCENT / 100
+    low, high = (ordered[(upto <= at[:, None]).sum(axis=1)] for at in (np.floor(rank), np.ceil(rank)))
+    return low + (high - low) * (rank - np.floor(rank))
 
 
 def _measures(records: list[RequestRecord]) -> dict[str, Callable[[RequestRecord], list[int]]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import stat
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -51,4 +52,6 @@ def _copy(told: Path, out: Path) -> None:
         open(os.open(told, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as source,
         open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as target,
     ):
+        if stat.S_ISREG(os.fstat(target.fileno()).st_mode):  # it may have been there
+            os.fchmod(target.fileno(), 0o600)
         shutil.copyfileobj(source, target)

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     live.add_arguments(parser)
     parser.add_argument(
-        "--request", metavar="ID", help="only this one: a trace id, its beginning, or a response id"
+        "--request",
+        metavar="ID",
+        help="only this one: a trace id, its beginning, a span id, or a response id",
     )
     parser.add_argument(
         "--against", metavar="TAPE", help="compare with the requests of another tape, stage by stage"
@@ -72,10 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _told(arguments: argparse.Namespace) -> list[RequestRecord]:
     if arguments.tape is None:
         with live.window(live.chosen(arguments.rings, arguments.server)) as told:
-            return _inferences(told)
+            return _inferences(told, arguments.request)
     if arguments.rings or arguments.server:
         raise asking.NoTape("a tape, or a running server by --rings and --server: not both")
-    return _inferences(Path(arguments.tape))
+    return _inferences(Path(arguments.tape), arguments.request)
 
 
 def _felt(records: list[RequestRecord], path: str | None) -> Outside | None:
@@ -88,11 +90,11 @@ def _felt(records: list[RequestRecord], path: str | None) -> Outside | None:
     return felt
 
 
-def _inferences(path: Path) -> list[RequestRecord]:
-    """Those that were to reach an engine: health checks and the like have no complaint."""
-    from otel_infer.cli.replay import records
+def _inferences(path: Path, wanted: str | None = None) -> list[RequestRecord]:
+    """Those that were to reach an engine: health checks and the like have no complaint. One that is wanted may be any on the tape."""
+    from otel_infer.cli.replay import recent, records
 
-    return [record for record in records(path) if record.operation]
+    return [record for record in (records if wanted else recent)(path) if record.operation]
 
 
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,7 +218,9 @@ def described(record: RequestRecord) -> dict[str, Any]:
 def _one(records: Sequence[RequestRecord], wanted: str, as_json: bool) -> int:
     found = [record for record in records if _is(record, wanted)]
     if len(found) != 1:
-        several = ", ".join(record.trace_id.hex() for record in found[:5])
+        several = ", ".join(
+            f"trace {record.trace_id.hex()} span {record.span_id.hex()}" for record in found[:5]
+        )
         reason = (
             f"several requests: {several}"
             if found
@@ -243,14 +247,15 @@ def _one(records: Sequence[RequestRecord], wanted: str, as_json: bool) -> int:
 
 
 def _is(record: RequestRecord, wanted: str) -> bool:
-    return record.trace_id.hex().startswith(wanted.lower()) or wanted in record.attributes.values()
+    is_of_trace = record.trace_id.hex().startswith(wanted.lower())
+    return is_of_trace or record.span_id.hex() == wanted.lower() or wanted in record.attributes.values()
 
 
 # ── two tapes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _compare(before: list[RequestRecord], after: list[RequestRecord], as_json: bool) -> int:
-    from otel_infer.cli.comparison import compared
+    from otel_infer.cli.comparison import compared, unlike
 
     rows = compared(before, after)
     if as_json:
@@ -259,6 +264,8 @@ def _compare(before: list[RequestRecord], after: list[RequestRecord], as_json: b
     print(
         f"{len(before)} requests before, {len(after)} after; p95 in ms, with the 95 % interval of the difference"
     )
+    for line in unlike(before, after):
+        print(line)
     for row in rows:
         change = f"{row.low:+.1f} to {row.high:+.1f}"
         print(f"  {row.name:<20} {row.before:9.1f} → {row.after:9.1f}   {change:<22} {row.verdict}")

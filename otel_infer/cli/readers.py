@@ -59,7 +59,7 @@ def read(path: Path) -> list[Felt]:
     """The spans of our client in a file; raises `BadSpans`, or `OSError`."""
     try:
         found = [felt for said in _objects(path.read_text("utf-8")) for felt in _spans(said)]
-    except (ValueError, TypeError, LookupError, AttributeError) as reason:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as reason:
         raise BadSpans(f"{path}: no OTLP JSON, nor what ConsoleSpanExporter writes: {reason!r}") from None
     if not found:
         raise BadSpans(f"{path}: no span of otel_infer.client is in it")

@@ -67,6 +67,12 @@ def records(path: Path, assembler: Assembler | None = None) -> Iterator[RequestR
     yield from concluded
 
 
+def recent(path: Path, assembler: Assembler | None = None) -> list[RequestRecord]:
+    """As `records`, but for what ended before the time that the tape is of: a flight recorder keeps that to explain others."""
+    began_at = tape.began_at(path)
+    return [record for record in records(path, assembler) if record.ended_at > began_at]
+
+
 def described(record: RequestRecord) -> dict[str, Any]:
     """A request as plain data; lengths in ms."""
     steps = record.steps

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `report`."""
-    parser.add_argument("tape", help="a file that `otel-infer run --tape` wrote")
+    parser.add_argument("tape", help="a file that `otel-infer run --tape` or `otel-infer dump` wrote")
     parser.add_argument("--out", metavar="FILE", help="the page (the tape's name with .html, in this folder)")
     parser.add_argument(
         "--perfetto", metavar="FILE", help="write this too: engines and requests as Chrome trace events"
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     from otel_infer.cli.report_view import view
 
     source = Path(arguments.tape)
-    page = Path(arguments.out or source.with_suffix(".html").name)
+    page = Path(arguments.out or f"{source.stem}.html")
     trace = Path(arguments.perfetto) if arguments.perfetto else None
     try:
         told = read(source)
@@ -54,14 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> Told:
-    """Everything that a tape tells; raises as `tape.read` does."""
+    """Everything that a tape tells of its time; raises as `tape.read` does."""
     from otel_infer.assembler import Assembler
-    from otel_infer.cli.replay import records
+    from otel_infer.cli.replay import recent
     from otel_infer.cli.report_view import Told
 
     assembler = Assembler()
     promised = tape.promised(path)
-    told = list(records(path, assembler))
+    told = recent(path, assembler)
     inferences = [record for record in told if record.operation]
     unfinished = [request.arrived_at for request in assembler.open.values() if request.submitted]
     steps, pauses = assembler.drain_steps(), assembler.drain_pauses()

@@ -206,6 +206,8 @@ def _timeline(view: View) -> str:
         top = place * (_LANE + _GAP) + _GAP
         most = max(map(of, view.bins))
         said = milliseconds(most) if unit == "ns" else f"{most:,.0f}"
+        if place == 0:  # not at the same instant
+            said = f"{max(b.running for b in view.bins):,} and {max(b.queued for b in view.bins):,}"
         drawn.append(
             f'<text x="0" y="{top - 7}">{name} (most: {said})</text>{_area(view.bins, of, most, top, colour)}'
         )

@@ -83,7 +83,8 @@ class OffenderRow(NamedTuple):
 
 
 class Bin(NamedTuple):
-    """An interval of the tape: most requests at once, longest and usual step (ns; 0 = none ended here), prompt tokens."""
+    """An interval of the tape: most requests running and most in the queue at once, each at an instant of its own; longest and
+    usual step (ns; 0 = none ended here), prompt tokens."""
 
     running: int
     queued: int
@@ -236,6 +237,14 @@ def waits(records: Iterable[RequestRecord]) -> list[tuple[int, int]]:
     return [(stage.started_at, stage.ended_at) for stage in stages if stage is not None]
 
 
+def _runs(record: RequestRecord) -> list[tuple[int, int]]:
+    """When it was there and not in the queue."""
+    queue = record.stage(semconv.SPAN_QUEUE)
+    if queue is None:
+        return [(record.arrived_at, record.ended_at)]
+    return [(record.arrived_at, queue.started_at), (queue.ended_at, record.ended_at)]
+
+
 def levels(intervals: Iterable[tuple[int, int]]) -> tuple[Any, Any]:
     """How many of these intervals hold from each instant on at which that changes, up to the next."""
     column = np.array([*intervals], np.int64).reshape(-1, 2)
@@ -247,10 +256,10 @@ def levels(intervals: Iterable[tuple[int, int]]) -> tuple[Any, Any]:
 
 def _bins(told: Told, began: int, ended: int) -> list[Bin]:
     width = max(ended - began, 1)
-    in_flight = [(record.arrived_at, record.ended_at) for record in told.records]
+    in_flight = [run for record in told.records for run in _runs(record)]
     in_flight += [(arrived_at, ended + 1) for arrived_at in told.unfinished]
+    running = _most(levels(in_flight), began, width)
     queued = _most(levels(waits(told.records)), began, width)
-    there = _most(levels(in_flight), began, width)
     steps = np.array(
         [(step.ended_at, step.ended_at - step.started_at, step.prefill_tokens) for step in told.steps],
         np.int64,
@@ -260,8 +269,7 @@ def _bins(told: Told, began: int, ended: int) -> list[Bin]:
     for number in range(BINS):
         _, lengths, prompts = steps[which == number].T
         longest, usual = (int(lengths.max()), float(np.median(lengths))) if len(lengths) else (0, 0.0)
-        waiting = min(int(queued[number]), int(there[number]))
-        bins.append(Bin(int(there[number]) - waiting, waiting, longest, usual, int(prompts.sum())))
+        bins.append(Bin(int(running[number]), int(queued[number]), longest, usual, int(prompts.sum())))
     return bins
 
 

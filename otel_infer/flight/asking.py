@@ -62,7 +62,7 @@ def asked(folder: Path) -> Iterator[Path]:
         if path.suffix == place.ASKED:
             path.unlink(missing_ok=True)
             yield path.with_suffix(place.DUMPED)
-        elif _age_s(path) > STALE_S:
+        elif age_s(path) > STALE_S:
             path.unlink(missing_ok=True)
 
 
@@ -76,7 +76,8 @@ def refuse(tape: Path, reason: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def _age_s(path: Path) -> float:
+def age_s(path: Path) -> float:
+    """Since it was written to; 0 where it is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

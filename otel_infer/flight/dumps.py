@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +31,10 @@ COMMAND, SIGNAL, WEBHOOK, SLO = "command", "signal", "webhook", "slo"
 BREACH, BREACH_NS = 3, 10_000_000_000
 """So many requests that missed objectives within so long are a breach."""
 BREACH_EVERY_NS = 60_000_000_000
+"""Between the first two tapes of a breach; while it lasts, twice as long each time, up to the next."""
+BREACH_SELDOM_NS = 32 * BREACH_EVERY_NS
+BREACH_OVER_NS = 300_000_000_000
+"""Without one for so long, the next is another."""
 BREACH_WAIT_NS = 2_000_000_000
 """What a breach comes to shows a little later."""
 SOON = 2
@@ -71,7 +75,8 @@ class FlightRecorder:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._missed: deque[int] = deque(maxlen=BREACH)
-        self._breached_at = -BREACH_EVERY_NS
+        self._breached_at = -BREACH_OVER_NS
+        self._next_breach_at = self._apart_ns = 0
         self._now = self._looked_at = self._wakes = 0
         self._broken = ""
 
@@ -93,9 +98,17 @@ class FlightRecorder:
         if not self._on_slo:
             return
         self._missed.append(ended_at)
-        is_breach = len(self._missed) == BREACH and max(self._missed) - min(self._missed) <= BREACH_NS
-        if is_breach and self._now - self._breached_at >= BREACH_EVERY_NS:
-            self._breached_at = self._now
+        if len(self._missed) == BREACH and max(self._missed) - min(self._missed) <= BREACH_NS:
+            self._breached(self._now)
+
+    def _breached(self, now: int) -> None:
+        """A tape of it, unless there was one just now: a breach that lasts must not push out those of its beginning."""
+        if now - self._breached_at >= BREACH_OVER_NS:
+            self._next_breach_at, self._apart_ns = now, BREACH_EVERY_NS
+        self._breached_at = now
+        if now >= self._next_breach_at:
+            self._next_breach_at = now + self._apart_ns
+            self._apart_ns = min(2 * self._apart_ns, BREACH_SELDOM_NS)
             self._try(SLO, BREACH_WAIT_NS)
 
     def look(self, now: int) -> None:
@@ -119,9 +132,10 @@ class FlightRecorder:
         while self._waiting or self._running is not None:
             self._begin(_ALL, _ALL)
             left = deadline - clock.now()
-            if left <= 0 or self._thread is None:
+            if left <= 0:
                 return
-            self._thread.join(left / 1e9)
+            if self._thread is not None:
+                self._thread.join(left / 1e9)
 
     def _try(self, reason: str, wait_ns: int = 0) -> None:
         try:
@@ -139,9 +153,14 @@ class FlightRecorder:
         if self._broken:
             self._finish(due, self._broken)
             return
-        work = (due, self.window.snapshot())
-        self._thread = threading.Thread(target=self._write, args=work, name="otel_infer dump", daemon=True)
-        self._thread.start()
+        try:
+            work = (due, self.window.snapshot())
+            thread = threading.Thread(target=self._write, args=work, name="otel_infer dump", daemon=True)
+            thread.start()
+        except Exception as reason:  # no more threads, say; the sidecar goes on
+            self._finish(due, f"{type(reason).__name__}: {reason}")
+        else:
+            self._thread = thread
 
     # ── any thread ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,15 +191,19 @@ class FlightRecorder:
     # ── the writing thread ───────────────────────────────────────────────────────────────────────────────────────
 
     def _write(self, ask: _Ask, snapshot: Snapshot) -> None:
-        refusal = ""
+        refusal, folder = "", ask.path.parent
         try:
-            write(ask.path, snapshot, ask.reason, self._slo)
             if ask.reason != COMMAND:
-                _keep_newest(ask.path.parent)
-                log.info("a tape of the last %.0f s (%s): %s", snapshot.seconds, ask.reason, ask.path)
+                _remove(_abandoned(folder))
+            write(ask.path, snapshot, ask.reason, self._slo)
         except Exception as reason:  # a full disk, say; the sidecar goes on
             refusal = f"{type(reason).__name__}: {reason}"
-        self._finish(ask, refusal)
+        else:
+            if ask.reason != COMMAND:
+                log.info("a tape of the last %.0f s (%s): %s", snapshot.seconds, ask.reason, ask.path)
+                _remove(_too_many(folder))
+        finally:
+            self._finish(ask, refusal)
 
     def _finish(self, ask: _Ask, refusal: str) -> None:
         if refusal:
@@ -204,6 +227,7 @@ def write(path: Path, snapshot: Snapshot, reason: str, slo: str = "") -> None:
             seconds=round(snapshot.seconds, 3),
             facts=snapshot.facts,
             requests_left_out=snapshot.requests_left_out,
+            began_at=snapshot.began_at,
             slo=slo,
         )
         try:
@@ -221,7 +245,19 @@ def _own_folder() -> Path:
     return place.user_folder(Path(tempfile.gettempdir()))
 
 
-def _keep_newest(folder: Path) -> None:
+def _abandoned(folder: Path) -> list[Path]:
+    """What sidecars were writing when they were killed."""
+    return [part for part in folder.glob(f"{NAME}*{place.DUMP_PART}") if asking.age_s(part) > asking.STALE_S]
+
+
+def _too_many(folder: Path) -> list[Path]:
     """Their names begin with when they were asked for."""
-    for old in sorted(folder.glob(f"{NAME}*{SUFFIX}"))[:-MOST_TAPES]:
-        old.unlink(missing_ok=True)
+    return sorted(folder.glob(f"{NAME}*{SUFFIX}"))[:-MOST_TAPES]
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as reason:
+            log.warning("%s stays: %s", path, reason)

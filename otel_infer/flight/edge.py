@@ -3,85 +3,30 @@
 That is: processes, engines and hooks; all that was said of requests which are still in flight; of every engine the steps
 since the keyframe before the oldest of those arrived, with the others that were in them, as far as there is room, and at
 least since the last keyframe, so that it is known who is in its batch. A request that may have been in steps which are
-forgotten is marked, as one of which steps were lost.
+forgotten is marked, as one of which steps were lost. Of a request in several processes all parts are remembered, or none.
 """
 
 from __future__ import annotations
 
-import marshal
-import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
-from otel_infer import facts, tape
+from otel_infer import facts
+from otel_infer.flight.packed import AT, CODES, SPAN_ID, Held, Row, Section, Steps, Told
 
-CODES = {kind: code for code, kind in enumerate(tape.KINDS)}
-MARSHAL = 2
-"""Version of `marshal` without references, which cost more than they save."""
 MOST_OF_ONE = 1 << 16
 """Bytes that are remembered of one request: one of which more was said is left out as a whole."""
 MOST_STEPS = 1 << 20
 """Bytes of one engine's steps."""
 MOST_SECTIONS = 1024
 """Keyframes of one engine; it says one every second."""
-FASTEST = 1
 PAUSES = 256
 """Pauses, and marks, of one process."""
+LEFT_OUT = 1024
+"""Requests that were left out are counted up to so many."""
 
-Row = tuple[Any, ...]
-"""(ring, handle, code of the fact, its fields …)."""
 Key = tuple[int, int]
-AT = 3
 _NEVER = 1 << 63
-
-
-class _Section:
-    """Steps of one engine from a keyframe, or a loss, up to the next."""
-
-    __slots__ = ("at", "last_at", "new", "packed", "size")
-
-    def __init__(self, at: int) -> None:
-        self.at = self.last_at = at
-        self.new: list[Row] = []
-        self.packed: list[bytes] = []
-        self.size = 0
-
-    def pack(self) -> int:
-        """Packs what is new; how many bytes that is."""
-        if not self.new:
-            return 0
-        self.last_at = self.new[-1][AT]
-        packed = zlib.compress(marshal.dumps(self.new, MARSHAL), FASTEST)
-        self.packed.append(packed)
-        self.size += len(packed)
-        self.new = []
-        return len(packed)
-
-    def rows(self) -> list[Row]:
-        return [row for blob in self.packed for row in marshal.loads(zlib.decompress(blob))] + self.new
-
-
-class _Told:
-    """What was said of one request: rows, each behind its length. `ended_at`: 0 = it is in flight."""
-
-    __slots__ = ("arrived_at", "ended_at", "packed")
-
-    def __init__(self, arrived_at: int) -> None:
-        self.arrived_at, self.ended_at = arrived_at, 0
-        self.packed = bytearray()
-
-    def add(self, row: Row) -> int:
-        packed = marshal.dumps(row, MARSHAL)
-        self.packed += len(packed).to_bytes(4, "little") + packed
-        return len(packed) + 4
-
-    def rows(self) -> Iterator[Row]:
-        packed, at = self.packed, 0
-        while at < len(packed):
-            end = at + 4 + int.from_bytes(packed[at : at + 4], "little")
-            yield marshal.loads(packed[at + 4 : end])
-            at = end
 
 
 class Edge:
@@ -89,12 +34,11 @@ class Edge:
 
     def __init__(self, limit: int) -> None:
         self.size = 0
-        self.left_out = 0
-        """Requests in flight of which there was too much to remember."""
         self._limit = limit
         self._known: dict[Row, Row] = {}
-        self._told: dict[Key, _Told] = {}
-        self._steps: dict[int, deque[_Section]] = {}
+        self._told: dict[Key, Told] = {}
+        self._left_out: dict[Key, bytes] = {}
+        self._steps: dict[int, deque[Section]] = {}
         self._pauses: dict[int, deque[Row]] = {}
         self._handlers = {
             CODES[kind]: handler
@@ -115,6 +59,11 @@ class Edge:
                 (facts.ProcessDied, self._died),
             )
         }
+
+    @property
+    def left_out(self) -> int:
+        """Requests in flight of which there was too much to remember."""
+        return len(set(self._left_out.values()))
 
     def fold(self, rows: Iterable[Row]) -> None:
         """Takes what leaves the window."""
@@ -139,26 +88,27 @@ class Edge:
         self._forget_ended()
         while self.size > self._limit and self._forget_section():
             self._forget_ended()
-        while self.size > self._limit and self._told:
-            key, told = next(iter(self._told.items()))
-            self.left_out += not told.ended_at
-            self._forget(key)
+        self._forget_oldest()
 
-    def rows(self) -> list[Row]:
-        """What a reader is told before the window, in order of time."""
-        told = [*self._known.values()]
-        for request in self._told.values():
-            told += request.rows()
-        told += self._pauses_in_flight()
-        for ring, sections in self._steps.items():
-            told += _beginning([row for section in sections for row in section.rows()], ring)
-        return sorted(told, key=lambda row: row[AT])
+    def held(self) -> Held:
+        """What a reader is told before the window; little work, since others may wait for who asks."""
+        self.size += sum(section.pack() for sections in self._steps.values() for section in sections)
+        return Held(
+            [*self._known.values(), *self._pauses_in_flight()],
+            [bytes(told.packed) for told in self._told.values()],
+            [
+                Steps(ring, [packed for section in sections for packed in section.packed])
+                for ring, sections in self._steps.items()
+            ],
+        )
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _arrived(self, row: Row) -> None:
-        self._forget((row[0], row[1]))
-        self._told[row[0], row[1]] = _Told(row[AT])
+        key = row[0], row[1]
+        self._forget(key)
+        self._left_out.pop(key, None)
+        self._told[key] = Told(row[AT], row[SPAN_ID])
         self._add(row)
 
     def _recovered(self, row: Row) -> None:
@@ -166,21 +116,41 @@ class Edge:
             self._arrived(row)
 
     def _ended(self, row: Row) -> None:
-        told = self._told.get((row[0], row[1]))
+        key = row[0], row[1]
+        told = self._told.get(key)
         if told is not None:
             told.ended_at = row[AT]
             self._add(row)
+        self._left_out.pop(key, None)
 
     def _add(self, row: Row) -> None:
         told = self._told[row[0], row[1]]
         self.size += told.add(row)
         if len(told.packed) > MOST_OF_ONE:
-            self._forget((row[0], row[1]))
-            self.left_out += 1
+            self._leave_out({told.span_id})
+
+    def _leave_out(self, spans: set[bytes]) -> None:
+        for key, told in [item for item in self._told.items() if item[1].span_id in spans]:
+            if not told.ended_at:
+                self._left_out[key] = told.span_id
+            self._forget(key)
+        while len(self._left_out) > LEFT_OUT:
+            del self._left_out[next(iter(self._left_out))]
 
     def _forget(self, key: Key) -> None:
         told = self._told.pop(key, None)
         self.size -= len(told.packed) if told is not None else 0
+
+    def _forget_oldest(self) -> None:
+        """As many as there is no room for."""
+        over, gone = self.size - self._limit, set[bytes]()
+        for told in self._told.values():
+            if over <= 0:
+                break
+            gone.add(told.span_id)
+            over -= len(told.packed)
+        if gone:
+            self._leave_out(gone)
 
     def _forget_ended(self) -> None:
         """Those that were in no step that is remembered."""
@@ -189,23 +159,30 @@ class Edge:
             process = self._process_of(ring)
             begin[process] = min(begin.get(process, _NEVER), sections[0].at)
         oldest = self._oldest()
-        for key, told in list(self._told.items()):
-            is_beside = told.ended_at > begin.get(key[0], _NEVER) and key[0] in oldest
-            if told.ended_at and not is_beside:
-                self._forget(key)
+        needed = {
+            told.span_id
+            for (ring, _), told in self._told.items()
+            if not told.ended_at or (told.ended_at > begin.get(ring, _NEVER) and ring in oldest)
+        }
+        for key in [key for key, told in self._told.items() if told.span_id not in needed]:
+            self._forget(key)
 
     def _oldest(self) -> dict[int, int]:
         """When the oldest request in flight arrived, by process."""
+        in_flight = {told.span_id for told in self._told.values() if not told.ended_at}
         oldest: dict[int, int] = {}
         for (ring, _), told in self._told.items():
-            if not told.ended_at:
+            if told.span_id in in_flight:
                 oldest[ring] = min(oldest.get(ring, _NEVER), told.arrived_at)
         return oldest
 
     def _listed(self, row: Row) -> None:
         living = set(row[AT + 1])
-        for key in [key for key in self._told if key[0] == row[0] and key[1] not in living]:
+        for key in [
+            key for key in (*self._told, *self._left_out) if key[0] == row[0] and key[1] not in living
+        ]:
             self._forget(key)
+            self._left_out.pop(key, None)
 
     def _facts_lost(self, row: Row) -> None:
         """That something was lost marks who was in flight; how much was said before the window."""
@@ -245,8 +222,9 @@ class Edge:
             self._forget_steps(engine)
         for key in [key for key in self._known if key[0] == ring or key[0] in engines]:
             del self._known[key]
-        for request in [key for key in self._told if key[0] == ring]:
+        for request in [key for key in (*self._told, *self._left_out) if key[0] == ring]:
             self._forget(request)
+            self._left_out.pop(request, None)
         self._pauses.pop(ring, None)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -258,7 +236,7 @@ class Edge:
             self._step(row)
 
     def _resync(self, row: Row) -> None:
-        section = _Section(row[AT])
+        section = Section(row[AT])
         section.new.append(row)
         self._steps.setdefault(row[0], deque()).append(section)
 
@@ -287,14 +265,5 @@ class Edge:
         self.size -= sum(section.size for section in self._steps.pop(ring, ()))
 
 
-def _is_too_much(sections: deque[_Section]) -> bool:
+def _is_too_much(sections: deque[Section]) -> bool:
     return len(sections) > MOST_SECTIONS or sum(section.size for section in sections) > MOST_STEPS
-
-
-def _beginning(rows: list[Row], ring: int) -> list[Row]:
-    """The steps since a keyframe, behind one whose batch is not known: it marks who was in flight before them."""
-    if not rows or rows[0][2] != CODES[facts.StepScheduled] or rows[0][AT + 1] <= 1:
-        return rows
-    at, step = rows[0][AT], rows[0][AT + 1]
-    unknown = facts.StepScheduled(at, step - 1, False, 0, (), (), (), 0, 0, 0, 0)
-    return [(ring, 0, CODES[facts.StepScheduled], *unknown), *rows]

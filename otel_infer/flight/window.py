@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from otel_infer import tape
 from otel_infer.facts import RingFact
-from otel_infer.flight.edge import CODES, MARSHAL, Edge, Row
+from otel_infer.flight.edge import Edge
+from otel_infer.flight.packed import CODES, FASTEST, MARSHAL, Held, Row
 from otel_infer.tape import Passage
 
 SPAN_NS = 120_000_000_000
@@ -24,7 +25,6 @@ LIMIT = 32 << 20
 CHUNK_NS = 2_000_000_000
 CHUNK = 1 << 18
 """Bytes before compression."""
-FASTEST = 1
 
 
 class _Chunk(NamedTuple):
@@ -37,11 +37,15 @@ class _Chunk(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A window as it was at one instant; it does not change any more."""
+    """A window as it was at one instant; it does not change any more.
 
-    edge: list[Row]
+    `began_at`: what was told up to this instant (monotonic ns) has left the window; 0 = nothing has.
+    """
+
+    edge: Held
     chunks: tuple[_Chunk, ...]
     requests_left_out: int
+    began_at: int
 
     @property
     def seconds(self) -> float:
@@ -55,9 +59,8 @@ class Snapshot(NamedTuple):
 
     def passages(self) -> Iterator[Passage]:
         """As a tape has them: what has to be known first, then each wake."""
-        if self.edge:
-            began = self.chunks[0].began if self.chunks else max(row[3] for row in self.edge)
-            yield Passage(_said(self.edge), began)
+        if before := self.edge.rows():
+            yield Passage(_said(before), self.began_at)
         for chunk in self.chunks:
             for horizon, rows in _wakes(chunk):
                 yield Passage(_said(rows), horizon)
@@ -71,7 +74,7 @@ class Window:
         self._chunks: deque[_Chunk] = deque()
         self._pending: list[bytes] = []
         self._pending_size = self._pending_facts = self._chunks_size = 0
-        self._pending_since = self._horizon = 0
+        self._pending_since = self._horizon = self._began_at = 0
         self._edge = Edge(limit // 8)
 
     @property
@@ -86,7 +89,7 @@ class Window:
             rows = [(ring, handle, codes[type(fact)], *fact) for ring, handle, fact in said]
             packed = marshal.dumps((horizon, rows), MARSHAL)
             if not self._pending:
-                self._pending_since = self._horizon or horizon
+                self._pending_since = self._horizon if self._horizon > 0 else horizon
             self._pending.append(packed)
             self._pending_size += len(packed)
             self._pending_facts += len(rows)
@@ -98,7 +101,7 @@ class Window:
     def snapshot(self) -> Snapshot:
         """What is held now."""
         self._seal()
-        return Snapshot(self._edge.rows(), tuple(self._chunks), self._edge.left_out)
+        return Snapshot(self._edge.held(), tuple(self._chunks), self._edge.left_out, self._began_at)
 
     def _seal(self) -> None:
         if not self._pending:
@@ -115,6 +118,7 @@ class Window:
         while self._chunks and (self._chunks[0].horizon < begin or self.size > self._limit):
             chunk = self._chunks.popleft()
             self._chunks_size -= len(chunk.packed)
+            self._began_at = chunk.horizon
             for _, rows in _wakes(chunk):
                 self._edge.fold(rows)
             self._edge.settle()

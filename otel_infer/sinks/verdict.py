@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from otel_infer import facts, semconv
-from otel_infer.keeper import Decision
+from otel_infer.keeper import Decision, was_stopped
 from otel_infer.records import Blame, RequestRecord
 from otel_infer.sinks.histograms import Key
 from otel_infer.sinks.numbers import Numbers
 
 
 def count_missed(numbers: Mapping[str, Numbers], record: RequestRecord, decision: Decision, who: Key) -> None:
-    """A request that failed has kept no promise; one that its client had stopped was promised nothing any more."""
-    if record.outcome == facts.ABORTED and record.error_type in semconv.NOT_ERRORS:
+    """A request that failed has kept no promise; one that its client had stopped was promised nothing any more from then on."""
+    stopped = was_stopped(record)
+    if stopped and not decision.missed:
         return
     missed = ",".join(decision.missed) or semconv.MISSED_NONE
-    said = missed if record.outcome == facts.OK else semconv.MISSED_ERROR
+    said = missed if stopped or record.outcome == facts.OK else semconv.MISSED_ERROR
     numbers[semconv.REQUEST_OBJECTIVES.name].add((said, *who), 1)
 
 

@@ -14,6 +14,7 @@ from otel_infer import facts, keeper, objectives
 from otel_infer.keeper import BURST_SECONDS, RESERVED_SHARE, STEPS_PER_TRACE, Decision, Keeper
 from otel_infer.records import Blame, Offender, PrefillStep, RequestRecord, Stage
 from otel_infer.steprows import StepRows, summarized
+from tests.story import Story
 
 SECOND = 1_000_000_000
 
@@ -427,3 +428,59 @@ def test_time_per_token_is_promised_as_it_is_measured() -> None:
     assert keeper._lengths(record)["tpot"] == 10
     record.first_token_at = 0  # nobody saw the first one
     assert "tpot" not in keeper._lengths(record)
+
+
+def waiting(died_in: str, outcome: int, error_type: str, **more: Any) -> RequestRecord:
+    """A request that an engine had when it ended after a second."""
+    record = finished(outcome=outcome)
+    record.generative, record.engine, record.steps = True, "toy", None
+    record.died_in, record.error_type = died_in, error_type
+    for name, value in more.items():
+        setattr(record, name, value)
+    return record
+
+
+PROMISES = objectives.parse("ttft=500ms,itl=200ms,e2e=800ms")
+GIVEN_UP = {
+    "its client, in the queue": ("queue", facts.ABORTED, "client_disconnect", {}, ("ttft",)),
+    "its client, in the prompt": ("prefill", facts.ABORTED, "", {}, ("ttft",)),
+    "a time-out": ("prefill", facts.ABORTED, "timeout", {}, ("ttft", "e2e")),
+    "an error": ("queue", facts.ERROR, "ValueError", {}, ("ttft", "e2e")),
+    "no engine yet": ("tokenize", facts.ABORTED, "client_disconnect", {"engine": ""}, ()),
+    "no tokens to be had": ("queue", facts.ABORTED, "client_disconnect", {"generative": False}, ()),
+    "facts are missing": ("queue", facts.ABORTED, "client_disconnect", {"telemetry_lost": True}, ()),
+    "stuck": (
+        "decode", facts.ABORTED, "client_disconnect", {"first_token_at": 1, "last_token_at": SECOND // 2}, ("itl",),
+    ),
+    "stopped": (
+        "decode", facts.ABORTED, "cancelled", {"first_token_at": 1, "last_token_at": SECOND - 1000}, (),
+    ),
+    "broken": ("decode", facts.ERROR, "ValueError", {"first_token_at": 1, "last_token_at": SECOND - 1000}, ("e2e",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("died_in", "outcome", "error", "more", "missed"), GIVEN_UP.values(), ids=GIVEN_UP)
+def test_who_ends_waiting_for_a_token_has_waited_so_long_and_who_is_stopped_has_no_end_to_miss(
+    died_in: str, outcome: int, error: str, more: dict[str, Any], missed: tuple[str, ...]
+) -> None:
+    assert keeper.missed_by(waiting(died_in, outcome, error, **more), PROMISES) == missed
+
+
+def test_a_success_without_a_token_was_no_wait_for_one() -> None:
+    record = waiting("", facts.OK, "")
+    assert keeper.missed_by(record, objectives.parse("ttft=1ms,itl=1ms")) == ()
+
+
+def test_a_generation_that_hangs_in_mid_stream_has_missed_what_is_promised_between_tokens() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(1, a, input_tokens=5)
+    story.step(10, 20, [a], prompt={a: 5})
+    story.step(20, 30, [a])
+    story.aborts(900, a)
+    assert keeper.missed_by(story.record(), objectives.parse("ttft=100ms,itl=200ms,e2e=300ms")) == ("itl",)
+    hung = Story()
+    b = hung.arrives(0)
+    hung.submitted(1, b, input_tokens=5)
+    hung.aborts(900, b)
+    assert keeper.missed_by(hung.record(), objectives.parse("ttft=100ms,itl=200ms,e2e=300ms")) == ("ttft",)

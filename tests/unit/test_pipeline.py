@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from otel_infer import keeper
+from otel_infer import facts, keeper, tape
 from otel_infer.config import Config
+from otel_infer.facts import RingFact
 from otel_infer.gpu.readings import Poller
 from otel_infer.pipeline import Pipeline
 from otel_infer.records import GpuReading, RequestRecord, StartRecord
@@ -92,3 +94,28 @@ def test_a_request_says_why_clocks_were_held_down_when_it_came_or_while_it_was_t
     pipeline.assembler.feed(story.in_order())
     pipeline.conclude(LATER, final=True)
     assert [record.throttled for record in taken] == ["", "hw_thermal,power_cap", ""]
+
+
+def test_a_disk_that_is_full_at_the_end_keeps_nothing_from_being_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(writer: tape.TapeWriter) -> None:
+        raise OSError(28, "No space left on device")
+
+    pipeline = Pipeline(Config(tape=str(tmp_path / "a.tape")), Rings(), [], None, {}, None, 0)
+    closed: list[str] = []
+    monkeypatch.setattr(tape.TapeWriter, "close", full)
+    monkeypatch.setattr(pipeline._log, "close", lambda: closed.append("log"))
+    pipeline.close(0.0)
+    assert closed == ["log"]
+    assert "No space left on device" in caplog.text
+
+
+def test_a_tape_of_a_server_that_is_killed_has_all_but_the_last_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "a.tape"
+    pipeline = Pipeline(Config(tape=str(path)), Rings(), [], None, {}, None, 0)
+    said = [RingFact(1, 7, facts.TokenReached(5))]
+    pipeline._save(said, 10)
+    pipeline._save([], 10 + tape.SYNC_NS)
+    assert [fact for passage in tape.read(path) for fact in passage.said] == said
+    pipeline.close(0.0)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from otel_infer import facts
 from otel_infer.assembler import Assembler
 from otel_infer.ring import layout
+from otel_infer.steplog import StepLog
 from tests.simulator import Simulator, Tick, by_number, ticks, told
 from tests.story import ENGINE, Story
 
@@ -101,3 +102,16 @@ def test_whoever_is_concluded_before_it_leaves_the_batch_without_a_token_is_forg
         assembler.feed([said])
         assembler.concluded(said.fact.at)
     assert len(assembler.engines[ENGINE]._prefilling) <= 1
+
+
+def test_a_step_of_which_nothing_is_known_is_waited_for_by_nobody() -> None:
+    """As a flight recorder's tape begins with, which may be the only thing that is known of it."""
+    log, settled = StepLog("toy", 7, 1, lambda handle: None), []
+    log.learned.settle = lambda: settled.append(log.table.last)  # type: ignore[method-assign]
+    log.scheduled(facts.StepScheduled(10, 4, False, 0, (), (), (), 0, 0, 0, 0))
+    log.scheduled(facts.StepScheduled(10, 5, True, 1, (), (9,), (), 0, 0, 0, 0))
+    log.settle()
+    assert settled == []
+    assert log.done(facts.StepDone(20, 5, (), 0)) is not None
+    log.settle()
+    assert settled == [5]

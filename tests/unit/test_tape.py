@@ -22,7 +22,9 @@ KINDS = [
 ]
 text = st.text(st.characters(exclude_categories=()), max_size=12)
 number = st.integers(-(1 << 63), (1 << 64) - 1)
-value = st.one_of(text, st.booleans(), number, st.floats(allow_nan=False), st.lists(text, max_size=3))
+value = st.one_of(
+    text, st.booleans(), number, st.floats(allow_nan=False, allow_infinity=False), st.lists(text, max_size=3)
+)
 
 
 def of(kind: Any) -> st.SearchStrategy[Any]:
@@ -86,6 +88,62 @@ def test_what_json_cannot_say_is_said_by_its_text(path: Path) -> None:
     assert passage[0].fact.value == "{1, 2}"
 
 
+def test_numbers_that_json_does_not_have_are_said_by_their_text(path: Path) -> None:
+    said = [
+        facts.RingFact(1, 7, facts.AttributeSet(5, "a", float("nan"))),
+        facts.RingFact(1, 7, facts.AttributeSet(5, "b", [1.5, float("-inf")])),
+        facts.RingFact(1, 7, facts.EventAdded(5, "c", {"d": float("inf"), "e": 2})),
+    ]
+    written(path, [Passage(said, 9)])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    lines = [json.loads(line, parse_constant=refuse) for line in gzip.open(path, "rt")]
+    assert [line[-1] for line in lines[1:4]] == ["nan", [1.5, "-inf"], {"d": "inf", "e": 2}]
+
+
+def test_a_tape_says_from_when_on_it_tells_everything_if_it_does_not_begin_with_its_server(
+    path: Path,
+) -> None:
+    for about, began_at in (({}, 0), ({"began_at": 7}, 7), ({"began_at": "x"}, 0)):
+        TapeWriter(path, **about).close()  # type: ignore[arg-type]
+        assert tape.began_at(path) == began_at
+
+
+def test_whoever_is_killed_takes_only_what_was_written_last_along(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, writer = many(3), TapeWriter(path)
+    for passage in told[:2]:
+        writer.write(*passage)
+    writer.sync(tape.SYNC_NS)
+    writer.write(*told[2])
+    writer.sync(2 * tape.SYNC_NS - 1)
+    assert list(tape.read(path)) == told[:2]
+    assert f"{path}: its end is missing" in caplog.text
+    writer.sync(2 * tape.SYNC_NS)
+    assert list(tape.read(path)) == told
+    size = path.stat().st_size
+    writer.sync(9 * tape.SYNC_NS)
+    assert path.stat().st_size == size  # nothing was written
+    writer.close()
+    caplog.clear()
+    assert list(tape.read(path)) == told
+    assert caplog.text == ""
+
+
+def test_where_there_is_no_room_for_the_end_the_file_is_let_go_of_all_the_same(path: Path) -> None:
+    writer = TapeWriter(path)
+    writer._raw.close()
+    writer._raw = raw = open("/dev/full", "wb")
+    writer._file = gzip.open(raw, "wt", encoding="utf-8")
+    writer.write(*many(1)[0])
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
+    assert raw.closed
+
+
 # ── broken ones ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -130,6 +188,7 @@ def bodies() -> Iterator[tuple[str, bytes, str]]:
         ('[1, 7, "TokenReached", 5, 6]', "'TokenReached' of 2 fields: recorded by another release"),
         ('[1, 7, "SpanLinked", 5, "01", "02"]', "damaged"),
         ('[1, 7, "SpanLinked", 5, {"hex": "zz"}, {"hex": "02"}]', "damaged"),
+        ('[1, 7, "SpanLinked", 5, {}, {"hex": "02"}]', "damaged"),
         ("[1]", "damaged"),
         ("7", "damaged"),
         ('["@"]', "damaged"),

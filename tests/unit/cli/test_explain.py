@@ -69,6 +69,54 @@ def test_one_request_is_found_by_the_beginning_of_its_trace_id(
     assert json.loads(capsys.readouterr().out)["trace_id"] == trace_id
 
 
+def test_of_several_calls_of_a_trace_one_is_chosen_by_its_span(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, asked = healthy(random.Random(1))
+    said = [
+        one._replace(fact=one.fact._replace(trace_id=b"t" * 16))
+        if isinstance(one.fact, facts.RequestArrived)
+        else one
+        for one in served.facts(asked[:3])
+    ]
+    writer = tape.TapeWriter(tmp_path / "a.tape")
+    writer.write(said, said[-1].fact.at)
+    writer.close()
+    spans = [one.fact.span_id.hex() for one in said if isinstance(one.fact, facts.RequestArrived)]
+    assert main(["explain", str(tmp_path / "a.tape"), "--request", (b"t" * 16).hex()]) == 2
+    told = capsys.readouterr().err
+    assert all(f"span {span}" in told for span in spans)
+    assert main(["explain", str(tmp_path / "a.tape"), "--request", spans[1].upper(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trace_id"] == (b"t" * 16).hex()
+
+
+def test_requests_that_ended_before_the_time_of_a_tape_are_counted_nowhere_and_can_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = healthy(random.Random(1))[0].facts(healthy(random.Random(1))[1])
+    ends = sorted(one.fact.at for one in said if isinstance(one.fact, facts.RequestEnded))
+    writer = tape.TapeWriter(tmp_path / "a.tape", began_at=ends[9])
+    writer.write(said, said[-1].fact.at)
+    writer.close()
+    assert main(["explain", str(tmp_path / "a.tape"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == len(ends) - 10
+    (first,) = [one for one in said if one.fact.at == ends[0] and isinstance(one.fact, facts.RequestEnded)]
+    (trace,) = [
+        one.fact.trace_id.hex()
+        for one in said
+        if isinstance(one.fact, facts.RequestArrived) and one[:2] == first[:2]
+    ]
+    assert main(["explain", str(tmp_path / "a.tape"), "--request", trace]) == 0
+
+
+def test_a_tape_whose_end_is_missing_is_explained_and_that_is_said(
+    slow: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow.write_bytes(slow.read_bytes()[:-20])
+    assert main(["explain", str(slow)]) == 0
+    assert f"{slow}: its end is missing" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("wanted", "said"), [("f" * 32, "none of its 60 requests"), ("0", "several requests")]
 )

@@ -70,6 +70,12 @@ def test_a_file_without_such_spans_is_an_error_that_says_so(tmp_path: Path, text
         readers.read(tmp_path / "a")
 
 
+def test_a_length_that_is_none_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(json.dumps(otlp("ab" * 16, "cd" * 8, float("inf"))))
+    with pytest.raises(BadSpans, match="no OTLP JSON"):
+        readers.read(tmp_path / "a")
+
+
 def test_what_readers_waited_longer_than_the_server_took_is_outside_of_it() -> None:
     records = served()
     for number, record in enumerate(records):

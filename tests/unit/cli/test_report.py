@@ -110,6 +110,36 @@ def test_what_is_no_tape_is_an_error_and_nothing_is_written(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("name", ["", "."])
+def test_a_name_that_is_none_is_an_error_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", name]) == 2
+    assert capsys.readouterr().err.startswith("otel-infer report: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ended_before_the_time_of_a_tape_only_explains_the_rest(tmp_path: Path) -> None:
+    story = Story()
+    probe, old, young = (
+        story.arrives(0, "probe", operation=""),
+        story.arrives(0, "old"),
+        story.arrives(1, "young"),
+    )
+    story.ends(5, probe)
+    story.ends(10, old)
+    story.ends(40, young)
+    said = story.in_order()
+    for about, names in (({}, ["old", "young"]), ({"began_at": said[-1].fact.at - 1}, ["young"])):
+        writer = tape.TapeWriter(tmp_path / "a.tape", **about)
+        writer.write(said, said[-1].fact.at)
+        writer.close()
+        told = report.read(tmp_path / "a.tape")
+        assert [record.span_id for record in told.records] == [ids(name)[1] for name in names]
+        assert told.elsewhere == len(names) - 1
+
+
 def test_what_cannot_be_written_is_an_error_and_the_tape_itself_is_never_written_over(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,6 +436,18 @@ def test_what_rises_and_falls_within_a_moment_of_the_tape_is_seen() -> None:
     records[0].arrived_at, records[0].ended_at = 0, 1_000_000
     bins = view(Told(records, [], [], [], 0)).bins
     assert [bins[i].running for i in (0, 1, 199)] == [4, 1, 1]
+
+
+def test_the_most_running_and_the_most_queued_are_each_of_their_own_instant() -> None:
+    records = [made(number, 2) for number in range(5)]
+    for number, record in enumerate(records):
+        record.stages, record.pauses = [], ()
+        record.arrived_at, record.ended_at = 0, 1_000_000
+        if number:  # four wait for a moment, then all five run
+            record.stages = [Stage("queue", 100, 200, {})]
+    bins = view(Told(records, [], [], [], 0)).bins
+    assert (bins[0].running, bins[0].queued) == (5, 4)
+    assert (bins[1].running, bins[1].queued) == (5, 0)
 
 
 def test_levels_are_how_many_intervals_hold_and_end_at_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer import facts, tape
+from otel_infer import facts, loopback, tape
 from otel_infer.facts import RingFact
 from otel_infer.flight import asking, dumps
 from otel_infer.flight.dumps import CannotDump, FlightRecorder
@@ -99,6 +100,35 @@ def test_there_is_at_most_one_tape_a_minute_and_then_another(flight: Flight) -> 
         flight.wakes(10)
     flight.wakes(45)
     assert len(flight.tapes()) == 2
+
+
+def breached(flight: Flight, minutes: int) -> list[float]:
+    """A breach that lasts so long; the minutes of it at which tapes were asked for."""
+    asked, began, real = [], flight.now, flight.recorder.ask
+
+    def ask(reason: str, wait_ns: int = 0) -> Path:
+        asked.append((flight.now - began) / 60e9)
+        return real(reason, wait_ns)
+
+    flight.recorder.ask = ask  # type: ignore[method-assign]
+    for _ in range(minutes * 15):
+        for _ in range(3):
+            flight.recorder.missed(flight.now)
+        flight.wakes(1, 4 * SECOND)
+    flight.recorder.ask = real  # type: ignore[method-assign]
+    return [round(at) for at in asked]
+
+
+def test_a_breach_that_lasts_is_written_ever_more_rarely_so_that_its_beginning_stays(flight: Flight) -> None:
+    assert breached(flight, 100) == [0, 1, 3, 7, 15, 31, 63, 95]
+
+
+def test_a_breach_after_some_quiet_minutes_is_another(flight: Flight) -> None:
+    assert breached(flight, 20) == [0, 1, 3, 7, 15]
+    flight.wakes(70, 4 * SECOND)
+    assert breached(flight, 2) == []
+    flight.wakes(80, 4 * SECOND)
+    assert breached(flight, 4) == [0, 1, 3]
 
 
 def test_unless_it_was_asked_for_a_breach_writes_nothing(tmp_path: Path) -> None:
@@ -205,6 +235,70 @@ def test_a_disk_that_is_full_costs_the_tape_and_leaves_nothing(
     flight.recorder.ask(dumps.SIGNAL)
     flight.wakes(5)
     assert len(flight.tapes()) == 1
+
+
+def test_where_there_are_no_more_threads_there_is_no_tape_and_the_sidecar_goes_on(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    flight.recorder.ask(dumps.SIGNAL)
+    flight.wakes(3)
+    flight.recorder.ask(dumps.WEBHOOK)
+    flight.recorder.close(10)
+    assert flight.tapes() == []
+    monkeypatch.undo()
+    flight.recorder.ask(dumps.SIGNAL)
+    flight.wakes(3)
+    assert len(flight.tapes()) == 1
+
+
+def test_a_window_that_cannot_be_taken_is_said_to_who_asked(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ValueError("no rows")
+
+    monkeypatch.setattr(flight.recorder.window, "snapshot", broken)
+    asked = flight.rings / f"dump-{'a' * 16}{place.ASKED}"
+    asked.touch()
+    flight.wakes(10)
+    assert asked.with_suffix(place.REFUSED).read_text() == "ValueError: no rows"
+
+
+def test_what_killed_sidecars_were_writing_is_removed_and_what_another_writes_just_now_stays(
+    flight: Flight,
+) -> None:
+    flight.folder.mkdir()
+    stale, fresh, other = (
+        flight.folder / name for name in ("otel_infer-1-slo-9.part", "otel_infer-2-slo-9.part", "mine.part")
+    )
+    for path in (stale, fresh, other):
+        path.touch()
+    for path in (stale, other):
+        os.utime(path, (1, 1))
+    flight.recorder.ask(dumps.SIGNAL)
+    flight.wakes(3)
+    assert not stale.exists()
+    assert fresh.exists() and other.exists()
+
+
+def test_an_old_tape_that_cannot_be_removed_costs_no_other_and_no_new_one(
+    flight: Flight, caplog: pytest.LogCaptureFixture
+) -> None:
+    flight.folder.mkdir()
+    for number in range(22):
+        (flight.folder / f"otel_infer-2000010{number:02d}-slo-1.tape").touch()
+    stuck = flight.folder / "otel_infer-19990101-slo-1.tape"
+    stuck.mkdir()
+    flight.recorder.ask(dumps.SIGNAL)
+    flight.wakes(3)
+    assert stuck.exists()
+    assert len(flight.tapes()) == 21
+    assert "no tape" not in caplog.text
+    assert f"{stuck} stays" in caplog.text
 
 
 # ── by files beside the rings ────────────────────────────────────────────────────────────────────────────────────
@@ -348,6 +442,32 @@ def test_a_bad_request_is_told_what_is_wrong_and_writes_nothing(
     flight.wakes(5)
     assert flight.tapes() == []
     assert asked(webhook)[0] == 202
+
+
+@pytest.mark.parametrize(
+    "begun", [b"POST /dump HTTP/1.0\r\nA: ", b"POST /dump HTTP/1.0\r\nContent-Length: 999999\r\n\r\n"]
+)
+def test_who_asks_ever_so_slowly_keeps_nobody_else_waiting(
+    webhook: Webhook, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(loopback, "CLIENT_S", 0.3)
+    over = threading.Event()
+    slow = socket.create_connection(("127.0.0.1", webhook.port))
+    slow.sendall(begun)
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(0.02):
+                slow.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        assert asked(webhook)[0] == 202
+    finally:
+        over.set()
+        thread.join()
+        slow.close()
 
 
 def test_where_no_tape_can_be_written_the_alert_is_told_to_come_again(

@@ -15,7 +15,7 @@ from otel_infer import facts, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.cli import replay
 from otel_infer.facts import RingFact
-from otel_infer.flight import edge
+from otel_infer.flight import dumps, edge
 from otel_infer.flight import window as room
 from otel_infer.flight.window import Snapshot, Window
 from otel_infer.records import Mark, RequestRecord
@@ -114,6 +114,14 @@ def test_it_holds_the_last_120_seconds_and_at_most_a_chunk_more() -> None:
     assert snapshot.facts == len(held)
     assert held[-1].fact.at == (20 * 300 - 1) * SECOND // 20
     assert 120 * SECOND <= held[-1].fact.at - held[0].fact.at <= 124.1 * SECOND
+
+
+def test_before_the_first_fact_there_is_nothing_that_it_could_have_held() -> None:
+    window = Window()
+    window.keep([], -SECOND)  # nothing was read yet
+    window.keep(began(), 3000 * SECOND)
+    window.keep([RingFact(1, 1, arrived(3001 * SECOND, 1))], 3002 * SECOND)
+    assert window.snapshot().seconds == 2
 
 
 def test_while_nothing_happens_it_empties() -> None:
@@ -340,7 +348,7 @@ def test_requests_in_the_window_are_as_on_the_whole_tape_and_those_that_began_be
         snapshot = window.snapshot()
     in_window = {
         int.from_bytes(fact.trace_id, "big")
-        for passage in list(snapshot.passages())[bool(snapshot.edge) :]
+        for passage in list(snapshot.passages())[bool(snapshot.edge.rows()) :]
         for _, _, fact in passage.said
         if isinstance(fact, facts.RequestArrived)
     }
@@ -371,3 +379,87 @@ def test_it_is_a_tape_like_any_other(tmp_path: Path) -> None:
     (record,) = replay.records(tmp_path / "a.tape")
     assert record.arrived_at == 10
     assert record.output_tokens == 400
+
+
+def test_a_tape_says_up_to_when_facts_have_left_the_window(tmp_path: Path) -> None:
+    window = Window()
+    window.keep([*began(), RingFact(1, 5, arrived(10, 1)), RingFact(1, 6, arrived(11, 2))], 12)
+    assert window.snapshot().began_at == 0
+    window.keep([RingFact(1, 5, ended(20))], 5 * SECOND)
+    for second in range(6, 200):
+        window.keep([], second * SECOND)
+    window.keep([RingFact(1, 6, ended(200 * SECOND))], 200 * SECOND)
+    assert window.snapshot().began_at == 5 * SECOND
+    dumps.write(tmp_path / "a.tape", window.snapshot(), dumps.SIGNAL)
+    assert tape.began_at(tmp_path / "a.tape") == 5 * SECOND
+
+
+def test_a_snapshot_stays_as_it_was() -> None:
+    window = Window()
+    at = long_ago(window, 400)
+    snapshot = window.snapshot()
+    before = said(snapshot)
+    for step in range(401, 800):
+        scheduled = RingFact(2, 0, unchanged(at + step * SECOND // 2, step, 1))
+        window.keep([scheduled, RingFact(1, 5, facts.TokenReached(scheduled.fact.at))], scheduled.fact.at)
+    assert said(snapshot) == before
+
+
+def test_a_request_that_was_left_out_is_told_of_while_it_is_in_flight() -> None:
+    window = Window()
+    window.keep([*began(), *(RingFact(1, handle, arrived(10, handle)) for handle in (5, 6, 7))], 10)
+    much = [
+        RingFact(1, handle, facts.StageEnded(11, 10, "x" * 90, n))
+        for n in range(1000)
+        for handle in (5, 6, 7)
+    ]
+    window.keep(much, 20)
+    left_out = []
+    for second, fact in (
+        (1, None),
+        (200, ended(200 * SECOND)),
+        (400, facts.LiveListed(400 * SECOND, [7])),
+        (600, None),
+    ):
+        window.keep([RingFact(1, 5 if second == 200 else 0, fact)] if fact else [], second * SECOND)
+        for later in range(1, 150):
+            window.keep([], (second + later) * SECOND)
+        left_out.append(window.snapshot().requests_left_out)
+    assert left_out == [3, 2, 1, 1]
+    window.keep([RingFact(1, 0, facts.ProcessDied(800 * SECOND))], 800 * SECOND)
+    for later in range(801, 1000):
+        window.keep([], later * SECOND)
+    assert window.snapshot().requests_left_out == 0
+
+
+def test_a_request_in_two_processes_is_remembered_with_both_its_parts_or_not_at_all() -> None:
+    """Ring 1 is a frontend's, 2 an engine core's, 3 its engine's. Of three requests the first goes on."""
+    window = Window()
+    joined = [arrived(20 + n, n)._replace(flags=facts.JOINED) for n in (1, 2, 3)]
+    window.keep(
+        [
+            RingFact(1, 0, facts.ProcessSeen(0, 77, "server", 0)),
+            RingFact(2, 0, facts.ProcessSeen(0, 78, "engine", 0)),
+            RingFact(3, 0, facts.EngineSeen(0, 2, 78, "toy")),
+            *(RingFact(1, 10 + n, arrived(10 + n, n)) for n in (1, 2, 3)),
+            *(RingFact(2, 20 + n, fact) for n, fact in enumerate(joined, 1)),
+            RingFact(3, 0, keyframe(30, 1, [21, 22])),
+            RingFact(3, 0, done(40, 1)),
+            RingFact(2, 22, ended(50)),
+            RingFact(1, 12, ended(60)),
+        ],
+        100,
+    )
+    for second in range(1, 200):
+        window.keep([], second * SECOND)
+    handles = {(one.ring, one.handle) for one in said(window.snapshot()) if one.handle}
+    assert handles == {(1, 11), (2, 21), (1, 12), (2, 22), (1, 13), (2, 23)}
+    window.keep([RingFact(2, n, ended(200 * SECOND)) for n in (21, 23)], 200 * SECOND)
+    for second in range(201, 400):
+        window.keep([], second * SECOND)
+    handles = {(one.ring, one.handle) for one in said(window.snapshot()) if one.handle}
+    assert handles == {(1, 11), (2, 21), (1, 12), (2, 22), (1, 13), (2, 23)}
+    window.keep([RingFact(1, n, ended(400 * SECOND)) for n in (11, 13)], 400 * SECOND)
+    for second in range(401, 600):
+        window.keep([], second * SECOND)
+    assert not [one for one in said(window.snapshot()) if one.handle]
