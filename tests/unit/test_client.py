@@ -755,15 +755,19 @@ def test_what_goes_wrong_in_our_code_is_said_once_and_the_reader_reads_on(
 # ── docs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_example_of_the_page_runs(captured: Captured, server: Server) -> None:
+def test_the_example_of_the_page_runs(captured: Captured, server: Server, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "client.md").read_text()
     (example, *_) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "http://localhost:8000/v1" in example
     example = example.replace("http://localhost:8000/v1", f"{server.url}/v1")
-    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", example], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
     assert ran.returncode == 0, ran.stderr
+    (written,) = tmp_path.iterdir()
+    assert f"--client {written.name}" in page
     for name in (semconv.CLIENT_NETWORK, semconv.CLIENT_FIRST_TOKEN, semconv.CLIENT_ITL_MAX):
-        assert name in ran.stdout
+        assert name in written.read_text()
 
 
 def test_every_attribute_is_explained() -> None:
