@@ -9,6 +9,7 @@ status 1 if a gate failed, 2 where there is no GPU. `tests/gpu` asserts the line
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import sys
@@ -23,7 +24,7 @@ import numpy as np
 
 from benchmarks import machine, verdict
 from benchmarks.verdict import Figure, Gate, Line, exactly, line
-from otel_infer import clock
+from otel_infer import clock, gpu
 
 RESULTS = Path(__file__).parent / "results"
 STEP_OVERHEAD, HOST_COST_US, DURATION_US, END_US = 1.0, 12.0, 5.0, 25.0
@@ -67,8 +68,17 @@ def described(torch: Any) -> dict[str, str]:
         "driver": nvml.state().driver or "unknown",
         "CUDA": str(torch.version.cuda),
         "torch": torch.__version__,
+        "sources": sources(),
         **machine.described(),
     }
+
+
+def sources() -> str:
+    """By which one sees whether the code that marks and reads devices is still what was verified."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(gpu.__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def slug(name: str) -> str:

@@ -8,6 +8,7 @@ from otel_infer.boards.board import ASK, UID, Board, Row
 from otel_infer.boards.panels import Query, Reading, legend
 from otel_infer.prometheus import label
 from otel_infer.promql import equal, per
+from otel_infer.version import GPU_TIMING
 
 _NONE = "no GPU is told of"
 _WHO = (semconv.HW_ID, semconv.HW_NAME, semconv.HW_MODEL)
@@ -90,7 +91,7 @@ def _work() -> Row:
             panels.lines(
                 "Busy with steps",
                 Reading(
-                    "Share of the time that the device was at steps of the engine, by marks on its stream.",
+                    f"Share of the time that the device was at steps of the engine, by marks on its stream: {GPU_TIMING}.",
                     "far below 100 % while requests wait: the host does not keep up (launch-bound, or stalled).",
                 ),
                 [Query(busy, _RANK)],

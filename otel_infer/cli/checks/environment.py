@@ -14,7 +14,7 @@ from otel_infer import config
 from otel_infer.cli.checks import Check, State
 from otel_infer.config import Config
 from otel_infer.gpu.nvml import NvmlState
-from otel_infer.version import VERSION
+from otel_infer.version import GPU_TIMING, VERSION
 
 NEEDED = (
     "opentelemetry-api",
@@ -31,8 +31,6 @@ _APART = (
     "and install urllib3 again"
 )
 TIMING = "the time of steps is the host's"
-VERIFIED = "H100"
-"""What `python -m benchmarks.gpu_verify` was run on."""
 
 
 def installed_version(distribution: str) -> str | None:
@@ -142,9 +140,7 @@ def gpu(nvml: NvmlState) -> Check:
     match nvml.status:
         case "ready":
             devices = ", ".join(nvml.devices) or "no device"
-            known = all(VERIFIED in name for name in nvml.devices)
-            timing = "GPU timing: verified on this model" if known else "GPU timing: unverified on this model"
-            return Check("gpu", "ok", f"NVIDIA driver {nvml.driver}: {devices}; {timing}")
+            return Check("gpu", "ok", f"NVIDIA driver {nvml.driver}: {devices}; GPU timing: {GPU_TIMING}")
         case "no driver":
             return Check("gpu", "ok", f"no NVIDIA driver: GPU metrics are absent; {TIMING}")
         case "no library":

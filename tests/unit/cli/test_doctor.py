@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from otel_infer import launch
+from benchmarks import gpu_verify
+from otel_infer import launch, version
 from otel_infer.cli import doctor
 from otel_infer.cli.checks import Check, apart, engines, environment, exporter, masked, memory
 from otel_infer.config import Config
@@ -23,6 +24,7 @@ from otel_infer.integrations._base import Integration
 from otel_infer.ring import place
 from otel_infer.ring.write import FileArena, RequestWriter, RingRefused
 
+ROOT = Path(__file__).parents[3]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
@@ -137,18 +139,21 @@ def test_no_nvidia_driver_is_fine_and_times_are_the_hosts() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("names", "timing"),
-    [
-        (("NVIDIA H200", "NVIDIA H200"), "GPU timing: unverified on this model"),
-        (("NVIDIA H100 80GB HBM3",), "GPU timing: verified on this model"),
-    ],
-)
-def test_a_driver_is_named_with_its_devices_and_whether_timing_was_verified_on_them(
-    names: tuple[str, ...], timing: str
-) -> None:
-    check = environment.gpu(NvmlState("ready", "580.1", names))
-    assert ("ok", f"NVIDIA driver 580.1: {', '.join(names)}; {timing}") == check[1:3]
+def test_a_driver_is_named_with_its_devices_and_on_what_timing_was_verified() -> None:
+    check = environment.gpu(NvmlState("ready", "580.1", ("NVIDIA H200", "NVIDIA H200")))
+    said = f"NVIDIA driver 580.1: NVIDIA H200, NVIDIA H200; GPU timing: {version.GPU_TIMING}"
+    assert ("ok", said) == check[1:3]
+
+
+def test_what_is_said_of_timing_on_a_gpu_is_what_was_measured() -> None:
+    """On which device, and whether by the same code; where that was changed, everybody is told."""
+    (measured,) = [json.loads(path.read_text()) for path in gpu_verify.RESULTS.glob("gpu-*.json")]
+    assert version.VERIFIED in measured["GPU"]
+    assert version.AS_VERIFIED == (measured["sources"] == gpu_verify.sources())
+    assert not [line for line in measured["lines"] if line["verdict"] in ("fail", "inconclusive")]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert version.GPU_TIMING in readme
+    assert version.GPU_TIMING in (ROOT / "dashboards" / "gpu.json").read_text()
 
 
 @pytest.mark.parametrize("status", ["no library", "no permission", "no package", "broken"])
