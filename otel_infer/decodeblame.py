@@ -1,4 +1,7 @@
-"""Decode steps by cause, for many requests at once. Pure; `blame` says what the causes mean."""
+"""Decode steps by cause, for many requests at once. Pure; `blame` says what the causes mean.
+
+Longer than a module should be: what one cause takes the next does not find, so all of them stand together.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def placed(record: RequestRecord) -> Sequence[Pause]:
 class _Steps:
     """The steps of all requests as columns. `begins`: where each request's are.
 
-    The first one of each is its prompt's: here it takes no time.
+    The first one of each is its prompt's: here it takes no time. Who was put back before that was `asked` for had no token.
     """
 
     def __init__(self, records: list[RequestRecord]) -> None:
@@ -70,6 +73,7 @@ class _Steps:
         self.counts = np.array([table.shape[1] for table in tables])
         self.begins = np.cumsum(self.counts) - self.counts
         self.step, started, self.until, self.tokens, self.size, self.prefill = np.concatenate(tables, axis=1)
+        self.asked = started[self.begins]
         self.since = self.until.copy()
         self.since[1:] = self.until[:-1]
         self.since[self.begins] = self.until[self.begins]
@@ -114,11 +118,7 @@ def _divided(records: list[RequestRecord]) -> list[StepsBlame]:
         first_use[cold] += no_prompts
     if held is not None:
         columns[semconv.CAUSE_STARVED], columns[semconv.CAUSE_FAULTS], share = held
-        blocked = (share * stalled).astype(np.int64)
-        if idle is not None:  # who waits for a device that is at work is not kept by a lock
-            blocked = np.where(idle < 0, blocked, np.minimum(blocked, idle))
-        columns[semconv.CAUSE_BLOCKED] = blocked
-        stalled -= blocked
+        columns[semconv.CAUSE_BLOCKED] = _taken_as_blocked(stalled, share, idle)
     if idle is not None:
         _to_the_host(steps, columns, idle)
     _to_the_clocks(records, steps, columns)
@@ -130,6 +130,15 @@ def _divided(records: list[RequestRecord]) -> list[StepsBlame]:
         waited -= sat_out
     sums = np.array([np.add.reduceat(column, steps.begins) for column in columns.values()]).T.tolist()
     return [_summed(records[i], steps, others, i, dict(zip(columns, line))) for i, line in enumerate(sums)]
+
+
+def _taken_as_blocked(stalled: Any, share: Any, idle: Any) -> Any:
+    """This share of each stall is taken out of it; but who waits for a device that is at work is not kept by a lock."""
+    blocked = (share * stalled).astype(np.int64)
+    if idle is not None:
+        blocked = np.where(idle < 0, blocked, np.minimum(blocked, idle))
+    stalled -= blocked
+    return blocked
 
 
 def _moved(rows: Any, columns: list[Any]) -> Any:
@@ -287,9 +296,7 @@ def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:
         mine = steps.of(i)
         for at in record.preempted_at:
             row = mine.start + int(steps.began[mine].searchsorted(at))
-            if (
-                steps.until[mine.start - 1] <= at and row < mine.stop
-            ):  # before, it was its prompt that was put back
+            if steps.asked[i] < at and row < mine.stop:
                 rows.append(row)
     return np.array(rows, np.int64)
 

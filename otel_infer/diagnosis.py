@@ -20,6 +20,7 @@ from otel_infer.records import RequestRecord
 from otel_infer.tail import (
     MS,
     Tail,
+    answering,
     application_before_token,
     late_before_token,
     late_while_streaming,
@@ -92,7 +93,7 @@ _STALLS = (
     semconv.CAUSE_FAULTS, semconv.CAUSE_BLOCKED, semconv.CAUSE_GPU_THROTTLED, semconv.CAUSE_PAUSE,
     semconv.CAUSE_UNEXPLAINED,
 )  # fmt: skip
-_OWN = (semconv.CAUSE_PREFILL, semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING)
+_OWN = (semconv.CAUSE_PREFILL, semconv.CAUSE_DECODE, semconv.CAUSE_BATCHING, semconv.CAUSE_UNEXPLAINED)
 _COLD = (semconv.CAUSE_FIRST_USE, semconv.CAUSE_COMPILE, semconv.CAUSE_CAPTURE)
 
 
@@ -126,7 +127,8 @@ def _cold(served: list[RequestRecord]) -> list[Finding]:
 
 def _prefill(served: list[RequestRecord]) -> list[Finding]:
     """Prompts that cost more than all else before the first token; that others wait for them then follows from it."""
-    if not any(record.output_tokens for record in served):  # embeddings: the prompt is all there is to do
+    served = answering(served)
+    if len(served) < FEWEST:
         return []
     gap, usual = typical_gap(served), np.median([spent(record, semconv.CAUSE_PREFILL) for record in served])
     typical = float(np.median([spent(record, semconv.CAUSE_PREFILL) / ttft(record) for record in served]))
@@ -150,6 +152,9 @@ def _prefill(served: list[RequestRecord]) -> list[Finding]:
 
 def _others_prompts(served: list[RequestRecord]) -> list[Finding]:
     """First tokens that are late since others' prompts are computed in the same steps."""
+    served = answering(served)
+    if len(served) < FEWEST:
+        return []
     tail = slowest(served, ttft, whole=ttft, of=spent_before)
     share, each = tail.share(semconv.CAUSE_INTERFERENCE), tail.each(semconv.CAUSE_INTERFERENCE)
     if share < 0.5 or each < max(FELT_MS, 5 * typical_gap(served)):
@@ -175,7 +180,7 @@ def _stutter(served: list[RequestRecord]) -> list[Finding]:
     each = parts[cause] / len(tail.records) / MS
     evidence = [
         f"the longest pause between tokens of the slowest {len(tail.records)} is {longest:.0f} ms; usual is {gap:.1f} ms",
-        f"{cause}: {parts[cause] / tail.whole:.0%} of their streaming time, {each:.0f} ms each",
+        f"{cause}: {min(parts[cause] / tail.whole, 1.0):.0%} of their streaming time, {each:.0f} ms each",
     ]
     offenders: Counter[str] = Counter()
     for offender in [r.blame.offender for r in tail.records if r.blame and r.blame.offender]:
@@ -187,9 +192,17 @@ def _stutter(served: list[RequestRecord]) -> list[Finding]:
 
 
 def _more_than_usual(some: list[RequestRecord], tail: Tail, cause: str) -> float:
-    """What these streams had of it beyond what is always a part of streaming; ns."""
-    usual = float(np.median([spent_streaming(record, cause) / max(streamed(record), 1) for record in some]))
-    return max(tail.total(cause) - usual * tail.whole, 0.0)
+    """What these streams had of it beyond what is always a part of streaming; ns. Each is held against those of which as much is
+    known: only some may have been timed on a device."""
+    more = 0.0
+    for timed in (True, False):
+        alike = [record for record in some if (record.device_idle is not None) == timed]
+        if alike:
+            shares = [spent_streaming(record, cause) / max(streamed(record), 1) for record in alike]
+            usual = float(np.median(shares))
+            slow = [record for record in tail.records if (record.device_idle is not None) == timed]
+            more += sum(spent_streaming(record, cause) - usual * streamed(record) for record in slow)
+    return max(more, 0.0)
 
 
 def _frozen(served: list[RequestRecord]) -> list[Finding]:
@@ -246,13 +259,15 @@ _RULES: tuple[Callable[[list[RequestRecord]], list[Finding]], ...] = (
 
 
 def _unnamed(served: list[RequestRecord]) -> tuple[str, float]:
-    """What of the slow requests' time is neither their own work nor their readers', the largest part of it."""
+    """What of the slow requests' time is neither their own work nor their readers', the largest part of it, if anybody feels it."""
     tail = slowest(served, lambda r: r.duration_ns)
-    parts = {cause: tail.share(cause) for cause in semconv.CAUSES if cause not in _OWN}
-    readers = sum(map(waited_for_reader, tail.records))
-    parts[semconv.CAUSE_EGRESS] -= min(parts[semconv.CAUSE_EGRESS], readers / tail.lives)
+    parts = {cause: tail.total(cause) for cause in semconv.CAUSES if cause not in _OWN}
+    parts[semconv.CAUSE_EGRESS] -= sum(map(waited_for_reader, tail.records))
+    # Who is computed together with others, and has no token to wait for, is done when they are.
+    answers = sum(spent(record, semconv.CAUSE_INTERFERENCE) for record in answering(tail.records))
+    parts[semconv.CAUSE_INTERFERENCE] = float(answers)
     cause = max(parts, key=lambda cause: parts[cause])
-    return cause, parts[cause]
+    return cause, parts[cause] / tail.lives if parts[cause] / len(tail.records) / MS >= FELT_MS else 0.0
 
 
 def _shares(served: list[RequestRecord]) -> dict[str, float]:

@@ -278,6 +278,8 @@ def _waited_in_vain(record: RequestRecord) -> Iterator[tuple[str, int]]:
     """For what token an engine let it wait when it ended otherwise than well, and how long (ns): it took longer than that."""
     if record.outcome == facts.OK or record.telemetry_lost or not (record.generative and record.engine):
         return
+    if record.operation == semconv.OPERATION_EMBEDDINGS:
+        return
     if record.died_in in (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL):
         yield objectives.TTFT, record.duration_ns
     elif record.died_in == semconv.SPAN_DECODE and record.last_token_at:

@@ -22,10 +22,12 @@ def divided(record: RequestRecord) -> StepsBlame:
     interfered: list[tuple[int, int]] = []
     per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
     again, before, pauses = 0, None, placed(record)
+    extra = _computed_again(record) if record.preempted_at else 0
     for chunk in record.prefill_steps:
         began = chunk.started_at
         if before is not None or chunk.behind_until:
-            again += _put_back(record, chunk, before)
+            if before is not None and not again and _preempted(record, before, chunk):
+                again, extra = extra, 0
             began = _waited(record, chunk, before, pauses, parts, interfered)
         length = _unusual(record, chunk, unpaused(pauses, began, chunk.ended_at), began, parts)
         mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
@@ -42,13 +44,10 @@ def divided(record: RequestRecord) -> StepsBlame:
     return StepsBlame(parts, interfered)
 
 
-def _put_back(record: RequestRecord, chunk: PrefillStep, before: PrefillStep | None) -> int:
-    """Tokens that are computed again from this chunk on, since it was put back after the one before."""
-    if before is None or not _preempted(record, before, chunk):
-        return 0
-    tokens = sum([one.tokens for one in record.prefill_steps])
-    done = sum([one.tokens for one in record.prefill_steps if one.step <= before.step])
-    return min(done, max(tokens - record.input_tokens, 0)) if record.input_tokens else done
+def _computed_again(record: RequestRecord) -> int:
+    """Tokens of its prompt that were computed more than once, since it was put back."""
+    tokens = sum([chunk.tokens for chunk in record.prefill_steps])
+    return max(tokens - max(record.input_tokens - record.cached_tokens, 0), 0) if record.input_tokens else 0
 
 
 def _preempted(record: RequestRecord, before: PrefillStep, chunk: PrefillStep) -> bool:
@@ -73,15 +72,22 @@ def _waited(
         cause = semconv.CAUSE_PREEMPTION
     elif before is not None and chunk.step - before.step == 1:
         cause = semconv.CAUSE_HOST
-    elif before is None and not chunk.behind_prompts:
-        cause = semconv.CAUSE_BATCHING
     else:
         cause = semconv.CAUSE_INTERFERENCE
-        first = chunk.step - 1 if before is None else before.step + 1
-        steps = range(first, chunk.step)[:MOST_INTERFERED]
+        if before is None:
+            parts[semconv.CAUSE_BATCHING] += (usual := _without_prompts(record, chunk, length))
+            length -= usual
+        steps = range(chunk.step - 1 if before is None else before.step + 1, chunk.step)[:MOST_INTERFERED]
         interfered += [(step, length // len(steps)) for step in steps]
     parts[cause] += length
     return began
+
+
+def _without_prompts(record: RequestRecord, chunk: PrefillStep, length: int) -> int:
+    """Of a wait for the step before: what that would have taken had there been no prompts in it."""
+    if record.costs is None or not chunk.behind_prompts:
+        return length
+    return min(length, int(record.costs.base + record.costs.per_sequence * chunk.batch_size))
 
 
 def _unusual(record: RequestRecord, chunk: PrefillStep, length: int, began: int, parts: Causes) -> int:

@@ -432,7 +432,7 @@ REQUEST_OBJECTIVES = Metric(
     COUNTER,
     "{request}",
     "Where OTEL_INFER_SLO is set, requests by what they missed of it: `none`, names of objectives, or `error`; not those "
-    "that their client had stopped before they missed anything.",
+    "that their client had stopped before they had a token, or missed anything.",
     (SLO_MISSED, *_REQUEST, *_CALLER),
 )
 REQUEST_ABANDONED = Metric(

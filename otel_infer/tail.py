@@ -85,10 +85,16 @@ def longest_gap(record: RequestRecord) -> int:
 
 
 def waited_for_reader(record: RequestRecord) -> int:
-    """How long sending stood still since its reader did not take what there was, after the last token; ns."""
+    """What of its egress its reader did not take what there was; ns, at most: of a wait it is not known when it was."""
     stage = record.stage(semconv.SPAN_POSTPROCESS)
     said = stage.attributes.get(semconv.SEND_WAIT, 0.0) if stage is not None else 0.0
-    return int(float(said) * 1e9) if isinstance(said, (int, float)) else 0
+    waited = int(said * 1e9) if isinstance(said, (int, float)) else 0
+    return min(waited, spent(record, semconv.CAUSE_EGRESS))
+
+
+def answering(served: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Those that had a token, or were to have one: of an embedding the prompt is all there is to do."""
+    return [record for record in served if record.first_token_at or record.outcome != facts.OK]
 
 
 def _left_waiting(record: RequestRecord) -> int:

@@ -12,9 +12,10 @@ from otel_infer.sinks.numbers import Numbers
 
 
 def count_missed(numbers: Mapping[str, Numbers], record: RequestRecord, decision: Decision, who: Key) -> None:
-    """A request that failed has kept no promise; one that its client had stopped was promised nothing any more from then on."""
+    """A request that failed has kept no promise; one that its client had stopped was promised nothing any more from then on, and
+    says nothing where it had no token by then."""
     stopped = was_stopped(record)
-    if stopped and not decision.missed:
+    if stopped and not (decision.missed or record.first_token_at):
         return
     missed = ",".join(decision.missed) or semconv.MISSED_NONE
     said = missed if stopped or record.outcome == facts.OK else semconv.MISSED_ERROR

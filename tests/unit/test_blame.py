@@ -530,6 +530,37 @@ def test_what_is_known_by_steps_of_one_engine_is_not_looked_up_in_another() -> N
     assert sum(record.blame.causes.values()) == record.duration_ns
 
 
+def test_who_is_put_back_while_its_first_token_is_on_its_way_is_put_back_all_the_same() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, b = story.arrives(at, "a"), story.arrives(at, "b")
+    first = story.scheduled(at, [b, a], {a: 40})
+    story.preempted(at + 5, a, "recompute")
+    story.done(at + 50, first)
+    for i in range(8):
+        story.step(at + 50 + 10 * i, at + 60 + 10 * i, [b])
+    story.step(at + 130, at + 180, [b, a], {a: 41})
+    story.ends(at + 180, a)
+    said = of(story, a)
+    assert said["preemption"] == 80 + 40
+    assert said.get("interference", 0) < 2
+
+
+def test_a_prompt_of_which_the_cache_had_some_is_computed_again_as_far_as_it_was() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.submitted(at, a, input_tokens=10_000)
+    story.state(a, facts.PrefixRead(ns(at), 10_000, 8_000))
+    story.step(at, at + 100, [a], {a: 1000}, delivered={a: 0})
+    story.preempted(at + 110, a, "recompute")
+    story.step(at + 800, at + 900, [a], {a: 1000}, delivered={a: 0})
+    story.step(at + 900, at + 1000, [a], {a: 1000})
+    story.ends(at + 1000, a)
+    said = of(story, a)
+    assert (said["preemption"], said["prefill"]) == (700 + 100, 200)
+
+
 def test_a_prompt_that_is_put_back_waits_for_room_and_computes_again_what_it_had() -> None:
     story = Story()
     at = warmed_up(story)
@@ -564,10 +595,25 @@ def test_a_prompt_behind_anothers_in_the_step_before_is_not_slow_itself() -> Non
     story.done(at + 420, own)
     story.ends(at + 420, a)
     story.ends(at + 420, b)
-    assert of(story, a) == {"scheduler_queue": 2, "interference": 398, "prefill": 20}
+    assert of(story, a) == {"scheduler_queue": 2, "batching": 10, "interference": 388, "prefill": 20}
     (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
     assert record.blame is not None and record.blame.offender is not None
-    assert (record.blame.offender.span_id, record.blame.offender.length) == (ids("b")[1], 398 * MS)
+    assert (record.blame.offender.span_id, record.blame.offender.length) == (ids("b")[1], 388 * MS)
+
+
+def test_a_few_tokens_in_the_step_before_are_not_to_blame_for_all_of_it() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, b = story.arrives(at, "a"), story.arrives(at, "b")
+    for who in (a, b):
+        story.submitted(at, who)
+    others = story.scheduled(at, [b], {b: 2})
+    own = story.scheduled(at + 2, [b, a], {a: 50})
+    story.done(at + 11, others)
+    story.done(at + 31, own)
+    story.ends(at + 31, a)
+    story.ends(at + 31, b)
+    assert of(story, a) == {"scheduler_queue": 2, "batching": 9, "prefill": 20}
 
 
 def test_a_prompt_behind_a_step_without_prompts_waits_for_the_batch() -> None:

@@ -241,17 +241,69 @@ def test_a_burst_on_a_server_of_ordinary_prompts_is_a_peak_and_not_the_prompts_f
     assert diagnose(served.records(asked)).verdict == "peak"
 
 
-def embedded(records: list[RequestRecord]) -> list[RequestRecord]:
-    """The same, had they been embeddings: a prompt, and no token."""
+def embedded(records: list[RequestRecord], ms: int = 120) -> list[RequestRecord]:
+    """The same, had they been embeddings that are computed with 63 others each: a prompt, and no token."""
     for record in records:
         record.output_tokens, record.first_token_at, record.steps, record.summary = 0, 0, None, NO_STEPS
-        record.blame = Blame({"prefill": record.duration_ns}, None)
+        record.ended_at = record.arrived_at + ms * MS
+        own = record.duration_ns // 64
+        record.blame = Blame({"prefill": own, "interference": record.duration_ns - own}, None)
     return records
 
 
-def test_embeddings_do_nothing_but_their_prompt() -> None:
+@pytest.mark.parametrize("ms", [60, 120])
+def test_embeddings_do_nothing_but_their_prompt(ms: int) -> None:
     served, asked = healthy(random.Random(3))
-    assert diagnose(embedded(served.records(asked))).verdict == "healthy"
+    assert diagnose(embedded(served.records(asked), ms)).verdict == "healthy"
+    talked = served.records(asked[:1])
+    assert diagnose([*embedded(served.records(asked), ms), *talked]).verdict == "healthy"
+
+
+def test_prompts_that_nobody_waited_the_end_of_are_expensive_all_the_same() -> None:
+    served, asked = healthy(random.Random(3))
+    records = embedded(served.records(asked), 30_000)
+    for record in records:
+        record.outcome, record.died_in = facts.ABORTED, "prefill"
+        record.blame = Blame({"prefill": record.duration_ns}, None)
+    assert diagnose(records).verdict == "prefill"
+
+
+def test_prompts_of_a_server_that_counts_no_tokens_may_be_expensive_too() -> None:
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    for record in records:
+        record.output_tokens, record.steps, record.summary = 0, None, NO_STEPS
+        record.first_token_at = record.arrived_at + 2_500 * MS
+        record.ended_at = record.first_token_at + 500 * MS
+        record.blame = Blame({"prefill": 2_500 * MS, "decode": 500 * MS}, None)
+    assert diagnose(records).verdict == "prefill"
+
+
+def test_what_nobody_feels_needs_no_name() -> None:
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    for record in records:
+        record.ended_at = record.arrived_at + 6 * MS
+        record.steps, record.summary = None, NO_STEPS
+        record.blame = Blame({"ingress": 3 * MS, "decode": 3 * MS}, None)
+    assert diagnose(records).verdict == "healthy"
+
+
+def test_what_is_known_of_some_requests_only_is_not_held_against_the_others() -> None:
+    """Every step has 6 ms in which the device is idle; of a third of the streams, and of all with a pause, that is known."""
+    served, asked = Served(base=20, each=0, noise=0), [Asked(at * 2000.0, 32, 40) for at in range(60)]
+    served.pauses = [(at * 2000.0 + 300, 70.0) for at in range(0, 60, 10)]
+    records = served.records(asked)
+    for number, record in enumerate(records):
+        if number % 3 and number % 10:
+            continue
+        assert record.blame is not None
+        host = record.summary.gaps_total * 3 // 10
+        record.device_idle = ()
+        streaming = {**record.blame.streaming, "host_bubble": host}
+        streaming["decode"] -= host
+        record.blame = record.blame._replace(streaming=streaming)
+    assert diagnose(records).findings == []
 
 
 def test_time_that_no_row_of_the_table_knows_is_not_called_their_own_work() -> None:

@@ -484,3 +484,9 @@ def test_a_generation_that_hangs_in_mid_stream_has_missed_what_is_promised_betwe
     hung.submitted(1, b, input_tokens=5)
     hung.aborts(900, b)
     assert keeper.missed_by(hung.record(), objectives.parse("ttft=100ms,itl=200ms,e2e=300ms")) == ("ttft",)
+
+
+def test_who_gives_up_on_an_embedding_waited_for_no_token() -> None:
+    record = waiting("prefill", facts.ABORTED, "timeout")
+    record.operation = "embeddings"
+    assert "ttft" not in keeper.missed_by(record, objectives.parse("ttft=1ms,itl=1ms"))

@@ -776,7 +776,7 @@ def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
     assert exemplar["trace_id"] == (bytes(15) + b"t").hex()
 
 
-def test_requests_are_counted_by_what_they_missed_and_those_told_to_stop_only_if_they_had_by_then() -> None:
+def test_requests_are_counted_by_what_they_missed_and_those_told_to_stop_by_what_they_had_by_then() -> None:
     metrics = sink(promises=True)
     left = {"outcome": facts.ABORTED, "died_in": "decode"}
     for each, missed in (
@@ -787,12 +787,13 @@ def test_requests_are_counted_by_what_they_missed_and_those_told_to_stop_only_if
         (generation(**left), ()),
         (generation(**left, error_type="client_disconnect"), ()),
         (generation(**left, error_type="client_disconnect"), ("itl",)),
+        (generation(outcome=facts.ABORTED, died_in="queue", first_token_at=0), ()),
         (record(operation="", generative=False), ("e2e",)),
     ):
         metrics.kept(each, Decision(True, 0, "slo", missed=missed))
     points = sent(metrics)["infer.request.objectives"]["points"]
     said = {point["attributes"]["infer.slo.missed"]: point["value"] for point in points}
-    assert said == {"none": 1, "ttft,e2e": 1, "error": 2, "itl": 1}
+    assert said == {"none": 3, "ttft,e2e": 1, "error": 2, "itl": 1}
 
 
 def test_where_nobody_promised_anything_nothing_is_said_of_it() -> None:
