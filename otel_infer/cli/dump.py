@@ -8,6 +8,7 @@ otel-infer dump --rings /rings                    of a sidecar in another contai
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import stat
@@ -53,5 +54,6 @@ def _copy(told: Path, out: Path) -> None:
         open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as target,
     ):
         if stat.S_ISREG(os.fstat(target.fileno()).st_mode):  # it may have been there
-            os.fchmod(target.fileno(), 0o600)
+            with contextlib.suppress(OSError):  # and be somebody else's, who lets us write it
+                os.fchmod(target.fileno(), 0o600)
         shutil.copyfileobj(source, target)

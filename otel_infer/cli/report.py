@@ -63,9 +63,12 @@ def read(path: Path) -> Told:
     promised = tape.promised(path)
     told = recent(path, assembler)
     inferences = [record for record in told if record.operation]
-    unfinished = [request.arrived_at for request in assembler.open.values() if request.submitted]
-    steps, pauses = assembler.drain_steps(), assembler.drain_pauses()
-    return Told(inferences, steps, pauses, sorted(unfinished), len(told) - len(inferences), promised)
+    began = tape.began_at(path)
+    arrived = [request.arrived_at for request in assembler.open.values() if request.submitted]
+    unfinished = sorted(max(at, began) for at in arrived)
+    steps = [step for step in assembler.drain_steps() if step.ended_at > began]
+    pauses = [pause for pause in assembler.drain_pauses() if pause.ended_at > began]
+    return Told(inferences, steps, pauses, unfinished, len(told) - len(inferences), promised)
 
 
 def _write(path: Path, text: str, source: Path) -> None:

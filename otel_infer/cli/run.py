@@ -23,7 +23,8 @@ from otel_infer.ring import place
 from otel_infer.ring.write import RingRefused
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-FLUSH_S = 10.0
+FLUSH_S = 45.0
+"""Longer than a sidecar waits for its destination, its metrics and a tape together; it mostly ends at once."""
 LOOK_S = 0.1
 PR_SET_CHILD_SUBREAPER = 36
 

@@ -89,11 +89,13 @@ class Window:
             rows = [(ring, handle, codes[type(fact)], *fact) for ring, handle, fact in said]
             packed = marshal.dumps((horizon, rows), MARSHAL)
             if not self._pending:
-                self._pending_since = self._horizon if self._horizon > 0 else horizon
+                self._pending_since = self._horizon
             self._pending.append(packed)
             self._pending_size += len(packed)
             self._pending_facts += len(rows)
         self._horizon = horizon
+        if self._pending_since <= 0:  # before the first wake nothing was held
+            self._pending_since = horizon
         if self._pending and (self._pending_size >= CHUNK or horizon - self._pending_since >= CHUNK_NS):
             self._seal()
         self._forget()

@@ -8,7 +8,7 @@ two steps. In the n-th iteration the tokens of the (n−1)-th are known on the h
 Scheduled are the rows that are computed (every beam), delivered those that are returned; rows that finished early, or
 that were padded on the left, count in full, since only the device knows which. A loop of the user's own is one `decode`
 without steps, but for those of the library's loops that it calls. A `generate` inside a `generate`, as a draft model's, is
-part of it.
+part of it; one in the body of a stream that a loop of the user's returned is not, since that body runs wherever it is read.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def running(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def generate(*args: Any, **kwargs: Any) -> Any:
         outer, thread.run, thread.begun = thread.run, thread.begun, None
         run = thread.run
-        token = run.request.attach() if run is not None and run.own else None
+        token = None
         try:
+            token = run.request.attach() if run is not None and run.own else None
             return original(*args, **kwargs)
         finally:
             thread.run = outer

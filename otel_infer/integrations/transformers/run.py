@@ -45,7 +45,9 @@ class Run:
         timing.drop(self.begun or 0)
         self.begun, self.iterations, self.prefilled, self.accepted = None, 0, False, 1
         config = given["generation_config"]
-        self.computed, self.start = (int(size) for size in input_ids.shape[:2])
+        self.computed, start = (int(size) for size in input_ids.shape[:2])
+        if not self.stepping:  # a later loop may go on from where an earlier one came
+            self.start = start
         copies, beams = (facts.count(many) or 1 for many in (config.num_return_sequences, config.num_beams))
         prompts = self.computed // max(copies, beams)
         self.rows = prompts * copies
@@ -54,18 +56,18 @@ class Run:
         if getattr(model.config, "is_encoder_decoder", False):
             self.first = self.prompt * prompts
         else:
-            self.first = self._uncached(given, prompts) * self.computed
+            self.first = self._uncached(given, prompts, start) * self.computed
         # Inputs may stay on the host; of a model that is offloaded, nothing is where it says.
         device = getattr(model, "device", None)
         self.device = input_ids.device if device is None or device.type == "meta" else device
         self.stepping = True
 
-    def _uncached(self, given: Mapping[str, Any], prompts: int) -> int:
+    def _uncached(self, given: Mapping[str, Any], prompts: int, start: int) -> int:
         """Tokens per row of the prompt that are to be computed: what a cache of the user's has of them is left out by the library."""
-        whole, mask = self.start or self.prompt, given.get("attention_mask")
+        whole, mask = start or self.prompt, given.get("attention_mask")
         known = getattr(given["generation_config"], "_mask_length", 0)
         masked = (known,) if mask is None else shape_of(mask)[1:2]
-        is_whole = masked == (self.start,) or given.get("inputs_embeds") is not None
+        is_whole = masked == (start,) or given.get("inputs_embeds") is not None
         if not is_whole:  # what is cached was not given again
             return whole
         cached = min(caches.tokens_of(given.get("past_key_values")), max(whole - 1, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import threading
 import time
@@ -538,6 +539,23 @@ def test_loops_of_the_library_in_one_of_the_users_are_stepped_one_by_one(
     assert (sizes(record), record.output_tokens) == ([1] * 2 * NEW, NEW)
     steps = recorded.steps()
     assert len(steps) == 2 * NEW and all(step.started_at < step.ended_at for step in steps)
+
+
+def test_a_loop_that_goes_on_where_another_came_is_counted_with_it(model: Any, recorded: Recorded) -> None:
+    def thinks_twice(model: Any, input_ids: Any, **more: Any) -> Any:
+        for _ in range(2):
+            cache = transformers.DynamicCache(config=model.config)
+            mask = torch.ones_like(input_ids)
+            config = copy.deepcopy(more["generation_config"])
+            config.max_length = input_ids.shape[1] + NEW
+            criteria = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(config.max_length)])
+            given = {**more, "past_key_values": cache, "attention_mask": mask, "generation_config": config}
+            given.pop("position_ids", None)
+            input_ids = model._sample(input_ids, **{**given, "stopping_criteria": criteria})
+        return input_ids
+
+    record = unharmed(recorded, lambda: model.generate(**asked(custom_generate=thinks_twice)))
+    assert (sizes(record), record.output_tokens) == ([1] * 2 * NEW, 2 * NEW)
 
 
 def test_a_stream_that_a_loop_of_the_users_returns_may_be_read_anywhere(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from otel_infer import tape
-from otel_infer.cli import live, main
+from otel_infer.cli import dump, live, main
 
 
 def test_a_file_that_was_there_and_that_others_could_read_is_for_its_user_alone(
@@ -29,3 +29,17 @@ def test_a_file_that_was_there_and_that_others_could_read_is_for_its_user_alone(
     assert main(["dump", "--out", str(out)]) == 0
     assert out.read_bytes() == told.read_bytes()
     assert out.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_whose_mode_cannot_be_changed_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: int) -> None:
+        raise PermissionError("it is somebody else's")
+
+    told, out = tmp_path / "told", tmp_path / "out"
+    told.write_bytes(b"facts")
+    out.write_bytes(b"older facts")
+    monkeypatch.setattr("os.fchmod", refused)
+    dump._copy(told, out)
+    assert out.read_bytes() == b"facts"

@@ -127,6 +127,9 @@ def test_what_ended_before_the_time_of_a_tape_only_explains_the_rest(tmp_path: P
         story.arrives(0, "old"),
         story.arrives(1, "young"),
     )
+    story.step(2, 8, [old], {old: 4})
+    story.step(30, 40, [young], {young: 4})
+    story.paused(1, 4)
     story.ends(5, probe)
     story.ends(10, old)
     story.ends(40, young)
@@ -138,6 +141,7 @@ def test_what_ended_before_the_time_of_a_tape_only_explains_the_rest(tmp_path: P
         told = report.read(tmp_path / "a.tape")
         assert [record.span_id for record in told.records] == [ids(name)[1] for name in names]
         assert told.elsewhere == len(names) - 1
+        assert (len(told.steps), len(told.pauses)) == (len(names), len(names) - 1)
 
 
 def test_what_cannot_be_written_is_an_error_and_the_tape_itself_is_never_written_over(

@@ -116,9 +116,11 @@ def test_it_holds_the_last_120_seconds_and_at_most_a_chunk_more() -> None:
     assert 120 * SECOND <= held[-1].fact.at - held[0].fact.at <= 124.1 * SECOND
 
 
-def test_before_the_first_fact_there_is_nothing_that_it_could_have_held() -> None:
+@pytest.mark.parametrize("first", [[], began()])
+def test_before_the_first_wake_there_is_nothing_that_it_could_have_held(first: list[RingFact]) -> None:
+    """Which knows of no instant yet up to which all was told."""
     window = Window()
-    window.keep([], -SECOND)  # nothing was read yet
+    window.keep(first, 0)
     window.keep(began(), 3000 * SECOND)
     window.keep([RingFact(1, 1, arrived(3001 * SECOND, 1))], 3002 * SECOND)
     assert window.snapshot().seconds == 2
