@@ -92,8 +92,13 @@ def test_quantiles_of_the_dashboards_are_those_of_the_requests(tmp_path: Path) -
         time.sleep(LOAD_S)
         load.stop()
         assert until(lambda: prometheus.value(served) == load.asked + 2, 20)
-        spans = [_timed(span) for span in receiver.spans if span["start"] >= began]
-        assert sum(span["name"] == REQUEST for span in spans) == load.asked
+        # Spans have a way of their own, and may come a little later than what is scraped.
+
+        def told() -> list[dict[str, Any]]:
+            return [_timed(span) for span in receiver.spans if span["start"] >= began]
+
+        assert until(lambda: sum(span["name"] == REQUEST for span in told()) == load.asked, 20)
+        spans = told()
         time.sleep(2)
         _compared(prometheus, spans)
 

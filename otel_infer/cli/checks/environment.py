@@ -30,7 +30,7 @@ _APART = (
     f"install otel-infer[grafana] in an environment of its own; here: {sys.executable} -m pip uninstall urllib3-future urllib3, "
     "and install urllib3 again"
 )
-TIMING = "the time of steps is the host's"
+TIMING = f"the time of steps is the host's; GPU timing: {GPU_TIMING}"
 
 
 def installed_version(distribution: str) -> str | None:
