@@ -20,7 +20,7 @@ from typing import Any
 
 from otel_infer import callers, decodeblame, facts, promptblame, semconv
 from otel_infer.decodeblame import StepsBlame
-from otel_infer.intervals import Free, take_out
+from otel_infer.intervals import Free, outside, take_out
 from otel_infer.records import Blame, Offender, Prefiller, RequestRecord, Stage
 from otel_infer.steprows import TOGETHER
 
@@ -206,7 +206,7 @@ def _throttled(account: _Account, record: RequestRecord) -> None:
     """A thread that is throttled has no CPU either: so much of that is the quota's as there was throttling meanwhile."""
     if account.causes.get(semconv.CAUSE_STARVED):
         pauses = [pause for pause in record.pauses if pause.cause == semconv.CAUSE_THROTTLED]
-        throttled = record.duration_ns - promptblame.unpaused(pauses, record.arrived_at, record.ended_at)
+        throttled = record.duration_ns - outside(pauses, record.arrived_at, record.ended_at)
         left = max(throttled - account.causes[semconv.CAUSE_THROTTLED], 0)
         for causes in (account.causes, account.streaming):
             moved = min(left, causes[semconv.CAUSE_STARVED])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 Free = list[tuple[int, int]]
 """Begin and end of what nobody has, ns, in order."""
 
@@ -23,3 +26,11 @@ def take_out(free: Free, begin: int, end: int) -> tuple[Free, int]:
             until = end
         taken += until - since
     return left, taken
+
+
+def outside(busy: Iterable[tuple[Any, ...]], begin: int, end: int) -> int:
+    """How much of an interval, ns, is in none of these, each of which begins with its own begin and end; they may overlap."""
+    free = [(begin, end)] if begin < end else []
+    for since, until, *_ in busy:
+        free, _ = take_out(free, since, until)
+    return sum([until - since for since, until in free])

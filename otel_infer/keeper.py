@@ -282,8 +282,8 @@ def _waited_in_vain(record: RequestRecord) -> Iterator[tuple[str, int]]:
         return
     if record.died_in in (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL):
         yield objectives.TTFT, record.duration_ns
-    elif record.died_in == semconv.SPAN_DECODE and record.last_token_at:
-        yield objectives.ITL, record.ended_at - record.last_token_at
+    elif record.left_waiting_ns:
+        yield objectives.ITL, record.left_waiting_ns
 
 
 def _draw(record: RequestRecord) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from otel_infer import semconv
 from otel_infer.decodeblame import MOST_INTERFERED, NOTHING, StepsBlame, placed
-from otel_infer.intervals import take_out
+from otel_infer.intervals import outside
 from otel_infer.records import Pause, PrefillStep, RequestRecord
 
 Causes = dict[str, int]
@@ -29,7 +29,7 @@ def divided(record: RequestRecord) -> StepsBlame:
             if before is not None and not again and _preempted(record, before, chunk):
                 again, extra = extra, 0
             began = _waited(record, chunk, before, pauses, parts, interfered)
-        length = _unusual(record, chunk, unpaused(pauses, began, chunk.ended_at), began, parts)
+        length = _unusual(record, chunk, outside(pauses, began, chunk.ended_at), began, parts)
         mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
         others, repeated = chunk.others_prefill_tokens, min(again, chunk.tokens)
         theirs = (length - mates) * others // max(chunk.tokens + others, 1)
@@ -65,7 +65,7 @@ def _waited(
     """Gives away the time before a chunk; when its own began, which is when the step before it was done."""
     since = chunk.started_at if before is None else before.ended_at
     began = max(chunk.started_at, chunk.behind_until, since)
-    length = unpaused(pauses, since, began)
+    length = outside(pauses, since, began)
     if not length:
         return began
     if before is not None and _preempted(record, before, chunk):
@@ -103,13 +103,3 @@ def _unusual(record: RequestRecord, chunk: PrefillStep, length: int, began: int,
             parts[cause] += held
             length -= held
     return length
-
-
-def unpaused(pauses: Sequence[Pause], begin: int, end: int) -> int:
-    """How much of an interval was none of these; ns."""
-    if not pauses:
-        return max(end - begin, 0)
-    free = [(begin, end)] if begin < end else []
-    for pause in pauses:
-        free, _ = take_out(free, pause.started_at, pause.ended_at)
-    return sum(until - since for since, until in free)

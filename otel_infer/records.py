@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from otel_infer import callers
+from otel_infer import callers, facts, semconv
 from otel_infer.facts import Value
 from otel_infer.firstuse import FirstUse
 from otel_infer.stepcosts import StepCosts
@@ -245,6 +245,13 @@ class RequestRecord:
         if self.steps is not None:
             return self.summary.gaps_total
         return self.last_token_at - self.first_token_at if 0 < self.first_token_at < self.last_token_at else 0
+
+    @property
+    def left_waiting_ns(self) -> int:
+        """How long nothing had come when it was given up, or failed, in the middle of its stream; 0 = it was not."""
+        if self.outcome == facts.OK or self.died_in != semconv.SPAN_DECODE or not self.last_token_at:
+            return 0
+        return max(self.ended_at - self.last_token_at, 0)
 
     @property
     def tokens_after_first(self) -> float:

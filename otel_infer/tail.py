@@ -8,14 +8,19 @@ from typing import NamedTuple
 import numpy as np
 
 from otel_infer import facts, semconv
-from otel_infer.intervals import take_out
-from otel_infer.records import Pause, RequestRecord
+from otel_infer.intervals import outside, take_out
+from otel_infer.records import RequestRecord
 
 TAIL = 0.1
 """Share of the requests that are the slow ones."""
 MS = 1_000_000
 _SERVERS = (*semconv.STAGES, *semconv.STAGES_INSIDE)
 """Stages that are not the application's own."""
+
+
+def spent(record: RequestRecord, *causes: str) -> int:
+    """ns that its blame gives to these."""
+    return sum(record.blame.causes.get(cause, 0) for cause in causes) if record.blame is not None else 0
 
 
 class Tail(NamedTuple):
@@ -51,17 +56,12 @@ def slowest(
     served: list[RequestRecord],
     key: Callable[[RequestRecord], int],
     whole: Callable[[RequestRecord], int] = lambda r: r.duration_ns,
-    of: Callable[..., int] | None = None,
+    of: Callable[..., int] = spent,
 ) -> Tail:
     """The slowest tenth, three at least."""
     many = max(round(len(served) * TAIL), 3)
     records = sorted(served, key=key)[-many:]
-    return Tail(records, float(sum(map(whole, records))), of or spent)
-
-
-def spent(record: RequestRecord, *causes: str) -> int:
-    """ns that its blame gives to these."""
-    return sum(record.blame.causes.get(cause, 0) for cause in causes) if record.blame is not None else 0
+    return Tail(records, float(sum(map(whole, records))), of)
 
 
 def spent_streaming(record: RequestRecord, *causes: str) -> int:
@@ -76,12 +76,12 @@ def spent_before(record: RequestRecord, *causes: str) -> int:
 
 def streamed(record: RequestRecord) -> int:
     """From its first token to its last, or to when it was given up in the middle; ns."""
-    return record.summary.gaps_total + _left_waiting(record)
+    return record.summary.gaps_total + record.left_waiting_ns
 
 
 def longest_gap(record: RequestRecord) -> int:
     """Between two tokens, or from the last one to when it was given up; ns."""
-    return max(record.summary.gap_max, _left_waiting(record))
+    return max(record.summary.gap_max, record.left_waiting_ns)
 
 
 def waited_for_reader(record: RequestRecord) -> int:
@@ -95,13 +95,6 @@ def waited_for_reader(record: RequestRecord) -> int:
 def answering(served: Sequence[RequestRecord]) -> list[RequestRecord]:
     """Those that had a token, or were to have one: of an embedding the prompt is all there is to do."""
     return [record for record in served if record.first_token_at or record.outcome != facts.OK]
-
-
-def _left_waiting(record: RequestRecord) -> int:
-    """How long nothing had come when a stream was given up; ns."""
-    if record.outcome == facts.OK or record.died_in != semconv.SPAN_DECODE or not record.last_token_at:
-        return 0
-    return max(record.ended_at - record.last_token_at, 0)
 
 
 def ttft(record: RequestRecord) -> int:
@@ -148,15 +141,5 @@ def _late(record: RequestRecord, begin: int, end: int) -> list[int]:
     for pause in record.loop_pauses:
         since, until = max(pause.started_at, begin), min(pause.ended_at, end)
         if since < until:
-            lengths.append(until - since - _covered(record.pauses, since, until))
+            lengths.append(outside(record.pauses, since, until))
     return [length for length in lengths if length > 0]
-
-
-def _covered(pauses: Sequence[Pause], begin: int, end: int) -> int:
-    covered, at = 0, begin
-    for pause in sorted(pauses):
-        since, until = max(pause.started_at, at), min(pause.ended_at, end)
-        if since < until:
-            covered += until - since
-            at = until
-    return covered

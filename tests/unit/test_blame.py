@@ -583,36 +583,32 @@ def test_a_prompt_that_is_put_back_waits_for_room_and_computes_again_what_it_had
 # ── two in flight ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_prompt_behind_anothers_in_the_step_before_is_not_slow_itself() -> None:
+def behind(prompt: int, length: float) -> tuple[Story, Who, Who]:
+    """One whose prompt of 20 ms is scheduled while a step with so many tokens of another's is in flight, 2 ms after its begin."""
     story = Story()
     at = warmed_up(story)
     a, b = story.arrives(at, "a"), story.arrives(at, "b")
     for who in (a, b):
         story.submitted(at, who)
-    others = story.scheduled(at, [b], {b: 4000})
+    others = story.scheduled(at, [b], {b: prompt})
     own = story.scheduled(at + 2, [b, a], {a: 50})
-    story.done(at + 400, others)
-    story.done(at + 420, own)
-    story.ends(at + 420, a)
-    story.ends(at + 420, b)
+    story.done(at + length, others)
+    story.done(at + length + 20, own)
+    for who in (a, b):
+        story.ends(at + length + 20, who)
+    return story, a, b
+
+
+def test_a_prompt_behind_anothers_in_the_step_before_is_not_slow_itself() -> None:
+    story, a, b = behind(prompt=4000, length=400)
     assert of(story, a) == {"scheduler_queue": 2, "batching": 10, "interference": 388, "prefill": 20}
     (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
     assert record.blame is not None and record.blame.offender is not None
-    assert (record.blame.offender.span_id, record.blame.offender.length) == (ids("b")[1], 388 * MS)
+    assert (record.blame.offender.span_id, record.blame.offender.length) == (ids(b.name)[1], 388 * MS)
 
 
 def test_a_few_tokens_in_the_step_before_are_not_to_blame_for_all_of_it() -> None:
-    story = Story()
-    at = warmed_up(story)
-    a, b = story.arrives(at, "a"), story.arrives(at, "b")
-    for who in (a, b):
-        story.submitted(at, who)
-    others = story.scheduled(at, [b], {b: 2})
-    own = story.scheduled(at + 2, [b, a], {a: 50})
-    story.done(at + 11, others)
-    story.done(at + 31, own)
-    story.ends(at + 31, a)
-    story.ends(at + 31, b)
+    story, a, _ = behind(prompt=2, length=11)
     assert of(story, a) == {"scheduler_queue": 2, "batching": 9, "prefill": 20}
 
 

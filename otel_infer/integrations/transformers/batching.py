@@ -119,7 +119,7 @@ class _Batches:
         """A sequence left the batch: whatever is still in flight for it will be discarded."""
         self.left.append(state)
         for flight in self.flights:
-            if not flight.step or not _has(flight.states, state) or _has(flight.gone, state):
+            if not flight.step or _has(flight.gone, state) or not self._is_in(flight, state):
                 continue
             flight.gone += (state,)
             # Nobody waits for it, and the library may not fetch it before the next arrival.
@@ -127,6 +127,12 @@ class _Batches:
                 column, discarded = _discarding(flight)
                 self.log.done(flight.step, column, len(flight.states), discarded)
                 flight.step = 0
+
+    def _is_in(self, flight: _Flight, state: Any) -> bool:
+        """The log finds a member of the batch that was stated last without looking at the others."""
+        if flight is self.flights[-1]:
+            return self.log.position(state) >= 0
+        return _has(flight.states, state)
 
     def end(self) -> None:
         """Gives the log back; what was in flight is no step of whoever has it next."""
