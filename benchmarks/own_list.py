@@ -11,7 +11,6 @@ from benchmarks.engine import PROMPT, Sequence
 from benchmarks.hooks import CHANGED_NS, DERIVED_NS, KEYFRAME_NS, SEQUENCES, UNCHANGED_NS, Case, repeated
 from otel_infer import _wiring, clock, facts, ingress
 from otel_infer.patching import Hook
-from otel_infer.ring import layout
 from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
 from otel_infer.ring.write import MemoryArena
@@ -21,14 +20,6 @@ def record_in_memory() -> None:
     """Facts go to rings that nobody reads: the writer does the same work, whoever reads."""
     recorder.start(MemoryArena, lambda: None, lambda reason: None)
     ingress.opener = _wiring._opener(None)
-
-
-def ask_keyframe() -> None:
-    """As the reader does after a loss, of every engine."""
-    assert isinstance(recorder.arena, MemoryArena)
-    for name, memory in recorder.arena.buffers:
-        if name.endswith(layout.SUFFIX_STEPS):
-            memoryview(memory)[: layout.HEADER_WORDS * 8].cast("Q")[layout.W_KEYFRAME_ASKED] += 1
 
 
 class OwnList:
@@ -124,7 +115,7 @@ class OwnList:
         yield case("own list unchanged", UNCHANGED_NS, self.steady)
         yield case("own list, one joins and one leaves", CHANGED_NS, self.renew, self.change)
         yield case("the same with the newcomer's prompt", CHANGED_NS, self.renew, self.change, self.prompt)
-        yield case("keyframe", KEYFRAME_NS, self.steady, ask_keyframe)
+        yield case("keyframe", KEYFRAME_NS, self.steady, self.log.begin_anew)
 
 
 def cases() -> Iterator[Case]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import continuous
 from benchmarks.hooks import DERIVED_NS, KEYFRAME_NS, SEQUENCES, Case, repeated
-from benchmarks.own_list import OwnList, ask_keyframe
+from benchmarks.own_list import OwnList
 from otel_infer.integrations.transformers import integration
 
 OBJECTS = "transformers' objects"
@@ -118,6 +118,10 @@ class Derived:
         """One finishes."""
         self.scheduler.finish_request(self.gone)
 
+    def state_whole(self) -> None:
+        """The next step is a keyframe."""
+        self.scheduler._otel_infer_batches.log.begin_anew()
+
     # ── what is measured ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _steady(self) -> None:
@@ -151,7 +155,7 @@ class Derived:
         yield case(", one joins and one leaves", DERIVED_NS, *changing, before)
         before = functools.partial(self.renew, continuous.PROMPT)
         yield case(", the same with the newcomer's prompt", DERIVED_NS, *changing, before)
-        keyframe = repeated(ask_keyframe, self.bare), repeated(ask_keyframe, self.hooked)
+        keyframe = repeated(self.state_whole, self.bare), repeated(self.state_whole, self.hooked)
         yield case(", keyframe", KEYFRAME_NS, *keyframe, self.steady)
 
 

@@ -620,6 +620,8 @@ _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 def count(number: Any) -> int:
     """As many as fit into a field of a fact; 0 for what is no number."""
+    if type(number) is int and 0 <= number <= 0xFFFFFFFF:
+        return number
     try:
         return max(0, min(int(number), 0xFFFFFFFF))
     except Exception:  # it is the user's, and so is what it raises

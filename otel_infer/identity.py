@@ -143,8 +143,11 @@ def within(above: SpanContext, sampler: Constant, own_server: bool) -> ByIds:
         return ByIds(_random_ids(), _NO_ID, flags, own_server)
     if is_remote:
         flags |= facts.REMOTE_PARENT
-    ids = trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big")
-    return ByIds(*ids, flags, own_server, above, trace_state)
+    if trace_state is trace.DEFAULT_TRACE_STATE:  # empty, which would be a call to find out
+        trace_state = None
+    return ByIds(
+        trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big"), flags, own_server, above, trace_state
+    )
 
 
 def context_of(caller: Caller) -> SpanContext | None:
@@ -252,7 +255,7 @@ if hasattr(os, "register_at_fork"):
 def _random_ids() -> bytes:
     """One id of a trace, or two of spans."""
     ids = _chance.getrandbits(128).to_bytes(16, "big")
-    return _random_ids() if ids.startswith(_NO_ID) or ids.endswith(_NO_ID) else ids
+    return _random_ids() if _NO_ID in ids else ids
 
 
 class ProviderOpener:

@@ -152,7 +152,7 @@ class LiveRequest(trace.Span):
         if http:
             recorder.close(self.handle, tuple.__new__(facts.ExchangeEnded, (*said, route, http)))
         else:
-            recorder.close(self.handle, facts.RequestEnded(*said))
+            recorder.close(self.handle, tuple.__new__(facts.RequestEnded, said))
         if not self.handle and self.inner is not None:  # nobody will hear of it
             end(self.inner)
 

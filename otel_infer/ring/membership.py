@@ -7,7 +7,6 @@ else → a keyframe, the whole batch as packed handles. Nothing here runs byteco
 
 from __future__ import annotations
 
-import functools
 import struct
 import threading
 from array import array
@@ -22,8 +21,12 @@ from otel_infer.ring.write import MemoryArena, StepWriter
 
 KEYFRAME_STEPS = 256
 KEYFRAME_NS = 1_000_000_000
+LOOK_NS = 50_000_000
+"""How often it is looked whether the reader asks for a keyframe: as often as that reads."""
 MOST_CHANGED = 16
 """If more left or came at once, a keyframe costs less than saying it one by one."""
+MOST_WORDS = 4 * MOST_CHANGED
+"""Of a small change: positions of those who left, handles of newcomers, and (position, tokens) of those who get several."""
 
 # A fact that says "the same again": the counts that are 0 are padding, which is written as 0 for nothing.
 _state_unchanged = struct.Struct("<QIqQ8x5IQ").pack_into
@@ -39,11 +42,13 @@ _SCHEDULED, _DONE = (
 _UNKNOWN = bytes(4)
 
 _now = clock.now
+_word = struct.Struct("<I").pack
+_pair = struct.Struct("<II").pack
 
 
 class _Change(NamedTuple):
-    """How a change is written by one call: its cell or cells, whose fields are the counts and load, then positions of those
-    who left, handles of newcomers, and numbers of (position, tokens)."""
+    """How a change of so many words is written by one call: its cell or cells, whose fields are the counts and load, then the
+    change itself."""
 
     pack_into: Callable[..., None]
     head: int
@@ -51,10 +56,8 @@ class _Change(NamedTuple):
     cells: int
 
 
-@functools.cache
-def _change(left: int, handles: int, numbers: int) -> _Change:
-    """Of so many positions, bytes and numbers: as many as there are shapes of small changes, of five cells at most."""
-    fields = f"{facts.SCHEDULED_HEAD.format[1:]}{left}I{handles}s{numbers}I"
+def _change(words: int) -> _Change:
+    fields = f"{facts.SCHEDULED_HEAD.format[1:]}{4 * words}s"
     length = struct.calcsize(f"<QI{fields}Q")
     cells = -(-length // layout.CELL_BYTES)
     record = struct.Struct(f"<QI{fields}{cells * layout.CELL_BYTES - length}xQ")
@@ -95,7 +98,7 @@ class StepLog:
         self.alive = True
         self._step = 0
         self._next_keyframe_step = 0
-        self._next_keyframe_at = 0
+        self._next_keyframe_at = self._look_at = 0
         self._asked = 0
 
     def handed_over(self) -> StepLog:
@@ -128,9 +131,8 @@ class StepLog:
             and not tokens
             and not several
             and step < self._next_keyframe_step
-            and at < self._next_keyframe_at
+            and at < self._look_at
             and members == self._members
-            and writer.words[_ASKED] == self._asked
         ):
             writer.cell = counter = writer.cell + 1
             offset = writer.offset
@@ -150,7 +152,7 @@ class StepLog:
                 counter,
             )
             return step
-        self._state_change(at, members, left, tokens, several, (kv_used, kv_total, running, waiting))
+        self._state_change(at, members, left, tokens, several, kv_used, kv_total, running, waiting)
         return step
 
     def done(self, step: int, tokens: bytes = b"", size: int = 0, discarded: int = 0, at: int = 0) -> None:
@@ -189,6 +191,10 @@ class StepLog:
         """The engine has nothing to run: let go of the last batch, so that finished requests are not kept alive."""
         self._members, self._ordinals, self._packed = [], [], bytearray()
         self._ordinal_of.clear()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """The next step is stated whole."""
         self._next_keyframe_step = 0
 
     def position(self, member: Any) -> int:
@@ -213,15 +219,15 @@ class StepLog:
         nowhere = Sizes(step_cells=8192)
         self._writer = StepWriter(MemoryArena(), "", "", nowhere)
 
-    def _begin_anew(self, members: Sequence[Any]) -> None:
+    def _replace(self, members: Sequence[Any]) -> None:
         """The batch is not what was expected: all are newcomers."""
         self._members, self._packed = list(members), bytearray(self.pack(members))
         self._ordinals, self._next_ordinal = list(range(len(members))), len(members)
         self._ordinal_of = dict(zip(map(id, members), self._ordinals))
 
-    def _remove(self, left: Sequence[Any]) -> list[int]:
+    def _remove(self, left: Sequence[Any]) -> bytes:
         """Takes those who left out of the batch; the position of each at its removal."""
-        members, ordinals, gone = self._members, self._ordinals, []
+        members, ordinals, gone = self._members, self._ordinals, b""
         for member in left:
             ordinal = self._ordinal_of.pop(id(member), -1)
             if ordinal >= 0:
@@ -232,7 +238,7 @@ class StepLog:
                     continue
                 del self._ordinal_of[id(members[position])]
             del ordinals[position], members[position], self._packed[position * 4 : position * 4 + 4]
-            gone.append(position)
+            gone += _word(position)
         return gone
 
     def _join(self, joined: Sequence[Any]) -> bytes:
@@ -254,45 +260,69 @@ class StepLog:
         left: Sequence[Any],
         column: bytes,
         several: Sequence[tuple[Any, int]],
-        load: tuple[int, int, int, int],
+        kv_used: int,
+        kv_total: int,
+        running: int,
+        waiting: int,
     ) -> None:
         """Says what changed, or the whole batch. One long function: it runs in every other step, and calls are what costs."""
-        gone, joined, handles = [], 0, b""
-        writer, step = self._writer, self._step
-        asked = writer.words[_ASKED]
+        writer, step, size = self._writer, self._step, len(members)
+        gone = handles = pairs = b""
         if len(left) <= MOST_CHANGED:
-            gone = self._remove(left) if left else []
+            if left:
+                gone = self._remove(left)
             newcomers = members[len(self._members) :]
-            joined = len(newcomers)
-            if newcomers and joined <= MOST_CHANGED:
+            if newcomers and len(newcomers) <= MOST_CHANGED:
                 handles = self._join(newcomers)
         predicted = members == self._members
-        keyframe = (
-            not predicted
-            or step >= self._next_keyframe_step
-            or at >= self._next_keyframe_at
-            or asked != self._asked
-        )
+        keyframe = not predicted or step >= self._next_keyframe_step
+        if at >= self._look_at:
+            self._look_at, asked = at + LOOK_NS, writer.words[_ASKED]
+            keyframe = keyframe or at >= self._next_keyframe_at or asked != self._asked
+            self._asked = asked
         if keyframe:
             if not predicted:
-                self._begin_anew(members)
-            gone, joined, handles = [], len(members), bytes(self._packed)
+                self._replace(members)
+            gone, handles = b"", bytes(self._packed)
             self._next_keyframe_step = step + KEYFRAME_STEPS
             self._next_keyframe_at = at + KEYFRAME_NS
-            self._asked = asked
-        pairs: list[int] = []
         for member, tokens in several:
             # A newcomer with its prompt stands last.
-            position = len(members) - 1 if member is members[-1] else self.position(member)
+            position = size - 1 if member is members[-1] else self.position(member)
             if position >= 0:
-                pairs += (position, tokens)
-        exceptions = facts.COLUMN if column else len(pairs) // 2
-        fields = at, step, keyframe, len(gone), joined, exceptions, len(members), *load
-        if keyframe or column or len(pairs) > 2 * MOST_CHANGED:
-            change = array("I", gone).tobytes() + handles + (column or array("I", pairs).tobytes())
-            writer.write(_SCHEDULED_CODE, facts.SCHEDULED_HEAD.pack(*fields) + change)
+                pairs += _pair(position, tokens)
+        change = gone + handles + (column or pairs)
+        left_count, joined = len(gone) >> 2, len(handles) >> 2
+        exceptions = facts.COLUMN if column else len(pairs) >> 3
+        words = len(change) >> 2
+        if words > MOST_WORDS:
+            head = facts.SCHEDULED_HEAD.pack(
+                at, step, keyframe, left_count, joined, exceptions, size, kv_used, kv_total, running, waiting
+            )
+            writer.write(_SCHEDULED_CODE, head + change)
             return
-        pack_into, head, cells = _change(len(gone), len(handles), len(pairs))
+        pack_into, head_word, cells = _CHANGES[words]
         offset = writer.place(cells)
         counter = writer.cell - cells + 1
-        pack_into(writer.memory, offset, counter, head, *fields, *gone, handles, *pairs, counter)
+        pack_into(
+            writer.memory,
+            offset,
+            counter,
+            head_word,
+            at,
+            step,
+            keyframe,
+            left_count,
+            joined,
+            exceptions,
+            size,
+            kv_used,
+            kv_total,
+            running,
+            waiting,
+            change,
+            counter,
+        )
+
+
+_CHANGES = tuple(_change(words) for words in range(MOST_WORDS + 1))

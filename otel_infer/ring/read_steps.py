@@ -40,7 +40,7 @@ class StepReader:
         return str(self.header.text.get("engine", ""))
 
     def ask_for_keyframe(self) -> None:
-        """Has the writer state the whole batch at its next step."""
+        """Has the writer state the whole batch, as soon as it looks again."""
         self.header.words[layout.W_KEYFRAME_ASKED] += np.uint64(1)
 
     def poll(self, now: int, final: bool = False) -> Iterator[facts.RingFact]:

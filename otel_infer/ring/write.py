@@ -89,18 +89,23 @@ def _shorter(field: Any) -> Any:
     return field if isinstance(field, float) or (isinstance(field, int) and field < 1 << 63) else ""
 
 
+def _head(code: int, part: int, parts: int) -> int:
+    """What a cell says of its body, as the one number that lies there."""
+    return int.from_bytes(struct.pack("<BBBx", code, part, parts), "little")
+
+
 def _whole_cell(known: facts.Layout) -> tuple[Callable[..., None], int, tuple[int, ...]]:
     """How a fact that fits is written by one call: its cell with its fields in the place of the body."""
-    before, after = layout.CELL.format.split(f"{layout.BODY_BYTES}s")
     rest = layout.BODY_BYTES - known.packed.size
-    cell = struct.Struct(f"{before}{known.packed.format[1:]}{rest}x{after}")
-    return cell.pack_into, known.code, known.strings
+    cell = struct.Struct(f"<QII{known.packed.format[1:]}{rest}xQ")
+    return cell.pack_into, _head(known.code, 0, 1), known.strings
 
 
 # An arrival as two cells with its fields in the place of their parts; the span id is cut.
 _ARRIVED = facts.BY_FACT[facts.RequestArrived].code
-_ARRIVED_FIRST = struct.Struct("<QBBBxIIqq16s4sQ").pack_into
-_ARRIVED_REST = struct.Struct("<QBBBxII4s8s8sHHHHH6xQ").pack_into
+_ARRIVED_HEAD, _ARRIVED_REST_HEAD = _head(_ARRIVED, 0, 2), _head(_ARRIVED, 1, 2)
+_ARRIVED_FIRST = struct.Struct("<QIIIqq16s4sQ").pack_into
+_ARRIVED_REST = struct.Struct("<QIII4s8s8sHHHHH6xQ").pack_into
 _NO_REQUEST = bytes(layout.LIVE_BYTES)
 # Looked up once, for what every request comes through.
 _FIRST_CELL, _CELL_BYTES, _LIVE_BYTES = layout.PAGE, layout.CELL_BYTES, layout.LIVE_BYTES
@@ -160,10 +165,25 @@ class RequestWriter:
             said = tuple(map(self._number, (operation, provider, model, name)))
         cell, rest, cells = self._next_cell() + 1, self._next_cell() + 1, self._cells
         first, offset = cell & 0xFFFFFFFF, _FIRST_CELL + (cell - 1) % cells * _CELL_BYTES
-        _ARRIVED_FIRST(memory, offset, cell, _ARRIVED, 0, 2, handle, first, at, wall_at, trace, span, cell)
+        _ARRIVED_FIRST(memory, offset, cell, _ARRIVED_HEAD, handle, first, at, wall_at, trace, span, cell)
         offset = _FIRST_CELL + (rest - 1) % cells * _CELL_BYTES
+        operation, provider, model, name = said
         _ARRIVED_REST(
-            memory, offset, rest, _ARRIVED, 1, 2, handle, first, span[4:], parent, server, flags, *said, rest
+            memory,
+            offset,
+            rest,
+            _ARRIVED_REST_HEAD,
+            handle,
+            first,
+            span[4:],
+            parent,
+            server,
+            flags,
+            operation,
+            provider,
+            model,
+            name,
+            rest,
         )
         return handle
 
@@ -188,17 +208,16 @@ class RequestWriter:
         if whole is None:
             self._state_long(handle, fact)
             return
-        pack_into, code, strings = whole
-        fields = fact
+        pack_into, head, strings = whole
         if strings:
-            fields, known = list(fact), self._strings
+            known, fact = self._strings, list(fact)
             for i in strings:
-                text = fields[i]
-                fields[i] = known[text] if text in known else self._intern(str(text))
+                text = fact[i]
+                fact[i] = known[text] if text in known else self._intern(str(text))
         cell = self._next_cell()
-        offset = _FIRST_CELL + cell % self._cells * _CELL_BYTES
+        offset, counter = _FIRST_CELL + cell % self._cells * _CELL_BYTES, cell + 1
         try:
-            pack_into(self.memory, offset, cell + 1, code, 0, 1, handle, *fields, cell + 1)
+            pack_into(self.memory, offset, counter, head, handle, *fact, counter)
         except struct.error:  # a reader would wait for the rest of it
             layout.CELL.pack_into(self.memory, offset, cell + 1, layout.VOID_CODE, 0, 1, 0, b"", cell + 1)
             raise
@@ -280,6 +299,14 @@ class StepWriter:
     def place(self, cells: int) -> int:
         """The offset of the next record, of so many cells, which lie in one piece; `cell` counts them already."""
         offset = self.offset
+        behind = offset + (cells << 6)
+        if behind > self.last:
+            return self._place_at_the_end(offset, cells)
+        self.offset = behind
+        self.cell += cells
+        return offset
+
+    def _place_at_the_end(self, offset: int, cells: int) -> int:
         behind = offset + (cells << 6)
         if behind > self.last + layout.CELL_BYTES:
             self._pad(offset)

@@ -6,12 +6,13 @@ import mmap
 import struct
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer import facts
-from otel_infer.ring import layout, write
-from otel_infer.ring.membership import Handles, StepLog
+from otel_infer.ring import layout, membership, write
+from otel_infer.ring.membership import LOOK_NS, Handles, StepLog
 from otel_infer.ring.read_steps import StepReader
 
 
@@ -188,14 +189,19 @@ def test_an_unchanged_batch_is_a_change_of_nothing_and_a_keyframe_comes_every_25
     assert all(not fact.joined for fact in said if not fact.keyframe)
 
 
-def test_a_reader_that_asks_gets_a_keyframe_at_the_next_step() -> None:
+def test_a_reader_that_asks_gets_a_keyframe_within_the_time_that_it_takes_to_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0
+    monkeypatch.setattr(membership, "_now", lambda: now)
     log, _, memory = make_log()
-    for _ in range(3):
-        log.scheduled(["a"])
     StepReader(memory, 2)
     reader = StepReader(memory, 1)
     log.scheduled(["a"])
-    assert [s.fact.keyframe for s in reader.poll(0, final=True)] == [True, False, False, True]
+    reader.ask_for_keyframe()
+    for now in (1, LOOK_NS - 1, LOOK_NS, LOOK_NS + 1, 2 * LOOK_NS):
+        log.scheduled(["a"])
+    assert [s.fact.keyframe for s in reader.poll(0, final=True)] == [True, False, False, True, False, False]
 
 
 def test_a_swap_at_equal_count_is_seen() -> None:
