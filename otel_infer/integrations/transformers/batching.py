@@ -14,7 +14,7 @@ import os
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -73,9 +73,8 @@ class _Batches:
         active, size = scheduler.active_requests, len(futures)
         used, total = self.kv()
         plain = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
-        odd = () if plain else _odd_ones(futures, query_tokens)
+        odd = _NOBODY if plain else _odd_ones(futures, query_tokens)
         queries = column = b""
-        several: list[tuple[Any, int]] = []
         chunks: tuple[int, ...] = ()
         # Who is scheduled is active, and nobody is twice: as many as are active are all of them.
         if size == len(active) and odd is not None:
@@ -84,13 +83,11 @@ class _Batches:
             states = list(map(_state_of, futures))
         if odd is None:
             queries, column = _queries(futures), array("I", map(_new_token_of, futures)).tobytes()
-        elif odd:
-            several = [(one.state, one.query_length) for one in odd]
+        several, unfinished = odd or _NOBODY
         waiting = len(scheduler.waiting_requests)
         step = self.log.scheduled(states, self.left, queries, used, total, len(active), waiting, several)
-        for one in odd or ():
-            if not one.has_new_token:
-                chunks += (self.log.position(one.state),)
+        for state in unfinished:
+            chunks += (self.log.position(state),)
         if self.left:
             self.left = []
             self.blocks.say()
@@ -166,22 +163,30 @@ def _discarding(flight: _Flight) -> tuple[bytes, int]:
 
 
 MOST_ODD = 16
+_Odd = tuple[Sequence[tuple[Any, int]], Sequence[Any]]
+_NOBODY: _Odd = (), ()
 
 
-def _odd_ones(futures: list[Any], query_tokens: int) -> list[Any] | None:
-    """Those who do not get one token for one; looked for at the end, where the scheduler puts whoever is in its prefill.
+def _odd_ones(futures: list[Any], query_tokens: int) -> _Odd | None:
+    """Those who do not get one token for one: (state, tokens scheduled), and of these the states whose prompt is not done. Looked
+    for at the end, where the scheduler puts whoever is in its prefill.
 
     None where they are too many or elsewhere: the sum says whether all others have one token each.
     """
-    odd: list[Any] = []
+    several: list[tuple[Any, int]] = []
+    unfinished: list[Any] = []
     surplus = query_tokens - len(futures)
-    for future in futures[: -MOST_ODD - 1 : -1]:
-        queries = getattr(future, "query_length", 0)
-        if queries == 1 and future.has_new_token:
+    for future in reversed(futures):
+        queries, has_new_token = getattr(future, "query_length", 0), future.has_new_token
+        if queries == 1 and has_new_token:
             break
-        odd.append(future)
+        if len(several) == MOST_ODD - 1:
+            return None
+        several.append((future.state, queries))
+        if not has_new_token:
+            unfinished.append(future.state)
         surplus -= queries - 1
-    return odd if surplus == 0 and len(odd) < MOST_ODD else None
+    return None if surplus else (several, unfinished)
 
 
 def _queries(futures: list[Any]) -> bytes:
