@@ -143,11 +143,9 @@ def within(above: SpanContext, sampler: Constant, own_server: bool) -> ByIds:
         return ByIds(_random_ids(), _NO_ID, flags, own_server)
     if is_remote:
         flags |= facts.REMOTE_PARENT
-    if trace_state is trace.DEFAULT_TRACE_STATE:  # empty, which would be a call to find out
-        trace_state = None
-    return ByIds(
-        trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big"), flags, own_server, above, trace_state
-    )
+    # Whether any other is empty is a call to find out.
+    state = None if trace_state is trace.DEFAULT_TRACE_STATE else trace_state
+    return ByIds(trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big"), flags, own_server, above, state)
 
 
 def context_of(caller: Caller) -> SpanContext | None:

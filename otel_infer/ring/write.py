@@ -167,7 +167,6 @@ class RequestWriter:
         first, offset = cell & 0xFFFFFFFF, _FIRST_CELL + (cell - 1) % cells * _CELL_BYTES
         _ARRIVED_FIRST(memory, offset, cell, _ARRIVED_HEAD, handle, first, at, wall_at, trace, span, cell)
         offset = _FIRST_CELL + (rest - 1) % cells * _CELL_BYTES
-        operation, provider, model, name = said
         _ARRIVED_REST(
             memory,
             offset,
@@ -179,10 +178,7 @@ class RequestWriter:
             parent,
             server,
             flags,
-            operation,
-            provider,
-            model,
-            name,
+            *said,
             rest,
         )
         return handle

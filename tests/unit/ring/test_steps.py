@@ -192,14 +192,14 @@ def test_an_unchanged_batch_is_a_change_of_nothing_and_a_keyframe_comes_every_25
 def test_a_reader_that_asks_gets_a_keyframe_within_the_time_that_it_takes_to_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = 0
-    monkeypatch.setattr(membership, "_now", lambda: now)
+    instants = iter((0, 1, LOOK_NS - 1, LOOK_NS, LOOK_NS + 1, 2 * LOOK_NS))
+    monkeypatch.setattr(membership, "_now", instants.__next__)
     log, _, memory = make_log()
     StepReader(memory, 2)
     reader = StepReader(memory, 1)
     log.scheduled(["a"])
     reader.ask_for_keyframe()
-    for now in (1, LOOK_NS - 1, LOOK_NS, LOOK_NS + 1, 2 * LOOK_NS):
+    for _ in range(5):
         log.scheduled(["a"])
     assert [s.fact.keyframe for s in reader.poll(0, final=True)] == [True, False, False, True, False, False]
 
