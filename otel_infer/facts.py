@@ -1,6 +1,6 @@
 """What an integration may state: one class per fact, named noun + past verb, and its layout in shared memory.
 
-The writer (`ring.write`) packs these layouts, the reader (`ring.read`) unpacks them, the assembler consumes them; nobody
+The writer (`ring.write`, `ring.write_steps`) packs these layouts, the reader (`ring.read`) unpacks them, the assembler consumes them; nobody
 else knows a byte. `at` is always the instant the fact is about, monotonic ns, and facts are ordered by it.
 
 Two families:
@@ -96,7 +96,7 @@ class CacheHeld(NamedTuple):
 
 
 class RequestSubmitted(NamedTuple):
-    """Handed over to the engine. `input_tokens`, `max_tokens`: 0 = not known. `sequences` ≥ 1."""
+    """Handed over to the engine. `input_tokens`, `max_tokens`: 0 = not known. `sequences`: 0 = more of the same prompt."""
 
     at: int
     sequences: int

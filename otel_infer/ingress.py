@@ -40,7 +40,6 @@ class LiveRequest(trace.Span):
     ended = named = tokenizing = False
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
-    sequences_left = 1
     detokenize_ns = 0
     _attributes = _events = _links = 0
     _failed = _seen = False
@@ -89,7 +88,6 @@ class LiveRequest(trace.Span):
     def submitted(self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0) -> None:
         """Handed over to the engine."""
         self.engine = engine
-        self.sequences_left = sequences
         said = facts.count(sequences), facts.count(input_tokens), facts.count(max_tokens)
         recorder.state(self.handle, facts.RequestSubmitted(clock.now(), *said, engine))
 

@@ -20,7 +20,8 @@ from otel_infer.records import RequestRecord
 from otel_infer.ring import folder, layout, membership
 from otel_infer.ring.membership import Handles, StepLog
 from otel_infer.ring.read_steps import StepReader
-from otel_infer.ring.write import MemoryArena, RequestWriter, StepWriter
+from otel_infer.ring.write import MemoryArena, RequestWriter
+from otel_infer.ring.write_steps import StepWriter
 
 CHUNK = 16
 MOST = 8

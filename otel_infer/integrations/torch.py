@@ -273,7 +273,8 @@ def optimized(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 def _watch(module: Any) -> None:
     kind, number = type(module), id(module)
-    if number in _outermost or kind.__module__.startswith(ENGINES):
+    # What is loaded in a claim is run by whoever claims: an engine may have models that are the user's own.
+    if number in _outermost or claimed.get() or kind.__module__.startswith(ENGINES):
         return
     if kind.__module__.startswith(_LAYERS) and (not module._modules or kind.__bases__ == (object,)):
         return  # a frozen BatchNorm is a layer of a model, and `nn.Module` itself the class of all there are

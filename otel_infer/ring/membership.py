@@ -12,12 +12,13 @@ import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from otel_infer import clock, facts
 from otel_infer.ring import layout
+from otel_infer.ring.arena import MemoryArena
 from otel_infer.ring.layout import Sizes
-from otel_infer.ring.write import MemoryArena, StepWriter
+from otel_infer.ring.write_steps import CHANGES, DONE, SCHEDULED, StepWriter, state_one_each, state_unchanged
 
 KEYFRAME_STEPS = 256
 KEYFRAME_NS = 1_000_000_000
@@ -25,43 +26,12 @@ LOOK_NS = 50_000_000
 """How often it is looked whether the reader asks for a keyframe: as often as that reads."""
 MOST_CHANGED = 16
 """If more left or came at once, a keyframe costs less than saying it one by one."""
-MOST_WORDS = 4 * MOST_CHANGED
-"""Of a small change: positions of those who left, handles of newcomers, and (position, tokens) of those who get several."""
-
-# A fact that says "the same again": the counts that are 0 are padding, which is written as 0 for nothing.
-_state_unchanged = struct.Struct("<QIqQ8x5IQ").pack_into
-_state_one_each = struct.Struct("<QIqQ8xI16xQ").pack_into
-_PAGE = layout.PAGE
-_ASKED = layout.W_KEYFRAME_ASKED
-_SCHEDULED_CODE = facts.SCHEDULED_CODE
-_DONE_CODE = facts.DONE_CODE
-# Length and code of a record of one cell, as the one number that lies there.
-_SCHEDULED, _DONE = (
-    int.from_bytes(struct.pack("<HBx", 64, code), "little") for code in (_SCHEDULED_CODE, _DONE_CODE)
-)
 _UNKNOWN = bytes(4)
+_PAGE, _ASKED = layout.PAGE, layout.W_KEYFRAME_ASKED
 
 _now = clock.now
 _word = struct.Struct("<I").pack
 _pair = struct.Struct("<II").pack
-
-
-class _Change(NamedTuple):
-    """How a change of so many words is written by one call: its cell or cells, whose fields are the counts and load, then the
-    change itself."""
-
-    pack_into: Callable[..., None]
-    head: int
-    """Length and code."""
-    cells: int
-
-
-def _change(words: int) -> _Change:
-    fields = f"{facts.SCHEDULED_HEAD.format[1:]}{4 * words}s"
-    length = struct.calcsize(f"<QI{fields}Q")
-    cells = -(-length // layout.CELL_BYTES)
-    record = struct.Struct(f"<QI{fields}{cells * layout.CELL_BYTES - length}xQ")
-    return _Change(record.pack_into, _SCHEDULED_CODE << 16 | length, cells)
 
 
 class Handles(dict[Any, bytes]):
@@ -137,11 +107,11 @@ class StepLog:
             writer.cell = counter = writer.cell + 1
             offset = writer.offset
             writer.offset = offset + 64 if offset < writer.last else _PAGE
-            _state_unchanged(
+            state_unchanged(
                 writer.memory,
                 offset,
                 counter,
-                _SCHEDULED,
+                SCHEDULED,
                 at,
                 step,
                 len(members),
@@ -165,16 +135,16 @@ class StepLog:
         writer = self._writer
         if tokens:
             head = facts.DONE_HEAD.pack(at, step, facts.COLUMN, size, discarded)
-            writer.write(_DONE_CODE, head + tokens)
+            writer.write(facts.DONE_CODE, head + tokens)
             return
         writer.cell = counter = writer.cell + 1
         offset = writer.offset
         writer.offset = offset + 64 if offset < writer.last else _PAGE
-        _state_one_each(
+        state_one_each(
             writer.memory,
             offset,
             counter,
-            _DONE,
+            DONE,
             at,
             step,
             discarded,
@@ -185,7 +155,7 @@ class StepLog:
         """As `done`, for a few (position, tokens) that did not get exactly one token."""
         pairs = [number for pair in exceptions for number in pair]
         head = facts.DONE_HEAD.pack(_now(), step, len(pairs) // 2, 0, discarded)
-        self._writer.write(_DONE_CODE, head + array("I", pairs).tobytes())
+        self._writer.write(facts.DONE_CODE, head + array("I", pairs).tobytes())
 
     def idle(self) -> None:
         """The engine has nothing to run: let go of the last batch, so that finished requests are not kept alive."""
@@ -295,13 +265,13 @@ class StepLog:
         left_count, joined = len(gone) >> 2, len(handles) >> 2
         exceptions = facts.COLUMN if column else len(pairs) >> 3
         words = len(change) >> 2
-        if words > MOST_WORDS:
+        if words >= len(CHANGES):
             head = facts.SCHEDULED_HEAD.pack(
                 at, step, keyframe, left_count, joined, exceptions, size, kv_used, kv_total, running, waiting
             )
-            writer.write(_SCHEDULED_CODE, head + change)
+            writer.write(facts.SCHEDULED_CODE, head + change)
             return
-        pack_into, head_word, cells = _CHANGES[words]
+        pack_into, head_word, cells = CHANGES[words]
         offset = writer.place(cells)
         counter = writer.cell - cells + 1
         pack_into(
@@ -323,6 +293,3 @@ class StepLog:
             change,
             counter,
         )
-
-
-_CHANGES = tuple(_change(words) for words in range(MOST_WORDS + 1))

@@ -18,6 +18,7 @@ from typing import Any
 from otel_infer import clock, facts
 from otel_infer.ring import layout, write
 from otel_infer.ring.membership import Handles, StepLog
+from otel_infer.ring.write_steps import StepWriter
 
 log = logging.getLogger("otel_infer")
 
@@ -225,7 +226,7 @@ class Recorder:
             if len(self._logs) >= MAX_STEP_LOGS:
                 raise write.RingRefused(f"more than {MAX_STEP_LOGS} engines")
             number = next(self._names)
-            writer = write.StepWriter(self.arena, f"{self._prefix}-{number}", engine)
+            writer = StepWriter(self.arena, f"{self._prefix}-{number}", engine)
         except write.RingRefused as refusal:
             # Asked again at every step, it would be refused at every step.
             self._no_more_logs = True

@@ -29,7 +29,6 @@ __all__ = [
     "MemoryArena",
     "RequestWriter",
     "RingRefused",
-    "StepWriter",
     "fitting",
 ]
 
@@ -263,59 +262,3 @@ class RequestWriter:
         layout.STRING.pack_into(self.memory, self._text + index * layout.STRING_BYTES, encoded, len(encoded))
         self._strings[text] = index + 1
         return index + 1
-
-
-class StepWriter:
-    """The step ring of one engine thread: one writer, records of any length.
-
-    `cell`: how many cells were written; `offset`: where the next lies, at most `last`.
-    """
-
-    def __init__(self, arena: Arena, name: str, engine: str, sizes: Sizes | None = None) -> None:
-        sizes = sizes or fitting(arena, lambda s: s.steps_bytes)
-        self.memory = arena.allocate(name + layout.SUFFIX_STEPS, sizes.steps_bytes)
-        self.words = write_header(self.memory, sizes._replace(cells=sizes.step_cells), {"engine": engine})
-        self.cell = 0
-        self.offset, self.last = layout.PAGE, layout.PAGE + (sizes.step_cells - 1) * layout.CELL_BYTES
-        self._longest = min(layout.RECORD_MAX, sizes.step_cells // 4 * layout.CELL_BYTES)
-
-    def write(self, code: int, body: bytes) -> None:
-        """States one step fact; a body that no ring of this size can hold is counted as lost."""
-        length = len(body) + layout.RECORD_OVERHEAD
-        if length > self._longest:
-            self.words[layout.W_LOST] += 1
-            return
-        cells = (length + 63) >> 6
-        record = _RECORDS[cells] if cells < len(_RECORDS) else layout.record(cells)
-        offset = self.place(cells)
-        counter = self.cell - cells + 1
-        # One call: it zeroes the record first and stores the counter at its end last.
-        record.pack_into(self.memory, offset, counter, length, code, body, counter)
-
-    def place(self, cells: int) -> int:
-        """The offset of the next record, of so many cells, which lie in one piece; `cell` counts them already."""
-        offset = self.offset
-        behind = offset + (cells << 6)
-        if behind > self.last:
-            return self._place_at_the_end(offset, cells)
-        self.offset = behind
-        self.cell += cells
-        return offset
-
-    def _place_at_the_end(self, offset: int, cells: int) -> int:
-        behind = offset + (cells << 6)
-        if behind > self.last + layout.CELL_BYTES:
-            self._pad(offset)
-            offset, behind = layout.PAGE, layout.PAGE + (cells << 6)
-        self.offset = behind if behind <= self.last else layout.PAGE
-        self.cell += cells
-        return offset
-
-    def _pad(self, offset: int) -> None:
-        counter, end = self.cell + 1, self.last + layout.CELL_BYTES
-        layout.RECORD_HEAD.pack_into(self.memory, offset, counter, layout.RECORD_OVERHEAD, layout.PAD_CODE)
-        layout.RECORD_TAIL.pack_into(self.memory, end - layout.RECORD_TAIL.size, counter)
-        self.cell += (end - offset) // layout.CELL_BYTES
-
-
-_RECORDS = tuple(layout.record(cells) for cells in range(64))

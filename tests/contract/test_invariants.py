@@ -41,7 +41,8 @@ from otel_infer.ring import layout
 from otel_infer.ring.folder import Rings
 from otel_infer.ring.membership import Handles, StepLog
 from otel_infer.ring.recorder import Recorder, recorder
-from otel_infer.ring.write import MemoryArena, RequestWriter, StepWriter
+from otel_infer.ring.write import MemoryArena, RequestWriter
+from otel_infer.ring.write_steps import StepWriter
 from tests.otlp_receiver import OtlpReceiver, status
 from tests.served import chat, transformers_serve
 from tests.toy_server import RUN, Toy, free_port, processes, until

@@ -18,7 +18,8 @@ from otel_infer.cli.checks.apart import LONGEST
 from otel_infer.config import Config
 from otel_infer.ring import layout, place
 from otel_infer.ring.layout import Sizes
-from otel_infer.ring.write import FileArena, RequestWriter, RingRefused, StepWriter, fitting
+from otel_infer.ring.write import FileArena, RequestWriter, RingRefused, fitting
+from otel_infer.ring.write_steps import StepWriter
 
 RINGS = "OTEL_INFER_RINGS"
 MORE = f"give it more: Docker --shm-size=256m; Kubernetes an emptyDir with medium: Memory, a folder of it as {RINGS}"

@@ -1,7 +1,7 @@
 """vLLM's V1 engine, a file for each kind of process.
 
-    API server    render ─▶ add_request_async ═╗                                   ╔═▶ detokenize ─▶ stream      `frontend`
-      `media`               submitted          ║                                   ║
+    API server    render ─▶ add_request_async ═╗                                   ╔═▶ detokenize ─▶ stream
+      `media` `frontend`    submitted          ║                                   ║   `delivery`
     engine core             (socket, queue) ◀══╝─▶ add_request ─▶ (schedule ─▶ update_from_output)* ─▶ free      `core`
                                                    received `waits` `steps`
 
@@ -11,7 +11,7 @@ vLLM's own `trace_headers`. In one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) 
 
 from __future__ import annotations
 
-from otel_infer.integrations.vllm import core, frontend, media, starting, steps, waits, worker
+from otel_infer.integrations.vllm import core, delivery, frontend, media, starting, steps, waits, worker
 from otel_infer.integrations.vllm._integration import integration
 
-__all__ = ["core", "frontend", "integration", "media", "starting", "steps", "waits", "worker"]
+__all__ = ["core", "delivery", "frontend", "integration", "media", "starting", "steps", "waits", "worker"]

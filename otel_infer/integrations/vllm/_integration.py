@@ -9,7 +9,9 @@ from typing import Any
 from otel_infer.integrations._base import Integration
 
 ENGINE = "vllm"
-_NUMBERED = re.compile(r"(?:(cmpl-.+?)(?:-[0-9a-f]{16,32}-beam)?-\d+|(resp_.+)_\d+)$")
+_NUMBERED = re.compile(
+    r"(?:(cmpl-.+?)(?:-[0-9a-f]{16,32}-beam)?-\d+|((?:embd|classify|score|pooling)-.+)-\d+|(resp_.+)_\d+)$"
+)
 
 HELPERS = ("vllm.model_executor.models.registry",)
 """Looks at a model's class in a process of its own, which loads plugins, too."""
@@ -54,4 +56,4 @@ def model_name(config: Any) -> str:
 def response_id(request_id: str) -> str:
     """What the client knows a prompt by: a completion's prompts and beams are numbered, and a response's turns."""
     found = _NUMBERED.match(request_id)
-    return found[1] or found[2] if found else request_id
+    return found[found.lastindex or 0] if found else request_id

@@ -41,6 +41,8 @@ def _received(scheduler: Any, request: Any) -> None:
     if part is None:
         return
     request.otel_infer = part
+    if not getattr(getattr(scheduler, "observability_config", None), "otlp_traces_endpoint", True):
+        request.trace_headers = None  # else they come back with every token, to nobody
     batches = batches_of(scheduler)
     if batches is not None:
         batches.log.handles[request.request_id] = part.packed

@@ -1,11 +1,10 @@
-"""The API server: a request is rendered, handed to the engine core, and its tokens become text.
+"""The API server: a request is rendered and handed to the engine core; how it comes back is in `delivery`.
 
-    tokenize ─▶ OutputProcessor.add_request ─▶ client.add_request ─▶ … ─▶ detokenizer.update* ─▶ _finish_request
-    a stage     whose it is                    submitted                  token reached
+    tokenize ─▶ OutputProcessor.add_request ─▶ client.add_request ─▶ …
+    a stage     whose it is                    submitted
 
-Who asked is told by the context that the handler runs in. On the way back the output handler works for all requests at
-once: there a detokenizer carries its request. Without a server (`LLM.generate`, `AsyncLLM` in a script) a prompt is a
-request of its own, which ends with its last sequence.
+Who asked is told by the context that the handler runs in. Without a server (`LLM.generate`, `AsyncLLM` in a script) a
+prompt is a request of its own, which ends with its last sequence.
 """
 
 from __future__ import annotations
@@ -28,27 +27,22 @@ from otel_infer.patching import Call, Hook
 
 RENDERER = "vllm.renderers.base:BaseRenderer"
 CLIENT = "vllm.v1.engine.core_client"
-DETOKENIZER = "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer"
 OUTPUT = "vllm.v1.engine.output_processor:OutputProcessor"
 TOKENIZE = "tokenize"
 
 
 class Asked:
-    """One prompt of a request. `own`: there is no server whose request it belongs to."""
+    """One prompt of a request. `own`: there is no server whose request it belongs to. `submitted`: which of its sequences are."""
 
     __slots__ = ("left", "own", "request", "submitted")
 
     def __init__(self, request: ingress.LiveRequest, own: bool, sequences: int) -> None:
-        self.request, self.own, self.left, self.submitted = request, own, sequences, False
+        self.request, self.own, self.left = request, own, sequences
+        self.submitted: set[str] = set()
 
 
-_asked: dict[str, Asked] = {}
+in_flight: dict[str, Asked] = {}
 """By vLLM's id of a sequence, while it is in flight."""
-_stopped: dict[str, ingress.LiveRequest] = {}
-"""Sequences that met a stop string in the outputs that are being processed."""
-
-
-# ── the way in ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _rendering(operation: str) -> Callable[[Call], Generator[None, Any, None]]:
@@ -101,18 +95,24 @@ integration.step_hook("vllm.v1.engine.llm_engine:LLMEngine.__init__", part=OFFLI
 
 @integration.around(f"{OUTPUT}.add_request", reads=("request", "parent_req"), part=REQUESTS)
 def add_request(call: Call) -> Generator[None, Any, None]:
-    """Here a sequence is known for the first time, before its detokenizer is made."""
+    """Here a sequence is known for the first time, and gets its detokenizer."""
+    request_id = call["request"].request_id
+    is_new = request_id not in in_flight
     asked = _ask(call.instance, call["request"], call["parent_req"])
-    token = asked.request.attach() if asked is not None and asked.own else None
     try:
         yield
-    finally:
-        if token is not None:
-            ingress.detach(token)
+    except BaseException as exc:
+        if is_new:
+            _refused(request_id, type(exc).__qualname__)
+        raise
+    state = call.instance.request_states.get(request_id)
+    detokenizer = getattr(state, "detokenizer", None)
+    if asked is not None and detokenizer is not None:
+        detokenizer.otel_infer_id, detokenizer.otel_infer = request_id, asked.request
 
 
 def _ask(processor: Any, sequence: Any, parent: Any) -> Asked | None:
-    found = _asked.get(sequence.request_id)
+    found = in_flight.get(sequence.request_id)
     if found is not None:  # one more piece of an input that is streamed
         return found
     asked: Asked | None = getattr(parent, "otel_infer", None)
@@ -122,7 +122,7 @@ def _ask(processor: Any, sequence: Any, parent: Any) -> Asked | None:
         if parent is not None:
             parent.otel_infer = asked
     if asked is not None:
-        _asked[sequence.request_id] = asked
+        in_flight[sequence.request_id] = asked
     return asked
 
 
@@ -151,19 +151,35 @@ def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
 def _submitting(call: Call) -> Generator[None, Any, None]:
     """The last moment before a sequence leaves the process; vLLM has dropped `trace_headers` by now if it does not trace."""
     sequence = call["request"]
-    asked = _asked.get(sequence.request_id)
+    asked = in_flight.get(sequence.request_id)
     if asked is not None:
         _submit(asked, sequence)
-    yield
+    try:
+        yield
+    except BaseException as exc:
+        _refused(sequence.request_id, type(exc).__qualname__)
+        raise
 
 
 def _submit(asked: Asked, sequence: Any) -> None:
-    """The prompt of several sequences counts once."""
-    request, sampling = asked.request, sequence.sampling_params
-    tokens = 0 if asked.submitted else len(sequence.prompt_token_ids or ())
-    asked.submitted = True
-    request.submitted(ENGINE, 1, tokens, int(getattr(sampling, "max_tokens", 0) or 0))
+    """The prompt of several sequences counts once; one that is streamed comes in pieces, and its end is one of nothing."""
+    request, known = asked.request, asked.submitted
+    tokens = len(sequence.prompt_token_ids or ())
+    if sequence.request_id in known:
+        if getattr(sequence, "resumable", False):
+            request.state(facts.RequestSubmitted(clock.now(), 0, facts.count(tokens), 0, ENGINE))
+        return
+    limit = int(getattr(sequence.sampling_params, "max_tokens", 0) or 0)
+    request.submitted(ENGINE, 1, 0 if known else tokens, limit)
+    known.add(sequence.request_id)
     sequence.trace_headers = {**(sequence.trace_headers or {}), **elsewhere.headers(request)}
+
+
+def _refused(request_id: str, error_type: str) -> None:
+    """It never got to the engine, and whoever asked is told why."""
+    asked = in_flight.pop(request_id, None)
+    if asked is not None and asked.own:
+        asked.request.close(facts.ERROR, error_type)
 
 
 _CLIENTS = {
@@ -176,121 +192,3 @@ for _path, _optional in _CLIENTS.items():
     integration.around(f"{CLIENT}:{_path}", reads=("request",), optional=_optional, part=REQUESTS)(
         _submitting
     )
-
-
-# ── the way back ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@integration.step_hook(f"{DETOKENIZER}.__init__", reads=("request",), part=REQUESTS)
-def new_detokenizer(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def init(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, request, *args, **kwargs)
-        self.otel_infer_id, self.otel_infer = request.request_id, ingress.current()
-
-    return init
-
-
-@integration.step_hook(f"{DETOKENIZER}.update", part=REQUESTS)
-def update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Once per request and step: two clock readings and an addition."""
-
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = getattr(self, "otel_infer", None)
-        if request is None:
-            return original(self, *args, **kwargs)
-        started_at = clock.now()
-        met = original(self, *args, **kwargs)
-        request.detokenize_ns += clock.now() - started_at
-        if not request.tokens_reached:
-            request.token_reached()
-        if met is not None:
-            _stopped[self.otel_infer_id] = request
-        return met
-
-    return update
-
-
-@integration.step_hook(f"{OUTPUT}.process_outputs", part=REQUESTS)
-def process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Who met a stop string is done here, while the engine core is told to abort it."""
-
-    def process(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if _stopped:
-            try:
-                for request_id in result.reqs_to_abort if hook.alive else ():
-                    if request_id in _stopped:
-                        _stopped[request_id].state(facts.EngineFinished(clock.now(), "stop", 0))
-            except Exception as exc:
-                hook.fail(exc)
-            _stopped.clear()
-        return result
-
-    return process
-
-
-@integration.step_hook(f"{OUTPUT}._finish_request", reads=("req_state",), part=REQUESTS)
-def finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def finish(self: Any, req_state: Any) -> Any:
-        result = original(self, req_state)
-        if hook.alive:
-            try:
-                _left(req_state.request_id, facts.OK)
-            except Exception as exc:
-                hook.fail(exc)
-        return result
-
-    return finish
-
-
-@integration.step_hook(f"{OUTPUT}.abort_requests", part=REQUESTS)
-def abort_requests(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Whoever is aborted is forgotten here before the engine core hears of it."""
-
-    def abort(self: Any, *args: Any, **kwargs: Any) -> Any:
-        aborted = original(self, *args, **kwargs)
-        if hook.alive:
-            try:
-                for request_id in aborted:
-                    _left(request_id, facts.ABORTED)
-            except Exception as exc:
-                hook.fail(exc)
-        return aborted
-
-    return abort
-
-
-def _left(request_id: str, outcome: int) -> None:
-    """A sequence is over in this process."""
-    asked = _asked.pop(request_id, None)
-    if asked is None:
-        return
-    if outcome == facts.ABORTED:
-        asked.request.state(facts.EngineFinished(clock.now(), "abort", 0))
-    asked.left -= 1
-    if asked.own and asked.left <= 0:
-        asked.request.close(outcome)
-
-
-@integration.step_hook(f"{OUTPUT}.propagate_error", part=REQUESTS)
-def propagate_error(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """The engine died: everybody is told."""
-
-    def propagate(self: Any, e: Any) -> Any:
-        if hook.alive:
-            try:
-                _died(list(self.request_states), type(e).__qualname__)
-            except Exception as exc:
-                hook.fail(exc)
-        return original(self, e)
-
-    return propagate
-
-
-def _died(request_ids: list[str], error_type: str) -> None:
-    for request_id in request_ids:
-        asked = _asked.pop(request_id, None)
-        if asked is not None:
-            asked.request.failed(error_type)
-            if asked.own:
-                asked.request.close(facts.ERROR, error_type)

@@ -92,7 +92,7 @@ class Batches:
         self.waits = waits.Waits()
         self.drafts: dict[str, tuple[int, int]] = {}
         self.left: list[str] = []
-        self.flights: deque[_Flight] = deque(maxlen=8)
+        self.flights: deque[_Flight] = deque(maxlen=64)
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """A batch was composed; one of nothing is none."""
@@ -129,13 +129,17 @@ class Batches:
 
     def drafted(self, flight: _Flight, scheduler: Any, sampled: Any) -> None:
         """What was guessed ahead in this step, and how much of it the model agreed with; who is gone meanwhile is not counted."""
-        for who, drafted in flight.output.scheduled_spec_decode_tokens.items():
-            tokens = (
-                sampled.sampled_token_ids[sampled.req_id_to_index[who]] if who in scheduler.requests else ()
-            )
-            if len(tokens):
+        output, sampled_each = flight.output, getattr(scheduler, "num_sampled_tokens_per_step", 1)
+        invalid = getattr(output, "num_invalid_spec_tokens", None) or {}
+        for who, drafted in output.scheduled_spec_decode_tokens.items():
+            request, index = scheduler.requests.get(who), sampled.req_id_to_index.get(who, -1)
+            if request is None or _is_dropped(request) or not 0 <= index < len(sampled.sampled_token_ids):
+                continue
+            tokens = len(sampled.sampled_token_ids[index])
+            if tokens:
                 before = self.drafts.get(who, (0, 0))
-                self.drafts[who] = before[0] + len(drafted), before[1] + len(tokens) - 1
+                valid = len(drafted) - invalid.get(who, 0)
+                self.drafts[who] = before[0] + valid, before[1] + tokens - sampled_each
 
     def done(self, flight: _Flight, at: int, outputs: list[Any]) -> None:
         """`outputs`: what is about to be sent, with the tokens of each request."""
@@ -182,12 +186,20 @@ def _block_tokens(scheduler: Any) -> int:
     return int(getattr(scheduler, "block_size", 0))
 
 
+def _is_dropped(request: Any) -> bool:
+    """Whether what is made for it is thrown away: it is over and only its blocks are held, or it was put back meanwhile."""
+    stale = getattr(request, "num_stale_output_tokens", 0) and getattr(request, "drop_stale_output", False)
+    return bool(stale or request.is_finished())
+
+
 def _admitted(scheduler: Any, new: Any, at: int) -> None:
-    """What it had waited for, and what of its prompt was in the cache, blocks from elsewhere (a KV connector) included."""
+    """What it had waited for, and what of its prompt was in the cache, blocks from elsewhere (a KV connector) included. Of a prompt
+    that is streamed that is asked for its first piece alone."""
     request = scheduler.requests[new.req_id]
     part = getattr(request, "otel_infer", None)
-    if part is None or request.num_preemptions:
+    if part is None or request.num_preemptions or getattr(request, "otel_infer_admitted", False):
         return
+    request.otel_infer_admitted = True
     waits.over(request, part, at)
     if scheduler.kv_cache_manager.enable_caching and not request.skip_reading_prefix_cache:
         part.state(facts.PrefixRead(at, request.num_prompt_tokens, new.num_computed_tokens))

@@ -215,6 +215,14 @@ def test_a_model_inside_another_is_part_of_it(recording: Recording) -> None:
     assert [r.stages[0].attributes["infer.items"] for r in recording.records()] == [1, 2]
 
 
+def test_what_is_loaded_in_a_claim_is_somebody_elses_model_for_good(recording: Recording) -> None:
+    """An engine loads a model that is the user's own, and calls it where no claim is made."""
+    model = Encoder()
+    claiming(model.eval, Hook("load"))()
+    assert model("x") == "x"
+    assert recording.records() == []
+
+
 def test_inside_a_claim_it_is_silent_and_after_it_no_more(recording: Recording) -> None:
     model = watched(Encoder())
     generate = claiming(lambda x: model(x), Hook("generate"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 from collections.abc import Generator, Iterator
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 from otel_infer import blame, elsewhere, facts, ingress
 from otel_infer.integrations.transformers import text
-from otel_infer.integrations.vllm import core, frontend, media, steps, waits, worker
+from otel_infer.integrations.vllm import core, delivery, frontend, media, steps, waits, worker
 from otel_infer.integrations.vllm._integration import model_name, response_id
 from otel_infer.patching import Call, Hook
 from otel_infer.records import RequestRecord
@@ -25,7 +26,7 @@ def recording() -> Iterator[Recording]:
     yield recording
     recording.stop()
     elsewhere._parts.clear()
-    frontend._asked.clear()
+    frontend.in_flight.clear()
 
 
 # ── an engine core ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -46,6 +47,9 @@ class Request:
         self.num_prompt_tokens, self.num_preemptions, self.skip_reading_prefix_cache = 6, 0, False
         self.status, self.structured_output_request = WAITING, None
 
+    def is_finished(self) -> bool:
+        return False
+
     def get_finished_reason(self) -> str:
         return self.reason
 
@@ -60,6 +64,7 @@ class Scheduler:
         self.deferred_waiting: set[Request] = set()
         self.connector: object | None = None
         self.requests: dict[str, Request] = {}
+        self.observability_config: Any = None
         self.kv_cache_manager = SimpleNamespace(
             enable_caching=True,
             block_pool=SimpleNamespace(num_gpu_blocks=21, get_num_free_blocks=lambda: 5),
@@ -474,6 +479,8 @@ class Sequence:
         self.prompt_token_ids, self.trace_headers = [1] * 5, None
         self.sampling_params: Any = SimpleNamespace(max_tokens=16)
         self.pooling_params = self.lora_request = None
+        self.detokenizer: Any = None
+        self.resumable = False
 
 
 class FrontEnd:
@@ -498,11 +505,11 @@ class FrontEnd:
 
     def finish(self, *sequences: Sequence) -> None:
         for sequence in sequences:
-            frontend.finish_request(lambda *_: None, self.hook)(self, sequence)
+            delivery.finish_request(lambda *_: None, self.hook)(self, sequence)
 
     def abort(self, *sequences: Sequence) -> None:
         gone = [sequence.request_id for sequence in sequences]
-        frontend.abort_requests(lambda *_: gone, self.hook)(self, gone)
+        delivery.abort_requests(lambda *_: gone, self.hook)(self, gone)
 
 
 def prepared(prompt: dict[str, Any]) -> Generator[None, Any, None]:
@@ -546,7 +553,7 @@ def test_without_a_server_a_prompt_is_a_request_of_its_own(recording: Recording)
         "text_completion", "tiny", 5, 16,
     )  # fmt: skip
     assert record.attributes["infer.request.id"] == "r"
-    assert frontend._asked == {}
+    assert frontend.in_flight == {}
 
 
 def test_a_servers_request_is_named_and_goes_on_after_its_last_sequence(recording: Recording) -> None:
@@ -625,6 +632,8 @@ def test_a_prompt_with_several_sequences_is_counted_once_and_ends_with_the_last(
             "chatcmpl-86a528c8f1ab9568-b49bb093a4b3817c-beam-0",
         ),
         ("resp_a1_0", "resp_a1"),
+        ("embd-job-5-0", "embd-job-5"),
+        ("score-a1-12", "score-a1"),
         ("0", "0"),
     ],
 )
@@ -645,7 +654,7 @@ def test_when_the_engine_dies_everybody_is_told_of_what(recording: Recording) ->
     front_end, sequence = FrontEnd(), Sequence("r")
     front_end.add(sequence)
     front_end.submit(sequence)
-    frontend.propagate_error(lambda *_: None, front_end.hook)(
+    delivery.propagate_error(lambda *_: None, front_end.hook)(
         front_end, MemoryError("no content of it leaves")
     )
     (record,) = recording.records()
@@ -653,42 +662,194 @@ def test_when_the_engine_dies_everybody_is_told_of_what(recording: Recording) ->
 
 
 class Detokenizer:
-    """Meets a stop string at its third token."""
+    """Meets a stop string at its third token, if it makes text."""
 
-    def __init__(self, hook: Hook, request: Any) -> None:
-        def made(self: Any, request: Any) -> None:
-            self.tokens = 0
-
-        frontend.new_detokenizer(made, hook)(self, request)
-        self._update = frontend.update(self._taken, hook)
+    def __init__(self, hook: Hook, makes_text: bool = True) -> None:
+        self.output_token_ids: list[int] = []
+        self.makes_text = makes_text
+        self._update = delivery._updating(self._taken, hook)
 
     def _taken(self, me: Any, tokens: list[int], stopped: bool) -> str | None:
-        self.tokens += len(tokens)
-        return "." if self.tokens >= 3 else None
+        self.output_token_ids += tokens
+        if not self.makes_text or len(self.output_token_ids) < 3:
+            return None
+        del self.output_token_ids[3:]
+        return "."
 
-    def update(self) -> Any:
-        return self._update(self, [7], False)
+    def update(self, tokens: int = 1) -> Any:
+        return self._update(self, [7] * tokens, False)
 
 
-def test_a_stop_string_is_met_in_the_front_end(recording: Recording) -> None:
+def asked(front_end: FrontEnd, sequence: Sequence) -> ingress.LiveRequest:
+    """A server's request whose prompt this is."""
     request = ingress.open_request("POST /", owner="asgi")
     assert request is not None
     token = request.attach()
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    ingress.detach(token)
+    return request
+
+
+def process(
+    front_end: FrontEnd, *outputs: Any, aborts: tuple[str, ...] = (), finishes: tuple[Any, ...] = ()
+) -> None:
+    """vLLM's output processor with what came from the engine core."""
+
+    def processed(processor: Any, outputs: Any) -> Any:
+        front_end.finish(*finishes)
+        return SimpleNamespace(reqs_to_abort=list(aborts))
+
+    delivery.process_outputs(processed, front_end.hook)(front_end, outputs)
+
+
+def ended(sequence: Sequence, reason: FinishReason | None) -> Any:
+    return SimpleNamespace(request_id=sequence.request_id, finish_reason=reason)
+
+
+class FinishReason(enum.IntEnum):
+    """As vLLM has it: the first one is 0."""
+
+    STOP, LENGTH, ABORT, ERROR = range(4)
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+def test_a_stop_string_is_met_in_the_front_end_and_what_follows_it_is_no_output(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
+    request = asked(front_end, sequence)
+    assert detokenizer.update(0) is None and not request.tokens_reached
+    assert detokenizer.update() is None
+    assert detokenizer.update(4) == "."
+    process(front_end, ended(sequence, None), aborts=("r",), finishes=(sequence,))
+    request.close()
+    (record,) = recording.records()
+    assert (record.finish_reasons, record.output_tokens) == (("stop",), 3)
+    assert record.detokenize_ns > 0 and record.first_token_at
+    assert delivery._stopped == {} == delivery._given_up and front_end.hook.alive
+
+
+def test_who_ends_without_a_token_has_no_first_one(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
+    request = asked(front_end, sequence)
+    detokenizer.update(0)
+    process(front_end, ended(sequence, FinishReason.ERROR), finishes=(sequence,))
+    request.close()
+    assert recording.records()[0].first_token_at == 0
+
+
+def test_tokens_reach_whoever_wants_them_without_text(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook, makes_text=False)
+    request = asked(front_end, sequence)
+    detokenizer.update()
+    assert request.tokens_reached
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome", "reasons"),
+    [
+        (FinishReason.STOP, facts.OK, ()),
+        (FinishReason.LENGTH, facts.OK, ()),
+        (FinishReason.ABORT, facts.ABORTED, ("abort",)),
+        (FinishReason.ERROR, facts.ERROR, ()),
+    ],
+)
+def test_whom_the_engine_gives_up_by_itself_did_not_end_well(
+    recording: Recording, reason: FinishReason, outcome: int, reasons: tuple[str, ...]
+) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     front_end.add(sequence)
     front_end.submit(sequence)
-    detokenizer = Detokenizer(front_end.hook, sequence)
-    ingress.detach(token)
-    while detokenizer.update() is None:
-        pass
-    result = SimpleNamespace(reqs_to_abort=["r"])
-    assert frontend.process_outputs(lambda *_: result, front_end.hook)(front_end, []) is result
+    process(front_end, ended(sequence, reason), finishes=(sequence,))
+    (record,) = recording.records()
+    assert (record.outcome, record.finish_reasons) == (outcome, reasons)
+
+
+def test_a_prompt_that_never_gets_to_the_engine_ends_with_what_its_caller_is_told(
+    recording: Recording,
+) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    named = {"request": (0, None), "parent_req": (2, None)}
+    probe = frontend.add_request(Call(front_end, (sequence, None, None), {}, named))
+    next(probe)
+    with pytest.raises(TypeError):
+        probe.throw(TypeError("no such token"))
+    front_end.add(sequence)
+    sending = frontend._submitting(Call(None, (sequence,), {}, {"request": (0, None)}))
+    next(sending)
+    with pytest.raises(OSError):
+        sending.throw(OSError("the engine is gone"))
+    one, other = recording.records()
+    assert (one.error_type, other.error_type) == ("TypeError", "OSError")
+    assert frontend.in_flight == {}
+
+
+def test_a_streamed_prompt_is_one_sequence_whose_tokens_add_up(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.resumable = True
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    front_end.submit(sequence)
+    sequence.resumable = False
+    front_end.submit(sequence)  # says that this was all
     front_end.finish(sequence)
+    (record,) = recording.records()
+    assert (record.sequences, record.input_tokens) == (1, 10)
+
+
+def test_a_streamed_prompt_asks_the_prefix_cache_once(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
+    scheduler.update(scheduler.schedule(new={"r": 5}, r=4), (sequence,), r=1)
     request.close()
     (record,) = recording.records()
-    assert record.finish_reasons == ("stop",)
-    assert record.detokenize_ns > 0 and record.first_token_at
-    assert frontend._stopped == {}
+    assert (record.prefix_tokens, record.cached_tokens) == (6, 0)
+
+
+def test_nine_batches_may_be_in_flight(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    flights = [scheduler.schedule(r=4), *(scheduler.schedule(r=1) for _ in range(9))]
+    for output in flights[:-1]:
+        scheduler.update(output, r=1)
+    scheduler.update(flights[-1], (sequence,), r=1)
+    request.close()
+    assert len(own(recording.records()[0])) == 10
+
+
+def test_drafts_are_counted_as_vllm_counts_them(recording: Recording) -> None:
+    """Those that a grammar forbids are none, and what is made for a request that is over is thrown away."""
+    scheduler = Scheduler()
+    (request, headers), (over, others) = front(), front()
+    sequence, gone = scheduler.add("r", headers), scheduler.add("g", others)
+    scheduler.update(scheduler.schedule(new={"r": 0, "g": 0}, r=4, g=4), r=1, g=1)
+    output = scheduler.schedule(drafts={"r": 3, "g": 3}, r=4, g=4)
+    output.num_invalid_spec_tokens = {"r": 2}
+    gone.is_finished = lambda: True  # type: ignore[method-assign]
+    scheduler.update(output, (sequence, gone), r=2, g=2)
+    request.close()
+    over.close()
+    one, other = recording.records()
+    assert (one.drafted_tokens, one.accepted_tokens) == (1, 1)
+    assert (other.drafted_tokens, other.accepted_tokens) == (0, 0)
+    assert scheduler.hook.alive
+
+
+@pytest.mark.parametrize(("endpoint", "kept"), [(None, False), ("http://collector", True)])
+def test_what_a_request_took_along_does_not_come_back_with_every_token(
+    recording: Recording, endpoint: str | None, kept: bool
+) -> None:
+    scheduler = Scheduler()
+    scheduler.observability_config = SimpleNamespace(otlp_traces_endpoint=endpoint)
+    _, headers = front()
+    assert bool(scheduler.add("r", headers).trace_headers) == kept
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.ring import layout
 from otel_infer.ring.folder import LIVENESS_NS, Rings
 from otel_infer.ring.membership import Handles, StepLog
-from otel_infer.ring.write import FileArena, MemoryArena, RequestWriter, StepWriter
+from otel_infer.ring.write import FileArena, MemoryArena, RequestWriter
+from otel_infer.ring.write_steps import StepWriter
 
 SECOND = 1_000_000_000
 Work = Callable[[FileArena], Any]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from otel_infer import facts
 from otel_infer.ring import layout, write
 from otel_infer.ring.read import HOLE_WAKES, NotARing, RequestReader
+from otel_infer.ring.write_steps import StepWriter
 
 SMALL = layout.Sizes(cells=64, live_slots=8, strings=16, step_cells=64)
 
@@ -255,7 +256,7 @@ def test_rings_together_stay_below_16_mib(tmp_path: Any) -> None:
     made = 0
     with pytest.raises(write.RingRefused, match="shared memory is free"):
         for i in range(200):
-            write.StepWriter(arena, str(i), "toy")
+            StepWriter(arena, str(i), "toy")
             made += 1
     assert made > 16
     assert sum(os.stat(tmp_path / name).st_size for name in os.listdir(tmp_path)) <= write.MAX_TOTAL_BYTES

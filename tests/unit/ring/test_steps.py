@@ -14,11 +14,12 @@ from otel_infer import facts
 from otel_infer.ring import layout, membership, write
 from otel_infer.ring.membership import LOOK_NS, Handles, StepLog
 from otel_infer.ring.read_steps import StepReader
+from otel_infer.ring.write_steps import StepWriter
 
 
 def make_log(halvings: int = 0) -> tuple[StepLog, Handles, mmap.mmap]:
     sizes = layout.Sizes().shrunk(halvings)
-    writer, handles = write.StepWriter(write.MemoryArena(), "test", "toy", sizes), Handles()
+    writer, handles = StepWriter(write.MemoryArena(), "test", "toy", sizes), Handles()
     return StepLog(writer, handles), handles, writer.memory
 
 
