@@ -86,9 +86,10 @@ class InProcess(threading.Thread):
             self._wake()
             self._wake()
             self._pipeline.settle(clock.now())
+            self._pipeline.flush(0.0)
         finally:
             self._turn.release()
-        return self._pipeline.flush(max(deadline - clock.now(), 0) / 1e9)
+        return self._pipeline.is_sent(max(deadline - clock.now(), 0) / 1e9)
 
     def close(self) -> None:
         """Flushes and stops; the second call does nothing, nor does one in a forked child, whose it is not."""

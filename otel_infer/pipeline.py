@@ -191,7 +191,7 @@ class Pipeline:
                 temporality=self.config.temporality,
                 exponential=self.config.exponential,
                 started_at_unix_ns=self._started_wall_ns,
-                exemplars=self.config.exemplars,
+                exemplars=self.config.exemplars and bool(self.sinks),
                 tenants=frozenset(self.config.tenants) if self.config.tenant else None,
                 traffic_classes=bool(self.config.traffic_class),
                 promises=bool(self.config.slo),
@@ -253,18 +253,18 @@ class Pipeline:
         return self.metrics.collect(clock.wall_pair()[1])
 
     def _state_of_self(self) -> None:
-        metrics = self.metrics
-        for state, count in self.assembler.active().items():
+        metrics, active, processes = self.metrics, self.assembler.active(), self.assembler.processes
+        for state, count in active.items():
             metrics.set(semconv.REQUEST_ACTIVE, {semconv.REQUEST_STATE: state}, count)
-        for reason, count in self.assembler.processes.waiting().items():
-            metrics.set(semconv.ENGINE_WAITING, {semconv.WAIT_REASON: reason}, count)
-        ourselves.say_hooks(self.assembler.processes.hooks, metrics.set)
+        metrics.renew(ourselves.OF_PROCESSES, lambda set_value: ourselves.say_processes(processes, set_value))
         memory = self.assembler.devices.memory_by_process()
         metrics.renew(gpus.MEMORY, lambda set_value: gpus.say_memory(memory, set_value))
         if self._gpus is not None:
             readings, driver = self._gpus.latest, self._gpus.driver
             metrics.renew(gpus.NOW, lambda set_value: gpus.say(readings, driver, set_value))
         metrics.engines({(log.engine, log.pid) for log in self.assembler.engines.values()})
+        if not any(active.values()):
+            metrics.rest()
         for reason, count in self.losses().items():
             metrics.set(semconv.SELF_LOST, {semconv.LOSS_REASON: reason}, count)
         for reason, count in self.keeper.left_out.items():
@@ -283,7 +283,10 @@ class Pipeline:
             "facts_torn": self.assembler.facts_torn,
             semconv.LOSS_OVER_BUDGET: self.keeper.left_out.total(),
             "requests_not_described": self.failed,
+            "not_recorded": self.rings.unrecorded(),
         }
+        if self._outlet is not None and self.metrics.is_delta:  # else it is said again
+            lost["collections_refused"] = self._outlet.failed
         if self.sender is not None:
             lost.update(self.sender.lost)
         return lost

@@ -651,6 +651,8 @@ GPU_POWER = Metric("hw.power", GAUGE, "W", "Power that the GPU draws, over the l
 GPU_ENERGY = Metric(
     "hw.energy", COUNTER, "J", "Energy that the GPU has used since its driver was loaded.", _GPU
 )
+BEGUN_ELSEWHERE = (GPU_ENERGY,)
+"""Counters that have counted for longer than we are here."""
 GPU_TEMPERATURE = Metric("hw.temperature", GAUGE, "Cel", "Temperature of the GPU.", _GPU)
 GPU_ERRORS = Metric(
     "hw.errors",

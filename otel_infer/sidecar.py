@@ -6,6 +6,7 @@ It is told what it needs as JSON on its standard input; what it sends, and where
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -271,10 +272,12 @@ class Sidecar:
 def _instance(folder: Path, resource: Mapping[str, Value]) -> str:
     """The `service.instance.id` of this server: what its first sidecar was told, whoever starts the next ones."""
     known = folder / place.INSTANCE
-    try:
-        return known.read_text(encoding="utf-8")
-    except OSError:
-        instance = str(resource.get(semconv.SERVICE_INSTANCE_ID) or uuid.uuid4())
+    said = ""
+    with contextlib.suppress(OSError):
+        said = known.read_text(encoding="utf-8")
+    if said:  # a full disk makes it an empty one
+        return said
+    instance = str(resource.get(semconv.SERVICE_INSTANCE_ID) or uuid.uuid4())
     try:
         known.touch(mode=0o600)
         known.write_text(instance, encoding="utf-8")

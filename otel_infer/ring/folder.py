@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from otel_infer import facts
+from otel_infer import clock, facts
 from otel_infer.ring import layout, place
 from otel_infer.ring.read import NotARing, RequestReader
 from otel_infer.ring.read_steps import StepReader
 
 LIVENESS_NS = 250_000_000
 _AT = attrgetter("fact.at")
-_BY_READERS = (facts.FactsLost, facts.StepsLost)
+_BY_READERS = (facts.FactsLost, facts.StepsLost, facts.LiveListed)
 
 
 class _Process:
@@ -59,7 +59,7 @@ class Rings:
         self._checked_at = 0
         self._names: set[str] = set()
         self.refused: list[str] = []
-        self._errors_before = 0
+        self._errors_before = self._unrecorded_before = 0
         self.seen_any = False
         self.horizon = 0
         """Facts up to here were handed out."""
@@ -146,7 +146,9 @@ class Rings:
             )
             if found and isinstance(found[0].fact, facts.FactsLost):  # it is said before all else
                 self._pending += self._survey(process, now)
-                listed = facts.LiveListed(now, [handle for handle, _ in process.reader.live()])
+                living = [handle for handle, _ in process.reader.live()]
+                # Whoever ended before we looked said so before, and that is handed out before this.
+                listed = facts.LiveListed(max(now, clock.now()), living)
                 self._pending.append(facts.RingFact(process.ring, 0, listed))
         if now - self._checked_at > LIVENESS_NS or final:
             self._checked_at = now
@@ -222,6 +224,10 @@ class Rings:
         """Probes that raised, in all processes that there were."""
         return self._errors_before + sum(_errors(process) for process in self._processes.values())
 
+    def unrecorded(self) -> int:
+        """Requests, engines and batches that no ring had room for, in all processes that there were."""
+        return self._unrecorded_before + sum(_unrecorded(process) for process in self._processes.values())
+
     def close(self, remove: bool) -> None:
         """Lets go of everything; `remove` deletes the files of the living too."""
         for prefix in list(self._processes):
@@ -247,15 +253,19 @@ class Rings:
             if process.path is not None:  # what it made last may not have been found yet
                 self.discover(process.path.parent, now, f"{prefix}-")
             self._polled(process, now, final=True)
+            told = (one for one in self._pending if one.ring == process.ring)
+            last = [one.fact.at for one in told if not isinstance(one.fact, _BY_READERS)]
             # Who was dead when found may have been that for hours.
             seen_until = now if process.was_alive else max(process.latest, process.concluded_at) + LIVENESS_NS
+            died_at = max([min(now, seen_until), *last])  # it may have said something after `now`
             self._pending += self._survey(process, now)
-            self._pending.append(facts.RingFact(process.ring, 0, facts.ProcessDied(min(now, seen_until))))
+            self._pending.append(facts.RingFact(process.ring, 0, facts.ProcessDied(died_at)))
             self._drop(prefix, remove=True)
 
     def _drop(self, prefix: str, remove: bool) -> None:
         process = self._processes.pop(prefix)
         self._errors_before += _errors(process)
+        self._unrecorded_before += _unrecorded(process)
         rings = [(process.descriptor, process.path), *((fd, path) for _, fd, path in process.engines)]
         for descriptor, path in rings:
             if descriptor >= 0:
@@ -267,3 +277,8 @@ class Rings:
 
 def _errors(process: _Process) -> int:
     return int(process.reader.header.words[layout.W_ERRORS])
+
+
+def _unrecorded(process: _Process) -> int:
+    lost = [int(steps.header.words[layout.W_LOST]) for steps, _, _ in process.engines]
+    return int(process.reader.header.words[layout.W_UNRECORDED]) + sum(lost)

@@ -36,14 +36,13 @@ W_CELLS = 5
 W_LIVE_SLOTS = 6
 W_STRINGS = 7
 W_LOST = 8
-"""Facts the writer could not state: the live table was full, say."""
+"""Facts the writer could not state, of whomever they were; of a step ring: what was longer than the ring takes."""
 W_ERRORS = 9
 """Probes of this process that raised."""
 W_KEYFRAME_ASKED = 10
 """Written by the reader: counts its requests for a keyframe."""
-W_STEP_PATH_NS = 11
-"""Time spent by our own code on the engine's thread, sampled, ns."""
-W_STEP_PATH_COUNT = 12
+W_UNRECORDED = 11
+"""Requests and engines that there was no room for; what is recorded is whole."""
 W_CONCLUDED_AT = 13
 """Written by the reader: what ended well before this instant was handed on; the next reader does not hand it on again."""
 W_FLUSH_ASKED = 14

@@ -101,7 +101,9 @@ class RequestReader:
         self.lost += by_writer - self._lost_by_writer
         self._lost_by_writer = by_writer
         if skips or (self.lost, self.torn) != (lost, torn):
-            said = facts.FactsLost(now, self.lost - lost, self.torn - torn)
+            # Before what came after the hole, whenever it is read: requests that end in it are concluded by that time.
+            at = found[0].fact.at if skips and found else now
+            said = facts.FactsLost(at, self.lost - lost, self.torn - torn)
             yield facts.RingFact(self.ring, 0, said)
         yield from found
 

@@ -230,7 +230,8 @@ class Recorder:
         except write.RingRefused as refusal:
             # Asked again at every step, it would be refused at every step.
             self._no_more_logs = True
-            self._lose(1)
+            if self.requests is not None:
+                self.requests.words[layout.W_UNRECORDED] += 1
             log.warning("steps of %s are not recorded: %s", engine, refusal)
             return None
         made = StepLog(writer, Handles(), number)

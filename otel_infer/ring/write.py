@@ -151,7 +151,7 @@ class RequestWriter:
         try:
             slot = self._free.popleft()
         except IndexError:
-            self.words[layout.W_LOST] += 1
+            self.words[layout.W_UNRECORDED] += 1
             return 0
         handle = slot | self._generations[slot] << _SLOT_BITS
         offset = self._live + slot * _LIVE_BYTES

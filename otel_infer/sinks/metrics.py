@@ -50,7 +50,8 @@ class MetricsSink:
     ) -> None:
         self._resource = resource
         self._promises = promises
-        self._delta = temporality in ("delta", "lowmemory")  # the same, but for observable counters
+        self.is_delta = temporality in ("delta", "lowmemory")  # the same, but for observable counters
+        self._stepped = False
         self._exemplars = exemplars
         self._started_at = self._collected_at = started_at_unix_ns
         self._histograms = {
@@ -109,6 +110,7 @@ class MetricsSink:
         """Counts engine steps, and takes over the KV usage that each engine said last."""
         groups: dict[Key, list[StepRecord]] = {}
         latest: dict[Key, StepRecord] = {}
+        self._stepped = True
         for record in records:
             engine = (record.engine or None, record.pid)
             groups.setdefault((record.kind, *engine), []).append(record)
@@ -161,6 +163,14 @@ class MetricsSink:
         for metric in semconv.KV_OF_ENGINE:
             self._numbers[metric.name].retain(keys)
 
+    def rest(self) -> None:
+        """Nobody is in flight: where no step was taken since this was said last, nothing is in a KV cache."""
+        if not self._stepped:
+            for metric in (semconv.KV_USAGE, semconv.KV_UTILIZATION):
+                self._numbers[metric.name].reset()
+            self._numbers[semconv.KV_HEADROOM.name].retain(())
+        self._stepped = False
+
     def set(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
         """The value of a gauge or an up-down counter, or the total of a counter, from now on."""
         self._numbers[metric.name].say(attributes, value)
@@ -181,8 +191,8 @@ class MetricsSink:
         metrics = []
         for metric in semconv.METRICS:
             series = self._histograms.get(metric.name) or self._numbers[metric.name]
-            delta = self._delta and metric.instrument in (semconv.HISTOGRAM, semconv.COUNTER)
-            since = self._collected_at if delta else self._started_at
+            delta = self.is_delta and metric.instrument in (semconv.HISTOGRAM, semconv.COUNTER)
+            since = min(self._collected_at, now_unix_ns) if delta else self._started_at
             data = series.data(DELTA if delta else CUMULATIVE, since, now_unix_ns)
             if data is not None:
                 name, meaning, unit = metric.name, metric.description, metric.unit

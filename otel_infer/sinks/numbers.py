@@ -41,6 +41,7 @@ class Numbers:
 
     def __init__(self, metric: semconv.Metric) -> None:
         self._metric = metric
+        self._begun_elsewhere = metric in semconv.BEGUN_ELSEWHERE
         self._values: dict[Key, float] = {}
         self._reported: dict[Key, float] = {}
 
@@ -51,6 +52,10 @@ class Numbers:
     def retain(self, keys: Collection[Key]) -> None:
         """Points of other attributes are of things that are gone."""
         self._values = {key: value for key, value in self._values.items() if key in keys}
+
+    def reset(self) -> None:
+        """All points are 0."""
+        self._values = dict.fromkeys(self._values, 0)
 
     def set(self, key: Key, value: float) -> None:
         """The value, or the total, from now on."""
@@ -71,13 +76,15 @@ class Numbers:
 
     def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
         """The SDK's data of this metric, or None if there are no points."""
-        delta = temporality is DELTA
+        delta, reported = temporality is DELTA, self._reported
+        if delta and self._begun_elsewhere:
+            reported = {**self._values, **reported}
         points = [
             export.NumberDataPoint(
                 attributes=attributes_of(self._metric, key),
                 start_time_unix_nano=since,
                 time_unix_nano=now,
-                value=max(value - self._reported.get(key, 0), 0) if delta else value,
+                value=max(value - reported.get(key, 0), 0) if delta else value,
             )
             for key, value in self._values.items()
         ]

@@ -1,13 +1,13 @@
-"""What we say of ourselves: which hooks are bound, and what this process takes."""
+"""What we say of ourselves and of the processes that we watch: which hooks are bound, who waits, and what this process takes."""
 
 from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 from otel_infer import semconv
+from otel_infer.processes import Processes
 from otel_infer.sinks.numbers import Set
 
 
@@ -27,11 +27,16 @@ def say_usage(set_value: Set) -> None:
     set_value(semconv.SELF_MEMORY, {}, resident())
 
 
-def say_hooks(reported: Mapping[tuple[int, str], tuple[int, int]], set_value: Set) -> None:
-    """Sets how many hooks of each integration are bound and how many are not, over all processes: (ring, integration) →
-    (active, all)."""
+OF_PROCESSES = (semconv.ENGINE_WAITING, semconv.SELF_HOOKS)
+
+
+def say_processes(processes: Processes, set_value: Set) -> None:
+    """Sets how many requests wait in engines, by reason, and how many hooks of each integration are bound and how many are
+    not, over all processes."""
+    for reason, count in processes.waiting().items():
+        set_value(semconv.ENGINE_WAITING, {semconv.WAIT_REASON: reason}, count)
     hooks: Counter[tuple[str, str]] = Counter()
-    for (_, integration), (active, total) in reported.items():
+    for (_, integration), (active, total) in processes.hooks.items():
         hooks[integration, semconv.HOOK_ACTIVE] += active
         hooks[integration, semconv.HOOK_MISSING] += total - active
     for (integration, state), count in hooks.items():

@@ -6,6 +6,7 @@ finds the right ids, and it has the same as fields. Rate-limited: a storm of fai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.handlers
@@ -59,9 +60,10 @@ class RequestLog:
                 kept.handle(line)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file; what a full disk does not take is lost."""
         if self._lines is not None:
-            self._lines.close()
+            with contextlib.suppress(OSError, ValueError):
+                self._lines.close()
 
     def _has_room(self, at: int) -> bool:
         come = max(at - self._filled_at, 0) * MOST_A_SECOND / 1e9
@@ -116,6 +118,11 @@ class _Json(logging.Formatter):
 
 class _ToFile(logging.handlers.WatchedFileHandler):
     """A file that others may rotate."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Where the new one cannot be opened, the line is lost, and the request is not."""
+        with contextlib.suppress(OSError):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """A full disk is no reason to stop, nor to say so for each line."""

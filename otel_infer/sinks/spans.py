@@ -168,6 +168,17 @@ class SpanSink:
 
     def _add_steps(self, record: RequestRecord, rows: StepRows, parent: bytes, granted: int) -> None:
         chosen = chosen_steps(rows, granted)
+        if not record.is_split:
+            self._add_rows(record, chosen, parent, record.span_id)
+            return
+        # Several engines, and each numbers its steps from 1: span ids follow from the number and from which of them it is.
+        times = repeats(chosen.step)
+        own = int.from_bytes(record.span_id, "big")
+        for time in range(int(times.max(initial=-1)) + 1):
+            ids_from = (own ^ time << 48).to_bytes(8, "big")
+            self._add_rows(record, chosen.take(np.flatnonzero(times == time)), parent, ids_from)
+
+    def _add_rows(self, record: RequestRecord, chosen: StepRows, parent: bytes, ids_from: bytes) -> None:
         number = len(chosen)
         for begin in range(0, number, STEP_ROWS):
             some = chosen if number <= STEP_ROWS else chosen.take(slice(begin, begin + STEP_ROWS))
@@ -175,7 +186,7 @@ class SpanSink:
             if self._row_count + count > STEP_ROWS:
                 self._encode_steps()
             self._rows.append(some)
-            self._owners.append((record.trace_id, parent, record.span_id))
+            self._owners.append((record.trace_id, parent, ids_from))
             self._offsets.append(record.wall_offset)
             self._row_count += count
 
@@ -196,6 +207,16 @@ class SpanSink:
         )
         self._rows, self._owners, self._offsets, self._row_count = [], [], [], 0
         self._add(encoded, count)
+
+
+def repeats(numbers: Any) -> Any:
+    """Of each of these numbers, how many times it was there before: 0, or more where one comes again."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    firsts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else order
+    found = np.empty(len(ordered), np.int64)
+    found[order] = np.arange(len(ordered)) - np.repeat(firsts, np.diff(np.r_[firsts, len(ordered)]))
+    return found
 
 
 def _device_of(rows: StepRows) -> Any:

@@ -71,6 +71,43 @@ def test_one_request_that_cannot_be_described_costs_no_other(
     assert (pipeline.requests, pipeline.losses()["requests_not_described"]) == (3, 1)
 
 
+def test_without_spans_there_is_no_exemplar_and_what_has_no_room_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[bool] = []
+    for sinks in ([], [Taken()]):
+        pipeline = Pipeline(Config(), Rings(), sinks, None, {}, None, 0)  # type: ignore[arg-type]
+        said.append(pipeline.metrics._exemplars)
+    assert said == [False, True]
+    monkeypatch.setattr(Rings, "unrecorded", lambda rings: 7)
+    assert pipeline.losses()["not_recorded"] == 7
+
+
+@pytest.mark.parametrize(("temporality", "refused"), [("delta", 2), ("cumulative", None)])
+def test_deltas_that_nobody_took_are_a_loss(temporality: str, refused: int | None) -> None:
+    class Outlet:
+        failed = 2
+
+    outlet: Any = Outlet()
+    pipeline = Pipeline(Config(temporality=temporality), Rings(), [], None, {}, outlet, 0)
+    assert pipeline.losses().get("collections_refused") == refused
+
+
+def test_who_waited_in_a_process_that_is_gone_waits_no_more() -> None:
+    pipeline = fed(Taken())
+    pipeline.assembler.processes.waited(1, 0, facts.WaitingSeen(5, "grammar", 3))
+    pipeline.assembler.processes.hooked(1, 0, facts.HooksReported(5, "vllm", 1, 2))
+    names = ("infer.engine.waiting", "infer.self.hooks")
+
+    def points() -> list[bool]:
+        told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics
+        return [name in {metric.name for metric in told} for name in names]
+
+    assert points() == [True, True]
+    pipeline.assembler.processes.died(1)
+    assert points() == [False, False]
+
+
 def test_a_request_says_why_clocks_were_held_down_when_it_came_or_while_it_was_there() -> None:
     taken: list[RequestRecord] = []
 

@@ -19,6 +19,7 @@ from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.ring import layout
 from otel_infer.ring.folder import LIVENESS_NS, Rings
 from otel_infer.ring.membership import Handles, StepLog
+from otel_infer.ring.read import RequestReader
 from otel_infer.ring.write import FileArena, MemoryArena, RequestWriter
 from otel_infer.ring.write_steps import StepWriter
 
@@ -324,6 +325,67 @@ def test_steps_that_a_process_made_just_before_it_died_are_read_and_removed(fold
     said = rings.poll(now, final=True)
     assert len(of(said, facts.StepScheduled)) == 1
     assert not list(folder.glob("1-a*"))
+
+
+def test_what_a_process_said_while_it_was_looked_after_comes_before_its_death(folder: Path) -> None:
+    late = SECOND + 5
+
+    def work(arena: FileArena) -> Any:
+        writer = RequestWriter(arena, "1-a", "server")
+        writer.close(writer.open(arrival(10, 10)), ended(late))
+        return writer
+
+    rings, assembler = Rings(), Assembler()
+    process = Process(folder, work)
+    with process:
+        rings.discover(folder, 100)
+        assembler.feed(rings.poll(100))
+        process.kill()
+        said = rings.poll(SECOND, final=True)  # a wake that began before the request's end
+    assembler.feed(said)
+    assert [record.error_type for record in assembler.concluded(late + GRACE_NS)] == [""]
+
+
+def test_who_ended_before_the_living_were_looked_up_is_not_ended_by_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arena = MemoryArena()
+    writer = RequestWriter(arena, "1-a", "server", layout.Sizes(64, 16, 16, 64))
+    rings, assembler = Rings(), Assembler()
+    rings.add(*arena.buffers[0], 1)
+    handle = writer.open(arrival(10, 10))
+    for now in (20, 30):
+        assembler.feed(rings.poll(now))
+    for at in range(100):  # the ring is lapped
+        writer.state(0, facts.PauseSeen(40 + at, 40, "gc"))
+    failed = facts.RequestEnded(1_005, facts.ERROR, "ValueError", 500, 0, 0, 0)
+    monkeypatch.setattr("otel_infer.clock.now", lambda: 1_010)
+    live = RequestReader.live
+
+    def looking(reader: RequestReader) -> Any:
+        if reader.lost and writer.in_flight:
+            writer.close(handle, failed)  # after the wake began, before the table is read
+        return live(reader)
+
+    monkeypatch.setattr(RequestReader, "live", looking)
+    for now in (1_000, 1_100, 1_200, 1_300):
+        assembler.feed(rings.poll(now))
+    (record,) = assembler.concluded(1_300 + GRACE_NS)
+    assert (record.error_type, record.status_code, record.telemetry_lost) == ("ValueError", 500, True)
+
+
+def test_what_there_was_no_room_for_is_counted_when_its_process_is_gone_too(folder: Path) -> None:
+    def work(arena: FileArena) -> Any:
+        writer, steps = RequestWriter(arena, "1-a", "server"), StepWriter(arena, "1-a-1", "toy")
+        writer.words[layout.W_UNRECORDED], steps.words[layout.W_LOST] = 2, 1
+        return writer
+
+    rings = Rings()
+    with Process(folder, work):
+        rings.discover(folder, 1)
+        assert rings.unrecorded() == 3
+    rings.poll(SECOND)
+    assert (rings.alive(), rings.unrecorded()) == (0, 3)
 
 
 def test_errors_of_a_process_that_died_stay_counted(folder: Path) -> None:

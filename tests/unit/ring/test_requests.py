@@ -190,11 +190,22 @@ def test_closing_twice_gives_the_slot_back_once() -> None:
     assert len(set(opened)) == 8 and 0 not in opened
 
 
-def test_a_full_live_table_is_counted_and_the_request_goes_on_without_a_handle() -> None:
+def test_a_full_live_table_is_counted_and_says_nothing_against_those_that_are_in_it() -> None:
     writer, memory = make()
     handles = [writer.open(arrival(i + 1)) for i in range(9)]
     assert handles[8] == 0
-    assert [f.lost for f in read(RequestReader(memory, 1)) if isinstance(f, facts.FactsLost)] == [1]
+    assert writer.words[layout.W_UNRECORDED] == 1
+    assert [f.lost for f in read(RequestReader(memory, 1)) if isinstance(f, facts.FactsLost)] == []
+
+
+def test_a_hole_is_said_before_what_came_after_it_whenever_that_is_read() -> None:
+    writer, memory = make()
+    reader = RequestReader(memory, 1)
+    for at in range(1, 200):
+        writer.state(1, facts.TokenReached(at))
+    said = [one.fact for one in reader.poll(10_000, final=True)]
+    assert isinstance(said[0], facts.FactsLost) and said[0].lost > 0
+    assert said[0].at == said[1].at < 200
 
 
 def test_a_full_string_table_says_other_and_loses_no_fact() -> None:

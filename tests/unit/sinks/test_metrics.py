@@ -490,6 +490,18 @@ def test_an_engine_that_is_gone_uses_no_kv_cache() -> None:
         assert [8] == [point["attributes"]["process.pid"] for point in sent(metrics)[name]["points"]]
 
 
+def test_where_nobody_is_in_flight_and_no_step_is_taken_nothing_is_in_a_kv_cache() -> None:
+    metrics = sink()
+    metrics.steps([step(1, kv_used=90, block_tokens=16)])
+    metrics.rest()
+    names = ("infer.kv_cache.usage", "infer.kv_cache.utilization", "infer.kv_cache.headroom")
+    assert [only_point(sent(metrics)[name])["value"] for name in names[:2]] == [90, 0.9]
+    metrics.rest()
+    said = sent(metrics)
+    assert [only_point(said[name])["value"] for name in names[:2]] == [0, 0] and names[2] not in said
+    assert only_point(said["infer.kv_cache.limit"])["value"] == 100
+
+
 def test_an_engine_without_kv_blocks_has_no_kv_metrics() -> None:
     metrics = sink()
     metrics.steps([step(kv_used=0, kv_total=0)])
@@ -570,6 +582,22 @@ def test_delta_reports_histograms_and_counters_and_begins_anew(temporality: str)
     assert 1 == only_point(second["infer.request.kept"])["value"]
     assert 4 == only_point(second["infer.self.spans"])["value"]
     assert "gen_ai.server.request.duration" not in sent(metrics, LATER + 1)
+
+
+def test_delta_of_what_was_counted_before_us_begins_with_us() -> None:
+    metrics, values = sink(temporality="delta"), []
+    for joules in (1e9, 1e9 + 70, 1e9 + 100):
+        metrics.set(semconv.GPU_ENERGY, {semconv.HW_ID: "GPU-1"}, joules)
+        values.append(only_point(sent(metrics)["hw.energy"])["value"])
+    assert values == [0, 70, 30]
+
+
+def test_a_wall_clock_that_is_set_back_makes_no_interval_that_ends_before_it_begins() -> None:
+    metrics = sink(temporality="delta")
+    counted(metrics, record())
+    metrics.request(record(), exported=False)
+    point = only_point(sent(metrics, STARTED)["gen_ai.server.request.duration"])
+    assert point["start_time_unix_nano"] <= point["time_unix_nano"] == STARTED
 
 
 @pytest.mark.parametrize("temporality", ["delta", "lowmemory"])

@@ -118,5 +118,18 @@ def test_a_file_that_cannot_be_had_or_is_full_costs_nothing(
 ) -> None:
     RequestLog(str(tmp_path / "no" / "a.log")).tell(slow(), SLO)
     assert "there is no log of requests" in caplog.text
-    RequestLog("/dev/full").tell(slow(), SLO)
+    full = RequestLog("/dev/full")
+    full.tell(slow(), SLO)
+    full.close()
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_file_that_is_rotated_away_and_cannot_be_made_again_costs_no_request(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    told = RequestLog(str(folder / "a.log"))
+    folder.rename(tmp_path / "old")
+    told.tell(slow(), SLO)
+    folder.mkdir()
+    told.tell(slow(), SLO)
+    assert len(lines(folder / "a.log")) == 1

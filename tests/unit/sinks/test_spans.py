@@ -111,6 +111,19 @@ def test_steps_of_many_requests_go_to_the_right_parents() -> None:
         assert sum(step["trace_id"] == trace_id for step in steps) == number + 1
 
 
+def test_steps_of_several_engines_have_ids_of_their_own_though_they_have_the_same_numbers() -> None:
+    batches, record = Batches(), record_of(6)
+    assert record.steps is not None
+    record.is_split, record.steps.step[:] = True, [1, 2, 3, 3, 2, 4, 3]
+    sink = SpanSink(batches, False)  # type: ignore[arg-type]
+    sink.request(record, ALL)
+    sink.flush(0)
+    spans = [span for body in batches.bodies() for span in decoded("traces", body)]
+    steps = [span for span in spans if span["name"] == "decode step"]
+    assert sorted(step["attributes"]["infer.step.id"] for step in steps) == [2, 2, 3, 3, 3, 4]
+    assert len({span["span_id"] for span in spans}) == len(spans)
+
+
 # ── which steps ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
