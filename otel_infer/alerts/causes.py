@@ -48,7 +48,12 @@ _OWN = "|".join(
 )
 """What is no fault: a request's own work, what sharing a batch costs, and what nobody knows."""
 _MODEL = (*JOB, semconv.REQUEST_MODEL)
+_WHO = (*JOB, semconv.OPERATION_NAME, semconv.REQUEST_MODEL)
+_INSTANCE = (*JOB, "instance")
 _GPU = (*JOB, semconv.HW_ID)
+
+_THERE = prometheus.series(semconv.SELF_MEMORY)[0]
+"""Whoever is there says so."""
 
 _PEAK = "explodes at peak hours"
 _STUTTER = "starts, then freezes or stutters"
@@ -61,14 +66,17 @@ def _preempted(ask: Promql) -> str:
 
 
 def _queue_share() -> str:
-    queue = _LONG.spent(semconv.STAGE_DURATION, equal(semconv.STAGE, semconv.SPAN_QUEUE), by=JOB)
-    return per(queue, _LONG.spent(semconv.TIME_TO_FIRST_TOKEN, by=JOB))
+    """Whoever left while queued waited too, and has no first token."""
+    queue = _LONG.spent(semconv.STAGE_DURATION, equal(semconv.STAGE, semconv.SPAN_QUEUE), by=_WHO)
+    return f"clamp_max({per(queue, _LONG.spent(semconv.TIME_TO_FIRST_TOKEN, by=_WHO))}, 1)"
 
 
-def _gap_share() -> str:
-    gaps = _LONG.spent(semconv.DEVICE_IDLE, by=JOB)
-    busy = _LONG.spent(semconv.STEP_EXECUTION, equal(semconv.CLOCK, semconv.CLOCK_DEVICE), by=JOB)
-    return per(gaps, f"({gaps} + {busy})")
+def _host_bound() -> str:
+    """Of one server: another may have no requests, and so gaps, while this one has a queue."""
+    gaps = _LONG.spent(semconv.DEVICE_IDLE, by=_INSTANCE)
+    busy = _LONG.spent(semconv.STEP_EXECUTION, equal(semconv.CLOCK, semconv.CLOCK_DEVICE), by=_INSTANCE)
+    waiting = f"sum by (job, instance) (avg_over_time({_WAITING}[10m]))"
+    return f"{per(gaps, f'({gaps} + {busy})')} > 0.4 and {waiting} > 0.5"
 
 
 def _stalled() -> str:
@@ -76,8 +84,9 @@ def _stalled() -> str:
         equal(semconv.STEP_KIND, semconv.STEP_DECODE),
         equal(semconv.CLOCK, semconv.CLOCK_HOST),
     )
-    worst = _SOON.quantile(0.99, semconv.STEP_DURATION, *decode, by=JOB)
-    usual = _over("1h").quantile(0.5, semconv.STEP_DURATION, *decode, by=JOB)
+    by = (*_INSTANCE, semconv.ENGINE, semconv.PROCESS_PID)  # engines of other models are slower for good
+    worst = _SOON.quantile(0.99, semconv.STEP_DURATION, *decode, by=by)
+    usual = _over("1h").quantile(0.5, semconv.STEP_DURATION, *decode, by=by)
     return f"{worst} > 10 * {usual}"
 
 
@@ -99,12 +108,12 @@ def _cold() -> str:
 
 
 def _gone() -> str:
-    there = prometheus.series(semconv.SELF_MEMORY)[0]
-    return f"count by (job) ({there} offset 10m) unless count by (job) ({there})"
+    return f"count by (job) ({_THERE} offset 10m) unless count by (job) ({_THERE})"
 
 
 def _silent() -> str:
-    now = _LONG.rate(semconv.REQUEST_DURATION, by=JOB)
+    # After a restart nobody has asked yet, and there is no series that says 0.
+    now = f"({_LONG.rate(semconv.REQUEST_DURATION, by=JOB)} or 0 * count by (job) ({_THERE}))"
     before = (
         f"sum by (job) (rate({_LONG.pick(semconv.REQUEST_DURATION, series=prometheus.COUNT)}[1h] offset 10m))"
     )
@@ -192,7 +201,7 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "HostBound",
         INFO,
-        f"{_gap_share()} > 0.4 and sum by (job) (avg_over_time({_WAITING}[10m])) > 0.5",
+        _host_bound(),
         "15m",
         "the GPU of {{ $labels.job }} waits for the host {{ $value | humanizePercentage }} of the time of steps",
         "Requests wait, and between steps the device has nothing to do: the host is late.",
@@ -225,7 +234,7 @@ CAUSES: Sequence[Cause] = (
     Cause(
         "DeviceMemoryShort",
         TICKET,
-        _LONG.happened(semconv.MARKS, equal(semconv.MARK, "allocator_retry"), by=JOB),
+        _SOON.happened(semconv.MARKS, equal(semconv.MARK, "allocator_retry"), by=JOB),
         "5m",
         "the allocator of {{ $labels.job }} gives memory back and asks again",
         "Torch's allocator found no piece large enough; giving back stops the device.",

@@ -23,6 +23,9 @@ PREFIX = "OtelInfer"
 KEEP_FIRING = "5m"
 """So that an alert does not flap."""
 HURRY = 20
+WITH_TWO_SAMPLES_S = 30
+"""A range of at least so long has two samples at any time, which come every 10 s; with fewer there is no rate."""
+MOST_MISSED = 0.9
 """Times as fast are causes told where somebody wants to see it."""
 EVALUATED_S = 15
 """Seconds between two evaluations."""
@@ -94,7 +97,9 @@ def _word(objective: Objective) -> str:
 
 
 def _burn(objective: Objective, window: Window, spec: Spec) -> Rule:
-    bar = f"{window.factor:g} * {1 - objective.share:.6g}"
+    # More than all cannot be missed: of a promise that leaves much room, a fast burn is when nearly nothing is kept.
+    is_bar = window.factor * (1 - objective.share) < MOST_MISSED
+    bar = f"{window.factor:g} * {1 - objective.share:.6g}" if is_bar else f"{MOST_MISSED:g}"
     expr = (
         f"{_ratio(objective, window.long)} > {bar} and {_ratio(objective, window.short)} > {bar} "
         f"and {_events(objective, window.long)} >= {spec.minimum}"
@@ -137,13 +142,14 @@ def _cause(cause: Cause, spec: Spec) -> Rule:
 
 
 def _hurried(cause: Cause) -> Cause:
-    expr = re.sub(r"(?<=[\[ :])\d+[mh]\b", lambda found: _shorter(found[0]), cause.expr)
+    expr = re.sub(r"(?<=[ :])\d+[mh]\b", lambda found: _shorter(found[0]), cause.expr)
+    expr = re.sub(r"(?<=\[)\d+[mh]\b", lambda found: _shorter(found[0], WITH_TWO_SAMPLES_S), expr)
     return cause._replace(expr=expr, hold=_shorter(cause.hold))
 
 
-def _shorter(length: str) -> str:
+def _shorter(length: str, least: int = 0) -> str:
     seconds = int(length[:-1]) * {"s": 1, "m": 60, "h": 3600}[length[-1]]
-    return f"{seconds // HURRY}s"
+    return f"{max(seconds // HURRY, least)}s"
 
 
 def _alert(

@@ -121,7 +121,9 @@ def _stage(name: str) -> list[Json]:
 
 
 def _requests() -> Row:
-    chosen = f'span.{semconv.KEEP_REASON} =~ "{SLOW}" && span.{semconv.REQUEST_MODEL} =~ "$model"'
+    # Whoever fails before a model is known has none.
+    model = f"span.{semconv.REQUEST_MODEL}"
+    chosen = f'span.{semconv.KEEP_REASON} =~ "{SLOW}" && ({model} =~ "$model" || {model} = nil)'
     shown = ", ".join(f"span.{name}" for name in (semconv.KEEP_REASON, semconv.BLAME_TOP, semconv.TTFT))
     return Row(
         "Single requests",

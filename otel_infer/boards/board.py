@@ -153,7 +153,7 @@ def _alerts() -> Json:
         "enable": True,
         "hide": False,
         "iconColor": "red",
-        "expr": 'ALERTS{alertname=~"OtelInfer.*",alertstate="firing"}',
+        "expr": 'ALERTS{alertname=~"OtelInfer.*",severity!="none",alertstate="firing",job=~"$job|"}',
         "step": "30s",
         "titleFormat": "{{alertname}}",
         "textFormat": "{{severity}}",

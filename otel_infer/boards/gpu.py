@@ -7,7 +7,7 @@ from otel_infer.boards import panels
 from otel_infer.boards.board import ASK, UID, Board, Row
 from otel_infer.boards.panels import Query, Reading, legend
 from otel_infer.prometheus import label
-from otel_infer.promql import equal, per
+from otel_infer.promql import ALWAYS, equal, per
 from otel_infer.version import GPU_TIMING
 
 _NONE = "no GPU is told of"
@@ -128,8 +128,10 @@ def _work() -> Row:
 def _limits() -> Row:
     throttled = ASK.value(semconv.GPU_THROTTLED, by=(*_BY, semconv.THROTTLE_REASON), take="max")
     # Each process of a server may have a sidecar that looks at the same GPU.
-    energy = f"sum ({ASK.rate(semconv.GPU_ENERGY, by=(semconv.HW_ID,), take='max')})"
-    tokens = ASK.rate(semconv.TOKENS, equal(semconv.TOKEN_TYPE, semconv.TOKEN_OUTPUT))
+    # Energy is of no model, and tokens are of no GPU: both of whatever servers are chosen.
+    ask = ASK._replace(where={key: chosen for key, chosen in ASK.where.items() if key in ALWAYS})
+    energy = f"sum ({ask.rate(semconv.GPU_ENERGY, by=(semconv.HW_ID,), take='max')})"
+    tokens = ask.rate(semconv.TOKENS, equal(semconv.TOKEN_TYPE, semconv.TOKEN_OUTPUT))
     errors = ASK.rate(semconv.GPU_ERRORS, by=(*_BY, semconv.ERROR_TYPE))
     return Row(
         "What holds it back",
@@ -173,7 +175,10 @@ def _limits() -> Row:
             ),
             panels.lines(
                 "Energy per 1000 tokens",
-                Reading("Joules of all GPUs, by tokens of the output.", "small batches make tokens dear."),
+                Reading(
+                    "Joules of all GPUs, by all tokens of the output, whichever model or GPU is chosen above.",
+                    "small batches make tokens dear.",
+                ),
                 [Query(per(f"1000 * {energy}", tokens), "energy")],
                 unit="joule",
                 size=(12, 8),

@@ -21,6 +21,26 @@ def _memory(kind: str) -> str:
     return ASK.value(semconv.DEVICE_MEMORY, equal(semconv.MEMORY_KIND, kind), by=_BY_DEVICE)
 
 
+def _kinds() -> list[Query]:
+    """In bands that sum to what the devices have: what a process is told of a device is of all that use it."""
+
+    def kind(name: str) -> str:
+        return ASK.value(semconv.DEVICE_MEMORY, equal(semconv.MEMORY_KIND, name))
+
+    def each(name: str) -> str:
+        return ASK.pick(semconv.DEVICE_MEMORY, equal(semconv.MEMORY_KIND, name))
+
+    device, own = label(semconv.HW_ID), kind("reserved")
+    taken = f"{each('outside')} + ignoring ({label(semconv.MEMORY_KIND)}) {each('reserved')}"
+    return [
+        Query(kind("allocated"), "allocated"),
+        Query(kind("inactive_split"), "inactive_split"),
+        Query(f"{own} - {kind('allocated')} - {kind('inactive_split')}", "cached"),
+        Query(f"sum (max by ({device}) ({taken})) - {own}", "outside"),
+        Query(f"sum (max by ({device}) ({each('free')}))", "free"),
+    ]
+
+
 def _kv() -> Row:
     used = ASK.value(semconv.KV_UTILIZATION, by=_ENGINE, take="max")
     left = f"{ASK.value(semconv.KV_LIMIT, by=_ENGINE)} - {ASK.value(semconv.KV_USAGE, by=_ENGINE)}"
@@ -127,8 +147,6 @@ def _kv() -> Row:
 
 
 def _device() -> Row:
-    kinds = matches(semconv.MEMORY_KIND, "allocated|inactive_split|outside|free")
-    shown = ASK.value(semconv.DEVICE_MEMORY, kinds, by=(semconv.MEMORY_KIND,))
     fragmented = f"1 - {_memory('allocated')} / ({_memory('reserved')} > 0)"
     return Row(
         "Device memory, as processes of the server have it",
@@ -136,10 +154,10 @@ def _device() -> Row:
             panels.lines(
                 "By kind",
                 Reading(
-                    "Allocated: in use. Inactive split: held in pieces. Outside: neither free nor torch's. Free: as the driver says.",
+                    "Allocated: in use. Inactive split: held in pieces. Cached: held whole. Outside: neither free nor torch's. Free: as the driver says.",
                     "little free and much in pieces: fragmentation. Engines take most of it for the KV cache at their start: that is no leak.",
                 ),
-                [Query(shown, legend(semconv.MEMORY_KIND))],
+                _kinds(),
                 unit="bytes",
                 stacked="normal",
                 size=(12, 9),

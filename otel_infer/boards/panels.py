@@ -313,7 +313,7 @@ def alerts(title: str, reading: Reading, size: tuple[int, int] = (8, 8)) -> Json
     made = panel("alertlist", title, reading, [], unit=COUNT, size=size, empty="nothing fires")
     made["options"] = {
         "alertName": "OtelInfer",
-        "alertInstanceLabelFilter": "",
+        "alertInstanceLabelFilter": '{severity!="none"}',
         "maxItems": 20,
         "sortOrder": 3,
         "stateFilter": {"firing": True, "pending": True, "error": True, "noData": False, "normal": False},

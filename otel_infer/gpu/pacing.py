@@ -40,7 +40,7 @@ class Pacing:
         cost = cost_ns + 2 * MARK_NS
         # Who is interrupted in the middle, or waits for room in the device's queue, has not worked for so long.
         self._cost += (min(cost, 16 * self._cost) - self._cost) / 8 if self._cost else cost
-        if self._begun_at:
+        if 0 < self._begun_at < at:  # a step inside of another begins later and is marked before
             period = (at - self._begun_at) / max(self.number - self._begun_number, 1)
             known = self._period or period
             # An engine that was idle is not slow.

@@ -14,6 +14,7 @@ from otel_infer.gpu.work import StageWork
 from otel_infer.handmade.scope import ENGINE, Scope, failed
 
 OPERATION = "inference"
+_ON_DEVICE = "a stage's time on the device"
 
 
 class stage(Scope):  # noqa: N801 - used like a function
@@ -37,14 +38,20 @@ class stage(Scope):  # noqa: N801 - used like a function
         self._request = ingress.current()
         self._started_at = clock.now()
         if self._gpu and self._request is not None:
-            self._begun = timing.begin(always=True)
+            try:
+                self._begun = timing.begin(always=True, is_step=False)
+            except Exception as exc:
+                failed(_ON_DEVICE, exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
         if self._request is None:
             return
         if self._begun is not None:
-            timing.end(self._begun, StageWork(self.name, self._request.handle))
+            try:
+                timing.end(self._begun, StageWork(self.name, self._request.handle))
+            except Exception as exc:
+                failed(_ON_DEVICE, exc)
         self._request.stage(self.name, self._started_at)
 
 

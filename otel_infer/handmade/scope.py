@@ -7,7 +7,7 @@ import contextvars
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,12 +72,37 @@ def _stream(again: Callable[[], Scope], function: Callable[..., Any], attaches: 
         return generated
 
     async def streamed(*args: Any, **kwargs: Any) -> Any:
-        with again():
-            async with contextlib.aclosing(function(*args, **kwargs)) as items:
-                async for item in items:
+        items = function(*args, **kwargs)
+        if not attaches:
+            with again():
+                async with contextlib.aclosing(items):
+                    async for item in items:
+                        yield item
+            return
+        inside = contextvars.copy_context()
+        with _Within(inside, again()):
+            try:
+                while True:
+                    try:
+                        item = await _Inside(inside, items.__anext__())
+                    except StopAsyncIteration:
+                        return
                     yield item
+            finally:
+                await _Inside(inside, items.aclose())
 
     return streamed
+
+
+class _Inside:
+    """Something to be awaited, each step of it in a context, and not in that of whoever awaits."""
+
+    def __init__(self, context: contextvars.Context, work: Awaitable[Any]) -> None:
+        self._context, self._work = context, work
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps: Any = self._work.__await__()
+        return (yield from _run_in(self._context, steps))
 
 
 class _Within(contextlib.AbstractContextManager[None]):

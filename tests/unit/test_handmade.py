@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -627,6 +627,80 @@ def test_streams_that_take_turns_are_requests_of_their_own(recording: Recording)
     records = recording.records()
     assert [[stage.name for stage in one.stages].count("look up") for one in records] == [2, 2]
     assert len({one.trace_id for one in records}) == 2
+
+
+async def test_async_streams_that_take_turns_are_requests_of_their_own(recording: Recording) -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
+
+    @otel_infer.request("chat")
+    async def answer(prompt: str) -> AsyncGenerator[str, None]:
+        variable.set(prompt)
+        for word in prompt.split():
+            async with otel_infer.stage("look up"):
+                await asyncio.sleep(0)
+                yield word
+            assert variable.get() == prompt
+
+    one, other = answer("a b"), answer("c d")
+    rows = [(await anext(one), await anext(other)) for _ in "xx"]
+    assert rows == [("a", "c"), ("b", "d")]
+    assert ingress.current() is None and variable.get() == ""
+    for stream in (one, other):
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+    early, failing = answer("e f"), answer("g h")
+    await anext(early)
+    await early.aclose()
+    await anext(failing)
+    with pytest.raises(KeyError):
+        await failing.athrow(KeyError())
+    records = recording.records()
+    assert [[stage.name for stage in one.stages].count("look up") for one in records] == [2, 2, 1, 1]
+    assert [one.outcome for one in records] == [facts.OK, facts.OK, facts.ABORTED, facts.ERROR]
+    assert len({one.trace_id for one in records}) == 4
+
+
+async def test_an_async_stream_may_be_cancelled_and_has_its_time_limits(recording: Recording) -> None:
+    @otel_infer.request("chat")
+    async def answer() -> AsyncGenerator[int, None]:
+        yield 1
+        await asyncio.wait_for(asyncio.sleep(60), 0.01)
+
+    async def read() -> None:
+        async for _ in answer():
+            pass
+
+    with pytest.raises(asyncio.TimeoutError):
+        await read()
+
+    @otel_infer.request("chat")
+    async def waiting() -> AsyncGenerator[int, None]:
+        await asyncio.sleep(60)
+        yield 1
+
+    task = asyncio.ensure_future(anext(waiting()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [one.error_type for one in recording.records()] == ["timeout", "cancelled"]
+
+
+def test_a_device_that_cannot_be_asked_costs_a_stage_its_device_time_alone(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        assert not kwargs.get("is_step", False), "a stage is no step of an engine"
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("otel_infer.gpu.timing.timing.begin", broken)
+    with otel_infer.request("embed"), otel_infer.stage("rerank", gpu=True):
+        pass
+    monkeypatch.setattr("otel_infer.gpu.timing.timing.begin", lambda **_: object())
+    monkeypatch.setattr("otel_infer.gpu.timing.timing.end", broken)
+    with otel_infer.request("embed"), otel_infer.stage("rerank", gpu=True):
+        pass
+    assert [stages_of(one) for one in recording.records()] == [["rerank"], ["rerank"]]
 
 
 def test_a_stream_is_sent_to_thrown_into_closed_and_returns_as_it_is(recording: Recording) -> None:

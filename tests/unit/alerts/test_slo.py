@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -97,3 +98,31 @@ def test_grafana_gets_every_alert_with_what_prometheus_would_have_recorded_writt
     asked = [rule["data"][0]["model"]["expr"] for rule in found]
     assert not any("otel_infer:" in expr for expr in asked)
     assert all(len(rule["uid"]) <= 40 for rule in found)
+
+
+def test_a_promise_that_leaves_much_room_can_be_broken_all_the_same() -> None:
+    """More than all cannot be missed: 14.4 times a tenth is never reached."""
+    rooms = {share: _bars({"name": "a", "of": "errors", "share": share}) for share in ("99%", "90%", "80%")}
+    assert rooms == {
+        "99%": ["14.4 * 0.01", "6 * 0.01", "3 * 0.01", "1 * 0.01"],
+        "90%": ["0.9", "6 * 0.1", "3 * 0.1", "1 * 0.1"],
+        "80%": ["0.9", "0.9", "3 * 0.2", "1 * 0.2"],
+    }
+
+
+def _bars(objective: dict[str, Any]) -> list[str]:
+    groups = rules.groups(slo.spec({"objectives": [objective]}))
+    burns = [
+        rule["expr"]
+        for group in groups["groups"]
+        for rule in group["rules"]
+        if "Burn" in rule.get("alert", "")
+    ]
+    return [burn.split(" > ")[1].split(" and ")[0] for burn in burns]
+
+
+def test_a_range_that_is_hurried_still_has_two_samples() -> None:
+    hurried = rules.groups(slo.DEFAULT._replace(windows=slo.DEMO))
+    (causes,) = (group for group in hurried["groups"] if "causes" in group["name"])
+    ranges = {int(found) for rule in causes["rules"] for found in re.findall(r"\[(\d+)s", rule["expr"])}
+    assert min(ranges) == rules.WITH_TWO_SAMPLES_S

@@ -400,3 +400,15 @@ def test_a_capture_that_begins_waits_until_nobody_asks_a_device_and_then_nobody_
     assert bench.timeline.harvest() == 0
     captures.end()
     assert bench.timeline.harvest() == 2
+
+
+def test_a_step_in_a_step_says_nothing_of_the_pace() -> None:
+    """It begins after the one around it, and is marked before that."""
+    pacing = Pacing()
+    for number in range(1, 30_000):
+        began = number * 1_000_000
+        pacing.is_next()
+        pacing.is_next()
+        pacing.marked(began + 1000, 20_000)
+        pacing.marked(began, 20_000)
+    assert 1 <= pacing.every < 100
