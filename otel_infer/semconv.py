@@ -454,7 +454,7 @@ REQUEST_ACTIVE = Metric(
     "infer.request.active",
     UP_DOWN,
     "{request}",
-    "Requests in flight: queued (no engine has taken them up yet) or running, as all are where there is no engine.",
+    "Requests in flight: queued (handed to an engine, and in no step of it yet) or running, as all others are.",
     (REQUEST_STATE,),
 )
 ENGINE_WAITING = Metric(
@@ -688,7 +688,7 @@ SELF_LOST = Metric(
     "infer.self.lost",
     COUNTER,
     "{item}",
-    "Telemetry that did not arrive, by reason: facts overwritten or torn, step spans over budget, spans refused.",
+    "Telemetry that did not arrive, by reason: facts overwritten or torn, requests there was no room for, step spans over budget, spans refused.",
     (LOSS_REASON,),
 )
 SELF_LEFT_OUT = Metric(
