@@ -114,9 +114,9 @@ class Assembler:
         return self._pauses.drain_marks()
 
     def active(self) -> dict[str, int]:
-        """How many requests are in flight, by `queued` (handed to an engine, and not scheduled yet) and `running`."""
+        """How many requests are in flight, by `queued` (not scheduled yet) and `running`, as all are where nobody schedules."""
         in_flight = [request for request in self.open.values() if not request.ended_at]
-        queued = [one for one in in_flight if one.submitted and not one.is_running]
+        queued = [one for one in in_flight if not one.is_running and (self.engines or one.submitted)]
         return {semconv.STATE_QUEUED: len(queued), semconv.STATE_RUNNING: len(in_flight) - len(queued)}
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────

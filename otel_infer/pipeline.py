@@ -264,7 +264,7 @@ class Pipeline:
             metrics.renew(gpus.NOW, lambda set_value: gpus.say(readings, driver, set_value))
         metrics.engines({(log.engine, log.pid) for log in self.assembler.engines.values()})
         if not any(active.values()):
-            metrics.rest()
+            metrics.rest(self.rings.horizon)
         for reason, count in self.losses().items():
             metrics.set(semconv.SELF_LOST, {semconv.LOSS_REASON: reason}, count)
         for reason, count in self.keeper.left_out.items():

@@ -454,7 +454,7 @@ REQUEST_ACTIVE = Metric(
     "infer.request.active",
     UP_DOWN,
     "{request}",
-    "Requests in flight: queued (handed to an engine, and in no step of it yet) or running, as all others are.",
+    "Requests in flight: queued (no engine has taken them up yet) or running, as all are where there is no engine.",
     (REQUEST_STATE,),
 )
 ENGINE_WAITING = Metric(

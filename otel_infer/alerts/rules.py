@@ -23,10 +23,11 @@ PREFIX = "OtelInfer"
 KEEP_FIRING = "5m"
 """So that an alert does not flap."""
 HURRY = 20
+"""Times as fast are causes told where somebody wants to see it."""
 WITH_TWO_SAMPLES_S = 30
 """A range of at least so long has two samples at any time, which come every 10 s; with fewer there is no rate."""
 MOST_MISSED = 0.9
-"""Times as fast are causes told where somebody wants to see it."""
+"""The share of events that have to be missed for the fastest burn, if the promise leaves more room than that."""
 EVALUATED_S = 15
 """Seconds between two evaluations."""
 _BY = ("job", semconv.REQUEST_MODEL)
@@ -98,8 +99,9 @@ def _word(objective: Objective) -> str:
 
 def _burn(objective: Objective, window: Window, spec: Spec) -> Rule:
     # More than all cannot be missed: of a promise that leaves much room, a fast burn is when nearly nothing is kept.
-    is_bar = window.factor * (1 - objective.share) < MOST_MISSED
-    bar = f"{window.factor:g} * {1 - objective.share:.6g}" if is_bar else f"{MOST_MISSED:g}"
+    room = 1 - objective.share
+    factor = min(window.factor, max(MOST_MISSED / room, 1))
+    bar = f"{factor:.6g} * {room:.6g}"
     expr = (
         f"{_ratio(objective, window.long)} > {bar} and {_ratio(objective, window.short)} > {bar} "
         f"and {_events(objective, window.long)} >= {spec.minimum}"
@@ -115,7 +117,7 @@ def _burn(objective: Objective, window: Window, spec: Spec) -> Rule:
         {
             "summary": f"{{{{ $labels.job }}}} {{{{ $labels.{_MODEL} }}}}: {{{{ $value | humanizePercentage }}}} missed {what} "
             f"over {window.long}; in {objective.share * 100:g} % it was promised",
-            "description": f"The error budget goes {window.factor:g} times as fast as it may. Which stage it is: Request anatomy; "
+            "description": f"The error budget goes {factor:.3g} times as fast as it may. Which stage it is: Request anatomy; "
             "which cause: Overview.",
         },
         "overview",

@@ -122,8 +122,8 @@ def _stage(name: str) -> list[Json]:
 
 def _requests() -> Row:
     # Whoever fails before a model is known has none.
-    model = f"span.{semconv.REQUEST_MODEL}"
-    chosen = f'span.{semconv.KEEP_REASON} =~ "{SLOW}" && ({model} =~ "$model" || {model} = nil)'
+    model = f'(span.{semconv.REQUEST_MODEL} =~ "$model" || status = error)'
+    chosen = f'span.{semconv.KEEP_REASON} =~ "{SLOW}" && {model}'
     shown = ", ".join(f"span.{name}" for name in (semconv.KEEP_REASON, semconv.BLAME_TOP, semconv.TTFT))
     return Row(
         "Single requests",

@@ -37,7 +37,7 @@ def _kinds() -> list[Query]:
         Query(kind("inactive_split"), "inactive_split"),
         Query(f"{own} - {kind('allocated')} - {kind('inactive_split')}", "cached"),
         Query(f"sum (max by ({device}) ({taken})) - {own}", "outside"),
-        Query(f"sum (max by ({device}) ({each('free')}))", "free"),
+        Query(f"sum (min by ({device}) ({each('free')}))", "free"),
     ]
 
 

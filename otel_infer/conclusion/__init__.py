@@ -184,7 +184,7 @@ def _life(record: RequestRecord, request: Request, first_at: int, part: Part) ->
     # Of a success that is all, though it may have been told late.
     in_time = [fact for fact in request.finished if fact.at <= record.ended_at] if died else request.finished
     done = [fact for fact in in_time if fact.reason not in GIVEN_UP]
-    said = sum([fact.output_tokens for fact in done])
+    said = _said(done, request)
     # Some engines say once that they are done with all sequences.
     with_all = len(done) >= request.sequences or (0 < said >= part.tokens and not request.steps_lost)
     finished = bool(done) and with_all
@@ -199,8 +199,14 @@ def _life(record: RequestRecord, request: Request, first_at: int, part: Part) ->
         _seen(record, request.response_started_at),
         finished,
         died,
-        sum([fact.output_tokens for fact in in_time]),
+        _said(in_time, request),
     )
+
+
+def _said(finished: Sequence[facts.EngineFinished], request: Request) -> int:
+    """Tokens. Where the front end stops what the engine, in another process, is just about to end, what it kept is less."""
+    tokens = sorted([fact.output_tokens for fact in finished])
+    return sum(tokens[: request.sequences] if request.parts else tokens)
 
 
 def _adopt_tokens(record: RequestRecord, request: Request, life: Life, part: Part) -> None:

@@ -233,6 +233,8 @@ class Timeline:
             if before is not None and before[:3] == (span.number - 1, span.stream, anchor):
                 gap = max(started_at - before.ended_at, 0)
             self._before = _Before(span.number, span.stream, anchor, ended_at)
+        elif before is not None and before.stream == span.stream:
+            self._before = None  # between this step and the next the stream had something to do
         launched, queued = (
             -1 if span.has_waited else span.launched_at - span.begun_at,
             started_at - span.begun_at,

@@ -81,13 +81,19 @@ def _stream(again: Callable[[], Scope], function: Callable[..., Any], attaches: 
             return
         inside = contextvars.copy_context()
         with _Within(inside, again()):
+            step = items.__anext__()
             try:
                 while True:
                     try:
-                        item = await _Inside(inside, items.__anext__())
+                        item = await _Inside(inside, step)
                     except StopAsyncIteration:
                         return
-                    yield item
+                    try:
+                        step = items.asend((yield item))
+                    except GeneratorExit:
+                        raise
+                    except BaseException as thrown:
+                        step = items.athrow(thrown)
             finally:
                 await _Inside(inside, items.aclose())
 

@@ -27,7 +27,7 @@ from otel_infer import clock, facts, ingress
 from otel_infer.gpu.timing import timing
 from otel_infer.gpu.work import StageWork
 from otel_infer.integrations._base import Integration
-from otel_infer.integrations._claims import claimed
+from otel_infer.integrations._claims import claimed, owned
 from otel_infer.patching import Drift, Hook
 from otel_infer.ring.recorder import recorder
 
@@ -273,8 +273,8 @@ def optimized(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 def _watch(module: Any) -> None:
     kind, number = type(module), id(module)
-    # What is loaded in a claim is run by whoever claims: an engine may have models that are the user's own.
-    if number in _outermost or claimed.get() or kind.__module__.startswith(ENGINES):
+    # An engine may run models that are the user's own.
+    if number in _outermost or owned.get() or kind.__module__.startswith(ENGINES):
         return
     if kind.__module__.startswith(_LAYERS) and (not module._modules or kind.__bases__ == (object,)):
         return  # a frozen BatchNorm is a layer of a model, and `nn.Module` itself the class of all there are

@@ -24,7 +24,7 @@ from otel_infer.ring.read_steps import StepReader
 
 LIVENESS_NS = 250_000_000
 _AT = attrgetter("fact.at")
-_BY_READERS = (facts.FactsLost, facts.StepsLost, facts.LiveListed)
+_BY_READERS = (facts.FactsLost, facts.StepsLost)
 
 
 class _Process:
@@ -37,6 +37,12 @@ class _Process:
         """By a reader before us; 0 = there was none."""
         self.latest = 0
         self.was_alive = False
+        self.told_unrecorded = self.unrecorded() if self.concluded_at else 0
+
+    def unrecorded(self) -> int:
+        """What there was no room for, so far."""
+        lost = [int(steps.header.words[layout.W_LOST]) for steps, _, _ in self.engines]
+        return int(self.reader.header.words[layout.W_UNRECORDED]) + sum(lost)
 
     def is_dead(self) -> bool:
         if self.descriptor < 0:
@@ -146,10 +152,7 @@ class Rings:
             )
             if found and isinstance(found[0].fact, facts.FactsLost):  # it is said before all else
                 self._pending += self._survey(process, now)
-                living = [handle for handle, _ in process.reader.live()]
-                # Whoever ended before we looked said so before, and that is handed out before this.
-                listed = facts.LiveListed(max(now, clock.now()), living)
-                self._pending.append(facts.RingFact(process.ring, 0, listed))
+                self._list_living(process, max(now, clock.now()))
         if now - self._checked_at > LIVENESS_NS or final:
             self._checked_at = now
             self._bury(now)
@@ -226,7 +229,8 @@ class Rings:
 
     def unrecorded(self) -> int:
         """Requests, engines and batches that no ring had room for, in all processes that there were."""
-        return self._unrecorded_before + sum(_unrecorded(process) for process in self._processes.values())
+        processes = self._processes.values()
+        return self._unrecorded_before + sum(one.unrecorded() - one.told_unrecorded for one in processes)
 
     def close(self, remove: bool) -> None:
         """Lets go of everything; `remove` deletes the files of the living too."""
@@ -241,6 +245,12 @@ class Rings:
         self._previous = now
         return released
 
+    def _list_living(self, process: _Process, at: int) -> None:
+        """`at`: just before they are looked up. Who ended by then said so before, and that is handed out before this; who
+        arrives meanwhile said so after."""
+        listed = facts.LiveListed(at, [handle for handle, _ in process.reader.live()])
+        self._pending.append(facts.RingFact(process.ring, 0, listed))
+
     def _survey(self, process: _Process, now: int) -> Iterator[facts.RingFact]:
         for handle, recovered in process.reader.live():
             yield facts.RingFact(process.ring, handle, recovered)
@@ -253,19 +263,21 @@ class Rings:
             if process.path is not None:  # what it made last may not have been found yet
                 self.discover(process.path.parent, now, f"{prefix}-")
             self._polled(process, now, final=True)
-            told = (one for one in self._pending if one.ring == process.ring)
+            rings = {process.ring, *(steps.ring for steps, _, _ in process.engines)}
+            told = (one for one in self._pending if one.ring in rings)
             last = [one.fact.at for one in told if not isinstance(one.fact, _BY_READERS)]
             # Who was dead when found may have been that for hours.
             seen_until = now if process.was_alive else max(process.latest, process.concluded_at) + LIVENESS_NS
             died_at = max([min(now, seen_until), *last])  # it may have said something after `now`
             self._pending += self._survey(process, now)
+            self._list_living(process, died_at)  # of the others, the ends were overwritten
             self._pending.append(facts.RingFact(process.ring, 0, facts.ProcessDied(died_at)))
             self._drop(prefix, remove=True)
 
     def _drop(self, prefix: str, remove: bool) -> None:
         process = self._processes.pop(prefix)
         self._errors_before += _errors(process)
-        self._unrecorded_before += _unrecorded(process)
+        self._unrecorded_before += process.unrecorded() - process.told_unrecorded
         rings = [(process.descriptor, process.path), *((fd, path) for _, fd, path in process.engines)]
         for descriptor, path in rings:
             if descriptor >= 0:
@@ -277,8 +289,3 @@ class Rings:
 
 def _errors(process: _Process) -> int:
     return int(process.reader.header.words[layout.W_ERRORS])
-
-
-def _unrecorded(process: _Process) -> int:
-    lost = [int(steps.header.words[layout.W_LOST]) for steps, _, _ in process.engines]
-    return int(process.reader.header.words[layout.W_UNRECORDED]) + sum(lost)

@@ -79,8 +79,10 @@ class RequestReader:
         self._pending: dict[int, tuple[int, dict[int, bytes]]] = {}
         self._taken_over = int(self.header.words[layout.W_CONCLUDED_AT]) > 0
         self._lost_by_writer = int(self.header.words[layout.W_LOST]) if self._taken_over else 0
-        self.lost = 0
-        self.torn = 0
+        self.lost = self.torn = 0
+        self._told = 0, 0
+        self._has_hole = False
+        self._taken_at = 0
         self.filled = 0.0
         """The share of the ring that was written between the last two polls."""
 
@@ -89,23 +91,31 @@ class RequestReader:
         newest = self._newest()
         self.filled = (newest - self._complete) / self.header.cells
         upto, self._complete = (newest if final else min(self._complete, newest)), newest
-        lost, torn = self.lost, self.torn
         # A quarter of the ring is left to the writer, who may be overtaking us while we copy.
         oldest = newest - self.header.cells + self.header.cells // 4
         skips = oldest > self._next
         if skips:  # what was before us was most likely read by the reader before us
             self.lost += 0 if self._taken_over and not self._next else oldest - self._next
-            self._next = oldest
+            self._next, self._has_hole = oldest, True
         found = list(self._take(upto, final))
         by_writer = int(self.header.words[layout.W_LOST])
         self.lost += by_writer - self._lost_by_writer
         self._lost_by_writer = by_writer
-        if skips or (self.lost, self.torn) != (lost, torn):
-            # Before what came after the hole, whenever it is read: requests that end in it are concluded by that time.
-            at = found[0].fact.at if skips and found else now
-            said = facts.FactsLost(at, self.lost - lost, self.torn - torn)
-            yield facts.RingFact(self.ring, 0, said)
+        yield from self._losses(found, now, final)
         yield from found
+        self._taken_at = max([self._taken_at, *(said.fact.at for said in found)])
+
+    def _losses(self, found: list[facts.RingFact], now: int, final: bool) -> Iterator[facts.RingFact]:
+        """What was lost since it was told last. A hole is told of with what came after it, and as before that: requests that end
+        later are concluded by the time."""
+        (lost, torn), has_hole = self._told, self._has_hole
+        if (self.lost, self.torn) == (lost, torn) and not has_hole:
+            return
+        if has_hole and not found and not final:
+            return
+        at = max(self._taken_at, found[0].fact.at) if has_hole and found else now
+        self._told, self._has_hole = (self.lost, self.torn), False
+        yield facts.RingFact(self.ring, 0, facts.FactsLost(at, self.lost - lost, self.torn - torn))
 
     def live(self) -> Iterator[tuple[int, facts.LiveRecovered]]:
         """(handle, arrival) of every request in flight."""

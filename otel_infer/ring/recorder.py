@@ -279,7 +279,7 @@ class Recorder:
         for said in (self._born(), *self._startup, *self._said.values()):
             if said is not None:
                 writer.state(0, said)
-        writer.words[layout.W_LOST] += self._lost_before
+        writer.words[layout.W_UNRECORDED] += self._lost_before
         self._lost_before = 0
         self.arena, self.requests = arena, writer
         return writer

@@ -27,6 +27,8 @@ from otel_infer.version import VERSION
 MAX_MODELS = 50
 MAX_NAMES = 64
 
+REST_NS = 1_000_000_000
+
 
 class MetricsSink:
     """Counts finished requests and engine steps.
@@ -51,7 +53,7 @@ class MetricsSink:
         self._resource = resource
         self._promises = promises
         self.is_delta = temporality in ("delta", "lowmemory")  # the same, but for observable counters
-        self._stepped = False
+        self._stepped_at = 0
         self._exemplars = exemplars
         self._started_at = self._collected_at = started_at_unix_ns
         self._histograms = {
@@ -110,8 +112,8 @@ class MetricsSink:
         """Counts engine steps, and takes over the KV usage that each engine said last."""
         groups: dict[Key, list[StepRecord]] = {}
         latest: dict[Key, StepRecord] = {}
-        self._stepped = True
         for record in records:
+            self._stepped_at = max(self._stepped_at, record.ended_at)
             engine = (record.engine or None, record.pid)
             groups.setdefault((record.kind, *engine), []).append(record)
             if record.kv_total:
@@ -163,13 +165,12 @@ class MetricsSink:
         for metric in semconv.KV_OF_ENGINE:
             self._numbers[metric.name].retain(keys)
 
-    def rest(self) -> None:
-        """Nobody is in flight: where no step was taken since this was said last, nothing is in a KV cache."""
-        if not self._stepped:
+    def rest(self, now: int) -> None:
+        """Nobody is in flight: where no step was taken for a while, nothing is in a KV cache."""
+        if now - self._stepped_at > REST_NS:
             for metric in (semconv.KV_USAGE, semconv.KV_UTILIZATION):
                 self._numbers[metric.name].reset()
             self._numbers[semconv.KV_HEADROOM.name].retain(())
-        self._stepped = False
 
     def set(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
         """The value of a gauge or an up-down counter, or the total of a counter, from now on."""

@@ -660,6 +660,29 @@ async def test_async_streams_that_take_turns_are_requests_of_their_own(recording
     assert len({one.trace_id for one in records}) == 4
 
 
+async def test_an_async_stream_is_sent_to_and_thrown_into_as_it_is(recording: Recording) -> None:
+    seen: list[Any] = []
+
+    @otel_infer.request("chat")
+    async def answer() -> AsyncGenerator[str, Any]:
+        try:
+            seen.append((yield "first"))
+            yield "second"
+        except KeyError as reason:
+            seen.append(reason.args)
+            yield "mended"
+        finally:
+            seen.append("closed")
+
+    stream = answer()
+    assert await anext(stream) == "first"
+    assert (await stream.asend("hello"), await stream.athrow(KeyError("k"))) == ("second", "mended")
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert seen == ["hello", ("k",), "closed"]
+    assert [one.outcome for one in recording.records()] == [facts.OK]
+
+
 async def test_an_async_stream_may_be_cancelled_and_has_its_time_limits(recording: Recording) -> None:
     @otel_infer.request("chat")
     async def answer() -> AsyncGenerator[int, None]:

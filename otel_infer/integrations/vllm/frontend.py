@@ -103,7 +103,7 @@ def add_request(call: Call) -> Generator[None, Any, None]:
         yield
     except BaseException as exc:
         if is_new:
-            _refused(request_id, type(exc).__qualname__)
+            _refused(request_id, exc)
         raise
     state = call.instance.request_states.get(request_id)
     detokenizer = getattr(state, "detokenizer", None)
@@ -152,12 +152,14 @@ def _submitting(call: Call) -> Generator[None, Any, None]:
     """The last moment before a sequence leaves the process; vLLM has dropped `trace_headers` by now if it does not trace."""
     sequence = call["request"]
     asked = in_flight.get(sequence.request_id)
+    is_new = asked is not None and sequence.request_id not in asked.submitted
     if asked is not None:
         _submit(asked, sequence)
     try:
         yield
     except BaseException as exc:
-        _refused(sequence.request_id, type(exc).__qualname__)
+        if is_new:
+            _refused(sequence.request_id, exc)
         raise
 
 
@@ -175,11 +177,12 @@ def _submit(asked: Asked, sequence: Any) -> None:
     sequence.trace_headers = {**(sequence.trace_headers or {}), **elsewhere.headers(request)}
 
 
-def _refused(request_id: str, error_type: str) -> None:
+def _refused(request_id: str, exc: BaseException) -> None:
     """It never got to the engine, and whoever asked is told why."""
     asked = in_flight.pop(request_id, None)
     if asked is not None and asked.own:
-        asked.request.close(facts.ERROR, error_type)
+        outcome = facts.ERROR if isinstance(exc, Exception) else facts.ABORTED
+        asked.request.close(outcome, type(exc).__qualname__ if outcome == facts.ERROR else "cancelled")
 
 
 _CLIENTS = {

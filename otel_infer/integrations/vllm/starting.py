@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, facts
-from otel_infer.integrations._claims import claiming
+from otel_infer.integrations._claims import owning
 from otel_infer.integrations.vllm._integration import (
     ENGINE,
     LOADING,
@@ -65,7 +65,7 @@ def _tell_ready(error_type: str = "") -> None:
 
 
 integration.step_hook(f"{WORKER}.load_model", part=LOADING)(_phase(facts.WEIGHTS))
-integration.step_hook(f"{WORKER}.load_model", part=LOADING)(claiming)
+integration.step_hook(f"{WORKER}.load_model", part=LOADING)(owning)
 integration.step_hook(f"{WORKER}.compile_or_warm_up_model", part=LOADING)(_phase(facts.WARM_UP))
 integration.step_hook(f"{CPU_WORKER}.compile_or_warm_up_model", part=f"{LOADING} on a CPU")(
     _phase(facts.WARM_UP)

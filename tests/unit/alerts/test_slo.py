@@ -102,11 +102,14 @@ def test_grafana_gets_every_alert_with_what_prometheus_would_have_recorded_writt
 
 def test_a_promise_that_leaves_much_room_can_be_broken_all_the_same() -> None:
     """More than all cannot be missed: 14.4 times a tenth is never reached."""
-    rooms = {share: _bars({"name": "a", "of": "errors", "share": share}) for share in ("99%", "90%", "80%")}
+    rooms = {
+        share: _bars({"name": "a", "of": "errors", "share": share}) for share in ("99%", "90%", "80%", "5%")
+    }
     assert rooms == {
         "99%": ["14.4 * 0.01", "6 * 0.01", "3 * 0.01", "1 * 0.01"],
-        "90%": ["0.9", "6 * 0.1", "3 * 0.1", "1 * 0.1"],
-        "80%": ["0.9", "0.9", "3 * 0.2", "1 * 0.2"],
+        "90%": ["9 * 0.1", "6 * 0.1", "3 * 0.1", "1 * 0.1"],
+        "80%": ["4.5 * 0.2", "4.5 * 0.2", "3 * 0.2", "1 * 0.2"],
+        "5%": ["1 * 0.95", "1 * 0.95", "1 * 0.95", "1 * 0.95"],
     }
 
 

@@ -122,6 +122,18 @@ def test_what_is_no_step_is_timed_on_its_own_stream_and_changes_nothing_of_the_s
     assert all(one.gap_ns >= 0 for one in steps[1:])
 
 
+def test_what_is_no_step_and_runs_between_two_of_them_is_no_gap() -> None:
+    bench = Bench(FakeDevice(mark_ns=0))
+    for _ in range(5):
+        bench.step(MS)
+        span = bench.timeline.begin(bench.device.main, is_step=False)
+        bench.device.launch(5 * MS)
+        assert span is not None and bench.timeline.end(span, lambda timed: None)
+    bench.device.wait_for(bench.device.main)
+    bench.timeline.harvest()
+    assert [timed.gap_ns for timed in bench.told] == [-1] * 5
+
+
 def test_what_is_launched_further_ahead_than_there_are_events_is_not_timed_and_counted_and_the_rest_is() -> (
     None
 ):

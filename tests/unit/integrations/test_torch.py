@@ -15,7 +15,7 @@ import pytest
 
 from otel_infer import facts, ingress
 from otel_infer.integrations import torch as ours
-from otel_infer.integrations._claims import claimed, claiming
+from otel_infer.integrations._claims import claimed, claiming, owning
 from otel_infer.patching import Hook
 from tests.rings import Recording, stages_of
 
@@ -215,10 +215,10 @@ def test_a_model_inside_another_is_part_of_it(recording: Recording) -> None:
     assert [r.stages[0].attributes["infer.items"] for r in recording.records()] == [1, 2]
 
 
-def test_what_is_loaded_in_a_claim_is_somebody_elses_model_for_good(recording: Recording) -> None:
+def test_what_an_engine_loads_is_its_own_model_for_good(recording: Recording) -> None:
     """An engine loads a model that is the user's own, and calls it where no claim is made."""
     model = Encoder()
-    claiming(model.eval, Hook("load"))()
+    owning(model.eval, Hook("load"))()
     assert model("x") == "x"
     assert recording.records() == []
 

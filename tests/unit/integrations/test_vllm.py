@@ -731,6 +731,22 @@ def test_a_stop_string_is_met_in_the_front_end_and_what_follows_it_is_no_output(
     assert delivery._stopped == {} == delivery._given_up and front_end.hook.alive
 
 
+def test_what_both_ends_finish_is_counted_once_by_what_was_kept(recording: Recording) -> None:
+    """The engine was about to end it when the front end met the stop string."""
+    scheduler, front_end, sequence = Scheduler(), FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
+    request = asked(front_end, sequence)
+    part = scheduler.add("r", sequence.trace_headers)
+    scheduler.update(scheduler.schedule(r=5), r=1)
+    while detokenizer.update() is None:
+        scheduler.update(scheduler.schedule(r=1), r=1)
+    part.num_output_tokens = 4
+    scheduler.update(scheduler.schedule(r=1), (part,), r=1)
+    process(front_end, ended(sequence, None), aborts=("r",), finishes=(sequence,))
+    request.close()
+    assert recording.records()[0].output_tokens == 3
+
+
 def test_who_ends_without_a_token_has_no_first_one(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)

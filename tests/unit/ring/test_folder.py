@@ -358,8 +358,8 @@ def test_who_ended_before_the_living_were_looked_up_is_not_ended_by_that(
         assembler.feed(rings.poll(now))
     for at in range(100):  # the ring is lapped
         writer.state(0, facts.PauseSeen(40 + at, 40, "gc"))
-    failed = facts.RequestEnded(1_005, facts.ERROR, "ValueError", 500, 0, 0, 0)
-    monkeypatch.setattr("otel_infer.clock.now", lambda: 1_010)
+    failed = facts.RequestEnded(1_105, facts.ERROR, "ValueError", 500, 0, 0, 0)
+    monkeypatch.setattr("otel_infer.clock.now", lambda: 1_110)
     live = RequestReader.live
 
     def looking(reader: RequestReader) -> Any:
@@ -372,6 +372,51 @@ def test_who_ended_before_the_living_were_looked_up_is_not_ended_by_that(
         assembler.feed(rings.poll(now))
     (record,) = assembler.concluded(1_300 + GRACE_NS)
     assert (record.error_type, record.status_code, record.telemetry_lost) == ("ValueError", 500, True)
+
+
+def test_who_arrives_while_the_living_are_looked_up_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = MemoryArena()
+    writer = RequestWriter(arena, "1-a", "server", layout.Sizes(64, 16, 16, 64))
+    rings, assembler = Rings(), Assembler()
+    rings.add(*arena.buffers[0], 1)
+    for now in (20, 30):
+        assembler.feed(rings.poll(now))
+    for at in range(100):  # the ring is lapped
+        writer.state(0, facts.PauseSeen(40 + at, 40, "gc"))
+    monkeypatch.setattr("otel_infer.clock.now", lambda: 1_110)
+    live, opened = RequestReader.live, list[int]()
+
+    def looking(reader: RequestReader) -> Any:
+        found = list(live(reader))
+        if not opened:
+            opened.append(writer.open(arrival(1_112, 12)))  # after the table was copied
+        return iter(found)
+
+    monkeypatch.setattr(RequestReader, "live", looking)
+    for now in (1_000, 1_100, 1_200, 1_300):
+        assembler.feed(rings.poll(now))
+    assert assembler.active() == {"queued": 0, "running": 1}
+
+
+def test_whose_end_was_overwritten_by_a_process_that_then_died_did_not_die_of_that(folder: Path) -> None:
+    def work(arena: FileArena) -> Any:
+        writer = RequestWriter(arena, "1-a", "server", layout.Sizes(64, 16, 16, 64))
+        gone, _ = writer.open(arrival(10, 10)), writer.open(arrival(20, 20))
+        writer.close(gone, ended(30))
+        for at in range(200):
+            writer.state(0, facts.PauseSeen(40 + at, 40, "gc"))
+        return writer
+
+    rings, assembler = Rings(), Assembler()
+    process = Process(folder, work)
+    with process:
+        rings.discover(folder, 100)
+        process.kill()
+        for now in (SECOND, SECOND + 1, SECOND + 2):
+            assembler.feed(rings.poll(now))
+    records = assembler.concluded(SECOND + GRACE_NS + LIVENESS_NS)
+    told = {int.from_bytes(record.trace_id, "big"): record.error_type for record in records}
+    assert told == {20: "process_died"}
 
 
 def test_what_there_was_no_room_for_is_counted_when_its_process_is_gone_too(folder: Path) -> None:

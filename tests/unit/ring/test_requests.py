@@ -198,14 +198,21 @@ def test_a_full_live_table_is_counted_and_says_nothing_against_those_that_are_in
     assert [f.lost for f in read(RequestReader(memory, 1)) if isinstance(f, facts.FactsLost)] == []
 
 
-def test_a_hole_is_said_before_what_came_after_it_whenever_that_is_read() -> None:
+@pytest.mark.parametrize("final", [True, False])
+def test_a_hole_is_said_before_what_came_after_it_whenever_that_is_read(final: bool) -> None:
     writer, memory = make()
     reader = RequestReader(memory, 1)
-    for at in range(1, 200):
+    writer.state(1, facts.TokenReached(1))
+    assert list(reader.poll(2)) == []
+    assert len(list(reader.poll(3))) == 1
+    for at in range(2, 200):
         writer.state(1, facts.TokenReached(at))
-    said = [one.fact for one in reader.poll(10_000, final=True)]
-    assert isinstance(said[0], facts.FactsLost) and said[0].lost > 0
-    assert said[0].at == said[1].at < 200
+    said = [list(reader.poll(10_000 + poll, final=final)) for poll in range(1 if final else 2)]
+    assert said[:-1] == ([] if final else [[]])  # what is complete is taken a poll later
+    lost, *after = [one.fact for one in said[-1]]
+    assert isinstance(lost, facts.FactsLost) and lost.lost > 0
+    assert 1 < lost.at == after[0].at < 200
+    assert not any(isinstance(fact, facts.FactsLost) for fact in after)
 
 
 def test_a_full_string_table_says_other_and_loses_no_fact() -> None:

@@ -492,11 +492,12 @@ def test_an_engine_that_is_gone_uses_no_kv_cache() -> None:
 
 def test_where_nobody_is_in_flight_and_no_step_is_taken_nothing_is_in_a_kv_cache() -> None:
     metrics = sink()
-    metrics.steps([step(1, kv_used=90, block_tokens=16)])
-    metrics.rest()
+    last = step(1, kv_used=90, block_tokens=16)
+    metrics.steps([last])
+    metrics.rest(last.ended_at + 500 * MS)
     names = ("infer.kv_cache.usage", "infer.kv_cache.utilization", "infer.kv_cache.headroom")
     assert [only_point(sent(metrics)[name])["value"] for name in names[:2]] == [90, 0.9]
-    metrics.rest()
+    metrics.rest(last.ended_at + 2_000 * MS)
     said = sent(metrics)
     assert [only_point(said[name])["value"] for name in names[:2]] == [0, 0] and names[2] not in said
     assert only_point(said["infer.kv_cache.limit"])["value"] == 100
