@@ -268,9 +268,12 @@ def test_what_happens_once_and_has_no_series_before_is_told(tmp_path: Path, aler
     )
 
 
-def test_no_traffic_is_told_where_there_was_some(tmp_path: Path) -> None:
-    name = f"{E2E}_count{{{M}}}"
-    series = [{"series": name, "values": "0+60x60 3600x60"}]
+@pytest.mark.parametrize(
+    "afterwards", ["3600x60", "stale _x60"], ids=["silent", "restarted, and nobody came"]
+)
+def test_no_traffic_is_told_where_there_was_some(tmp_path: Path, afterwards: str) -> None:
+    name, there = f"{E2E}_count{{{M}}}", f"infer_self_memory_usage_bytes{{{M}}}"
+    series = [{"series": name, "values": f"0+60x60 {afterwards}"}, {"series": there, "values": "1x120"}]
     ran(
         tmp_path,
         "NoTraffic",
@@ -278,7 +281,7 @@ def test_no_traffic_is_told_where_there_was_some(tmp_path: Path) -> None:
             {
                 "interval": "1m",
                 "input_series": series,
-                "promql_expr_test": [firing("NoTraffic", "55m", None), firing("NoTraffic", "80m", 1)],
+                "promql_expr_test": [firing("NoTraffic", "55m", None), firing("NoTraffic", "95m", 1)],
             }
         ],
     )
