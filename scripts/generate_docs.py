@@ -200,6 +200,8 @@ window, so that it matters, and over a short one, so that it still does. Each se
 |---|---|---|---|---|---|---|
 {windows}
 
+- **A promise that leaves much room.** More than all cannot go wrong: of `share: 90%` a budget cannot go 14.4 times as fast. There an
+  alert fires when nine of ten events have missed, and says how many times as fast that is.
 - **Little traffic.** One slow request of three is a third of them, and nothing to wake up for. With fewer than `minimum` events in
   the long window nothing is said. The events of `itl` are gaps, of which one answer has many.
 - **A new server.** A window that is longer than the server's history looks over what there is: after a bad first hour of {minimum}

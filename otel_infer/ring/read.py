@@ -103,7 +103,8 @@ class RequestReader:
         self._lost_by_writer = by_writer
         yield from self._losses(found, now, final)
         yield from found
-        self._taken_at = max([self._taken_at, *(said.fact.at for said in found)])
+        if found:
+            self._taken_at = max(self._taken_at, found[-1].fact.at)
 
     def _losses(self, found: list[facts.RingFact], now: int, final: bool) -> Iterator[facts.RingFact]:
         """What was lost since it was told last. A hole is told of with what came after it, and as before that: requests that end
