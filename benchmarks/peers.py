@@ -87,7 +87,7 @@ class Peer:
 
 def measure(quick: bool) -> list[Line]:
     """All workloads; systems that are not installed are named in the table."""
-    rounds = 2 if quick else 30
+    rounds = 2 if quick else 15
     mine, others = machine.cores()
     peers = {name: Peer(BARE if name == AGAIN else name) for name in (BARE, AGAIN, *SYSTEMS)}
     lines = [_missing(name, peer.missing) for name, peer in peers.items() if peer.missing]
