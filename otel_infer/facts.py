@@ -1,7 +1,8 @@
 """What an integration may state: one class per fact, named noun + past verb, and its layout in shared memory.
 
-The writer (`ring.write`, `ring.write_steps`) packs these layouts, the reader (`ring.read`) unpacks them, the assembler consumes them; nobody
-else knows a byte. `at` is always the instant the fact is about, monotonic ns, and facts are ordered by it.
+The writer (`ring.write`, `ring.write_steps`) packs these layouts, the reader (`ring.read`) unpacks them, the assembler
+consumes them; nobody else knows a byte. `at` is always the instant the fact is about, monotonic ns, and facts are ordered
+by it.
 
 Two families:
 

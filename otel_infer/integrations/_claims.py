@@ -11,32 +11,25 @@ from otel_infer.patching import Hook
 claimed: ContextVar[bool] = ContextVar("otel_infer-claimed", default=False)
 """A context variable and not one of the thread: tasks take turns on a thread, and work moves to others."""
 
-
 owned: ContextVar[bool] = ContextVar("otel_infer-owned", default=False)
 """Models that are loaded in here are an engine's, which tells of them wherever they run."""
 
 
-def owning(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A step hook: what `original` loads is its own."""
+def _inside(variable: ContextVar[bool]) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
+    """Makes step hooks that set it for as long as a function runs; for those that return when their work is done."""
 
-    def own(*args: Any, **kwargs: Any) -> Any:
-        token = owned.set(True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            owned.reset(token)
+    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            token = variable.set(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                variable.reset(token)
 
-    return own
+        return call
+
+    return make
 
 
-def claiming(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A step hook that claims whatever runs inside `original`; for functions that return when their work is done."""
-
-    def claim(*args: Any, **kwargs: Any) -> Any:
-        token = claimed.set(True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            claimed.reset(token)
-
-    return claim
+claiming, owning = _inside(claimed), _inside(owned)
+"""A step hook that claims whatever runs inside; one that says whose the models are that it loads."""

@@ -131,11 +131,16 @@ class Batches:
         """What was guessed ahead in this step, and how much of it the model agreed with; who is gone meanwhile is not counted."""
         output, sampled_each = flight.output, getattr(scheduler, "num_sampled_tokens_per_step", 1)
         invalid = getattr(output, "num_invalid_spec_tokens", None) or {}
+        # Only a connector keeps the blocks of one that is over.
+        keeps = any(getattr(scheduler, name, None) is not None for name in ("connector", "ec_connector"))
+        sampled_ids = sampled.sampled_token_ids
         for who, drafted in output.scheduled_spec_decode_tokens.items():
             request, index = scheduler.requests.get(who), sampled.req_id_to_index.get(who, -1)
-            if request is None or _is_dropped(request) or not 0 <= index < len(sampled.sampled_token_ids):
+            if request is None or not 0 <= index < len(sampled_ids) or (keeps and request.is_finished()):
                 continue
-            tokens = len(sampled.sampled_token_ids[index])
+            if getattr(request, "num_stale_output_tokens", 0) and request.drop_stale_output:
+                continue  # it was put back meanwhile
+            tokens = len(sampled_ids[index])
             if tokens:
                 before = self.drafts.get(who, (0, 0))
                 valid = len(drafted) - invalid.get(who, 0)
@@ -184,12 +189,6 @@ def _block_tokens(scheduler: Any) -> int:
     if len(groups) > 1:
         return round(whole / total) if whole and total else 0
     return int(getattr(scheduler, "block_size", 0))
-
-
-def _is_dropped(request: Any) -> bool:
-    """Whether what is made for it is thrown away: it is over and only its blocks are held, or it was put back meanwhile."""
-    stale = getattr(request, "num_stale_output_tokens", 0) and getattr(request, "drop_stale_output", False)
-    return bool(stale or request.is_finished())
 
 
 def _admitted(scheduler: Any, new: Any, at: int) -> None:

@@ -843,6 +843,7 @@ def test_nine_batches_may_be_in_flight(recording: Recording) -> None:
 def test_drafts_are_counted_as_vllm_counts_them(recording: Recording) -> None:
     """Those that a grammar forbids are none, and what is made for a request that is over is thrown away."""
     scheduler = Scheduler()
+    scheduler.connector = object()  # which keeps the blocks of one that is over
     (request, headers), (over, others) = front(), front()
     sequence, gone = scheduler.add("r", headers), scheduler.add("g", others)
     scheduler.update(scheduler.schedule(new={"r": 0, "g": 0}, r=4, g=4), r=1, g=1)
@@ -855,6 +856,21 @@ def test_drafts_are_counted_as_vllm_counts_them(recording: Recording) -> None:
     one, other = recording.records()
     assert (one.drafted_tokens, one.accepted_tokens) == (1, 1)
     assert (other.drafted_tokens, other.accepted_tokens) == (0, 0)
+    assert scheduler.hook.alive
+
+
+def test_drafts_of_a_request_that_was_put_back_meanwhile_are_thrown_away_with_what_was_made(
+    recording: Recording,
+) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence: Any = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
+    output = scheduler.schedule(drafts={"r": 3}, r=4)
+    sequence.num_stale_output_tokens, sequence.drop_stale_output = 4, True
+    scheduler.update(output, (sequence,), r=2)
+    request.close()
+    assert recording.records()[0].drafted_tokens == 0
     assert scheduler.hook.alive
 
 
