@@ -5,6 +5,7 @@ python -m benchmarks.peer SYSTEM ENDPOINT      reads `WORKLOAD` or `WORKLOAD REQ
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -33,10 +34,6 @@ PROMPTS = 4
 """Prompts of one call of `generate`; one where it is streamed, since transformers streams no more."""
 AT_ONCE = 8
 PATIENCE_S = 60
-
-
-class Unanswered(RuntimeError):
-    """Continuous batching of transformers 5.23 was seen to lose a request, with nobody watching."""
 
 
 class Installed(NamedTuple):
@@ -74,19 +71,13 @@ def main() -> None:
 
 
 def _block(model: Model, installed: Installed, workload: str, requests: int) -> dict[str, int]:
-    """ns of this process and of the sidecar, by the clock on the wall, and what was done meanwhile; once more, by a new manager,
-    if a request was lost."""
+    """ns of this process and of the sidecar, by the clock on the wall, and what was done meanwhile."""
     run = {GENERATE: model.generate, STREAMED: model.stream, PIPELINE: model.pipe, BATCHING: model.batch}[
         workload
     ]
     sidecar = machine.cpu_ns(installed.sidecar) if installed.sidecar else 0
     began, cpu = time.perf_counter_ns(), time.process_time_ns()
-    try:
-        tokens = run(requests)
-    except Unanswered as lost:
-        print(f"{lost}: the block is run again", file=sys.stderr)
-        model.manage()
-        return _block(model, installed, workload, requests)
+    tokens = run(requests)
     wall = time.perf_counter_ns() - began
     installed.flush()
     cpu = time.process_time_ns() - cpu
@@ -118,12 +109,6 @@ class Model:
 
         self.ids = torch.tensor([continuous.prompt(number) for number in range(PROMPTS)])
         self.pipeline = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer)
-        self.manage()
-
-    def manage(self) -> None:
-        """Continuous batching begins anew."""
-        if self.manager is not None:
-            self.manager.stop(block=True, timeout=PATIENCE_S)
         self.manager = continuous.manager(self.model, AT_ONCE)
         self.manager.start()
 
@@ -169,12 +154,12 @@ class Model:
     def batch(self, requests: int) -> int:
         """Continuous batching, so many at once as fit."""
         numbers, tokens = iter(range(requests)), 0
-        for number, _ in zip(numbers, range(AT_ONCE)):
+        for number in itertools.islice(numbers, AT_ONCE):
             self._add(number)
         for _ in range(requests):
             result = self.manager.get_result(timeout=PATIENCE_S)
             if result is None:
-                raise Unanswered(f"a request was not answered within {PATIENCE_S} s")
+                raise RuntimeError(f"a request was not answered within {PATIENCE_S} s")
             if result.error:
                 raise RuntimeError(f"a request failed: {result.error}")
             tokens += len(result.generated_tokens)

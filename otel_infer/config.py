@@ -131,7 +131,7 @@ SETTINGS: dict[str, Setting] = {
     "device_timing": Setting(
         "OTEL_INFER_DEVICE_TIMING",
         "auto",
-        "time GPUs by events on their streams, at most 0.3 % of the time: `auto`; `off`: the host's clock alone",
+        "time GPUs by events on their streams, in some 0.3 % of the time: `auto`; `off`: the host's clock alone",
         _choice("auto", "off"),
     ),
     "gpu_metrics": Setting(

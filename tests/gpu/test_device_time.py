@@ -89,9 +89,10 @@ def test_a_model_that_keeps_the_device_busy_is_not_said_to_be_held_back_by_launc
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     timed_from_now_on()
-    wide = {"hidden_size": 12288, "intermediate_size": 32768, "num_attention_heads": 96}
-    config = transformers.LlamaConfig(vocab_size=1024, num_hidden_layers=4, **wide)
-    torch.set_default_dtype(torch.bfloat16)  # 14 GB of weights to read for each token: some 5 ms
+    # One layer of 20 GB: some 7 ms to read for each token, and no more to launch than 1 ms, or 3 where the host has neighbours.
+    wide = {"hidden_size": 12288, "intermediate_size": 262144, "num_attention_heads": 96}
+    config = transformers.LlamaConfig(vocab_size=1024, num_hidden_layers=1, **wide)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
             model = transformers.LlamaForCausalLM(config).eval()
