@@ -102,6 +102,7 @@ def _inferences(path: Path, wanted: str | None = None) -> list[RequestRecord]:
 
 def _all(records: list[RequestRecord], worst: int, as_json: bool, felt: Outside | None = None) -> int:
     from otel_infer.complaints import COMPLAINTS
+    from otel_infer.devicelimit import device_limits
     from otel_infer.diagnosis import diagnose
 
     diagnosis = diagnose(records)
@@ -115,6 +116,7 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool, felt: Outside 
             **diagnosis._asdict(),
             "findings": findings,
             "tenants": tenants(records),
+            "devices": [{**one._asdict(), **one.words._asdict()} for one in device_limits(records)],
             "worst": [described(record) for record in slowest],
             "readers": felt._asdict() if felt is not None else None,
         }
@@ -142,6 +144,11 @@ def _all(records: list[RequestRecord], worst: int, as_json: bool, felt: Outside 
             out.print(f"  {cause:<16} {100 * share:5.1f} %  {semconv.CAUSES.get(cause, '')}")
     for line in map(_of_tenant, tenants(records)):
         out.print(line, markup=False)
+    for one in device_limits(records):
+        out.print(
+            f"the device, in {one.stage}: {one.limit} in {one.requests} of {one.timed}: {one.words.means}"
+        )
+        out.print(f"  makes it quicker: {one.words.change}")
     out.print()
     out.print(f"the slowest {len(slowest)}", style="bold")
     for record in slowest:

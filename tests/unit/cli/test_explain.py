@@ -193,3 +193,25 @@ def test_where_tenants_are_told_those_with_the_most_requests_have_a_line_each(
 def test_without_tenants_explain_says_nothing_of_them(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(slow)]) == 0
     assert "tenant" not in capsys.readouterr().out
+
+
+def test_where_a_device_was_timed_what_held_it_back_is_said_with_what_makes_it_quicker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of the demo on an H100: a tiny model, whose kernels are done before the next one is launched."""
+    (path,) = (Path(__file__).parents[2] / "tapes").glob("demo-nvidia-*.tape")
+    assert main(["explain", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"the device, in decode: launch-bound in (\d+) of \d+: launching its kernels takes as long", said
+    )
+    assert "makes it quicker: CUDA graphs or torch.compile" in said
+    assert main(["explain", str(path), "--json"]) == 0
+    prefill, decode = json.loads(capsys.readouterr().out)["devices"]
+    assert (prefill["stage"], decode["stage"], decode["limit"]) == ("prefill", "decode", "launch-bound")
+    assert 0 < decode["requests"] <= decode["timed"]
+
+
+def test_without_a_device_explain_says_nothing_of_one(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(slow)]) == 0
+    assert "the device" not in capsys.readouterr().out

@@ -1,0 +1,32 @@
+"""What held a device back, over many requests."""
+
+from __future__ import annotations
+
+from otel_infer import devicesteps, semconv
+from otel_infer.devicelimit import LIMITS, device_limits
+from otel_infer.devicesteps import BACK_PRESSURED, GPU_BOUND, HOST_STALLED, LAUNCH_BOUND
+from otel_infer.records import RequestRecord, Stage
+from tests.unit.test_slowest import request
+
+
+def test_all_that_can_hold_a_device_back_has_its_words() -> None:
+    assert set(LIMITS) == {GPU_BOUND, LAUNCH_BOUND, HOST_STALLED, BACK_PRESSURED}
+
+
+def test_a_stage_is_held_back_by_what_holds_back_most_requests_of_those_that_are_known() -> None:
+    limits = [GPU_BOUND, LAUNCH_BOUND, LAUNCH_BOUND, ""]
+    assert device_limits([with_decode(limit) for limit in limits]) == [
+        (semconv.SPAN_DECODE, LAUNCH_BOUND, 2, 3)
+    ]
+
+
+def test_of_requests_by_the_host_s_clock_nothing_is_said() -> None:
+    assert device_limits([with_decode("")]) == []
+
+
+def with_decode(limit: str) -> RequestRecord:
+    record = request(duration=1)
+    method = devicesteps.BY_EVENT if limit else devicesteps.BY_HOST
+    said = {semconv.DEVICE_METHOD: method, **({semconv.DEVICE_LIMIT: limit} if limit else {})}
+    record.stages.append(Stage(semconv.SPAN_DECODE, 0, 1, attributes=said))
+    return record
