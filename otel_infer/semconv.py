@@ -651,8 +651,6 @@ GPU_POWER = Metric("hw.power", GAUGE, "W", "Power that the GPU draws, over the l
 GPU_ENERGY = Metric(
     "hw.energy", COUNTER, "J", "Energy that the GPU has used since its driver was loaded.", _GPU
 )
-BEGUN_ELSEWHERE = (GPU_ENERGY,)
-"""Counters that have counted for longer than we are here."""
 GPU_TEMPERATURE = Metric("hw.temperature", GAUGE, "Cel", "Temperature of the GPU.", _GPU)
 GPU_ERRORS = Metric(
     "hw.errors",
@@ -662,6 +660,10 @@ GPU_ERRORS = Metric(
     "told since the server began (xid_NUMBER).",
     (*_GPU, ERROR_TYPE),
 )
+ECC_ERRORS = ("corrected", "uncorrected")
+"""Of the GPU's memory, as ERROR_TYPE."""
+BEGUN_ELSEWHERE: dict[Metric, tuple[str, ...]] = {GPU_ENERGY: (), GPU_ERRORS: ECC_ERRORS}
+"""Counters that have counted for longer than we are here; where only some of a counter have, which ones."""
 GPU_THROTTLED = Metric(
     "infer.gpu.throttled",
     GAUGE,

@@ -41,7 +41,6 @@ class Numbers:
 
     def __init__(self, metric: semconv.Metric) -> None:
         self._metric = metric
-        self._begun_elsewhere = metric in semconv.BEGUN_ELSEWHERE
         self._values: dict[Key, float] = {}
         self._reported: dict[Key, float] = {}
 
@@ -77,8 +76,8 @@ class Numbers:
     def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
         """The SDK's data of this metric, or None if there are no points."""
         delta, reported = temporality is DELTA, self._reported
-        if delta and self._begun_elsewhere:
-            reported = {**self._values, **reported}
+        if delta and self._metric in semconv.BEGUN_ELSEWHERE:
+            reported = {**self._begun_elsewhere(), **reported}
         points = [
             export.NumberDataPoint(
                 attributes=attributes_of(self._metric, key),
@@ -95,6 +94,11 @@ class Numbers:
             return export.Gauge(data_points=points)
         monotonic = self._metric.instrument == semconv.COUNTER
         return export.Sum(data_points=points, aggregation_temporality=temporality, is_monotonic=monotonic)
+
+    def _begun_elsewhere(self) -> dict[Key, float]:
+        """Of what was counted before we came, that is."""
+        some = set(semconv.BEGUN_ELSEWHERE[self._metric])
+        return {key: value for key, value in self._values.items() if not some or some.intersection(key)}
 
     def _admitted(self, key: Key) -> Key:
         return key if key in self._values or len(self._values) < MAX_SERIES else OVERFLOW_KEY

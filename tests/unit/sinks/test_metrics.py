@@ -593,6 +593,20 @@ def test_delta_of_what_was_counted_before_us_begins_with_us() -> None:
     assert values == [0, 70, 30]
 
 
+def test_delta_of_errors_begins_with_us_for_those_that_the_driver_counts_and_tells_all_that_happened_since() -> (
+    None
+):
+    metrics, told = sink(temporality="delta"), []
+    for corrected, lost in ((700, 0), (702, 1), (702, 1)):
+        counted = {"corrected": corrected, "xid_79": lost}
+        for kind, many in counted.items():
+            if many:
+                metrics.set(semconv.GPU_ERRORS, {semconv.HW_ID: "GPU-1", semconv.ERROR_TYPE: kind}, many)
+        points = sent(metrics)["hw.errors"]["points"]
+        told.append({point["attributes"]["error.type"]: point["value"] for point in points})
+    assert told == [{"corrected": 0}, {"corrected": 2, "xid_79": 1}, {"corrected": 0, "xid_79": 0}]
+
+
 def test_a_wall_clock_that_is_set_back_makes_no_interval_that_ends_before_it_begins() -> None:
     metrics = sink(temporality="delta")
     counted(metrics, record())
