@@ -156,3 +156,23 @@ def test_no_more_of_a_step_is_explained_than_it_took_longer(lengths: list[float]
     assert (
         (shares >= -1e-9).all() and (shares[:2].sum(axis=0) <= 1 + 1e-9).all() and (shares <= 1 + 1e-9).all()
     )
+
+
+@given(
+    looks=st.lists(
+        st.tuples(st.integers(1, 60), st.floats(0, 1), st.integers(0, 5000)), min_size=1, max_size=6
+    ),
+    begin=st.integers(-50, 400),
+    length=st.integers(0, 400),
+)
+def test_of_one_interval_is_counted_what_is_counted_of_many(
+    looks: list[tuple[int, float, int]], begin: int, length: int
+) -> None:
+    strain, at = Strain(), 0.0
+    for lasted, waited, faults in looks:
+        strain.look(seen(at + lasted, at, waited=waited * lasted, system=faults / 1000, faults=faults))
+        at += lasted
+    strain.settle(table(*[10] * 4), None, final=True)
+    one = strain.held(begin * MS, (begin + length) * MS)
+    many = strain.counted(*(np.array([instant * MS]) for instant in (begin, begin + length)))
+    assert one == pytest.approx(tuple(float(column[0]) for column in many), abs=1)
