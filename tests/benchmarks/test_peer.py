@@ -1,0 +1,37 @@
+"""One system on transformers: who is asked, and that all of them are waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.peer import AT_ONCE, TOKENS, Model
+
+
+class Manager:
+    """Continuous batching that answers at once; it knows how many it had at most."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Any] = deque()
+        self.most = self.added = 0
+
+    def add_request(self, prompt: list[int], max_new_tokens: int) -> None:
+        self.waiting.append(SimpleNamespace(error=None, generated_tokens=[0] * max_new_tokens))
+        self.added, self.most = self.added + 1, max(self.most, len(self.waiting))
+
+    def get_result(self, timeout: float) -> Any:
+        return self.waiting.popleft() if self.waiting else None
+
+
+@pytest.mark.parametrize("requests", [1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE])
+def test_a_block_of_batching_asks_for_as_many_as_it_waits_for_and_no_more_at_once_than_fit(
+    requests: int,
+) -> None:
+    model = Model.__new__(Model)
+    model.manager = Manager()
+    assert model.batch(requests) == requests * TOKENS
+    assert (model.manager.added, model.manager.most) == (requests, min(requests, AT_ONCE))
+    assert not model.manager.waiting
