@@ -11,6 +11,7 @@ from typing import Any
 from otel_infer import asking, clock, facts, ingress
 from otel_infer.gpu.timing import timing
 from otel_infer.gpu.work import StageWork
+from otel_infer.handmade.devices import device_of
 from otel_infer.handmade.scope import ENGINE, Scope, failed
 
 OPERATION = "inference"
@@ -24,10 +25,11 @@ class stage(Scope):  # noqa: N801 - used like a function
     nothing. A stage that raises is recorded all the same. Make a new one for each `with`.
 
     `gpu`: what this thread launches in it on its current stream is timed on the device as well, if the device is done with it
-    before the request ends.
+    before the request ends. True is the thread's current device; a model that is on another names that: `gpu=model.device`.
+    Of all devices but the one that a thread uses first, the host's time alone is known.
     """
 
-    def __init__(self, name: str, *, gpu: bool = False) -> None:
+    def __init__(self, name: str, *, gpu: object = False) -> None:
         self.name, self._gpu = str(name), gpu
         self.again = functools.partial(stage, name, gpu=gpu)
         self._request: ingress.LiveRequest | None = None
@@ -39,7 +41,7 @@ class stage(Scope):  # noqa: N801 - used like a function
         self._started_at = clock.now()
         if self._gpu and self._request is not None:
             try:
-                self._begun = timing.begin(always=True, is_step=False)
+                self._begun = timing.begin(always=True, is_step=False, on=device_of(self._gpu))
             except Exception as exc:
                 failed(_ON_DEVICE, exc)
         return self

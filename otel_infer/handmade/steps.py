@@ -15,6 +15,7 @@ from typing import Any
 from otel_infer import facts
 from otel_infer.gpu.timing import timing
 from otel_infer.gpu.work import StepWork
+from otel_infer.handmade.devices import device_of
 from otel_infer.handmade.requests import request
 from otel_infer.handmade.scope import ENGINE, failed
 from otel_infer.integrations._claims import claimed
@@ -22,6 +23,7 @@ from otel_infer.ring.membership import StepLog
 from otel_infer.ring.recorder import recorder
 
 _packed_of = attrgetter("_packed")
+_ON_DEVICE = "a step's time on the device"
 
 
 class _Loop:
@@ -52,8 +54,8 @@ class step:  # noqa: N801 - used like a function
     `waiting`: how many requests the loop has not taken up. Set `delivered` inside, {request: tokens}, where a request got
     other than one token (0 = a chunk of a prompt).
 
-    `gpu`: what this thread launches in it on its current stream is timed on the device; call `launched()` before the loop waits
-    for its results, or the wait is in the span, too.
+    `gpu`, as of `stage`: what this thread launches in it on its current stream is timed on the device; call `launched()` before
+    the loop waits for its results, or the wait is in the span, too.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class step:  # noqa: N801 - used like a function
         waiting: int = 0,
         kv_used: int = 0,
         kv_total: int = 0,
-        gpu: bool = False,
+        gpu: object = False,
     ) -> None:
         self._gpu = gpu
         self._begun: Any = None
@@ -86,12 +88,15 @@ class step:  # noqa: N801 - used like a function
                 used, total, waiting = map(facts.count, self._load)
                 self._number = log.scheduled(members, (), column, used, total, len(members), waiting)
                 self._log = log
-                if self._gpu:
-                    self._begun = timing.begin(always=bool(self._prompt_tokens))
         except Exception as exc:
             if _loops.loop is not None:
                 _loops.loop.log.idle()  # half a change was made: what comes next is told whole
             failed("a step", exc)
+        if self._gpu and self._log is not None:
+            try:
+                self._begun = timing.begin(always=bool(self._prompt_tokens), on=device_of(self._gpu))
+            except Exception as exc:
+                failed(_ON_DEVICE, exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
@@ -115,7 +120,7 @@ class step:  # noqa: N801 - used like a function
             try:
                 timing.end(begun, StepWork(ENGINE, loop.pid, 0, self._number, self._log.number))
             except Exception as exc:
-                failed("a step's time on the device", exc)
+                failed(_ON_DEVICE, exc)
 
     def _column(self, tokens: Mapping[request, int], others: int) -> bytes:
         return array("I", [facts.count(tokens.get(member, others)) for member in self._members]).tobytes()
