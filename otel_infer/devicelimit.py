@@ -9,8 +9,6 @@ from typing import NamedTuple
 from otel_infer import devicesteps, semconv
 from otel_infer.records import RequestRecord
 
-STAGES = (semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
-
 
 class Words(NamedTuple):
     """What it means, and what to change."""
@@ -51,13 +49,10 @@ class DeviceLimit(NamedTuple):
 
 
 def device_limits(records: Sequence[RequestRecord]) -> list[DeviceLimit]:
-    """Of each stage that a device was seen to compute; nothing where none was timed."""
-    found = []
-    for name in STAGES:
-        stages = [stage for record in records for stage in record.stages if stage.name == name]
-        limits = Counter(str(stage.attributes.get(semconv.DEVICE_LIMIT, "")) for stage in stages)
-        del limits[""]
-        if limits:
-            limit, requests = limits.most_common(1)[0]
-            found.append(DeviceLimit(name, limit, requests, limits.total()))
-    return found
+    """Of each stage of which a device said so, in the order in which requests come to them; nothing where none was timed."""
+    limits: dict[str, Counter[str]] = {}
+    for stage in [stage for record in records for stage in record.stages]:
+        limit = stage.attributes.get(semconv.DEVICE_LIMIT)
+        if limit:
+            limits.setdefault(stage.name, Counter())[str(limit)] += 1
+    return [DeviceLimit(name, *most.most_common(1)[0], most.total()) for name, most in limits.items()]

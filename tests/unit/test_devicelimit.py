@@ -20,6 +20,15 @@ def test_a_stage_is_held_back_by_what_holds_back_most_requests_of_those_that_are
     ]
 
 
+def test_whatever_was_timed_has_a_line_in_the_order_of_a_request() -> None:
+    record = with_decode(GPU_BOUND)
+    record.stages.insert(0, Stage("rerank", 0, 1, {semconv.DEVICE_LIMIT: LAUNCH_BOUND}))
+    assert [(one.stage, one.limit) for one in device_limits([record])] == [
+        ("rerank", LAUNCH_BOUND),
+        (semconv.SPAN_DECODE, GPU_BOUND),
+    ]
+
+
 def test_of_requests_by_the_host_s_clock_nothing_is_said() -> None:
     assert device_limits([with_decode("")]) == []
 
