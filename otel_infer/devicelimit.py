@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,10 +49,13 @@ class DeviceLimit(NamedTuple):
 
 
 def device_limits(records: Sequence[RequestRecord]) -> list[DeviceLimit]:
-    """Of each stage of which a device said so, in the order in which requests come to them; nothing where none was timed."""
+    """Of each stage of which a device said so, those with most of its time first; nothing where none was timed."""
     limits: dict[str, Counter[str]] = {}
+    spent: defaultdict[str, float] = defaultdict(float)
     for stage in [stage for record in records for stage in record.stages]:
-        limit = stage.attributes.get(semconv.DEVICE_LIMIT)
-        if limit:
+        limit, duration = map(stage.attributes.get, (semconv.DEVICE_LIMIT, semconv.DEVICE_DURATION))
+        if limit and isinstance(duration, float):
             limits.setdefault(stage.name, Counter())[str(limit)] += 1
-    return [DeviceLimit(name, *most.most_common(1)[0], most.total()) for name, most in limits.items()]
+            spent[stage.name] += duration
+    found = [DeviceLimit(name, *most.most_common(1)[0], most.total()) for name, most in limits.items()]
+    return sorted(found, key=lambda one: -spent[one.stage])

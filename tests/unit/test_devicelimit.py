@@ -20,9 +20,10 @@ def test_a_stage_is_held_back_by_what_holds_back_most_requests_of_those_that_are
     ]
 
 
-def test_whatever_was_timed_has_a_line_in_the_order_of_a_request() -> None:
+def test_whatever_was_timed_has_a_line_and_what_took_most_of_the_device_s_time_is_first() -> None:
     record = with_decode(GPU_BOUND)
-    record.stages.insert(0, Stage("rerank", 0, 1, {semconv.DEVICE_LIMIT: LAUNCH_BOUND}))
+    reranked = {semconv.DEVICE_LIMIT: LAUNCH_BOUND, semconv.DEVICE_DURATION: 2.0}
+    record.stages.append(Stage("rerank", 0, 1, reranked))
     assert [(one.stage, one.limit) for one in device_limits([record])] == [
         ("rerank", LAUNCH_BOUND),
         (semconv.SPAN_DECODE, GPU_BOUND),
@@ -36,6 +37,8 @@ def test_of_requests_by_the_host_s_clock_nothing_is_said() -> None:
 def with_decode(limit: str) -> RequestRecord:
     record = request(duration=1)
     method = devicesteps.BY_EVENT if limit else devicesteps.BY_HOST
-    said = {semconv.DEVICE_METHOD: method, **({semconv.DEVICE_LIMIT: limit} if limit else {})}
+    said = {semconv.DEVICE_METHOD: method, semconv.DEVICE_DURATION: 1.0}
+    if limit:
+        said[semconv.DEVICE_LIMIT] = limit
     record.stages.append(Stage(semconv.SPAN_DECODE, 0, 1, attributes=said))
     return record

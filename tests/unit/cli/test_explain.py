@@ -207,7 +207,7 @@ def test_where_a_device_was_timed_what_held_it_back_is_said_with_what_makes_it_q
     )
     assert "makes it quicker: CUDA graphs or torch.compile" in said
     assert main(["explain", str(path), "--json"]) == 0
-    prefill, decode = json.loads(capsys.readouterr().out)["devices"]
+    decode, prefill = json.loads(capsys.readouterr().out)["devices"]
     assert (prefill["stage"], decode["stage"], decode["limit"]) == ("prefill", "decode", "launch-bound")
     assert 0 < decode["requests"] <= decode["timed"]
 
