@@ -98,7 +98,7 @@ class Keeper:
         self._filled_at = 0
         self._per_trace: OrderedDict[bytes, int] = OrderedDict()
         self._held: OrderedDict[bytes, Kept] = OrderedDict()
-        self._named: OrderedDict[bytes, None] = OrderedDict()
+        self._named: OrderedDict[bytes, int] = OrderedDict()
         self._baselines: dict[tuple[int, int], int] = {}
         self.left_out: Counter[str] = Counter()
         self.share = 1.0
@@ -120,14 +120,17 @@ class Keeper:
             self._held[record.span_id] = Kept(_apart(record), decision)
         offender = record.blame.offender if record.blame is not None else None
         if offender is not None and decision.reason in NOTABLE:
-            final += self._name(offender.span_id)
+            final += self._name(offender.span_id, record.ended_at)
         return self._counted(final)
 
     def release(self, now: int, oldest_live: int) -> list[Kept]:
         """Those that nobody can name any more, or that have waited too long.
 
-        `oldest_live`: when the oldest request in flight arrived; what ended before held up none of those.
+        `oldest_live`: when the oldest request in flight arrived; what ended before held up none of those, and none of those held
+        it up: what it named is not waited for any more.
         """
+        for span_id in [span_id for span_id, at in self._named.items() if at < oldest_live]:
+            del self._named[span_id]
         limit = max(now - HELD_NS, oldest_live)
         gone = [span_id for span_id, kept in self._held.items() if kept.record.ended_at < limit]
         gone += list(self._held)[: max(len(self._held) - HELD_REQUESTS, 0)]
@@ -198,11 +201,11 @@ class Keeper:
         self._baselines[size] = record.ended_at
         return True
 
-    def _name(self, span_id: bytes) -> list[Kept]:
-        """Somebody was held up by this request: it is kept too, now or when it ends."""
+    def _name(self, span_id: bytes, at: int) -> list[Kept]:
+        """Somebody who ended then was held up by this request: it is kept too, now or when it ends."""
         held = self._held.pop(span_id, None)
         if held is None:
-            self._named[span_id] = None
+            self._named[span_id] = at
             if len(self._named) > NAMED:
                 self._named.popitem(last=False)
             return []

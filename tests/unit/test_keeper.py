@@ -344,6 +344,15 @@ def test_one_that_is_named_before_it_ends_is_kept_when_it_ends() -> None:
     assert taken(keeps, named("culprit", finished(10, SECOND, trace=4))) == {"culprit": "offender"}
 
 
+def test_a_name_is_waited_for_only_as_long_as_somebody_is_in_flight_who_was_there_then() -> None:
+    keeps = busy()
+    victim = held_up_by("culprit", named("victim", finished(10, SECOND, trace=3, outcome=facts.ERROR)))
+    assert taken(keeps, victim, oldest_live=victim.ended_at) == {"victim": "error"}
+    assert list(keeps._named) == [b"culprit "]
+    keeps.release(2 * SECOND, oldest_live=victim.ended_at + 1)
+    assert not keeps._named
+
+
 def test_an_ordinary_request_names_nobody() -> None:
     keeps = busy()
     taken(keeps, named("culprit", finished(10, trace=1)))
