@@ -23,6 +23,7 @@ from otel_infer import clock, semconv
 from otel_infer.config import Config, from_plain
 from otel_infer.facts import Value
 from otel_infer.flight.dumps import FlightRecorder
+from otel_infer.heap import Heap
 from otel_infer.kernel import EngineThreads
 from otel_infer.pipeline import WAKE_NS, Pipeline
 from otel_infer.ring import place
@@ -132,8 +133,7 @@ class Sidecar:
         self._webhook: Webhook | None = None
         self._listen(clock.now())
         self._pipeline = make_pipeline(settings, resource, self._rings, show=show, flight=self._flight)
-        self._throttling = Throttling()
-        self._threads = EngineThreads()
+        self._throttling, self._threads, self._heap = Throttling(), EngineThreads(), Heap()
         self._asked: list[tuple[int, int]] = []
         self._wakes_since_asked = 0
         self._recovered: list[tuple[Path, place.Lock]] = []
@@ -178,6 +178,7 @@ class Sidecar:
         if now - self._discovered_at > DISCOVER_NS:
             self._discover(now)
             self._listen(now)
+            self._heap.look(now)
             self._pipeline.govern(now)
         looked = self._throttling.look(self._rings.writers) + self._threads.look(self._rings.engine_threads)
         for said in looked:

@@ -1,0 +1,31 @@
+"""Memory that is free and that the C library keeps all the same.
+
+Batches, chunks of the flight recorder and columns of steps are of all sizes and ages, so that what they leave lies between what
+stays: glibc gives back the end of its heaps alone, and a process that runs for weeks holds more and more. Here it is
+asked for the rest as well, page by page (`malloc_trim`, malloc(3)): some ms, without the GIL. Other C libraries are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+
+EVERY_NS = 30_000_000_000
+
+
+class Heap:
+    """Gives back what is free, once in a while. `trim`: how."""
+
+    def __init__(self, trim: Callable[[int], object] | None = None) -> None:
+        self._trim = trim
+        self._due_at = 0
+        if trim is None:
+            with contextlib.suppress(AttributeError, OSError, TypeError):
+                self._trim = ctypes.CDLL(None).malloc_trim
+
+    def look(self, now: int) -> None:
+        """At this instant (monotonic ns)."""
+        if now >= self._due_at and self._trim is not None:
+            self._due_at = now + EVERY_NS
+            self._trim(0)
