@@ -33,6 +33,9 @@ class Cuda(ModuleType):
     def device_count(self) -> int:
         return 1
 
+    def current_device(self) -> int:
+        return 0
+
     def memory_stats_as_nested_dict(self, device: int) -> dict[str, Any]:
         short = int(time.time() / 10)
         used = {"allocated_bytes": 30, "reserved_bytes": 60, "active_bytes": 32, "inactive_split_bytes": 2}
