@@ -1,8 +1,8 @@
 """Memory that is free and that the C library keeps all the same.
 
 Batches, chunks of the flight recorder and columns of steps are of all sizes and ages, so that what they leave lies between what
-stays: glibc gives back the end of its heaps alone, and a process that runs for weeks holds more and more. Here it is
-asked for the rest as well, page by page (`malloc_trim`, malloc(3)): some ms, without the GIL. Other C libraries are left alone.
+stays: by itself glibc gives back the end of its heaps alone. Here it is asked for the rest as well, page by page (`malloc_trim`,
+malloc(3)): some ms, without the GIL. Other C libraries are left alone.
 """
 
 from __future__ import annotations

@@ -126,8 +126,7 @@ class Keeper:
     def release(self, now: int, oldest_live: int) -> list[Kept]:
         """Those that nobody can name any more, or that have waited too long.
 
-        `oldest_live`: when the oldest request in flight arrived; what ended before held up none of those, and none of those held
-        it up: what it named is not waited for any more.
+        `oldest_live`: when the oldest request in flight arrived; what ended before held up none of those, nor they it.
         """
         for span_id in [span_id for span_id, at in self._named.items() if at < oldest_live]:
             del self._named[span_id]

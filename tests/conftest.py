@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.rings import Recording
 
 # Models are made here; whatever asks the hub by mistake fails at once instead of waiting for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,6 +43,16 @@ def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import make_encoder
 
     return make_encoder(tmp_path_factory.mktemp("models") / "tiny-encoder")
+
+
+@pytest.fixture
+def recording() -> Iterator[Recording]:
+    """What this process states, for those who need no more than that."""
+    from tests.rings import Recording
+
+    recording = Recording()
+    yield recording
+    recording.stop()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

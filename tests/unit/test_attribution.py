@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,13 +20,6 @@ from tests.rings import Recording
 MS = 1_000_000
 spans = st.integers(0, 1 << 40)
 batches = st.dictionaries(st.integers(0, 1000), st.integers(0, 1 << 16), max_size=300)
-
-
-@pytest.fixture
-def recording() -> Iterator[Recording]:
-    recording = Recording()
-    yield recording
-    recording.stop()
 
 
 @given(spans, batches, st.integers(0, 1 << 20))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,13 +22,6 @@ from tests.story import Story, ns
 MS = 1_000_000
 STEPS = np.arange(1, 11)
 CAPACITY = 64
-
-
-@pytest.fixture
-def recording() -> Iterator[Recording]:
-    recording = Recording()
-    yield recording
-    recording.stop()
 
 
 def filled(span: int, launched: int, queued: int, gap: int) -> DeviceSteps:

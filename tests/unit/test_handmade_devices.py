@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,6 @@ from otel_infer.handmade.devices import device_of
 from tests.rings import Recording
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-
-
-@pytest.fixture
-def recording() -> Iterator[Recording]:
-    recording = Recording()
-    yield recording
-    recording.stop()
 
 
 @pytest.fixture

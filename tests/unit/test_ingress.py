@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -16,13 +15,6 @@ from otel_infer.records import RequestRecord
 from tests.rings import Recording
 
 ABOVE = SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(1))
-
-
-@pytest.fixture
-def recording() -> Iterator[Recording]:
-    recording = Recording()
-    yield recording
-    recording.stop()
 
 
 def opened() -> ingress.LiveRequest:

@@ -56,13 +56,6 @@ def installed() -> Iterator[Integration]:
 
 
 @pytest.fixture
-def recording() -> Iterator[Recording]:
-    recording = Recording()
-    yield recording
-    recording.stop()
-
-
-@pytest.fixture
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield

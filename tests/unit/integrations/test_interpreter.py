@@ -36,13 +36,6 @@ def installed() -> Iterator[None]:
 
 
 @pytest.fixture
-def recording() -> Iterator[Recording]:
-    recording = Recording()
-    yield recording
-    recording.stop()
-
-
-@pytest.fixture
 def heap() -> Iterator[list[Any]]:
     heap: list[Any] = []
     for _ in range(OBJECTS):

@@ -33,13 +33,6 @@ from otel_infer.records import RequestRecord
 from tests.rings import Recording
 
 
-@pytest.fixture
-def recording() -> Iterator[Recording]:
-    recording = Recording()
-    yield recording
-    recording.stop()
-
-
 def request_of(name: str = "asgi") -> ingress.LiveRequest:
     request = ingress.open_request("POST /", owner=name)
     assert request is not None
