@@ -4,6 +4,9 @@ Requests come in batches of a few steps. They bring values from outside that no 
 errors), some fail and some are aborted: what is remembered by such a value would grow. Memory is what a process has for itself
 alone; it is read when everything that was offered has been sent, so that what is on its way is not in it. What is filled once
 and kept full from then on is the warm-up, and is left out: the step log, and the flight recorder's window, which takes longest.
+
+Pages that are free come and go in a rhythm of their own: protobuf (upb) asks glibc for them after so much was freed, which is at every
+fifth collection of metrics. So a sample is the median of many readings, one after each round.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ STEPS_AT_ONCE = 4096
 RATE_LIMIT = 0.05
 """How much more or less was offered in the second half, as a share: the flight recorder holds the facts of two minutes, so
 memory follows the rate."""
-WARM_S = SPAN_NS / 1e9 * 1.25
+WARM_S = SPAN_NS / 1e9 * 2
+"""The window fills, and then lies once where it lay before."""
 MOST_MB_PER_H = 1.0
 RESOLUTION = 65536
 """Bytes that memory may differ by for no reason, since allocators take and give pages as they like: on both sides of the
@@ -54,7 +58,7 @@ class Series:
         self.sidecar, self.server = array("d"), array("d")
         self.begun = 0
 
-    def note(self, at: float, requests: int, sidecar: int, server: int) -> None:
+    def note(self, at: float, requests: int, sidecar: float, server: float) -> None:
         """One sample; `at` in s since the first request."""
         self.at.append(at)
         self.requests.append(requests)
@@ -75,15 +79,16 @@ def measure(quick: bool) -> list[Line]:
             load.fill_step_log(exporting.flush)
             began = due = time.perf_counter()
             for sample in range(1, samples + 1):
+                held: list[tuple[int, int]] = []
                 while load.ended < wanted * sample // samples:
                     load.offer(AT_ONCE)
                     exporting.flush()
                     due = max(due + EVERY_S, time.perf_counter())
                     time.sleep(max(due - time.perf_counter(), 0))
+                    held.append((machine.own_memory(exporting.pid), machine.own_memory(os.getpid())))
                 arrived = receiver.counted()
                 spans += arrived["spans"]
-                both = machine.own_memory(exporting.pid), machine.own_memory(os.getpid())
-                series.note(time.perf_counter() - began, load.ended, *both)
+                series.note(time.perf_counter() - began, load.ended, *np.median(held, axis=0).tolist())
             counted = arrived["metrics"]
     return lines_of(series, load.ended, counted, spans)
 

@@ -152,7 +152,7 @@ def _staged(
         parts = {semconv.CAUSE_DECODE: 0, **decode.causes}
         parts[semconv.CAUSE_DECODE] += _begun(record, taken - sum(parts.values()))
         divided: Causes = defaultdict(int)
-        _divide(divided, parts, taken, semconv.CAUSE_UNEXPLAINED)
+        _divide(divided, parts, taken, _rest_of_decode(record))
         for cause, length in divided.items():
             causes[cause] += length
             account.streaming[cause] += length
@@ -164,6 +164,12 @@ def _staged(
         causes[semconv.CAUSE_EGRESS] += taken - last
     else:
         causes[_OF_STAGES.get(name, semconv.CAUSE_APPLICATION)] += taken
+
+
+def _rest_of_decode(record: RequestRecord) -> str:
+    """What no step explains; a generation that was told as one, prompt and all, has no steps to explain it."""
+    is_one = record.steps is None and record.stage(semconv.SPAN_PREFILL) is None
+    return semconv.CAUSE_DECODE if is_one and not record.telemetry_lost else semconv.CAUSE_UNEXPLAINED
 
 
 def _begun(record: RequestRecord, left: int) -> int:

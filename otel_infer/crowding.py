@@ -22,13 +22,19 @@ _MS = 1_000_000
 
 
 class Crowd:
-    """Requests that waited, by when they did and beside whom. `failed`: others, that ran meanwhile."""
+    """Requests that waited, by when they did and beside whom. `failed`: others, that ran meanwhile.
 
-    def __init__(self, served: list[RequestRecord], failed: Sequence[RequestRecord] = ()) -> None:
-        self._waits = np.array([_interval(record) for record in served], np.int64)
-        self._runs = np.array([_running(record) for record in served], np.int64)
-        self._others = [_running(record) for record in failed]
-        self._arrivals = np.array([record.arrived_at for record in served], np.int64)
+    `since`: the instant from which on all are known (monotonic ns); of those from before only who was still there then.
+    """
+
+    def __init__(
+        self, served: list[RequestRecord], failed: Sequence[RequestRecord] = (), since: int = 0
+    ) -> None:
+        self._waits = np.array([_interval(record) for record in served], np.int64).clip(since)
+        self._runs = np.array([_running(record) for record in served], np.int64).clip(since)
+        self._others = [(max(begin, since), max(end, since)) for begin, end in map(_running, failed)]
+        self._arrivals = np.array([record.arrived_at for record in served], np.int64).clip(since)
+        self._came = np.array([record.arrived_at >= since for record in served])
         self._work = np.array([spent(record, *_WORK) for record in served], float)
         self._is_heavy = self._work >= HEAVY * max(float(np.median(self._work)), 1.0)
 
@@ -70,12 +76,13 @@ class Crowd:
 
     def peak(self) -> str | None:
         """When more came than usual, if that is when requests waited, until those who came then had their turn."""
-        begin, end = self._arrivals.min(), self._arrivals.max()
-        if end <= begin:
+        arrivals, lengths = self._arrivals[self._came], self._lengths[self._came]
+        if not len(arrivals) or arrivals.min() == arrivals.max():
             return None
-        which = np.minimum((self._arrivals - begin) * BINS // (end - begin), BINS - 1)
+        begin, end = arrivals.min(), arrivals.max()
+        which = np.minimum((arrivals - begin) * BINS // (end - begin), BINS - 1)
         came = np.bincount(which, minlength=BINS).astype(float)
-        waited = np.bincount(which, weights=self._lengths, minlength=BINS)
+        waited = np.bincount(which, weights=lengths, minlength=BINS)
         usual = float(np.median(came))
         busy = came >= max(_PEAK * usual, usual + _SIGMAS * max(usual, 1.0) ** 0.5)
         if not busy.any() or busy.sum() > BINS / 3:

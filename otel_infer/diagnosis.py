@@ -54,8 +54,9 @@ class Diagnosis(NamedTuple):
     note: str
 
 
-def diagnose(records: Sequence[RequestRecord]) -> Diagnosis:
-    """What these requests amount to."""
+def diagnose(records: Sequence[RequestRecord], since: int = 0) -> Diagnosis:
+    """What these requests amount to. `since`: the instant from which on all are there (monotonic ns); of those that came before
+    it, only who was still there then."""
     served = [r for r in records if r.blame is not None and r.generative and r.operation and r.duration_ns]
     served = [r for r in served if r.outcome != facts.ERROR]
     causes = _shares(served)
@@ -65,7 +66,7 @@ def diagnose(records: Sequence[RequestRecord]) -> Diagnosis:
             said += f" (of {len(records)}, the others failed or generate nothing)"
         return Diagnosis("insufficient", len(served), [], causes, said)
     found = [finding for rule in _RULES for finding in rule(served)]
-    found += _queue(served, [record for record in records if record.outcome == facts.ERROR])
+    found += _queue(served, [record for record in records if record.outcome == facts.ERROR], since)
     found.sort(key=lambda finding: -finding.weight)
     if found:
         return Diagnosis(found[0].complaint, len(served), found, causes, "")
@@ -221,14 +222,14 @@ def _frozen(served: list[RequestRecord]) -> list[Finding]:
     ])]  # fmt: skip
 
 
-def _queue(served: list[RequestRecord], failed: list[RequestRecord]) -> list[Finding]:
+def _queue(served: list[RequestRecord], failed: list[RequestRecord], since: int) -> list[Finding]:
     """Who waits for a turn: because of a peak, of heavy requests, of batches that are waited for, or always."""
     tail = slowest(served, ttft, whole=ttft)
     weight, each = tail.share(*_QUEUES), tail.each(*_QUEUES)
     if weight < 0.4 or each < 20 or each < 3 * typical_gap(served):
         return []
     cause, weighs = max(_QUEUES, key=tail.total), tail.weight(*_QUEUES)
-    crowd = Crowd(served, failed)
+    crowd = Crowd(served, failed, since)
     said = f"{weight:.0%} of the time to the first token of the slowest {len(tail.records)} is queue, {each:.0f} ms each"
     idle, heavy, peak = crowd.idle_share(), crowd.behind_heavy(), crowd.peak()
     if idle > 0.5:

@@ -43,6 +43,8 @@ READY = "ready"
 KV_EVICTION, EMPTY_STEP, DUMMY_BATCH = "kv_eviction", "empty_step", "dummy_batch"
 """Marks: a block of the prefix cache was given up, a step had nothing in it, a rank kept step with its peers."""
 BY_LIFESPAN, BY_ENGINE, BY_REQUEST = "lifespan", "engine", "request"
+TORCH = "torch"
+"""The provider of models that no engine claims: named after their class, never by a caller."""
 
 # Outcomes of RequestEnded.
 OK = 0

@@ -28,6 +28,7 @@ from otel_infer.ring.recorder import recorder
 from otel_infer.unclaimed import Unclaimed, end
 
 _KEY = otel_context.create_key("otel_infer-request")
+_NOTHING = Context()
 
 
 class LiveRequest(trace.Span):
@@ -43,7 +44,8 @@ class LiveRequest(trace.Span):
     detokenize_ns = 0
     _attributes = _events = _links = 0
     _failed = _seen = False
-    _engine_failed = ""
+    _engine_failed = _id = ""
+    _name = ("", "", "")
     _context: SpanContext | None = None
 
     def __init__(
@@ -92,16 +94,20 @@ class LiveRequest(trace.Span):
         recorder.state(self.handle, facts.RequestSubmitted(clock.now(), *said, engine))
 
     def name(self, operation: str = "", provider: str = "", model: str = "") -> None:
-        """What became known after arrival: operation, provider (engine), served model."""
-        self._say_known(
-            (semconv.OPERATION_NAME, operation),
-            (semconv.PROVIDER_NAME, provider),
-            (semconv.REQUEST_MODEL, model),
-        )
+        """What became known after arrival: operation, provider (engine), served model. Said once: a thousand inputs of one request
+        would fill the ring."""
+        name = operation, provider, model
+        if name != self._name:
+            self._name = name
+            self._say_known(
+                *zip((semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL), name)
+            )
 
     def known_as(self, request_id: str) -> None:
-        """How the engine calls it, and where it answers an API, its client."""
-        self.say(semconv.REQUEST_ID, request_id)
+        """How the engine calls it, and where it answers an API, its client. Said once, as the name."""
+        if request_id != self._id:
+            self._id = request_id
+            self.say(semconv.REQUEST_ID, request_id)
 
     def asked(self, tenant: str, traffic_class: str) -> None:
         """Who asks, and whether somebody waits for it."""
@@ -139,6 +145,7 @@ class LiveRequest(trace.Span):
         if self.ended:
             return
         self.ended = True
+        self.around = _NOTHING  # in it may be the request before, which a connection's reader has kept
         if self._engine_failed and outcome != facts.ABORTED:  # what was made of it says less
             outcome, error_type = facts.ERROR, self._engine_failed
         elif self._failed and outcome == facts.OK:

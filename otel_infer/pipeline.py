@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import resource as rusage
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from otel_infer import blame, clock, governor, keeper, objectives, semconv, tape
+from otel_infer import blame, clock, facts, governor, keeper, objectives, semconv, tape
 from otel_infer.assembler import GRACE_NS, Assembler
 from otel_infer.config import Config
 from otel_infer.facts import RingFact, Value
@@ -70,14 +69,15 @@ class Pipeline:
         self._metrics: MetricsSink | None = None
         self._started_wall_ns = started_wall_ns
         self._collected_at = self._concluded_at = 0
+        self._is_named = semconv.SERVICE_NAME in resource
         self._governor = governor.Governor(governor.parse(config.budget))
-        self._tape = _tape(config.tape)
+        self._tape = tape.writer(config.tape)
         self._log = RequestLog(config.request_log)
         self._watchers = watchers
         self._flight = flight
         self._scrape = scrape.Scrape(config.scrape_address) if config.scrape_address else None
         self._gpus: Poller | None = None
-        if config.gpu_metrics and (metrics_outlet is not None or self._scrape is not None):
+        if config.gpu_metrics and (sender or metrics_outlet or self._scrape or flight):
             self._gpus = Poller(config.visible_devices)
             self._gpus.start()
 
@@ -95,7 +95,7 @@ class Pipeline:
         if final or now - self._collected_at >= self.config.metric_interval_ms * 1_000_000:
             if final and self._outlet is not None:
                 self._outlet.wait(LAST_S)
-            self._collect(now)
+            self._collect(now, final)
         if self._scrape is not None and self._scrape.is_wanted(now):
             self._scrape.put(self._counted())
         return bool(said)
@@ -122,6 +122,7 @@ class Pipeline:
         """Hands on the requests that ended before `horizon`; whether there were any. `final`: none of them waits."""
         steps = self.assembler.drain_steps()
         if steps:
+            self._name_service(steps[0].engine)
             self.metrics.steps(steps)
         self.metrics.executions(self.assembler.devices.drain())
         pauses = self.assembler.drain_pauses()
@@ -167,7 +168,7 @@ class Pipeline:
     def _count(self, record: RequestRecord) -> None:
         """What does not wait for the keeper's last word."""
         self._name_service(record.engine or record.provider)
-        if record.engine and record.model:
+        if record.model and (record.engine or record.provider == facts.TORCH):
             self.metrics.serve(record.model)
         self.metrics.request(record, exported=self.keeper.exports(record))
         for watch in self._watchers:
@@ -203,7 +204,9 @@ class Pipeline:
         if self.sender is not None:
             self.sender.close(timeout)
         if self._outlet is not None:
-            self._collect(clock.now())  # once more, since only now it is known which spans were refused
+            self._collect(
+                clock.now(), final=True
+            )  # once more, since only now it is known which spans were refused
             self._outlet.close(LAST_S)
         self._end_tape()
         self._log.close()
@@ -239,11 +242,16 @@ class Pipeline:
         return self._outlet is None or self._outlet.wait(max(deadline - clock.now(), 0) / 1e9)
 
     def _name_service(self, engine: str) -> None:
+        """After the engine, if nobody named it; where there is none it has no name."""
+        self._is_named = True
         if engine and semconv.SERVICE_NAME not in self.resource:
             self.resource[semconv.SERVICE_NAME] = engine
 
-    def _collect(self, now: int) -> None:
+    def _collect(self, now: int, final: bool = False) -> None:
+        """Not before it is known whose metrics they are: what had another name would be another server's, that is soon gone."""
         if self._outlet is None or not self._outlet.free or not self.rings.seen_any:
+            return
+        if not (self._is_named or final):
             return
         self._collected_at = now
         self._outlet.put(self._counted())
@@ -290,11 +298,3 @@ class Pipeline:
         if self.sender is not None:
             lost.update(self.sender.lost)
         return lost
-
-
-def _tape(path: str) -> tape.TapeWriter | None:
-    try:
-        return tape.TapeWriter(tape.free(Path(path))) if path else None
-    except OSError as reason:
-        log.error("there is no tape: %s", reason)
-        return None

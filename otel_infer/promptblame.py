@@ -47,7 +47,11 @@ def divided(record: RequestRecord) -> StepsBlame:
 def _computed_again(record: RequestRecord) -> int:
     """Tokens of its prompt that were computed more than once, since it was put back."""
     tokens = sum([chunk.tokens for chunk in record.prefill_steps])
-    return max(tokens - max(record.input_tokens - record.cached_tokens, 0), 0) if record.input_tokens else 0
+    return (
+        max(tokens - max(record.input_tokens - record.cached_input_tokens, 0), 0)
+        if record.input_tokens
+        else 0
+    )
 
 
 def _preempted(record: RequestRecord, before: PrefillStep, chunk: PrefillStep) -> bool:

@@ -148,7 +148,7 @@ class RequestRecord:
     two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is true,
     but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step, and
     `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its event
-    loop alone. `device_ns`: of each stage all of whose steps were timed, how long a device was at it; `device_share`: its part of
+    loop alone. `device_ns`: how long a device was at each stage, of which some steps at least were timed; `device_share`: its part of
     all its steps on all devices, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed),
     None if nobody knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not
     known. `throttled`: why GPUs' clocks were held down meanwhile, `throttled_at`: when. `later_prompts`: after its first token, by
@@ -195,6 +195,7 @@ class RequestRecord:
     max_tokens: int = 0
     prefix_tokens: int = 0
     cached_tokens: int = 0
+    cached_input_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     sequences: int = 1

@@ -6,7 +6,6 @@ It is told what it needs as JSON on its standard input; what it sends, and where
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -14,12 +13,10 @@ import signal
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otel_infer import clock, semconv
+from otel_infer import clock
 from otel_infer.config import Config, from_plain
 from otel_infer.facts import Value
 from otel_infer.flight.dumps import FlightRecorder
@@ -28,6 +25,7 @@ from otel_infer.kernel import EngineThreads
 from otel_infer.pipeline import WAKE_NS, Pipeline
 from otel_infer.ring import place
 from otel_infer.ring.folder import Rings
+from otel_infer.service import Service
 from otel_infer.sinks import RequestSink, transport
 from otel_infer.sinks.console import Console
 from otel_infer.sinks.outlet import MetricsOutlet
@@ -125,14 +123,16 @@ class Sidecar:
         self._lock, self._folder = lock, lock.path.parent
         self._stays, self._stopped = stays, False
         self._rings = Rings()
-        resource = {**resource, semconv.SERVICE_INSTANCE_ID: _instance(self._folder, resource)}
+        self._service = Service(self._folder, resource)
         self._flight = FlightRecorder(
             self._folder, settings.dump_on_slo, bool(settings.dump_on_slo), settings.slo
         )
         self._dump_port, self._webhook_tried_at = settings.dump_port, 0
         self._webhook: Webhook | None = None
         self._listen(clock.now())
-        self._pipeline = make_pipeline(settings, resource, self._rings, show=show, flight=self._flight)
+        self._pipeline = make_pipeline(
+            settings, self._service.resource, self._rings, show=show, flight=self._flight
+        )
         self._throttling, self._threads, self._heap = Throttling(), EngineThreads(), Heap()
         self._asked: list[tuple[int, int]] = []
         self._wakes_since_asked = 0
@@ -179,6 +179,7 @@ class Sidecar:
             self._discover(now)
             self._listen(now)
             self._heap.look(now)
+            self._service.remember()
             self._pipeline.govern(now)
         looked = self._throttling.look(self._rings.writers) + self._threads.look(self._rings.engine_threads)
         for said in looked:
@@ -268,23 +269,6 @@ class Sidecar:
                 place.remove(sibling)
                 lock.release()
                 self._recovered.remove((sibling, lock))
-
-
-def _instance(folder: Path, resource: Mapping[str, Value]) -> str:
-    """The `service.instance.id` of this server: what its first sidecar was told, whoever starts the next ones."""
-    known = folder / place.INSTANCE
-    said = ""
-    with contextlib.suppress(OSError):
-        said = known.read_text(encoding="utf-8")
-    if said:  # a full disk makes it an empty one
-        return said
-    instance = str(resource.get(semconv.SERVICE_INSTANCE_ID) or uuid.uuid4())
-    try:
-        known.touch(mode=0o600)
-        known.write_text(instance, encoding="utf-8")
-    except OSError:
-        log.warning("%s cannot be written", known)
-    return instance
 
 
 def _log_to(path: str) -> None:

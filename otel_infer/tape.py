@@ -111,6 +111,15 @@ def _sayable(value: Any) -> Any:
     return [_sayable(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
+def writer(path: str) -> TapeWriter | None:
+    """Of a new tape there; None where none is wanted, or the log says why there is none."""
+    try:
+        return TapeWriter(free(Path(path))) if path else None
+    except OSError as reason:
+        log.error("there is no tape: %s", reason)
+        return None
+
+
 def head(path: Path) -> dict[str, Any]:
     """What a tape says of itself in its first line; raises `BadTape`."""
     try:

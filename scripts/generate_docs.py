@@ -28,7 +28,7 @@ STANDARD = (
     ("OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER", "`otlp` (default) or `none`"),
     ("OTEL_TRACES_SAMPLER, _ARG", "the head decision for requests without a sampled parent"),
     ("OTEL_PROPAGATORS", "how a caller's context is read"),
-    ("OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES", "the resource; without them the service is named after the engine"),
+    ("OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES", "the resource; without them the service is named after the engine, and its metrics begin when that is known"),
     ("OTEL_METRIC_EXPORT_INTERVAL", "ms between metric exports; 10000 here, since queues move faster than a minute"),
     ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "`cumulative`, `delta`, `lowmemory`"),
     ("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "`base2_exponential_bucket_histogram` for those"),

@@ -106,7 +106,7 @@ def _tiles() -> Row:
                     "Share of requests that met every objective of `OTEL_INFER_SLO`.",
                     "the causes of slow requests below say where their time went.",
                 ),
-                per(
+                share(
                     ASK.rate(semconv.REQUEST_OBJECTIVES, equal(semconv.SLO_MISSED, semconv.MISSED_NONE)),
                     ASK.rate(semconv.REQUEST_OBJECTIVES),
                 ),

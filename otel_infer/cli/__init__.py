@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from otel_infer.config import SETTINGS, BadSetting
 from otel_infer.version import VERSION
 
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""As a shell says of a command that nobody listened to."""
 COMMANDS = {
     "run": "start a server instrumented: otel-infer run -- CMD …",
     "demo": "make a tiny model, serve it instrumented, load it, show where the time goes",
@@ -51,9 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         status: int = importlib.import_module(f"otel_infer.cli.{parsed.command}").run(parsed)
+        sys.stdout.flush()
     except BadSetting as bad:
         print(f"otel-infer: {bad}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         return 130
     return status

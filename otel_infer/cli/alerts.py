@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         made = rules.groups(_spec(arguments.slo))
         if arguments.what == "build":
             return _built(arguments, made)
+    except BrokenPipeError:
+        raise
     except (slo.BadSpec, OSError) as reason:
         print(f"otel-infer alerts: {reason}", file=sys.stderr)
         return 2

@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         if name == "pull":
             one.add_argument("--out", metavar="DIR", required=True, help="write them here")
-    verdicts.add_arguments(what.add_parser("check", help="which panels have data, which not, and why"))
+    check = what.add_parser("check", help="which panels have data, which not, and why")
+    verdicts.add_arguments(check)
+    check.add_argument("--window", metavar="5m", default="5m", help="over which rates are taken (5m)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from otel_infer import semconv, tape
 from otel_infer.cli import live, readers
@@ -57,21 +57,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Explains a tape, or what a sidecar holds; 2 where that cannot be had or holds no such request."""
     try:
-        records = _told(arguments)
+        records, since = _told(arguments)
         felt = _felt(records, arguments.client)
         if felt is not None and (arguments.request or arguments.against):
             raise readers.BadSpans("--client goes with neither --request nor --against")
         if arguments.against:
-            return _compare(_inferences(Path(arguments.against)), records, arguments.json)
+            return _compare(_inferences(Path(arguments.against)).records, records, arguments.json)
+    except BrokenPipeError:
+        raise
     except (asking.NoTape, tape.BadTape, readers.BadSpans, OSError) as reason:
         print(f"otel-infer explain: {reason}", file=sys.stderr)
         return 2
     if arguments.request:
         return _one(records, arguments.request, arguments.json)
-    return _all(records, arguments.worst, arguments.json, felt)
+    return _all(records, since, arguments.worst, arguments.json, felt)
 
 
-def _told(arguments: argparse.Namespace) -> list[RequestRecord]:
+class _Told(NamedTuple):
+    """`since`: from which instant on everything is told."""
+
+    records: list[RequestRecord]
+    since: int
+
+
+def _told(arguments: argparse.Namespace) -> _Told:
     if arguments.tape is None:
         with live.window(live.chosen(arguments.rings, arguments.server)) as told:
             return _inferences(told, arguments.request)
@@ -90,22 +99,25 @@ def _felt(records: list[RequestRecord], path: str | None) -> Outside | None:
     return felt
 
 
-def _inferences(path: Path, wanted: str | None = None) -> list[RequestRecord]:
+def _inferences(path: Path, wanted: str | None = None) -> _Told:
     """Those that were to reach an engine: health checks and the like have no complaint. One that is wanted may be any on the tape."""
     from otel_infer.cli.replay import recent, records
 
-    return [record for record in (records if wanted else recent)(path) if record.operation]
+    found = [record for record in (records if wanted else recent)(path) if record.operation]
+    return _Told(found, tape.began_at(path))
 
 
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _all(records: list[RequestRecord], worst: int, as_json: bool, felt: Outside | None = None) -> int:
+def _all(
+    records: list[RequestRecord], since: int, worst: int, as_json: bool, felt: Outside | None = None
+) -> int:
     from otel_infer.complaints import COMPLAINTS
     from otel_infer.devicelimit import device_limits
     from otel_infer.diagnosis import diagnose
 
-    diagnosis = diagnose(records)
+    diagnosis = diagnose(records, since)
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
         findings = [

@@ -91,6 +91,8 @@ class _Drawing:
             )
             self._meta("thread_sort_index", pid, self._tracks, {"sort_index": self._tracks})
             for one in lane:
+                if one.ended_at < self._began:
+                    continue
                 at = self._us(one.started_at)
                 length = self._us(one.ended_at) - at
                 self.events.append({"name": _short(one.name), "ph": "X", "pid": pid, "tid": self._tracks,
@@ -106,7 +108,7 @@ class _Drawing:
         self.events.append({"name": name, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": said})
 
     def _us(self, at: int) -> float:
-        return (at - self._began) // GRID_NS / (1000 // GRID_NS)
+        return max(at - self._began, 0) // GRID_NS / (1000 // GRID_NS)
 
 
 def laned(slices: Iterable[Slice]) -> list[list[Slice]]:

@@ -36,7 +36,8 @@ class Felt(NamedTuple):
 class Outside(NamedTuple):
     """How long readers waited, for the first token or, where there is none, for all of it; ms. `requests`: known at both ends.
 
-    `share`: of what the slowest tenth of them waited, the part outside of this server, 0 to 1.
+    `share`: of what the slowest tenth of them waited, the part outside of this server, 0 to 1. `to_first_token`: of how many
+    requests it is the wait for that.
     """
 
     requests: int
@@ -46,10 +47,16 @@ class Outside(NamedTuple):
     outside_p50_ms: float
     outside_p95_ms: float
     share: float
+    to_first_token: int
 
     def sentence(self) -> str:
+        until = "to the end"
+        if self.to_first_token:
+            until = "to the first token"
+        if 0 < self.to_first_token < self.requests:
+            until += f", or to the end of the {self.requests - self.to_first_token} that do not stream"
         return (
-            f"what the readers of {self.requests} requests felt: p95 {self.felt_p95_ms:.0f} ms to the first token, of which "
+            f"what the readers of {self.requests} requests felt: p95 {self.felt_p95_ms:.0f} ms {until}, of which "
             f"the server knows {self.server_p95_ms:.0f} ms; {self.share:.0%} of what the slowest tenth waited is outside of "
             f"it (median {self.outside_p50_ms:.0f} ms): network, proxies, connections"
         )
@@ -70,16 +77,19 @@ def outside(records: Sequence[RequestRecord], felt: Sequence[Felt]) -> Outside |
     """What the requests come to that are known at both ends; None if there is none."""
     import numpy as np
 
-    pairs = [_waited(record, one) for record, one in _joined(records, felt)]
+    joined = list(_joined(records, felt))
+    pairs = [_waited(record, one) for record, one in joined]
     if not pairs:
         return None
+    to_first_token = sum(_has_first_token(record, one) for record, one in joined)
     theirs, ours = np.array(pairs, float).T / 1e6
     more = np.maximum(theirs - ours, 0)
     slowest = np.argsort(theirs, kind="stable")[-max(round(len(theirs) * TAIL), 1) :]
     felt_p50, felt_p95 = np.percentile(theirs, (50, 95)).tolist()
     more_p50, more_p95 = np.percentile(more, (50, 95)).tolist()
     share = float(more[slowest].sum() / max(theirs[slowest].sum(), 1e-9))
-    return Outside(len(pairs), felt_p50, felt_p95, float(np.percentile(ours, 95)), more_p50, more_p95, share)
+    server_p95 = float(np.percentile(ours, 95))
+    return Outside(len(pairs), felt_p50, felt_p95, server_p95, more_p50, more_p95, share, to_first_token)
 
 
 def _joined(records: Sequence[RequestRecord], felt: Sequence[Felt]) -> Iterator[tuple[RequestRecord, Felt]]:
@@ -95,8 +105,13 @@ def _joined(records: Sequence[RequestRecord], felt: Sequence[Felt]) -> Iterator[
             yield record, found
 
 
+def _has_first_token(record: RequestRecord, felt: Felt) -> bool:
+    """Whether both ends know when it came."""
+    return bool(felt.first_token and record.ttft_ns)
+
+
 def _waited(record: RequestRecord, felt: Felt) -> tuple[int, int]:
-    if felt.first_token and record.ttft_ns:
+    if _has_first_token(record, felt):
         return felt.first_token, record.ttft_ns
     return felt.duration, record.duration_ns
 

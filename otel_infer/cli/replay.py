@@ -43,14 +43,21 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps(described(record)) if arguments.json else _line(record))
         if not arguments.json:
             _print_starts(assembler, _NEVER)
+    except BrokenPipeError:
+        raise
     except (tape.BadTape, OSError) as reason:
         print(f"otel-infer replay: {reason}", file=sys.stderr)
         return 2
     return 0
 
 
-def records(path: Path, assembler: Assembler | None = None) -> Iterator[RequestRecord]:
-    """The finished requests of a tape, in the order in which they ended. What else it tells stays in `assembler`."""
+def records(
+    path: Path, assembler: Assembler | None = None, *, keeps_steps: bool = False
+) -> Iterator[RequestRecord]:
+    """The finished requests of a tape, in the order in which they ended.
+
+    What it tells of starts stays in `assembler`, with `keeps_steps` that of steps and pauses too, of which there are many.
+    """
     from otel_infer import blame
     from otel_infer.assembler import GRACE_NS, Assembler
 
@@ -59,6 +66,7 @@ def records(path: Path, assembler: Assembler | None = None) -> Iterator[RequestR
     for passage in tape.read(path):
         horizon = passage.horizon
         assembler.feed(passage.said)
+        _forget(assembler, keeps_steps)
         concluded = assembler.concluded(horizon)
         blame.assign(concluded)
         yield from concluded
@@ -67,10 +75,22 @@ def records(path: Path, assembler: Assembler | None = None) -> Iterator[RequestR
     yield from concluded
 
 
-def recent(path: Path, assembler: Assembler | None = None) -> list[RequestRecord]:
+def _forget(assembler: Assembler, keeps_steps: bool) -> None:
+    """What nobody asks for, lest a tape of a day need the memory of a day."""
+    assembler.drain_marks()
+    assembler.devices.drain()
+    if not keeps_steps:
+        assembler.drain_steps()
+        assembler.drain_pauses()
+
+
+def recent(
+    path: Path, assembler: Assembler | None = None, *, keeps_steps: bool = False
+) -> list[RequestRecord]:
     """As `records`, but for what ended before the time that the tape is of: a flight recorder keeps that to explain others."""
     began_at = tape.began_at(path)
-    return [record for record in records(path, assembler) if record.ended_at > began_at]
+    told = records(path, assembler, keeps_steps=keeps_steps)
+    return [record for record in told if record.ended_at > began_at]
 
 
 def described(record: RequestRecord) -> dict[str, Any]:
@@ -123,7 +143,10 @@ def _send(path: Path) -> int:
     from otel_infer.ring.folder import Rings
     from otel_infer.sidecar import make_pipeline
 
-    settings = config.from_env(config.child_environment(enabled="on", tape="", request_log=""))
+    # Of then and there, nothing of here and now.
+    settings = config.from_env(
+        config.child_environment(enabled="on", tape="", request_log="", gpu_metrics="off", metrics_port="")
+    )
     pipeline = make_pipeline(settings, resource(), Rings(), show=False)
     horizon = 0
     for passage in tape.read(path):

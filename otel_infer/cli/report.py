@@ -61,14 +61,14 @@ def read(path: Path) -> Told:
 
     assembler = Assembler()
     promised = tape.promised(path)
-    told = recent(path, assembler)
+    told = recent(path, assembler, keeps_steps=True)
     inferences = [record for record in told if record.operation]
     began = tape.began_at(path)
     arrived = [request.arrived_at for request in assembler.open.values() if request.submitted]
     unfinished = sorted(max(at, began) for at in arrived)
     steps = [step for step in assembler.drain_steps() if step.ended_at > began]
     pauses = [pause for pause in assembler.drain_pauses() if pause.ended_at > began]
-    return Told(inferences, steps, pauses, unfinished, len(told) - len(inferences), promised)
+    return Told(inferences, steps, pauses, unfinished, len(told) - len(inferences), promised, began)
 
 
 def _write(path: Path, text: str, source: Path) -> None:

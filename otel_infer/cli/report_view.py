@@ -30,7 +30,8 @@ _OFFENDERS_PLACES = (
 class Told(NamedTuple):
     """Everything on a tape. `records`: those that were to reach an engine. `unfinished`: when the others of these arrived.
 
-    `elsewhere`: how many requests reached no engine, as health checks do. `promised`: what the server was to meet.
+    `elsewhere`: how many requests reached no engine, as health checks do. `promised`: what the server was to meet. `since`: from
+    which instant on everything is told; before it, only what the rest was waiting for.
     """
 
     records: list[RequestRecord]
@@ -39,15 +40,16 @@ class Told(NamedTuple):
     unfinished: list[int]
     elsewhere: int
     promised: Objectives = Objectives()
+    since: int = 0
 
     def span(self) -> tuple[int, int]:
-        """The first and the last instant of which anything is told; monotonic ns."""
+        """The first and the last instant of which everything is told; monotonic ns."""
         spans = [(record.arrived_at, record.ended_at) for record in self.records]
         spans += [(stage.started_at, stage.ended_at) for record in self.records for stage in record.stages]
         spans += [(step.started_at, step.ended_at) for step in self.steps]
         spans += [(pause.started_at, pause.ended_at) for pause in self.pauses]
         instants = [*self.unfinished, *chain.from_iterable(spans)]
-        return (min(instants), max(instants)) if instants else (0, 0)
+        return (max(min(instants), self.since), max(instants)) if instants else (0, 0)
 
 
 class Spread(NamedTuple):
@@ -121,7 +123,7 @@ class View(NamedTuple):
 def view(told: Told) -> View:
     """Everything that is to be shown."""
     began, ended = told.span()
-    diagnosis = diagnose(told.records)
+    diagnosis = diagnose(told.records, told.since)
     held_up = _held_up(told.records)
     missed = {r.span_id: names for r in told.records if (names := missed_by(r, told.promised))}
     longest = sorted(told.pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[:MOST_PAUSES]
@@ -279,6 +281,7 @@ def _most(changes: tuple[Any, Any], began: int, width: int) -> Any:
     edges = began + np.arange(BINS, dtype=np.int64) * width // BINS
     before = np.searchsorted(at, edges, side="right") - 1
     most = np.where(before >= 0, level[before] if len(level) else 0, 0)
-    which = np.clip((at - began) * BINS // width, 0, BINS - 1)
-    np.maximum.at(most, which, level)
+    inside = at >= began
+    which = np.minimum((at[inside] - began) * BINS // width, BINS - 1)
+    np.maximum.at(most, which, level[inside])
     return most

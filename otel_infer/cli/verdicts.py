@@ -15,7 +15,6 @@ from otel_infer.cli.checks.panels import Asking, NoPrometheus, Verdict
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which Prometheus."""
     parser.add_argument("--prometheus", metavar="URL", required=True, help="where it answers")
-    parser.add_argument("--window", metavar="5m", default="5m", help="over which rates are taken (5m)")
     parser.add_argument("--all", action="store_true", help="also those that have data")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 FIELD, DONE = b"data:", b"[DONE]"
+RESPONSE, DELTA = "response.", ".delta"
+"""How the types of the Responses API's events begin, and those end that bring something to read."""
 LONGEST = 4096
 """Bytes of an unfinished line that are kept to judge it; an event that only opens an answer is shorter."""
 JUDGED = b":"
@@ -22,8 +24,9 @@ class Events:
     def bring_token(self, chunk: bytes) -> bool:
         """Whether this piece has the first bytes of some `data:` that is neither empty nor the end of the stream.
 
-        Chat servers open an answer with an event that names the role and has no text: those before the first text are
-        not counted. Nobody's events are read any more once a token was found.
+        Chat servers open an answer with an event that names the role and has no text, servers of the Responses API with some
+        that say that it was created: those before the first text are not counted. Nobody's events are read any more once a
+        token was found.
         """
         *lines, begun = (self._begun + chunk).replace(b"\r", b"\n").split(b"\n")
         found = False
@@ -58,9 +61,13 @@ def _data(line: bytes) -> bytes:
 
 
 def _says_nothing(data: bytes) -> bool:
-    """Whether this is an event of a chat completion with nothing to read in it: the role, or figures."""
+    """Whether this is an event with nothing to read in it: of a chat completion the role, or figures; of a response any that is
+    no part of its text (developers.openai.com/api/reference, "Streaming events")."""
     try:
-        deltas = [choice["delta"] for choice in json.loads(data)["choices"]]
+        said = json.loads(data)
+        if str(said.get("type", "")).startswith(RESPONSE):
+            return not said["type"].endswith(DELTA)
+        deltas = [choice["delta"] for choice in said["choices"]]
         return not any(said for delta in deltas for name, said in delta.items() if name != "role")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return False

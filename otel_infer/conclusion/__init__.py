@@ -114,6 +114,7 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     if request.prefixes:
         record.prefix_tokens = sum([fact.tokens for fact in request.prefixes])
         record.cached_tokens = sum([fact.cached for fact in request.prefixes])
+        record.cached_input_tokens = _cached_of_input(request)
     if request.drafts:
         record.drafted_tokens = sum([fact.drafted for fact in request.drafts])
         record.accepted_tokens = sum([fact.accepted for fact in request.drafts])
@@ -123,6 +124,19 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     record.sequences = request.sequences
     if request.submitted:
         record.input_tokens, record.max_tokens = request.submitted.input_tokens, request.submitted.max_tokens
+
+
+def _cached_of_input(request: Request) -> int:
+    """What need not be computed of the prompts. Sequences of one prompt find in the cache what the first of them has just put
+    there, and the prompt counts once: so do those that ask for it first."""
+    asked = cached = 0
+    most = request.submitted.input_tokens if request.submitted else 0
+    for fact in request.prefixes:
+        if most and asked >= most:
+            break
+        asked += fact.tokens
+        cached += fact.cached
+    return min(cached, most) if most else cached
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────

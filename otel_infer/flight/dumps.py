@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 import threading
 from collections import deque
@@ -43,6 +44,7 @@ LOOK_NS = 200_000_000
 MOST_TAPES = 20
 NAME = "otel_infer-"
 SUFFIX = ".tape"
+OWN = re.compile(rf"{NAME}\d{{8}}T\d{{6}}\.\d{{6}}Z-[a-z]+-\d+{re.escape(SUFFIX)}")
 _ALL = 1 << 63
 
 
@@ -251,8 +253,8 @@ def _abandoned(folder: Path) -> list[Path]:
 
 
 def _too_many(folder: Path) -> list[Path]:
-    """Their names begin with when they were asked for."""
-    return sorted(folder.glob(f"{NAME}*{SUFFIX}"))[:-MOST_TAPES]
+    """Their names begin with when they were asked for. What somebody dumped or copied here is not ours to remove."""
+    return sorted(tape for tape in folder.glob(f"{NAME}*{SUFFIX}") if OWN.fullmatch(tape.name))[:-MOST_TAPES]
 
 
 def _remove(paths: Iterable[Path]) -> None:

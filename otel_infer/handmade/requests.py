@@ -60,8 +60,8 @@ class stage(Scope):  # noqa: N801 - used like a function
 class request(Scope):  # noqa: N801 - used like a function
     """A request: `with`, `async with`, or a decorator. Under a server that is instrumented, the one that is there.
 
-    `operation` and `model` are the served ones, never what a caller wrote. `headers`: of the caller, for its context,
-    and for who asks, where the settings want that known.
+    `operation` and `model` are the served ones, never what a caller wrote: metrics name a model that `submitted` was called for,
+    every other is `_OTHER`. `headers`: of the caller, for its context, and for who asks, where the settings want that known.
     Make a new one for each `with`.
     """
 

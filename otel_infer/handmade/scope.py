@@ -73,19 +73,13 @@ def _stream(again: Callable[[], Scope], function: Callable[..., Any], attaches: 
 
     async def streamed(*args: Any, **kwargs: Any) -> Any:
         items = function(*args, **kwargs)
-        if not attaches:
-            with again():
-                async with contextlib.aclosing(items):
-                    async for item in items:
-                        yield item
-            return
-        inside = contextvars.copy_context()
-        with _Within(inside, again()):
+        inside = contextvars.copy_context() if attaches else None
+        with again() if inside is None else _Within(inside, again()):
             step = items.__anext__()
             try:
                 while True:
                     try:
-                        item = await _Inside(inside, step)
+                        item = await _inside(inside, step)
                     except StopAsyncIteration:
                         return
                     try:
@@ -95,9 +89,14 @@ def _stream(again: Callable[[], Scope], function: Callable[..., Any], attaches: 
                     except BaseException as thrown:
                         step = items.athrow(thrown)
             finally:
-                await _Inside(inside, items.aclose())
+                await _inside(inside, items.aclose())
 
     return streamed
+
+
+def _inside(context: contextvars.Context | None, work: Awaitable[Any]) -> Awaitable[Any]:
+    """In that context, or where it is awaited."""
+    return work if context is None else _Inside(context, work)
 
 
 class _Inside:

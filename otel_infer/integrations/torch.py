@@ -31,7 +31,7 @@ from otel_infer.integrations._claims import claimed, owned
 from otel_infer.patching import Drift, Hook
 from otel_infer.ring.recorder import recorder
 
-PROVIDER, OPERATION, STAGE = "torch", "inference", "forward"
+PROVIDER, OPERATION, STAGE = facts.TORCH, "inference", "forward"
 ENGINES = ("vllm.", "sglang.", "tensorrt_llm.")
 """Whose models are run step by step, for many requests at once."""
 

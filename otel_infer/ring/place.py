@@ -35,13 +35,13 @@ SIDECAR_LOCK = "sidecar.lock"
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What says nothing of the file: this process, or the machine, has no more of something."""
 STARTING = "starting"
-INSTANCE = "instance"
+INSTANCE, SERVICE = "instance", "service"
 DUMP = "dump-"
 ASKED, DUMPED, REFUSED, DUMP_PART = ".asked", ".tape", ".refused", ".part"
 _DUMP = re.compile(r"dump-[0-9a-f]{16}\.(asked|tape|refused|part)")
 ABANDONED_S = 3600.0
 PATIENCE_S = 10.0
-_OURS = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING, INSTANCE))
+_OURS = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING, INSTANCE, SERVICE))
 _RINGS = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
 _FLOCK = struct.Struct("hhqqi")
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""

@@ -170,13 +170,11 @@ class Recorder:
 
     def startup(self, fact: Any) -> None:
         """States a fact of how this process gets ready; kept until there are rings, so that it starts nothing."""
-        if self.active and len(self._startup) < MAX_STARTUP:
+        if not self.active:
+            return
+        if len(self._startup) < MAX_STARTUP:
             self._startup.append(fact)
-            if self.requests is not None:
-                try:
-                    self.requests.state(0, fact)
-                except Exception as broken:  # the server starts without us
-                    self._broke(broken)
+        self.stated(fact)
 
     def _lose(self, facts_lost: int) -> None:
         if self.requests is not None:

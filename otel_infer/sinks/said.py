@@ -78,7 +78,7 @@ def counts(record: RequestRecord, decision: keeper.Decision) -> dict[str, Value]
         semconv.REQUEST_MAX_TOKENS: record.max_tokens,
         semconv.USAGE_INPUT_TOKENS: record.input_tokens,
         semconv.USAGE_OUTPUT_TOKENS: record.output_tokens,
-        semconv.USAGE_CACHE_READ: record.cached_tokens,
+        semconv.USAGE_CACHE_READ: record.cached_input_tokens,
         semconv.TOKENS_DRAFTED: record.drafted_tokens,
         semconv.TOKENS_ACCEPTED: record.accepted_tokens,
         semconv.SEQUENCES: record.sequences if record.sequences > 1 else 0,

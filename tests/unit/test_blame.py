@@ -290,6 +290,18 @@ def test_what_a_bigger_batch_adds_to_each_step_is_batching() -> None:
     assert said["decode"] == pytest.approx(6, abs=0.1)
 
 
+@pytest.mark.parametrize("outcome", [facts.OK, facts.ABORTED])
+def test_a_generation_that_was_told_as_one_is_its_own_work_however_it_ends(outcome: int) -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.submitted(0, a, input_tokens=5)
+    story.stage("decode", 10, 200, a, items=12)
+    story.ends(200, a, outcome)
+    causes = of(story, a)
+    assert causes.pop("decode") == 190
+    assert sum(causes.values()) == 10, "what was before it"
+
+
 def test_a_step_that_nothing_explains_is_unexplained() -> None:
     story = Story()
     at = warmed_up(story)

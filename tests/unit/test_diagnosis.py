@@ -241,6 +241,18 @@ def test_a_burst_on_a_server_of_ordinary_prompts_is_a_peak_and_not_the_prompts_f
     assert diagnose(served.records(asked)).verdict == "peak"
 
 
+def test_who_came_long_before_a_tape_makes_no_peak_of_a_steady_load() -> None:
+    """Of those who came before it, only who is still there is known: few, and so the others look like many."""
+    served, asked = Served(max_batch=3), steady(random.Random(1), 150, every=87)
+    for one in asked:
+        one.at += 600_000
+    (survivor,) = Served().records([Asked(0, 32, 80_000)])
+    records, began = [survivor, *served.records(asked)], 600_000 * MS
+    assert survivor.ended_at > began
+    assert diagnose(records).verdict == "peak"
+    assert diagnose(records, began).verdict == "queueing"
+
+
 def embedded(records: list[RequestRecord], ms: int = 120) -> list[RequestRecord]:
     """The same, had they been embeddings that are computed with 63 others each: a prompt, and no token."""
     for record in records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import datetime
 from typing import Any
 
@@ -11,6 +12,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, TraceFlags
 
 from otel_infer import facts, ingress
+from otel_infer.ingress import LiveRequest
 from otel_infer.records import RequestRecord
 from tests.rings import Recording
 
@@ -39,6 +41,43 @@ def test_how_many_tokens_a_client_asks_for_is_any_number(recording: Recording) -
     request.submitted("toy", 1, 5, 10**10)
     request.close()
     assert only(recording).max_tokens == 2**32 - 1
+
+
+def test_a_request_that_is_over_keeps_nobody_who_was_there_before_it(recording: Recording) -> None:
+    """The reader of a connection may keep the context of a request, and the next one on it begins there."""
+    first = opened()
+    token = first.attach()
+    second = opened()
+    ingress.detach(token)
+    first.close()
+    second.close()
+    kept = weakref.ref(first)
+    recording.records()
+    del first
+    assert kept() is None
+    assert not second.is_recording()
+
+
+def test_a_thousand_inputs_of_one_request_say_once_what_it_is(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    request = opened()
+    monkeypatch.setattr(LiveRequest, "state", lambda request, fact: said.append(fact))
+    monkeypatch.setattr(LiveRequest, "say", lambda request, key, value: said.append((key, value)))
+    for _ in range(1000):
+        request.name("embeddings", "vllm", "bert")
+        request.known_as("embd-1")
+    request.name("embeddings", "vllm", "bert-lora")
+    assert [value for _, value in said] == [
+        "embeddings",
+        "vllm",
+        "bert",
+        "embd-1",
+        "embeddings",
+        "vllm",
+        "bert-lora",
+    ]
 
 
 def test_what_is_no_attribute_is_ignored_and_the_request_is_told(recording: Recording) -> None:

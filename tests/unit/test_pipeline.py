@@ -93,6 +93,73 @@ def test_deltas_that_nobody_took_are_a_loss(temporality: str, refused: int | Non
     assert pipeline.losses().get("collections_refused") == refused
 
 
+class Collected:
+    """An outlet that remembers what services the metrics were of. Always free."""
+
+    free, failed = True, 0
+
+    def __init__(self) -> None:
+        self.names: list[Any] = []
+
+    def put(self, data: Any) -> None:
+        self.names.append(data.resource_metrics[0].resource.attributes["service.name"])
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+    close = wait
+
+
+def collecting(resource: dict[str, facts.Value]) -> tuple[Pipeline, Collected]:
+    outlet: Any = Collected()
+    rings = Rings()
+    rings.seen_any = True
+    return Pipeline(Config(gpu_metrics=False), rings, [], None, resource, outlet, 0), outlet
+
+
+def test_metrics_wait_until_it_is_known_whose_they_are() -> None:
+    """Under another name they would be another server's, that a moment later is gone: an alert says so."""
+    pipeline, outlet = collecting({})
+    pipeline.wake(BASE)
+    pipeline.flush(0.0)
+    assert outlet.names == []
+    story = Story()
+    a = story.arrives(0, "a")
+    story.submitted(5, a)
+    story.step(10, 20, [a], {a: 4})
+    story.ends(30, a)
+    pipeline.assembler.feed(story.in_order())
+    pipeline.conclude(LATER)
+    pipeline.wake(LATER)
+    assert outlet.names == ["toy"]
+
+
+@pytest.mark.parametrize("resource", [{}, {"service.name": "chat"}])
+def test_metrics_of_whoever_has_no_engine_go_all_the_same(resource: dict[str, facts.Value]) -> None:
+    pipeline, outlet = collecting(resource)
+    pipeline.wake(BASE)
+    assert outlet.names == list(resource.values())
+    pipeline.wake(BASE + 1, final=True)
+    assert outlet.names[-1] == resource.get("service.name", "unknown_service:python")
+
+
+@pytest.mark.parametrize(("provider", "named"), [("torch", "bert"), ("custom", "_OTHER")])
+def test_a_model_that_torch_serves_is_named_and_one_that_a_caller_may_have_named_is_not(
+    provider: str, named: str
+) -> None:
+    story = Story()
+    a = story.arrives(0, "a")
+    for key, value in (("gen_ai.provider.name", provider), ("gen_ai.request.model", "bert")):
+        story.state(a, facts.AttributeSet(BASE, key, value))
+    story.ends(30, a)
+    pipeline = Pipeline(Config(), Rings(), [], None, {}, None, 0)
+    pipeline.assembler.feed(story.in_order())
+    pipeline.conclude(LATER)
+    told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics
+    (durations,) = [metric for metric in told if metric.name == "gen_ai.server.request.duration"]
+    assert [point.attributes["gen_ai.request.model"] for point in durations.data.data_points] == [named]
+
+
 def test_who_waited_in_a_process_that_is_gone_waits_no_more() -> None:
     pipeline = fed(Taken())
     pipeline.assembler.processes.waited(1, 0, facts.WaitingSeen(5, "grammar", 3))

@@ -14,7 +14,7 @@ from otel_infer.pipeline import WAKE_NS
 from otel_infer.ring import layout, place
 from otel_infer.ring.arena import MemoryArena
 from otel_infer.ring.write import RequestWriter
-from otel_infer.sidecar import Sidecar, _instance
+from otel_infer.sidecar import Sidecar
 
 CELLS = 64
 SECOND = 1_000_000_000
@@ -74,11 +74,6 @@ def test_whoever_waits_for_a_flush_does_not_wait_for_the_fourth_wake(server: Ser
         server.sidecar._wake(START + number * WAKE_NS)
     assert server.reads[:3] == [2, 3, 4]
     assert server.writer.words[layout.W_FLUSH_DONE] == server.writer.words[layout.W_FLUSH_ASKED]
-
-
-def test_an_instance_that_a_full_disk_left_empty_is_none(tmp_path: Path) -> None:
-    (tmp_path / place.INSTANCE).touch()
-    assert _instance(tmp_path, {}) and _instance(tmp_path, {}) == _instance(tmp_path, {})
 
 
 def test_a_webhook_whose_port_is_taken_is_there_when_it_is_free(tmp_path: Path) -> None:

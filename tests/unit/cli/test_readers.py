@@ -90,6 +90,10 @@ def test_what_readers_waited_longer_than_the_server_took_is_outside_of_it() -> N
     assert found.outside_p50_ms == pytest.approx(300) and found.outside_p95_ms == pytest.approx(300)
     assert found.felt_p95_ms == pytest.approx(found.server_p95_ms + 300)
     assert 0.5 < found.share < 1 and f"{found.share:.0%}" in found.sentence()
+    assert found.to_first_token == 40 and "to the first token, of which" in found.sentence()
+    some_whole = readers.outside(records, [*felt[:30], *(one._replace(first_token=0) for one in felt[30:])])
+    assert some_whole is not None
+    assert "to the first token, or to the end of the 10 that do not stream, of" in some_whole.sentence()
 
 
 def test_without_tokens_it_is_the_whole_that_was_waited_for_and_never_less_than_nothing() -> None:
@@ -97,6 +101,7 @@ def test_without_tokens_it_is_the_whole_that_was_waited_for_and_never_less_than_
     whole = Felt(record.trace_id.hex(), "00" * 8, record.duration_ns + 7 * MS, 0)
     found = readers.outside([record], [whole])
     assert found is not None and found.outside_p50_ms == pytest.approx(7)
+    assert "to the end, of which" in found.sentence()
     quicker = readers.outside([record], [whole._replace(duration=1)])
     assert quicker is not None and (quicker.outside_p50_ms, quicker.share) == (0, 0)
 

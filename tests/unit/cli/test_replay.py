@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from otel_infer import facts, tape
+from otel_infer.assembler import Assembler
 from otel_infer.cli import main, replay
 from otel_infer.sinks import spans
 from tests.otlp_receiver import OtlpReceiver, status
@@ -116,6 +119,22 @@ def test_requests_come_in_the_order_in_which_they_ended_and_those_in_flight_do_n
     found = list(replay.records(recorded(story, tmp_path / "a.tape")))
     assert [record.span_id for record in found] == [record.span_id for record in story.records()]
     assert [record.outcome for record in found] == [facts.OK, facts.ABORTED]
+
+
+def test_a_long_tape_needs_no_memory_for_steps_that_nobody_asked_for(path: Path) -> None:
+    lean, whole = Assembler(), Assembler()
+    assert len(list(replay.records(path, lean))) == len(list(replay.records(path, whole, keeps_steps=True)))
+    assert (len(lean.drain_steps()), len(whole.drain_steps())) == (0, 4)
+
+
+@pytest.mark.parametrize("command", ["replay", "explain"])
+def test_who_reads_only_the_beginning_is_told_of_no_error(tmp_path: Path, command: str) -> None:
+    tape_of_many = recorded(served(requests=400), tmp_path / "many.tape")
+    printing = [sys.executable, "-m", "otel_infer", command, str(tape_of_many), "--json"]
+    with subprocess.Popen(printing, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 141)
 
 
 def test_a_tape_that_breaks_off_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from otel_infer.sinks.console import milliseconds
 from otel_infer.steprows import StepRows
 from tests.pages import Page
 from tests.served_load import Asked, Served
-from tests.story import Story, ids
+from tests.story import Story, ids, ms, ns
 from tests.trace_events import read_as_trace
 
 MS = 1_000_000
@@ -142,6 +142,30 @@ def test_what_ended_before_the_time_of_a_tape_only_explains_the_rest(tmp_path: P
         assert [record.span_id for record in told.records] == [ids(name)[1] for name in names]
         assert told.elsewhere == len(names) - 1
         assert (len(told.steps), len(told.pauses)) == (len(names), len(names) - 1)
+
+
+def test_a_tape_of_two_minutes_is_two_minutes_long_however_long_its_requests_were(tmp_path: Path) -> None:
+    """Of what came before, only who was still there is known: drawn from then on, it would look like a server that was idle."""
+    story = Story()
+    old, queued = story.arrives(0, "old"), story.arrives(100, "queued")
+    story.submitted(110, queued)
+    story.step(10_000, 10_010, [old], {old: 4})
+    story.step(595_000, 595_010, [queued], {queued: 4})
+    story.step(610_000, 610_010, [old])
+    story.ends(611_000, old)
+    story.ends(612_000, queued)
+    said = story.in_order()
+    writer = tape.TapeWriter(tmp_path / "a.tape", began_at=ns(600_000))
+    writer.write(said, said[-1].fact.at)
+    writer.close()
+    told = report.read(tmp_path / "a.tape")
+    seen = view(told)
+    assert (ms(seen.began), ms(seen.ended)) == (600_000, 612_000)
+    assert seen.bins[0][:2] == (2, 0)
+    drawn = perfetto.events(told)
+    assert min(event["ts"] for event in drawn) == 0
+    assert max(event["ts"] + event.get("dur", 0) for event in drawn) == 12_000_000
+    assert "queue" not in {event["name"] for event in drawn if event["ph"] == "X"}
 
 
 def test_what_cannot_be_written_is_an_error_and_the_tape_itself_is_never_written_over(

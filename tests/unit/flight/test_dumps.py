@@ -141,14 +141,15 @@ def test_unless_it_was_asked_for_a_breach_writes_nothing(tmp_path: Path) -> None
 
 def test_the_newest_20_tapes_stay_and_nothing_else_is_removed(flight: Flight) -> None:
     flight.folder.mkdir()
-    other = flight.folder / "mine.tape"
-    other.touch()
+    others = [flight.folder / name for name in ("mine.tape", "otel_infer-20200102-030405.tape")]
+    for other in others:  # the second as `otel-infer dump` calls them
+        other.touch()
     for _ in range(23):
         flight.recorder.ask(dumps.SIGNAL)
         flight.wakes(3)
-    assert len(flight.tapes()) == 21
-    assert other.exists()
-    assert {path.stat().st_mode & 0o777 for path in flight.tapes() if path != other} == {0o600}
+    assert len(flight.tapes()) == 22
+    assert all(other.exists() for other in others)
+    assert {path.stat().st_mode & 0o777 for path in flight.tapes() if path not in others} == {0o600}
 
 
 # ── one at a time ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -290,8 +291,8 @@ def test_an_old_tape_that_cannot_be_removed_costs_no_other_and_no_new_one(
 ) -> None:
     flight.folder.mkdir()
     for number in range(22):
-        (flight.folder / f"otel_infer-2000010{number:02d}-slo-1.tape").touch()
-    stuck = flight.folder / "otel_infer-19990101-slo-1.tape"
+        (flight.folder / f"otel_infer-20000101T0000{number:02d}.000000Z-slo-1.tape").touch()
+    stuck = flight.folder / "otel_infer-19990101T000000.000000Z-slo-1.tape"
     stuck.mkdir()
     flight.recorder.ask(dumps.SIGNAL)
     flight.wakes(3)

@@ -278,6 +278,9 @@ def test_what_the_prefix_cache_had_is_said_of_each_prompt_once(recording: Record
     request.close()
     (record,) = recording.records()
     assert (record.prefix_tokens, record.cached_tokens) == (12, 4)
+    assert record.cached_input_tokens == 0, (
+        "the second found what the first had put there; the prompt was computed"
+    )
 
 
 def test_where_nothing_is_cached_nothing_was_looked_up(recording: Recording) -> None:

@@ -123,6 +123,9 @@ def test_a_process_that_never_gets_ready_does_not_fill_its_memory(
         recording.startup(facts.PhaseBegan(at, "weights"))
     recording.ensure()
     assert len(said(arenas.made[0])) == recorder.MAX_STARTUP
+    ready = facts.PhaseEnded(1, 1, facts.READY, facts.BY_ENGINE, "", "")
+    recording.startup(ready)
+    assert said(arenas.made[0])[-1].fact == ready, "what need not be kept is told whatever was before"
 
 
 def test_threads_that_come_first_at_once_share_one_ring(recording: Recorder, arenas: Arenas) -> None:
