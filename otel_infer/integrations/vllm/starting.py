@@ -26,8 +26,6 @@ from otel_infer.ring.recorder import recorder
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 IN_WORKER = PROCESSES["VllmWorker"]
-CORE = "vllm.v1.engine.core"
-"""Where the engine core of a mixture of experts with data parallelism has a loop of its own."""
 
 
 def _phase(phase: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
@@ -74,8 +72,7 @@ integration.step_hook(f"{CPU_WORKER}.compile_or_warm_up_model", part=f"{LOADING}
 )
 
 
-@integration.step_hook(f"{CORE}:DPEngineCoreProc.run_busy_loop", optional=True, part=READY)
-@integration.step_hook(f"{CORE}:EngineCoreProc.run_busy_loop", part=READY)
+@integration.step_hook("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", part=READY)
 def run_busy_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def loop(*args: Any, **kwargs: Any) -> Any:
         if hook.alive:
