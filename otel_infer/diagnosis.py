@@ -188,7 +188,8 @@ def _stutter(served: list[RequestRecord]) -> list[Finding]:
         offenders[offender.trace_id.hex()] += offender.length
     if cause == semconv.CAUSE_INTERFERENCE and offenders:
         worst = max(offenders, key=lambda trace: offenders[trace])
-        evidence.append(f"held up most by trace {worst} ({len(offenders)} such requests)")
+        others = len(offenders) - 1
+        evidence.append(f"held up most by trace {worst}" + (f" and by {others} more" if others else ""))
     return [Finding("stutter", cause, total / tail.lives, evidence)]
 
 

@@ -20,6 +20,7 @@ from otel_infer.sinks.console import milliseconds
 from otel_infer.sinks.tree import request_name
 
 BARS = "▁▂▃▄▅▆▇█"
+PIPED_WIDTH = 10_000
 QUANTILES = (50, 95, 99)
 COLOURS = {
     semconv.SPAN_INGRESS: "cyan",
@@ -32,9 +33,9 @@ COLOURS = {
 
 
 def console() -> Console:
-    """Where to print; width is bounded so that a waterfall stays readable."""
+    """Where to print; piped, a line stays one line, however long."""
     here = Console(highlight=False)
-    return here if here.is_terminal else Console(highlight=False, width=110, no_color=True)
+    return here if here.is_terminal else Console(highlight=False, width=PIPED_WIDTH, no_color=True)
 
 
 def stages_table(records: Sequence[RequestRecord]) -> Table:

@@ -162,10 +162,13 @@ def test_steps_of_no_length_are_bars_too(length: int) -> None:
     assert len(strip_of([length] * 3, 64)[0]) == 3
 
 
-def test_on_a_pipe_there_are_no_colours_and_a_bounded_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_pipe_there_are_no_colours_and_no_line_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    console = picture.console()
-    assert console.width == 110 or console.is_terminal
+    line = "what the prompts of other requests added to its steps, " * 10 + "and more"
+    picture.console().print(line, style="bold red")
+    assert capsys.readouterr().out == line + "\n"
 
 
 def test_time_on_a_gpu_stands_beside_the_hosts_and_says_how_sure_it_is() -> None:
