@@ -20,7 +20,7 @@ Tokens = tuple[Any, ...]
 
 W3C_FIELDS = frozenset(("traceparent", "tracestate", "baggage"))
 
-TRACEPARENT_BYTES = 55
+TRACEPARENT_BYTES, CALLER_BYTES = 55, 26
 _DASH, _NO_TRACE, _NO_SPAN = ord("-"), bytes(16), bytes(8)
 
 
@@ -118,6 +118,8 @@ def caller_in(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
         # Not by a regular expression, which would be most of what a request costs here.
         caller = unhexlify(value.replace(b"-", b""))
     except ValueError:
+        return None
+    if len(caller) != CALLER_BYTES:  # there were more dashes
         return None
     if caller.startswith(_NO_TRACE, 1) or caller.startswith(_NO_SPAN, 17) or not value.islower():
         return None

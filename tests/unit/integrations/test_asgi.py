@@ -686,6 +686,8 @@ traceparents = st.one_of(
         hexadecimal,
         *(st.sampled_from(ids) for ids in PARTS),
     ),
+    # As long as they should be, with dashes where some are and elsewhere.
+    st.builds("00-{}-{}-{}".format, *(st.text("4f-", min_size=size, max_size=size) for size in (32, 16, 2))),
     st.text(max_size=60),
 )
 
@@ -708,6 +710,11 @@ def test_a_caller_is_who_the_propagators_say_however_the_headers_are_read(said: 
     spans = [trace.get_current_span(context).get_span_context() for context in (told, extracted)]
     assert spans[0] == spans[1]
     assert baggage.get_all(told) == baggage.get_all(extracted)
+
+
+def test_a_caller_with_dashes_in_its_ids_is_nobody() -> None:
+    said = b"00-4bf92f3577b34da6a3ce929d0e0e4-3--00f067aa0ba902b7-01"
+    assert not trace.get_current_span(told_by([(b"traceparent", said)])).get_span_context().is_valid
 
 
 def test_the_propagators_of_the_default_are_known_to_be_those_of_the_w3c() -> None:
