@@ -171,9 +171,9 @@ class Assembler:
             self._due = min(self._due, due)
 
     def _end_unseen(self, request: Request, at: int) -> None:
-        """It ended before this instant, and that is all we know."""
+        """It ended before this instant, which may be long after: when somebody looked."""
         if request.ended is None:
-            request.lose_facts()
+            request.lose_end()
             self._end(request, facts.RequestEnded(at, facts.OK, "", 0, 0, 0, 0))
 
     def _settle(self, horizon: int) -> None:

@@ -35,6 +35,7 @@ class Request:
     `touch_lost`: facts are missing from before anything but its arrival was seen.
     `present`: by engine, the first step of the run that goes on, and how many sequences are in it.
     `concluded_at`: what happened later is not taken into account.
+    `is_end_seen`: or else it ended somewhere before the instant that `ended` has until it is concluded.
     `parts`: in other processes, as (ring, handle); of several in one, the last counts.
     """
 
@@ -75,6 +76,7 @@ class Request:
     chunks: dict[StepLog, dict[int, Chunk]] = field(default_factory=dict)
     discarded: int = 0
     concluded_at: int = 0
+    is_end_seen: bool = True
     pauses: tuple[Pause, ...] = ()
     marks: tuple[Mark, ...] = ()
     start: tuple[bytes, bytes] | None = None
@@ -135,6 +137,11 @@ class Request:
         """Facts of its process are missing before this instant."""
         self.telemetry_lost = True
         self.touch_lost = self.touch_lost or not (self.stages or self.submitted or self.scheduled_at)
+
+    def lose_end(self) -> None:
+        """It is over, and nobody saw when."""
+        self.lose_facts()
+        self.is_end_seen = False
 
     def lose_steps(self, since: int = 0) -> None:
         """Steps that it may have been in are missing before this instant; what was seen from `since` on came after."""
@@ -204,6 +211,16 @@ class Request:
             for log in {run.log for run in self.runs}:
                 log.settle()
             self.costs, self.first_use = self.runs[-1].log.learned.known()
+        if self.ended is not None and not self.is_end_seen:
+            self.ended = self.ended._replace(at=min(self.ended.at, self._seen_until()))
+
+    def _seen_until(self) -> int:
+        """The last instant at which something is known to have happened to it."""
+        facts_seen = (self.arrived, *self.finished, *self.stages, *self.events)
+        instants = [fact.at for fact in (*facts_seen, self.submitted) if fact is not None]
+        instants += (self.received_at, self.scheduled_at, self.token_reached_at, self.first_step_done_at)
+        instants += (self.first_sent_at, self.response_started_at)
+        return max(*instants, *[log.table.ended_at(last) for log, _, last, _ in self.runs])
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -224,9 +241,8 @@ class Request:
 
     def _preempted(self, fact: facts.RequestPreempted) -> None:
         self.preempted.append(fact)
-        if (
-            fact.kind == "recompute"
-        ):  # its KV is gone: the next steps it is in compute prompt and output over again
+        # If its KV is gone, the next steps it is in compute prompt and output over again.
+        if fact.kind == "recompute":
             self.is_prefilling = True
             for log, (_, sequences) in self.present.items():
                 if sequences == 1:
@@ -257,12 +273,9 @@ def _event(request: Request, fact: facts.EventAdded) -> None:
 
 
 def _refused(request: Request, fact: facts.MemoryRefused) -> None:
-    sizes = {
-        semconv.MEMORY_WANTED: fact.wanted,
-        semconv.MEMORY_LIMIT: fact.limit,
-        semconv.MEMORY_FREE: fact.free,
-    }
-    request.events.append(UserEvent(fact.at, semconv.EVENT_OUT_OF_MEMORY, dict(sizes)))
+    names = semconv.MEMORY_WANTED, semconv.MEMORY_LIMIT, semconv.MEMORY_FREE
+    sizes = dict(zip(names, (fact.wanted, fact.limit, fact.free)))
+    request.events.append(UserEvent(fact.at, semconv.EVENT_OUT_OF_MEMORY, sizes))
 
 
 # One table for all: bound to each request, it would tie a request to itself, to be found by the garbage collector alone.

@@ -306,7 +306,7 @@ def test_a_handle_that_is_given_away_while_its_request_goes_on_ends_it_unseen() 
     b = story.arrives(20, "b", handle=5)
     story.ends(30, b)
     first, second = story.records()
-    assert (first.telemetry_lost, ms(first.ended_at)) == (True, 20)
+    assert (first.telemetry_lost, ms(first.ended_at)) == (True, 0)
     assert (second.telemetry_lost, ms(second.ended_at)) == (False, 30)
 
 
@@ -433,14 +433,28 @@ def test_facts_that_are_lost_mark_whoever_was_in_flight_in_that_process() -> Non
     assert (assembler.facts_lost, assembler.facts_torn) == (7, 2)
 
 
-def test_who_is_not_in_the_live_table_any_more_has_ended_unseen() -> None:
+def test_who_is_not_in_the_live_table_any_more_ended_when_it_was_seen_last_and_not_when_that_was_noticed() -> (
+    None
+):
     story = Story()
     a, b = story.arrives(0), story.arrives(0, "b")
-    story.tell(PROCESS, 0, facts.LiveListed(ns(50), [b.handle]))
-    story.ends(60, b)
+    story.step(10, 20, [a, b])
+    story.step(20, 30, [b])
+    story.tell(PROCESS, 0, facts.LiveListed(ns(60_000), [b.handle]))
+    story.ends(60_060, b)
     first, second = story.records()
-    assert (first.handle, first.telemetry_lost, ms(first.ended_at)) == (a.handle, True, 50)
-    assert (second.telemetry_lost, ms(second.ended_at)) == (False, 60)
+    assert (first.handle, first.telemetry_lost, ms(first.ended_at)) == (a.handle, True, 20)
+    assert (second.telemetry_lost, ms(second.ended_at)) == (False, 60_060)
+
+
+def test_what_the_engine_or_user_code_said_last_is_when_an_unseen_end_was_at_the_earliest() -> None:
+    story = Story()
+    a, b, c = (story.arrives(0, name) for name in "abc")
+    story.tell(PROCESS, a.handle, facts.EngineFinished(ns(40), "stop", 7))
+    story.tell(PROCESS, b.handle, facts.StageEnded(ns(45), ns(41), "rerank", 0))
+    story.tell(PROCESS, 0, facts.LiveListed(ns(60_000), []))
+    assert sorted(ms(record.ended_at) for record in story.records()) == [0, 40, 45]
+    assert c.handle
 
 
 def test_a_request_of_the_live_table_whose_arrival_is_read_after_all_is_whole() -> None:
