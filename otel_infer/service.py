@@ -31,14 +31,14 @@ class Service:
         name = _read(folder / place.SERVICE)
         if name:
             self.resource.setdefault(semconv.SERVICE_NAME, name)
-        self._is_remembered = semconv.SERVICE_NAME in self.resource
+        self._remembered = name
 
     def remember(self) -> None:
-        """Its name, once there is one that was not told."""
-        name = self.resource.get(semconv.SERVICE_NAME)
-        if name and not self._is_remembered:
-            self._is_remembered = True
-            _write(self._folder / place.SERVICE, str(name))
+        """Its name, once there is one: for a sidecar that takes over, and for the one of another server that finds it dead."""
+        name = str(self.resource.get(semconv.SERVICE_NAME, ""))
+        if name and name != self._remembered:
+            self._remembered = name
+            _write(self._folder / place.SERVICE, name)
 
 
 def _read(path: Path) -> str:

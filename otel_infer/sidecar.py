@@ -6,6 +6,7 @@ It is told what it needs as JSON on its standard input; what it sends, and where
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -23,6 +24,7 @@ from otel_infer.flight.dumps import FlightRecorder
 from otel_infer.heap import Heap
 from otel_infer.kernel import EngineThreads
 from otel_infer.pipeline import WAKE_NS, Pipeline
+from otel_infer.recovery import SEND_S, Recovery
 from otel_infer.ring import place
 from otel_infer.ring.folder import Rings
 from otel_infer.service import Service
@@ -136,7 +138,7 @@ class Sidecar:
         self._throttling, self._threads, self._heap = Throttling(), EngineThreads(), Heap()
         self._asked: list[tuple[int, int]] = []
         self._wakes_since_asked = 0
-        self._recovered: list[tuple[Path, place.Lock]] = []
+        self._recovery = _recovery(self._folder, settings, self._service.resource)
         self._discovered_at = 0
         self._alone_since = 0
         self._busy_at = self._read_at = self._read_due = 0
@@ -147,7 +149,8 @@ class Sidecar:
         gc.set_threshold(YOUNG)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR2, self._signalled)
-        self._recover()
+        if self._recovery is not None:
+            self._recovery.start()
         while True:
             began = clock.now()
             self._wake(began)
@@ -161,6 +164,8 @@ class Sidecar:
         self._pipeline.wake(clock.now(), final=True)
         self._pipeline.close(FLUSH_S)
         self._flight.close(TAPE_S)
+        if self._recovery is not None:
+            self._recovery.join(SEND_S)
         self._threads.close()
         self._throttling.close()
         self._rings.close(remove=not self._stays)
@@ -198,8 +203,6 @@ class Sidecar:
         self._read_due = now + (CALM_WAKE_NS - WAKE_NS // 2 if is_calm else 0)
         self._flight.look(now)
         self._answer_flushes(now, asked)
-        if self._recovered:
-            self._forget_recovered()
 
     def _discover(self, now: int) -> None:
         self._discovered_at = now
@@ -257,18 +260,15 @@ class Sidecar:
             return 0  # `otel-infer run` and all that it started are gone
         return LINGER_NS if self._rings.seen_any else ORPHAN_NS
 
-    def _recover(self) -> None:
-        """Takes over what dead servers left beside us: their requests in flight are told, then removed."""
-        for sibling, lock in place.dead_servers(self._folder):
-            self._rings.discover(sibling, clock.now())
-            self._recovered.append((sibling, lock))
 
-    def _forget_recovered(self) -> None:
-        for sibling, lock in list(self._recovered):
-            if not self._rings.reads(sibling):
-                place.remove(sibling)
-                lock.release()
-                self._recovered.remove((sibling, lock))
+def _recovery(folder: Path, settings: Config, resource: dict[str, Value]) -> Recovery | None:
+    """None where nothing is sent: what dead servers left is for whoever sends. No tape, port or line of this server is theirs."""
+    if not (settings.sends_spans or settings.sends_metrics):
+        return None
+    theirs = dataclasses.replace(
+        settings, tape="", metrics_port="", gpu_metrics=False, console=False, request_log=""
+    )
+    return Recovery(folder, resource, lambda named, rings: make_pipeline(theirs, named, rings, show=False))
 
 
 def _log_to(path: str) -> None:

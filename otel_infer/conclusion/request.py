@@ -274,7 +274,7 @@ def _event(request: Request, fact: facts.EventAdded) -> None:
 
 def _refused(request: Request, fact: facts.MemoryRefused) -> None:
     names = semconv.MEMORY_WANTED, semconv.MEMORY_LIMIT, semconv.MEMORY_FREE
-    sizes = dict(zip(names, (fact.wanted, fact.limit, fact.free)))
+    sizes: dict[str, facts.Value] = dict(zip(names, (fact.wanted, fact.limit, fact.free)))
     request.events.append(UserEvent(fact.at, semconv.EVENT_OUT_OF_MEMORY, sizes))
 
 

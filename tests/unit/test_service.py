@@ -27,12 +27,12 @@ def test_a_sidecar_that_takes_over_calls_the_server_what_the_one_before_did(tmp_
     assert (tmp_path / place.SERVICE).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_name_that_was_given_needs_no_memory_and_goes_before_one(tmp_path: Path) -> None:
-    given = {semconv.SERVICE_NAME: "chat"}
-    Service(tmp_path, given).remember()
-    assert not (tmp_path / place.SERVICE).exists()
+def test_a_name_that_was_given_goes_before_a_remembered_one_and_is_remembered_in_its_place(tmp_path: Path) -> None:
     (tmp_path / place.SERVICE).write_text("vllm")
-    assert Service(tmp_path, given).resource[semconv.SERVICE_NAME] == "chat"
+    given = Service(tmp_path, {semconv.SERVICE_NAME: "chat"})
+    assert given.resource[semconv.SERVICE_NAME] == "chat"
+    given.remember()
+    assert Service(tmp_path, {}).resource[semconv.SERVICE_NAME] == "chat"
 
 
 @pytest.mark.parametrize("written", [b"\xff", b""])

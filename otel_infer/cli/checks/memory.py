@@ -208,7 +208,7 @@ def _until(done: Callable[[], bool], within: float) -> bool:
 
 
 def leftovers(settings: Config) -> Check:
-    """Rings of dead servers. Only looked at: the next sidecar beside them reports what was in flight."""
+    """Rings of dead servers. Only looked at: the next sidecar beside them that sends tells what was in flight."""
     home = _home(place.BASE)
     dead = [folder for folder in (*_folders(home), *_named(settings)) if _is_dead(folder)]
     if not dead:
@@ -217,7 +217,7 @@ def leftovers(settings: Config) -> Check:
     size = sum(path.stat().st_size for path in rings) / (1 << 20)
     found = f"rings of {len(dead)} dead server{'s' if len(dead) > 1 else ''} ({size:.1f} MiB)"
     names = ", ".join(map(str, dead[:3]))
-    do = f"start a server: its sidecar tells what was in flight and removes them; or remove the files in {names}"
+    do = f"start a server that exports: what was in flight is told under the names it had, and they go; or remove the files in {names}"
     return Check("leftovers", "warn", found, do)
 
 
