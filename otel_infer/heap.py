@@ -11,7 +11,17 @@ import contextlib
 import ctypes
 from collections.abc import Callable
 
-EVERY_NS = 30_000_000_000
+import numpy as np
+
+EVERY_NS = 5_000_000_000
+NUMPY_SIZES, NUMPY_KEEPS = range(1, 1024), 7
+
+
+def take_small_blocks() -> None:
+    """Has numpy take at once, and beside each other, what it keeps in the end."""
+    for size in NUMPY_SIZES:
+        arrays = [np.empty(size, np.uint8) for _ in range(NUMPY_KEEPS)]
+        del arrays  # to where the next ones of this size come from
 
 
 class Heap:

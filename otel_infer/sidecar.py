@@ -21,7 +21,7 @@ from otel_infer import clock
 from otel_infer.config import Config, from_plain
 from otel_infer.facts import Value
 from otel_infer.flight.dumps import FlightRecorder
-from otel_infer.heap import Heap
+from otel_infer.heap import Heap, take_small_blocks
 from otel_infer.kernel import EngineThreads
 from otel_infer.pipeline import WAKE_NS, Pipeline
 from otel_infer.recovery import SEND_S, Recovery
@@ -145,6 +145,7 @@ class Sidecar:
 
     def run(self) -> None:
         """Until the last writer is gone."""
+        take_small_blocks()
         gc.freeze()  # what is here now stays
         gc.set_threshold(YOUNG)
         if threading.current_thread() is threading.main_thread():

@@ -185,7 +185,7 @@ def _before_whole(number: int, name: str, width: int) -> bytes:
     return field(number, key(name) + field(2, b"\x18" + bytes(width)))[:-width]
 
 
-@lru_cache(maxsize=1024, typed=True)
+@lru_cache(maxsize=256, typed=True)
 def _recurring(number: int, name: str, value: AttributeValue) -> bytes:
     return field(number, key(name) + field(2, _any_value(value)))
 

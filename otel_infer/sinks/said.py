@@ -46,7 +46,7 @@ def own_and_http(record: RequestRecord) -> tuple[dict[str, Value], dict[str, Val
     return own, http
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _recurring(*values: Value) -> Recurring:
     """Values of `_WORDS`, without those that say nothing."""
     return Recurring({key: value for key, value in zip(_WORDS, values) if value})
