@@ -22,6 +22,7 @@ import copy
 import functools
 import inspect
 import logging
+import os
 import sys
 import traceback
 from abc import ABC, abstractmethod
@@ -34,6 +35,8 @@ import wrapt
 log = logging.getLogger(__name__)
 
 _failures: list[str] = []  # append is atomic where an addition is not; short, since what fails is disabled
+# What failed before a fork is counted by the parent, and stays disabled in the child.
+os.register_at_fork(after_in_child=_failures.clear)
 
 
 class Drift(Exception):

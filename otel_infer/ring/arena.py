@@ -17,8 +17,14 @@ from otel_infer.ring import layout
 from otel_infer.ring.layout import Sizes
 
 MAX_TOTAL_BYTES = 16 << 20
+"""Of all rings of one server."""
 MAX_SHARE_OF_FREE = 4
-SMALLEST = 4
+MAX_SHARE_OF_LEFT = 14
+"""Three rings of full size, then ever smaller ones: 33 processes with a ring of requests and one of steps each."""
+SMALLEST = 5
+SMALLEST_BYTES = Sizes().shrunk(SMALLEST - 1).steps_bytes
+"""No ring is smaller than it would be at this size."""
+_SUFFIXES = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)
 
 
 class RingRefused(Exception):
@@ -34,6 +40,10 @@ class Arena(Protocol):
 
     def fits(self, size: int) -> bool:
         """Whether so many more bytes stay inside what we allow ourselves."""
+        ...
+
+    def left(self) -> int:
+        """How many bytes of what we allow ourselves are not used."""
         ...
 
     def is_there(self) -> bool:
@@ -54,14 +64,26 @@ class FileArena:
         self._paths: list[Path] = []
 
     def fits(self, size: int) -> bool:
-        """At most 16 MiB in all, and at most a quarter of what the file system has free."""
+        """At most 16 MiB in all, and at most a quarter of what the file system has free.
+
+        Of the 16 MiB a ring takes a small share of what is left, so that whoever comes later finds some; the smallest take the
+        last of it.
+        """
+        left = self.left()
+        share = max(left // MAX_SHARE_OF_LEFT, SMALLEST_BYTES)
         try:
-            used = sum(entry.stat().st_size for entry in os.scandir(self.directory))
             free = os.statvfs(self.directory)
         except OSError as refusal:
             raise RingRefused(f"{self.directory}: {refusal.strerror}") from None
         available = free.f_bavail * free.f_frsize
-        return used + size <= MAX_TOTAL_BYTES and size <= available // MAX_SHARE_OF_FREE
+        return size <= min(left, share, available // MAX_SHARE_OF_FREE)
+
+    def left(self) -> int:
+        try:
+            with os.scandir(self.directory) as entries:
+                return MAX_TOTAL_BYTES - sum(map(_ring_bytes, entries))
+        except OSError as refusal:
+            raise RingRefused(f"{self.directory}: {refusal.strerror}") from None
 
     def allocate(self, name: str, size: int) -> mmap.mmap:
         path = self.directory / name
@@ -105,7 +127,10 @@ class MemoryArena:
         return [(name, memory) for name, memory in self._made if memory[:length] == layout.MAGIC_BYTES]
 
     def fits(self, size: int) -> bool:
-        return sum(len(memory) for _, memory in self._made) + size <= MAX_TOTAL_BYTES
+        return size <= self.left()
+
+    def left(self) -> int:
+        return MAX_TOTAL_BYTES - sum(len(memory) for _, memory in self._made)
 
     def allocate(self, name: str, size: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size)
@@ -125,7 +150,23 @@ def fitting(arena: Arena, size_of: Callable[[Sizes], int]) -> Sizes:
         sizes = Sizes().shrunk(halvings)
         if arena.fits(size_of(sizes)):
             return sizes
-    need = size_of(Sizes().shrunk(SMALLEST - 1)) * MAX_SHARE_OF_FREE >> 10
+    smallest = size_of(Sizes().shrunk(SMALLEST - 1))
+    if arena.left() < smallest:
+        raise RingRefused(
+            f"the {MAX_TOTAL_BYTES >> 20} MiB that one server's rings may take are used up "
+            "(give some of its processes another folder: OTEL_INFER_RINGS)"
+        )
     raise RingRefused(
-        f"less than {need} KiB of shared memory is free (Docker: --shm-size, pod: emptyDir Memory)"
+        f"less than {smallest * MAX_SHARE_OF_FREE >> 10} KiB of shared memory is free "
+        "(Docker: --shm-size, pod: emptyDir Memory)"
     )
+
+
+def _ring_bytes(entry: os.DirEntry[str]) -> int:
+    """The size of a ring; of any other file 0, and of one that its reader has just removed."""
+    if not entry.name.endswith(_SUFFIXES):
+        return 0
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0

@@ -38,6 +38,11 @@ class _Process:
         self.latest = 0
         self.was_alive = False
         self.told_unrecorded = self.unrecorded() if self.concluded_at else 0
+        self.told_errors = self.errors() if self.concluded_at else 0
+
+    def errors(self) -> int:
+        """Probes that raised, so far."""
+        return int(self.reader.header.words[layout.W_ERRORS])
 
     def unrecorded(self) -> int:
         """What there was no room for, so far."""
@@ -123,6 +128,8 @@ class Rings:
                 raise NotARing("not written yet: its process is not there")
             steps = StepReader(memory, next(self._numbers), taken_over=owner.concluded_at > 0)
             owner.engines.append((steps, descriptor, file))
+            if owner.concluded_at:
+                owner.told_unrecorded += int(steps.header.words[layout.W_LOST])
             log = prefix.rpartition("-")[2]
             number = int(log) if log.isdecimal() else 0
             said = facts.EngineSeen(0, owner.ring, steps.header.pid, steps.engine, number)
@@ -225,7 +232,7 @@ class Rings:
 
     def errors(self) -> int:
         """Probes that raised, in all processes that there were."""
-        return self._errors_before + sum(_errors(process) for process in self._processes.values())
+        return self._errors_before + sum(one.errors() - one.told_errors for one in self._processes.values())
 
     def unrecorded(self) -> int:
         """Requests, engines and batches that no ring had room for, in all processes that there were."""
@@ -276,7 +283,7 @@ class Rings:
 
     def _drop(self, prefix: str, remove: bool) -> None:
         process = self._processes.pop(prefix)
-        self._errors_before += _errors(process)
+        self._errors_before += process.errors() - process.told_errors
         self._unrecorded_before += process.unrecorded() - process.told_unrecorded
         rings = [(process.descriptor, process.path), *((fd, path) for _, fd, path in process.engines)]
         for descriptor, path in rings:
@@ -285,7 +292,3 @@ class Rings:
             if remove and path is not None:
                 path.unlink(missing_ok=True)
                 self._names.discard(str(path))
-
-
-def _errors(process: _Process) -> int:
-    return int(process.reader.header.words[layout.W_ERRORS])

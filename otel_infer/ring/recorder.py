@@ -25,6 +25,8 @@ log = logging.getLogger("otel_infer")
 SERVER = "server"
 """A process that may stand for its server: one of its others may be that of an engine alone."""
 CHECK_NS = 1_000_000_000
+RESTATE_NS = 60 * CHECK_NS
+"""What holds for long is said again: a reader that was started again finds the first telling overwritten."""
 MAX_STARTUP = 128
 """Facts of the start that are kept for the rings to come."""
 MAX_STEP_LOGS = 12
@@ -46,7 +48,7 @@ class Recorder:
         self._make_arena: Callable[[], write.Arena] | None = None
         self._refused: Callable[[str], write.Arena | None] = lambda reason: None
         self._tend: Callable[[], None] = lambda: None
-        self._tended_at = 0
+        self._tended_at = self._restated_at = 0
         self._names = itertools.count(1)
         self._free_logs: dict[str, deque[StepLog]] = {}
         self._logs: list[StepLog] = []
@@ -122,13 +124,20 @@ class Recorder:
             return 0
         try:
             if self.requests is not None and arrived.at - self._tended_at > CHECK_NS:
-                self._tended_at = arrived.at
-                self._tend()
+                self._look_after(arrived.at)
             writer = self.requests or self._make()
             return writer.open(arrived) if writer is not None else 0
         except Exception as broken:  # the request goes on without us
             self._broke(broken)
             return 0
+
+    def _look_after(self, at: int) -> None:
+        self._tended_at = at
+        self._tend()
+        if at - self._restated_at > RESTATE_NS:
+            self._restated_at = at
+            for said in list(self._said.values()):  # another thread may bind hooks just now
+                self.stated(said._replace(at=at))
 
     def state(self, handle: int, fact: Any) -> None:
         """States a fact about a request."""
@@ -176,12 +185,9 @@ class Recorder:
             self._startup.append(fact)
         self.stated(fact)
 
-    def _lose(self, facts_lost: int) -> None:
-        if self.requests is not None:
-            self.requests.words[layout.W_LOST] += facts_lost
-
     def _broke(self, broken: Exception) -> None:
-        self._lose(1)
+        if self.requests is not None:
+            self.requests.words[layout.W_LOST] += 1
         if not self._complained:
             self._complained = True
             where = traceback.extract_tb(broken.__traceback__)[-1]
@@ -190,8 +196,7 @@ class Recorder:
     def report_hooks(self, integration: str, active: int, total: int) -> None:
         """Says how many hooks are bound; kept until there are rings, so that it starts nothing by itself."""
         said = self._said[integration] = facts.HooksReported(clock.now(), integration, active, total)
-        if self.requests is not None:
-            self.requests.state(0, said)
+        self.stated(said)
 
     def ensure(self) -> bool:
         """Makes the rings now (an engine was imported); False where there are none to be had."""
@@ -278,7 +283,7 @@ class Recorder:
             if said is not None:
                 writer.state(0, said)
         writer.words[layout.W_UNRECORDED] += self._lost_before
-        self._lost_before = 0
+        self._lost_before, self._restated_at = 0, clock.now()
         self.arena, self.requests = arena, writer
         return writer
 

@@ -9,6 +9,7 @@ import gc
 import inspect
 import logging
 import multiprocessing
+import os
 import pickle
 import sys
 import threading
@@ -1158,6 +1159,16 @@ def test_a_step_hook_that_raises_is_logged_once_disabled_and_counted(
     assert patching.errors() == before + 1
     assert len(caplog.records) == 1 and "secret" not in caplog.text
     assert hook.installed and not hook.active
+
+
+def test_a_forked_child_does_not_count_what_failed_in_its_parent() -> None:
+    hook = Hook("a:b")
+    hook.fail(ValueError())
+    pid = os.fork()
+    if pid == 0:
+        os._exit(patching.errors() if not hook.alive else 77)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert patching.errors() > 0
 
 
 def test_a_hook_that_fails_again_is_counted_but_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:

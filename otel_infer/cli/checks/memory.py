@@ -115,6 +115,8 @@ def _remedy(reason: str, base: Path) -> str:
         return f"unset {RINGS}, or set it to a folder on tmpfs, such as /dev/shm/NAME"
     if "belongs to somebody else" in reason:
         return f"have its owner remove it, or set {RINGS} to a folder on tmpfs that is yours"
+    if "are used up" in reason:
+        return f"give some of the server's processes another folder on tmpfs: {RINGS}"
     if "is free" in reason or "No space" in reason:
         return MORE
     return f"let user {os.getuid()} write to {base}, or set {RINGS} to a folder on tmpfs where it may"

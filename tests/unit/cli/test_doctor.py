@@ -583,6 +583,16 @@ def test_without_shared_memory_the_mode_decides_how_bad_that_is(
     assert [] == list(base.iterdir())
 
 
+def test_where_our_own_share_is_used_up_no_more_memory_is_asked_for(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileArena, "left", lambda self: 0)
+    check, _ = memory.shared_memory(rings(base))
+    assert "are used up" in check.found
+    assert "another folder on tmpfs: OTEL_INFER_RINGS" in check.do
+    assert "--shm-size" not in check.do
+
+
 def test_a_disk_is_no_shared_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "is_tmpfs", lambda folder: False)
     check, refused = memory.shared_memory(rings(base))

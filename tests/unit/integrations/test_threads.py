@@ -18,6 +18,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext
 
 from otel_infer import ingress
 from otel_infer.integrations.threads import integration
+from otel_infer.records import UserLink
 from tests.rings import Recording
 
 
@@ -119,7 +120,7 @@ def test_a_thread_that_outlives_the_request_it_was_started_in_works_for_others(r
     assert [other.name for other in others] == ["afterwards", "later"]
     for other in others:
         assert other.parent_span_id == b"" and other.trace_id != first.trace_id
-        assert other.links == [(first.trace_id, first.span_id)]
+        assert other.links == [UserLink(first.trace_id, first.span_id, {})]
         assert other.attributes["user"] == "None"
 
 

@@ -489,6 +489,20 @@ def test_a_reader_that_takes_over_tells_each_request_that_was_not_told_and_no_ot
         second.close(remove=False)
 
 
+def test_a_reader_that_takes_over_counts_no_error_and_no_loss_that_was_counted_before() -> None:
+    rings, arena = Rings(), MemoryArena()
+    writer, steps = RequestWriter(arena, "1-a", "server"), StepWriter(arena, "1-a-1", "toy")
+    writer.words[layout.W_CONCLUDED_AT] = 5
+    writer.words[layout.W_ERRORS], writer.words[layout.W_UNRECORDED], steps.words[layout.W_LOST] = 3, 2, 1
+    for name, memory in arena.buffers:
+        rings.add(name, memory, SECOND)
+    assert (rings.errors(), rings.unrecorded()) == (0, 0)
+    writer.words[layout.W_ERRORS], steps.words[layout.W_LOST] = 4, 3
+    assert (rings.errors(), rings.unrecorded()) == (1, 2)
+    rings.close(remove=False)
+    assert (rings.errors(), rings.unrecorded()) == (1, 2), "nor when the process is gone"
+
+
 def test_what_was_concluded_is_never_taken_back(folder: Path) -> None:
     rings, arena = Rings(), MemoryArena()
     writer = RequestWriter(arena, "1-a", "server")

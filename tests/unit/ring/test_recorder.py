@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer import facts
+from otel_infer import clock, facts
 from otel_infer.ring import layout, recorder, write
 from otel_infer.ring.folder import Rings
 from otel_infer.ring.read import RequestReader
@@ -187,6 +187,19 @@ def test_it_is_tended_at_most_once_a_second(recording: Recorder, arenas: Arenas)
     assert 3 <= arenas.tended <= 4
 
 
+def test_which_hooks_are_bound_is_said_again_once_a_minute(recording: Recorder, arenas: Arenas) -> None:
+    """A sidecar that was started again on a busy server finds the first telling overwritten."""
+    recording.report_hooks("toy", 1, 2)
+    recording.report_hooks("tin", 3, 3)
+    second = recorder.CHECK_NS
+    began = clock.now()
+    for seconds in range(150):
+        recording.open(arrival(began + seconds * second))
+    told = [one.fact for one in said(arenas.made[0]) if isinstance(one.fact, facts.HooksReported)]
+    assert [fact[1:] for fact in told] == [("toy", 1, 2), ("tin", 3, 3)] * 3
+    assert [fact.at > began + 60 * second for fact in told] == [False] * 2 + [True] * 4
+
+
 def test_rings_that_are_given_up_are_made_anew_and_what_was_in_flight_is_counted(
     recording: Recorder, arenas: Arenas
 ) -> None:
@@ -270,9 +283,10 @@ def test_a_name_that_is_no_text_is_told_as_text_or_lost(recording: Recorder, mod
         facts.AttributeSet(1, "ids", list(range(5000))),
         facts.AttributeSet(1, "huge", 10**4000),
         facts.EventAdded(1, "e" * 9000, {"a": "b" * 9000}),
+        facts.LinkDescribed(1, "ab" * 8, {"a": "b" * 9000}),
         facts.NameUpdated(1, "n" * 9000),
     ],
-    ids=["text", "emoji", "key", "list", "number", "event", "name"],
+    ids=["text", "emoji", "key", "list", "number", "event", "link", "name"],
 )
 def test_a_text_that_is_too_long_is_cut_and_tears_nothing(
     recording: Recorder, arenas: Arenas, fact: Any

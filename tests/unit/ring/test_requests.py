@@ -272,7 +272,7 @@ def test_a_directory_that_cannot_be_written_is_refused_with_its_name(tmp_path: A
 def test_rings_together_stay_below_16_mib(tmp_path: Any) -> None:
     arena = write.FileArena(tmp_path)
     made = 0
-    with pytest.raises(write.RingRefused, match="shared memory is free"):
+    with pytest.raises(write.RingRefused, match="are used up"):
         for i in range(200):
             StepWriter(arena, str(i), "toy")
             made += 1
