@@ -14,17 +14,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from otel_infer import clock, config, launch
 from otel_infer._wiring import resource
 from otel_infer.config import Config
-from otel_infer.ring import place
+from otel_infer.ring import layout, place
 from otel_infer.ring.write import RingRefused
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+TAKEN = FORWARDED if hasattr(signal, "sigtimedwait") else ()
+"""Taken one by one while the server runs, where that can be: a handler is not told who sent a signal."""
+SI_KERNEL = 0x80
+"""Sent by a terminal, to the whole foreground group: to pass it on would make it two."""
 FLUSH_S = 45.0
 """Longer than a sidecar waits for its destination, its metrics and a tape together; it mostly ends at once."""
+ORPHANS_S = 2.0
+"""How long processes of a server that ended may take to end as well."""
 LOOK_S = 0.1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -81,10 +88,11 @@ class Supervisor:
         status = self.start(command, changes)
         if status is not None:
             return status
-        while self.status is None:
-            self._reap()
-            time.sleep(LOOK_S)
-            self._tend()
+        with _signals(signal.SIG_BLOCK):
+            while self.status is None:
+                self._reap()
+                self._take()
+                self._tend()
         self.finish()
         return self.status
 
@@ -122,7 +130,10 @@ class Supervisor:
             given = self._settings.rings
             self._folder = place.rings_folder(Path(given)) if given else place.new_server_folder()
             self._owner = place.Lock(self._folder / place.OWNER_LOCK)
-            self._owner.acquire()
+            if not self._owner.acquire():
+                whose, self._folder = self._folder, None
+                changes = {**changes, "rings": ""}  # nor are the processes of this server to join that one
+                raise RingRefused(f"{whose} is another server's: set OTEL_INFER_RINGS to a folder of its own")
             self._start_sidecar()
         except (RingRefused, OSError, launch.CannotStart) as reason:
             print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
@@ -159,23 +170,40 @@ class Supervisor:
         if self._is_without_sidecar():
             with contextlib.suppress(launch.CannotStart):
                 self._start_sidecar()  # the last one was killed; somebody has to read what is left
-        deadline = time.monotonic() + FLUSH_S
+        ended = time.monotonic()
         while self._sidecar is not None and self._sidecar.poll() is None and not self._hurried:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - ended
+            if waited > ORPHANS_S and self._is_written():
+                print(
+                    "otel-infer run: processes of the server still run, and their sidecar with them",
+                    file=sys.stderr,
+                )
+                return
+            if waited > FLUSH_S:
                 self._sidecar.kill()
             time.sleep(LOOK_S / 2)
 
+    def _take(self) -> None:
+        """Waits a moment, or until there is a signal."""
+        if not TAKEN:
+            time.sleep(LOOK_S)
+            return
+        came = signal.sigtimedwait(TAKEN, LOOK_S)
+        if came is not None:
+            self._pass_on(came.si_signo, is_the_groups=came.si_code == SI_KERNEL)
+
     def _forward(self, number: int, frame: object) -> None:
-        # A terminal's Ctrl-C reaches the whole foreground group; passing it on would be a second one.
+        """What comes while none are taken: whoever sends it, on a terminal it is most likely that."""
+        self._pass_on(number, number in (signal.SIGINT, signal.SIGQUIT) and _is_in_foreground())
+
+    def _pass_on(self, number: int, is_the_groups: bool) -> None:
         if self._server is None:
             self._early.append(number)
         elif self.status is not None:
             self._hurried = True
-        elif not (number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
-            try:
+        elif not is_the_groups:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self._server.pid, number)
-            except ProcessLookupError:
-                pass
 
     def _reap(self) -> None:
         """Collects every child that ended: the server, the sidecar, and orphans that fell to us."""
@@ -206,10 +234,20 @@ class Supervisor:
             return False
         return self._folder.is_dir() and not place.is_held(self._folder / place.SIDECAR_LOCK)
 
+    def _is_written(self) -> bool:
+        """Whether a process lives that writes to this server's rings."""
+        assert self._folder is not None
+        try:
+            rings = [path for path in self._folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS]
+        except OSError:  # the sidecar has just removed it
+            return False
+        return any(map(place.is_held, rings))
+
     def _start_sidecar(self) -> None:
         assert self._folder is not None
         self._restarts.started(clock.now())
-        self._sidecar = launch.sidecar(self._folder, self._settings, resource())
+        with _signals(signal.SIG_UNBLOCK):  # a child inherits what is blocked
+            self._sidecar = launch.sidecar(self._folder, self._settings, resource())
 
 
 def server_environment(changes: dict[str, str]) -> dict[str, str]:
@@ -218,6 +256,25 @@ def server_environment(changes: dict[str, str]) -> dict[str, str]:
     bootstrap = str(Path(__file__).parent.parent / "bootstrap")
     environment["PYTHONPATH"] = config.python_path(environment, bootstrap)
     return environment
+
+
+@contextlib.contextmanager
+def _signals(how: signal.Sigmasks) -> Iterator[None]:
+    """Has those that are taken one by one wait until they are, or not wait meanwhile."""
+    before = signal.pthread_sigmask(how, TAKEN)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_in_foreground() -> bool:
+    """Whether we have a terminal that sends its signals to our group."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _why_not_writable(path: str) -> str:

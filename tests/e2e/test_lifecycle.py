@@ -266,6 +266,41 @@ sys.exit(len([state for state in states if state == "Z"]) + (len(children) != 2)
     assert run_script(script).returncode == 0
 
 
+OUTLIVED = """
+import os, sys, time
+from pathlib import Path
+import otel_infer
+otel_infer.instrument()
+if os.fork():
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.02)
+    os._exit(7)
+with otel_infer.request("chat", model="toy"):
+    pass
+Path(sys.argv[1]).write_text(f"{os.getpid()} {os.environ['OTEL_INFER_RINGS']}")
+time.sleep(30)
+"""
+
+
+def test_run_leaves_a_server_that_goes_on_without_it_and_its_sidecar_alone(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    """As one that makes itself a daemon."""
+    told, said = tmp_path / "told", tmp_path / "said"
+    began = time.monotonic()
+    with said.open("wb") as output:
+        command = [*RUN, sys.executable, "-c", OUTLIVED, str(told)]
+        done = subprocess.run(command, stderr=output, timeout=30, env=environment(**receiver.environ))
+    assert done.returncode == 7
+    assert time.monotonic() - began < 20
+    assert "processes of the server still run" in said.read_text()
+    pid, folder = told.read_text().split()
+    assert place.is_held(Path(folder) / place.SIDECAR_LOCK)
+    os.kill(int(pid), signal.SIGKILL)
+    until(lambda: not Path(folder).exists())
+    assert receiver.wait_for(lambda it: any(span["name"] == "chat toy" for span in it.spans))
+
+
 def test_run_has_nothing_to_do_with_a_server_that_is_switched_off() -> None:
     script = "import sys; print('otel_infer' in sys.modules)"
     done = run_script(script, OTEL_INFER_ENABLED="off")
