@@ -166,7 +166,7 @@ SETTINGS: dict[str, Setting] = {
     "keep_unsampled": Setting(
         "OTEL_INFER_KEEP_UNSAMPLED",
         "off",
-        "export requests whose context says not sampled, marked `infer.unsampled`",
+        "export requests whose context says not sampled, marked `infer.unsampled`; a `tracer_provider` of one's own keeps to its sampler",
         _switch,
     ),
     "rings": Setting(

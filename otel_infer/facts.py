@@ -220,6 +220,14 @@ class SpanLinked(NamedTuple):
     span_id: bytes
 
 
+class LinkDescribed(NamedTuple):
+    """User code said so of the link that it has just added, to the span with this id (hex)."""
+
+    at: int
+    span_id: str
+    attributes: Mapping[str, Value]
+
+
 class NameUpdated(NamedTuple):
     """User code renamed the live request span."""
 
@@ -614,7 +622,13 @@ BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYO
 BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
 
 # Facts with free text (set by user code) travel as JSON and never through the string table.
-TEXT_CODES: Mapping[type, int] = {AttributeSet: 32, EventAdded: 33, NameUpdated: 34, StateCarried: 35}
+TEXT_CODES: Mapping[type, int] = {
+    AttributeSet: 32,
+    EventAdded: 33,
+    NameUpdated: 34,
+    StateCarried: 35,
+    LinkDescribed: 40,
+}
 _TEXT_FACTS: Mapping[int, Callable[..., Any]] = {code: fact for fact, code in TEXT_CODES.items()}
 
 
@@ -631,7 +645,7 @@ def count(number: Any) -> int:
         return 0
 
 
-def pack_text(fact: AttributeSet | EventAdded | NameUpdated | StateCarried) -> bytes:
+def pack_text(fact: AttributeSet | EventAdded | NameUpdated | StateCarried | LinkDescribed) -> bytes:
     """A free-text fact as bytes; what JSON cannot say is said by its `str`."""
     return _encode(fact).encode("utf-8", "replace")
 

@@ -42,9 +42,10 @@ class LiveRequest(trace.Span):
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
     detokenize_ns = 0
-    _attributes = _events = _links = 0
+    _keys: set[str] | None = None
+    _events = _links = 0
     _failed = _seen = False
-    _engine_failed = _id = ""
+    _engine_failed = _id = _response_id = ""
     _name = ("", "", "")
     _context: SpanContext | None = None
 
@@ -104,10 +105,16 @@ class LiveRequest(trace.Span):
             )
 
     def known_as(self, request_id: str) -> None:
-        """How the engine calls it, and where it answers an API, its client. Said once, as the name."""
+        """How the engine calls it. Said once, as the name."""
         if request_id != self._id:
             self._id = request_id
             self.say(semconv.REQUEST_ID, request_id)
+
+    def answers_as(self, response_id: str) -> None:
+        """How its client calls the answer (`chatcmpl-…`). Said once, as the name."""
+        if response_id != self._response_id:
+            self._response_id = response_id
+            self.say(semconv.RESPONSE_ID, response_id)
 
     def asked(self, tenant: str, traffic_class: str) -> None:
         """Who asks, and whether somebody waits for it."""
@@ -146,6 +153,8 @@ class LiveRequest(trace.Span):
             return
         self.ended = True
         self.around = _NOTHING  # in it may be the request before, which a connection's reader has kept
+        if self.inner is not None:  # where a provider records, user code says it to that one's span
+            self.set_status(getattr(self.inner[1], "status", None))
         if self._engine_failed and outcome != facts.ABORTED:  # what was made of it says less
             outcome, error_type = facts.ERROR, self._engine_failed
         elif self._failed and outcome == facts.OK:
@@ -186,9 +195,18 @@ class LiveRequest(trace.Span):
         return not self.ended and self.handle != 0
 
     def set_attribute(self, key: str, value: types.AttributeValue) -> None:
-        if self.is_recording() and _is_key(key) and self._attributes < self._room.attributes:
-            self._attributes += 1
+        if self.is_recording() and _is_key(key) and self._has_room_for(key):
             self.say(key, self._room.cut(value))
+
+    def _has_room_for(self, key: str) -> bool:
+        """What has a value may get another one, however many there are."""
+        keys = self._keys
+        if keys is None:
+            keys = self._keys = set()
+        if key not in keys and len(keys) >= self._room.attributes:
+            return False
+        keys.add(key)
+        return True
 
     def set_attributes(self, attributes: Mapping[str, types.AttributeValue]) -> None:
         for key, value in attributes.items():
@@ -197,15 +215,19 @@ class LiveRequest(trace.Span):
     def add_event(self, name: str, attributes: types.Attributes = None, timestamp: int | None = None) -> None:
         if self.is_recording() and self._events < self._room.events:
             self._events += 1
-            limited = {k: self._room.cut(v) for k, v in (attributes or {}).items() if _is_key(k)}
             at = max(_monotonic(timestamp), self.arrived_at)  # before that nobody knows the request
-            self.state(facts.EventAdded(at, str(name), limited))
+            self.state(facts.EventAdded(at, str(name), self._limited(attributes)))
 
     def add_link(self, context: SpanContext, attributes: types.Attributes = None) -> None:
         if self.is_recording() and context.is_valid and self._links < self._room.links:
             self._links += 1
-            ids = context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
-            self.state(facts.SpanLinked(clock.now(), *ids))
+            at, span_id = clock.now(), context.span_id.to_bytes(8, "big")
+            self.state(facts.SpanLinked(at, context.trace_id.to_bytes(16, "big"), span_id))
+            if attributes:
+                self.state(facts.LinkDescribed(at, span_id.hex(), self._limited(attributes)))
+
+    def _limited(self, attributes: types.Attributes) -> dict[str, facts.Value]:
+        return {key: self._room.cut(value) for key, value in (attributes or {}).items() if _is_key(key)}
 
     def update_name(self, name: str) -> None:
         if self.is_recording():

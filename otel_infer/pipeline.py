@@ -31,7 +31,7 @@ WAKE_NS = 50_000_000
 CONCLUDE_NS = 500_000_000
 """Under load, requests are concluded so much apart: many at once cost each of them less."""
 LAST_S = 1.0
-"""How long the end waits for metrics, once before spans are flushed and once after."""
+"""How long the end waits for metrics at least, once spans are flushed."""
 
 
 class Pipeline:
@@ -54,10 +54,12 @@ class Pipeline:
     ) -> None:
         self.config, self.rings, self.sinks, self.sender = config, rings, sinks, sender
         self.assembler = Assembler()
+        # The spans of a provider have ids of its own making, and of what it does not sample there are none.
+        self._is_providers = bool(sinks) and sender is None
         self.keeper = keeper.Keeper(
             config.steps,
             config.step_budget,
-            config.keep_unsampled,
+            config.keep_unsampled and not self._is_providers,
             config.ratio_sampling,
             objectives.parse(config.slo),
             config.slow_percent / 100,
@@ -93,8 +95,6 @@ class Pipeline:
         for sink in self.sinks:
             sink.flush(0 if final else now)
         if final or now - self._collected_at >= self.config.metric_interval_ms * 1_000_000:
-            if final and self._outlet is not None:
-                self._outlet.wait(LAST_S)
             self._collect(now, final)
         if self._scrape is not None and self._scrape.is_wanted(now):
             self._scrape.put(self._counted())
@@ -161,7 +161,7 @@ class Pipeline:
     def _hand_on_start(self, record: StartRecord) -> None:
         """Whatever is decided of requests: there is one of these for each process."""
         self._name_service(record.engine)
-        self.metrics.start(record)
+        self.metrics.start(record, exported=not self._is_providers)
         for take in (*(one.start for one in self._watchers), *(one.start for one in self.sinks)):
             take(record)
 
@@ -201,13 +201,13 @@ class Pipeline:
 
     def close(self, timeout: float) -> None:
         """Sends what is queued for at most `timeout` s, metrics a moment longer, then lets go."""
+        deadline = clock.now() + int(timeout * 1e9)
         if self.sender is not None:
             self.sender.close(timeout)
         if self._outlet is not None:
-            self._collect(
-                clock.now(), final=True
-            )  # once more, since only now it is known which spans were refused
-            self._outlet.close(LAST_S)
+            # Once more, since only now it is known which spans were refused; behind what is still being sent.
+            self._collect(clock.now(), final=True)
+            self._outlet.close(max((deadline - clock.now()) / 1e9, LAST_S))
         self._end_tape()
         self._log.close()
         if self._gpus is not None:
@@ -231,7 +231,7 @@ class Pipeline:
         """Waits until what was handed on so far has been tried."""
         for sink in self.sinks:
             sink.flush(0)
-        self._collect(clock.now())
+        self._collect(clock.now(), behind=True)
         return self.is_sent(timeout)
 
     def is_sent(self, timeout: float = 0.0) -> bool:
@@ -247,14 +247,14 @@ class Pipeline:
         if engine and semconv.SERVICE_NAME not in self.resource:
             self.resource[semconv.SERVICE_NAME] = engine
 
-    def _collect(self, now: int, final: bool = False) -> None:
-        """Not before it is known whose metrics they are: what had another name would be another server's, that is soon gone."""
-        if self._outlet is None or not self._outlet.free or not self.rings.seen_any:
+    def _collect(self, now: int, final: bool = False, behind: bool = False) -> None:
+        """Not before it is known whose metrics they are: what had another name would be another server's, that is soon gone.
+        `behind`, or at the end: though others are still being sent."""
+        if self._outlet is None or not self.rings.seen_any or not (self._is_named or final):
             return
-        if not (self._is_named or final):
-            return
-        self._collected_at = now
-        self._outlet.put(self._counted())
+        if self._outlet.takes(behind=behind or final):
+            self._collected_at = now
+            self._outlet.put(self._counted(), is_delta=self.metrics.is_delta)
 
     def _counted(self) -> Any:
         self._state_of_self()

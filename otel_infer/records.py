@@ -35,6 +35,14 @@ class UserEvent(NamedTuple):
     attributes: dict[str, Value]
 
 
+class UserLink(NamedTuple):
+    """A link from the live request span to another, that user code added."""
+
+    trace_id: bytes
+    span_id: bytes
+    attributes: dict[str, Value]
+
+
 class PrefillStep(NamedTuple):
     """One chunk of a prompt. `behind_until`: when the step before it was done, and `behind_prompts`: the prompt tokens in that one."""
 
@@ -217,7 +225,7 @@ class RequestRecord:
     prefillers: Callable[[int], Sequence[Prefiller]] | None = None
     blame: Blame | None = None
     events: list[UserEvent] = field(default_factory=list)
-    links: list[tuple[bytes, bytes]] = field(default_factory=list)
+    links: list[UserLink] = field(default_factory=list)
     start: tuple[bytes, bytes] | None = None
     span_name: str = ""
     tracestate: str = ""

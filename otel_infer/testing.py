@@ -124,11 +124,12 @@ class Captured:
         decision = self._keeper.decide(record)
         spans = tree.spans_of(record, decision)
         parents = {span.span_id: span for span in spans}
+        decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
         lines = []
         for span in sorted(spans, key=lambda span: _path(span, parents)):
             indent = "  " * (len(_path(span, parents)) - 1)
             lines.append(indent + (_line(span, record) if times and span.name not in STEPS else span.name))
-            if span.name == semconv.SPAN_DECODE:
+            if span is decode:
                 lines += [f"{indent}  {semconv.SPAN_DECODE_STEP}"] * decision.steps
         for line, same in itertools.groupby(lines):
             if line.strip() in STEPS:

@@ -45,7 +45,7 @@ _SIGNALS = {
 
 class Answer(NamedTuple):
     """What a request is answered with. `delay`, `retry_after`: s. `code`: HTTP, translated for gRPC. `body`: instead of
-    the response that belongs to it."""
+    the response that belongs to it. `location`: where a redirect leads; a page is there."""
 
     code: int = 200
     delay: float = 0.0
@@ -53,6 +53,7 @@ class Answer(NamedTuple):
     rejected: int = 0
     message: str = ""
     body: bytes | None = None
+    location: str = ""
 
 
 def ok() -> Answer:
@@ -189,10 +190,18 @@ class _Handler(BaseHTTPRequestHandler):
             answer, body = self.receiver.take(signal, headers, raw, len(wire))
         except (DecodeError, OSError, zlib.error):
             return self._say(400)
-        return self._say(answer.code, body if answer.code == 200 else b"", answer.retry_after)
+        body = body if answer.code == 200 else b""
+        return self._say(answer.code, body, answer.retry_after, answer.location)
 
-    def _say(self, code: int, body: bytes = b"", retry_after: float | None = None) -> None:
+    def do_GET(self) -> None:
+        self._say(200, b"<html>")
+
+    def _say(
+        self, code: int, body: bytes = b"", retry_after: float | None = None, location: str = ""
+    ) -> None:
         self.send_response(code)
+        if location:
+            self.send_header("Location", location)
         self.send_header("Content-Type", "application/x-protobuf")
         self.send_header("Content-Length", str(len(body)))
         if retry_after is not None:

@@ -1,4 +1,7 @@
-"""One request while its facts arrive: what was said of it, and which steps it took part in."""
+"""One request while its facts arrive: what was said of it, and which steps it took part in.
+
+Longer than a module should be: all facts of a request are taken in one place.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, NamedTuple
 
 from otel_infer import callers, facts, semconv
 from otel_infer.firstuse import FirstUse
-from otel_infer.records import Mark, Pause, Prefiller, UserEvent
+from otel_infer.records import Mark, Pause, Prefiller, UserEvent, UserLink
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steplog import Run, StepLog
 
@@ -60,7 +63,7 @@ class Request:
     timed: list[facts.StageTimed] = field(default_factory=list)
     attributes: dict[str, facts.Value] = field(default_factory=dict)
     events: list[UserEvent] = field(default_factory=list)
-    links: list[tuple[bytes, bytes]] = field(default_factory=list)
+    links: list[UserLink] = field(default_factory=list)
     span_name: str = ""
     tracestate: str = ""
     unseen: bool = False
@@ -272,6 +275,13 @@ def _event(request: Request, fact: facts.EventAdded) -> None:
     request.events.append(UserEvent(fact.at, fact.name, dict(fact.attributes)))
 
 
+def _link_described(request: Request, fact: facts.LinkDescribed) -> None:
+    for link in reversed(request.links):
+        if link.span_id.hex() == fact.span_id:
+            link.attributes.update(fact.attributes)
+            return
+
+
 def _refused(request: Request, fact: facts.MemoryRefused) -> None:
     names = semconv.MEMORY_WANTED, semconv.MEMORY_LIMIT, semconv.MEMORY_FREE
     sizes: dict[str, facts.Value] = dict(zip(names, (fact.wanted, fact.limit, fact.free)))
@@ -297,7 +307,8 @@ _TAKES: dict[type, Callable[[Request, Any], None]] = {
     facts.AttributeSet: lambda request, fact: request.attributes.__setitem__(fact.key, fact.value),
     facts.EventAdded: _event,
     facts.MemoryRefused: _refused,
-    facts.SpanLinked: lambda request, fact: request.links.append((fact.trace_id, fact.span_id)),
+    facts.SpanLinked: lambda request, fact: request.links.append(UserLink(fact.trace_id, fact.span_id, {})),
+    facts.LinkDescribed: _link_described,
     facts.HttpDescribed: Request._http,
     facts.SpanUnseen: lambda request, fact: setattr(request, "unseen", True),
     facts.NameUpdated: lambda request, fact: setattr(request, "span_name", fact.name),

@@ -148,16 +148,18 @@ class MetricsSink:
                 name = mark.name if mark.name in semconv.MARK_NAMES else semconv.OTHER
                 self._numbers[semconv.MARKS.name].add((name,), mark.times)
 
-    def start(self, record: StartRecord) -> None:
-        """Counts the start of a process: each phase, which may have been there several times, and the whole."""
+    def start(self, record: StartRecord, *, exported: bool) -> None:
+        """Counts the start of a process: each phase, which may have been there several times, and the whole. Only one that is
+        exported under its own ids becomes an exemplar."""
         source = Source(*_numbers(record.trace_id, record.span_id), record.ended_at + record.wall_offset)
+        is_named = exported and self._exemplars
         error = self._errors.admit(record.error_type) if record.error_type else None
         lengths: Counter[Label] = Counter({semconv.STARTUP_TOTAL: record.duration_ns})
         for phase in record.phases:
             lengths[self._stages.admit(phase.name)] += phase.ended_at - phase.started_at
         for name, length in lengths.items():
             key = (name, record.ready_by or None, error)
-            self._record(semconv.STARTUP_DURATION, key, length, source if self._exemplars else None)
+            self._record(semconv.STARTUP_DURATION, key, length, source if is_named else None)
 
     def engines(self, living: Collection[tuple[str, int]]) -> None:
         """These (engine, pid) are there: nothing uses the KV cache of any other."""

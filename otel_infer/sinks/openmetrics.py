@@ -56,7 +56,8 @@ def _family(metric: semconv.Metric, points: Any, is_open: bool) -> Iterator[str]
 
 def _histogram(name: str, point: Any, is_open: bool) -> Iterator[str]:
     bounds, below = point.explicit_bounds, 0
-    found = {bisect_left(bounds, one.value): one for one in point.exemplars} if is_open else {}
+    exemplars = getattr(point, "exemplars", ()) if is_open else ()  # points of SDK 1.27 have none
+    found = {bisect_left(bounds, one.value): one for one in exemplars}
     edges = [*(repr(float(bound)) for bound in bounds), "+Inf"]
     for i, (edge, count) in enumerate(zip(edges, point.bucket_counts)):
         below += count

@@ -4,44 +4,57 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from typing import Any
 
 from opentelemetry.sdk.metrics import export
 
 log = logging.getLogger(__name__)
 
+MOST_WAITING = 8
+"""Deltas that wait for one that is being sent; what is counted after them is carried along by a later one."""
+
 
 class MetricsOutlet(threading.Thread):
-    """Sends collected metrics by the SDK's exporter; a collection that finds the last one still being sent is skipped,
-    since the next one says it all again (cumulative) or carries it along (delta is collected only when free)."""
+    """Sends collected metrics by the SDK's exporter, one collection after the other. What is collected now and then is so only
+    when it is free, since the next one says it all again (cumulative) or carries it along (delta); for a flush, and at the end,
+    one waits."""
 
     def __init__(self, protocol: str) -> None:
         super().__init__(name="otel_infer-metrics", daemon=True)
         self._exporter = metric_exporter(protocol)
         self._condition = threading.Condition()
-        self._data: Any = None
-        self._busy = self._closing = False
+        self._waiting: deque[Any] = deque()
+        self._busy = self._closing = self._owes = False
         self.failed = 0
 
     @property
     def free(self) -> bool:
-        """Whether the last collection has been sent."""
-        return self._data is None and not self._busy
+        """Whether all that was handed over has been sent."""
+        return not self._waiting and not self._busy
 
-    def put(self, data: Any) -> None:
-        """Hands over one collection."""
+    def takes(self, *, behind: bool) -> bool:
+        """Whether it takes a collection now, or, if one may wait `behind` others, has room for it."""
+        takes = len(self._waiting) < MOST_WAITING if behind else self.free
+        self._owes = (self._owes or behind) and not takes
+        return takes
+
+    def put(self, data: Any, *, is_delta: bool) -> None:
+        """Hands over one collection. It takes the place of those that still wait, unless they are deltas."""
         with self._condition:
-            self._data = data
-            self._condition.notify()
+            if not is_delta:
+                self._waiting.clear()
+            self._waiting.append(data)
+            self._condition.notify_all()
 
     def run(self) -> None:
         while True:
             with self._condition:
-                while self._data is None and not self._closing:
+                while not self._waiting and not self._closing:
                     self._condition.wait()
-                if self._data is None:
+                if not self._waiting:
                     return
-                data, self._data, self._busy = self._data, None, True
+                data, self._busy = self._waiting.popleft(), True
             try:
                 result = self._exporter.export(data)
                 self.failed += getattr(result, "name", "SUCCESS") != "SUCCESS"
@@ -53,13 +66,15 @@ class MetricsOutlet(threading.Thread):
                 self._condition.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Waits until the last collection has been sent or given up; False if `timeout` s were not enough."""
+        """Waits until all that was handed over has been sent or given up; False if `timeout` s were not enough, or there was no
+        room for what should have been handed over."""
         with self._condition:
-            return self._condition.wait_for(lambda: self.free, timeout)
+            return self._condition.wait_for(lambda: self.free, timeout) and not self._owes
 
     def close(self, timeout: float) -> None:
         """Sends what is left, for at most `timeout` s."""
-        self.wait(timeout)
+        if not self.wait(timeout):
+            log.warning("the last metrics were not sent within %.0f s", timeout)
         with self._condition:
             self._closing = True
             self._condition.notify_all()

@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
-from otel_infer import keeper, otlp, semconv
+from otel_infer import facts, keeper, otlp, semconv
 from otel_infer.records import RequestRecord, StartRecord
 from otel_infer.sinks import starts, tree
 from otel_infer.sinks.spans import chosen_steps
@@ -80,14 +80,18 @@ class ProviderSink:
     def _steps(self, record: RequestRecord, parent: trace.Span, granted: int) -> None:
         assert record.steps is not None
         context = trace.set_span_in_context(parent)
-        for step, started_at, ended_at, tokens, size, prefill in chosen_steps(
-            record.steps, granted
-        ).table.T.tolist():
+        chosen = chosen_steps(record.steps, granted)
+        device = [0] * len(chosen) if chosen.device is None else chosen.device.tolist()
+        for (step, started_at, ended_at, tokens, size, prefill), timed in zip(
+            chosen.table.T.tolist(), device
+        ):
             attributes = {semconv.STEP_ID: step, semconv.BATCH_SIZE: size}
             if tokens != 1:
                 attributes[semconv.STEP_TOKENS] = tokens
             if prefill:
                 attributes[semconv.OTHERS_PREFILL_TOKENS] = prefill
+            if timed > 0:
+                attributes[semconv.DEVICE_SPAN] = timed
             start = started_at + record.wall_offset
             span = self._tracer.start_span(
                 semconv.SPAN_DECODE_STEP, context, SpanKind.INTERNAL, attributes, start_time=start
@@ -96,9 +100,15 @@ class ProviderSink:
 
     def _finish(self, span: trace.Span, described: otlp.Span | None, record: RequestRecord) -> None:
         if described is not None:
-            span.update_name(described.name)
+            if not _is_renamed(span, record):
+                span.update_name(described.name)
             _describe(span, described, self._starts)
         span.end(described.end if described is not None else record.ended_at + record.wall_offset)
+
+
+def _is_renamed(span: trace.Span, record: RequestRecord) -> bool:
+    """Whether user code gave a live span another name than it got on arrival. Where that one was lost, nobody can tell."""
+    return record.name not in ("", facts.OTHER) and getattr(span, "name", record.name) != record.name
 
 
 def _describe(span: trace.Span, described: otlp.Span, known: Mapping[bytes, SpanContext]) -> None:
@@ -107,7 +117,7 @@ def _describe(span: trace.Span, described: otlp.Span, known: Mapping[bytes, Span
     for event in described.events:
         span.add_event(event.name, dict(event.attributes), event.at)
     for link in described.links:
-        span.add_link(known.get(link.span_id) or _context(link))
+        span.add_link(known.get(link.span_id) or _context(link), dict(link.attributes))
     if described.status == tree.STATUS_ERROR:
         span.set_status(Status(StatusCode.ERROR))
 

@@ -146,6 +146,8 @@ class HttpTransport(_SdkTransport):
         return gzip1([body]) if self._gzip else body
 
     def _watched(self, request: Any, **options: Any) -> Any:
+        # Old exporters follow redirects, and a page to log in at would be an acceptance.
+        options["allow_redirects"] = False
         try:
             response = self._send(request, **options)
             content = response.content

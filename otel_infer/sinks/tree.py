@@ -15,7 +15,7 @@ from types import MappingProxyType
 from otel_infer import facts, keeper, semconv
 from otel_infer.facts import Value
 from otel_infer.otlp import Event, Link, Recurring, Span
-from otel_infer.records import RequestRecord, Stage
+from otel_infer.records import PrefillStep, RequestRecord, Stage
 from otel_infer.sinks import said
 
 SERVER, INTERNAL = 2, 1
@@ -128,8 +128,8 @@ def _events(record: RequestRecord, decision: keeper.Decision) -> list[Event]:
 
 def _links(record: RequestRecord) -> list[Link]:
     """Those that were added to the live span, to the start of the process, and to who interfered most."""
-    starts = [record.start] if record.start is not None else []
-    links = [Link(trace_id, span_id) for trace_id, span_id in (*starts, *record.links)]
+    links = [Link(*record.start)] if record.start is not None else []
+    links += [Link(*link) for link in record.links]
     offender = record.blame.offender if record.blame is not None else None
     if offender is not None:
         delay: dict[str, Value] = {
@@ -173,31 +173,46 @@ def _marks(record: RequestRecord) -> list[Event]:
 
 
 def _stages(record: RequestRecord, decision: keeper.Decision) -> list[Span]:
+    """User code may say a stage of one name several times: what is told of all decode steps stands on the first `decode`."""
     spans = []
-    for span_id, stage in zip(derived_ids(record.span_id, "stage", len(record.stages)), record.stages):
-        name, _, _, attributes = stage
-        lengths = _NONE
-        if name == semconv.SPAN_DECODE:
+    decode = record.stage(semconv.SPAN_DECODE)
+    chunks = _chunks(record) if decision.prefill_steps else {}
+    ids = derived_ids(record.span_id, "stage", len(record.stages))
+    for number, (span_id, stage) in enumerate(zip(ids, record.stages)):
+        attributes, lengths = stage.attributes, _NONE
+        if stage is decode:
             attributes = {**attributes, **said.decode_counts(record, decision.steps)}
             lengths = said.decode_lengths(record)
         spans.append(_below(record, span_id, record.span_id, stage, attributes, lengths))
-        if name == semconv.SPAN_PREFILL and decision.prefill_steps:
-            spans += _prefill_steps(record, span_id)
+        spans += [_prefill_step(record, span_id, *chunk) for chunk in chunks.get(number, ())]
     return spans
 
 
-def _prefill_steps(record: RequestRecord, parent: bytes) -> list[Span]:
-    spans = []
-    name, chunks = semconv.SPAN_PREFILL_STEP, record.prefill_steps
-    for span_id, chunk in zip(derived_ids(record.span_id, name, len(chunks)), chunks):
-        attributes: dict[str, Value] = {
-            semconv.STEP_ID: chunk.step,
-            semconv.STEP_TOKENS: chunk.tokens,
-            semconv.BATCH_SIZE: chunk.batch_size,
-        }
-        stage = Stage(name, chunk.started_at, chunk.ended_at, attributes)
-        spans.append(_below(record, span_id, parent, stage, attributes, _NONE))
-    return spans
+def _chunks(record: RequestRecord) -> dict[int, list[tuple[bytes, PrefillStep]]]:
+    """Span ids and prefill steps, by the number of the stage they are below: the prefill around them, or else the first."""
+    stages, chunks = record.stages, record.prefill_steps
+    prefills = [number for number, stage in enumerate(stages) if stage.name == semconv.SPAN_PREFILL]
+    below: dict[int, list[tuple[bytes, PrefillStep]]] = {number: [] for number in prefills}
+    if not prefills:
+        return below
+    for span_id, chunk in zip(derived_ids(record.span_id, semconv.SPAN_PREFILL_STEP, len(chunks)), chunks):
+        around = [
+            number
+            for number in prefills
+            if stages[number].started_at <= chunk.started_at and chunk.ended_at <= stages[number].ended_at
+        ]
+        below[(around or prefills)[0]].append((span_id, chunk))
+    return below
+
+
+def _prefill_step(record: RequestRecord, parent: bytes, span_id: bytes, chunk: PrefillStep) -> Span:
+    attributes: dict[str, Value] = {
+        semconv.STEP_ID: chunk.step,
+        semconv.STEP_TOKENS: chunk.tokens,
+        semconv.BATCH_SIZE: chunk.batch_size,
+    }
+    stage = Stage(semconv.SPAN_PREFILL_STEP, chunk.started_at, chunk.ended_at, attributes)
+    return _below(record, span_id, parent, stage, attributes, _NONE)
 
 
 def _below(

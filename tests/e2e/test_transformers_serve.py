@@ -99,12 +99,15 @@ def test_a_streamed_request_is_one_tree_below_its_callers_span(
     }
 
 
-def test_an_answer_in_one_piece_has_the_same_tree(
+def test_an_answer_in_one_piece_has_the_same_tree_and_the_id_that_its_client_got(
     batching: Server, receiver: OtlpReceiver, tiny_llama: Path
 ) -> None:
     answer = chat(batching.port, tiny_llama, tokens=8, stream=False)
     assert answer.body["usage"]["completion_tokens"] == 8
-    assert tree(trace(receiver, answer.trace_id), answer.parent_id) == BATCHED
+    spans = trace(receiver, answer.trace_id)
+    assert tree(spans, answer.parent_id) == BATCHED
+    ids = [span["attributes"]["gen_ai.response.id"] for span in spans if span["name"] == "chat tiny-llama"]
+    assert ids == [answer.body["id"]]
 
 
 def test_concurrent_requests_share_steps_and_keep_their_own_trees(

@@ -67,6 +67,7 @@ of_requests = st.one_of(
     st.builds(facts.AttributeSet, instants, words, counts),
     st.builds(facts.EventAdded, instants, words, attributes),
     st.builds(facts.SpanLinked, instants, some_ids.map(lambda i: i * 2), some_ids),
+    st.builds(facts.LinkDescribed, instants, some_ids.map(bytes.hex), attributes),
     st.builds(facts.NameUpdated, instants, words),
     st.builds(facts.HttpDescribed, instants, words, words, words),
     st.builds(
@@ -494,6 +495,15 @@ def test_a_process_that_died_leaves_nothing_behind() -> None:
     assembler.feed(story.in_order())
     assert assembler.concluded(LATER)[0].error_type == "process_died"
     assert (assembler.engines, assembler.processes.hooks, assembler.open) == ({}, {}, {})
+
+
+def test_hooks_that_are_reported_again_are_the_same_hooks() -> None:
+    story = Story()
+    for at in (1, 60_000, 120_000):
+        story.tell(PROCESS, 0, facts.HooksReported(ns(at), "toy", 3, 4))
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert list(assembler.processes.hooks.values()) == [(3, 4)]
 
 
 def test_what_makes_no_sense_of_one_request_costs_no_other() -> None:

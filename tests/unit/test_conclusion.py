@@ -251,6 +251,9 @@ def test_what_user_code_said_is_on_the_request_span() -> None:
     assert request["events"] == [{"at": WALL + 3 * MS, "name": "cache.miss", "attributes": {"key": 7}}]
     trace_id, span_id = ids("other")
     assert request["links"] == [{"trace_id": trace_id.hex(), "span_id": span_id.hex(), "attributes": {}}]
+    story.state(a, facts.LinkDescribed(ns(3), ids("a third")[1].hex(), {"of": "none that was seen"}))
+    story.state(a, facts.LinkDescribed(ns(3), span_id.hex(), {"kind": "retry"}))
+    assert [link["attributes"] for link in story.span("chat toy")["links"]] == [{"kind": "retry"}]
     story.state(a, facts.NameUpdated(ns(4), "answer"))
     assert story.span("answer")["kind"] == 1
     assert story.span("POST /v1/chat/completions")["kind"] == 2

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, TraceFlags
 
 from otel_infer import facts, ingress
+from otel_infer.identity import ProviderOpener
 from otel_infer.ingress import LiveRequest
 from otel_infer.records import RequestRecord
 from tests.rings import Recording
@@ -143,6 +145,59 @@ def test_the_status_that_user_code_set_last_counts(
     request.close()
     record = only(recording)
     assert (record.outcome, record.error_type) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (StatusCode.ERROR, (facts.ERROR, "_OTHER")),
+        (StatusCode.UNSET, (facts.OK, "")),
+        (StatusCode.OK, (facts.OK, "")),
+    ],
+)
+def test_the_status_that_user_code_set_on_a_providers_span_counts_as_well(
+    recording: Recording, code: StatusCode, expected: tuple[int, str]
+) -> None:
+    ingress.opener = ProviderOpener(TracerProvider(shutdown_on_exit=False).get_tracer("test"))
+    request = opened()
+    token = request.attach()
+    trace.get_current_span().set_status(code)
+    ingress.detach(token)
+    request.close()
+    record = only(recording)
+    assert (record.outcome, record.error_type) == expected
+
+
+def test_a_providers_span_that_records_nothing_has_no_status(recording: Recording) -> None:
+    ingress.opener = ProviderOpener(trace.NoOpTracerProvider().get_tracer("test"))
+    request = opened()
+    request.close()
+    assert only(recording).outcome == facts.OK
+
+
+def test_the_limit_of_attributes_is_of_how_many_there_are_and_not_of_how_often_they_are_set(
+    recording: Recording,
+) -> None:
+    request = opened()
+    for number in range(200):
+        request.set_attribute("progress", number)
+    for number in range(200):
+        request.set_attribute(f"part {number}", number)
+    request.set_attribute("progress", "done")
+    request.close()
+    parts = {f"part {number}": number for number in range(127)}
+    assert only(recording).attributes == {"progress": "done", **parts}
+
+
+def test_a_link_has_the_attributes_that_it_was_added_with(recording: Recording) -> None:
+    request = opened()
+    for attributes in ({"kind": "retry", 7: "no key"}, None, {"text": "x" * 9000}, {"kind": "again"}):
+        request.add_link(ABOVE, attributes)
+    request.close()
+    links = only(recording).links
+    assert {(link.trace_id, link.span_id) for link in links} == {(bytes(15) + b"\1", bytes(7) + b"\2")}
+    # What has no room in the ring is left out.
+    assert [link.attributes for link in links] == [{"kind": "retry"}, {}, {}, {"kind": "again"}]
 
 
 def test_a_status_says_less_than_what_was_raised(recording: Recording) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from otel_infer import facts, keeper, tape
+from otel_infer import pipeline as pipeline_module
 from otel_infer.config import Config
 from otel_infer.facts import RingFact
 from otel_infer.gpu.readings import Poller
 from otel_infer.pipeline import Pipeline
-from otel_infer.records import GpuReading, RequestRecord, StartRecord
+from otel_infer.records import GpuReading, Mark, RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
+from otel_infer.sinks import outlet as outlets
+from tests.starts import server
 from tests.story import BASE, LATER, MS, Story, ids
 
 
@@ -83,6 +87,41 @@ def test_without_spans_there_is_no_exemplar_and_what_has_no_room_is_counted(
     assert pipeline.losses()["not_recorded"] == 7
 
 
+class Sent:
+    """A sender that has nothing to do."""
+
+    accepted = bytes_sent = 0
+    lost: ClassVar[dict[str, int]] = {}
+
+
+@pytest.mark.parametrize(
+    ("sender", "named"),
+    [
+        (Sent(), {"infer.startup.duration": 1, "gen_ai.server.request.duration": 2}),
+        (None, {"infer.startup.duration": 0, "gen_ai.server.request.duration": 1}),
+    ],
+    ids=["our own spans", "a provider's"],
+)
+def test_exemplars_name_no_span_that_a_provider_does_not_have(sender: Any, named: dict[str, int]) -> None:
+    """It gives starts ids of its own, and records nothing of what it does not sample."""
+    story = server()
+    for name, flags, until in (("a", facts.SAMPLED, 9_501), ("b", 0, 12_000)):
+        story.ends(until, story.arrives(9_500, name, flags=flags))
+    sink = Taken()
+    settings = Config(keep_unsampled=True, gpu_metrics=False)
+    pipeline = Pipeline(settings, Rings(), [sink], sender, {}, None, 0)
+    pipeline.assembler.feed(story.in_order())
+    pipeline.conclude(LATER, final=True)
+    told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics
+    exemplars = {
+        metric.name: {one.span_id for point in metric.data.data_points for one in point.exemplars}
+        for metric in told
+        if metric.name in named
+    }
+    assert {name: len(spans) for name, spans in exemplars.items()} == named
+    assert (ids("b")[1] in sink.spans) == (sender is not None)
+
+
 @pytest.mark.parametrize(("temporality", "refused"), [("delta", 2), ("cumulative", None)])
 def test_deltas_that_nobody_took_are_a_loss(temporality: str, refused: int | None) -> None:
     class Outlet:
@@ -96,12 +135,15 @@ def test_deltas_that_nobody_took_are_a_loss(temporality: str, refused: int | Non
 class Collected:
     """An outlet that remembers what services the metrics were of. Always free."""
 
-    free, failed = True, 0
+    failed = 0
 
     def __init__(self) -> None:
         self.names: list[Any] = []
 
-    def put(self, data: Any) -> None:
+    def takes(self, *, behind: bool) -> bool:
+        return True
+
+    def put(self, data: Any, *, is_delta: bool) -> None:
         self.names.append(data.resource_metrics[0].resource.attributes["service.name"])
 
     def wait(self, timeout: float) -> bool:
@@ -115,6 +157,100 @@ def collecting(resource: dict[str, facts.Value]) -> tuple[Pipeline, Collected]:
     rings = Rings()
     rings.seen_any = True
     return Pipeline(Config(gpu_metrics=False), rings, [], None, resource, outlet, 0), outlet
+
+
+class Slow:
+    """The SDK's exporter before a collector that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.began, self.may_answer = threading.Semaphore(0), threading.Semaphore(0)
+        self.sums: list[float] = []
+
+    def export(self, data: Any) -> None:
+        self.began.release()
+        assert self.may_answer.acquire(timeout=10)
+        metrics = {metric.name: metric.data for metric in data.resource_metrics[0].scope_metrics[0].metrics}
+        kept = metrics.get("infer.marks")
+        self.sums.append(kept.data_points[0].value if kept else 0)
+
+
+@pytest.fixture(params=["cumulative", "delta"])
+def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, Slow]:
+    """A pipeline whose collector is slow, and is at the first metrics that it got."""
+    collector = Slow()
+    monkeypatch.setattr(outlets, "metric_exporter", lambda protocol: collector)
+    sends = outlets.MetricsOutlet("grpc")
+    sends.start()
+    rings = Rings()
+    rings.seen_any = True
+    settings = Config(gpu_metrics=False, temporality=request.param)
+    pipeline = Pipeline(settings, rings, [], None, {"service.name": "chat"}, sends, 0)
+    counted(pipeline, 1)
+    pipeline.wake(BASE)
+    assert collector.began.acquire(timeout=10)
+    return pipeline, collector
+
+
+def counted(pipeline: Pipeline, times: int) -> None:
+    pipeline.metrics.marks([Mark(0, 1, "allocator_oom", times)])
+
+
+def test_a_flush_sends_what_was_counted_while_a_collector_was_at_other_metrics(
+    slow: tuple[Pipeline, Slow],
+) -> None:
+    """It keeps nobody waiting who may not wait: a reader's rings fill meanwhile."""
+    pipeline, collector = slow
+    counted(pipeline, 2)
+    assert not pipeline.flush(0.0)
+    collector.may_answer.release()
+    assert collector.began.acquire(timeout=10)
+    assert not pipeline.is_sent()
+    collector.may_answer.release()
+    assert pipeline.is_sent(10)
+    assert sum(collector.sums[-1:] if not pipeline.metrics.is_delta else collector.sums) == 3
+    pipeline.close(1)
+
+
+def test_whoever_flushes_again_has_no_pile_of_the_same_metrics_sent(slow: tuple[Pipeline, Slow]) -> None:
+    pipeline, collector = slow
+    for _ in range(50):
+        counted(pipeline, 1)
+        assert not pipeline.flush(0.0)
+    for _ in range(60):
+        collector.may_answer.release()
+    if pipeline.metrics.is_delta:
+        # They cannot take each other's place: it is said that some are left behind.
+        assert not pipeline.is_sent(10)
+        assert len(collector.sums) == 1 + outlets.MOST_WAITING
+        assert pipeline.flush(10)
+        assert sum(collector.sums) == 51
+    else:
+        assert pipeline.is_sent(10)
+        assert collector.sums == [1, 51]
+    pipeline.close(1)
+
+
+def test_the_last_metrics_are_sent_behind_those_that_are_still_being_sent(
+    slow: tuple[Pipeline, Slow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, collector = slow
+    counted(pipeline, 2)
+    pipeline.wake(BASE + 1, final=True)
+    counted(pipeline, 4)
+    threading.Timer(0.1, lambda: [collector.may_answer.release() for _ in range(3)]).start()
+    pipeline.close(10)
+    assert collector.sums == ([1, 2, 4] if pipeline.metrics.is_delta else [1, 7])
+
+
+def test_metrics_that_a_collector_does_not_take_in_time_are_left_behind_with_a_word(
+    slow: tuple[Pipeline, Slow], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline, collector = slow
+    monkeypatch.setattr(pipeline_module, "LAST_S", 0.0)
+    pipeline.close(0.0)
+    assert "the last metrics were not sent" in caplog.text
+    for _ in range(3):
+        collector.may_answer.release()
 
 
 def test_metrics_wait_until_it_is_known_whose_they_are() -> None:

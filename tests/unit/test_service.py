@@ -27,7 +27,9 @@ def test_a_sidecar_that_takes_over_calls_the_server_what_the_one_before_did(tmp_
     assert (tmp_path / place.SERVICE).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_name_that_was_given_goes_before_a_remembered_one_and_is_remembered_in_its_place(tmp_path: Path) -> None:
+def test_a_name_that_was_given_goes_before_a_remembered_one_and_is_remembered_in_its_place(
+    tmp_path: Path,
+) -> None:
     (tmp_path / place.SERVICE).write_text("vllm")
     given = Service(tmp_path, {semconv.SERVICE_NAME: "chat"})
     assert given.resource[semconv.SERVICE_NAME] == "chat"

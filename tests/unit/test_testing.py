@@ -53,6 +53,30 @@ def test_a_test_sees_the_stages_of_its_own_server() -> None:
         assert captured.tree() == TREE
 
 
+def test_each_step_is_drawn_once_where_a_stage_is_said_for_each_of_them() -> None:
+    with capture() as captured:
+        with otel_infer.request("chat", model="tiny") as request:
+            request.submitted(input_tokens=8)
+            for prompt, delivered in ((4, 0), (4, 1), (0, 1), (0, 1)):
+                with otel_infer.stage("prefill" if prompt else "decode"):
+                    with otel_infer.step(
+                        [request], prompt_tokens={request: prompt} if prompt else None
+                    ) as step:
+                        step.delivered = {request: delivered}
+            request.finished("length")
+        assert captured.tree() == text("""
+            chat tiny
+              queue
+              prefill
+                prefill step ×1
+              prefill
+                prefill step ×1
+              decode
+                decode step ×2
+              decode
+        """)
+
+
 def test_requests_add_up_and_stay_when_it_is_over() -> None:
     with capture() as captured:
         assert captured.requests() == []

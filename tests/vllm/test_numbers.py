@@ -93,7 +93,7 @@ def test_a_step_that_was_held_up_shows_on_exactly_the_requests_in_it(
         spans = spans_of(receiver, answer)
         (request,) = named(spans, "chat tiny")
         steps = [s for s in named(spans, "decode step") if s["end"] - s["start"] >= 75 * MS]
-        slow[request["attributes"][semconv.REQUEST_ID]] = [s["attributes"][semconv.STEP_ID] for s in steps]
+        slow[request["attributes"][semconv.RESPONSE_ID]] = [s["attributes"][semconv.STEP_ID] for s in steps]
     in_it = {request_id for request_id in slow if any(who.startswith(request_id) for who in members)}
     assert {request_id for request_id, steps in slow.items() if steps} == in_it
     assert len(in_it) == len(members) == 3

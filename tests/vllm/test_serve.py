@@ -87,7 +87,7 @@ def test_a_streamed_request_is_one_tree_over_all_processes(server: Server, recei
             "gen_ai.request.max_tokens": 8,
             "gen_ai.usage.output_tokens": 8,
             "gen_ai.response.finish_reasons": ["length"],
-            semconv.REQUEST_ID: answer.events[0]["id"],
+            semconv.RESPONSE_ID: answer.events[0]["id"],
         }.items()
     )
     assert the(spans, "queue")["attributes"].keys() >= {semconv.QUEUE_HIDDEN, semconv.QUEUE_SCHEDULER}
@@ -110,7 +110,7 @@ def test_a_completion_is_known_by_the_id_that_its_client_got(server: Server, rec
         "    postprocess",
     ]
     request = the(spans, "text_completion tiny")
-    assert request["attributes"][semconv.REQUEST_ID] == answer.body["id"]
+    assert request["attributes"][semconv.RESPONSE_ID] == answer.body["id"]
     assert request["attributes"]["gen_ai.usage.input_tokens"] == answer.body["usage"]["prompt_tokens"]
 
 
@@ -148,7 +148,7 @@ def test_two_prompts_of_one_request_are_one_tree(server: Server, receiver: OtlpR
     attributes = the(spans, "text_completion tiny")["attributes"]
     assert attributes["gen_ai.usage.input_tokens"] == answer.body["usage"]["prompt_tokens"]
     assert attributes["gen_ai.usage.output_tokens"] == 6
-    assert attributes[semconv.REQUEST_ID] == answer.body["id"]
+    assert attributes[semconv.RESPONSE_ID] == answer.body["id"]
 
 
 def test_a_response_is_one_tree(server: Server, receiver: OtlpReceiver) -> None:
@@ -156,7 +156,7 @@ def test_a_response_is_one_tree(server: Server, receiver: OtlpReceiver) -> None:
     assert answer.status == 200, answer.body
     spans = spans_of(receiver, answer)
     assert tree(spans, answer.parent_id)[:2] == ["POST /v1/responses", "  chat tiny"]
-    assert the(spans, "chat tiny")["attributes"][semconv.REQUEST_ID] == answer.body["id"]
+    assert the(spans, "chat tiny")["attributes"][semconv.RESPONSE_ID] == answer.body["id"]
 
 
 def test_a_prompt_that_was_seen_before_is_read_from_the_cache(server: Server, receiver: OtlpReceiver) -> None:

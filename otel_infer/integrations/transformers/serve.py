@@ -24,20 +24,21 @@ from otel_infer.patching import Hook
 _SERVING = "transformers.cli.serving"
 PART = "serve"
 OPERATIONS = {
-    "chat_completion:ChatCompletionHandler": "chat",
-    "completion:CompletionHandler": "text_completion",
-    "response:ResponseHandler": "chat",
+    "chat_completion:ChatCompletionHandler": ("chat", ""),
+    "completion:CompletionHandler": ("text_completion", ""),
+    "response:ResponseHandler": ("chat", "resp_"),
 }
+"""Of each handler: the operation, and what stands before the request's id in the answer's."""
 
 
-def _naming(operation: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
+def _naming(operation: str, prefix: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
     def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         async def handle_request(self: Any, body: Any, request_id: str) -> Any:
             request = ingress.current()
             if request is not None and hook.alive:
                 try:
                     request.operation = operation
-                    request.known_as(str(request_id))
+                    request.answers_as(f"{prefix}{request_id}")
                 except Exception as exc:
                     hook.fail(exc)
             return await original(self, body, request_id)
@@ -47,13 +48,13 @@ def _naming(operation: str) -> Callable[[Callable[..., Any], Hook], Callable[...
     return make
 
 
-for _path, _operation in OPERATIONS.items():
+for _path, _said in OPERATIONS.items():
     integration.step_hook(
         f"{_SERVING}.{_path}.handle_request",
         reads=("body", "request_id"),
         optional=_path.startswith("completion:"),
         part=PART,
-    )(_naming(_operation))
+    )(_naming(*_said))
 
 
 def _handing_over(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:

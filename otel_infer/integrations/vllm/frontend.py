@@ -144,7 +144,10 @@ def _first_of(sequence: Any, model: str, sequences: int) -> Asked | None:
     if request is None:
         return None
     asking.by_adapter(request, lora)
-    request.known_as(response_id(str(getattr(sequence, "external_req_id", None) or sequence.request_id)))
+    request_id = str(getattr(sequence, "external_req_id", None) or sequence.request_id)
+    request.known_as(request_id)
+    if request.operation:  # a route of the API server's
+        request.answers_as(response_id(request_id))
     return Asked(request, own, sequences)
 
 

@@ -556,7 +556,26 @@ def test_without_a_server_a_prompt_is_a_request_of_its_own(recording: Recording)
         "text_completion", "tiny", 5, 16,
     )  # fmt: skip
     assert record.attributes["infer.request.id"] == "r"
+    assert "gen_ai.response.id" not in record.attributes
     assert frontend.in_flight == {}
+
+
+def test_behind_a_route_it_is_known_by_what_the_engine_and_by_what_the_client_calls_it(
+    recording: Recording,
+) -> None:
+    request = ingress.open_request("POST /v1/completions", owner="asgi")
+    assert request is not None
+    request.operation = "text_completion"  # as the route's hook says it
+    token = request.attach()
+    front_end, sequence = FrontEnd(), Sequence("cmpl-a1-0-9f8a", "cmpl-a1-0")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    front_end.finish(sequence)
+    ingress.detach(token)
+    request.close()
+    (record,) = recording.records()
+    known = {key: value for key, value in record.attributes.items() if key.endswith(".id")}
+    assert known == {"infer.request.id": "cmpl-a1-0", "gen_ai.response.id": "cmpl-a1"}
 
 
 def test_a_servers_request_is_named_and_goes_on_after_its_last_sequence(recording: Recording) -> None:

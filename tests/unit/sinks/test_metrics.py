@@ -807,8 +807,8 @@ def test_what_a_device_takes_is_a_series_of_its_own_and_so_is_what_it_waits_for(
 def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
     metrics = sink()
     loaded = (Phase("weights", 0, 100 * MS), Phase("weights", 200 * MS, 400 * MS))
-    metrics.start(started(*loaded, ready_by="lifespan"))
-    metrics.start(started(*loaded[:1], error_type="OSError"))
+    metrics.start(started(*loaded, ready_by="lifespan"), exported=True)
+    metrics.start(started(*loaded[:1], error_type="OSError"), exported=True)
     points = counted(metrics)["infer.startup.duration"]["points"]
     said = {tuple(point["attributes"].values()): (point["count"], point["sum"]) for point in points}
     assert said == {
@@ -869,7 +869,7 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics.steps([step(prefill_tokens=5, block_tokens=16)])
     metrics.executions([Execution("vllm", 77, 0, MS, True, MS, MS)])
     metrics.pauses([Pause(0, MS, "gc")])
-    metrics.start(started(Phase("imports", 0, MS)))
+    metrics.start(started(Phase("imports", 0, MS)), exported=True)
     metrics.marks([Mark(0, MS, "allocator_oom", 1), Mark(0, MS, "kv_eviction", 2)])
     for metric in semconv.METRICS:
         by_value = metric.name.startswith(("infer.self.", "hw.", "infer.gpu.", "infer.device.memory."))

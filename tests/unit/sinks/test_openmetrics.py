@@ -7,6 +7,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,18 @@ def test_buckets_are_cumulative_and_an_exemplar_lies_in_its_own(collected: Any) 
     assert (repr(bounds[3]), bounds[3]) == (found.labels["le"], found.exemplar.value)
     assert {"trace_id": f"{TRACE_ID:032x}", "span_id": f"{SPAN_ID:016x}"} == found.exemplar.labels
     assert float(found.exemplar.timestamp) == pytest.approx(ENDED_AT / 1e9, abs=1e-3)
+
+
+def test_points_of_an_sdk_that_knows_no_exemplars_are_told_without(collected: Any) -> None:
+    for metric in collected.resource_metrics[0].scope_metrics[0].metrics:
+        points = [vars(point) for point in metric.data.data_points]
+        metric.data.data_points[:] = [
+            SimpleNamespace(**{key: value for key, value in point.items() if key != "exemplars"})
+            for point in points
+        ]
+    read = families(openmetrics.text(collected, is_open=True).decode())
+    assert read.keys() == {prometheus.family(metric) for metric in semconv.METRICS} | {"target"}
+    assert not any(sample.exemplar for family in read.values() for sample in family.samples)
 
 
 def test_the_resource_is_a_target(collected: Any) -> None:

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from otel_infer import facts
 from otel_infer.keeper import Decision, Keeper
-from otel_infer.records import RequestRecord
+from otel_infer.records import Blame, Offender, RequestRecord
 from otel_infer.sinks.provider import Inner, ProviderSink
 from tests.starts import server
 from tests.story import MS, WALL, Story, Who, drawn, exported, ids, ns
@@ -70,7 +70,11 @@ def plain(span: ReadableSpan) -> dict[str, Any]:
             {"at": e.timestamp, "name": e.name, "attributes": dict(e.attributes or {})} for e in span.events
         ],
         "links": [
-            {"trace_id": f"{link.context.trace_id:032x}", "span_id": f"{link.context.span_id:016x}"}
+            {
+                "trace_id": f"{link.context.trace_id:032x}",
+                "span_id": f"{link.context.span_id:016x}",
+                "attributes": dict(link.attributes or {}),
+            }
             for link in span.links
         ],
         "status": {trace.StatusCode.UNSET: 0, trace.StatusCode.ERROR: 2}[span.status.status_code],
@@ -80,15 +84,8 @@ def plain(span: ReadableSpan) -> dict[str, Any]:
 def comparable(spans: list[dict[str, Any]]) -> list[Any]:
     """Everything but ids, which a provider makes itself; for a parent stands its name and time."""
     by_id = {span["span_id"]: (span["name"], span["start"], span["end"]) for span in spans}
-    said = ("name", "kind", "start", "end", "attributes", "events", "status")
-    rows = [
-        [
-            by_id.get(span["parent_span_id"]),
-            *(span[key] for key in said),
-            [link["span_id"] for link in span["links"]],
-        ]
-        for span in spans
-    ]
+    said = ("name", "kind", "start", "end", "attributes", "events", "links", "status")
+    rows = [[by_id.get(span["parent_span_id"]), *(span[key] for key in said)] for span in spans]
     return sorted(rows, key=repr)
 
 
@@ -111,6 +108,7 @@ def stories() -> Iterator[Any]:
     story.state(a, facts.AttributeSet(ns(1), "labels", ["x", "y"]))
     story.state(a, facts.EventAdded(ns(6), "cache.miss", {"key": 7}))
     story.state(a, facts.SpanLinked(ns(6), *ids("other")))
+    story.state(a, facts.LinkDescribed(ns(6), ids("other")[1].hex(), {"kind": "retry"}))
     story.finished(45, a, tokens=4)
     story.ends(50, a, chunks=4, send_wait=1, detokenize=2)
     yield pytest.param(story, id="streamed")
@@ -121,6 +119,13 @@ def stories() -> Iterator[Any]:
     story.ends(61, a)
     story.aborts(62, b)
     yield pytest.param(story, id="two requests")
+
+    story = Story()
+    a = chat(story)
+    for step, (since, until) in {3: (31, 39), 4: (40, 44)}.items():
+        story.timed(step, since, until)
+    story.ends(50, a)
+    yield pytest.param(story, id="timed on a device")
 
     story = Story()
     story.ends(70, chat(story), facts.ERROR, "ValueError", status=500)
@@ -144,6 +149,49 @@ def test_a_provider_gets_what_a_receiver_gets(story: Story) -> None:
     provider.take(story.records())
     assert comparable(provider.spans()) == comparable(exported(story.records(), latency=True))
     assert drawn(provider.spans()) == drawn(exported(story.records(), latency=True))
+
+
+def test_the_link_to_whom_held_a_request_up_says_for_how_long_and_of_what_class() -> None:
+    story = Story()
+    story.ends(50, chat(story))
+    record = story.record()
+    record.blame = Blame({"interference": 8 * MS}, Offender(*ids("offender"), 8 * MS, "long"))
+    provider = Provider()
+    provider.take([record])
+    assert comparable(provider.spans()) == comparable(exported([record], latency=True))
+    (link,) = [link for span in provider.spans() for link in span["links"]]
+    assert link["attributes"] == {"infer.offender.delay": 0.008, "infer.offender.class": "long"}
+
+
+@pytest.mark.parametrize(
+    ("arrived_as", "names"),
+    [
+        ("POST", ("POST /v1/chat/completions", "answer")),
+        ("_OTHER", ("POST /v1/chat/completions", "chat toy")),
+        ("", ("POST /v1/chat/completions", "chat toy")),
+    ],
+)
+def test_a_name_that_user_code_gave_stays_if_it_is_known_that_it_did(
+    arrived_as: str, names: tuple[str, str]
+) -> None:
+    """`arrived_as`: where facts were lost, or there was no room for a text, nobody knows what name the span had."""
+    story = Story()
+    story.ends(50, chat(story))
+    record = story.record()
+    provider = Provider()
+    provider.open(record)
+    server, request = provider._inner[record.span_id]
+    request.update_name("answer")
+    record.name = arrived_as
+    provider.sink.request(record, Decision(True, 0, "none"))
+    spans = {
+        span["kind"]: span["name"] for span in provider.spans() if span["span_id"] in live(server, request)
+    }
+    assert (spans[2], spans[1]) == names
+
+
+def live(*spans: trace.Span | None) -> list[str]:
+    return [f"{span.get_span_context().span_id:016x}" for span in spans if span is not None]
 
 
 def test_only_so_many_steps_as_were_granted() -> None:

@@ -211,6 +211,26 @@ def test_a_refusal_is_counted_and_named(
     assert 1 == len(receiver.requests)
 
 
+@pytest.mark.parametrize("says", [{"allow_redirects": False}, {}], ids=["new", "old"])
+def test_a_page_to_log_in_at_is_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, says: dict[str, bool]
+) -> None:
+    """Old exporters do not say whether redirects are followed, and so they are."""
+    session = import_module("requests").Session()
+    request = session.request
+    monkeypatch.setattr(session, "request", lambda *args, **options: request(*args, **_but(options), **says))
+    monkeypatch.setattr(seam, "http_session", lambda: session)
+    with OtlpReceiver(HTTP) as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        receiver.answer(Answer(302, location="/login"))
+        assert Sent(0, COUNT, "HTTP 302") == HttpTransport().send_spans(body, COUNT)
+    assert 1 == len(receiver.requests)
+
+
+def _but(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != "allow_redirects"}
+
+
 @bounded
 @pytest.mark.parametrize(
     ("code", "grpc"), [(500, "INTERNAL"), (503, "UNAVAILABLE"), (429, "RESOURCE_EXHAUSTED")]

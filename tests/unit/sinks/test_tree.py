@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision, Keeper
 from otel_infer.sinks import tree
-from tests.story import MS, WALL, Story, Who, ids, ns
+from tests.story import MS, WALL, Story, Who, ids, ns, text
 
 ALL = Decision(True, 1 << 30, "all", True)
 
@@ -255,6 +255,43 @@ def test_chunks_are_spans_only_where_that_was_decided() -> None:
     without = [span.name for span in tree.spans_of(record, ALL._replace(prefill_steps=False))]
     assert with_chunks == ["chat toy", "prefill", "prefill step", "prefill step", "decode"]
     assert without == ["chat toy", "prefill", "decode"]
+
+
+def test_stages_of_one_name_share_the_steps_and_each_is_told_once() -> None:
+    """A hand-written loop may say a stage for each chunk of a prompt, and for each token."""
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.step(10, 20, [a], {a: 64}, {a: 0})
+    story.step(30, 40, [a], {a: 64}, {a: 0})
+    story.step(45, 48, [a], {a: 8})
+    story.step(50, 60, [a])
+    story.step(70, 80, [a])
+    for name, began, ended in (
+        ("prefill", 9, 21),
+        ("prefill", 29, 41),
+        ("decode", 49, 61),
+        ("decode", 69, 81),
+    ):
+        story.stage(name, began, ended, a)
+    story.ends(90, a)
+    assert story.tree() == text(
+        """
+        chat toy 0–90 · 0 → 3
+          prefill 9–21
+            prefill step 10–20 · step 1, 64 tokens, batch 1
+            prefill step 45–48 · step 3, 8 tokens, batch 1
+          prefill 29–41
+            prefill step 30–40 · step 2, 64 tokens, batch 1
+          decode 49–61
+            decode step 50–60 · step 4, batch 1
+            decode step 70–80 · step 5, batch 1
+          decode 69–81
+        """
+    )
+    spans = story.spans()
+    assert len({span["span_id"] for span in spans}) == len(spans)
+    counts = [span["attributes"].get("infer.steps.count") for span in spans if span["name"] == "decode"]
+    assert counts == [2, None]
 
 
 # ── pauses ───────────────────────────────────────────────────────────────────────────────────────────────────────
