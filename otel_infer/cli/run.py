@@ -170,10 +170,11 @@ class Supervisor:
         if self._is_without_sidecar():
             with contextlib.suppress(launch.CannotStart):
                 self._start_sidecar()  # the last one was killed; somebody has to read what is left
-        ended = time.monotonic()
+        # Where we are the first process all others end with us.
+        ended, patience = time.monotonic(), FLUSH_S if os.getpid() == 1 else ORPHANS_S
         while self._sidecar is not None and self._sidecar.poll() is None and not self._hurried:
             waited = time.monotonic() - ended
-            if waited > ORPHANS_S and self._is_written():
+            if waited > patience and self._is_written():
                 print(
                     "otel-infer run: processes of the server still run, and their sidecar with them",
                     file=sys.stderr,
