@@ -208,12 +208,6 @@ class Rings:
             words = process.reader.header.words
             words[layout.W_CONCLUDED_AT] = max(np.uint64(max(horizon, 0)), words[layout.W_CONCLUDED_AT])
 
-    def reads(self, folder: Path) -> bool:
-        """Whether a ring of this folder is still being read."""
-        return any(
-            process.path is not None and process.path.parent == folder for process in self._processes.values()
-        )
-
     def flushes_asked(self) -> list[tuple[int, int]]:
         """(process, request number) of every flush that a writer waits for."""
         asked = []
