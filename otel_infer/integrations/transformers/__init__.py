@@ -4,7 +4,7 @@
     tokenizer ─▶ add_request ─▶ waiting ─▶ (schedule_batch ─▶ prepare_batch_update)* ─▶ streamer
                  `sequences`              `batching`, `computing`, in a thread of its own
 
-Releases 5.5 to 5.23; what is found in which is in docs/support-transformers.md.
+Releases 5.5 to 5.24; what is found in which is in docs/support-transformers.md.
 """
 
 from __future__ import annotations

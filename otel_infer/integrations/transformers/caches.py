@@ -3,13 +3,20 @@ some µs a layer. That of continuous batching is everybody's: how many of its bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from otel_infer import clock, facts, ingress
 
 _PARTS = ("self_attention_cache", "cross_attention_cache")
 """Of an `EncoderDecoderCache`."""
+_NAMES = ("cache", "past_key_values")
+"""What the library calls it among its arguments: since 5.24, and before."""
+
+
+def among(arguments: Mapping[str, Any]) -> Any:
+    """The cache among these, or None."""
+    return next((cache for cache in map(arguments.get, _NAMES) if cache is not None), None)
 
 
 def say(request: ingress.LiveRequest, cache: Any) -> None:
@@ -24,7 +31,7 @@ def say(request: ingress.LiveRequest, cache: Any) -> None:
 
 def bytes_of(cache: Any) -> int:
     """The memory behind all tensors of all layers, wherever they lie, each piece once; 0 where it is none of the library's caches
-    (transformers 5.5 to 5.23)."""
+    (transformers 5.5 to 5.24)."""
     parts = [part for part in (getattr(cache, name, None) for name in _PARTS) if part is not None]
     layers = [layer for part in parts or [cache] for layer in getattr(part, "layers", None) or ()]
     return sum(dict([piece for layer in layers for piece in _pieces(vars(layer).values())]).values())

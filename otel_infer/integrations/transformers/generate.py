@@ -20,6 +20,7 @@ from typing import Any
 
 from otel_infer import clock, facts, ingress
 from otel_infer.integrations._claims import claiming
+from otel_infer.integrations.transformers import caches
 from otel_infer.integrations.transformers._integration import (
     ENGINE,
     handed_over,
@@ -158,7 +159,7 @@ def accept(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
                 hook.fail(exc)
         result = original(*args, **kwargs)
         if run is not None and hook.alive and type(result) is dict:
-            run.cache = result.get("past_key_values")
+            run.cache = caches.among(result)
         return result
 
     return accept

@@ -70,7 +70,7 @@ class Run:
         is_whole = masked == (start,) or given.get("inputs_embeds") is not None
         if not is_whole:  # what is cached was not given again
             return whole
-        cached = min(caches.tokens_of(given.get("past_key_values")), max(whole - 1, 0))
+        cached = min(caches.tokens_of(caches.among(given)), max(whole - 1, 0))
         if cached and not self.stepping:
             self.request.state(facts.PrefixRead(clock.now(), whole * prompts, cached * prompts))
         return whole - cached

@@ -259,7 +259,7 @@ def test_tensors_in_tuples_and_by_name_count_and_what_is_shared_counts_once() ->
 def test_launching_is_over_before_anybody_waits_for_the_device_or_nobody_says_how_long_it_took(
     is_streamed: bool, model: Any, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that takes 5 ms for each step, which whoever wants its tokens waits for."""
+    """A device that takes 30 ms for each step, which whoever wants its tokens waits for."""
     device = OnHostClock()
     device.kind = "cpu"  # where the model is
     timing = Timing(lambda: device)
@@ -268,7 +268,7 @@ def test_launching_is_over_before_anybody_waits_for_the_device_or_nobody_says_ho
     is_true, on_host = torch.Tensor.__bool__, torch.Tensor.cpu
 
     def choose(hidden: Any) -> Any:
-        device.launch(5_000_000)
+        device.launch(30_000_000)
         return head(hidden)
 
     def waits(tensor: Any) -> Any:

@@ -325,6 +325,7 @@ def test_a_request_of_which_too_much_was_said_is_left_out_and_counted() -> None:
     assert said(snapshot) == began()
 
 
+@pytest.mark.timeout(400)  # on a slow machine with others beside it
 @settings(max_examples=150)
 @example(program=PREEMPTED_BESIDE, depth=1, span=1, scarce=False)
 @given(program=ticks(most=60), depth=st.integers(1, 2), span=st.integers(1, 3000), scarce=st.booleans())
