@@ -50,6 +50,8 @@ class Recovery(threading.Thread):
     def _tell(self, sibling: Path) -> None:
         rings = Rings()
         rings.discover(sibling, clock.now())
+        for refusal in rings.refused:
+            log.warning("ring refused: %s", refusal)
         if not rings.alive():
             return
         pipeline = self._make_pipeline(Service(sibling, self._shared).resource, rings)
