@@ -2,7 +2,8 @@
 
 Time is given away once, in this order: to pauses of the process (of two at once, to the one that is not throttling, which is an
 estimate), to what the engine did with the request (queue, prefill, decode), to stages that were said, to what came after the
-last token. Of a stage that waits for the event loop, what the loop was late goes first to that; the engine's do not, so there it
+last token. Between an answer of the engine and the next time that it was asked, the engine has nothing; what no stage says of that
+is the application's. Of a stage that waits for the event loop, what the loop was late goes first to that; the engine's do not, so there it
 takes nothing.
 
 Inside decode each step is divided by what the engine's own log says a step of that size costs (`stepcosts`): what it would have
@@ -99,6 +100,8 @@ def _blame(record: RequestRecord, decode: StepsBlame, crowds: dict[tuple[Any, in
     _throttled(account, record)
     if record.loop_pauses:
         _loop_late(account, record, record.arrived_at, record.ended_at)
+    for since, until, _ in record.absences:
+        account.give(since, until, semconv.CAUSE_APPLICATION)
     account.causes[semconv.CAUSE_UNEXPLAINED] += sum([end - begin for begin, end in account.free])
     known = {cause: length for cause, length in account.causes.items() if length}
     interference = known.get(semconv.CAUSE_INTERFERENCE, 0)
@@ -147,7 +150,7 @@ def _staged(
         _loop_late(account, record, began, ended)
     if name == semconv.SPAN_QUEUE and began < record.received_at < ended:
         account.give(began, record.received_at, semconv.CAUSE_HIDDEN_QUEUE)
-    taken, causes = account.take(began, ended), account.causes
+    taken, causes = _taken(account, record, stage), account.causes
     if name == semconv.SPAN_DECODE:
         parts = {semconv.CAUSE_DECODE: 0, **decode.causes}
         parts[semconv.CAUSE_DECODE] += _begun(record, taken - sum(parts.values()))
@@ -164,6 +167,15 @@ def _staged(
         causes[semconv.CAUSE_EGRESS] += taken - last
     else:
         causes[_OF_STAGES.get(name, semconv.CAUSE_APPLICATION)] += taken
+
+
+def _taken(account: _Account, record: RequestRecord, stage: Stage) -> int:
+    """What of this stage is free; of the engine's, without the time in which it was done with the request."""
+    parts: Free = [(stage.started_at, stage.ended_at)]
+    if record.absences and stage.name in _BY_ENGINE:
+        for since, until, _ in record.absences:
+            parts, _ = take_out(parts, since, until)
+    return sum([account.take(since, until) for since, until in parts])
 
 
 def _rest_of_decode(record: RequestRecord) -> str:

@@ -6,6 +6,7 @@ Longer than a module should be: what one cause takes the next does not find, so 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,11 @@ class _Steps:
         self._firsts = self.begins.tolist()
         self._ends = (self.begins + self.counts).tolist()
         for i, record in enumerate(records):
+            if record.stride > 1:
+                mine = self.of(i)
+                self.is_next[mine] = (
+                    self.step[mine] - self.step[mine.start - 1 : mine.stop - 1] == record.stride
+                )
             if record.is_split:  # steps of several engines have numbers of their own
                 self.is_next[self.of(i)] = True
             elif record.later_prompts:
@@ -101,6 +107,7 @@ def _divided(records: list[RequestRecord]) -> list[StepsBlame]:
     steps = _Steps(records)
     ran, waited = steps.until - steps.began, steps.began - steps.since
     _without_pauses(records, steps, ran, waited)
+    queued, prefill = _asked_again(records, steps, waited)
     own, batching, others, prompt, over, error = _by_cost(records, steps, ran)
     cold, no_prompts = _first_uses(records, steps, others + prompt)
     of_its_own = np.minimum(no_prompts, prompt[cold])
@@ -111,8 +118,10 @@ def _divided(records: list[RequestRecord]) -> list[StepsBlame]:
     stalled = over * (over > error)
     own += over - stalled
     columns = dict(zip(_CAUSES, (own, batching, others, waited, stalled)))
-    if steps.own_prefill.any():
-        columns[semconv.CAUSE_PREFILL] = prompt
+    if steps.own_prefill.any() or prefill.any():
+        columns[semconv.CAUSE_PREFILL] = prompt + prefill
+    if queued.any():
+        columns[semconv.CAUSE_SCHEDULER_QUEUE] = queued
     if len(cold):
         columns[semconv.CAUSE_FIRST_USE] = first_use = _moved(cold, [stalled])
         first_use[cold] += no_prompts
@@ -163,7 +172,9 @@ def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any
 
     Also: up to how much over that is within the error of the estimate.
     """
-    costs = np.array([record.costs or _UNKNOWN for record in records]).T[:3]
+    # Where batches take turns, it waits for one of its own as long as those that are beside it take together.
+    strides = [record.stride for record in records]
+    costs = np.array([record.costs or _UNKNOWN for record in records]).T[:3] * strides
     base, each, spread = np.repeat(costs, steps.counts, axis=1)
     size = steps.size.astype(np.float64)
     # Of tokens that were speculated a sequence gets several.
@@ -181,20 +192,34 @@ def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any
 
 
 def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waited: Any) -> None:
-    """Takes what the process was held up out of the steps it happened in."""
+    """Takes what the process was held up out of the steps it happened in, and when the engine was done with it."""
     for i, record in enumerate(records):
-        pauses = placed(record)
+        pauses: list[tuple[Any, ...]] = [*placed(record), *record.absences]
         if not pauses:
             continue
         mine = steps.of(i)
         since, began, until = steps.since[mine], steps.began[mine], steps.until[mine]
         told = record.arrived_at
-        for pause in sorted(pauses):
-            begin, end = max(pause.started_at, told), pause.ended_at  # of pauses that overlap, each ns once
+        for started, end, *_ in sorted(pauses, key=itemgetter(0)):
+            begin = max(started, told)  # of those that overlap, each ns once
             told = max(told, end)
             if begin < end:
                 waited[mine] -= np.maximum(np.minimum(began, end) - np.maximum(since, begin), 0)
                 ran[mine] -= np.maximum(np.minimum(until, end) - np.maximum(began, begin), 0)
+
+
+def _asked_again(records: list[RequestRecord], steps: _Steps, waited: Any) -> tuple[Any, Any]:
+    """Takes out what who came to the engine once more waited for it, up to its first step: its queue, then its prompt."""
+    queued, prefill = np.zeros((2, len(waited)), np.int64)
+    for i, record in enumerate(records):
+        mine = steps.of(i)
+        for _, until, scheduled_at in record.absences:
+            row = mine.start + int(steps.until[mine].searchsorted(until, "right"))
+            if row < mine.stop and scheduled_at:
+                prefill[row] = min(waited[row], max(steps.began[row] - scheduled_at, 0))
+                queued[row] = waited[row] - prefill[row]
+                waited[row] = 0
+    return queued, prefill
 
 
 def _held(records: list[RequestRecord], steps: _Steps, others: Any, over: Any, unusual: Any) -> Any:

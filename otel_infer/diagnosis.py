@@ -131,9 +131,14 @@ def _prefill(served: list[RequestRecord]) -> list[Finding]:
     served = answering(served)
     if len(served) < FEWEST:
         return []
-    gap, usual = typical_gap(served), np.median([spent(record, semconv.CAUSE_PREFILL) for record in served])
-    typical = float(np.median([spent(record, semconv.CAUSE_PREFILL) / ttft(record) for record in served]))
-    tail = slowest(served, ttft, whole=ttft)
+    gap, usual = (
+        typical_gap(served),
+        np.median([spent_before(record, semconv.CAUSE_PREFILL) for record in served]),
+    )
+    typical = float(
+        np.median([spent_before(record, semconv.CAUSE_PREFILL) / ttft(record) for record in served])
+    )
+    tail = slowest(served, ttft, whole=ttft, of=spent_before)
     share, each = tail.share(semconv.CAUSE_PREFILL), tail.each(semconv.CAUSE_PREFILL)
     felt = max(FELT_MS, 5 * gap)
     is_usual = typical >= 0.5 and usual / MS >= felt and share >= 0.25
@@ -225,7 +230,7 @@ def _frozen(served: list[RequestRecord]) -> list[Finding]:
 
 def _queue(served: list[RequestRecord], failed: list[RequestRecord], since: int) -> list[Finding]:
     """Who waits for a turn: because of a peak, of heavy requests, of batches that are waited for, or always."""
-    tail = slowest(served, ttft, whole=ttft)
+    tail = slowest(served, ttft, whole=ttft, of=spent_before)
     weight, each = tail.share(*_QUEUES), tail.each(*_QUEUES)
     if weight < 0.4 or each < 20 or each < 3 * typical_gap(served):
         return []

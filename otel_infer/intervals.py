@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 Free = list[tuple[int, int]]
@@ -30,7 +31,10 @@ def take_out(free: Free, begin: int, end: int) -> tuple[Free, int]:
 
 def outside(busy: Iterable[tuple[Any, ...]], begin: int, end: int) -> int:
     """How much of an interval, ns, is in none of these, each of which begins with its own begin and end; they may overlap."""
-    free = [(begin, end)] if begin < end else []
-    for since, until, *_ in busy:
-        free, _ = take_out(free, since, until)
-    return sum([until - since for since, until in free])
+    free = max(end - begin, 0)
+    for since, until, *_ in sorted(busy, key=itemgetter(0)):
+        since, until = max(since, begin), min(until, end)
+        if since < until:
+            free -= until - since
+            begin = until
+    return free

@@ -15,7 +15,6 @@ from otel_infer import facts, objectives, semconv
 from otel_infer.objectives import Objectives
 from otel_infer.records import RequestRecord
 from otel_infer.slowest import Slowest
-from otel_infer.steprows import StepRows
 
 STEPS_PER_TRACE = 1000
 TRACES_REMEMBERED = 4096
@@ -296,5 +295,5 @@ def _draw(record: RequestRecord) -> float:
 def _apart(record: RequestRecord) -> RequestRecord:
     """Its steps are a part of the table of many; what waits is not to hold that."""
     if record.steps is not None:
-        record.steps = StepRows(record.steps.table.copy(), record.steps.device)
+        record.steps = record.steps.copy()
     return record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from otel_infer import facts, semconv
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
 WORKER = "worker"
 """The role of a process that does an engine's steps for it."""
 MOST = 1024
-"""Pauses, and marks, of one process that are remembered."""
+"""Pauses of one process and cause, and marks of one process, that are remembered: what comes often must not push out the rest."""
+
+_KINDS = frozenset((*semconv.PAUSE_CAUSES, *semconv.LOOP_CAUSES))
+_ENDED = attrgetter("ended_at")
 
 
 class Pauses:
     """Pauses and marks by the ring of their process; of those that are new, everybody is told once."""
 
     def __init__(self) -> None:
-        self._pauses: dict[int, deque[Pause]] = {}
+        self._pauses: dict[int, dict[str, deque[Pause]]] = {}
         self._marks: dict[int, deque[Mark]] = {}
         self._new: list[Pause] = []
         self._new_marks: list[Mark] = []
@@ -37,12 +41,14 @@ class Pauses:
 
     def paused(self, ring: int, fact: facts.PauseSeen, is_new: bool) -> None:
         """Kept in order of their ends: of a collection it is said later that it was."""
-        pauses = self._pauses.setdefault(ring, deque(maxlen=MOST))
         pause = Pause(fact.started_at, fact.at, fact.cause)
+        of_all = self._pauses.setdefault(ring, {})
+        kind = fact.cause if fact.cause in _KINDS else semconv.CAUSE_PAUSE
+        pauses = of_all.setdefault(kind, deque(maxlen=MOST))
         is_late = bool(pauses) and pauses[-1].ended_at > pause.ended_at
         pauses.append(pause)
         if is_late:
-            self._pauses[ring] = deque(sorted(pauses, key=lambda pause: pause.ended_at), maxlen=MOST)
+            of_all[kind] = deque(sorted(pauses, key=_ENDED), maxlen=MOST)
         if is_new:
             self._new.append(pause)
 
@@ -95,7 +101,8 @@ class Pauses:
         found += [
             pause for pause in self._between(request.ring, begin, end) if pause.cause in semconv.LOOP_CAUSES
         ]
-        return tuple(sorted(found, key=lambda pause: pause.ended_at))
+        # Throttling is told by each process of the group that it befell.
+        return tuple(sorted(dict.fromkeys(found), key=_ENDED))
 
     def _elsewhere(self, request: Request) -> set[int]:
         """Where it has parts, and who works for those."""
@@ -104,11 +111,11 @@ class Pauses:
         return rings | {ring for ring, pid in self._works_for.items() if pid in pids}
 
     def _between(self, ring: int, begin: int, end: int) -> list[Pause]:
-        pauses = self._pauses.get(ring)
-        if not pauses:
-            return []
-        since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
-        return [pause for pause in since if pause.started_at < end][::-1]
+        found: list[Pause] = []
+        for pauses in self._pauses.get(ring, {}).values():
+            since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
+            found += [pause for pause in since if pause.started_at < end]
+        return sorted(found, key=_ENDED)
 
     def _marks_of(self, request: Request) -> tuple[Mark, ...]:
         """What happened to its processes while it may have been there."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from otel_infer import semconv
 from otel_infer.decodeblame import MOST_INTERFERED, NOTHING, StepsBlame, placed
 from otel_infer.intervals import outside
-from otel_infer.records import Pause, PrefillStep, RequestRecord
+from otel_infer.records import PrefillStep, RequestRecord
 
 Causes = dict[str, int]
 _HELD = (semconv.CAUSE_STARVED, semconv.CAUSE_FAULTS)
@@ -21,7 +22,8 @@ def divided(record: RequestRecord) -> StepsBlame:
     parts: Causes = defaultdict(int)
     interfered: list[tuple[int, int]] = []
     per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
-    again, before, pauses = 0, None, placed(record)
+    again, before = 0, None
+    pauses: list[tuple[Any, ...]] = [*placed(record), *record.absences]
     extra = _computed_again(record) if record.preempted_at else 0
     for chunk in record.prefill_steps:
         began = chunk.started_at
@@ -62,7 +64,7 @@ def _waited(
     record: RequestRecord,
     chunk: PrefillStep,
     before: PrefillStep | None,
-    pauses: Sequence[Pause],
+    pauses: Sequence[tuple[Any, ...]],
     parts: Causes,
     interfered: list[tuple[int, int]],
 ) -> int:
@@ -74,6 +76,10 @@ def _waited(
         return began
     if before is not None and _preempted(record, before, chunk):
         cause = semconv.CAUSE_PREEMPTION
+    elif before is not None and any(
+        before.started_at < at <= chunk.started_at for _, at, _ in record.absences
+    ):
+        cause = semconv.CAUSE_SCHEDULER_QUEUE
     elif before is not None and chunk.step - before.step == 1:
         cause = semconv.CAUSE_HOST
     else:

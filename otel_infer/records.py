@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from otel_infer import callers, facts, semconv
 from otel_infer.facts import Value
 from otel_infer.firstuse import FirstUse
+from otel_infer.intervals import outside
 from otel_infer.stepcosts import StepCosts
 from otel_infer.steprows import StepRows, StepSummary, gaps_of, summarized
 from otel_infer.strain import Strain
@@ -148,6 +149,14 @@ class StartRecord(NamedTuple):
         return self.ended_at - self.started_at
 
 
+class Absence(NamedTuple):
+    """The engine had done all that it was asked for, until it was asked again. `scheduled_at`: when it took that up; 0 = not seen."""
+
+    since: int
+    until: int
+    scheduled_at: int
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
@@ -161,7 +170,9 @@ class RequestRecord:
     None if nobody knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not
     known. `throttled`: why GPUs' clocks were held down meanwhile, `throttled_at`: when. `later_prompts`: after its first token, by
     step, the tokens of its own prompts, of other sequences of it or computed again. `is_split`: several engines had sequences of
-    it. `start`: of the first request of a process, trace and span id of the process's start.
+    it. `absences`: where it came to the engine more than once, the time between; `at_once`: then, how many of its `sequences` there
+    were at a time. `stride`: where batches take turns and several are in flight (pipeline parallel), one of so many steps is of its
+    own. `start`: of the first request of a process, trace and span id of the process's start.
     """
 
     trace_id: bytes
@@ -193,6 +204,9 @@ class RequestRecord:
     prefill_steps: list[PrefillStep] = field(default_factory=list)
     later_prompts: dict[int, int] = field(default_factory=dict)
     is_split: bool = False
+    absences: tuple[Absence, ...] = ()
+    at_once: int = 0
+    stride: int = 1
     steps: StepRows | None = None
     steps_forgotten: int = 0
     discarded: int = 0
@@ -253,7 +267,9 @@ class RequestRecord:
         """First token to last, but for gaps that were not seen."""
         if self.steps is not None:
             return self.summary.gaps_total
-        return self.last_token_at - self.first_token_at if 0 < self.first_token_at < self.last_token_at else 0
+        if not 0 < self.first_token_at < self.last_token_at:
+            return 0
+        return outside(self.absences, self.first_token_at, self.last_token_at)
 
     @property
     def left_waiting_ns(self) -> int:
@@ -268,15 +284,14 @@ class RequestRecord:
 
         Where facts were lost, a request may seem to wait from one step to a much later one: that gap was never seen.
         """
-        rows, after_first = self.steps, self.output_tokens / max(self.sequences, 1) - 1
-        if rows is None:
-            return after_first if self.decode_ns else 0
-        if self.telemetry_lost:
-            seen = rows.step[1:] - rows.step[:-1] == 1
-            return int(rows.tokens[1:][seen].sum()) / self.sequences
-        if self.steps_forgotten:
-            return int(rows.tokens[1:].sum()) / self.sequences
-        return after_first if self.summary.gaps else 0
+        rows, at_once = self.steps, max(self.at_once or self.sequences, 1)
+        if rows is not None and (self.telemetry_lost or self.steps_forgotten):
+            seen = (rows.step[1:] - rows.step[:-1] == 1) | (not self.telemetry_lost)
+            seen[[row - 1 for row in rows.apart]] = False
+            return int(rows.tokens[1:][seen].sum()) / at_once
+        firsts = len(self.absences) + 1
+        is_seen = self.decode_ns if rows is None else self.summary.gaps
+        return self.output_tokens / at_once - firsts if is_seen else 0
 
     def gaps_ns(self) -> Any:
         """The time between each two steps that delivered tokens, as a column; a hole where steps were lost is none."""

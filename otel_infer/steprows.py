@@ -13,14 +13,15 @@ class StepRows:
 
     `started_at`, `ended_at`: the step scheduled, its tokens known. `tokens`: delivered to this request.
     `others_prefill_tokens`: prompt tokens of other requests in the same step. `device`: how long a device was at it, ns, 0 = not
-    timed; None where none of them was.
+    timed; None where none of them was. `apart`: rows, none of them the first, between which and the row before the engine was done
+    with the request (`Absence`): that is no gap between tokens.
     """
 
-    __slots__ = ("device", "table")
+    __slots__ = ("apart", "device", "table")
     STEP, STARTED_AT, ENDED_AT, TOKENS, BATCH_SIZE, OTHERS_PREFILL_TOKENS = range(6)
 
-    def __init__(self, table: Any, device: Any = None) -> None:
-        self.table, self.device = table, device
+    def __init__(self, table: Any, device: Any = None, apart: tuple[int, ...] = ()) -> None:
+        self.table, self.device, self.apart = table, device, apart
 
     step = property(lambda self: self.table[0])
     started_at = property(lambda self: self.table[1])
@@ -33,8 +34,12 @@ class StepRows:
         return int(self.table.shape[1])
 
     def take(self, selection: Any) -> StepRows:
-        """The rows of a slice (as a view), a mask or an index array."""
+        """The rows of a slice (as a view), a mask or an index array; what lay between them is not known of these."""
         return StepRows(self.table[:, selection], None if self.device is None else self.device[selection])
+
+    def copy(self) -> StepRows:
+        """With a table of its own."""
+        return StepRows(self.table.copy(), self.device, self.apart)
 
 
 class StepSummary(NamedTuple):
@@ -70,7 +75,14 @@ def gaps_of(tables: Sequence[StepRows], with_holes: Sequence[bool]) -> tuple[Any
     if any(with_holes):
         step = np.concatenate([rows.step for rows in tables])
         counted &= ~np.array(with_holes)[owner[1:]] | (step[1:] - step[:-1] == 1)
+    if apart := _apart(tables, np.cumsum(counts) - counts):
+        counted[np.array(apart) - 1] = False
     return (ended[1:] - ended[:-1])[counted], owner[1:][counted]
+
+
+def _apart(tables: Sequence[StepRows], begins: Any) -> list[int]:
+    """Those rows in the table of all."""
+    return [int(begin) + row for rows, begin in zip(tables, begins) for row in rows.apart]
 
 
 def since_before(column: Any) -> Any:
@@ -85,22 +97,24 @@ def summarized(tables: Sequence[StepRows | None], with_holes: Sequence[bool]) ->
     some = [i for i, rows in enumerate(tables) if rows is not None and len(rows) > 1]
     summaries = [NO_STEPS] * len(tables)
     if some:
-        rows = [tables[i].table for i in some]  # type: ignore[union-attr]
-        found = _summarized(rows, np.array([with_holes[i] for i in some]))
+        rows = [tables[i] for i in some]
+        found = _summarized(rows, np.array([with_holes[i] for i in some]))  # type: ignore[arg-type]
         for i, summary in zip(some, found):
             summaries[i] = summary
     return summaries
 
 
-def _summarized(tables: list[Any], with_holes: Any) -> list[StepSummary]:
+def _summarized(tables: list[StepRows], with_holes: Any) -> list[StepSummary]:
     """Of tables with two rows or more each. The first row of each is no decode step: its columns are emptied."""
-    counts = np.array([table.shape[1] for table in tables])
+    counts = np.array([rows.table.shape[1] for rows in tables])
     begins = np.cumsum(counts) - counts
-    step, started, ended, _, size, _ = np.concatenate(tables, axis=1)
+    step, started, ended, _, size, _ = np.concatenate([rows.table for rows in tables], axis=1)
     lengths = ended - started
     gaps = since_before(ended)
     if with_holes.any():
         gaps[np.repeat(with_holes, counts) & (since_before(step) != 1)] = -1
+    if apart := _apart(tables, begins):
+        gaps[apart] = -1
     lengths[begins] = size[begins] = 0
     gaps[begins] = -1
     longest = np.maximum.reduceat(lengths, begins)

@@ -76,6 +76,11 @@ class StepTable:
         i = step % CAPACITY
         return self._ended[i] if self._step[i] == step else 0
 
+    def ended(self, steps: Any) -> Any:
+        """When each of these steps was done; 0 = not yet, or no longer remembered."""
+        at = np.asarray(steps) % CAPACITY
+        return np.where(self._table[0, at] == steps, self._table[2, at], 0)
+
     def kv_at(self, step: int) -> float:
         """KV utilisation when this step was scheduled; NaN where it is not known."""
         i = step % CAPACITY

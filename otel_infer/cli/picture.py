@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -97,16 +98,16 @@ def _gpu_columns(stages: Sequence[tuple[int, str] | None]) -> tuple[str, ...]:
 def latency_table(records: Sequence[RequestRecord]) -> Table:
     """TTFT, time between tokens, end to end; of successful requests."""
     good = [record for record in records if record.outcome == facts.OK]
-    gaps = [int(gap) for record in good for gap in record.gaps_ns()]
+    gaps = np.concatenate([[], *(record.gaps_ns() for record in good)])
     table = _table("what the reader felt", "latency", "values", "p50", "p95", "p99", "max")
-    rows = (
+    rows: tuple[tuple[str, Any], ...] = (
         ("time to first token", [record.ttft_ns for record in good if record.ttft_ns]),
         ("between tokens", gaps),
         ("end to end", [record.duration_ns for record in good]),
     )
     for name, values in rows:
-        if values:
-            table.add_row(name, str(len(values)), *_quantiles(values), milliseconds(max(values)))
+        if len(values):
+            table.add_row(name, str(len(values)), *_quantiles(values), milliseconds(int(np.max(values))))
     return table
 
 

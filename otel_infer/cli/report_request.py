@@ -168,17 +168,20 @@ def _bars(record: RequestRecord, intervals: Sequence[tuple[int, int]], colour: s
     scale = 1000 / max(record.duration_ns, 1)
     boxes = []
     for begin, end in intervals:
-        left = min(max((begin - record.arrived_at) * scale, 0), 998)
+        begin, end = max(begin, record.arrived_at), min(end, record.ended_at)
+        left = min((begin - record.arrived_at) * scale, 998)
         width = min(max((end - begin) * scale, 2), 1000 - left)
         boxes.append(f'<rect x="{left:.1f}" width="{width:.1f}" height="10" fill="{colour}"/>')
     return f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">{"".join(boxes)}</svg>'
 
 
 def _longest(record: RequestRecord) -> list[Pause]:
-    found = sorted(record.all_pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[
-        :MOST_PAUSES
-    ]
-    return sorted(found)
+    """What of them lies inside the request counts."""
+
+    def inside(pause: Pause) -> int:
+        return min(pause.ended_at, record.ended_at) - max(pause.started_at, record.arrived_at)
+
+    return sorted(sorted(record.all_pauses, key=lambda pause: (-inside(pause), pause))[:MOST_PAUSES])
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────

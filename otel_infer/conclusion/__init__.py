@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from otel_infer import facts, semconv
-from otel_infer.conclusion import device
+from otel_infer.conclusion import absences, device
 from otel_infer.conclusion.request import GIVEN_UP, Request
 from otel_infer.conclusion.stages import Life, died_in, stages_of
 from otel_infer.conclusion.steps import Part, steps_of
 from otel_infer.records import PrefillStep, RequestRecord
-from otel_infer.steprows import summarized
+from otel_infer.steprows import StepRows, summarized
 
 __all__ = ["Request", "conclude"]
 
@@ -28,6 +30,8 @@ def conclude(requests: Sequence[Request]) -> list[RequestRecord]:
     for record, request, first, part in zip(records, requests, firsts, steps_of(requests, records, firsts)):
         _adopt_said(record, request)
         _adopt_steps(record, request, part)
+        if len(request.asked) > 1:
+            absences.adopt(record, request)
         _conclude(record, request, _life(record, request, first, part), part)
     lost = [record.telemetry_lost for record in records]
     for record, summary in zip(records, summarized([record.steps for record in records], lost)):
@@ -148,6 +152,16 @@ def _adopt_steps(record: RequestRecord, request: Request, part: Part) -> None:
     if part.tokens:
         record.steps = part.rows
         record.last_token_at = part.ended_at if part.is_last_known else 0
+        record.stride = _stride(part.rows, request)
+
+
+def _stride(rows: StepRows, request: Request) -> int:
+    """One of how many steps it is in, if those between are in flight together with its own."""
+    steps = rows.step
+    if 2 * (steps[-1] - steps[0]) < 3 * len(rows) or len({run.log for run in request.runs}) > 1:
+        return 1
+    is_beside = request.runs[-1].log.table.ended(steps[1:] - 1) > rows.started_at[1:]
+    return int(np.median(steps[1:] - steps[:-1])) if 2 * is_beside.sum() > len(rows) else 1
 
 
 def _first_at(record: RequestRecord, request: Request) -> int:

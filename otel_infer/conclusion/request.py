@@ -38,6 +38,7 @@ class Request:
     `touch_lost`: facts are missing from before anything but its arrival was seen.
     `present`: by engine, the first step of the run that goes on, and how many sequences are in it.
     `concluded_at`: what happened later is not taken into account.
+    `asked`: when the engine was, and for how many sequences.
     `is_end_seen`: or else it ended somewhere before the instant that `ended` has until it is concluded.
     `parts`: in other processes, as (ring, handle); of several in one, the last counts.
     """
@@ -78,6 +79,7 @@ class Request:
     deltas: dict[StepLog, dict[int, int]] = field(default_factory=dict)
     chunks: dict[StepLog, dict[int, Chunk]] = field(default_factory=dict)
     discarded: int = 0
+    asked: list[tuple[int, int]] = field(default_factory=list)
     concluded_at: int = 0
     is_end_seen: bool = True
     pauses: tuple[Pause, ...] = ()
@@ -253,6 +255,8 @@ class Request:
 
     def _submitted(self, fact: facts.RequestSubmitted) -> None:
         said = self.submitted
+        if fact.sequences and len(self.asked) < MAX_STAGES:
+            self.asked.append((fact.at, fact.sequences))
         if said is None:
             self.submitted = fact
         else:  # of several prompts

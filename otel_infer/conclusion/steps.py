@@ -6,6 +6,7 @@ together, since numpy's price per call would otherwise be most of what a request
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -88,14 +89,18 @@ def _adopted(table: Any, pieces: list[_Piece], counts: Any, requests: Sequence[R
     table[StepRows.TOKENS] = np.repeat(np.array([piece.sequences for piece in pieces]), counts)
     more: dict[int, int] = {}
     own: dict[int, int] = {}
+    said: dict[tuple[int, StepLog], tuple[list[int], list[int]]] = {}
     for owner, log, first, last, _, at, _ in pieces:
-        request = requests[owner]
-        for step, tokens in request.deltas[log].items() if log in request.deltas else ():
-            if first <= step <= last:
-                more[at + step - first] = tokens
-        for step, chunk in request.chunks[log].items() if log in request.chunks else ():
-            if first <= step <= last:
-                own[at + step - first] = -chunk.tokens
+        deltas, chunks = requests[owner].deltas.get(log, {}), requests[owner].chunks.get(log, {})
+        if not (deltas or chunks):
+            continue
+        if (owner, log) not in said:  # its runs may be as many as its steps
+            said[owner, log] = sorted(deltas), sorted(chunks)
+        of_deltas, of_chunks = said[owner, log]
+        for step in _between(of_deltas, first, last):
+            more[at + step - first] = deltas[step]
+        for step in _between(of_chunks, first, last):
+            own[at + step - first] = -chunks[step].tokens
     for line, changes in ((StepRows.TOKENS, more), (StepRows.OTHERS_PREFILL_TOKENS, own)):
         if changes:
             table[line, list(changes)] += np.array(list(changes.values()))
@@ -104,6 +109,10 @@ def _adopted(table: Any, pieces: list[_Piece], counts: Any, requests: Sequence[R
     seen: Any = (table[StepRows.TOKENS] > 0) & (table[StepRows.STEP] >= firsts)
     seen &= table[StepRows.ENDED_AT] > 0
     return seen
+
+
+def _between(steps: list[int], first: int, last: int) -> list[int]:
+    return steps[bisect_left(steps, first) : bisect_right(steps, last)]
 
 
 def _known(table: Any, pieces: list[_Piece], seen: Any, requests: Sequence[Request]) -> list[bool]:

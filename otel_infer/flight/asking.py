@@ -19,7 +19,7 @@ from otel_infer.ring import place
 
 PATIENCE_S = 60.0
 LOOK_S = 0.05
-STALE_S = 600.0
+STALE_S = 2 * PATIENCE_S
 
 
 class NoTape(Exception):
@@ -30,6 +30,7 @@ def ask(folder: Path, patience_s: float = PATIENCE_S) -> Path:
     """Has the sidecar of this folder write a tape there and waits for it; raises `NoTape`."""
     asked = folder / f"{place.DUMP}{secrets.token_hex(8)}{place.ASKED}"
     tape, refused = asked.with_suffix(place.DUMPED), asked.with_suffix(place.REFUSED)
+    is_answered = False
     try:
         os.close(os.open(asked, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         deadline = time.monotonic() + patience_s
@@ -37,6 +38,7 @@ def ask(folder: Path, patience_s: float = PATIENCE_S) -> Path:
             if tape.is_symlink():
                 raise NoTape(f"{tape} is a link: whoever answers is no sidecar")
             if tape.exists():
+                is_answered = True
                 return tape
             if refused.exists():
                 reason = refused.read_text(encoding="utf-8")
@@ -49,6 +51,8 @@ def ask(folder: Path, patience_s: float = PATIENCE_S) -> Path:
         raise NoTape(f"{reason.filename}: {reason.strerror}") from None
     finally:
         asked.unlink(missing_ok=True)
+        if not is_answered:  # nobody waits for what comes later, in memory that the server needs
+            tape.unlink(missing_ok=True)
     raise NoTape(f"its sidecar did not answer within {patience_s:g} s")
 
 

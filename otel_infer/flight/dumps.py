@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import tempfile
 import threading
 from collections import deque
@@ -45,6 +46,9 @@ MOST_TAPES = 20
 NAME = "otel_infer-"
 SUFFIX = ".tape"
 OWN = re.compile(rf"{NAME}\d{{8}}T\d{{6}}\.\d{{6}}Z-[a-z]+-\d+{re.escape(SUFFIX)}")
+SHARE = 4
+"""A tape in the rings' folder takes at most this part of what is free there: a server whose shared memory is full may be killed."""
+INSTEAD = "SIGUSR2 to the process otel_infer-sidecar writes one into the temporary folder"
 _ALL = 1 << 63
 
 
@@ -217,8 +221,10 @@ class FlightRecorder:
 
 
 def write(path: Path, snapshot: Snapshot, reason: str, slo: str = "") -> None:
-    """Writes a window as a tape, mode 0600, which is there when it is whole; raises `OSError`."""
+    """Writes a window as a tape, mode 0600, which is there when it is whole; raises `OSError`, or `CannotDump` where there is too
+    little room."""
     part = path.with_suffix(place.DUMP_PART)
+    room = shutil.disk_usage(path.parent).free // SHARE if reason == COMMAND else _ALL
     try:
         os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         writer = TapeWriter(
@@ -235,6 +241,10 @@ def write(path: Path, snapshot: Snapshot, reason: str, slo: str = "") -> None:
         try:
             for passage in snapshot.passages():
                 writer.write(*passage)
+                if part.stat().st_size > room:
+                    raise CannotDump(
+                        f"it would take more than 1/{SHARE} of what is free in {path.parent}: {INSTEAD}"
+                    )
         finally:
             writer.close()
         part.rename(path)

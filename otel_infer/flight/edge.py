@@ -4,6 +4,8 @@ That is: processes, engines and hooks; all that was said of requests which are s
 since the keyframe before the oldest of those arrived, with the others that were in them, as far as there is room, and at
 least since the last keyframe, so that it is known who is in its batch. A request that may have been in steps which are
 forgotten is marked, as one of which steps were lost. Of a request in several processes all parts are remembered, or none.
+Who ended and is still in the batch of the first of those steps, or in a step that is not done, is remembered too: an aborted
+request's prompt is what a later one waits behind.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ MOST_STEPS = 1 << 20
 MOST_SECTIONS = 1024
 """Keyframes of one engine; it says one every second."""
 PAUSES = 256
-"""Pauses, and marks, of one process."""
+"""Pauses of one process and cause, and marks of a kind."""
 LEFT_OUT = 1024
 """Requests that were left out are counted up to so many."""
 
@@ -39,7 +41,9 @@ class Edge:
         self._told: dict[Key, Told] = {}
         self._left_out: dict[Key, bytes] = {}
         self._steps: dict[int, deque[Section]] = {}
-        self._pauses: dict[int, deque[Row]] = {}
+        self._undone: dict[int, int] = {}
+        """Of each engine with steps in flight, the last of them."""
+        self._pauses: dict[tuple[int, str], deque[Row]] = {}
         self._handlers = {
             CODES[kind]: handler
             for kind, handler in (
@@ -49,7 +53,7 @@ class Edge:
                 (facts.LiveListed, self._listed),
                 (facts.FactsLost, self._facts_lost),
                 (facts.StepScheduled, self._scheduled),
-                (facts.StepDone, self._step),
+                (facts.StepDone, self._done),
                 (facts.StepsLost, self._resync),
                 (facts.PauseSeen, self._paused),
                 (facts.MarkSeen, self._paused),
@@ -155,14 +159,16 @@ class Edge:
     def _forget_ended(self) -> None:
         """Those that were in no step that is remembered."""
         begin: dict[int, int] = {}
+        needed: set[bytes] = set()
         for ring, sections in self._steps.items():
             process = self._process_of(ring)
             begin[process] = min(begin.get(process, _NEVER), sections[0].at)
-        oldest = self._oldest()
-        needed = {
+            needed |= sections[0].ended
+        busy = {*self._oldest(), *(self._process_of(ring) for ring in self._undone)}
+        needed |= {
             told.span_id
             for (ring, _), told in self._told.items()
-            if not told.ended_at or (told.ended_at > begin.get(ring, _NEVER) and ring in oldest)
+            if not told.ended_at or (told.ended_at > begin.get(ring, _NEVER) and ring in busy)
         }
         for key in [key for key, told in self._told.items() if told.span_id not in needed]:
             self._forget(key)
@@ -189,13 +195,14 @@ class Edge:
         self._known[row[0], "lost"] = (*row[: AT + 1], 0, 0)
 
     def _paused(self, row: Row) -> None:
-        self._pauses.setdefault(row[0], deque(maxlen=PAUSES)).append(row)
+        """Of pauses and of marks alike, what it was stands third."""
+        self._pauses.setdefault((row[0], row[AT + 2]), deque(maxlen=PAUSES)).append(row)
 
     def _pauses_in_flight(self) -> list[Row]:
         since = self._oldest()
         return [
             row
-            for ring, pauses in self._pauses.items()
+            for (ring, _), pauses in self._pauses.items()
             for row in pauses
             if ring in since and row[AT] > since[ring]
         ]
@@ -225,15 +232,25 @@ class Edge:
         for request in [key for key in (*self._told, *self._left_out) if key[0] == ring]:
             self._forget(request)
             self._left_out.pop(request, None)
-        self._pauses.pop(ring, None)
+        for pauses in [key for key in self._pauses if key[0] == ring]:
+            del self._pauses[pauses]
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _scheduled(self, row: Row) -> None:
-        if row[AT + 2]:  # a keyframe
-            self._resync(row)
-        else:
+        self._undone[row[0]] = row[AT + 1]
+        if not row[AT + 2]:
             self._step(row)
+            return
+        self._resync(row)
+        process = self._process_of(row[0])
+        members = [self._told.get((process, handle)) for handle in row[AT + 5]]
+        self._steps[row[0]][-1].ended = frozenset(told.span_id for told in members if told and told.ended_at)
+
+    def _done(self, row: Row) -> None:
+        if row[AT + 1] >= self._undone.get(row[0], 0):
+            self._undone.pop(row[0], None)
+        self._step(row)
 
     def _resync(self, row: Row) -> None:
         section = Section(row[AT])
@@ -262,6 +279,7 @@ class Edge:
         return True
 
     def _forget_steps(self, ring: int) -> None:
+        self._undone.pop(ring, None)
         self.size -= sum(section.size for section in self._steps.pop(ring, ()))
 
 

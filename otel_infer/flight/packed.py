@@ -22,12 +22,14 @@ SPAN_ID = AT + 3
 
 
 class Section:
-    """Steps of one engine from a keyframe, or a loss, up to the next."""
+    """Steps of one engine from a keyframe, or a loss, up to the next. `ended`: spans of requests that had ended by then and were
+    in its batch still."""
 
-    __slots__ = ("at", "last_at", "new", "packed", "size")
+    __slots__ = ("at", "ended", "last_at", "new", "packed", "size")
 
     def __init__(self, at: int) -> None:
         self.at = self.last_at = at
+        self.ended: frozenset[bytes] = frozenset()
         self.new: list[Row] = []
         self.packed: list[bytes] = []
         self.size = 0

@@ -930,3 +930,104 @@ def test_a_stream_that_is_given_up_while_the_engine_hangs_did_not_do_its_own_wor
     story.step(at + 10, at + 20, [a])
     story.aborts(at + 20 + 6000, a)
     assert of(story, a) == {"prefill": 10, "decode": 20, "unexplained": 5990}
+
+
+def twice(story: Story, at: float) -> Who:
+    """A request that generates, looks something up for 2 s, and generates again behind a prompt of two steps; meanwhile, another."""
+    a, b = story.arrives(at, "a"), story.arrives(at + 999, "b")
+    story.submitted(at, a, input_tokens=40)
+    story.step(at, at + 10, [a], {a: 40})
+    for n in range(1, 6):
+        story.step(at + 10 * n, at + 10 * n + 10, [a])
+    story.finished(at + 60, a)
+    story.stage("search", at + 62, at + 2060, a)
+    story.step(at + 1000, at + 1010, [b], {b: 4})
+    story.ends(at + 1010, b)
+    story.submitted(at + 2060, a, input_tokens=4000)
+    story.step(at + 2080, at + 2100, [a], {a: 2000}, delivered={a: 0})
+    story.step(at + 2100, at + 2120, [a], {a: 2000})
+    for n in range(4):
+        story.step(at + 2120 + 10 * n, at + 2130 + 10 * n, [a])
+    story.finished(at + 2160, a)
+    story.ends(at + 2160, a)
+    return a
+
+
+def test_between_two_generations_of_a_request_the_time_is_the_applications_and_no_gap_between_tokens() -> (
+    None
+):
+    story = Story()
+    a = twice(story, warmed_up(story))
+    said = of(story, a)
+    assert said == {
+        "application": 2000,
+        "scheduler_queue": 20,
+        "prefill": pytest.approx(10 + 20 + 10, abs=1),
+        "decode": pytest.approx(100, abs=1),
+    }
+    record = story.record(a)
+    assert record.summary.gap_max == 10 * MS
+    assert record.decode_ns == (5 + 4) * 10 * MS
+    assert record.output_tokens == 6 + 5
+    assert record.tokens_after_first == 5 + 4
+
+
+def test_what_others_do_between_two_generations_of_a_request_is_no_interference() -> None:
+    story = Story()
+    at = warmed_up(story)
+    other = story.arrives(at, "other")
+    story.step(at, at + 10, [other], {other: 4})
+    at += 10
+    a = story.arrives(at, "a")
+    story.submitted(at, a)
+    story.step(at, at + 10, [other, a], {a: 4})
+    story.finished(at + 10, a)
+    for n in range(1, 30):
+        story.step(at + 10 * n, at + 10 * n + 10, [other])
+    story.submitted(at + 295, a)
+    story.step(at + 300, at + 310, [other, a], {a: 4})
+    story.step(at + 310, at + 320, [other, a])
+    story.finished(at + 320, a)
+    story.ends(at + 320, a)
+    said = of(story, a)
+    assert said["application"] == 285
+    assert said["scheduler_queue"] == 5
+    assert "interference" not in said
+
+
+def test_an_agent_whose_calls_overlap_is_at_the_engine_all_the_time() -> None:
+    """Two calls; while one goes on the other is over, and a third is made."""
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.submitted(at, a, sequences=2)
+    story.step(at, at + 10, [a, a], tokens={0: 4, 1: 4})
+    story.step(at + 10, at + 20, [a, a])
+    story.finished(at + 20, a)
+    story.step(at + 20, at + 30, [a])
+    story.submitted(at + 35, a)
+    story.step(at + 30, at + 40, [a])
+    story.step(at + 40, at + 50, [a, a], tokens={1: 4})
+    story.finished(at + 50, a)
+    story.finished(at + 50, a)
+    story.ends(at + 50, a)
+    assert "application" not in of(story, a)
+    assert story.record(a).absences == ()
+
+
+def test_where_batches_take_turns_on_several_devices_each_step_is_a_requests_own() -> None:
+    """Pipeline parallel: a step is done every 10 ms, and takes 20."""
+    story = Story()
+    first, second = story.arrives(0, "first"), story.arrives(0, "second")
+    batches = [[first], [second]]
+    begun = story.scheduled(0, batches[0], {first: 4})
+    for n in range(1, 60):
+        who = batches[n % 2]
+        following = story.scheduled(10 * n + 1, who, {who[0]: 4} if n == 1 else None)
+        story.done(10 * n + 10, begun)
+        begun = following
+    story.ends(600, first)
+    story.ends(600, second)
+    said = of(story, first)
+    assert said["decode"] > 550
+    assert said.get("unexplained", 0) + said.get("interference", 0) + said.get("host_bubble", 0) < 30

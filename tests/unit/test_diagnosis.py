@@ -292,6 +292,23 @@ def test_prompts_of_a_server_that_counts_no_tokens_may_be_expensive_too() -> Non
     assert diagnose(records).verdict == "prefill"
 
 
+def test_a_prompt_that_came_after_the_first_token_is_no_part_of_the_time_to_it() -> None:
+    """Sixteen prompts in one request: the first is done after 30 ms, the others while its tokens come."""
+    served, asked = healthy(random.Random(3))
+    records = served.records(asked)
+    for record in records:
+        assert record.blame is not None
+        causes, streaming = dict(record.blame.causes), dict(record.blame.streaming)
+        later = 0.6 * streaming["decode"]
+        causes["decode"] -= int(later)
+        streaming["decode"] -= int(later)
+        causes["prefill"] = causes.get("prefill", 0) + int(later)
+        streaming["prefill"] = int(later)
+        record.blame = record.blame._replace(causes=causes, streaming=streaming)
+    said = diagnose(records)
+    assert "prefill" not in [finding.complaint for finding in said.findings]
+
+
 def test_what_nobody_feels_needs_no_name() -> None:
     served, asked = healthy(random.Random(3))
     records = served.records(asked)

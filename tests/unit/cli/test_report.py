@@ -387,6 +387,15 @@ def made(number: int, steps: int, length: int = 987_654_321) -> RequestRecord:
     return record
 
 
+def test_of_a_pause_that_began_before_a_request_what_lies_inside_is_drawn() -> None:
+    record = made(1, 10)
+    record.arrived_at, record.ended_at = 1_000 * MS, 1_400 * MS
+    record.stages, record.pauses = [], (Pause(750 * MS, 1_050 * MS, "gc"),)
+    drawn = report_request._waterfall(record)
+    assert re.findall(r'<rect x="([\d.]+)" width="([\d.]+)"', drawn) == [("0.0", "125.0")]
+    assert "50 ms" in drawn
+
+
 def test_a_tape_of_thousands_of_long_requests_gives_a_page_below_ten_megabytes() -> None:
     pauses = [Pause(i, i + 1, f"cause {i}") for i in range(5000)]
     told = Told([made(number, 1000) for number in range(220)], [], pauses, [], 0)

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -359,6 +360,35 @@ def test_who_gets_no_answer_stops_waiting_and_leaves_nothing(
 def test_where_the_sidecar_ended_nobody_waits(flight: Flight) -> None:
     with pytest.raises(asking.NoTape, match="ended meanwhile"):
         asking.ask(flight.rings)
+
+
+def test_a_tape_that_would_fill_the_memory_of_the_servers_rings_is_refused(
+    flight: Flight, sidecar: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that touches shared memory of which there is none left is killed."""
+    usage = shutil.disk_usage(flight.rings)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=40))
+    with pytest.raises(asking.NoTape, match=r"more than 1/4 of what is free in .*rings: SIGUSR2"):
+        asking.ask(flight.rings)
+    assert not [name for name in os.listdir(flight.rings) if place.is_dump(name)]
+    flight.recorder.ask(dumps.SIGNAL)
+    flight.wakes(5)
+    assert len(flight.tapes()) == 1
+
+
+def test_who_stops_waiting_leaves_no_tape_that_comes_just_then(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: float) -> None:
+        (asked,) = [name for name in os.listdir(flight.rings) if name.endswith(place.ASKED)]
+        (flight.rings / asked).with_suffix(place.DUMPED).touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, "is_held", lambda _: True)
+    monkeypatch.setattr(time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        asking.ask(flight.rings)
+    assert not [name for name in os.listdir(flight.rings) if place.is_dump(name)]
 
 
 def test_a_tape_that_nobody_fetched_is_removed_in_time_and_nothing_else(flight: Flight) -> None:
