@@ -116,7 +116,8 @@ def grown(
     by_request = resolved(slope(requests, held), requests)
     rate = (requests[-1] - requests[0]) / (at[-1] - at[0]) if len(at) > 1 else 0.0
     most = max(held, default=0) / 1e6
-    note = f"two-sided bounds; {len(at)} samples at {rate:,.0f} requests/s, at most {most:.1f} MB"
+    fifths = " ".join(f"{np.median(part) / 1e6:.1f}" for part in np.array_split(held, 5) if len(part))
+    note = f"two-sided bounds; {len(at)} samples at {rate:,.0f} requests/s, at most {most:.1f} MB; by fifths {fifths}"
     gate = f"≤ {MOST_MB_PER_H:.0f} MB/h, bounds around 0"
     claim = f"memory: growth of the {process}"
     judged = verdict_of(by_time, warm)

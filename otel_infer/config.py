@@ -307,6 +307,8 @@ class Config:
     traces_exporter: str = "otlp"
     metrics_exporter: str = "otlp"
     endpoint: str = ""
+    spans_to: str = ""
+    metrics_to: str = ""
     traces_protocol: str = "http/protobuf"
     metrics_protocol: str = "http/protobuf"
     traces_compression: str = ""
@@ -383,6 +385,8 @@ def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
             "OTEL_EXPORTER_OTLP_ENDPOINT",
             "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
         ),
+        "spans_to": get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        "metrics_to": get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         "traces_protocol": get(
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol, default="http/protobuf"
         ).lower(),

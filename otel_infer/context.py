@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from opentelemetry import context as otel_context
-from opentelemetry import trace
+from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.context.contextvars_context import ContextVarsRuntimeContext
+
+log = logging.getLogger(__name__)
 
 (SPAN_KEY,) = trace.set_span_in_context(trace.INVALID_SPAN, Context())
 """Under which a context has its span."""
@@ -37,3 +41,20 @@ def span_in(around: Context) -> trace.SpanContext:
     """What this context says of its span; an invalid one if it has none."""
     span: Any = around.get(SPAN_KEY)
     return trace.INVALID_SPAN_CONTEXT if span is None else span.get_span_context()
+
+
+_broken: set[type] = set()
+
+
+def told_by(headers: Mapping[str, str], around: Context) -> Context:
+    """This context with what OTEL_PROPAGATORS find in the headers, which are anybody's: what they break on costs the parent alone."""
+    try:
+        return propagate.extract(headers, around)
+    except Exception as exc:
+        if type(exc) not in _broken:  # its text may be what the client sent
+            _broken.add(type(exc))
+            log.warning(
+                "a propagator broke on a request's headers (%s): such requests have no parent",
+                type(exc).__name__,
+            )
+        return around

@@ -35,8 +35,14 @@ def line(settings: Config, statuses: Sequence[Status], provider_given: bool, why
 
 def _destination(settings: Config) -> str:
     places = []
-    if settings.sends_spans or settings.sends_metrics:
-        places.append(f"OTLP to {_public(settings.endpoint)} ({settings.traces_protocol})")
+    spans = f"{_public(settings.spans_to)} ({settings.traces_protocol})" if settings.sends_spans else ""
+    metrics = (
+        f"{_public(settings.metrics_to)} ({settings.metrics_protocol})" if settings.sends_metrics else ""
+    )
+    if spans and metrics and spans != metrics:
+        places.append(f"OTLP: spans to {spans}, metrics to {metrics}")
+    elif spans or metrics:
+        places.append(f"OTLP to {spans or metrics}")
     if settings.console:
         places.append("console")
     others = {

@@ -9,7 +9,6 @@ Longer than a module should be: the span, and the two ways in which it is opened
 
 from __future__ import annotations
 
-import contextvars
 import operator
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -271,23 +270,23 @@ def current() -> LiveRequest | None:
     return found if isinstance(found, LiveRequest) and not found.ended else None
 
 
-_lent: ContextVar[tuple[LiveRequest, object] | None] = ContextVar("otel_infer-lent", default=None)
+Lent = tuple[LiveRequest, object]
+lent: ContextVar[Lent | None] = ContextVar("otel_infer-lent", default=None)
 """The request that a thread was started in, and the span that was current there."""
 
 
-def lend(copy: contextvars.Context) -> None:
-    """This copy of the current context is for a thread, which may outlive the current request."""
+def lend() -> Lent | None:
+    """What is to be `lent` in a thread that starts here, which may outlive the current request."""
     request = current()
-    if request is not None:
-        copy.run(_lent.set, (request, context.innermost()))
+    return (request, context.innermost()) if request is not None else lent.get()
 
 
 def _lender() -> LiveRequest | None:
     """Whose this thread's context was, where that request is over and no other span is current."""
-    lent = _lent.get()
-    if lent is None or not lent[0].ended or context.innermost() is not lent[1]:
+    known = lent.get()
+    if known is None or not known[0].ended or context.innermost() is not known[1]:
         return None
-    return lent[0]
+    return known[0]
 
 
 def open_request(
@@ -321,7 +320,7 @@ def open_request(
     above = context.span_in(parent)
     own_server = server and (above.is_remote or not above.is_valid)
     if headers and own_server:
-        parent = propagate.extract(headers, parent)
+        parent = context.told_by(headers, parent)
         above = context.span_in(parent)
     opened = opener.open(name, parent, above, own_server, wall_at)
     flags = opened.flags if generative else opened.flags | facts.NON_GENERATIVE

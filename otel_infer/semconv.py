@@ -129,7 +129,7 @@ CAUSES: dict[str, str] = {
     CAUSE_PREEMPTION: "put back, waited, and computed again",
     CAUSE_HOST: "between two steps of the engine; where a device is timed, all the time it had nothing to do in between",
     CAUSE_TRANSFER: "to and from the device",
-    CAUSE_APPLICATION: "stages the application named itself",
+    CAUSE_APPLICATION: "stages the application named itself, and the time between two generations of one request",
     CAUSE_DETOKENIZE: "tokens to text, after the last token",
     CAUSE_EGRESS: "last token to last byte handed over",
     CAUSE_GC: "garbage collection",

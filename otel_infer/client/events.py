@@ -7,6 +7,8 @@ import json
 FIELD, DONE = b"data:", b"[DONE]"
 RESPONSE, DELTA = "response.", ".delta"
 """How the types of the Responses API's events begin, and those end that bring something to read."""
+OPENING = frozenset(("message_start", "content_block_start", "ping"))
+"""Types of the Messages API's events that come before there is something to read (docs.claude.com, "Streaming messages")."""
 LONGEST = 4096
 """Bytes of an unfinished line that are kept to judge it; an event that only opens an answer is shorter."""
 JUDGED = b":"
@@ -24,8 +26,8 @@ class Events:
     def bring_token(self, chunk: bytes) -> bool:
         """Whether this piece has the first bytes of some `data:` that is neither empty nor the end of the stream.
 
-        Chat servers open an answer with an event that names the role and has no text, servers of the Responses API with some
-        that say that it was created: those before the first text are not counted. Nobody's events are read any more once a
+        Chat servers open an answer with an event that names the role and has no text, servers of the Responses and of the Messages
+        API with some that say that it was created: those before the first text are not counted. Nobody's events are read any more once a
         token was found.
         """
         *lines, begun = (self._begun + chunk).replace(b"\r", b"\n").split(b"\n")
@@ -62,11 +64,14 @@ def _data(line: bytes) -> bytes:
 
 def _says_nothing(data: bytes) -> bool:
     """Whether this is an event with nothing to read in it: of a chat completion the role, or figures; of a response any that is
-    no part of its text (developers.openai.com/api/reference, "Streaming events")."""
+    no part of its text (developers.openai.com/api/reference, "Streaming events"); of a message its beginning."""
     try:
         said = json.loads(data)
-        if str(said.get("type", "")).startswith(RESPONSE):
-            return not said["type"].endswith(DELTA)
+        kind = str(said.get("type", ""))
+        if kind.startswith(RESPONSE):
+            return not kind.endswith(DELTA)
+        if kind in OPENING:
+            return True
         deltas = [choice["delta"] for choice in said["choices"]]
         return not any(said for delta in deltas for name, said in delta.items() if name != "role")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):

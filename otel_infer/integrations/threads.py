@@ -1,6 +1,6 @@
 """Threads that work for a request: `Thread(target=model.generate)` and pools carry the current request along.
 
-    Thread.start ─ run in a copy of the caller's context        ThreadPoolExecutor.submit ─ likewise
+    Thread.start ─ run with what is ours of the caller's context        ThreadPoolExecutor.submit ─ likewise
 
 Only while a request of ours is current or somebody runs a step; everything else is passed through untouched, and so are the
 threads of pools, which outlive whom they were started for: their jobs bring their own. What is opened in another thread that does
@@ -10,13 +10,13 @@ so is no part of the request that it was started in, and links to it. Newer Pyth
 
 from __future__ import annotations
 
-import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from otel_infer import ingress
 from otel_infer.integrations._base import Integration
+from otel_infer.integrations._carried import Carried
 from otel_infer.integrations._claims import claimed
 from otel_infer.patching import Hook
 
@@ -41,23 +41,22 @@ def start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 def _lend(thread: Any) -> None:
-    """This context is lent to a thread that is about to start."""
-    context = contextvars.copy_context()
-    ingress.lend(context)
-    thread.run = functools.partial(_run, thread, "run" in vars(thread), thread.run, context)
+    """What is ours here goes along with a thread that is about to start."""
+    carried = Carried(starts=True)
+    thread.run = functools.partial(_run, thread, "run" in vars(thread), thread.run, carried)
 
 
-def _run(thread: Any, is_own: bool, run: Callable[[], Any], context: contextvars.Context) -> None:
+def _run(thread: Any, is_own: bool, run: Callable[[], Any], carried: Carried) -> None:
     """The thread's `run` has its place again first: it may call itself, and ours would keep the thread alive."""
     if is_own:
         thread.run = run
     else:
         vars(thread).pop("run", None)
-    context.run(run)
+    carried.run(run)
 
 
 def _is_elsewhere(pool: Any) -> bool:
-    """Whether its jobs are pickled for other interpreters, which a context cannot be."""
+    """Whether its jobs are pickled for other interpreters, which what is carried cannot be."""
     return any(one.__module__ == "concurrent.futures.interpreter" for one in type(pool).__mro__)
 
 
@@ -71,7 +70,7 @@ def submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         wanted = hook.alive and (claimed.get() or ingress.current() is not None)
         if wanted and not _is_elsewhere(self):
-            return original(self, contextvars.copy_context().run, fn, *args, **kwargs)
+            return original(self, Carried().run, fn, *args, **kwargs)
         return original(self, fn, *args, **kwargs)
 
     return submit

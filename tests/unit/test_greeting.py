@@ -20,3 +20,20 @@ def test_an_endpoint_is_named_without_its_credentials(endpoint: str, said: str) 
     line = greeting.line(settings, [], False, "")
     assert said in line
     assert "SECRET" not in line
+
+
+def test_where_spans_and_metrics_go_apart_both_are_named() -> None:
+    """A variable of one signal says nothing of the other, which goes to where the SDK sends by default."""
+    settings = config.from_env({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://mimir:9009/otlp/v1/metrics"})
+    line = greeting.line(settings, [], False, "")
+    assert (
+        "OTLP: spans to localhost (http/protobuf), metrics to http://mimir:9009/otlp/v1/metrics (http/protobuf)"
+        in line
+    )
+
+
+def test_of_a_signal_that_is_not_sent_nothing_is_said() -> None:
+    settings = config.from_env(
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://tempo:4318/v1/traces", "OTEL_METRICS_EXPORTER": "none"}
+    )
+    assert "OTLP to http://tempo:4318/v1/traces (http/protobuf) ·" in greeting.line(settings, [], False, "")

@@ -260,5 +260,6 @@ def test_the_sidecar_looks_at_every_wake_and_the_request_that_waited_knows(tmp_p
     sidecar._wake(1_100 * MS)
     sidecar._wake(1_300 * MS)
     assert asked == [True, True, True], "also where the rings are left for later"
-    assert [pause.cause for pause in sidecar._pipeline.assembler._pauses._pauses[1]] == ["throttled"]
+    (pauses,) = sidecar._pipeline.assembler._pauses._pauses[1].values()
+    assert [pause.cause for pause in pauses] == ["throttled"]
     lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -269,7 +270,8 @@ class Exchange:
                     request.state(facts.ResponseStarted(self._started_at))
             request.close(outcome, error_type, self.status, at, http, route)
         except BaseException as ours:
-            self.hook.fail(ours)
+            self.request = request
+            self._give_up(ours)
 
     def _verdict(self, exc: BaseException | None) -> tuple[int, str]:
         """Outcome and error type."""
@@ -286,8 +288,7 @@ class Exchange:
     def _give_up(self, exc: BaseException) -> None:
         """Code of ours has raised: the request counts neither as a success nor as an error, and its slot is freed."""
         request, self.request = self.request, None
-        try:
-            if request is not None:
+        if request is not None:
+            with contextlib.suppress(BaseException):  # what is told is the first
                 request.close(facts.ABORTED, CANCELLED)
-        finally:
-            self.hook.fail(exc)
+        self.hook.fail(exc)

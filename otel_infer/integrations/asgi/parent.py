@@ -126,15 +126,15 @@ def caller_in(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
     return caller
 
 
-def told_by(headers: Iterable[tuple[bytes, bytes]], context: Context) -> Context:
-    """This context with the span and baggage that the propagators find in the headers."""
+def told_by(headers: Iterable[tuple[bytes, bytes]], around: Context) -> Context:
+    """This context with the span and baggage that the propagators find in the headers; of those that break on them, as it is."""
     names = _read().names
     carrier: dict[str, str] = {}
     for name, value in headers:
         if names is None or name in names:
             key, text = name.decode("latin-1"), value.decode("latin-1")
             carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
-    return propagate.extract(carrier, context) if carrier else context
+    return context.told_by(carrier, around) if carrier else around
 
 
 def _read() -> _Reading:

@@ -7,11 +7,11 @@ handler ─▶ add_request (see `sequences`) ─▶ CBStreamer.put ─▶ SSE   
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable
 from typing import Any
 
 from otel_infer import clock, facts, ingress
+from otel_infer.integrations._carried import Carried
 from otel_infer.integrations.transformers._integration import (
     CANCELLED,
     ENGINE,
@@ -98,12 +98,11 @@ def _queueing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 def _carried(request: ingress.LiveRequest, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, run in the request's context; its start is when the engine took the request up."""
-    context = contextvars.copy_context()
-    context.run(handed_over.set, True)
+    carried = Carried().also(handed_over, True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         request.state(facts.RequestReceived(clock.now()))
-        return context.run(fn, *args, **kwargs)
+        return carried.run(fn, *args, **kwargs)
 
     return run
 

@@ -627,6 +627,21 @@ async def test_code_of_ours_that_raises_is_logged_once_and_disabled(
     assert len(watched.requests) == 1
 
 
+async def test_a_request_that_our_code_cannot_finish_is_not_in_flight_for_ever(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A route of the application's own, say, whose path cannot be read."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(exchange, "asked", fail)
+    client = Client()
+    await client.ask(asgi.wrap(sending(START, LAST)))
+    assert client.sent == [START, LAST]
+    assert watched.one.ended.outcome == facts.ABORTED
+
+
 async def test_messages_that_are_none_are_the_servers_business(watched: Watched) -> None:
     class Strict(Client):
         async def send(self, message: Message) -> None:
@@ -734,6 +749,28 @@ def test_other_propagators_are_asked_for_every_request(theirs: Any) -> None:
     finally:
         propagate.set_global_textmap(before)
     assert trace.get_current_span(told).get_span_context() == trace.INVALID_SPAN_CONTEXT
+
+
+class Breaking(TraceContextTextMapPropagator):
+    """As one that reads a number where a client has written none."""
+
+    def extract(self, *_: Any, **__: Any) -> otel_context.Context:
+        raise ValueError("SECRET")
+
+
+async def test_headers_that_a_propagator_breaks_on_cost_the_parent_and_nothing_else(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = propagate.get_global_textmap()
+    propagate.set_global_textmap(CompositePropagator([Breaking()]))
+    try:
+        for _ in range(2):
+            await asked(sending(START, LAST), Client(headers=[TRACEPARENT]))
+    finally:
+        propagate.set_global_textmap(before)
+    assert [seen.arrived.trace_id.hex() == TRACE_ID for seen in watched.requests] == [False, False]
+    assert [record.message.count("ValueError") for record in caplog.records] == [1]
+    assert "SECRET" not in caplog.text
 
 
 async def test_values_that_others_put_into_the_context_stay_there(watched: Watched) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import decimal
 import gc
 import queue
 import threading
@@ -176,3 +178,61 @@ def test_a_pool_of_other_interpreters_gets_its_jobs_as_they_are(recording: Recor
     Pool.__module__ = "concurrent.futures.interpreter"
     with Pool(1) as pool, _InRequest():
         assert pool.submit(ingress.current).result() is None
+
+
+# ── nothing of anybody else's goes along ─────────────────────────────────────────────────────────────────────────
+
+theirs: contextvars.ContextVar[str] = contextvars.ContextVar("theirs", default="a thread's own")
+
+
+def test_what_other_libraries_keep_in_their_context_stays_with_its_thread(recording: Recording) -> None:
+    """As without us: a thread, and a job of a pool, has the context of its thread."""
+    seen: list[str] = []
+    with (
+        ThreadPoolExecutor(1, initializer=theirs.set, initargs=("the pool's",)) as pool,
+        _InRequest() as request,
+    ):
+        theirs.set("the request's")
+        assert pool.submit(lambda: (ingress.current(), theirs.get())).result() == (request, "the pool's")
+        thread = threading.Thread(target=lambda: seen.append(theirs.get()))
+        thread.start()
+        thread.join()
+    assert seen == ["a thread's own"]
+
+
+def test_a_job_that_sets_the_precision_of_its_numbers_sets_nobody_elses(recording: Recording) -> None:
+    def coarse() -> str:
+        decimal.getcontext().prec = 3
+        return str(decimal.Decimal(1) / 3)
+
+    with ThreadPoolExecutor(1) as pool, _InRequest():
+        before = decimal.getcontext().prec
+        assert pool.submit(coarse).result() == "0.333"
+        assert decimal.getcontext().prec == before > 3
+
+
+def test_a_loop_in_a_thread_is_not_taken_for_the_one_that_its_request_runs_in(recording: Recording) -> None:
+    """`sniffio` keeps in a context variable that one runs here."""
+
+    async def elsewhere() -> object:
+        return ingress.current()
+
+    async def handler() -> tuple[object, object]:
+        with _InRequest() as request, ThreadPoolExecutor(1) as pool:
+            return request, pool.submit(anyio.run, elsewhere).result()
+
+    request, found = anyio.run(handler)
+    assert found is request
+
+
+def test_a_thread_that_a_job_starts_works_for_the_request_of_the_job(recording: Recording) -> None:
+    seen: list[ingress.LiveRequest | None] = []
+
+    def job() -> None:
+        thread = threading.Thread(target=lambda: seen.append(ingress.current()))
+        thread.start()
+        thread.join()
+
+    with ThreadPoolExecutor(1) as pool, _InRequest() as request:
+        pool.submit(job).result()
+    assert seen == [request]
