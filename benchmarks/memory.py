@@ -5,8 +5,9 @@ errors), some fail and some are aborted: what is remembered by such a value woul
 alone; it is read when everything that was offered has been sent, so that what is on its way is not in it. What is filled once
 and kept full from then on is the warm-up, and is left out: the step log, and the flight recorder's window, which takes longest.
 
-Pages that are free come and go in a rhythm of their own: protobuf (upb) asks glibc for them after so much was freed, which is at every
-fifth collection of metrics. So a sample is the median of many readings, one after each round.
+Pages that are free come and go in a rhythm of their own: protobuf (upb) has glibc give them back after so much was freed, which is at
+every fifth collection of metrics. What is held is what is left then: a sample is the least of the readings, one after each round, of
+the last minute. The most of all readings is told beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +46,7 @@ RATE_LIMIT = 0.05
 memory follows the rate."""
 WARM_S = SPAN_NS / 1e9 * 2
 """The window fills, and then lies once where it lay before."""
+FLOOR_S = 64.0
 MOST_MB_PER_H = 1.0
 RESOLUTION = 65536
 """Bytes that memory may differ by for no reason, since allocators take and give pages as they like: on both sides of the
@@ -51,12 +54,25 @@ interval. A leak of 32 bytes in one request out of 500 is as much."""
 
 
 class Series:
-    """Memory of two processes over time. `begun`: from which sample on it counts."""
+    """Memory of two processes over time. `begun`: from which sample on it counts. `most`: bytes of each at any time."""
 
     def __init__(self) -> None:
         self.at, self.requests = array("d"), array("d")
         self.sidecar, self.server = array("d"), array("d")
         self.begun = 0
+        self.most = (0, 0)
+        self._readings: deque[tuple[float, int, int]] = deque()
+
+    def read(self, at: float, sidecar: int, server: int) -> None:
+        """One reading; `at` in s since the first request."""
+        self._readings.append((at, sidecar, server))
+        while self._readings[0][0] < at - FLOOR_S:
+            self._readings.popleft()
+        self.most = max(self.most[0], sidecar), max(self.most[1], server)
+
+    def floor(self) -> tuple[int, int]:
+        """The least of the last readings, of each process."""
+        return min(one[1] for one in self._readings), min(one[2] for one in self._readings)
 
     def note(self, at: float, requests: int, sidecar: float, server: float) -> None:
         """One sample; `at` in s since the first request."""
@@ -79,16 +95,16 @@ def measure(quick: bool) -> list[Line]:
             load.fill_step_log(exporting.flush)
             began = due = time.perf_counter()
             for sample in range(1, samples + 1):
-                held: list[tuple[int, int]] = []
                 while load.ended < wanted * sample // samples:
                     load.offer(AT_ONCE)
                     exporting.flush()
                     due = max(due + EVERY_S, time.perf_counter())
                     time.sleep(max(due - time.perf_counter(), 0))
-                    held.append((machine.own_memory(exporting.pid), machine.own_memory(os.getpid())))
+                    now = time.perf_counter() - began
+                    series.read(now, machine.own_memory(exporting.pid), machine.own_memory(os.getpid()))
                 arrived = receiver.counted()
                 spans += arrived["spans"]
-                series.note(time.perf_counter() - began, load.ended, *np.median(held, axis=0).tolist())
+                series.note(time.perf_counter() - began, load.ended, *series.floor())
             counted = arrived["metrics"]
     return lines_of(series, load.ended, counted, spans)
 
@@ -103,21 +119,25 @@ def lines_of(series: Series, ended: int, counted: dict[str, dict[str, float]], s
     rows = [line("memory: requests, facts and spans lost", "", missing, Gate(0), note=note)]
     begun = series.begun
     warm = settled(series) if not missing.value else Control("some were lost", False)
-    for process, column in (("sidecar", series.sidecar), ("server", series.server)):
-        rows += grown(process, series.at[begun:], series.requests[begun:], column[begun:], warm)
+    for process, column, most in zip(("sidecar", "server"), (series.sidecar, series.server), series.most):
+        rows += grown(process, series.at[begun:], series.requests[begun:], column[begun:], most, warm)
     return rows
 
 
 def grown(
-    process: str, at: Sequence[float], requests: Sequence[float], held: Sequence[float], warm: Control
+    process: str,
+    at: Sequence[float],
+    requests: Sequence[float],
+    held: Sequence[float],
+    most: float,
+    warm: Control,
 ) -> list[Line]:
-    """Of one process, by time at this rate, and by requests; `held` in bytes."""
+    """Of one process, by time at this rate, and by requests; `held` and `most` in bytes."""
     by_time = resolved(slope(at, held), at).scaled(3600 / 1e6)
     by_request = resolved(slope(requests, held), requests)
     rate = (requests[-1] - requests[0]) / (at[-1] - at[0]) if len(at) > 1 else 0.0
-    most = max(held, default=0) / 1e6
     fifths = " ".join(f"{np.median(part) / 1e6:.1f}" for part in np.array_split(held, 5) if len(part))
-    note = f"two-sided bounds; {len(at)} samples at {rate:,.0f} requests/s, at most {most:.1f} MB; by fifths {fifths}"
+    note = f"two-sided bounds; {len(at)} samples at {rate:,.0f} requests/s, at most {most / 1e6:.1f} MB; held by fifths {fifths}"
     gate = f"≤ {MOST_MB_PER_H:.0f} MB/h, bounds around 0"
     claim = f"memory: growth of the {process}"
     judged = verdict_of(by_time, warm)

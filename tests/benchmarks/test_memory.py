@@ -52,6 +52,21 @@ def test_a_sidecar_that_holds_a_few_bytes_of_every_request_fails() -> None:
     assert (sidecar.value, per_million.value) == (pytest.approx(45), pytest.approx(10))
 
 
+@pytest.mark.parametrize(("leaks", "verdict"), [(0, PASS), (5_000, FAIL)])
+def test_what_is_held_is_what_is_left_when_the_free_pages_are_gone(leaks: int, verdict: str) -> None:
+    """They are given back every 48 s; until then there are more of them each time."""
+    made = Series()
+    for number in range(1000):
+        at = number * 2.0
+        free = (number % 24) * (100_000 + 200 * number)
+        made.read(at, 60_000_000 + leaks * number + free, 30_000_000)
+        if number % 10 == 9:
+            made.note(at, (number + 1) * 1000, *made.floor())
+    _, sidecar, *_ = lines_of(made, 1000, counted(1000), 0)
+    assert sidecar.verdict == verdict
+    assert f"at most {made.most[0] / 1e6:.1f} MB" in sidecar.note
+
+
 def test_a_run_that_lost_requests_says_nothing_of_memory() -> None:
     lost, sidecar, *_ = lines_of(series(0), 1000, counted(999, facts_overwritten=3), 0)
     assert (lost.verdict, lost.value, sidecar.verdict) == (FAIL, 4, INCONCLUSIVE)
