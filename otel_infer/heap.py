@@ -14,20 +14,15 @@ from collections.abc import Callable
 import numpy as np
 
 EVERY_NS = 5_000_000_000
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
-"""As malloc.h has them."""
-LARGE = 32768
-"""Bytes of what is taken apart from the heap: chunks of the flight recorder, which stay for two minutes among what comes and goes."""
+M_ARENA_MAX = -8
+"""As malloc.h has it."""
 NUMPY_SIZES, NUMPY_KEEPS = range(1, 1024), 7
 
 
-def set_up() -> None:
-    """Has all threads that are begun from now on share one heap, where one takes what another gave back; what is large has pages of
-    its own, which are gone when it is."""
+def share_one() -> None:
+    """Has threads that are begun from now on take memory from the same heap: what one of them gave back, another takes."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_ARENA_MAX, 1)
-        mallopt(M_MMAP_THRESHOLD, LARGE)
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def take_small_blocks() -> None:

@@ -21,7 +21,7 @@ from otel_infer import clock
 from otel_infer.config import Config, from_plain
 from otel_infer.facts import Value
 from otel_infer.flight.dumps import FlightRecorder
-from otel_infer.heap import Heap, set_up, take_small_blocks
+from otel_infer.heap import Heap, share_one, take_small_blocks
 from otel_infer.kernel import EngineThreads
 from otel_infer.pipeline import WAKE_NS, Pipeline
 from otel_infer.recovery import SEND_S, Recovery
@@ -64,7 +64,7 @@ def main(boot: dict[str, Any]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
-    set_up()
+    share_one()
     settings = from_plain(boot["config"])
     _log_to(settings.log)
     lock = place.Lock(Path(boot["folder"]) / place.SIDECAR_LOCK)

@@ -8,6 +8,7 @@ window holds less time.
 from __future__ import annotations
 
 import marshal
+import mmap
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,9 +29,12 @@ CHUNK = 1 << 18
 
 
 class _Chunk(NamedTuple):
-    """Compressed wakes, from the horizon before the first of them to that of the last."""
+    """Compressed wakes, from the horizon before the first of them to that of the last.
 
-    packed: bytes
+    In pages of its own, which are gone when it is: two minutes long it would lie in the heap between what comes and goes.
+    """
+
+    packed: mmap.mmap
     began: int
     horizon: int
     facts: int
@@ -109,8 +113,10 @@ class Window:
         if not self._pending:
             return
         packed = zlib.compress(marshal.dumps(self._pending, MARSHAL), FASTEST)
-        self._chunks.append(_Chunk(packed, self._pending_since, self._horizon, self._pending_facts))
-        self._chunks_size += len(packed)
+        pages = mmap.mmap(-1, len(packed), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages[:] = packed
+        self._chunks.append(_Chunk(pages, self._pending_since, self._horizon, self._pending_facts))
+        self._chunks_size += _on_pages(len(packed))
         self._pending = []
         self._pending_size = self._pending_facts = 0
 
@@ -119,11 +125,15 @@ class Window:
         begin = self._horizon - self._span_ns
         while self._chunks and (self._chunks[0].horizon < begin or self.size > self._limit):
             chunk = self._chunks.popleft()
-            self._chunks_size -= len(chunk.packed)
+            self._chunks_size -= _on_pages(len(chunk.packed))
             self._began_at = chunk.horizon
             for _, rows in _wakes(chunk):
                 self._edge.fold(rows)
             self._edge.settle()
+
+
+def _on_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _wakes(chunk: _Chunk) -> Iterator[tuple[int, list[Row]]]:
