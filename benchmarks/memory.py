@@ -47,6 +47,7 @@ memory follows the rate."""
 WARM_S = SPAN_NS / 1e9 * 2
 """The window fills, and then lies once where it lay before."""
 FLOOR_S = 64.0
+"""Longer than protobuf goes without giving free pages back at this rate, 50 s."""
 MOST_MB_PER_H = 1.0
 RESOLUTION = 65536
 """Bytes that memory may differ by for no reason, since allocators take and give pages as they like: on both sides of the

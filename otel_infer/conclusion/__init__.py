@@ -152,13 +152,13 @@ def _adopt_steps(record: RequestRecord, request: Request, part: Part) -> None:
     if part.tokens:
         record.steps = part.rows
         record.last_token_at = part.ended_at if part.is_last_known else 0
-        record.stride = _stride(part.rows, request)
+        record.stride = 1 if record.is_split else _stride(part.rows, request)
 
 
 def _stride(rows: StepRows, request: Request) -> int:
     """One of how many steps it is in, if those between are in flight together with its own."""
     steps = rows.step
-    if 2 * (steps[-1] - steps[0]) < 3 * len(rows) or len({run.log for run in request.runs}) > 1:
+    if 2 * (steps[-1] - steps[0]) < 3 * len(rows):
         return 1
     is_beside = request.runs[-1].log.table.ended(steps[1:] - 1) > rows.started_at[1:]
     return int(np.median(steps[1:] - steps[:-1])) if 2 * is_beside.sum() > len(rows) else 1
