@@ -32,11 +32,11 @@ P50_LIMIT, P99_LIMIT, STOCK_FACTOR = 1.0, 2.0, 100.0
 STOCK_PRECISION = 20
 """What the stock SDK adds must be known to one part in so many."""
 PATIENCE = 3
-"""How many times as many rounds as wanted are run, at most, until so many were undisturbed."""
+"""How many times as many rounds as wanted are run, at most, until enough steps were undisturbed."""
 LEAST = 5
 """Undisturbed steps that each block of a round must have."""
-ENOUGH = 0.5
-"""The share of the wanted rounds without which nothing is said."""
+MOSTLY, ENOUGH = 0.8, 0.5
+"""Of the steps of the wanted rounds, the share of undisturbed ones with which it is done, and without which nothing is said."""
 ALIKE = 0.25
 """How much rarer undisturbed steps may be under the hooks, as a share, before they are no longer the same ones."""
 
@@ -67,17 +67,21 @@ class Rounds(NamedTuple):
         rounds = [blocks for blocks in zip(*kept) if min(len(block.probe) for block in blocks) >= LEAST]
         return Rounds(*([blocks[kind] for blocks in rounds] for kind in range(3)))
 
+    def steps(self) -> list[int]:
+        """How many there are, bare, hooked and bare again."""
+        return [sum(len(block.probe) for block in kind) for kind in self]
+
+    def share(self, quiet: Rounds, wanted: int) -> float:
+        """How many of the steps that so many rounds have these undisturbed ones are, of the kind that has fewest."""
+        return min(quiet.steps()) / (wanted * len(self.bare[0].probe))
+
     def judged(self, wanted: int, limit: float = neighbours.LIMIT) -> tuple[Rounds, Control]:
         """What the gates are about: the undisturbed steps, or all where those are too few to say anything."""
         quiet = self.undisturbed(limit)
-        bare, hooked = (_steps(quiet[kind]) / _steps(self[kind]) for kind in range(2))
+        bare, hooked, _ = (few / all_ for few, all_ in zip(quiet.steps(), self.steps()))
         said = f"{bare:.0%} of the steps undisturbed, hooked {hooked:.0%}"
-        enough = len(quiet.bare) >= ENOUGH * wanted
+        enough = self.share(quiet, wanted) >= ENOUGH
         return quiet if enough else self, Control(said, enough and hooked >= (1 - ALIKE) * bare)
-
-
-def _steps(blocks: list[Block]) -> int:
-    return sum(len(block.probe) for block in blocks)
 
 
 Figures = tuple[Figure, Figure, Figure, Figure]
@@ -106,7 +110,7 @@ def run_steps(step: Callable[[], None], count: int) -> Block:
 def alternating(
     run: Callable[[], Block], hooks: Hooked, rounds: int, after: Callable[[], None] | None = None
 ) -> Rounds:
-    """Rounds of three blocks in an order drawn anew for each, until so many were undisturbed, or patience ends.
+    """Rounds of three blocks in an order drawn anew for each: so many, and more until enough was undisturbed, or patience ends.
 
     The hooks go on before every block, and off again before a bare one, so that all blocks begin alike; `after` is called
     after each hooked one.
@@ -122,7 +126,7 @@ def alternating(
                 hooks.take_off()
                 if after is not None:
                     after()
-        if len(found.undisturbed().bare) >= rounds:
+        if len(found.bare) >= rounds and found.share(found.undisturbed(), rounds) >= MOSTLY:
             break
     return found
 

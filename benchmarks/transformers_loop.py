@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from benchmarks import continuous, machine, neighbours
 from benchmarks.blocks import (
+    MOSTLY,
     P50_LIMIT,
     P99_LIMIT,
+    PATIENCE,
     STOCK_FACTOR,
     Block,
     Hooked,
@@ -74,7 +76,7 @@ def measure(quick: bool) -> list[Line]:
             machine.pin_process(pid, others)
         load = Load(mine, AT_ONCE // 8 if quick else AT_ONCE)
         with load.running(), Exporting(receiver.endpoint, ("transformers",)) as exporting:
-            found = load.rounds(Ours(), loads, TURN)
+            found = load.rounds(Ours(), loads, TURN, patience=PATIENCE)
             exporting.flush()
             lost = lost_line(f"{load.said}: step spans lost or doubled", load.hooked, receiver.counted())
             with load.own.of_ours():
@@ -158,22 +160,28 @@ class Load:
             manager.stop(block=True)
             manager.destroy()
 
-    def rounds(self, hooks: Hooked, loads: int, turn: int, after: Callable[[], None] | None = None) -> Rounds:
-        """So many loads, one after the other, each of which is a round; the hooks are off in the end. `turn`: steps of a kind
-        before another has its turn."""
-        self.hooked = loads * self.at_once * (TOKENS - 1 - 2 * STEPS)
+    def rounds(
+        self,
+        hooks: Hooked,
+        loads: int,
+        turn: int,
+        after: Callable[[], None] | None = None,
+        patience: int = 1,
+    ) -> Rounds:
+        """So many loads, one after the other, each of which is a round, and more until enough was undisturbed, or patience
+        ends; the hooks are off in the end. `turn`: steps of a kind before another has its turn."""
         kinds, steps = [], []
-        for _ in range(loads):
+        while len(steps) < patience * loads:
             turns = [kind for _ in range(STEPS // turn) for kind in self._chance.sample(range(3), 3)]
             planned = [Planned(kind != 1, [] if number else None) for kind in turns for number in range(turn)]
             kinds.append(np.repeat(turns, turn - 1))
             steps.append(self._noted(planned, hooks))
             if after is not None:
                 after()
-        even = evened(np.array(steps, float)[:, :, :3])
-        return Rounds(
-            *([Block(*one[order == kind].T) for one, order in zip(even, kinds)] for kind in range(3))
-        )
+            if len(steps) >= loads and _enough(of_kinds(np.array(steps, float), kinds), loads):
+                break
+        self.hooked = len(steps) * self.at_once * (TOKENS - 1 - 2 * STEPS)
+        return of_kinds(evened(np.array(steps, float)), kinds)
 
     def _noted(self, planned: list[Planned], hooks: Hooked) -> list[Step]:
         """What one load noted down in these steps of it."""
@@ -236,6 +244,17 @@ class Load:
             return goes_on
 
         return timed
+
+
+def of_kinds(steps: Column, kinds: Sequence[NDArray[Any]]) -> Rounds:
+    """Loads of steps of columns, by the kind of each step."""
+    return Rounds(
+        *([Block(*load[order == kind].T[:3]) for load, order in zip(steps, kinds)] for kind in range(3))
+    )
+
+
+def _enough(found: Rounds, wanted: int) -> bool:
+    return found.share(found.undisturbed(neighbours.PACE_LIMIT), wanted) >= MOSTLY
 
 
 def evened(steps: Column) -> Column:

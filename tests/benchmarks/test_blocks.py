@@ -84,13 +84,14 @@ def test_too_few_undisturbed_rounds_say_nothing_and_the_figure_is_that_of_all() 
     assert (line.verdict, line.value) == (verdict.INCONCLUSIVE, 0)
 
 
-def test_rounds_go_on_until_enough_of_them_were_undisturbed_and_no_longer_than_patience() -> None:
+def test_rounds_go_on_until_enough_of_their_steps_were_undisturbed_and_no_longer_than_patience() -> None:
     class Hooks:
         def put_on(self) -> None: ...
 
         def take_off(self) -> None: ...
 
     assert len(blocks.alternating(lambda: block(1e6), Hooks(), 5).bare) == 5
+    assert len(blocks.alternating(lambda: block(1e6, disturbed=STEPS // 2), Hooks(), 5).bare) == 8
     noisy = iter(range(10_000))
     found = blocks.alternating(lambda: block(1e6, disturbed=STEPS * (next(noisy) % 2)), Hooks(), 5)
     assert len(found.bare) == 5 * blocks.PATIENCE

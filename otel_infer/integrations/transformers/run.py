@@ -118,10 +118,9 @@ class Run:
         # A row that ended with the last token it was allowed says the same.
         reason = "length" if 0 < self.limit <= made else "stop"
         self.request.state(facts.EngineFinished(clock.now(), reason, tokens))
-        # Beams end before the last step: nothing else shows that this was all of them.
-        if tokens < self.tokens:
-            for _ in range(self.rows - 1):
-                self.request.state(facts.EngineFinished(clock.now(), "", 0))
+        # That this was all of them is not to be seen otherwise: beams end before the last step, and a request may ask again.
+        for _ in range(self.rows - 1):
+            self.request.state(facts.EngineFinished(clock.now(), "", 0))
         self.request.failed("")
         if self.own:
             self.request.close()

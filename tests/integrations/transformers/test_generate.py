@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer import facts, ingress, semconv
+from otel_infer import clock, facts, ingress, semconv
 from otel_infer.devicesteps import BY_EVENT
 from otel_infer.gpu.timing import Timing
 from otel_infer.integrations.transformers import caches, integration, run
@@ -556,6 +556,25 @@ def test_a_loop_that_goes_on_where_another_came_is_counted_with_it(model: Any, r
 
     record = unharmed(recorded, lambda: model.generate(**asked(custom_generate=thinks_twice)))
     assert (sizes(record), record.output_tokens) == ([1] * 2 * NEW, 2 * NEW)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_between_two_calls_for_one_request_the_library_is_not_at_it(
+    rows: int, model: Any, recorded: Recorded
+) -> None:
+    request = served()
+    token = request.attach()
+    model.generate(**asked(rows))
+    since = clock.now()
+    time.sleep(0.02)
+    until = clock.now()
+    model.generate(**asked(rows))
+    ingress.detach(token)
+    request.close()
+    record = recorded.one()
+    (absence,) = record.absences
+    assert absence.since <= since < until <= absence.until
+    assert (record.at_once, record.output_tokens) == (rows, 2 * rows * NEW)
 
 
 def test_a_stream_that_a_loop_of_the_users_returns_may_be_read_anywhere(
