@@ -73,6 +73,7 @@ integration.step_hook(f"{CPU_WORKER}.compile_or_warm_up_model", part=f"{LOADING}
 
 
 @integration.step_hook("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", part=READY)
+@integration.step_hook("vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop", part=READY)
 def run_busy_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def loop(*args: Any, **kwargs: Any) -> Any:
         if hook.alive:
