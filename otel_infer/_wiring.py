@@ -42,6 +42,7 @@ class _Wiring:
         self.reader: InProcess | None = None
         self.why_in_process = self._no_child = ""
         self._exported = self._said = self._was_read = False
+        self._former: list[Any] = []
         self._lock, self._restarts, self._birth = threading.Lock(), launch.Restarts(), birth.Birth()
         os.register_at_fork(after_in_child=self._forked)
 
@@ -98,6 +99,8 @@ class _Wiring:
             reader.close()
         if self._exported:
             config.forget_rings(str(self.folder))
+        if self.sidecar is not None:  # it ends by itself, and is reaped by whoever looks
+            self._former = [one for one in (*self._former, self.sidecar) if one.poll() is None]
         self.folder = self.sidecar = None
         self.why_in_process = self._no_child = ""
         self._exported = self._said = self._was_read = False
@@ -189,6 +192,9 @@ class _Wiring:
             self.reader = InProcess(self.settings, arena, self.provider, resource())
             self.reader.start()
             atexit.register(self.reader.close)
+            forked = sys.modules.get("multiprocessing.util")
+            if forked is not None:  # whose children leave without what `atexit` has to do
+                forked.Finalize(None, self.reader.close, exitpriority=0)
 
     def _tend_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.poll() is None:
@@ -235,7 +241,9 @@ class _Wiring:
 
     def _forked(self) -> None:
         self._lock, self._restarts, self._birth = threading.Lock(), launch.Restarts(), birth.Birth()
-        self.reader = self.sidecar = None
+        for child in (*self._former, *filter(None, (self.sidecar,))):
+            child.returncode = 0  # of the process that was forked, which waits for it
+        self.reader, self.sidecar, self._former = None, None, []
         self._was_read = False
         live = ingress.current()
         if live is not None:

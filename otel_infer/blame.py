@@ -19,16 +19,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from otel_infer import callers, decodeblame, facts, promptblame, semconv
+from otel_infer import decodeblame, offenders, promptblame, semconv, unfinished
 from otel_infer.decodeblame import StepsBlame
-from otel_infer.intervals import Free, outside, take_out
-from otel_infer.records import Blame, Offender, Prefiller, RequestRecord, Stage
+from otel_infer.intervals import Free, inside, outside, take_out, without
+from otel_infer.records import Blame, RequestRecord, Stage
 from otel_infer.steprows import TOGETHER
 
 Causes = dict[str, int]
-
-MOST_NAMED = 16
-"""Requests with prompts in one step of which each may be named as the offender."""
 
 _OF_STAGES = {
     semconv.SPAN_INGRESS: semconv.CAUSE_INGRESS,
@@ -58,7 +55,7 @@ _TURNS = {
 
 def assign(records: Sequence[RequestRecord]) -> None:
     """Writes into each record where its time went; many at once cost less."""
-    crowds: dict[tuple[Any, int], _Crowd] = {}
+    crowds: dict[tuple[Any, int], offenders.Crowd] = {}
     for some in _together(records):
         for record, decode in zip(some, decodeblame.divided(some)):
             record.blame = _blame(record, decode, crowds)
@@ -74,9 +71,11 @@ def _together(records: Sequence[RequestRecord]) -> Iterator[Sequence[RequestReco
 
 
 class _Account:
-    """The time of a request while it is given away: what is free, what each cause has, and what of that was while streaming."""
+    """The time of a request while it is given away: what is free, what each cause has, and what of that was while streaming.
+    `stalled`: the steps in which others' prompts were while it streamed, and for how long."""
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: RequestRecord, stalled: list[tuple[int, int]]) -> None:
+        self.stalled = stalled
         self.free: Free = [(record.arrived_at, record.ended_at)]
         self.causes: Causes = defaultdict(int)
         self.streaming: Causes = defaultdict(int)
@@ -90,9 +89,21 @@ class _Account:
         """The same, to a cause."""
         self.causes[cause] += self.take(begin, end)
 
+    def give_each(self, pauses: Sequence[tuple[Any, ...]], while_: Stage | None = None) -> None:
+        """The same with what is free of each of these, to its cause; `while_`: when it is streamed."""
+        parts = list(inside(self.free, pauses))
+        self.free = without(self.free, parts)
+        for begin, end, cause in parts:
+            self.causes[cause] += end - begin
+            if while_ is not None:
+                streamed = min(end, while_.ended_at) - max(begin, while_.started_at)
+                self.streaming[cause] += max(streamed, 0)
 
-def _blame(record: RequestRecord, decode: StepsBlame, crowds: dict[tuple[Any, int], _Crowd]) -> Blame:
-    account, prompt = _Account(record), promptblame.divided(record)
+
+def _blame(
+    record: RequestRecord, decode: StepsBlame, crowds: dict[tuple[Any, int], offenders.Crowd]
+) -> Blame:
+    account, prompt = _Account(record, decode.interfered), promptblame.divided(record)
     if record.pauses:
         _paused(account, record)
     for stage in sorted(record.stages, key=_turn):
@@ -107,19 +118,28 @@ def _blame(record: RequestRecord, decode: StepsBlame, crowds: dict[tuple[Any, in
     interference = known.get(semconv.CAUSE_INTERFERENCE, 0)
     if not interference:
         return Blame(known, None, streaming=account.streaming)
-    offenders = _offenders(record, [*prompt.interfered, *decode.interfered], crowds)
-    by_class = _by_class(offenders, interference)
-    return Blame(known, _worst(record, offenders, interference), by_class, account.streaming)
+    before = [one for one in prompt.interfered if one[1]]
+    stalling = offenders.named_by(record, account.stalled, crowds)
+    theirs = offenders.named_by(record, before + account.stalled, crowds) if before else stalling
+    streaming = account.streaming.get(semconv.CAUSE_INTERFERENCE, 0)
+    return Blame(
+        known,
+        offenders.worst(record, theirs, interference),
+        offenders.by_class(theirs, interference),
+        account.streaming,
+        offenders.worst(record, stalling, streaming),
+    )
 
 
 def _paused(account: _Account, record: RequestRecord) -> None:
-    decode = record.stage(semconv.SPAN_DECODE)
-    for pause in sorted(decodeblame.placed(record), key=lambda pause: pause.cause == semconv.CAUSE_THROTTLED):
-        cause = pause.cause if pause.cause in semconv.PAUSE_CAUSES else semconv.CAUSE_PAUSE
-        if decode is not None:
-            begin, end = max(pause.started_at, decode.started_at), min(pause.ended_at, decode.ended_at)
-            account.streaming[cause] += take_out(account.free, begin, end)[1]
-        account.give(pause.started_at, pause.ended_at, cause)
+    decode, placed = record.stage(semconv.SPAN_DECODE), decodeblame.placed(record)
+    known = [
+        one if one.cause in semconv.PAUSE_CAUSES else one._replace(cause=semconv.CAUSE_PAUSE)
+        for one in placed
+    ]
+    for is_estimate in (False, True):
+        some = [one for one in known if (one.cause == semconv.CAUSE_THROTTLED) == is_estimate]
+        account.give_each(some, decode)
     if record.strain is not None:
         _throttled_elsewhere(account, record)
 
@@ -130,10 +150,8 @@ def _throttled_elsewhere(account: _Account, record: RequestRecord) -> None:
     for stage in record.stages:
         if stage.name in _BY_ENGINE:
             outside, _ = take_out(outside, stage.started_at, stage.ended_at)
-    for pause in record.pauses:
-        if pause.cause == semconv.CAUSE_THROTTLED:
-            for since, until in outside:
-                account.give(max(pause.started_at, since), min(pause.ended_at, until), pause.cause)
+    throttled = [pause for pause in record.pauses if pause.cause == semconv.CAUSE_THROTTLED]
+    account.give_each(list(inside(outside, throttled)))
 
 
 def _turn(stage: Stage) -> tuple[int, int]:
@@ -152,21 +170,33 @@ def _staged(
         account.give(began, record.received_at, semconv.CAUSE_HIDDEN_QUEUE)
     taken, causes = _taken(account, record, stage), account.causes
     if name == semconv.SPAN_DECODE:
-        parts = {semconv.CAUSE_DECODE: 0, **decode.causes}
-        parts[semconv.CAUSE_DECODE] += _begun(record, taken - sum(parts.values()))
-        divided: Causes = defaultdict(int)
-        _divide(divided, parts, taken, _rest_of_decode(record))
-        for cause, length in divided.items():
-            causes[cause] += length
-            account.streaming[cause] += length
+        _decoded(account, record, decode, taken)
     elif name == semconv.SPAN_PREFILL:
-        _divide(causes, prompt.causes, taken, semconv.CAUSE_PREFILL)
+        last = record.prefill_steps[-1].started_at if record.prefill_steps else began
+        rest = semconv.CAUSE_PREEMPTION if unfinished.was_put_back(record, last) else semconv.CAUSE_PREFILL
+        _divide(causes, prompt.causes, taken, rest)
     elif name == semconv.SPAN_POSTPROCESS:
         last = min(taken, record.detokenize_ns // max(record.chunks, 1))
         causes[semconv.CAUSE_DETOKENIZE] += last
         causes[semconv.CAUSE_EGRESS] += taken - last
     else:
         causes[_OF_STAGES.get(name, semconv.CAUSE_APPLICATION)] += taken
+
+
+def _decoded(account: _Account, record: RequestRecord, decode: StepsBlame, taken: int) -> None:
+    parts: Causes = defaultdict(int, decode.causes)
+    left = taken - sum(parts.values())
+    own = unfinished.begun(record, left)
+    others = unfinished.cut_short(record, left - own)
+    parts[semconv.CAUSE_DECODE] += own
+    parts[semconv.CAUSE_INTERFERENCE] += others
+    if record.cut_step is not None and others:
+        account.stalled = [*account.stalled, (record.cut_step.step, others)]
+    divided: Causes = defaultdict(int)
+    _divide(divided, parts, taken, unfinished.rest_of_decode(record))
+    for cause, length in divided.items():
+        account.causes[cause] += length
+        account.streaming[cause] += length
 
 
 def _taken(account: _Account, record: RequestRecord, stage: Stage) -> int:
@@ -178,31 +208,18 @@ def _taken(account: _Account, record: RequestRecord, stage: Stage) -> int:
     return sum([account.take(since, until) for since, until in parts])
 
 
-def _rest_of_decode(record: RequestRecord) -> str:
-    """What no step explains; a generation that was told as one, prompt and all, has no steps to explain it."""
-    is_one = record.steps is None and record.stage(semconv.SPAN_PREFILL) is None
-    return semconv.CAUSE_DECODE if is_one and not record.telemetry_lost else semconv.CAUSE_UNEXPLAINED
-
-
-def _begun(record: RequestRecord, left: int) -> int:
-    """Of what is left of its decoding: the step that it did not see the end of, no longer than its others or than such steps."""
-    if record.outcome == facts.OK or left <= 0:
-        return 0
-    if record.steps is None:
-        return left
-    costs, summary = record.costs, record.summary
-    usual = int(costs.base + costs.per_sequence * summary.batch_size_max) if costs is not None else 0
-    return min(left, max(summary.longest, usual))
-
-
 def _loop_late(account: _Account, record: RequestRecord, begin: int, end: int) -> None:
     """What the event loop was late while this interval waited for it.
 
     What ended before the loop went on did not wait for it: it is on another thread, or is what kept the loop.
     """
-    for pause in record.loop_pauses:
-        if pause.ended_at < end:
-            account.give(max(pause.started_at, begin), pause.ended_at, semconv.CAUSE_EVENT_LOOP)
+    account.give_each(
+        [
+            (max(pause.started_at, begin), pause.ended_at, semconv.CAUSE_EVENT_LOOP)
+            for pause in record.loop_pauses
+            if begin < pause.ended_at < end
+        ]
+    )
 
 
 def _divide(causes: Causes, parts: Causes, whole: int, rest: str) -> None:
@@ -230,69 +247,3 @@ def _throttled(account: _Account, record: RequestRecord) -> None:
             moved = min(left, causes[semconv.CAUSE_STARVED])
             causes[semconv.CAUSE_THROTTLED] += moved
             causes[semconv.CAUSE_STARVED] -= moved
-
-
-class _Crowd:
-    """Whose prompts were in one step. Of many, those with few tokens only count for their class."""
-
-    def __init__(self, prefillers: Sequence[Prefiller]) -> None:
-        known = sorted(prefillers, key=lambda who: -who.tokens)
-        named, rest = known[:MOST_NAMED], known[MOST_NAMED:]
-        self.first = [((who.trace_id, who.span_id), who.tokens, who.named) for who in named if who.tokens]
-        self.tokens = {who.span_id: who.tokens for who in known}
-        self.all = sum(self.tokens.values())
-        self.rest: dict[str, int] = defaultdict(int)
-        self._of_rest = {who.span_id: who.named for who in rest}
-        for who in rest:
-            self.rest[who.named] += who.tokens
-
-    def beside(self, span_id: bytes) -> tuple[int, dict[str, int]]:
-        """Tokens of all but this request; those by class that nobody is named for."""
-        own = self.tokens.get(span_id, 0)
-        named = self._of_rest.get(span_id)
-        return self.all - own, self.rest if named is None else {**self.rest, named: self.rest[named] - own}
-
-
-def _offenders(
-    record: RequestRecord, steps: Sequence[tuple[int, int]], crowds: dict[tuple[Any, int], _Crowd]
-) -> list[Offender]:
-    """Whose prompts were in the steps that took it longer, so many ns each: by tokens, for how long each."""
-    if record.prefillers is None:
-        return []
-    lengths: dict[tuple[bytes, bytes], int] = defaultdict(int)
-    named: dict[tuple[bytes, bytes], str] = {}
-    for step, length in sorted(steps):  # what is known of an offender last is most
-        crowd = crowds.get((record.prefillers, step))
-        if crowd is None:
-            crowd = crowds[record.prefillers, step] = _Crowd(record.prefillers(step))
-        tokens, rest = crowd.beside(record.span_id)
-        for who, of_who, class_ in crowd.first:
-            if who[1] != record.span_id:
-                lengths[who] += length * of_who // tokens
-                named[who] = class_
-        for class_, of_class in rest.items():
-            if of_class:
-                lengths[b"", class_.encode()] += length * of_class // tokens
-                named[b"", class_.encode()] = class_
-    return [Offender(*who, length, named[who]) for who, length in lengths.items() if length]
-
-
-def _worst(record: RequestRecord, offenders: Sequence[Offender], interference: int) -> Offender | None:
-    """Who interfered most; nobody is named for what is below a fiftieth of the request."""
-    if interference * 50 < record.duration_ns or not offenders:
-        return None
-    worst = max(offenders, key=lambda offender: offender.length if offender.trace_id else 0)
-    return worst._replace(length=min(worst.length, interference)) if worst.trace_id else None
-
-
-def _by_class(offenders: Sequence[Offender], interference: int) -> tuple[tuple[str, int], ...]:
-    """The interference, divided as those who are known have caused it; in whole ns, the rest is of the largest."""
-    lengths: dict[str, int] = defaultdict(int)
-    for offender in offenders:
-        lengths[offender.named] += offender.length
-    if not lengths:
-        return ((callers.UNKNOWN, interference),)
-    whole = sum(lengths.values())
-    parts = {named: interference * length // whole for named, length in lengths.items()}
-    parts[max(lengths, key=lambda named: lengths[named])] += interference - sum(parts.values())
-    return tuple((named, length) for named, length in parts.items() if length)

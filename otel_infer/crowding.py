@@ -22,17 +22,24 @@ _MS = 1_000_000
 
 
 class Crowd:
-    """Requests that waited, by when they did and beside whom. `failed`: others, that ran meanwhile.
+    """Requests that waited, by when they did and beside whom. `others` ran meanwhile; `unfinished`: since when those run that
+    have not ended.
 
     `since`: the instant from which on all are known (monotonic ns); of those from before only who was still there then.
     """
 
     def __init__(
-        self, served: list[RequestRecord], failed: Sequence[RequestRecord] = (), since: int = 0
+        self,
+        served: list[RequestRecord],
+        others: Sequence[RequestRecord] = (),
+        since: int = 0,
+        unfinished: Sequence[int] = (),
     ) -> None:
         self._waits = np.array([_interval(record) for record in served], np.int64).clip(since)
         self._runs = np.array([_running(record) for record in served], np.int64).clip(since)
-        self._others = [(max(begin, since), max(end, since)) for begin, end in map(_running, failed)]
+        self._others = [(max(begin, since), max(end, since)) for begin, end in map(_running, others)]
+        last = max([record.ended_at for record in served], default=0)
+        self._others += [(max(begin, since), last) for begin in unfinished]
         self._arrivals = np.array([record.arrived_at for record in served], np.int64).clip(since)
         self._came = np.array([record.arrived_at >= since for record in served])
         self._work = np.array([spent(record, *_WORK) for record in served], float)

@@ -198,14 +198,25 @@ def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waite
         if not pauses:
             continue
         mine = steps.of(i)
-        since, began, until = steps.since[mine], steps.began[mine], steps.until[mine]
-        told = record.arrived_at
-        for started, end, *_ in sorted(pauses, key=itemgetter(0)):
-            begin = max(started, told)  # of those that overlap, each ns once
-            told = max(told, end)
-            if begin < end:
-                waited[mine] -= np.maximum(np.minimum(began, end) - np.maximum(since, begin), 0)
-                ran[mine] -= np.maximum(np.minimum(until, end) - np.maximum(began, begin), 0)
+        instants = np.stack((steps.since[mine], steps.began[mine], steps.until[mine]))
+        since, began, until = _covered(pauses, instants)
+        waited[mine] -= began - since
+        ran[mine] -= until - began
+
+
+def _covered(pauses: list[tuple[Any, ...]], instants: Any) -> Any:
+    """How much of the time before each of these instants is in the pauses, of which each ns counts once; ns."""
+    begins, ends, told = [], [], 0
+    for started, end, *_ in sorted(pauses, key=itemgetter(0)):
+        if max(started, told) < end:
+            begins.append(max(started, told))
+            ends.append(end)
+            told = end
+    lengths = np.array(ends, np.int64) - np.array(begins, np.int64)
+    whole = np.append(0, np.cumsum(lengths))
+    begun = np.searchsorted(begins, instants, "right")
+    left = np.append(0, ends)[begun] - instants
+    return whole[begun] - np.maximum(left, 0) * (begun > 0)
 
 
 def _asked_again(records: list[RequestRecord], steps: _Steps, waited: Any) -> tuple[Any, Any]:
@@ -321,6 +332,9 @@ def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:
         mine = steps.of(i)
         for at in record.preempted_at:
             row = mine.start + int(steps.began[mine].searchsorted(at))
+            if record.sequences > 1:  # its others go on: it is back when its prompt is computed again
+                prompts = np.flatnonzero(steps.own_prefill[row : mine.stop])
+                row = row + int(prompts[0]) if len(prompts) else mine.stop
             if steps.asked[i] < at and row < mine.stop:
                 rows.append(row)
     return np.array(rows, np.int64)

@@ -17,6 +17,7 @@ from otel_infer import facts, semconv
 from otel_infer.complaints import Finding
 from otel_infer.crowding import Crowd
 from otel_infer.records import RequestRecord
+from otel_infer.steptable import CAPACITY
 from otel_infer.tail import (
     MS,
     Tail,
@@ -54,11 +55,10 @@ class Diagnosis(NamedTuple):
     note: str
 
 
-def diagnose(records: Sequence[RequestRecord], since: int = 0) -> Diagnosis:
+def diagnose(records: Sequence[RequestRecord], since: int = 0, unfinished: Sequence[int] = ()) -> Diagnosis:
     """What these requests amount to. `since`: the instant from which on all are there (monotonic ns); of those that came before
-    it, only who was still there then."""
-    served = [r for r in records if r.blame is not None and r.generative and r.operation and r.duration_ns]
-    served = [r for r in served if r.outcome != facts.ERROR]
+    it, only who was still there then. `unfinished`: since when others run that have not ended."""
+    served = [record for record in records if _is_served(record)]
     causes = _shares(served)
     if len(served) < FEWEST:
         said = f"{len(served)} requests; at least {FEWEST} are needed"
@@ -66,12 +66,16 @@ def diagnose(records: Sequence[RequestRecord], since: int = 0) -> Diagnosis:
             said += f" (of {len(records)}, the others failed or generate nothing)"
         return Diagnosis("insufficient", len(served), [], causes, said)
     found = [finding for rule in _RULES for finding in rule(served)]
-    found += _queue(served, [record for record in records if record.outcome == facts.ERROR], since)
+    others = [record for record in records if not _is_served(record)]
+    found += _queue(served, Crowd(served, others, since, unfinished))
     found.sort(key=lambda finding: -finding.weight)
     if found:
         return Diagnosis(found[0].complaint, len(served), found, causes, "")
-    if slowest(served, lambda r: r.duration_ns).share(semconv.CAUSE_UNEXPLAINED) > MOST_UNEXPLAINED:
+    tail = slowest(served, lambda r: r.duration_ns)
+    if tail.share(semconv.CAUSE_UNEXPLAINED) > MOST_UNEXPLAINED:
         said = "most of the slow requests' time was not seen: is the engine instrumented (otel-infer doctor)?"
+        if sum(record.steps_forgotten > 0 for record in tail.records) > len(tail.records) / 2:
+            said = f"the slow requests are older than the last {CAPACITY:,} steps of their engine, which are remembered"
         return Diagnosis("insufficient", len(served), [], causes, said)
     cause, share = _unnamed(served)
     if share > MOST_UNNAMED:
@@ -79,6 +83,11 @@ def diagnose(records: Sequence[RequestRecord], since: int = 0) -> Diagnosis:
         return Diagnosis("insufficient", len(served), [], causes, said)
     said = "the slow requests did their own work; what else their readers felt is not in this server"
     return Diagnosis("healthy", len(served), [], causes, said)
+
+
+def _is_served(record: RequestRecord) -> bool:
+    said = record.blame is not None and record.generative and record.operation and record.duration_ns
+    return bool(said) and record.outcome != facts.ERROR
 
 
 # ── one rule for each part of a request's life ───────────────────────────────────────────────────────────────────
@@ -189,7 +198,7 @@ def _stutter(served: list[RequestRecord]) -> list[Finding]:
         f"{cause}: {min(parts[cause] / tail.whole, 1.0):.0%} of their streaming time, {each:.0f} ms each",
     ]
     offenders: Counter[str] = Counter()
-    for offender in [r.blame.offender for r in tail.records if r.blame and r.blame.offender]:
+    for offender in [r.blame.stalled_by for r in tail.records if r.blame and r.blame.stalled_by]:
         offenders[offender.trace_id.hex()] += offender.length
     if cause == semconv.CAUSE_INTERFERENCE and offenders:
         worst = max(offenders, key=lambda trace: offenders[trace])
@@ -228,14 +237,13 @@ def _frozen(served: list[RequestRecord]) -> list[Finding]:
     ])]  # fmt: skip
 
 
-def _queue(served: list[RequestRecord], failed: list[RequestRecord], since: int) -> list[Finding]:
+def _queue(served: list[RequestRecord], crowd: Crowd) -> list[Finding]:
     """Who waits for a turn: because of a peak, of heavy requests, of batches that are waited for, or always."""
     tail = slowest(served, ttft, whole=ttft, of=spent_before)
     weight, each = tail.share(*_QUEUES), tail.each(*_QUEUES)
     if weight < 0.4 or each < 20 or each < 3 * typical_gap(served):
         return []
     cause, weighs = max(_QUEUES, key=tail.total), tail.weight(*_QUEUES)
-    crowd = Crowd(served, failed, since)
     said = f"{weight:.0%} of the time to the first token of the slowest {len(tail.records)} is queue, {each:.0f} ms each"
     idle, heavy, peak = crowd.idle_share(), crowd.behind_heavy(), crowd.peak()
     if idle > 0.5:

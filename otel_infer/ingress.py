@@ -185,6 +185,12 @@ class LiveRequest(trace.Span):
 
     def get_span_context(self) -> SpanContext:
         self._seen = True
+        if self.ended and (known := lent.get()) is not None and known[0] is self:
+            return trace.INVALID_SPAN_CONTEXT  # a thread that was started in it works for others by now
+        return self.known_context()
+
+    def known_context(self) -> SpanContext:
+        """Its own, wherever this is asked."""
         known = self._context
         if known is None:
             known = self._context = self._opened.request
@@ -333,7 +339,7 @@ def open_request(
     if opened.inner is not None and request.handle:
         unclaimed.put(arrived.span_id, opened.inner)
     if lender is not None:
-        request.add_link(lender.get_span_context())
+        request.add_link(lender.known_context())
     return request
 
 

@@ -5,6 +5,7 @@ Used when a tracer provider is given, when no child process or shared memory is 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -54,7 +55,7 @@ class InProcess(threading.Thread):
         self._resource = resource
         self._arena, self._settings, self._provider = arena, settings, provider
         self._rings = Rings()
-        self._stopping = threading.Event()
+        self._stopping, self._settled = threading.Event(), threading.Event()
         self._turn = threading.Lock()
         self._closed = self._broken = False
         self._pid = os.getpid()
@@ -70,10 +71,28 @@ class InProcess(threading.Thread):
                 self._made = self._make()
         return self._made
 
+    def start(self) -> None:
+        """Python 3.12 lets nobody start a thread any more once it ends, and what sends has one: that is waited for, at the end of a
+        program that is over before it is made."""
+        super().start()
+        with contextlib.suppress(Exception):
+            threading._register_atexit(self._settle)  # type: ignore[attr-defined]
+
+    def _settle(self) -> None:
+        if self._pid == os.getpid():
+            self._settled.wait(FLUSH_S)
+
     def run(self) -> None:
         try:
             self._turns()
-        except Exception as reason:  # the server goes on; what it records is read by nobody
+        except Exception as reason:
+            self._break(reason)
+        finally:
+            self._settled.set()
+
+    def _break(self, reason: Exception) -> None:
+        """The server goes on; what it records is read by nobody."""
+        if not self._broken:
             self._broken = True
             log.error("nothing is exported any more: %s: %s", type(reason).__name__, reason)
 
@@ -97,14 +116,18 @@ class InProcess(threading.Thread):
             return
         self._closed = True
         self._stopping.set()
-        with self._turn:
-            self._discover()
-            self._pipeline.wake(clock.now(), final=True)
-        self._pipeline.close(FLUSH_S)
+        try:
+            with self._turn:
+                self._discover()
+                self._pipeline.wake(clock.now(), final=True)
+            self._pipeline.close(FLUSH_S)
+        except Exception as reason:
+            self._break(reason)
 
     def _turns(self) -> None:
         with self._turn:
             self._wake()
+        self._settled.set()
         while not self._stopping.wait(WAKE_NS / 1e9):
             with self._turn:
                 if not self._closed:

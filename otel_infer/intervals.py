@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
+_NEVER = 1 << 63
 Free = list[tuple[int, int]]
 """Begin and end of what nobody has, ns, in order."""
 
@@ -27,6 +29,57 @@ def take_out(free: Free, begin: int, end: int) -> tuple[Free, int]:
             until = end
         taken += until - since
     return left, taken
+
+
+def inside(free: Free, busy: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
+    """The parts of these that are free, and what stands behind the begin and end of each, in order. An instant is of the one that
+    ends first: what lies inside another is its own.
+
+    However many there are, each is looked at once.
+    """
+    at = 0
+    for since, until, named in _apart(busy):
+        while at < len(free) and free[at][0] < until:
+            begin, end = free[at]
+            if max(since, begin) < min(until, end):
+                yield max(since, begin), min(until, end), named
+            if until < end:
+                break
+            at += 1
+
+
+def _apart(busy: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
+    going: list[tuple[int, int, Any]] = []
+    at = 0
+    for number, (since, until, named) in enumerate(
+        sorted([*busy, (_NEVER, _NEVER, None)], key=itemgetter(0))
+    ):
+        while going and at < since:
+            end, _, name = going[0]
+            if end > at:
+                yield at, min(end, since), name
+                at = min(end, since)
+            if end <= at:
+                heapq.heappop(going)
+        at = max(at, since)
+        heapq.heappush(going, (until, number, named))
+
+
+def without(free: Free, busy: Sequence[tuple[Any, ...]]) -> Free:
+    """What is free after these, which are in order and do not overlap, were given away."""
+    left, at = [], 0
+    for begin, end in free:
+        while at < len(busy) and busy[at][0] < end:
+            since, until, *_ = busy[at]
+            if begin < since:
+                left.append((begin, since))
+            begin = max(begin, until)
+            if end < until:
+                break
+            at += 1
+        if begin < end:
+            left.append((begin, end))
+    return left
 
 
 def outside(busy: Iterable[tuple[Any, ...]], begin: int, end: int) -> int:

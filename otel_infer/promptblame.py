@@ -17,15 +17,16 @@ _HELD = (semconv.CAUSE_STARVED, semconv.CAUSE_FAULTS)
 
 def divided(record: RequestRecord) -> StepsBlame:
     """The chunks of its prompt: shared with others' prompts by tokens; between them, others ran or the host was busy."""
-    if not record.prefill_steps:
+    chunks = _chunks(record)
+    if not chunks:
         return NOTHING
     parts: Causes = defaultdict(int)
     interfered: list[tuple[int, int]] = []
     per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
     again, before = 0, None
     pauses: list[tuple[Any, ...]] = [*placed(record), *record.absences]
-    extra = _computed_again(record) if record.preempted_at else 0
-    for chunk in record.prefill_steps:
+    extra = _computed_again(record, chunks) if record.preempted_at else 0
+    for chunk in chunks:
         began = chunk.started_at
         if before is not None or chunk.behind_until:
             if before is not None and not again and _preempted(record, before, chunk):
@@ -46,9 +47,17 @@ def divided(record: RequestRecord) -> StepsBlame:
     return StepsBlame(parts, interfered)
 
 
-def _computed_again(record: RequestRecord) -> int:
+def _chunks(record: RequestRecord) -> list[PrefillStep]:
+    """With the one that it did not see the end of."""
+    cut = record.cut_step
+    if cut is None or record.first_token_at or not cut.tokens:
+        return record.prefill_steps
+    return [*record.prefill_steps, cut]
+
+
+def _computed_again(record: RequestRecord, chunks: Sequence[PrefillStep]) -> int:
     """Tokens of its prompt that were computed more than once, since it was put back."""
-    tokens = sum([chunk.tokens for chunk in record.prefill_steps])
+    tokens = sum([chunk.tokens for chunk in chunks])
     return (
         max(tokens - max(record.input_tokens - record.cached_input_tokens, 0), 0)
         if record.input_tokens

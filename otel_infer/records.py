@@ -79,13 +79,14 @@ class Blame(NamedTuple):
     """Where the time of a request went: ns by cause (none of them 0), and who interfered most.
 
     `classes`: the interference by class of those who caused it; they sum to it. `streaming`: what of the causes was between its
-    first token and its last.
+    first token and its last, and `stalled_by`: who interfered most then.
     """
 
     causes: Mapping[str, int]
     offender: Offender | None
     classes: tuple[tuple[str, int], ...] = ()
     streaming: Mapping[str, int] = MappingProxyType({})
+    stalled_by: Offender | None = None
 
     @property
     def top(self) -> str:
@@ -170,7 +171,7 @@ class RequestRecord:
     None if nobody knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not
     known. `throttled`: why GPUs' clocks were held down meanwhile, `throttled_at`: when. `later_prompts`: after its first token, by
     step, the tokens of its own prompts, of other sequences of it or computed again. `is_split`: several engines had sequences of
-    it. `absences`: where it came to the engine more than once, the time between; `at_once`: then, how many of its `sequences` there
+    it. `cut_step`: of one that did not end well, the step that went on then, up to there. `absences`: where it came to the engine more than once, the time between; `at_once`: then, how many of its `sequences` there
     were at a time. `stride`: where batches take turns and several are in flight (pipeline parallel), one of so many steps is of its
     own. `start`: of the first request of a process, trace and span id of the process's start.
     """
@@ -202,6 +203,7 @@ class RequestRecord:
     throttled: str = ""
     throttled_at: tuple[tuple[int, int], ...] = ()
     prefill_steps: list[PrefillStep] = field(default_factory=list)
+    cut_step: PrefillStep | None = None
     later_prompts: dict[int, int] = field(default_factory=dict)
     is_split: bool = False
     absences: tuple[Absence, ...] = ()

@@ -66,7 +66,7 @@ def main(boot: dict[str, Any]) -> None:
     os.nice(NICENESS)
     share_one()
     settings = from_plain(boot["config"])
-    _log_to(settings.log)
+    log_to(settings.log)
     lock = place.Lock(Path(boot["folder"]) / place.SIDECAR_LOCK)
     try:
         if not _take(lock):
@@ -273,7 +273,8 @@ def _recovery(folder: Path, settings: Config, resource: dict[str, Value]) -> Rec
     return Recovery(folder, resource, lambda named, rings: make_pipeline(theirs, named, rings, show=False))
 
 
-def _log_to(path: str) -> None:
+def log_to(path: str) -> None:
+    """What the sidecar has to say goes to this file; nowhere if there is none."""
     silent = logging.NullHandler()
     try:
         handler = logging.FileHandler(path) if path else silent

@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Explains a tape, or what a sidecar holds; 2 where that cannot be had or holds no such request."""
     try:
-        records, since = _told(arguments)
+        told = _told(arguments)
+        records = told.records
         felt = _felt(records, arguments.client)
         if felt is not None and (arguments.request or arguments.against):
             raise readers.BadSpans("--client goes with neither --request nor --against")
@@ -70,14 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.request:
         return _one(records, arguments.request, arguments.json)
-    return _all(records, since, arguments.worst, arguments.json, felt)
+    return _all(told, arguments.worst, arguments.json, felt)
 
 
 class _Told(NamedTuple):
-    """`since`: from which instant on everything is told."""
+    """`since`: from which instant on everything is told. `running`: since when those run that have not ended."""
 
     records: list[RequestRecord]
     since: int
+    running: list[int]
 
 
 def _told(arguments: argparse.Namespace) -> _Told:
@@ -101,23 +103,24 @@ def _felt(records: list[RequestRecord], path: str | None) -> Outside | None:
 
 def _inferences(path: Path, wanted: str | None = None) -> _Told:
     """Those that were to reach an engine: health checks and the like have no complaint. One that is wanted may be any on the tape."""
-    from otel_infer.cli.replay import recent, records
+    from otel_infer.assembler import Assembler
+    from otel_infer.cli.replay import recent, records, running
 
-    found = [record for record in (records if wanted else recent)(path) if record.operation]
-    return _Told(found, tape.began_at(path))
+    assembler = Assembler()
+    found = [record for record in (records if wanted else recent)(path, assembler) if record.operation]
+    return _Told(found, tape.began_at(path), running(assembler))
 
 
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _all(
-    records: list[RequestRecord], since: int, worst: int, as_json: bool, felt: Outside | None = None
-) -> int:
+def _all(told: _Told, worst: int, as_json: bool, felt: Outside | None = None) -> int:
     from otel_infer.complaints import COMPLAINTS
     from otel_infer.devicelimit import device_limits
     from otel_infer.diagnosis import diagnose
 
-    diagnosis = diagnose(records, since)
+    records = told.records
+    diagnosis = diagnose(*told)
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
         findings = [

@@ -93,6 +93,12 @@ def recent(
     return [record for record in told if record.ended_at > began_at]
 
 
+def running(assembler: Assembler) -> list[int]:
+    """Since when each request runs that has not ended, as far as the tape tells."""
+    taken_up = [one for one in assembler.open.values() if one.is_running and not one.ended_at]
+    return [one.scheduled_at or one.arrived_at for one in taken_up]
+
+
 def described(record: RequestRecord) -> dict[str, Any]:
     """A request as plain data; lengths in ms."""
     steps = record.steps

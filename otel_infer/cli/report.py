@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 def read(path: Path) -> Told:
     """Everything that a tape tells of its time; raises as `tape.read` does."""
     from otel_infer.assembler import Assembler
-    from otel_infer.cli.replay import recent
+    from otel_infer.cli.replay import recent, running
     from otel_infer.cli.report_view import Told
 
     assembler = Assembler()
@@ -68,7 +68,8 @@ def read(path: Path) -> Told:
     unfinished = sorted(max(at, began) for at in arrived)
     steps = [step for step in assembler.drain_steps() if step.ended_at > began]
     pauses = [pause for pause in assembler.drain_pauses() if pause.ended_at > began]
-    return Told(inferences, steps, pauses, unfinished, len(told) - len(inferences), promised, began)
+    elsewhere = len(told) - len(inferences)
+    return Told(inferences, steps, pauses, unfinished, elsewhere, promised, began, running(assembler))
 
 
 def _write(path: Path, text: str, source: Path) -> None:

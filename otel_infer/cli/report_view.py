@@ -31,7 +31,8 @@ class Told(NamedTuple):
     """Everything on a tape. `records`: those that were to reach an engine. `unfinished`: when the others of these arrived.
 
     `elsewhere`: how many requests reached no engine, as health checks do. `promised`: what the server was to meet. `since`: from
-    which instant on everything is told; before it, only what the rest was waiting for.
+    which instant on everything is told; before it, only what the rest was waiting for. `running`: since when those run that have
+    not ended.
     """
 
     records: list[RequestRecord]
@@ -41,6 +42,7 @@ class Told(NamedTuple):
     elsewhere: int
     promised: Objectives = Objectives()
     since: int = 0
+    running: Sequence[int] = ()
 
     def span(self) -> tuple[int, int]:
         """The first and the last instant of which everything is told; monotonic ns."""
@@ -123,7 +125,7 @@ class View(NamedTuple):
 def view(told: Told) -> View:
     """Everything that is to be shown."""
     began, ended = told.span()
-    diagnosis = diagnose(told.records, told.since)
+    diagnosis = diagnose(told.records, told.since, told.running)
     held_up = _held_up(told.records)
     missed = {r.span_id: names for r in told.records if (names := missed_by(r, told.promised))}
     longest = sorted(told.pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[:MOST_PAUSES]

@@ -25,9 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves the folder until a signal comes."""
-    from otel_infer.sidecar import Sidecar
+    from otel_infer.heap import share_one
+    from otel_infer.sidecar import Sidecar, log_to
 
     settings = config.from_env(config.child_environment(enabled="on"))
+    if settings.log:
+        log_to(settings.log)
+    share_one()
     try:
         folder = place.rings_folder(Path(arguments.rings))
         lock = place.Lock(folder / place.SIDECAR_LOCK)

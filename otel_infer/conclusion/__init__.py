@@ -18,9 +18,13 @@ from otel_infer.conclusion.request import GIVEN_UP, Request
 from otel_infer.conclusion.stages import Life, died_in, stages_of
 from otel_infer.conclusion.steps import Part, steps_of
 from otel_infer.records import PrefillStep, RequestRecord
+from otel_infer.steplog import StepLog
 from otel_infer.steprows import StepRows, summarized
 
 __all__ = ["Request", "conclude"]
+
+MOST_AFTER = 1024
+"""Steps that may have begun between the end of a request and when nothing more can come of it."""
 
 
 def conclude(requests: Sequence[Request]) -> list[RequestRecord]:
@@ -41,6 +45,7 @@ def conclude(requests: Sequence[Request]) -> list[RequestRecord]:
 
 def _conclude(record: RequestRecord, request: Request, life: Life, part: Part) -> None:
     _adopt_prefill_steps(record, request, life)
+    record.cut_step = _cut_step(record, request) if life.died else None
     _adopt_tokens(record, request, life, part)
     record.stages = stages_of(record, request, life)
     if record.steps is None:
@@ -102,7 +107,6 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
         record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
         record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
     record.marks = request.marks
-    record.costs = request.costs
     record.is_split = len({run.log for run in request.runs}) > 1
     if (
         request.runs and not record.is_split
@@ -110,7 +114,7 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
         log = request.runs[-1].log
         strain = log.learned.strain
         record.prefillers, record.strain = log.prompts.of, strain if strain.is_known else None
-        record.first_use = request.first_use
+        record.costs, record.first_use = request.costs, request.first_use
     record.received_at = request.received_at
     if request.preempted:
         record.preempted_at = tuple(fact.at for fact in request.preempted)
@@ -193,15 +197,38 @@ def _adopt_prefill_steps(record: RequestRecord, request: Request, life: Life) ->
             if ended_at > until and not record.is_split:
                 record.later_prompts[step] = tokens
             if started_at < ended_at <= until:
-                others = max(log.table.prefill_tokens(step) - tokens, 0)
-                chunk = PrefillStep(step, started_at, ended_at, tokens, size, others)
-                behind_until = min(log.table.ended_at(step - 1), ended_at)
-                if behind_until > started_at:  # two were in flight
-                    chunk = chunk._replace(
-                        behind_until=behind_until, behind_prompts=log.table.prefill_tokens(step - 1)
-                    )
-                record.prefill_steps.append(chunk)
+                record.prefill_steps.append(_chunk(log, step, started_at, ended_at, tokens, size))
     record.prefill_steps.sort(key=attrgetter("started_at"))
+
+
+def _chunk(log: StepLog, step: int, started_at: int, ended_at: int, tokens: int, size: int) -> PrefillStep:
+    others = max(log.table.prefill_tokens(step) - tokens, 0)
+    chunk = PrefillStep(step, started_at, ended_at, tokens, size, others)
+    behind_until = min(log.table.ended_at(step - 1), ended_at)
+    if behind_until > started_at:  # two were in flight
+        behind_prompts = log.table.prefill_tokens(step - 1)
+        chunk = chunk._replace(behind_until=behind_until, behind_prompts=behind_prompts)
+    return chunk
+
+
+def _cut_step(record: RequestRecord, request: Request) -> PrefillStep | None:
+    """The step that it did not see the end of; None where that is not known."""
+    if record.is_split or request.steps_lost or not request.runs:
+        return None
+    log, first, last, _ = request.runs[-1]
+    first = max(first, last - MOST_AFTER, log.table.oldest)
+    if first > last:  # long forgotten
+        return None
+    step, started_at, ended_at, _, size, _ = np.concatenate(log.table.columns(first, last), axis=1)
+    is_open = (ended_at == 0) | (ended_at > record.ended_at)
+    found = np.flatnonzero((step >= first) & (started_at < record.ended_at) & is_open)
+    if not len(found):
+        return None
+    at = int(found[0])
+    chunk = request.chunks.get(log, {}).get(int(step[at]))
+    tokens = chunk.tokens if chunk is not None else 0
+    began = max(int(started_at[at]), record.arrived_at)
+    return _chunk(log, int(step[at]), began, record.ended_at, tokens, int(size[at]))
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────

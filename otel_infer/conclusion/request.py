@@ -257,6 +257,9 @@ class Request:
         said = self.submitted
         if fact.sequences and len(self.asked) < MAX_STAGES:
             self.asked.append((fact.at, fact.sequences))
+        elif fact.sequences:
+            at, sequences = self.asked[-1]
+            self.asked[-1] = at, sequences + fact.sequences
         if said is None:
             self.submitted = fact
         else:  # of several prompts

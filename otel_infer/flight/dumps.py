@@ -212,12 +212,14 @@ class FlightRecorder:
             self._finish(ask, refusal)
 
     def _finish(self, ask: _Ask, refusal: str) -> None:
-        if refusal:
-            log.error("no tape %s: %s", ask.path, refusal)
-            if ask.reason == COMMAND:
-                asking.refuse(ask.path, refusal)
-        with self._lock:
-            self._running = None
+        try:
+            if refusal:
+                log.error("no tape %s: %s", ask.path, refusal)
+                if ask.reason == COMMAND:
+                    asking.refuse(ask.path, refusal)
+        finally:
+            with self._lock:
+                self._running = None
 
 
 def write(path: Path, snapshot: Snapshot, reason: str, slo: str = "") -> None:

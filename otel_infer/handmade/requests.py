@@ -99,7 +99,7 @@ class request(Scope):  # noqa: N801 - used like a function
         live = ingress.open_request(
             f"{self._operation} {self._model}".strip(),
             owner=ENGINE,
-            headers=self._headers,
+            headers=_in_any_case(self._headers),
             server=self._headers is not None,
             operation=self._operation,
             provider=ENGINE,
@@ -150,6 +150,13 @@ class request(Scope):  # noqa: N801 - used like a function
         """An attribute on the request span."""
         if self._live is not None:
             self._live.set_attribute(key, value)
+
+
+def _in_any_case(headers: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """As propagators look them up: in lower case, or as they are."""
+    if headers is None:
+        return None
+    return {**{str(name).lower(): value for name, value in headers.items()}, **headers}
 
 
 def _on_the_wire(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

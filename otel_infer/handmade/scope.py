@@ -89,7 +89,8 @@ def _stream(again: Callable[[], Scope], function: Callable[..., Any], attaches: 
                     except BaseException as thrown:
                         step = items.athrow(thrown)
             finally:
-                await _inside(inside, items.aclose())
+                if not getattr(items, "ag_running", False):  # a loop that ends closes both of us at once
+                    await _inside(inside, items.aclose())
 
     return streamed
 

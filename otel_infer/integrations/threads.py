@@ -20,7 +20,7 @@ from otel_infer.integrations._carried import Carried
 from otel_infer.integrations._claims import claimed
 from otel_infer.patching import Hook
 
-POOLS = ("concurrent.futures.thread", "anyio._backends._asyncio")
+POOLS = ("concurrent.futures.thread", "anyio._backends._asyncio", "multiprocessing.pool")
 """Modules whose threads, or what these run, take jobs."""
 
 integration = Integration("threads", "python", ("threading",))

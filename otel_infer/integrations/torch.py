@@ -15,7 +15,6 @@ models that were loaded before `instrument()`, and what is called by another way
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import weakref
@@ -24,10 +23,11 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 from otel_infer import clock, facts, ingress
-from otel_infer.gpu.timing import timing
+from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.gpu.work import StageWork
 from otel_infer.integrations._base import Integration
 from otel_infer.integrations._claims import claimed, owned
+from otel_infer.integrations._models import name_of
 from otel_infer.patching import Drift, Hook
 from otel_infer.ring.recorder import recorder
 
@@ -174,7 +174,11 @@ def _launching(module: Any) -> Any:
     if timing.is_by_device:
         with contextlib.suppress(Exception):
             device = next(module.parameters()).device
-    return timing.begin(on=device)
+    try:
+        return timing.begin(on=device)
+    except Exception as exc:  # a device that has failed; the request is open by now
+        _calls.hook.fail(exc)
+        return UNTIMED
 
 
 def _name(request: ingress.LiveRequest, module: Any) -> None:
@@ -203,9 +207,7 @@ def model_name(module: Any) -> str:
     name = getattr(getattr(module, "config", None), "_name_or_path", "")
     if not isinstance(name, str) or not name:
         return str(getattr(module, "original_name", "") or type(module).__name__)
-    if os.path.isabs(name) or name.startswith("."):
-        return os.path.basename(name.rstrip("/\\"))
-    return name
+    return name_of(name)
 
 
 # ── which modules are outermost ──────────────────────────────────────────────────────────────────────────────────

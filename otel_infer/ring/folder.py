@@ -100,15 +100,17 @@ class Rings:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as refusal:
-            self.refused.append(f"{path.name}: {refusal.strerror}")
-            self._names.add(key)
+            if refusal.errno not in place.SHORT:
+                self.refused.append(f"{path.name}: {refusal.strerror}")
+                self._names.add(key)
             return
         try:
             memory = mmap.mmap(descriptor, 0)
             self._adopt(path, key, memory, descriptor, path, now)
         except (NotARing, ValueError, OSError) as reason:
             os.close(descriptor)
-            if "not written yet" not in str(reason) and "empty" not in str(reason):
+            is_short = isinstance(reason, OSError) and reason.errno in place.SHORT
+            if not is_short and "not written yet" not in str(reason) and "empty" not in str(reason):
                 self.refused.append(f"{path.name}: {reason}")
                 self._names.add(key)
 

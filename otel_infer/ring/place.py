@@ -32,7 +32,7 @@ from otel_infer.ring.write import RingRefused
 BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
-_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What says nothing of the file: this process, or the machine, has no more of something."""
 STARTING = "starting"
 INSTANCE, SERVICE = "instance", "service"
@@ -136,7 +136,7 @@ def is_held(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as refusal:
-        return refusal.errno in _SHORT
+        return refusal.errno in SHORT
     try:
         return _lock_on(descriptor)[0] != fcntl.F_UNLCK
     except OSError:
@@ -170,7 +170,7 @@ def claim(folder: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as refusal:
-        return refusal.errno not in _SHORT
+        return refusal.errno not in SHORT
     return True
 
 

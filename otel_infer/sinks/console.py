@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from otel_infer import facts, semconv
 from otel_infer.records import RequestRecord, StartRecord
@@ -53,6 +54,14 @@ def start_line(record: StartRecord) -> str:
     return f"{'  '.join(parts)}  [{phases}]"
 
 
+def has_room(out: Any) -> bool:
+    """Whether a line goes there at once: a terminal that is paused, or a pipe that nobody reads, would keep us from the rings."""
+    try:
+        return bool(select.select((), (out.fileno(),), (), 0)[1])
+    except (AttributeError, OSError, ValueError):  # no file, or none any more
+        return True
+
+
 class Console:
     """Prints a line for every start of a process and every request, exported or not."""
 
@@ -69,6 +78,8 @@ class Console:
 
     def _print(self, text: str) -> None:
         """A closed terminal is no reason to stop."""
+        if not has_room(self._out):
+            return
         try:
             self._out.write(text + "\n")
             self._out.flush()

@@ -80,8 +80,8 @@ class MetricsSink:
     def kept(self, record: RequestRecord, decision: Decision) -> None:
         """Counts why a request was kept, or that it was not; what it missed; where the time of a slow one went."""
         self._numbers[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
-        if not record.generative or not (self._promises or decision.slow):
-            return
+        if not (record.generative and record.operation and (self._promises or decision.slow)):
+            return  # a POST that reached no engine keeps no promise
         who = (*self._who(record), *self._caller(record))
         if self._promises:
             verdict.count_missed(self._numbers, record, decision, who)
@@ -102,7 +102,7 @@ class MetricsSink:
         if record.outcome == facts.ABORTED:
             key = (self._stages.admit(record.died_in), error, *who, *caller)
             self._record(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
-        if record.blame is not None:
+        if record.blame is not None and record.operation:
             self._count_blame(record, record.blame, (*who, *caller))
         if record.preemptions:
             self._numbers[semconv.REQUEST_PREEMPTIONS.name].add(who, record.preemptions)

@@ -129,6 +129,11 @@ class _ToFile(logging.handlers.WatchedFileHandler):
 
 
 class _ToStderr(logging.StreamHandler[Any]):
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line for which there is no room just now is left out."""
+        if console.has_room(self.stream):
+            super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """As of a file."""
 

@@ -1031,3 +1031,134 @@ def test_where_batches_take_turns_on_several_devices_each_step_is_a_requests_own
     said = of(story, first)
     assert said["decode"] > 550
     assert said.get("unexplained", 0) + said.get("interference", 0) + said.get("host_bubble", 0) < 30
+
+
+# ── who did not wait for the end ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_who_leaves_while_anothers_prompt_is_computed_was_held_up_by_that() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, heavy = story.arrives(at, "a"), story.arrives(at, "heavy")
+    story.step(at, at + 6000, [a, heavy], {a: 10, heavy: 99990})
+    story.aborts(at + 5000, a)
+    story.ends(at + 6000, heavy)
+    said = of(story, a)
+    assert said["interference"] > 4950 and said["prefill"] < 50
+    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
+    assert record.blame is not None and record.blame.offender is not None
+    assert record.blame.offender.trace_id == ids("heavy")[0]
+    assert record.prefill_steps == [], "it did not see the end of it"
+
+
+def test_who_leaves_its_stream_while_anothers_prompt_is_computed_was_held_up_by_that() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, heavy = story.arrives(at, "a"), story.arrives(at, "heavy")
+    story.step(at, at + 10, [a], {a: 4})
+    for n in range(1, 4):
+        story.step(at + 10 * n, at + 10 * n + 10, [a])
+    story.step(at + 40, at + 6040, [a, heavy], {heavy: 99990})
+    story.aborts(at + 5040, a)
+    story.ends(at + 6040, heavy)
+    assert of(story, a) == {
+        "prefill": 10,
+        "decode": pytest.approx(40, abs=1),
+        "interference": pytest.approx(4990, abs=1),
+    }
+    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
+    assert record.blame is not None and record.blame.stalled_by is not None
+    assert record.blame.stalled_by.trace_id == ids("heavy")[0]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_who_leaves_before_it_is_its_turn_again_was_preempted_all_the_while(steps: int) -> None:
+    story = Story()
+    at = warmed_up(story)
+    a, other = story.arrives(at, "a"), story.arrives(at, "other")
+    story.step(at, at + 10, [a, other], {a: 100, other: 4}, delivered={a: 1 if steps else 0})
+    at += 10
+    for _ in range(steps):
+        story.step(at, at + 10, [a, other])
+        at += 10
+    story.preempted(at, a, "recompute")
+    for n in range(200):
+        story.step(at + 100 * n, at + 100 * n + 100, [other])
+    story.aborts(at + 20_000, a)
+    story.ends(at + 20_000, other)
+    said = of(story, a)
+    assert said["preemption"] == pytest.approx(20_000, abs=1)
+    assert sum(said.values()) == pytest.approx(20_010 + 10 * steps)
+
+
+def test_one_of_two_sequences_that_is_computed_again_is_the_preemptions() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.submitted(at, a, sequences=2, input_tokens=100)
+    story.step(at, at + 10, [a, a], tokens={0: 50, 1: 50})
+    story.step(at + 10, at + 20, [a, a])
+    story.preempted(at + 20, a, "recompute")
+    at += 20
+    for n in range(20):
+        story.step(at + 10 * n, at + 10 * n + 10, [a])
+    at += 200
+    story.step(at, at + 400, [a, a], tokens={1: 52})
+    story.step(at + 400, at + 410, [a, a])
+    story.ends(at + 410, a)
+    said = of(story, a)
+    assert said["preemption"] == pytest.approx(400, abs=11)
+    assert said["prefill"] == pytest.approx(10, abs=1)
+
+
+def test_more_prompts_in_one_request_than_are_remembered_are_all_there_at_once() -> None:
+    story = Story()
+    a = story.arrives(0, "a")
+    for _ in range(600):
+        story.submitted(0, a)
+    story.step(0, 10, [a] * 600, tokens=dict.fromkeys(range(600), 4))
+    for n in range(1, 11):
+        story.step(10 * n, 10 * n + 10, [a] * 600)
+    story.ends(110, a)
+    assert story.record(a).tokens_after_first == 10
+
+
+def test_steps_of_two_engines_are_not_held_against_what_those_of_one_cost() -> None:
+    story = Story()
+    slow = story.engine(ring=11)
+    early, later = story.arrives(0, "early", http=False), story.arrives(0, "later", http=False)
+    for n in range(60):
+        story.step(30 * n, 30 * n + 30, [early], engine=slow)
+        story.step(30 * n, 30 * n + 3, [later])
+    story.ends(1800, early)
+    story.ends(1800, later)
+    at = 1800
+    a = story.arrives(at, "a")
+    story.submitted(at, a)
+    story.step(at, at + 30, [a], {a: 4}, engine=slow)
+    for n in range(1, 30):
+        story.step(at + 30 * n, at + 30 * n + 30, [a], engine=slow)
+    at += 900
+    story.step(at, at + 3, [])
+    for n in range(30):
+        story.step(at + 3 * n, at + 3 * n + 3, [a])
+    story.ends(at + 90, a)
+    assert of(story, a) == {"prefill": 30, "decode": 960}
+
+
+def test_of_many_pauses_each_instant_is_given_away_once() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.step(at, at + 10, [a], {a: 4})
+    for n in range(1, 400):
+        story.step(at + 10 * n, at + 10 * n + 10, [a])
+    for n in range(400):
+        story.paused(at + 10 * n + 2, at + 10 * n + 4, "gc")
+        story.paused(at + 10 * n + 3, at + 10 * n + 5, semconv.CAUSE_CAPTURE)
+        story.paused(at + 10 * n + 1, at + 10 * n + 6, "throttled")
+    story.ends(at + 4000, a)
+    said = of(story, a)
+    assert said["gc"] == pytest.approx(800)
+    assert said["throttled"] == pytest.approx(800)
+    assert sum(said.values()) == 4000

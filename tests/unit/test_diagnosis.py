@@ -15,6 +15,8 @@ from otel_infer.records import Blame, Offender, RequestRecord, Stage
 from otel_infer.semconv import SEND_WAIT
 from otel_infer.steprows import NO_STEPS
 from tests.served_load import MS, Asked, Served
+from tests.story import Story, ids
+from tests.unit.test_blame import blamed, warmed_up
 
 Draw = random.Random
 
@@ -157,10 +159,10 @@ def test_who_held_up_most_is_named_and_not_who_comes_first_by_its_id() -> None:
     asked[20].prompt = asked[40].prompt = 4000
     records = served.records(asked)
     heavy, light = Offender(b"\xff" * 16, b"h" * 8, 10**10), Offender(b"\x01" * 16, b"l" * 8, 10**6)
-    named = [record for record in records if record.blame and record.blame.offender]
+    named = [record for record in records if record.blame and record.blame.stalled_by]
     for number, record in enumerate(named):
         assert record.blame is not None
-        record.blame = record.blame._replace(offender=light if number % 2 else heavy)
+        record.blame = record.blame._replace(stalled_by=light if number % 2 else heavy)
     finding, *_ = diagnose(records).findings
     assert finding.evidence[-1] == f"held up most by trace {'ff' * 16} and by 1 more"
 
@@ -436,3 +438,39 @@ def test_a_few_heavy_requests_that_are_always_there_are_not_why_others_wait() ->
         one.tokens = 240
     finding, *_ = diagnose(served.records(asked)).findings
     assert finding.complaint == "queueing"
+
+
+def test_who_waits_beside_one_that_has_not_ended_does_not_wait_while_nothing_runs() -> None:
+    """One has its answer computed all along, and takes the places of the others until long after the tape's end."""
+    served = Served(max_batch=1)
+    heavy, *light = served.records([Asked(0, 32, 400), *(Asked(10, 16, 4) for _ in range(14))])
+    light = [record for record in [heavy, *light] if record.output_tokens < 100]
+    began = min(stage.started_at for stage in heavy.stages if stage.name == "prefill")
+    assert diagnose(light).findings[0].complaint == "batching", "nothing else is known to have run"
+    assert [one.complaint for one in diagnose(light, unfinished=[began]).findings] != []
+    assert "batching" not in [one.complaint for one in diagnose(light, unfinished=[began]).findings]
+
+
+def test_a_stream_is_stalled_by_who_came_while_it_streamed_and_not_by_who_delayed_its_first_token() -> None:
+    story = Story()
+    at = warmed_up(story)
+    crowd = [story.arrives(at, f"reader {number}") for number in range(12)]
+    early = story.arrives(at, "early offender")
+    story.step(at, at + 900, [early, *crowd], {early: 4000, **dict.fromkeys(crowd, 4)})
+    story.ends(at + 900, early)
+    at += 900
+    for number in range(3):
+        late = story.arrives(at, f"late {number}")
+        for _ in range(10):
+            story.step(at, at + 10, crowd)
+            at += 10
+        story.step(at, at + 200, [*crowd, late], {late: 1000})
+        story.ends(at + 200, late)
+        at += 200
+    for one in crowd:
+        story.ends(at, one)
+    records = blamed(story.in_order())
+    (stutter,) = [one for one in diagnose(records).findings if one.complaint == "stutter"]
+    assert "interference" in stutter.evidence[1]
+    assert ids("early offender")[0].hex() not in stutter.evidence[-1]
+    assert ids("late 0")[0].hex() in stutter.evidence[-1] or "late" in stutter.evidence[-1]

@@ -219,10 +219,11 @@ def test_a_request_is_the_current_span_and_no_longer_after_it(recording: Recordi
     assert ingress.current() is None
 
 
+@pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TRACEPARENT"])
 def test_a_request_with_headers_is_the_child_of_its_caller_and_has_a_server_span(
-    recording: Recording,
+    recording: Recording, name: str
 ) -> None:
-    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    headers = {name: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     with otel_infer.request(headers=headers):
         pass
     record = only(recording)

@@ -23,7 +23,7 @@ from otel_infer.integrations._base import Integration
 from otel_infer.integrations.asgi import lateness, response_headers
 from otel_infer.integrations.asgi.exchange import KEY, App, Exchange, Receive, Scope, Send
 from otel_infer.integrations.asgi.lifespan import Lifespan
-from otel_infer.integrations.asgi.parent import Door, has_provider, is_traced, leave
+from otel_infer.integrations.asgi.parent import Door, has_provider, is_passed_over, is_traced, leave
 from otel_infer.patching import Hook, Make
 from otel_infer.ring.recorder import recorder
 
@@ -129,7 +129,8 @@ def _application(original: App, hook: Hook) -> App:
             exchange = _arrive(scope, receive, send, hook, None)
             if exchange is not None:
                 exchange.entered(self)
-                exchange.ambient = not exchange.deferred and is_traced()
+                is_below = not exchange.deferred and is_traced()
+                exchange.ambient = is_below and not is_passed_over(scope)
                 with exchange:
                     return await original(self, scope, exchange.receive, exchange.send)
             if scope.get("type") == "lifespan" and hook.alive and recorder.active:
@@ -151,7 +152,7 @@ def _router(original: App, hook: Hook) -> App:
         seen = scope.get(KEY)
         if seen is None or not hook.alive:
             return await original(self, scope, receive, send)
-        tokens = seen.open(ambient=is_traced()) if seen.deferred else ()
+        tokens = seen.reached() if seen.deferred else ()
         try:
             return await original(self, scope, receive, send)
         except Exception as exc:

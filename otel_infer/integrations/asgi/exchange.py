@@ -1,4 +1,7 @@
-"""One HTTP request, from the outermost place where it is seen to its last byte, and the verdict on how it ended."""
+"""One HTTP request, from the outermost place where it is seen to its last byte, and the verdict on how it ended.
+
+Longer than a module should be: whatever becomes of a message, the request is one.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from otel_infer.integrations.asgi.parent import (
     caller_in,
     cleared,
     is_innermost,
+    is_passed_over,
     is_traced,
     leave,
     told_by,
@@ -130,6 +134,15 @@ class Exchange:
             self.hook.fail(exc)
         return ()
 
+    def reached(self) -> Tokens:
+        """It is past all middleware: nobody will start a span above it any more."""
+        try:
+            ambient = is_traced() and not is_passed_over(self.scope)
+        except Exception as exc:
+            self.hook.fail(exc)
+            return ()
+        return self.open(ambient)
+
     # ── on the way in ────────────────────────────────────────────────────────────────────────────────────────────
 
     def entered(self, app: Any) -> Tokens:
@@ -140,7 +153,7 @@ class Exchange:
             self.inside = True
             self.root = getattr(app, "root_path", "") or self.root
             if self.deferred:
-                return self.open(ambient=True) if is_traced() else ()
+                return self.open(ambient=True) if is_traced() and not is_passed_over(self.scope) else ()
             if self.door is not None:
                 self.door.inside = True
                 if context.innermost() is not self.request:
@@ -161,7 +174,7 @@ class Exchange:
         message = await self._receive()
         try:
             # With the last byte on its way, servers say "disconnect" of clients that have all they wanted.
-            if message["type"] == "http.disconnect" and not self.finishing:
+            if message.get("type") == "http.disconnect" and not self.finishing:
                 self.left_at = self.left_at or _now()
         except BaseException as exc:
             self._give_up(exc)
@@ -171,7 +184,7 @@ class Exchange:
         """The server's `send`, seen and timed. A chunk of a stream passes here without a call more than it takes."""
         began, request = 0, self.request
         try:
-            kind = message["type"]
+            kind = message.get("type")
             if kind != "http.response.body":
                 if kind == "http.response.start":
                     message = self._starts(message)
@@ -188,7 +201,10 @@ class Exchange:
                         self._say_first(request, began)
                     request.chunks += 1
         except BaseException as exc:
-            self._give_up(exc)
+            if isinstance(
+                message, MutableMapping
+            ):  # or else it is the application's mistake, which the server will tell it
+                self._give_up(exc)
         try:
             await self._send(message)
         except BaseException as exc:
@@ -231,8 +247,9 @@ class Exchange:
                 leave(self.open(ambient=False))
         if self._server.disconnected:
             self.left_at = self.left_at or _now()
-        if not self.left_at:
-            self.status = int(message["status"])
+        status = message.get("status")
+        if not self.left_at and isinstance(status, int):
+            self.status = int(status)
         if response_headers.wanted and self.request is not None:
             return response_headers.added(message, self.request)
         return message

@@ -85,6 +85,12 @@ def is_traced() -> bool:
     return span.is_recording() or isinstance(span, trace.NonRecordingSpan)
 
 
+def is_passed_over(scope: Any) -> bool:
+    """Whether the caller is of another trace than the span that is current: who started that has not read the headers."""
+    told = trace.get_current_span(told_by(scope.get("headers") or (), Context())).get_span_context()
+    return told.is_valid and told.trace_id != trace.get_current_span().get_span_context().trace_id
+
+
 def is_innermost(request: ingress.LiveRequest | None) -> bool:
     """Whether nobody has started a span since this request was opened."""
     if request is None or context.innermost() is request:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -11,6 +10,7 @@ from opentelemetry import context as otel_context
 
 from otel_infer import ingress
 from otel_infer.integrations._base import Integration
+from otel_infer.integrations._models import name_of
 from otel_infer.patching import Hook
 
 ENGINE = "transformers"
@@ -26,9 +26,7 @@ handed_over: ContextVar[bool] = ContextVar("otel_infer-handed-over", default=Fal
 def model_name(model: Any) -> str:
     """The served name of a model: its hub id, or the folder's own name, never a path."""
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
-    if os.path.isabs(name) or name.startswith("."):
-        return os.path.basename(name.rstrip("/\\"))
-    return name or type(model).__name__
+    return name_of(name) if name else type(model).__name__
 
 
 def own_request(operation: str, model: Any) -> ingress.LiveRequest | None:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from otel_infer.integrations._base import Integration
+from otel_infer.integrations._models import name_of
 
 ENGINE = "vllm"
 _NUMBERED = re.compile(
@@ -50,7 +51,8 @@ def model_name(config: Any) -> str:
     """The first name that a model is served under; of a folder its own name, never a path."""
     served = getattr(config, "served_model_name", None) or config.model
     name = str(served[0] if isinstance(served, (list, tuple)) else served)
-    return os.path.basename(name.rstrip("/\\")) if os.path.isabs(name) or name.startswith(".") else name
+    is_path = name == config.model or os.path.isabs(name) or name.startswith((".", "~"))
+    return name_of(name) if is_path else name  # clients ask for it by that
 
 
 def response_id(request_id: str) -> str:

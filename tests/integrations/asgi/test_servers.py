@@ -739,6 +739,27 @@ def test_a_provider_without_an_http_instrumentation_leaves_the_server_span_to_us
     assert before < seen.arrived.at
 
 
+def test_a_span_of_middleware_that_reads_no_headers_does_not_cost_the_callers_trace(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
+) -> None:
+    class Authenticating(BaseHTTPMiddleware):
+        async def dispatch(self, request: Any, call_next: Any) -> Any:
+            with trace.get_tracer("theirs").start_as_current_span("auth"):
+                return await call_next(request)
+
+    async def answer(request: Any) -> PlainTextResponse:
+        return PlainTextResponse("")
+
+    app = starlette.applications.Starlette(routes=[Route("/answer", answer, methods=["POST"])])
+    app.add_middleware(Authenticating)
+    port = serve(app)
+    for _ in range(3):
+        posted(port, "/answer", headers=TRACEPARENT)
+    for seen in ended(watched, 3):
+        assert seen.arrived.parent_span_id.hex() == SPAN_ID
+        assert seen.arrived.flags & facts.OWN_SERVER_SPAN
+
+
 @pytest.mark.parametrize("status", [200, 503])
 def test_what_middleware_answers_is_watched_where_nobody_else_does(
     watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, status: int

@@ -651,6 +651,30 @@ async def test_messages_that_are_none_are_the_servers_business(watched: Watched)
         await Strict().ask(asgi.wrap(sending({"no": "type"})))
 
 
+@pytest.mark.parametrize("message", [{"type": "http.response.start", "status": None}, {}, None, "text"])
+async def test_a_message_that_makes_no_sense_costs_its_own_request_alone(
+    watched: Watched, message: Any
+) -> None:
+    told: list[Any] = [message]
+
+    class Strict(Client):
+        async def send(self, message: Message) -> None:
+            if message in told:
+                raise TypeError("what is this?")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        with contextlib.suppress(TypeError):
+            await send(told.pop() if told else START)
+        for one in (START, LAST):
+            await send(one)
+
+    front = asgi.wrap(app)
+    for _ in range(2):
+        await Strict().ask(front)
+    assert len(watched.requests) == 2
+    assert watched.requests[-1].verdict == (facts.OK, "", 200)
+
+
 async def test_an_application_that_is_no_longer_watched_is_only_called(watched: Watched) -> None:
     hook = Hook("test")
     app = asgi._front(sending(START, LAST), hook)

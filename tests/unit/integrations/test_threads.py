@@ -7,14 +7,16 @@ import decimal
 import gc
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 
 import anyio
 import anyio.to_thread
 import pytest
-from opentelemetry import baggage, trace
+from opentelemetry import baggage, propagate, trace
 from opentelemetry import context as otel_context
 from opentelemetry.trace import NonRecordingSpan, SpanContext
 
@@ -236,3 +238,33 @@ def test_a_thread_that_a_job_starts_works_for_the_request_of_the_job(recording: 
     with ThreadPoolExecutor(1) as pool, _InRequest() as request:
         pool.submit(job).result()
     assert seen == [request]
+
+
+def test_a_thread_that_outlives_its_request_tells_nobody_else_of_it(recording: Recording) -> None:
+    """What it calls from then on has a trace of its own."""
+    over, headers = threading.Event(), list[dict[str, str]]()
+
+    def work() -> None:
+        for _ in range(2):
+            carrier: dict[str, str] = {}
+            propagate.inject(carrier)
+            headers.append(carrier)
+            over.wait(10)
+
+    worker = threading.Thread(target=work)
+    with _InRequest() as request:
+        worker.start()
+        while not headers:
+            time.sleep(0.001)
+    request.close()
+    over.set()
+    worker.join()
+    assert [carrier.keys() for carrier in headers] == [{"traceparent"}, set()]
+
+
+def test_jobs_of_a_pool_of_multiprocessings_are_not_of_who_made_it(recording: Recording) -> None:
+    with _InRequest() as first:
+        pool = ThreadPool(1)
+    with pool, _InRequest() as second:
+        assert pool.apply(ingress.current) in (None, second)
+        assert not first.ended

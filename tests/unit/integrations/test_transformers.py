@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -495,9 +496,20 @@ def test_a_setting_is_the_calls_then_the_configurations_then_the_models() -> Non
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [("org/tiny", "org/tiny"), ("/models/tiny/", "tiny"), ("./tiny", "tiny"), ("", "SimpleNamespace")],
+    [
+        ("org/tiny", "org/tiny"),
+        ("/models/tiny/", "tiny"),
+        ("./tiny", "tiny"),
+        ("~/models/tiny", "tiny"),
+        ("checkpoints/acme-corp/run-7", "run-7"),
+        ("tests/unit", "unit"),
+        ("C:\\models\\tiny\\", "tiny"),
+        ("", "SimpleNamespace"),
+    ],
 )
-def test_a_model_is_named_without_its_path(path: str, name: str) -> None:
+def test_a_model_is_named_without_its_path(path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of `tests/unit` is there."""
+    monkeypatch.chdir(Path(__file__).parents[3])
     assert model_name(SimpleNamespace(config=SimpleNamespace(_name_or_path=path))) == name
     assert model_name(object()) == "object"
 

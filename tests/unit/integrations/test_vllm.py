@@ -913,6 +913,7 @@ def test_what_a_request_took_along_does_not_come_back_with_every_token(
         ("org/model", "org/model"),
         ("/models/tiny-llama/", "tiny-llama"),
         (None, "m"),
+        ("accounts/us/models/llama", "accounts/us/models/llama"),
     ],
 )
 def test_a_model_is_called_by_its_first_name_and_never_by_a_path(served: Any, name: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import shutil
 import signal
@@ -187,6 +189,25 @@ def test_a_file_that_is_no_ring_is_named_and_one_that_is_not_ready_is_waited_for
     (folder / "2-b.requests").unlink()
     with Process(folder, writing("2-b", 10)):
         rings.discover(folder, 3)
+        assert rings.alive() == 1
+        rings.close(remove=False)
+
+
+@pytest.mark.parametrize("call", ["open", "mmap"])
+def test_a_ring_for_which_there_is_no_descriptor_or_memory_just_now_is_read_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    rings = Rings()
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE if call == "open" else errno.ENOMEM, "too many")
+
+    with Process(folder, writing("1-a", 10)), monkeypatch.context() as full:
+        full.setattr(os if call == "open" else mmap, call, refused)
+        rings.discover(folder, 1)
+        full.undo()
+        assert rings.alive() == 0 and rings.refused == []
+        rings.discover(folder, 2)
         assert rings.alive() == 1
         rings.close(remove=False)
 

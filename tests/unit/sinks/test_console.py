@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 
 import pytest
 
@@ -101,3 +103,29 @@ def test_a_terminal_that_is_closed_is_no_reason_to_stop() -> None:
     out = io.StringIO()
     out.close()
     Console(out).request(story.record())
+
+
+def test_a_pipe_that_nobody_reads_holds_up_nothing() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(2, 10, [a], {a: 4})
+    story.ends(12, a)
+    record = story.record(a)
+    reader, writer = os.pipe()
+    try:
+        with open(writer, "w") as out:
+            sink = Console(out)
+            sink.request(record)
+            os.set_blocking(writer, False)
+            with contextlib.suppress(BlockingIOError):
+                while os.write(writer, b"x" * 4096):
+                    pass
+            os.set_blocking(writer, True)
+            sink.request(record)
+            assert os.read(reader, 4096).endswith(b"x")
+            while len(os.read(reader, 1 << 16)) == 1 << 16:
+                pass
+            sink.request(record)
+            assert os.read(reader, 4096).startswith(record.trace_id.hex()[:8].encode())
+    finally:
+        os.close(reader)
