@@ -839,6 +839,21 @@ def test_requests_are_counted_by_what_they_missed_and_those_told_to_stop_by_what
     assert said == {"none": 3, "ttft,e2e": 1, "error": 2, "itl": 1}
 
 
+def test_a_post_that_reaches_no_engine_keeps_no_promise_and_is_blamed_on_nothing() -> None:
+    """99 that are not let in, say, would hide the one that was and waited."""
+    metrics = sink(promises=True)
+    for _ in range(99):
+        refused = record(operation="", status_code=401, blame=Blame({"unexplained": 300 * MS}, None))
+        metrics.kept(refused, Decision(True, 0, "none", slow=True))
+        metrics.request(refused, exported=True)
+    metrics.kept(generation(), Decision(True, 0, "slo", missed=("ttft",)))
+    said = sent(metrics)
+    points = said["infer.request.objectives"]["points"]
+    assert {point["attributes"]["infer.slo.missed"]: point["value"] for point in points} == {"ttft": 1}
+    assert "infer.blame.duration" not in said and "infer.blame.slow.duration" not in said
+    assert said["gen_ai.server.request.duration"]["points"][0]["count"] == 99
+
+
 def test_where_nobody_promised_anything_nothing_is_said_of_it() -> None:
     metrics = sink()
     metrics.kept(generation(), Decision(True, 0, "budget"))
