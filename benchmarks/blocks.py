@@ -108,7 +108,11 @@ def run_steps(step: Callable[[], None], count: int) -> Block:
 
 
 def alternating(
-    run: Callable[[], Block], hooks: Hooked, rounds: int, after: Callable[[], None] | None = None
+    run: Callable[[], Block],
+    hooks: Hooked,
+    rounds: int,
+    after: Callable[[], None] | None = None,
+    patience: int = PATIENCE,
 ) -> Rounds:
     """Rounds of three blocks in an order drawn anew for each: so many, and more until enough was undisturbed, or patience ends.
 
@@ -116,7 +120,7 @@ def alternating(
     after each hooked one.
     """
     chance, found = random.Random(1), Rounds([], [], [])
-    while len(found.bare) < PATIENCE * rounds:
+    while len(found.bare) < patience * rounds:
         for kind in chance.sample(range(3), 3):
             hooks.put_on()
             if kind != 1:

@@ -80,7 +80,7 @@ def _mode(said: str, engine: Engine, slow: Slow, exporting: Exporting, quick: bo
     seconds, rounds = (QUICK_S, QUICK_ROUNDS) if quick else (BLOCK_S, ROUNDS)
     binding = Binding(engine)
     binding.put_on()
-    found = alternating(lambda: paced(engine, seconds), slow, rounds)
+    found = alternating(lambda: paced(engine, seconds), slow, rounds, patience=1)
     binding.take_off()
     steps = binding.end_all()
     slow.take_off()
