@@ -44,7 +44,7 @@ def test_doctor_names_what_has_changed_and_in_which_process(changed: Path) -> No
     assert check["state"] == "fail", check
     assert "Scheduler._preempt_request: there is no _preempt_request" in check["found"]
     assert "preemptions is not recorded; everything else is" in check["found"]
-    assert "engine core 10 of 11" in check["found"], check["found"]
+    assert "engine core 11 of 12" in check["found"], check["found"]
 
 
 def test_a_changed_release_serves_on_and_everything_else_arrives_by_the_wheel_and_a_destination_alone(
