@@ -75,6 +75,10 @@ class Rounds(NamedTuple):
         """How many of the steps that so many rounds have these undisturbed ones are, of the kind that has fewest."""
         return min(quiet.steps()) / (wanted * len(self.bare[0].probe))
 
+    def is_enough(self, wanted: int, limit: float = neighbours.LIMIT) -> bool:
+        """Whether it is done: so many rounds, and of their steps enough were undisturbed."""
+        return len(self.bare) >= wanted and self.share(self.undisturbed(limit), wanted) >= MOSTLY
+
     def judged(self, wanted: int, limit: float = neighbours.LIMIT) -> tuple[Rounds, Control]:
         """What the gates are about: the undisturbed steps, or all where those are too few to say anything."""
         quiet = self.undisturbed(limit)
@@ -130,7 +134,7 @@ def alternating(
                 hooks.take_off()
                 if after is not None:
                     after()
-        if len(found.bare) >= rounds and found.share(found.undisturbed(), rounds) >= MOSTLY:
+        if found.is_enough(rounds):
             break
     return found
 

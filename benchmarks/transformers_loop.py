@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from benchmarks import continuous, machine, neighbours
 from benchmarks.blocks import (
-    MOSTLY,
     P50_LIMIT,
     P99_LIMIT,
     PATIENCE,
@@ -178,7 +177,7 @@ class Load:
             steps.append(self._noted(planned, hooks))
             if after is not None:
                 after()
-            if len(steps) >= loads and _enough(of_kinds(np.array(steps, float), kinds), loads):
+            if of_kinds(np.array(steps, float), kinds).is_enough(loads, neighbours.PACE_LIMIT):
                 break
         self.hooked = len(steps) * self.at_once * (TOKENS - 1 - 2 * STEPS)
         return of_kinds(evened(np.array(steps, float)), kinds)
@@ -251,10 +250,6 @@ def of_kinds(steps: Column, kinds: Sequence[NDArray[Any]]) -> Rounds:
     return Rounds(
         *([Block(*load[order == kind].T[:3]) for load, order in zip(steps, kinds)] for kind in range(3))
     )
-
-
-def _enough(found: Rounds, wanted: int) -> bool:
-    return found.share(found.undisturbed(neighbours.PACE_LIMIT), wanted) >= MOSTLY
 
 
 def evened(steps: Column) -> Column:

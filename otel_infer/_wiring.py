@@ -43,6 +43,7 @@ class _Wiring:
         self.why_in_process = self._no_child = ""
         self._exported = self._said = self._was_read = False
         self._former: list[Any] = []
+        self._leaving: Any = None
         self._lock, self._restarts, self._birth = threading.Lock(), launch.Restarts(), birth.Birth()
         os.register_at_fork(after_in_child=self._forked)
 
@@ -96,6 +97,8 @@ class _Wiring:
         reader, self.reader = self.reader, None
         if reader is not None:
             atexit.unregister(reader.close)
+            if self._leaving is not None:
+                self._leaving.cancel()
             reader.close()
         if self._exported:
             config.forget_rings(str(self.folder))
@@ -192,9 +195,9 @@ class _Wiring:
             self.reader = InProcess(self.settings, arena, self.provider, resource())
             self.reader.start()
             atexit.register(self.reader.close)
-            forked = sys.modules.get("multiprocessing.util")
-            if forked is not None:  # whose children leave without what `atexit` has to do
-                forked.Finalize(None, self.reader.close, exitpriority=0)
+            forks = sys.modules.get("multiprocessing.util")
+            if forks is not None:  # whose children leave without what `atexit` has to do
+                self._leaving = forks.Finalize(None, self.reader.close, exitpriority=0)
 
     def _tend_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.poll() is None:
@@ -243,7 +246,8 @@ class _Wiring:
         self._lock, self._restarts, self._birth = threading.Lock(), launch.Restarts(), birth.Birth()
         for child in (*self._former, *filter(None, (self.sidecar,))):
             child.returncode = 0  # of the process that was forked, which waits for it
-        self.reader, self.sidecar, self._former = None, None, []
+        self.reader = self.sidecar = self._leaving = None
+        self._former = []
         self._was_read = False
         live = ingress.current()
         if live is not None:

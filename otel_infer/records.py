@@ -171,8 +171,8 @@ class RequestRecord:
     None if nobody knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not
     known. `throttled`: why GPUs' clocks were held down meanwhile, `throttled_at`: when. `later_prompts`: after its first token, by
     step, the tokens of its own prompts, of other sequences of it or computed again. `is_split`: several engines had sequences of
-    it. `cut_step`: of one that did not end well, the step that went on then, up to there. `absences`: where it came to the engine more than once, the time between; `at_once`: then, how many of its `sequences` there
-    were at a time. `stride`: where batches take turns and several are in flight (pipeline parallel), one of so many steps is of its
+    it. `cut_step`: of one that did not end well, the step that went on then, up to there. `absences`: where it came to the engine
+    more than once, the time between; `at_once`: then, how many of its `sequences` there were at a time. `stride`: where batches take turns and several are in flight (pipeline parallel), one of so many steps is of its
     own. `start`: of the first request of a process, trace and span id of the process's start.
     """
 
