@@ -57,12 +57,12 @@ class Rounds(NamedTuple):
     hooked: list[Block]
     again: list[Block]
 
-    def undisturbed(self, limit: float = neighbours.LIMIT) -> Rounds:
-        """The steps whose probe took no longer than so many times its best, of the rounds that have some in each block."""
+    def undisturbed(self, limit: neighbours.Limit = neighbours.LIMIT) -> Rounds:
+        """The steps whose probe took no longer than that, of the rounds that have some in each block."""
         probes = np.concatenate([block.probe for kind in self for block in kind])
-        limit = neighbours.undisturbed_below(probes, limit)
+        most = neighbours.undisturbed_below(probes, limit)
         kept = [
-            [Block(*(column[block.probe <= limit] for column in block)) for block in kind] for kind in self
+            [Block(*(column[block.probe <= most] for column in block)) for block in kind] for kind in self
         ]
         rounds = [blocks for blocks in zip(*kept) if min(len(block.probe) for block in blocks) >= LEAST]
         return Rounds(*([blocks[kind] for blocks in rounds] for kind in range(3)))
@@ -75,11 +75,11 @@ class Rounds(NamedTuple):
         """How many of the steps that so many rounds have these undisturbed ones are, of the kind that has fewest."""
         return min(quiet.steps()) / (wanted * len(self.bare[0].probe))
 
-    def is_enough(self, wanted: int, limit: float = neighbours.LIMIT) -> bool:
+    def is_enough(self, wanted: int) -> bool:
         """Whether it is done: so many rounds, and of their steps enough were undisturbed."""
-        return len(self.bare) >= wanted and self.share(self.undisturbed(limit), wanted) >= MOSTLY
+        return len(self.bare) >= wanted and self.share(self.undisturbed(), wanted) >= MOSTLY
 
-    def judged(self, wanted: int, limit: float = neighbours.LIMIT) -> tuple[Rounds, Control]:
+    def judged(self, wanted: int, limit: neighbours.Limit = neighbours.LIMIT) -> tuple[Rounds, Control]:
         """What the gates are about: the undisturbed steps, or all where those are too few to say anything."""
         quiet = self.undisturbed(limit)
         bare, hooked, _ = (few / all_ for few, all_ in zip(quiet.steps(), self.steps()))
@@ -160,7 +160,7 @@ def overhead(rounds: Rounds, clock: str) -> Figures:
 
 
 def lines_of(
-    loop: str, ours: Rounds, wanted: int, stock: Rounds, limit: float = neighbours.LIMIT
+    loop: str, ours: Rounds, wanted: int, stock: Rounds, limit: neighbours.Limit = neighbours.LIMIT
 ) -> list[Line]:
     """The rows of one loop: p50 and p99 by CPU time and by the wall clock, and against the stock SDK.
 

@@ -11,17 +11,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks import machine
 
-LIMIT = 2.5
-"""How many times as long as its best the probe may take after a step that is called undisturbed."""
-BEST_PERCENTILE = 1
+
+class Limit(NamedTuple):
+    """How many times as long as this percentile of all of them a probe may take after a step that is called undisturbed."""
+
+    times: float
+    percentile: float
+
+
+LIMIT = Limit(2.5, 1)
+"""Of `probe`: of its best."""
+PACE_LIMIT = Limit(1.25, 50)
+"""Of `pace`: of its usual one, since a processor's clock changes for minutes, which disturbs no single step. Its values lie
+around one time and around one and a half."""
 PATIENCE_S = 30.0
-PACE_LIMIT = 1.25
-"""The same for `pace`, whose values lie around one time and around one and a half."""
 _ADDED = 3000
 _WAIT_S = 0.0035
 _TIMES = 9
@@ -42,9 +51,9 @@ def pace() -> int:
     return time.perf_counter_ns() - began
 
 
-def undisturbed_below(probes: Sequence[int] | np.ndarray, limit: float = LIMIT) -> float:
-    """ns: what the probe takes at most after an undisturbed step, by all the probes of one measurement."""
-    return float(limit * np.percentile(probes, BEST_PERCENTILE))
+def undisturbed_below(probes: Sequence[int] | np.ndarray, limit: Limit = LIMIT) -> float:
+    """What the probe takes at most after an undisturbed step, by all the probes of one measurement, in their unit."""
+    return float(limit.times * np.percentile(probes, limit.percentile))
 
 
 def wait_until_undisturbed(core: set[int]) -> None:
@@ -52,7 +61,7 @@ def wait_until_undisturbed(core: set[int]) -> None:
     before, until = machine.allowed(), time.monotonic() + PATIENCE_S
     machine.pin_this_thread(core)
     best = min(probe() for _ in range(_TIMES))
-    while float(np.median([_after_a_wait() for _ in range(_TIMES)])) > LIMIT * best:
+    while float(np.median([_after_a_wait() for _ in range(_TIMES)])) > LIMIT.times * best:
         if time.monotonic() > until:
             break
     machine.pin_this_thread(before)

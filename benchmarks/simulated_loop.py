@@ -17,7 +17,7 @@ LOOP = "simulated loop, 256 running"
 
 def measure(quick: bool) -> list[Line]:
     """Ours first, then the stock SDK on the same engine to the same receiver."""
-    steps, rounds, stock_rounds = (20, 3, 2) if quick else (20, 240, 12)
+    steps, rounds, stock_rounds = (20, 3, 2) if quick else (20, 720, 12)
     with Receiver() as receiver:
         mine, others = machine.cores()
         machine.pin_process(receiver.pid, others)
