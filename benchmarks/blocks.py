@@ -43,7 +43,7 @@ ALIKE = 0.25
 
 class Block(NamedTuple):
     """Steps in order, ns each: by the clock on the wall, CPU time of the thread that ran them, and the probe of `neighbours`
-    right after each (1 where nobody asked)."""
+    right after each, which may be in multiples of its usual time (1 where nobody asked)."""
 
     wall: np.ndarray
     cpu: np.ndarray
