@@ -42,9 +42,11 @@ ELSEWHERE = ("vllm",)
 """Sections that run in an environment of their own, where they are asked for by name."""
 MODULES = {"asgi": "asgi_requests", "vllm": "vllm_serving"}
 NOT_QUICK = ("truth",)
-MAY_SLEEP = ("slow_collector",)
-"""Sections that keep only their own core awake. Linux shares cores by session first: while an engine sleeps between its steps,
-the loop that keeps the sidecar's core awake has the share of the engine's session, and the sidecar waits for seconds."""
+KEEP_AWAKE_THEMSELVES = ("slow_collector", "simulated_loop")
+"""Sections that decide which cores are kept awake. The simulated loop never sleeps, and a loop that keeps its core awake would
+take a tick of it now and then. Beside the slow collector that loop is left out, for Linux shares cores by session first:
+while an engine sleeps between its steps, the loop that keeps the sidecar's core awake has the share of the engine's session,
+and the sidecar waits for seconds."""
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -101,7 +103,7 @@ def _measured(sections: list[str], quick: bool, peers_python: str) -> Iterator[l
             python = peers_python if section == "peers" else sys.executable
             command = [python, "-m", "benchmarks", "--section", section, "--json", str(found)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-            with contextlib.nullcontext() if section in MAY_SLEEP else awake():
+            with contextlib.nullcontext() if section in KEEP_AWAKE_THEMSELVES else awake():
                 done = subprocess.run(command + ["--quick"] * quick, env=environment)
             if done.returncode:
                 print(f"{section} broke off with status {done.returncode}", file=sys.stderr)

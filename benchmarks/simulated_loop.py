@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks import machine, neighbours
+from benchmarks.awake import awake
 from benchmarks.blocks import Hooked, Rounds, alternating, lines_of, run_steps
 from benchmarks.engine import Engine
 from benchmarks.ours import Binding, Exporting
@@ -18,8 +19,8 @@ LOOP = "simulated loop, 256 running"
 def measure(quick: bool) -> list[Line]:
     """Ours first, then the stock SDK on the same engine to the same receiver."""
     steps, rounds, stock_rounds = (20, 3, 2) if quick else (20, 720, 12)
-    with Receiver() as receiver:
-        mine, others = machine.cores()
+    mine, others = machine.cores()
+    with awake(others), Receiver() as receiver:
         machine.pin_process(receiver.pid, others)
         with Exporting(receiver.endpoint) as exporting:
             neighbours.wait_until_undisturbed(mine)
