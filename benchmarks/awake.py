@@ -21,7 +21,7 @@ def awake(cores: set[int] | None = None) -> Iterator[None]:
     """Keeps these cores awake, else all of this process; elsewhere than on Linux, does nothing.
 
     To Linux SCHED_IDLE is a weight (3 to 1024) and not a last place: beside a thread that never sleeps the loop gets 0.3 % of
-    the core, in turns of a whole tick (4 ms). A loop whose p99 is measured must have its own core left out.
+    the core, in turns of a whole tick (4 ms). A loop that never sleeps needs it least, and its p99 shows it.
     """
     wanted = (cores or os.sched_getaffinity(0)) if hasattr(os, "SCHED_IDLE") else set()
     command = [sys.executable, "-m", "benchmarks.awake"]
