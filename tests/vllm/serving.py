@@ -44,11 +44,6 @@ def vllm_serve(
     return Server([*launcher, *command(model, port), *options], port, log, {**ENVIRON, **stall, **environ})
 
 
-def stall(server: Server, kind: str, length_ms: int) -> None:
-    """The next step of this kind takes so much longer, if the server's scheduler is one of `stalling`."""
-    server.log.with_suffix(".stall").write_text(f"{kind} {length_ms}")
-
-
 def engine_core(server: Server) -> int:
     """The process id of its engine core, as vLLM's log names it."""
     found = re.findall(r"\(EngineCore\S* pid=(\d+)\)", server.log.read_text(errors="replace"))

@@ -1,7 +1,9 @@
 """Schedulers whose steps can be held up from outside: `--scheduler-cls tests.vllm.stalling.Asynchronous`.
 
-What is written into the file that STALL names is done once: `prefill 300`: the next step with a new prompt takes 300 ms
-longer; `decode 80`: the next one without; `execution 80`: that one's model, and not its results. Then the file says when it was over (monotonic ns) and in which step of whom.
+What is written into the file that STALL names is done once: `prefill 300 1`: the next step with a new prompt, of 1 member
+at least, takes 300 ms longer; `decode 80 3`: the next one without, of 3 at least; `execution 80 1`: that one's model, and
+not its results. Meanwhile the file is called `.stalling`; then `.done`, which says when it was over (monotonic ns) and in
+which step of whom.
 """
 
 from __future__ import annotations
@@ -36,14 +38,15 @@ class _Stalling:
 def _stall(output: Any, now: str) -> None:
     path = Path(os.environ[STALL])
     try:
-        kind, _, length = path.read_text().partition(" ")
+        kind, length, members = path.read_text().split()
     except FileNotFoundError:
         return
-    if kind == now:
+    if kind == now and len(output.num_scheduled_tokens) >= int(members):
+        during = path.rename(path.with_suffix(".stalling"))
         time.sleep(int(length) / 1e3)
         done = {"at": time.monotonic_ns(), "members": list(output.num_scheduled_tokens)}
-        path.with_suffix(".done").write_text(json.dumps(done))
-        path.unlink()
+        during.write_text(json.dumps(done))
+        during.rename(path.with_suffix(".done"))
 
 
 class Asynchronous(_Stalling, AsyncScheduler):

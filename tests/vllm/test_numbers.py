@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -20,7 +19,7 @@ from tests.toy_server import until
 from tests.trees import trace
 from tests.vllm.asking import CHAT, COMPLETIONS, METRICS, Answer, Asking, ask, block_size, counters, prompt
 from tests.vllm.conftest import Serve
-from tests.vllm.serving import stall
+from tests.vllm.stalls import stall, stalled, stalling
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 MS = 1_000_000
@@ -49,23 +48,14 @@ def named(spans: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [span for span in spans if span["name"] == name]
 
 
-def stalled(server: Server) -> dict[str, Any]:
-    """Which step was held up, once it is over."""
-    path = server.log.with_suffix(".done")
-    until(path.exists)
-    time.sleep(0.05)
-    done: dict[str, Any] = json.loads(path.read_text())
-    path.unlink()
-    return done
-
-
 def test_the_hidden_queue_is_the_rest_of_the_step_that_a_request_arrived_in(
     server: Server, receiver: OtlpReceiver
 ) -> None:
     stall(server, "prefill", 300)
     asking = Asking()
     asking.ask(server.port, CHAT, messages=said(8), max_tokens=12, stream=True)
-    time.sleep(0.12)
+    stalling(server)
+    time.sleep(0.1)
     asking.ask(server.port, CHAT, messages=said(8), max_tokens=12, stream=True)
     one, other = (spans_of(receiver, answer) for answer in asking.answers())
     (prefill,), (queue,) = named(one, "prefill"), named(other, "queue")
@@ -80,11 +70,10 @@ def test_the_hidden_queue_is_the_rest_of_the_step_that_a_request_arrived_in(
 def test_a_step_that_was_held_up_shows_on_exactly_the_requests_in_it(
     server: Server, receiver: OtlpReceiver
 ) -> None:
+    stall(server, "decode", 80, members=3)
     asking = Asking()
     for _ in range(3):
         asking.ask(server.port, CHAT, messages=said(4), max_tokens=60, ignore_eos=True, stream=True)
-    time.sleep(0.12)
-    stall(server, "decode", 80)
     members = stalled(server)["members"]
     late = ask(server.port, CHAT, messages=said(4), max_tokens=4, stream=True)
     answers = [*asking.answers(), late]

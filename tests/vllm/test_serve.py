@@ -13,7 +13,8 @@ from tests.served import Server
 from tests.trees import trace, tree
 from tests.vllm.asking import CHAT, COMPLETIONS, RESPONSES, Answer, Asking, ask, prompt, texts
 from tests.vllm.conftest import Serve
-from tests.vllm.serving import SEQUENCES, stall
+from tests.vllm.serving import SEQUENCES
+from tests.vllm.stalls import stall, stalling
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 STAGES = ["    ingress", "    tokenize", "    queue", "    prefill"]
@@ -229,11 +230,11 @@ def test_a_client_that_leaves_in_prefill_is_said_to(server: Server, receiver: Ot
 
 
 def test_a_client_that_leaves_the_queue_is_said_to(server: Server, receiver: OtlpReceiver) -> None:
+    stall(server, "decode", 400, members=SEQUENCES)
     others = Asking()
     for _ in range(SEQUENCES):
         others.ask(server.port, CHAT, messages=said(8), max_tokens=300, ignore_eos=True)
-    time.sleep(0.15)
-    stall(server, "decode", 400)
+    stalling(server)
     answer = ask(server.port, CHAT, messages=said(8), max_tokens=8, stream=True, close_in=0.2)
     assert [other.status for other in others.answers()] == [200] * SEQUENCES
     spans = died(receiver, answer, "queue")
