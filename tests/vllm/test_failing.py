@@ -16,7 +16,7 @@ from tests.arrivals import arrived, assert_nothing_came_twice, requests_of
 from tests.otlp_receiver import OtlpReceiver
 from tests.served import Server
 from tests.toy_server import until
-from tests.vllm.asking import CHAT, Answer, Asking, ask, prompt
+from tests.vllm.asking import CHAT, Answer, Asking, ask, counters, prompt
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import engine_core, sidecars
 
@@ -37,6 +37,19 @@ def load(server: Server, requests: int = 6, tokens: int = 60) -> Asking:
     for _ in range(requests):
         asking.ask(server.port, CHAT, messages=SAID, max_tokens=tokens, ignore_eos=True)
     return asking
+
+
+def under_way(server: Server, requests: int, tokens: int) -> Asking:
+    """A load of which each has a hundred tokens, nearly, whatever the machine's pace."""
+    before = generated(server)
+    asking = load(server, requests, tokens)
+    until(lambda: generated(server) - before >= 100 * requests, every=0)
+    return asking
+
+
+def generated(server: Server) -> float:
+    """Tokens so far, as vLLM counts them."""
+    return counters(server.port)["vllm:generation_tokens_total"]
 
 
 def served(answers: list[Answer]) -> list[str]:
@@ -67,8 +80,7 @@ def test_a_sidecar_killed_under_load_is_replaced_and_nothing_is_told_twice(
     server: Server, receiver: OtlpReceiver
 ) -> None:
     (first,) = sidecars(server)
-    across = load(server, tokens=400)
-    time.sleep(0.4)
+    across = under_way(server, requests=6, tokens=400)
     os.kill(first, signal.SIGKILL)
     (second,) = until(lambda: [pid for pid in sidecars(server) if pid != first])
     assert second != first
@@ -107,8 +119,7 @@ def test_a_server_whose_ring_folder_is_taken_away_serves_on_and_makes_another(
 def test_requests_in_an_engine_core_that_is_killed_are_reported(
     server: Server, receiver: OtlpReceiver
 ) -> None:
-    asking = load(server, requests=4, tokens=450)
-    time.sleep(0.5)
+    asking = under_way(server, requests=4, tokens=450)
     os.kill(engine_core(server), signal.SIGKILL)
     answers = asking.answers()
     assert all(answer.status == 500 for answer in answers)
