@@ -27,8 +27,8 @@ OUT_FACTOR = 10.0
 RAW_BYTES = 130.0
 UNHURRIED = 5_000
 """Step spans a second of which the stock SDK loses none."""
-SHORTER, OFTENER = 16, 32
-"""So much shorter are parts that are sampled out, and so many more of them there are."""
+SHORTER = 16
+"""So much shorter are parts that are sampled out."""
 MOSTLY, LEAST = 0.7, 0.25
 """The share of its steps that makes a part an undisturbed one, and how many of those there must be, as a share of the parts that
 are wanted."""
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 def measure(quick: bool) -> list[Line]:
     """Ours and the stock SDK in turn, in several parts."""
-    seconds, parts = (0.8, 2) if quick else (8.0, 5)
+    seconds, parts, unsampled = (0.8, 2, 64) if quick else (8.0, 9, 160)
     with Receiver() as receiver:
         _, others = machine.cores()
         machine.pin_process(receiver.pid, others)
@@ -67,7 +67,7 @@ def measure(quick: bool) -> list[Line]:
             unhurried = part(
                 engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds, UNHURRIED
             )
-            out = _sampled_out(engine, exporting, receiver, seconds / SHORTER, OFTENER * parts)
+            out = _sampled_out(engine, exporting, receiver, seconds / SHORTER, unsampled)
             memory = machine.peak_memory(exporting.pid)
             engine.churning = False
             calm = part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds)
@@ -75,7 +75,7 @@ def measure(quick: bool) -> list[Line]:
     return [
         *_loss(ours, theirs),
         *_cpu(ours, theirs, unhurried, idle),
-        *_sampled_out_lines(*out, OFTENER * parts),
+        *_sampled_out_lines(*out, unsampled),
         *_sizes(ours, theirs, calm, memory),
     ]
 
