@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from otel_infer import decodeblame, offenders, promptblame, semconv, unfinished
+from otel_infer import decodeblame, facts, offenders, promptblame, semconv, unfinished
 from otel_infer.decodeblame import StepsBlame
 from otel_infer.intervals import Free, inside, outside, take_out, without
 from otel_infer.records import Blame, RequestRecord, Stage
@@ -57,8 +57,9 @@ def assign(records: Sequence[RequestRecord]) -> None:
     """Writes into each record where its time went; many at once cost less."""
     crowds: dict[tuple[Any, int], offenders.Crowd] = {}
     for some in _together(records):
-        for record, decode in zip(some, decodeblame.divided(some)):
-            record.blame = _blame(record, decode, crowds)
+        decodes, prompts = decodeblame.divided(some), [promptblame.divided(record) for record in some]
+        for record, decode, prompt in zip(some, decodes, prompts):
+            record.blame = _blame(record, decode, prompt, crowds)
 
 
 def _together(records: Sequence[RequestRecord]) -> Iterator[Sequence[RequestRecord]]:
@@ -101,9 +102,12 @@ class _Account:
 
 
 def _blame(
-    record: RequestRecord, decode: StepsBlame, crowds: dict[tuple[Any, int], offenders.Crowd]
+    record: RequestRecord,
+    decode: StepsBlame,
+    prompt: StepsBlame,
+    crowds: dict[tuple[Any, int], offenders.Crowd],
 ) -> Blame:
-    account, prompt = _Account(record, decode.interfered), promptblame.divided(record)
+    account = _Account(record, decode.interfered)
     if record.pauses:
         _paused(account, record)
     for stage in sorted(record.stages, key=_turn):
@@ -184,27 +188,31 @@ def _staged(
 
 
 def _decoded(account: _Account, record: RequestRecord, decode: StepsBlame, taken: int) -> None:
-    parts: Causes = defaultdict(int, decode.causes)
-    left = taken - sum(parts.values())
-    own = unfinished.begun(record, left)
-    others = unfinished.cut_short(record, left - own)
-    parts[semconv.CAUSE_DECODE] += own
-    parts[semconv.CAUSE_INTERFERENCE] += others
-    if record.cut_step is not None and others:
-        account.stalled = [*account.stalled, (record.cut_step.step, others)]
+    parts = decode.causes
+    if record.outcome != facts.OK:
+        parts = defaultdict(int, parts)
+        left = taken - sum(parts.values())
+        own = unfinished.begun(record, left)
+        others = unfinished.cut_short(record, left - own)
+        parts[semconv.CAUSE_DECODE] += own
+        parts[semconv.CAUSE_INTERFERENCE] += others
+        if record.cut_step is not None and others:
+            account.stalled = [*account.stalled, (record.cut_step.step, others)]
     divided: Causes = defaultdict(int)
     _divide(divided, parts, taken, unfinished.rest_of_decode(record))
+    causes, streaming = account.causes, account.streaming
     for cause, length in divided.items():
-        account.causes[cause] += length
-        account.streaming[cause] += length
+        causes[cause] += length
+        streaming[cause] += length
 
 
 def _taken(account: _Account, record: RequestRecord, stage: Stage) -> int:
     """What of this stage is free; of the engine's, without the time in which it was done with the request."""
+    if not record.absences or stage.name not in _BY_ENGINE:
+        return account.take(stage.started_at, stage.ended_at)
     parts: Free = [(stage.started_at, stage.ended_at)]
-    if record.absences and stage.name in _BY_ENGINE:
-        for since, until, _ in record.absences:
-            parts, _ = take_out(parts, since, until)
+    for since, until, _ in record.absences:
+        parts, _ = take_out(parts, since, until)
     return sum([account.take(since, until) for since, until in parts])
 
 

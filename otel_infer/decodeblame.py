@@ -87,6 +87,8 @@ class _Steps:
         self._firsts = self.begins.tolist()
         self._ends = (self.begins + self.counts).tolist()
         for i, record in enumerate(records):
+            if record.stride == 1 and not (record.is_split or record.later_prompts):
+                continue
             if record.stride > 1:
                 mine = self.of(i)
                 self.is_next[mine] = (
@@ -97,6 +99,12 @@ class _Steps:
             elif record.later_prompts:
                 for step, tokens in record.later_prompts.items():
                     self.own_prefill[self.of(i)][self.step[self.of(i)] == step] = tokens
+
+    def repeated(self, lines: Any) -> Any:
+        """A number of each request (a row of several lines) for each of its steps; one for all where they have the same."""
+        if (lines == lines[:, :1]).all():
+            return lines[:, 0]
+        return np.repeat(lines, self.counts, axis=1)
 
     def of(self, i: int) -> slice:
         """Where the decode steps of this request are."""
@@ -175,15 +183,18 @@ def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any
     # Where batches take turns, it waits for one of its own as long as those that are beside it take together.
     strides = [record.stride for record in records]
     costs = np.array([record.costs or _UNKNOWN for record in records]).T[:3] * strides
-    base, each, spread = np.repeat(costs, steps.counts, axis=1)
+    base, each, spread = steps.repeated(costs)
     size = steps.size.astype(np.float64)
     # Of tokens that were speculated a sequence gets several.
-    sequences = np.repeat([max(record.sequences, 1) for record in records], steps.counts)
+    sequences = steps.repeated(np.array([[max(record.sequences, 1) for record in records]]))[0]
     alone = np.minimum(np.minimum(steps.tokens, sequences), size)
     typical = base + each * size
     over = np.maximum(ran - typical, 0).astype(np.int64)
-    prompts = np.maximum(steps.prefill + steps.own_prefill, 1)
-    others, prompt = (over * tokens // prompts for tokens in (steps.prefill, steps.own_prefill))
+    if steps.own_prefill.any():
+        prompts = np.maximum(steps.prefill + steps.own_prefill, 1)
+        others, prompt = (over * tokens // prompts for tokens in (steps.prefill, steps.own_prefill))
+    else:  # a division by itself costs more than all the rest
+        others, prompt = over * (steps.prefill > 0), np.zeros_like(over)
     rest = ran - others - prompt
     own = np.minimum(rest, base + each * alone).astype(np.int64)
     rest -= own
@@ -194,7 +205,8 @@ def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any
 def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waited: Any) -> None:
     """Takes what the process was held up out of the steps it happened in, and when the engine was done with it."""
     for i, record in enumerate(records):
-        pauses: list[tuple[Any, ...]] = [*placed(record), *record.absences]
+        held_up = record.pauses or record.absences
+        pauses: list[tuple[Any, ...]] = [*placed(record), *record.absences] if held_up else []
         if not pauses:
             continue
         mine = steps.of(i)
@@ -212,10 +224,10 @@ def _covered(pauses: list[tuple[Any, ...]], instants: Any) -> Any:
             begins.append(max(started, told))
             ends.append(end)
             told = end
-    lengths = np.array(ends, np.int64) - np.array(begins, np.int64)
-    whole = np.append(0, np.cumsum(lengths))
-    begun = np.searchsorted(begins, instants, "right")
-    left = np.append(0, ends)[begun] - instants
+    starts, stops = np.array([begins, ends], np.int64)
+    whole = np.append(0, np.cumsum(stops - starts))
+    begun = np.searchsorted(starts, instants, "right")
+    left = np.append(0, stops)[begun] - instants
     return whole[begun] - np.maximum(left, 0) * (begun > 0)
 
 
@@ -223,7 +235,7 @@ def _asked_again(records: list[RequestRecord], steps: _Steps, waited: Any) -> tu
     """Takes out what who came to the engine once more waited for it, up to its first step: its queue, then its prompt."""
     queued, prefill = np.zeros((2, len(waited)), np.int64)
     for i, record in enumerate(records):
-        mine = steps.of(i)
+        mine = steps.of(i) if record.absences else slice(0)
         for _, until, scheduled_at in record.absences:
             row = mine.start + int(steps.until[mine].searchsorted(until, "right"))
             if row < mine.stop and scheduled_at:
@@ -268,8 +280,9 @@ def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tup
     """The rows of steps that were the first of their kind, and what of `others` in them no prompt costs."""
     rows: list[int] = []
     over: list[int] = []
+    begun_with = steps.step[steps.begins + 1].tolist()
     for i, record in enumerate(records):
-        if record.first_use is None:
+        if record.first_use is None or begun_with[i] > record.first_use.latest:
             continue
         mine = steps.of(i)
         for at in record.first_use.among(steps.step[mine]):
@@ -329,7 +342,7 @@ def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:
     """The rows of steps in which a request came back from a preemption: the first that began after it."""
     rows = []
     for i, record in enumerate(records):
-        mine = steps.of(i)
+        mine = steps.of(i) if record.preempted_at else slice(0)
         for at in record.preempted_at:
             row = mine.start + int(steps.began[mine].searchsorted(at))
             if record.sequences > 1:  # its others go on: it is back when its prompt is computed again

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
 Value = Union[str, bool, int, float, Sequence[str], Sequence[bool], Sequence[int], Sequence[float]]
@@ -632,6 +632,9 @@ TEXT_CODES: Mapping[type, int] = {
 _TEXT_FACTS: Mapping[int, Callable[..., Any]] = {code: fact for fact, code in TEXT_CODES.items()}
 
 
+made: Callable[[type, Iterable[Any]], Any] = tuple.__new__
+"""A named tuple of all its fields in order, in half the time."""
+
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 
@@ -660,10 +663,12 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
     layout = BY_CODE.get(code)
     if layout is None:
         raise ValueError(f"unknown fact code {code}")
-    fields = list(layout.packed.unpack_from(body))
-    for i in layout.strings:
-        fields[i] = text_of(fields[i])
-    return layout.fact(*fields)
+    fields: Any = layout.packed.unpack_from(body)
+    if layout.strings:
+        fields = list(fields)
+        for i in layout.strings:
+            fields[i] = text_of(fields[i])
+    return made(layout.fact, fields)
 
 
 def told_apart(fact: Any) -> tuple[Any, ...]:
@@ -711,12 +716,12 @@ def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
         head = SCHEDULED_HEAD.unpack_from(body)
         at, step, keyframe, n_left, n_joined, n_tokens, size, used, total, running, waiting = head
         change = _numbers(body, SCHEDULED_HEAD.size, n_left + n_joined)
-        tokens = _exceptions(body, SCHEDULED_HEAD.size + 4 * len(change), n_tokens, size)
+        tokens = _exceptions(body, SCHEDULED_HEAD.size + 4 * len(change), n_tokens, size) if n_tokens else ()
         left, joined = change[:n_left], change[n_left:]
-        return StepScheduled(
-            at, step, bool(keyframe), size, left, joined, tokens, used, total, running, waiting
-        )
+        fields = at, step, bool(keyframe), size, left, joined, tokens, used, total, running, waiting
+        return made(StepScheduled, fields)  # type: ignore[no-any-return]
     if code == DONE_CODE:
         at, step, count, size, discarded = DONE_HEAD.unpack_from(body)
-        return StepDone(at, step, _exceptions(body, DONE_HEAD.size, count, size), discarded)
+        delivered = _exceptions(body, DONE_HEAD.size, count, size) if count else ()
+        return made(StepDone, (at, step, delivered, discarded))  # type: ignore[no-any-return]
     raise ValueError(f"unknown step fact code {code}")

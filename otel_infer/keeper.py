@@ -147,7 +147,8 @@ class Keeper:
         """The decision for a finished request as it looks now; spends its part of the budget."""
         missed = missed_by(record, self._objectives)
         is_slow = self._slowest.has(record)
-        return self._decided(record, missed, is_slow)._replace(missed=missed, slow=is_slow or bool(missed))
+        export, steps, reason, prefill_steps, *_ = self._decided(record, missed, is_slow)
+        return Decision(export, steps, reason, prefill_steps, missed, is_slow or bool(missed))
 
     def _decided(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> Decision:
         if not self.exports(record):

@@ -63,9 +63,9 @@ class _Watched:
         return [facts.ThreadSeen(quiet_at, since, 0, 0, 0, 0), facts.ThreadSeen(at, quiet_at, *added)]
 
     def _counts(self) -> _Counts:
-        scheduled, stat = (os.pread(file, _MOST, 0) for file in self._files)
-        ran, waited, *_ = scheduled.split()
-        fields = stat.rpartition(b")")[2].split()
+        scheduled, stat = self._files
+        ran, waited, *_ = os.pread(scheduled, _MOST, 0).split()
+        fields = os.pread(stat, _MOST, 0).rpartition(b")")[2].split(None, _SYSTEM + 1)
         return _Counts(int(ran), int(waited), int(fields[_SYSTEM]) * _TICK_NS, int(fields[_FAULTS]))
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ MOST = 1024
 
 _KINDS = frozenset((*semconv.PAUSE_CAUSES, *semconv.LOOP_CAUSES))
 _ENDED = attrgetter("ended_at")
+_NONE: dict[str, deque[Pause]] = {}
 
 
 class Pauses:
@@ -112,13 +113,15 @@ class Pauses:
 
     def _between(self, ring: int, begin: int, end: int) -> list[Pause]:
         found: list[Pause] = []
-        for pauses in self._pauses.get(ring, {}).values():
+        for pauses in self._pauses.get(ring, _NONE).values():
             since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
             found += [pause for pause in since if pause.started_at < end]
         return sorted(found, key=_ENDED)
 
     def _marks_of(self, request: Request) -> tuple[Mark, ...]:
         """What happened to its processes while it may have been there."""
+        if not self._marks:
+            return ()
         begin, end = request.arrived_at, request.ended_at
         found = [
             mark for ring in {request.ring, *self._elsewhere(request)} for mark in self._marks.get(ring, ())

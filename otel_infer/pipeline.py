@@ -143,13 +143,21 @@ class Pipeline:
         except Exception:  # what they say without it is true all the same
             log.exception("requests are exported without blame")
         decided: list[keeper.Kept] = []
+        # One thing after another, each of all requests: the processor has its code at hand then, which is the most of it.
         for record in records:
             self._guarded(self._count, record)
-            self._guarded(lambda one: decided.extend(self.keeper.take(one)), record)
+        for record in records:
+            self._guarded(self._decide, record, decided)
         oldest_live = _NEVER if final else self.assembler.oldest_live(horizon)
-        for record, decision in decided + self.keeper.release(horizon, oldest_live):
+        decided += self.keeper.release(horizon, oldest_live)
+        for record, decision in decided:
+            self._guarded(self._note, record, decision)
+        for record, decision in decided:
             self._guarded(self._hand_on, record, decision)
         return bool(records)
+
+    def _decide(self, record: RequestRecord, decided: list[keeper.Kept]) -> None:
+        decided += self.keeper.take(record)
 
     def _guarded(self, work: Callable[..., None], record: RequestRecord | StartRecord, *more: Any) -> None:
         try:
@@ -174,14 +182,16 @@ class Pipeline:
         for watch in self._watchers:
             watch.request(record)
 
-    def _hand_on(self, record: RequestRecord, decision: keeper.Decision) -> None:
+    def _note(self, record: RequestRecord, decision: keeper.Decision) -> None:
         self.metrics.kept(record, decision)
         if self._flight is not None and decision.missed:
             self._flight.missed(record.ended_at)
+        self._log.tell(record, decision)
+
+    def _hand_on(self, record: RequestRecord, decision: keeper.Decision) -> None:
         for sink in self.sinks:
             if decision.export or not sink.exported_only:
                 sink.request(record, decision)
-        self._log.tell(record, decision)
 
     @property
     def metrics(self) -> MetricsSink:

@@ -24,7 +24,8 @@ def divided(record: RequestRecord) -> StepsBlame:
     interfered: list[tuple[int, int]] = []
     per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
     again, before = 0, None
-    pauses: list[tuple[Any, ...]] = [*placed(record), *record.absences]
+    held_up = record.pauses or record.absences
+    pauses: list[tuple[Any, ...]] = [*placed(record), *record.absences] if held_up else []
     extra = _computed_again(record, chunks) if record.preempted_at else 0
     for chunk in chunks:
         began = chunk.started_at

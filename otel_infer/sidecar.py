@@ -23,7 +23,7 @@ from otel_infer.facts import Value
 from otel_infer.flight.dumps import FlightRecorder
 from otel_infer.heap import Heap, share_one, take_small_blocks
 from otel_infer.kernel import EngineThreads
-from otel_infer.pipeline import WAKE_NS, Pipeline
+from otel_infer.pipeline import CONCLUDE_NS, WAKE_NS, Pipeline
 from otel_infer.recovery import SEND_S, Recovery
 from otel_infer.ring import place
 from otel_infer.ring.folder import Rings
@@ -40,11 +40,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_AFTER_NS = 2_000_000_000
-CALM_WAKE_NS = 200_000_000
-"""What comes in many small portions costs more than the same at once: most of it is waking up. While nothing happens, not
-even the kernel is asked more often."""
+IDLE_WAKE_NS = 200_000_000
+"""While nothing happens, not even the kernel is asked more often."""
+CALM_READ_NS = CONCLUDE_NS
+"""What comes in many small portions costs more than the same at once: the processor's caches are somebody else's by then."""
 CALM_FILL = 1 / 8
-"""Rings that would be fuller than this after so long are read at each wake instead."""
+"""Rings that would be fuller than this after so long are read at each wake instead, and those that are, at the next one."""
 LISTEN_NS = 2_000_000_000
 DISCOVER_NS = 250_000_000
 LINGER_NS = 1_000_000_000
@@ -158,7 +159,7 @@ class Sidecar:
             self._wake(began)
             if self._is_over(began):
                 break
-            pause = WAKE_NS if began - self._busy_at < IDLE_AFTER_NS else CALM_WAKE_NS
+            pause = WAKE_NS if began - self._busy_at < IDLE_AFTER_NS else IDLE_WAKE_NS
             time.sleep(max(pause - (clock.now() - began), WAKE_NS // 10) / 1e9)
         # Only a sidecar that ended well removes rings: the next one goes on with those of one that broke.
         if self._webhook is not None:  # the next sidecar of this server may be waiting for the port
@@ -192,7 +193,7 @@ class Sidecar:
         for said in looked:
             self._rings.say(said)
         asked = self._rings.flushes_asked()
-        if now >= self._read_due or asked:
+        if now >= self._read_due or asked or self._rings.are_fuller(CALM_FILL):
             self._read(now, asked)
 
     def _read(self, now: int, asked: list[tuple[int, int]]) -> None:
@@ -200,9 +201,9 @@ class Sidecar:
         before, self._read_at = self._read_at, now
         if self._pipeline.wake(now) or asked:
             self._busy_at = now
-        is_calm = self._rings.filled * CALM_WAKE_NS <= CALM_FILL * (now - before)
+        is_calm = self._rings.filled * CALM_READ_NS <= CALM_FILL * (now - before)
         # Half a wake early: a wake that comes a little too soon is the one that is meant.
-        self._read_due = now + (CALM_WAKE_NS - WAKE_NS // 2 if is_calm else 0)
+        self._read_due = now + (CALM_READ_NS - WAKE_NS // 2 if is_calm else 0)
         self._flight.look(now)
         self._answer_flushes(now, asked)
 

@@ -80,22 +80,23 @@ class StepLog:
 
     def scheduled(self, fact: facts.StepScheduled) -> None:
         """A batch was composed: whose run begins, whose is over, and how many prompt tokens are in it."""
-        step, last = fact.step, self.table.last
+        at, step, keyframe, size, left, joined, *_ = fact
+        last = self.table.last
         if step <= last:  # told twice
             return
         if step != last + 1:
             self.lost()
-            self.gap_at = self.gap_at or fact.at
-        if fact.keyframe:
+            self.gap_at = self.gap_at or at
+        if keyframe:
             self._replace(fact)
-        elif self._members is not None and (fact.left or fact.joined):
+        elif self._members is not None and (left or joined):
             self._change(fact)
-        if self._members is None or len(self._members) != fact.size:
+        if self._members is None or len(self._members) != size:
             self.lost()
         prefills, tokens = self._prefills(fact) if self._prefilling else ({}, 0)
         self.table.begin(fact, tokens)
-        self.learned.firsts.scheduled(step, fact.size, tokens)
-        if fact.size or self._members is not None:  # a tape may begin with a step of which nothing is known
+        self.learned.firsts.scheduled(step, size, tokens)
+        if size or self._members is not None:  # a tape may begin with a step of which nothing is known
             self._flights[step] = _Flight(fact, self._members, prefills)
         if len(self._flights) > MAX_FLIGHTS:
             del self._flights[min(self._flights)]

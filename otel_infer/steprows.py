@@ -17,11 +17,12 @@ class StepRows:
     with the request (`Absence`): that is no gap between tokens.
     """
 
-    __slots__ = ("apart", "device", "table")
+    __slots__ = ("_number", "apart", "device", "table")
     STEP, STARTED_AT, ENDED_AT, TOKENS, BATCH_SIZE, OTHERS_PREFILL_TOKENS = range(6)
 
     def __init__(self, table: Any, device: Any = None, apart: tuple[int, ...] = ()) -> None:
         self.table, self.device, self.apart = table, device, apart
+        self._number: int = table.shape[1]
 
     step = property(lambda self: self.table[0])
     started_at = property(lambda self: self.table[1])
@@ -31,7 +32,7 @@ class StepRows:
     others_prefill_tokens = property(lambda self: self.table[5])
 
     def __len__(self) -> int:
-        return int(self.table.shape[1])
+        return self._number
 
     def take(self, selection: Any) -> StepRows:
         """The rows of a slice (as a view), a mask or an index array; what lay between them is not known of these."""

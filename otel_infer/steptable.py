@@ -10,6 +10,7 @@ from otel_infer import facts
 
 CAPACITY = 65536
 """Steps that are remembered; a request's older steps are counted as forgotten."""
+_NAN = float("nan")
 
 
 class StepTable:
@@ -32,11 +33,12 @@ class StepTable:
 
     def begin(self, fact: facts.StepScheduled, prompt_tokens: int) -> None:
         """A step, with so many tokens of prompts in it."""
-        at, step, i = fact.at, fact.step, fact.step % CAPACITY
+        at, step, _, size, _, _, of_some, kv_used, kv_total, _, _ = fact
+        i = step % CAPACITY
         self._step[i], self._started[i], self._ended[i] = step, at, 0
-        self._size[i], self._prefill[i] = fact.size, prompt_tokens
-        self._computed[i] = fact.size + (sum([tokens - 1 for _, tokens in fact.tokens]) if fact.tokens else 0)
-        self._kv[i] = fact.kv_used / fact.kv_total if fact.kv_total else float("nan")
+        self._size[i], self._prefill[i] = size, prompt_tokens
+        self._computed[i] = size + (sum([tokens - 1 for _, tokens in of_some]) if of_some else 0)
+        self._kv[i] = kv_used / kv_total if kv_total else _NAN
         self.last = step
 
     def end(self, step: int, at: int) -> None:

@@ -31,23 +31,30 @@ def conclude(requests: Sequence[Request]) -> list[RequestRecord]:
     """The records of ended requests."""
     records = [_begun(request) for request in requests]
     firsts = [_first_at(record, request) for record, request in zip(records, requests)]
-    for record, request, first, part in zip(records, requests, firsts, steps_of(requests, records, firsts)):
+    parts = steps_of(requests, records, firsts)
+    # One thing after another, each of all requests: the processor has its code at hand then.
+    for record, request in zip(records, requests):
         _adopt_said(record, request)
+    for record, request, part in zip(records, requests, parts):
         _adopt_steps(record, request, part)
         if len(request.asked) > 1:
             absences.adopt(record, request)
-        _conclude(record, request, _life(record, request, first, part), part)
+    lives = [_life(*one) for one in zip(records, requests, firsts, parts)]
+    for record, request, life in zip(records, requests, lives):
+        _adopt_prefill_steps(record, request, life)
+        record.cut_step = _cut_step(record, request) if life.died else None
+    for record, request, life, part in zip(records, requests, lives, parts):
+        _adopt_tokens(record, request, life, part)
+        record.stages = stages_of(record, request, life)
+    for record, request, life in zip(records, requests, lives):
+        _conclude(record, request, life)
     lost = [record.telemetry_lost for record in records]
     for record, summary in zip(records, summarized([record.steps for record in records], lost)):
         record.summary = summary
     return records
 
 
-def _conclude(record: RequestRecord, request: Request, life: Life, part: Part) -> None:
-    _adopt_prefill_steps(record, request, life)
-    record.cut_step = _cut_step(record, request) if life.died else None
-    _adopt_tokens(record, request, life, part)
-    record.stages = stages_of(record, request, life)
+def _conclude(record: RequestRecord, request: Request, life: Life) -> None:
     if record.steps is None:
         record.last_token_at = life.last_at
     if request.timed or any(run.log.device is not None for run in request.runs):
@@ -107,7 +114,7 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
         record.pauses = tuple(pause for pause in request.pauses if pause.cause not in semconv.LOOP_CAUSES)
         record.loop_pauses = tuple(pause for pause in request.pauses if pause.cause in semconv.LOOP_CAUSES)
     record.marks = request.marks
-    record.is_split = len({run.log for run in request.runs}) > 1
+    record.is_split = len(request.runs) > 1 and len({run.log for run in request.runs}) > 1
     if (
         request.runs and not record.is_split
     ):  # steps are looked up by their numbers, of which each engine has its own

@@ -207,9 +207,11 @@ def encode_span(span: Span) -> bytes:
     if trace_id and span_id and start > 0 < end and not state:
         layout = _layout(name, kind, bool(parent), tuple(lengths))
         ids = (trace_id, span_id, parent) if parent else (trace_id, span_id)
-        parts = [layout.filled(*ids, start, end, *lengths.values()), recurring.encoded]
+        parts = [layout.filled(*ids, start, end, *lengths.values())]
     else:
-        parts = [_unusual(span), recurring.encoded]
+        parts = [_unusual(span)]
+    if recurring:
+        parts.append(recurring.encoded)
     if attributes:
         parts.append(_attributes(9, attributes))
     if events or links:

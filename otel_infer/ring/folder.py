@@ -24,6 +24,7 @@ from otel_infer.ring.read_steps import StepReader
 
 LIVENESS_NS = 250_000_000
 _AT = attrgetter("fact.at")
+_SUFFIXES = layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS
 _BY_READERS = (facts.FactsLost, facts.StepsLost)
 
 
@@ -82,13 +83,13 @@ class Rings:
     def discover(self, folder: Path, now: int, prefix: str = "") -> None:
         """Opens ring files that appeared, of all processes or of one; those that are no ring of ours are named in `refused`."""
         try:
-            names = sorted(os.listdir(folder))
+            there = os.listdir(folder)
         except OSError:
             return
+        names = sorted(name for name in there if name.startswith(prefix) and name.endswith(_SUFFIXES))
         for name in sorted(names, key=lambda n: n.endswith(layout.SUFFIX_STEPS)):
-            key = str(folder / name)
-            is_ring = name.startswith(prefix) and name.endswith((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
-            if is_ring and key not in self._names:
+            key = os.path.join(folder, name)
+            if key not in self._names:
                 self._open(folder / name, key, now)
 
     def add(self, name: str, memory: mmap.mmap, now: int) -> None:
@@ -178,6 +179,10 @@ class Rings:
             told = [said.fact.at for said in by_step + found if not isinstance(said.fact, _BY_READERS)]
             process.latest = max([process.latest, *told])
         return found
+
+    def are_fuller(self, share: float) -> bool:
+        """Whether more than this share of a ring of requests was filled since the last poll."""
+        return any(process.reader.is_fuller(share) for process in self._processes.values())
 
     def say(self, said: facts.RingFact) -> None:
         """Hands out, in its turn, what was learned of a process otherwise than from its ring."""

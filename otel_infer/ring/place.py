@@ -115,12 +115,17 @@ class Lock:
     def is_ours(self) -> bool:
         """Whether we hold what others see under this name; where the folder was made anew, after taking it there."""
         try:
-            held = self._descriptor >= 0 and self.path.exists()
-            if held and os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
+            if self._descriptor >= 0 and self._is_there():
                 return True
             self.release()
             return self.acquire()
         except OSError:
+            return False
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
             return False
 
     def release(self) -> None:

@@ -97,7 +97,7 @@ class RequestReader:
         if skips:  # what was before us was most likely read by the reader before us
             self.lost += 0 if self._taken_over and not self._next else oldest - self._next
             self._next, self._has_hole = oldest, True
-        found = list(self._take(upto, final))
+        found = self._take(upto, final)
         by_writer = int(self.header.words[layout.W_LOST])
         self.lost += by_writer - self._lost_by_writer
         self._lost_by_writer = by_writer
@@ -105,6 +105,11 @@ class RequestReader:
         yield from found
         if found:
             self._taken_at = max(self._taken_at, found[-1].fact.at)
+
+    def is_fuller(self, share: float) -> bool:
+        """Whether more than this share of the ring was written since the last poll; a look at one cell."""
+        counter = self._complete + max(int(share * self.header.cells), 1)
+        return int(self._cells[counter % self.header.cells, 0]) > counter
 
     def _losses(self, found: list[facts.RingFact], now: int, final: bool) -> Iterator[facts.RingFact]:
         """What was lost since it was told last. A hole is told of with what came after it, and as before that: requests that end
@@ -158,10 +163,10 @@ class RequestReader:
                 return int(self._cells[:, ::7].max())
             begin = newest
 
-    def _take(self, upto: int, final: bool) -> Iterator[facts.RingFact]:
-        count = upto - self._next
-        if count <= 0:
-            return
+    def _take(self, upto: int, final: bool) -> list[facts.RingFact]:
+        found: list[facts.RingFact] = []
+        if upto <= self._next:
+            return found
         counters = np.arange(self._next + 1, upto + 1, dtype=np.uint64)
         index = (counters - np.uint64(1)) % np.uint64(self.header.cells)
         copy = self._cells[index]
@@ -173,7 +178,7 @@ class RequestReader:
                     self.lost += 1
                 elif self._hole_wakes < HOLE_WAKES and not final:
                     self._hole_wakes += 1
-                    return
+                    return found
                 else:
                     self.torn += 1
                 self._hole_wakes = 0
@@ -181,25 +186,36 @@ class RequestReader:
                 continue
             self._next += 1
             self._hole_wakes = 0
-            yield from self._decode(*cell)
-        self._expire_pending()
+            self._decode(found, *cell)
+        if self._pending:
+            self._expire_pending()
+        return found
 
     def _decode(
-        self, counter: int, code: int, part: int, parts: int, handle: int, body: bytes, _: int
-    ) -> list[facts.RingFact]:
+        self,
+        found: list[facts.RingFact],
+        counter: int,
+        code: int,
+        part: int,
+        parts: int,
+        handle: int,
+        body: bytes,
+        _: int,
+    ) -> None:
         if code == layout.VOID_CODE:
-            return []
+            return
         if parts > 1:
             whole = self._join(counter, part, parts, body)
             if whole is None:
-                return []
+                return
             body = whole
         try:
-            said = facts.told_apart(facts.unpack_request(code, body, self.text_of))
+            said = facts.unpack_request(code, body, self.text_of)
         except (ValueError, TypeError, IndexError, struct.error):
             self.torn += 1
-            return []
-        return [facts.RingFact(self.ring, handle, fact) for fact in said]
+            return
+        for fact in facts.told_apart(said):
+            found.append(facts.made(facts.RingFact, (self.ring, handle, fact)))
 
     def _join(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
         first, piece = layout.PART.unpack(body)

@@ -121,7 +121,7 @@ class StepReader:
                     fact = facts.unpack_step(code, body)
                 except (ValueError, struct.error):
                     return
-                yield facts.RingFact(self.ring, 0, fact)
+                yield facts.made(facts.RingFact, (self.ring, 0, fact))
             self._last_read = self._next
             self._next += cells
             at += cells << 6

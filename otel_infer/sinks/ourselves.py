@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from pathlib import Path
 
 from otel_infer import semconv
 from otel_infer.processes import Processes
@@ -14,7 +13,8 @@ from otel_infer.sinks.numbers import Set
 def resident() -> int:
     """Bytes of memory that this process holds now; the most it ever held where that cannot be read."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        with open("/proc/self/statm", "rb", buffering=0) as said:
+            return int(said.read().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

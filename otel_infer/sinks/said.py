@@ -29,6 +29,20 @@ _WORDS = (
     semconv.THROTTLE_REASON,
 )
 
+_COUNTS = (
+    semconv.REQUEST_MAX_TOKENS,
+    semconv.USAGE_INPUT_TOKENS,
+    semconv.USAGE_OUTPUT_TOKENS,
+    semconv.USAGE_CACHE_READ,
+    semconv.TOKENS_DRAFTED,
+    semconv.TOKENS_ACCEPTED,
+    semconv.SEQUENCES,
+    semconv.PREEMPTIONS,
+    semconv.MEMORY_FREE_START,
+    semconv.MEMORY_FREE_FIRST_TOKEN,
+    semconv.MEMORY_FREE_END,
+)
+
 
 def is_kept(decision: keeper.Decision) -> bool:
     """Whether there was a reason to keep this request's steps."""
@@ -74,22 +88,21 @@ def words(record: RequestRecord, decision: keeper.Decision) -> Recurring:
 
 def counts(record: RequestRecord, decision: keeper.Decision) -> dict[str, Value]:
     """What is said of the request in numbers; usage stands here only."""
-    said: dict[str, Value] = {
-        semconv.REQUEST_MAX_TOKENS: record.max_tokens,
-        semconv.USAGE_INPUT_TOKENS: record.input_tokens,
-        semconv.USAGE_OUTPUT_TOKENS: record.output_tokens,
-        semconv.USAGE_CACHE_READ: record.cached_input_tokens,
-        semconv.TOKENS_DRAFTED: record.drafted_tokens,
-        semconv.TOKENS_ACCEPTED: record.accepted_tokens,
-        semconv.SEQUENCES: record.sequences if record.sequences > 1 else 0,
-        semconv.PREEMPTIONS: record.preemptions,
-        semconv.MEMORY_FREE_START: record.memory_free[0],
-        semconv.MEMORY_FREE_FIRST_TOKEN: record.memory_free[1],
-        semconv.MEMORY_FREE_END: record.memory_free[2],
-    }
+    counted = (
+        record.max_tokens,
+        record.input_tokens,
+        record.output_tokens,
+        record.cached_input_tokens,
+        record.drafted_tokens,
+        record.accepted_tokens,
+        record.sequences if record.sequences > 1 else 0,
+        record.preemptions,
+        *record.memory_free,
+    )
+    said: dict[str, Value] = {key: count for key, count in zip(_COUNTS, counted) if count}
     if len(record.pauses) + len(record.loop_pauses) > MOST_PAUSES and is_kept(decision):
         said[semconv.PAUSES_LEFT_OUT] = len(record.all_pauses) - MOST_PAUSES
-    return {key: count for key, count in said.items() if count}
+    return said
 
 
 def lengths(record: RequestRecord) -> dict[str, float]:

@@ -1,11 +1,13 @@
 """Records → OTLP bytes → a bounded queue → a thread that sends them.
 
 The reader encodes and never waits: when the queue is full the new batch is counted as lost. Batches are capped in bytes
-and handed over when they are full, or once a second.
+and handed over when they are full, or a second after the last one; all of them when the reader has done its work, since whoever
+sends and whoever receives would have the processor's caches meanwhile.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -20,11 +22,14 @@ from otel_infer.sinks import starts, transport, tree
 from otel_infer.steprows import StepRows
 from otel_infer.version import VERSION
 
+log = logging.getLogger(__name__)
+
 BATCH_BYTES = 3 << 20
 QUEUE_BYTES = 24 << 20
 FLUSH_NS = 1_000_000_000
 STEP_ROWS = 8192
 
+LOST_UNENCODED = "not_encoded"
 LOST_QUEUE = "queue_full"
 LOST_REFUSED = "refused"
 
@@ -109,7 +114,7 @@ class Sender(threading.Thread):
 
 
 class SpanSink:
-    """Encodes what was decided to be exported."""
+    """Encodes what was decided to be exported. What it takes it collects until `flush`: many at once cost each of them less."""
 
     exported_only = True
 
@@ -124,18 +129,20 @@ class SpanSink:
             semconv.OTHERS_PREFILL_TOKENS,
             semconv.DEVICE_SPAN,
         )
+        self._spans: list[list[otlp.Span]] = []
         self._parts: list[bytes | memoryview] = []
         self._count = self._size = 0
+        self._full: list[Batch] = []
         self._rows: list[StepRows] = []
         self._owners: list[tuple[bytes, bytes, bytes]] = []
         self._offsets: list[int] = []
         self._row_count = 0
-        self._flushed_at = 0
+        self._now = self._batched_at = 0
 
     def request(self, record: RequestRecord, decision: keeper.Decision) -> None:
         """Takes one request whose decision is to export."""
         spans = tree.spans_of(record, decision, self._latency_attributes)
-        self._add(b"".join(map(otlp.encode_span, spans)), len(spans))
+        self._spans.append(spans)
         if decision.steps and record.steps is not None:
             decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
             if decode is not None:
@@ -143,25 +150,39 @@ class SpanSink:
 
     def start(self, record: StartRecord) -> None:
         """Takes the start of one process."""
-        spans = starts.spans_of(record)
-        self._add(b"".join(map(otlp.encode_span, spans)), len(spans))
+        self._spans.append(starts.spans_of(record))
 
     def flush(self, now: int) -> None:
-        """Hands what there is to the sender; with `now` only if a second has passed since."""
-        if now and now - self._flushed_at < FLUSH_NS:
-            return
-        self._flushed_at = now or self._flushed_at
-        self._encode_steps()
-        self._put()
+        """Hands what there is to the sender; with `now` only if a second has passed since the last batch."""
+        self._now = now or self._now
+        self._encode_spans()
+        if not now or now - self._batched_at >= FLUSH_NS:
+            self._encode_steps()
+            self._batch()
+        full, self._full = self._full, []
+        for batch in full:
+            self._sender.put(batch)
 
-    def _put(self) -> None:
+    def _batch(self) -> None:
+        self._batched_at = self._now
         if self._count:
-            self._sender.put(Batch(self._parts, self._count, self._size))
+            self._full.append(Batch(self._parts, self._count, self._size))
             self._parts, self._count, self._size = [], 0, 0
+
+    def _encode_spans(self) -> None:
+        waiting, self._spans = self._spans, []
+        for spans in waiting:
+            try:
+                encoded = b"".join(map(otlp.encode_span, spans))
+            except Exception:  # one request must not cost all others
+                log.exception("spans are not exported: trace %s", spans[0].trace_id.hex())
+                self._sender.lost[LOST_UNENCODED] += len(spans)
+                continue
+            self._add(encoded, len(spans))
 
     def _add(self, encoded: bytes | memoryview, count: int) -> None:
         if self._size + len(encoded) > BATCH_BYTES:
-            self._put()
+            self._batch()
         self._parts.append(encoded)
         self._count += count
         self._size += len(encoded)

@@ -16,7 +16,7 @@ from otel_infer.ring.arena import MemoryArena
 from otel_infer.ring.write import RequestWriter
 from otel_infer.sidecar import Sidecar
 
-CELLS = 64
+CELLS = 128
 SECOND = 1_000_000_000
 START = 10**12
 
@@ -56,17 +56,25 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made.lock.release()
 
 
-def test_rings_that_do_not_fill_are_read_at_every_fourth_wake(server: Server) -> None:
-    assert server.wakes(13, facts_each=1) == [0, 4, 8, 12]
+def test_rings_that_do_not_fill_are_read_at_every_tenth_wake(server: Server) -> None:
+    assert server.wakes(31, facts_each=1) == [0, 10, 20, 30]
+
+
+def test_a_ring_that_was_filled_at_once_is_read_at_the_next_wake(server: Server) -> None:
+    server.wakes(3, facts_each=0)
+    for _ in range(CELLS // 8 + 1):
+        server.writer.state(0, facts.PauseSeen(START, START - 1, "gc"))
+    server.sidecar._wake(START + 3 * WAKE_NS)
+    assert server.reads == [0, 3]
 
 
 def test_rings_that_fill_are_read_at_each_wake(server: Server) -> None:
-    assert server.wakes(13, facts_each=CELLS // 16) == [0, *range(4, 13)], (
+    assert server.wakes(13, facts_each=CELLS // 16) == [0, *range(3, 13)], (
         "it is known after the first portion"
     )
 
 
-def test_whoever_waits_for_a_flush_does_not_wait_for_the_fourth_wake(server: Server) -> None:
+def test_whoever_waits_for_a_flush_does_not_wait_for_the_tenth_wake(server: Server) -> None:
     server.wakes(2, facts_each=1)
     server.writer.words[layout.W_FLUSH_ASKED] += 1
     server.reads.clear()
