@@ -1,6 +1,8 @@
 """One wake of the reading side: rings → assembler → keeper → sinks. The same in the sidecar and in a thread.
 
 Who wakes it, and how often, is the owner's business. Nothing here blocks: sinks queue, senders send.
+
+A little longer than a module should be: a wake is one thing, from the first fact to the last word of ourselves.
 """
 
 from __future__ import annotations
@@ -150,10 +152,9 @@ class Pipeline:
             self._guarded(self._decide, record, decided)
         oldest_live = _NEVER if final else self.assembler.oldest_live(horizon)
         decided += self.keeper.release(horizon, oldest_live)
-        for record, decision in decided:
-            self._guarded(self._note, record, decision)
-        for record, decision in decided:
-            self._guarded(self._hand_on, record, decision)
+        for work in (self._note, self._hand_on):
+            for record, decision in decided:
+                self._guarded(work, record, decision)
         return bool(records)
 
     def _decide(self, record: RequestRecord, decided: list[keeper.Kept]) -> None:

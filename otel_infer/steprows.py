@@ -62,8 +62,8 @@ class StepSummary(NamedTuple):
 
 
 NO_STEPS = StepSummary(0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
-TOGETHER = 16384
-"""Steps that are worked on at once: numpy's price per call is hardly felt, and columns of more would not fit a cache."""
+TOGETHER = 32768
+"""Steps that are worked on at once: numpy's price per call is hardly felt, and more would only take more memory."""
 _LENGTH_BITS = 44  # of a step: up to 4.8 hours
 
 

@@ -64,9 +64,11 @@ class Strain:
         self._pending: deque[ThreadSeen] = deque(maxlen=PENDING)
         # Sums up to each bound: of the shares of excess over time, and of what was counted, in ns.
         self._bounds = np.zeros(CAPACITY, np.int64)
-        self._shares, self._counted = np.zeros((3, CAPACITY)), np.zeros((2, CAPACITY))
+        self._shares = np.zeros((3, CAPACITY))
+        self._counted: Any = np.zeros((2, CAPACITY))
         # Single numbers are looked up through memoryviews, at half the price of numpy's.
-        self._ends, (self._starved, self._faulted) = memoryview(self._bounds), map(memoryview, self._counted)
+        self._ends: Any = memoryview(self._bounds)  # type: ignore[arg-type]
+        self._sums: list[Any] = [memoryview(line) for line in self._counted]
         self._looks = 0
         self.due = _NEVER
         self._system = self._faults = 0
@@ -149,8 +151,7 @@ class Strain:
         """`counted` of one interval, in half the time."""
         after_begin, after_end = (bisect_left(self._ends, at, 0, self._looks) for at in (begin, end))
         first, last = max(after_begin - 1, 0), min(after_end, self._looks - 1)
-        counted = self._starved, self._faulted
-        if last <= first or all(sums[last] == sums[first] for sums in counted):  # mostly
+        if last <= first or all(sums[last] == sums[first] for sums in self._sums):  # mostly
             return 0, 0
         starved, faulted = (self._until(end, after_end) - self._until(begin, after_begin)).tolist()
         return int(starved), int(faulted)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -317,6 +318,7 @@ class Batches:
 
     def __init__(self) -> None:
         self.taken: list[Batch] = []
+        self.lost: Counter[str] = Counter()
 
     def put(self, batch: Batch) -> None:
         self.taken.append(batch)

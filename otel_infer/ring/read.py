@@ -214,8 +214,7 @@ class RequestReader:
         except (ValueError, TypeError, IndexError, struct.error):
             self.torn += 1
             return
-        for fact in facts.told_apart(said):
-            found.append(facts.made(facts.RingFact, (self.ring, handle, fact)))
+        found += [facts.made(facts.RingFact, (self.ring, handle, fact)) for fact in facts.told_apart(said)]
 
     def _join(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
         first, piece = layout.PART.unpack(body)

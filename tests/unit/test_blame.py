@@ -1162,3 +1162,14 @@ def test_of_many_pauses_each_instant_is_given_away_once() -> None:
     assert said["gc"] == pytest.approx(800)
     assert said["throttled"] == pytest.approx(800)
     assert sum(said.values()) == 4000
+
+
+def test_a_pause_of_no_length_takes_nothing_away() -> None:
+    story = Story()
+    at = warmed_up(story)
+    a = story.arrives(at, "a")
+    story.step(at, at + 10, [a], {a: 4})
+    story.step(at + 10, at + 70, [a])
+    story.paused(at + 20, at + 20)
+    story.ends(at + 70, a)
+    assert "gc" not in of(story, a)

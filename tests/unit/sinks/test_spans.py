@@ -193,6 +193,24 @@ def test_rows_are_encoded_before_they_are_too_many(monkeypatch: pytest.MonkeyPat
     assert sum(encoded) == 18_000
 
 
+def test_spans_that_cannot_be_encoded_are_counted_and_cost_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, original = record_of(3, "broken"), room.otlp.encode_span
+
+    def encode(span: Any) -> bytes:
+        if span.span_id == broken.span_id:
+            raise ValueError("of a kind that nobody thought of")
+        return original(span)
+
+    monkeypatch.setattr(room.otlp, "encode_span", encode)
+    batches = Batches()
+    sink = SpanSink(batches, False)  # type: ignore[arg-type]
+    sink.request(broken, ALL._replace(steps=0))
+    sink.request(record_of(3, "whole"), ALL)
+    sink.flush(0)
+    assert [batch.spans for batch in batches.taken] == [6]
+    assert batches.lost == {"not_encoded": 3}
+
+
 def test_what_waits_is_handed_over_once_a_second() -> None:
     batches = Batches()
     sink = SpanSink(batches, False)  # type: ignore[arg-type]
