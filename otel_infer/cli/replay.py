@@ -159,6 +159,8 @@ def _send(path: Path) -> int:
         horizon = passage.horizon
         pipeline.assembler.feed(passage.said)
         pipeline.conclude(horizon)
+        for sink in pipeline.sinks:
+            sink.flush(horizon)
         if pipeline.sender is not None:
             pipeline.sender.flush(SEND_S)  # a tape is read faster than it can be sent
     pipeline.settle(horizon)

@@ -1,8 +1,8 @@
 """Records → OTLP bytes → a bounded queue → a thread that sends them.
 
 The reader encodes and never waits: when the queue is full the new batch is counted as lost. Batches are capped in bytes
-and handed over when they are full, or a second after the last one; all of them when the reader has done its work, since whoever
-sends and whoever receives would have the processor's caches meanwhile.
+and handed over when they are full, or a second after the last one: a few of them when the reader has done its work, since
+whoever sends and whoever receives would have the processor's caches meanwhile.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 3 << 20
 QUEUE_BYTES = 24 << 20
+FULL = 2
+"""Full batches that wait for the reader; of more, the queue could not hold all."""
 FLUSH_NS = 1_000_000_000
 STEP_ROWS = 4096
 """Steps that are encoded at once: half a megabyte, so that what was written is still in the processor's cache when it is copied."""
@@ -160,6 +162,9 @@ class SpanSink:
         if not now or now - self._batched_at >= FLUSH_NS:
             self._encode_steps()
             self._batch()
+        self._put()
+
+    def _put(self) -> None:
         full, self._full = self._full, []
         for batch in full:
             self._sender.put(batch)
@@ -169,6 +174,8 @@ class SpanSink:
         if self._count:
             self._full.append(Batch(self._parts, self._count, self._size))
             self._parts, self._count, self._size = [], 0, 0
+        if len(self._full) > FULL:
+            self._put()
 
     def _encode_spans(self) -> None:
         waiting, self._spans = self._spans, []

@@ -258,7 +258,7 @@ def test_the_sidecar_looks_at_every_wake_and_the_request_that_waited_knows(tmp_p
     sidecar._throttling.look = look  # type: ignore[assignment, method-assign]
     sidecar._wake(1_050 * MS)
     sidecar._wake(1_100 * MS)
-    sidecar._wake(1_300 * MS)
+    sidecar._wake(1_600 * MS)
     assert asked == [True, True, True], "also where the rings are left for later"
     (pauses,) = sidecar._pipeline.assembler._pauses._pauses[1].values()
     assert [pause.cause for pause in pauses] == ["throttled"]
