@@ -200,10 +200,9 @@ def _decoded(account: _Account, record: RequestRecord, decode: StepsBlame, taken
             account.stalled = [*account.stalled, (record.cut_step.step, others)]
     divided: Causes = defaultdict(int)
     _divide(divided, parts, taken, unfinished.rest_of_decode(record))
-    causes, streaming = account.causes, account.streaming
     for cause, length in divided.items():
-        causes[cause] += length
-        streaming[cause] += length
+        account.causes[cause] += length
+        account.streaming[cause] += length
 
 
 def _taken(account: _Account, record: RequestRecord, stage: Stage) -> int:

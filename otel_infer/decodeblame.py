@@ -63,6 +63,11 @@ def placed(record: RequestRecord) -> Sequence[Pause]:
     return [pause for pause in record.pauses if pause.cause != semconv.CAUSE_THROTTLED]
 
 
+def away(record: RequestRecord) -> list[tuple[Any, ...]]:
+    """When nothing was done for it, as far as that is known of single steps: begin and end of each, which may overlap."""
+    return [*placed(record), *record.absences] if record.pauses or record.absences else []
+
+
 class _Steps:
     """The steps of all requests as columns. `begins`: where each request's are.
 
@@ -87,8 +92,6 @@ class _Steps:
         self._firsts = self.begins.tolist()
         self._ends = (self.begins + self.counts).tolist()
         for i, record in enumerate(records):
-            if record.stride == 1 and not (record.is_split or record.later_prompts):
-                continue
             if record.stride > 1:
                 mine = self.of(i)
                 self.is_next[mine] = (
@@ -205,8 +208,7 @@ def _by_cost(records: list[RequestRecord], steps: _Steps, ran: Any) -> tuple[Any
 def _without_pauses(records: list[RequestRecord], steps: _Steps, ran: Any, waited: Any) -> None:
     """Takes what the process was held up out of the steps it happened in, and when the engine was done with it."""
     for i, record in enumerate(records):
-        held_up = record.pauses or record.absences
-        pauses: list[tuple[Any, ...]] = [*placed(record), *record.absences] if held_up else []
+        pauses = away(record)
         if not pauses:
             continue
         mine = steps.of(i)
@@ -235,7 +237,9 @@ def _asked_again(records: list[RequestRecord], steps: _Steps, waited: Any) -> tu
     """Takes out what who came to the engine once more waited for it, up to its first step: its queue, then its prompt."""
     queued, prefill = np.zeros((2, len(waited)), np.int64)
     for i, record in enumerate(records):
-        mine = steps.of(i) if record.absences else slice(0)
+        if not record.absences:
+            continue
+        mine = steps.of(i)
         for _, until, scheduled_at in record.absences:
             row = mine.start + int(steps.until[mine].searchsorted(until, "right"))
             if row < mine.stop and scheduled_at:
@@ -280,9 +284,8 @@ def _first_uses(records: list[RequestRecord], steps: _Steps, others: Any) -> tup
     """The rows of steps that were the first of their kind, and what of `others` in them no prompt costs."""
     rows: list[int] = []
     over: list[int] = []
-    begun_with = steps.step[steps.begins + 1].tolist()
     for i, record in enumerate(records):
-        if record.first_use is None or begun_with[i] > record.first_use.latest:
+        if record.first_use is None:
             continue
         mine = steps.of(i)
         for at in record.first_use.among(steps.step[mine]):
@@ -342,7 +345,9 @@ def _preempted(records: list[RequestRecord], steps: _Steps) -> Any:
     """The rows of steps in which a request came back from a preemption: the first that began after it."""
     rows = []
     for i, record in enumerate(records):
-        mine = steps.of(i) if record.preempted_at else slice(0)
+        if not record.preempted_at:
+            continue
+        mine = steps.of(i)
         for at in record.preempted_at:
             row = mine.start + int(steps.began[mine].searchsorted(at))
             if record.sequences > 1:  # its others go on: it is back when its prompt is computed again

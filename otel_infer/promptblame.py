@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from otel_infer import semconv
-from otel_infer.decodeblame import MOST_INTERFERED, NOTHING, StepsBlame, placed
+from otel_infer.decodeblame import MOST_INTERFERED, NOTHING, StepsBlame, away
 from otel_infer.intervals import outside
 from otel_infer.records import PrefillStep, RequestRecord
 
@@ -24,8 +24,7 @@ def divided(record: RequestRecord) -> StepsBlame:
     interfered: list[tuple[int, int]] = []
     per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
     again, before = 0, None
-    held_up = record.pauses or record.absences
-    pauses: list[tuple[Any, ...]] = [*placed(record), *record.absences] if held_up else []
+    pauses = away(record)
     extra = _computed_again(record, chunks) if record.preempted_at else 0
     for chunk in chunks:
         began = chunk.started_at

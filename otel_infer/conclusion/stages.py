@@ -150,10 +150,10 @@ def _of_decode(request: Request, began: int, ended: int) -> Attributes:
 
 def _chunks(request: Request) -> list[tuple[int, StepLog, int]]:
     """When each piece of its prompt was scheduled, and the step of which engine it was in."""
-    found = [
-        (chunk.at, log, step) for log, chunks in request.chunks.items() for step, chunk in chunks.items()
-    ]
-    return sorted(found, key=itemgetter(0)) if len(found) > 1 else found
+    return sorted(
+        [(chunk.at, log, step) for log, chunks in request.chunks.items() for step, chunk in chunks.items()],
+        key=itemgetter(0),
+    )
 
 
 def _kv(key: str, utilization: float) -> Attributes:

@@ -708,15 +708,18 @@ def test_where_the_engines_beginning_was_not_seen_nothing_is_a_first_use() -> No
 # ── what stops everything ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_garbage_collection_takes_its_time_from_the_step_it_fell_into() -> None:
+@pytest.mark.parametrize(("length", "said"), [(50, {"gc": 50}), (0, {})])
+def test_a_garbage_collection_takes_its_time_from_the_step_it_fell_into(
+    length: int, said: dict[str, int]
+) -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
     story.step(at, at + 10, [a], {a: 4})
-    story.step(at + 10, at + 70, [a])
-    story.paused(at + 12, at + 62)
-    story.ends(at + 70, a)
-    assert of(story, a) == {"prefill": 10, "decode": 10, "gc": 50}
+    story.step(at + 10, at + 20 + length, [a])
+    story.paused(at + 12, at + 12 + length)
+    story.ends(at + 20 + length, a)
+    assert of(story, a) == {"prefill": 10, "decode": 10, **said}
 
 
 def test_pauses_that_overlap_are_counted_once() -> None:
@@ -1162,14 +1165,3 @@ def test_of_many_pauses_each_instant_is_given_away_once() -> None:
     assert said["gc"] == pytest.approx(800)
     assert said["throttled"] == pytest.approx(800)
     assert sum(said.values()) == 4000
-
-
-def test_a_pause_of_no_length_takes_nothing_away() -> None:
-    story = Story()
-    at = warmed_up(story)
-    a = story.arrives(at, "a")
-    story.step(at, at + 10, [a], {a: 4})
-    story.step(at + 10, at + 70, [a])
-    story.paused(at + 20, at + 20)
-    story.ends(at + 70, a)
-    assert "gc" not in of(story, a)
