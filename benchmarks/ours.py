@@ -28,16 +28,22 @@ _packed_of = attrgetter("packed")
 
 class Exporting:
     """otel_infer with the real sidecar, for as long as `with` lasts. Every step of every request is exported, unless `steps`
-    (OTEL_INFER_STEPS) says otherwise."""
+    (OTEL_INFER_STEPS) says otherwise. `metrics`: they are sent as well, as they are by default."""
 
     def __init__(
-        self, endpoint: str, integrations: tuple[str, ...] = ("none of them",), steps: str = "all"
+        self,
+        endpoint: str,
+        integrations: tuple[str, ...] = ("none of them",),
+        steps: str = "all",
+        metrics: bool = True,
     ) -> None:
         for name in [name for name in os.environ if name.startswith("OTEL_")]:
             del os.environ[name]
         os.environ.update(
             OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_INFER_STEPS=steps, OTEL_INFER_MODE="sidecar"
         )
+        if not metrics:
+            os.environ["OTEL_METRICS_EXPORTER"] = "none"
         otel_infer.instrument(integrations=integrations)
         if not recorder.ensure() or wiring.sidecar is None:
             raise RuntimeError("the sidecar was not started; `otel-infer doctor` says why")

@@ -50,34 +50,46 @@ class Part(NamedTuple):
 
 
 def measure(quick: bool) -> list[Line]:
-    """Ours and the stock SDK in turn, in several parts."""
-    seconds, parts, unsampled = (0.8, 2, 64) if quick else (8.0, 9, 160)
+    """Ours and the stock SDK in turn, in several parts, both with spans alone; then ours as it is by default, with metrics."""
+    seconds, parts, unsampled = (0.8, 2, 64) if quick else (8.0, 15, 160)
     with Receiver() as receiver:
         _, others = machine.cores()
         machine.pin_process(receiver.pid, others)
-        engine, ours, theirs = Engine(python_us=0, wait_us=0), [], []
+        engine, stock = Engine(python_us=0, wait_us=0), Stock(receiver.endpoint)
+        machine.pin_apart()
+        part(engine, None, receiver, _nothing, 0, 0.5)
+        alone, theirs = _spans_alone(engine, stock, receiver, seconds, parts)
+        unhurried = part(engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds, UNHURRIED)
+        stock.close()
         with Exporting(receiver.endpoint) as exporting:
-            stock = Stock(receiver.endpoint)
-            machine.pin_apart()
-            part(engine, None, receiver, exporting.flush, 0, 0.5)
             idle = _idle(exporting.pid, seconds)
-            for _ in range(parts):
-                ours.append(part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds))
-                theirs.append(part(engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds))
-            unhurried = part(
-                engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds, UNHURRIED
-            )
+            ours = [_of_ours(engine, exporting, receiver, seconds) for _ in range(-(-parts // 3))]
             out = _sampled_out(engine, exporting, receiver, seconds / SHORTER, unsampled)
             memory = machine.peak_memory(exporting.pid)
             engine.churning = False
-            calm = part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds)
-            stock.close()
+            calm = _of_ours(engine, exporting, receiver, seconds)
     return [
-        *_loss(ours, theirs),
-        *_cpu(ours, theirs, unhurried, idle),
+        *_loss([*alone, *ours], theirs),
+        *_cpu(alone, ours, theirs, unhurried, idle),
         *_sampled_out_lines(*out, unsampled),
         *_sizes(ours, theirs, calm, memory),
     ]
+
+
+def _spans_alone(
+    engine: Engine, stock: Stock, receiver: Receiver, seconds: float, parts: int
+) -> tuple[list[Part], list[Part]]:
+    """The stock SDK has no metrics of its own."""
+    ours, theirs = [], []
+    with Exporting(receiver.endpoint, metrics=False) as exporting:
+        for _ in range(parts):
+            ours.append(_of_ours(engine, exporting, receiver, seconds))
+            theirs.append(part(engine, StockBinding(engine, stock), receiver, stock.flush, 0, seconds))
+    return ours, theirs
+
+
+def _of_ours(engine: Engine, exporting: Exporting, receiver: Receiver, seconds: float) -> Part:
+    return part(engine, Binding(engine), receiver, exporting.flush, exporting.pid, seconds)
 
 
 def _sampled_out(
@@ -174,27 +186,37 @@ def _loss(ours: list[Part], theirs: list[Part]) -> list[Line]:
     ]
 
 
-def _cpu(ours: list[Part], theirs: list[Part], unhurried: Part, idle: float) -> list[Line]:
+def _cpu(alone: list[Part], ours: list[Part], theirs: list[Part], unhurried: Part, idle: float) -> list[Line]:
     calm = unhurried.server_cpu / unhurried.arrived["spans"]
     lost = 1 - unhurried.arrived["steps"] / unhurried.expected
     calm_note = f"stock {calm / 1000:.1f} µs at {unhurried.rate:,.0f}/s, where it loses {lost:.0%}"
-    sidecar = median([part.sidecar_cpu / part.arrived["spans"] for part in ours])
+    sidecar, by_default = (
+        median([part.sidecar_cpu / part.arrived["spans"] for part in parts]) for parts in (alone, ours)
+    )
     stock = median([part.server_cpu / part.arrived["spans"] for part in theirs])
     gate = Gate(CPU_FACTOR, at_least=True)
     note = f"stock {stock.value / 1000:.1f} µs [{stock.low / 1000:.1f}, {stock.high / 1000:.1f}]"
     below = "CPU per exported span, below the stock SDK"
     return [
-        line(f"{below}: sidecar", "×", _times(ours, theirs, 0), gate, note=note),
-        line(f"{below}: sidecar and server", "×", _times(ours, theirs, 1), note=_share(ours)),
+        line(f"{below}: sidecar, spans alone", "×", _times(alone, theirs, 0), gate, note=note),
+        line(f"{below}: sidecar and server, spans alone", "×", _times(alone, theirs, 1)),
         line(
-            f"{below} where that loses nothing: sidecar",
+            f"{below}: sidecar, with metrics besides", "×", _below(stock.value, by_default), note=_share(ours)
+        ),
+        line(
+            f"{below} where that loses nothing: sidecar, spans alone",
             "×",
-            Figure(*(calm / one for one in (sidecar.value, sidecar.high, sidecar.low))),
+            _below(calm, sidecar),
             note=calm_note,
         ),
-        line("CPU per exported span: sidecar", "µs", sidecar.scaled(1 / 1000)),
+        line("CPU per exported span: sidecar, spans alone", "µs", sidecar.scaled(1 / 1000)),
+        line("CPU per exported span: sidecar, with metrics besides", "µs", by_default.scaled(1 / 1000)),
         line("CPU of the sidecar while nothing happens", "% of a core", exactly(idle * 100)),
     ]
+
+
+def _below(theirs: float, ours: Figure) -> Figure:
+    return Figure(*(theirs / one for one in (ours.value, ours.high, ours.low)))
 
 
 def _sampled_out_lines(ours: list[Part], theirs: list[Part], wanted: int) -> list[Line]:

@@ -71,6 +71,7 @@ class Pipeline:
         self.failed = 0
         self._outlet = metrics_outlet
         self._metrics: MetricsSink | None = None
+        self._is_counted = metrics_outlet is not None or bool(config.scrape_address)
         self._started_wall_ns = started_wall_ns
         self._collected_at = self._concluded_at = 0
         self._is_named = semconv.SERVICE_NAME in resource
@@ -122,17 +123,7 @@ class Pipeline:
 
     def conclude(self, horizon: int, final: bool = False) -> bool:
         """Hands on the requests that ended before `horizon`; whether there were any. `final`: none of them waits."""
-        steps = self.assembler.drain_steps()
-        if steps:
-            self._name_service(steps[0].engine)
-            self.metrics.steps(steps)
-        self.metrics.executions(self.assembler.devices.drain())
-        pauses = self.assembler.drain_pauses()
-        if pauses:
-            self.metrics.pauses(pauses)
-        marks = self.assembler.drain_marks()
-        if marks:
-            self.metrics.marks(marks)
+        self._drain()
         for start in self.assembler.started(horizon):  # before the requests that link to it
             self._guarded(self._hand_on_start, start)
         records = self.assembler.concluded(horizon)
@@ -157,6 +148,18 @@ class Pipeline:
                 self._guarded(work, record, decision)
         return bool(records)
 
+    def _drain(self) -> None:
+        """What engines and processes did."""
+        steps, executions = self.assembler.drain_steps(), self.assembler.devices.drain()
+        pauses, marks = self.assembler.drain_pauses(), self.assembler.drain_marks()
+        if steps:
+            self._name_service(steps[0].engine)
+        if self._is_counted:
+            self.metrics.steps(steps)
+            self.metrics.executions(executions)
+            self.metrics.pauses(pauses)
+            self.metrics.marks(marks)
+
     def _decide(self, record: RequestRecord, decided: list[keeper.Kept]) -> None:
         decided += self.keeper.take(record)
 
@@ -170,21 +173,24 @@ class Pipeline:
     def _hand_on_start(self, record: StartRecord) -> None:
         """Whatever is decided of requests: there is one of these for each process."""
         self._name_service(record.engine)
-        self.metrics.start(record, exported=not self._is_providers)
+        if self._is_counted:
+            self.metrics.start(record, exported=not self._is_providers)
         for take in (*(one.start for one in self._watchers), *(one.start for one in self.sinks)):
             take(record)
 
     def _count(self, record: RequestRecord) -> None:
         """What does not wait for the keeper's last word."""
         self._name_service(record.engine or record.provider)
-        if record.model and (record.engine or record.provider == facts.TORCH):
-            self.metrics.serve(record.model)
-        self.metrics.request(record, exported=self.keeper.exports(record))
+        if self._is_counted:
+            if record.model and (record.engine or record.provider == facts.TORCH):
+                self.metrics.serve(record.model)
+            self.metrics.request(record, exported=self.keeper.exports(record))
         for watch in self._watchers:
             watch.request(record)
 
     def _note(self, record: RequestRecord, decision: keeper.Decision) -> None:
-        self.metrics.kept(record, decision)
+        if self._is_counted:
+            self.metrics.kept(record, decision)
         if self._flight is not None and decision.missed:
             self._flight.missed(record.ended_at)
         self._log.tell(record, decision)

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 IDLE_AFTER_NS = 2_000_000_000
 IDLE_WAKE_NS = 200_000_000
 """While nothing happens, not even the kernel is asked more often."""
+CALM_WAKE_NS = 100_000_000
+"""Whoever wakes finds the processor's caches empty, which is most of what it costs, so where nothing presses it is half as often."""
 CALM_READ_NS = CONCLUDE_NS
 """What comes in many small portions costs more than the same at once: the processor's caches are somebody else's by then."""
 CALM_FILL = 1 / 8
@@ -159,8 +161,7 @@ class Sidecar:
             self._wake(began)
             if self._is_over(began):
                 break
-            pause = WAKE_NS if began - self._busy_at < IDLE_AFTER_NS else IDLE_WAKE_NS
-            time.sleep(max(pause - (clock.now() - began), WAKE_NS // 10) / 1e9)
+            time.sleep(max(self._pause(began) - (clock.now() - began), WAKE_NS // 10) / 1e9)
         # Only a sidecar that ended well removes rings: the next one goes on with those of one that broke.
         if self._webhook is not None:  # the next sidecar of this server may be waiting for the port
             self._webhook.close()
@@ -178,6 +179,12 @@ class Sidecar:
     def stop(self) -> None:
         """Ends a sidecar that stays."""
         self._stopped = True
+
+    def _pause(self, now: int) -> int:
+        """From one wake to the next, ns."""
+        if now - self._busy_at >= IDLE_AFTER_NS:
+            return IDLE_WAKE_NS
+        return CALM_WAKE_NS if now < self._read_due and not self._asked else WAKE_NS
 
     def _signalled(self, *_: object) -> None:
         self._flight.signalled = True

@@ -1,6 +1,6 @@
 """Why steps of one engine took longer than such steps take, from what the kernel counted of its thread. Pure.
 
-A look (`facts.ThreadSeen`) says sums of some 50 ms and not where in between they were. So the steps of that time say how
+A look (`facts.ThreadSeen`) says sums of 50 to 100 ms and not where in between they were. So the steps of that time say how
 much they took beyond their estimate (`stepcosts`), and the look says how much of that there was a reason for:
 
     starved       it could have run and had no CPU

@@ -325,7 +325,26 @@ class Batches:
 
     def bodies(self) -> list[bytes]:
         """What would be sent."""
-        return [otlp.envelope(*encoded_identity({}), batch.parts) for batch in self.taken]
+        return [b"".join(otlp.envelope(*encoded_identity({}), batch.parts)) for batch in self.taken]
+
+
+class Uncollected:
+    """An outlet that takes no metrics: the test asks the pipeline what it counted."""
+
+    failed = 0
+
+    def takes(self, *, behind: bool) -> bool:
+        return False
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+    close = wait
+
+
+def counting() -> Any:
+    """In the place of a `MetricsOutlet`."""
+    return Uncollected()
 
 
 def exported(

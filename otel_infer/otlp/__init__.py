@@ -10,6 +10,7 @@ from otel_infer.facts import Value as AttributeValue
 from otel_infer.otlp.spans import (
     Event,
     Link,
+    Part,
     Recurring,
     Span,
     encode_resource,
@@ -24,6 +25,7 @@ __all__ = [
     "AttributeValue",
     "Event",
     "Link",
+    "Part",
     "Recurring",
     "Span",
     "StepColumns",

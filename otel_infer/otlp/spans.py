@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _SMALL = tuple(bytes((value,)) for value in range(128))
 _GZIP_CONTAINER = 31
 _DOUBLE, _FIXED64 = struct.Struct("<d"), struct.Struct("<Q")
 _NONE: Mapping[str, AttributeValue] = MappingProxyType({})
+Part = Union[bytes, memoryview]
 
 
 class Event(NamedTuple):
@@ -267,15 +268,15 @@ def encode_scope(name: str, version: str, schema_url: str = "") -> bytes:
     return field(1, string(1, name) + string(2, version)) + string(3, schema_url)
 
 
-def envelope(resource: bytes, scope: bytes, spans: Sequence[bytes | memoryview]) -> bytes:
-    """An ExportTraceServiceRequest of already encoded parts; each of `spans` may hold any number of spans."""
+def envelope(resource: bytes, scope: bytes, spans: Sequence[Part]) -> list[Part]:
+    """An ExportTraceServiceRequest, in parts, of already encoded ones; each of `spans` may hold any number of spans."""
     length = sum(map(len, spans))
     inner = b"\x12" + varint(len(scope) + length) + scope
     outer = b"\x0a" + varint(len(resource) + len(inner) + length) + resource
-    return b"".join([outer, inner, *spans])
+    return [outer + inner, *spans]
 
 
-def gzip1(parts: Sequence[bytes]) -> bytes:
+def gzip1(parts: Sequence[Part]) -> bytes:
     """All parts as one gzip member, level 1; the same bytes each time, for it has no time stamp."""
     stream = deflate.compressobj(1, deflate.DEFLATED, _GZIP_CONTAINER)
     return b"".join([*map(stream.compress, parts), stream.flush()])

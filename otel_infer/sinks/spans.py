@@ -29,6 +29,8 @@ QUEUE_BYTES = 24 << 20
 FULL = 2
 """Full batches that wait for the reader; of more, the queue could not hold all."""
 FLUSH_NS = 1_000_000_000
+PART_BYTES = 1 << 18
+"""Spans that are encoded one by one are handed on together, so much of them: whoever compresses asks for the interpreter after each part."""
 STEP_ROWS = 4096
 """Steps that are encoded at once: half a megabyte, so that what was written is still in the processor's cache when it is copied."""
 
@@ -40,7 +42,7 @@ LOST_REFUSED = "refused"
 class Batch(NamedTuple):
     """One request to the destination: encoded spans and how many they are."""
 
-    parts: list[bytes | memoryview]
+    parts: list[otlp.Part]
     spans: int
     size: int
 
@@ -133,7 +135,7 @@ class SpanSink:
             semconv.DEVICE_SPAN,
         )
         self._spans: list[list[otlp.Span]] = []
-        self._parts: list[bytes | memoryview] = []
+        self._parts: list[otlp.Part] = []
         self._count = self._size = 0
         self._full: list[Batch] = []
         self._rows: list[StepRows] = []
@@ -179,16 +181,24 @@ class SpanSink:
 
     def _encode_spans(self) -> None:
         waiting, self._spans = self._spans, []
+        encoded: list[bytes] = []
+        count = size = 0
         for spans in waiting:
             try:
-                encoded = b"".join(map(otlp.encode_span, spans))
+                one = b"".join(map(otlp.encode_span, spans))
             except Exception:  # one request must not cost all others
                 log.exception("spans are not exported: trace %s", spans[0].trace_id.hex())
                 self._sender.lost[LOST_UNENCODED] += len(spans)
                 continue
-            self._add(encoded, len(spans))
+            encoded.append(one)
+            count, size = count + len(spans), size + len(one)
+            if size >= PART_BYTES:
+                self._add(b"".join(encoded), count)
+                encoded, count, size = [], 0, 0
+        if encoded:
+            self._add(b"".join(encoded), count)
 
-    def _add(self, encoded: bytes | memoryview, count: int) -> None:
+    def _add(self, encoded: otlp.Part, count: int) -> None:
         if self._size + len(encoded) > BATCH_BYTES:
             self._batch()
         self._parts.append(encoded)

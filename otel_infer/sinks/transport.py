@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from otel_infer.otlp import gzip1
+from otel_infer.otlp import Part, gzip1
 from otel_infer.sinks import seam
 from otel_infer.sinks.seam import SeamDrift
 
@@ -46,8 +46,8 @@ class Sent(NamedTuple):
 class Transport(Protocol):
     """Where batches go. For one thread; `shutdown` may be called from another."""
 
-    def send_spans(self, body: bytes, count: int) -> Sent:
-        """Sends an uncompressed ExportTraceServiceRequest of `count` spans. Blocks while the exporter retries, at most
+    def send_spans(self, parts: Sequence[Part], count: int) -> Sent:
+        """Sends an uncompressed ExportTraceServiceRequest, in parts, of `count` spans. Blocks while the exporter retries, at most
         its timeout (10 s unless configured; old releases of the SDK up to a minute). Never raises."""
 
     def shutdown(self) -> None:
@@ -101,14 +101,14 @@ class _SdkTransport:
         self._outcome = _Outcome()
         self._shut = False
 
-    def send_spans(self, body: bytes, count: int) -> Sent:
+    def send_spans(self, parts: Sequence[Part], count: int) -> Sent:
         """See `Transport`."""
         if self._shut:
             return Sent(0, count, "shut down")
         outcome = self._outcome
         outcome.failed(_NOT_SENT)
         try:
-            self._exporter.export(seam.Ready(self._packed(body), count))
+            self._exporter.export(seam.Ready(self._packed(parts), count))
         except Exception as error:
             # Old releases let connection errors out, which the outcome has by then.
             if outcome.reason == _NOT_SENT:
@@ -124,8 +124,8 @@ class _SdkTransport:
             self._shut = True
             self._exporter.shutdown()
 
-    def _packed(self, body: bytes) -> bytes:
-        return body
+    def _packed(self, parts: Sequence[Part]) -> bytes:
+        return b"".join(parts)
 
 
 class HttpTransport(_SdkTransport):
@@ -142,8 +142,8 @@ class HttpTransport(_SdkTransport):
         # Around `send` and no response hook, for hooks do not see a connection fail.
         session.send = self._watched
 
-    def _packed(self, body: bytes) -> bytes:
-        return gzip1([body]) if self._gzip else body
+    def _packed(self, parts: Sequence[Part]) -> bytes:
+        return gzip1(parts) if self._gzip else super()._packed(parts)
 
     def _watched(self, request: Any, **options: Any) -> Any:
         # Old exporters follow redirects, and a page to log in at would be an acceptance.

@@ -318,7 +318,7 @@ def test_an_envelope_holds_the_resource_the_scope_and_all_spans(
         otlp.encode_scope("otel_infer", "1.2", "https://schema"),
         [b"".join(map(otlp.encode_span, part)) for part in parts],
     )
-    (of_resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    (of_resource,) = ExportTraceServiceRequest.FromString(b"".join(body)).resource_spans
     (of_scope,) = of_resource.scope_spans
 
     assert expected_pairs(resource) == pairs(of_resource.resource.attributes)
@@ -332,7 +332,7 @@ def test_an_envelope_holds_the_resource_the_scope_and_all_spans(
 
 def test_a_resource_says_its_attributes_once() -> None:
     body = otlp.envelope(otlp.encode_resource({"service.name": "x"}), otlp.encode_scope("s", ""), [])
-    (of_resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    (of_resource,) = ExportTraceServiceRequest.FromString(b"".join(body)).resource_spans
     assert [KeyValue(key="service.name", value=AnyValue(string_value="x"))] == of_resource.resource.attributes
 
 

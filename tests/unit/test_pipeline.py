@@ -18,7 +18,7 @@ from otel_infer.records import GpuReading, Mark, RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
 from otel_infer.sinks import outlet as outlets
 from tests.starts import server
-from tests.story import BASE, LATER, MS, Story, ids
+from tests.story import BASE, LATER, MS, Story, counting, ids
 
 
 class Taken:
@@ -45,7 +45,7 @@ def fed(sink: Taken) -> Pipeline:
     story = Story()
     for name in "abc":
         story.ends(10, story.arrives(0, name))
-    pipeline = Pipeline(Config(), Rings(), [sink], None, {}, None, 0)
+    pipeline = Pipeline(Config(), Rings(), [sink], None, {}, counting(), 0)
     pipeline.assembler.feed(story.in_order())
     return pipeline
 
@@ -109,7 +109,7 @@ def test_exemplars_name_no_span_that_a_provider_does_not_have(sender: Any, named
         story.ends(until, story.arrives(9_500, name, flags=flags))
     sink = Taken()
     settings = Config(keep_unsampled=True, gpu_metrics=False)
-    pipeline = Pipeline(settings, Rings(), [sink], sender, {}, None, 0)
+    pipeline = Pipeline(settings, Rings(), [sink], sender, {}, counting(), 0)
     pipeline.assembler.feed(story.in_order())
     pipeline.conclude(LATER, final=True)
     told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics
@@ -120,6 +120,22 @@ def test_exemplars_name_no_span_that_a_provider_does_not_have(sender: Any, named
     }
     assert {name: len(spans) for name, spans in exemplars.items()} == named
     assert (ids("b")[1] in sink.spans) == (sender is not None)
+
+
+@pytest.mark.parametrize("outlet", [None, counting()], ids=["nobody takes them", "somebody does"])
+def test_metrics_are_counted_for_whoever_takes_them(outlet: Any) -> None:
+    story, sink = server(), Taken()
+    story.ends(12_000, story.arrives(9_500, "a"))
+    story.paused(9_900, 10_000)
+    pipeline = Pipeline(Config(), Rings(), [sink], None, {}, outlet, 0)
+    pipeline.assembler.feed(story.in_order())
+    pipeline.conclude(LATER, final=True)
+    told = {
+        metric.name for metric in pipeline.metrics.collect(0).resource_metrics[0].scope_metrics[0].metrics
+    }
+    counted = {"gen_ai.server.request.duration", "infer.pause.duration", "infer.startup.duration"}
+    assert counted & told == (counted if outlet else set())
+    assert ids("a")[1] in sink.spans
 
 
 @pytest.mark.parametrize(("temporality", "refused"), [("delta", 2), ("cumulative", None)])
@@ -288,7 +304,7 @@ def test_a_model_that_torch_serves_is_named_and_one_that_a_caller_may_have_named
     for key, value in (("gen_ai.provider.name", provider), ("gen_ai.request.model", "bert")):
         story.state(a, facts.AttributeSet(BASE, key, value))
     story.ends(30, a)
-    pipeline = Pipeline(Config(), Rings(), [], None, {}, None, 0)
+    pipeline = Pipeline(Config(), Rings(), [], None, {}, counting(), 0)
     pipeline.assembler.feed(story.in_order())
     pipeline.conclude(LATER)
     told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics

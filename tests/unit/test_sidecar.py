@@ -14,7 +14,7 @@ from otel_infer.pipeline import WAKE_NS
 from otel_infer.ring import layout, place
 from otel_infer.ring.arena import MemoryArena
 from otel_infer.ring.write import RequestWriter
-from otel_infer.sidecar import Sidecar
+from otel_infer.sidecar import CALM_WAKE_NS, IDLE_WAKE_NS, Sidecar
 
 CELLS = 128
 SECOND = 1_000_000_000
@@ -82,6 +82,16 @@ def test_whoever_waits_for_a_flush_does_not_wait_for_the_tenth_wake(server: Serv
         server.sidecar._wake(START + number * WAKE_NS)
     assert server.reads[:3] == [2, 3, 4]
     assert server.writer.words[layout.W_FLUSH_DONE] == server.writer.words[layout.W_FLUSH_ASKED]
+
+
+def test_it_wakes_half_as_often_where_nothing_presses(server: Server) -> None:
+    """Nothing does until rings fill, or somebody waits for a flush; while nothing happens at all it sleeps longer still."""
+    server.wakes(11, facts_each=1)
+    assert server.sidecar._pause(START + 11 * WAKE_NS) == CALM_WAKE_NS
+    server.writer.words[layout.W_FLUSH_ASKED] += 1
+    server.sidecar._wake(START + 12 * WAKE_NS)
+    assert server.sidecar._pause(START + 12 * WAKE_NS) == WAKE_NS
+    assert server.sidecar._pause(START + 100 * WAKE_NS) == IDLE_WAKE_NS
 
 
 def test_a_webhook_whose_port_is_taken_is_there_when_it_is_free(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from otel_infer.ring.folder import Rings
 from otel_infer.ring.write import MemoryArena, RequestWriter
 from otel_infer.sidecar import Sidecar
 from otel_infer.throttling import LOOK_NS, Throttling, stat_files, throttled_ns
+from tests.story import counting
 
 MS = 1_000_000
 V2 = (
@@ -227,7 +228,7 @@ def test_what_was_seen_is_on_the_tape_and_counted(tmp_path: Path) -> None:
     rings, arena = Rings(), MemoryArena()
     RequestWriter(arena, "1-a", "server")
     pipeline = Pipeline(
-        Config(tape=str(tmp_path / "a.tape")), rings, [], None, {}, None, clock.wall_pair()[1]
+        Config(tape=str(tmp_path / "a.tape")), rings, [], None, {}, counting(), clock.wall_pair()[1]
     )
     at = clock.now()
     rings.add(*arena.buffers[0], at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision
+from otel_infer.otlp import Part
 from otel_infer.records import RequestRecord
 from otel_infer.sinks import spans as room
 from otel_infer.sinks import tree
@@ -87,10 +88,11 @@ def test_the_resource_and_the_scope_are_ours() -> None:
     sink.request(story.record(), ALL)
     sink.flush(0)
     (batch,) = batches.taken
-    body = room.otlp.envelope(*encoded_identity({"service.name": "shop", "host.name": "h"}), batch.parts)
+    named = {"service.name": "shop", "host.name": "h"}
+    body = b"".join(room.otlp.envelope(*encoded_identity(named), batch.parts))
     assert {span["resource"]["service.name"] for span in decoded("traces", body)} == {"shop"}
     assert {span["scope"]["name"] for span in decoded("traces", body)} == {"otel_infer"}
-    unnamed = room.otlp.envelope(*encoded_identity({}), batch.parts)
+    unnamed = b"".join(room.otlp.envelope(*encoded_identity({}), batch.parts))
     assert {span["resource"]["service.name"] for span in decoded("traces", unnamed)} == {
         "unknown_service:python"
     }
@@ -238,8 +240,8 @@ class Outlet:
         self.open.set()
         self.shut = 0
 
-    def send_spans(self, body: bytes, count: int) -> Sent:
-        self.bodies.append(body)
+    def send_spans(self, parts: Sequence[Part], count: int) -> Sent:
+        self.bodies.append(b"".join(parts))
         self.entered.set()
         self.open.wait(10)
         return self.answer(count)

@@ -72,13 +72,20 @@ def body() -> bytes:
     rows, count = encoder.encode(columns, otlp.StepOwners(trace, parent, parent))
     parts = [otlp.encode_span(request), rows]
     assert count == COUNT - 1
-    return otlp.envelope(
-        otlp.encode_resource({"service.name": "x"}), otlp.encode_scope("otel_infer", "1"), parts
-    )
+    identity = otlp.encode_resource({"service.name": "x"}), otlp.encode_scope("otel_infer", "1")
+    return b"".join(otlp.envelope(*identity, parts))
+
+
+def test_parts_arrive_as_one_message(receiver: OtlpReceiver, to: Transport, body: bytes) -> None:
+    assert Sent(COUNT, 0, None) == to.send_spans([body[:7], memoryview(body)[7:]], COUNT)
+
+    (request,) = receiver.requests
+    assert ("traces", len(body)) == (request.signal, request.raw_bytes)
+    assert len(receiver.spans) == COUNT
 
 
 def test_bytes_arrive_as_they_were_given(receiver: OtlpReceiver, to: Transport, body: bytes) -> None:
-    assert Sent(COUNT, 0, None) == to.send_spans(body, COUNT)
+    assert Sent(COUNT, 0, None) == to.send_spans([body], COUNT)
 
     (request,) = receiver.requests
     assert ("traces", len(body)) == (request.signal, request.raw_bytes)
@@ -94,7 +101,7 @@ def test_the_users_headers_and_the_exporters_own_are_sent(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
     monkeypatch.setenv(variable, "api-key=secret,x-tenant=a")
-    assert Sent(COUNT, 0, None) == transport(receiver.protocol).send_spans(body, COUNT)
+    assert Sent(COUNT, 0, None) == transport(receiver.protocol).send_spans([body], COUNT)
     headers = receiver.requests[0].headers
     assert ("secret", "a") == (headers["api-key"], headers["x-tenant"])
     # Before 1.36 gRPC overwrote the exporter's.
@@ -107,7 +114,7 @@ def test_the_endpoint_follows_from_the_environment(
 ) -> None:
     path = "/v1/traces" if receiver.protocol == HTTP and "TRACES" in variable else ""
     monkeypatch.setenv(variable, receiver.endpoint + path)
-    assert Sent(COUNT, 0, None) == transport(receiver.protocol).send_spans(body, COUNT)
+    assert Sent(COUNT, 0, None) == transport(receiver.protocol).send_spans([body], COUNT)
 
 
 @pytest.mark.parametrize("compression", ["", "gzip", "zstd"])
@@ -118,7 +125,7 @@ def test_http_bodies_are_gzip_unless_another_compression_is_asked_for(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        assert Sent(COUNT, 0, None) == HttpTransport(compression).send_spans(body, COUNT)
+        assert Sent(COUNT, 0, None) == HttpTransport(compression).send_spans([body], COUNT)
     (request,) = receiver.requests
     assert ("gzip", "application/x-protobuf") == (
         request.headers["content-encoding"],
@@ -133,7 +140,7 @@ def test_http_bodies_can_go_another_way(
 ) -> None:
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        assert Sent(COUNT, 0, None) == transport(HTTP, compression).send_spans(body, COUNT)
+        assert Sent(COUNT, 0, None) == transport(HTTP, compression).send_spans([body], COUNT)
     (request,) = receiver.requests
     assert encoding == request.headers.get("content-encoding")
     assert (compression == "none") == (request.wire_bytes == len(body))
@@ -178,7 +185,7 @@ def test_grpc_messages_are_compressed_unless_that_is_switched_off(
     with OtlpReceiver(GRPC) as receiver, counting_relay(receiver.port) as (port, lengths):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
         sender = transport(GRPC, compression)
-        assert Sent(COUNT, 0, None) == sender.send_spans(body, COUNT)
+        assert Sent(COUNT, 0, None) == sender.send_spans([body], COUNT)
         sender.shutdown()
     assert len(body) == receiver.requests[0].raw_bytes
     assert (compression == "none") == (sum(lengths) > len(body))
@@ -188,7 +195,7 @@ def test_an_answer_that_asks_for_patience_is_retried(
     receiver: OtlpReceiver, to: Transport, body: bytes
 ) -> None:
     receiver.answer(status(503, retry_after=0), then=ok())
-    assert Sent(COUNT, 0, None) == to.send_spans(body, COUNT)
+    assert Sent(COUNT, 0, None) == to.send_spans([body], COUNT)
     assert [503, 200] == [request.answer.code for request in receiver.requests]
     assert [len(body)] * 2 == [request.raw_bytes for request in receiver.requests]
     assert COUNT == len({span["span_id"] for span in receiver.spans})
@@ -207,7 +214,7 @@ def test_a_refusal_is_counted_and_named(
 ) -> None:
     receiver.answer(status(code))
     expected = http if receiver.protocol == HTTP else grpc
-    assert Sent(0, COUNT, expected) == to.send_spans(body, COUNT)
+    assert Sent(0, COUNT, expected) == to.send_spans([body], COUNT)
     assert 1 == len(receiver.requests)
 
 
@@ -223,7 +230,7 @@ def test_a_page_to_log_in_at_is_a_refusal(
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         receiver.answer(Answer(302, location="/login"))
-        assert Sent(0, COUNT, "HTTP 302") == HttpTransport().send_spans(body, COUNT)
+        assert Sent(0, COUNT, "HTTP 302") == HttpTransport().send_spans([body], COUNT)
     assert 1 == len(receiver.requests)
 
 
@@ -242,7 +249,7 @@ def test_a_receiver_that_never_recovers_is_given_up(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     receiver.answer(status(code, retry_after=30))
     expected = f"HTTP {code}" if receiver.protocol == HTTP else grpc
-    assert Sent(0, COUNT, expected) == transport(receiver.protocol).send_spans(body, COUNT)
+    assert Sent(0, COUNT, expected) == transport(receiver.protocol).send_spans([body], COUNT)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +266,7 @@ def test_a_partial_success_is_counted(
     receiver: OtlpReceiver, to: Transport, body: bytes, answer: Answer, expected: Sent
 ) -> None:
     receiver.answer(answer)
-    assert expected == to.send_spans(body, COUNT)
+    assert expected == to.send_spans([body], COUNT)
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"<html>", b"\xff" * 20])
@@ -267,14 +274,14 @@ def test_an_acceptance_in_no_known_words_is_an_acceptance(
     receiver: OtlpReceiver, to: Transport, body: bytes, answer: bytes
 ) -> None:
     receiver.answer(Answer(body=answer))
-    assert Sent(COUNT, 0, None) == to.send_spans(body, COUNT)
+    assert Sent(COUNT, 0, None) == to.send_spans([body], COUNT)
 
 
 def test_a_batch_after_a_failed_one_is_judged_by_itself(
     receiver: OtlpReceiver, to: Transport, body: bytes
 ) -> None:
     receiver.answer(status(400), partial_success(3, "no"), then=ok())
-    rejected = [to.send_spans(body, COUNT).rejected for _ in range(3)]
+    rejected = [to.send_spans([body], COUNT).rejected for _ in range(3)]
     assert [COUNT, 3, 0] == rejected
 
 
@@ -285,13 +292,13 @@ def test_a_receiver_that_is_not_there_is_named_and_used_again_when_it_is_back(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
     to = transport(receiver.protocol)
-    assert Sent(COUNT, 0, None) == to.send_spans(body, COUNT)
+    assert Sent(COUNT, 0, None) == to.send_spans([body], COUNT)
     receiver.refuse()
     expected = "connection refused" if receiver.protocol == HTTP else "UNAVAILABLE"
-    assert Sent(0, COUNT, expected) == to.send_spans(body, COUNT)
+    assert Sent(0, COUNT, expected) == to.send_spans([body], COUNT)
     receiver.listen()
     # gRPC connects again in its own time.
-    assert Sent(COUNT, 0, None) in (to.send_spans(body, COUNT) for _ in range(5))
+    assert Sent(COUNT, 0, None) in (to.send_spans([body], COUNT) for _ in range(5))
     assert 2 * COUNT == len(receiver.spans)
 
 
@@ -304,7 +311,7 @@ def test_a_receiver_that_is_too_slow_is_not_waited_for(
     receiver.answer(slow(20))
     began = time.monotonic()
     expected = "timeout" if receiver.protocol == HTTP else "DEADLINE_EXCEEDED"
-    assert Sent(0, COUNT, expected) == transport(receiver.protocol).send_spans(body, COUNT)
+    assert Sent(0, COUNT, expected) == transport(receiver.protocol).send_spans([body], COUNT)
     assert time.monotonic() - began < 10
 
 
@@ -315,21 +322,21 @@ def test_a_name_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector.invalid:4318")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    assert Sent(0, COUNT, "name not resolved") == transport(HTTP).send_spans(body, COUNT)
+    assert Sent(0, COUNT, "name not resolved") == transport(HTTP).send_spans([body], COUNT)
 
 
 def test_tls_to_a_receiver_without_it_is_named(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint.replace("http:", "https:"))
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-        assert Sent(0, COUNT, "TLS error") == transport(HTTP).send_spans(body, COUNT)
+        assert Sent(0, COUNT, "TLS error") == transport(HTTP).send_spans([body], COUNT)
 
 
 def test_an_endpoint_that_is_no_url_is_a_failure_and_no_drift(
     monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector")
-    sent = transport(HTTP).send_spans(body, COUNT)
+    sent = transport(HTTP).send_spans([body], COUNT)
     assert (0, COUNT) == (sent.accepted, sent.rejected)
     # Newer exporters log such an error and keep it to themselves.
     assert sent.reason in ("not sent", "MissingSchema")
@@ -340,13 +347,13 @@ def test_the_users_proxy_is_used(monkeypatch: pytest.MonkeyPatch, body: bytes) -
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("http_proxy", receiver.endpoint)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector.invalid:4318")
-        assert Sent(0, COUNT, "HTTP 404") == transport(HTTP).send_spans(body, COUNT)
+        assert Sent(0, COUNT, "HTTP 404") == transport(HTTP).send_spans([body], COUNT)
 
 
 def test_after_shutdown_everything_is_rejected(receiver: OtlpReceiver, to: Transport, body: bytes) -> None:
     to.shutdown()
     to.shutdown()
-    assert Sent(0, COUNT, "shut down") == to.send_spans(body, COUNT)
+    assert Sent(0, COUNT, "shut down") == to.send_spans([body], COUNT)
     assert [] == receiver.requests
 
 
@@ -357,7 +364,7 @@ def test_shutdown_from_another_thread_ends_a_retry(
     receiver.answer(status(503, retry_after=4))
     threading.Timer(0.3, to.shutdown).start()
     began = time.monotonic()
-    assert 0 == to.send_spans(body, COUNT).accepted
+    assert 0 == to.send_spans([body], COUNT).accepted
     assert time.monotonic() - began < 3
 
 
@@ -444,7 +451,7 @@ def test_a_credential_providers_session_is_used_and_kept(
     monkeypatch.setattr(module, "_load_session_from_envvar", lambda name: asked.append(name) or session)
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        assert Sent(COUNT, 0, None) == HttpTransport().send_spans(body, COUNT)
+        assert Sent(COUNT, 0, None) == HttpTransport().send_spans([body], COUNT)
     assert "Bearer of-the-provider" == receiver.requests[0].headers["authorization"]
     assert {"OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"} == set(asked)
 
