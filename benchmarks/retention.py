@@ -12,8 +12,8 @@ from typing import NamedTuple
 from benchmarks import machine
 from benchmarks.engine import Engine
 from benchmarks.ours import Binding, Exporting
+from benchmarks.parts import OFFERED, Part, part
 from benchmarks.receiver import Receiver
-from benchmarks.throughput import OFFERED, Part, part
 from benchmarks.verdict import Gate, Line, exactly, line, median
 from otel_infer.config import Config
 from otel_infer.keeper import BURST_SECONDS
