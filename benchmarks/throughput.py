@@ -52,8 +52,8 @@ def measure(quick: bool) -> list[Line]:
             calm = _of_ours(engine, exporting, receiver, seconds)
     return [
         *_loss([*alone, *ours], theirs),
-        *_cpu(alone, theirs, unhindered, unhurried),
-        *_cpu_by_default(ours, theirs, idle),
+        *_cpu(alone, theirs),
+        *_cpu_by_default(ours, unhindered, unhurried, idle),
         *unsampled.lines_of(*out, many),
         *_sizes(ours, theirs, calm, memory),
     ]
@@ -103,37 +103,34 @@ def _loss(ours: list[Part], theirs: list[Part]) -> list[Line]:
     ]
 
 
-def _cpu(alone: list[Part], theirs: list[Part], unhindered: list[Part], unhurried: Part) -> list[Line]:
-    """Spans alone on both sides."""
+def _cpu(alone: list[Part], theirs: list[Part]) -> list[Line]:
+    """Spans alone on both sides, in an engine that works."""
     sidecar = median([part.sidecar_cpu / part.arrived["spans"] for part in alone])
-    free, calm = _stock_cpu(unhindered), unhurried.server_cpu / unhurried.arrived["spans"]
-    lost = 1 - unhurried.arrived["steps"] / unhurried.expected
-    calm_note = f"stock {calm / 1000:.1f} µs at {unhurried.rate:,.0f}/s, where it loses {lost:.0%}"
     gate = Gate(CPU_FACTOR, at_least=True)
     return [
         line(f"{_BELOW}: sidecar", "×", _times(alone, theirs), gate, note=_said(theirs)),
-        line(
-            f"{_BELOW}: sidecar, an engine without work", "×", _below(free, sidecar), note=_said(unhindered)
-        ),
-        line(
-            f"{_BELOW}: sidecar, where that loses nothing",
-            "×",
-            _below(exactly(calm), sidecar),
-            note=calm_note,
-        ),
         line("CPU per exported span: sidecar", "µs", sidecar.scaled(1 / 1000)),
     ]
 
 
-def _cpu_by_default(ours: list[Part], theirs: list[Part], idle: float) -> list[Line]:
+def _cpu_by_default(ours: list[Part], theirs: list[Part], unhurried: Part, idle: float) -> list[Line]:
     """Ours with metrics, in an engine without work: what the server takes is little beside that."""
     sidecar = median([part.sidecar_cpu / part.arrived["spans"] for part in ours])
     both = median([(part.sidecar_cpu + part.server_cpu) / part.arrived["spans"] for part in ours])
-    stock = _stock_cpu(theirs)
+    stock, calm = _stock_cpu(theirs), _stock_cpu([unhurried])
+    lost = 1 - unhurried.arrived["steps"] / unhurried.expected
+    calm_note = f"stock {calm.value / 1000:.1f} µs at {unhurried.rate:,.0f}/s, where it loses {lost:.0%}"
+    idly = "in an engine without work, with metrics"
     return [
-        line(f"{_BELOW}: sidecar, with metrics", "×", _below(stock, sidecar)),
-        line(f"{_BELOW}: sidecar and server, with metrics", "×", _below(stock, both), note=_share(ours)),
-        line("CPU per exported span: sidecar, with metrics", "µs", sidecar.scaled(1 / 1000)),
+        line(f"{_BELOW} {idly}: sidecar", "×", _below(stock, sidecar), note=_said(theirs)),
+        line(f"{_BELOW} {idly}: sidecar and server", "×", _below(stock, both), note=_share(ours)),
+        line(
+            f"{_BELOW} where that loses nothing, with metrics: sidecar",
+            "×",
+            _below(exactly(calm.value), sidecar),
+            note=calm_note,
+        ),
+        line(f"CPU per exported span {idly}: sidecar", "µs", sidecar.scaled(1 / 1000)),
         line("CPU of the sidecar while nothing happens", "% of a core", exactly(idle * 100)),
     ]
 
