@@ -117,9 +117,9 @@ def _cpu_by_default(ours: list[Part], theirs: list[Part], unhurried: Part, idle:
     """Ours with metrics, in an engine without work: what the server takes is little beside that."""
     sidecar = median([part.sidecar_cpu / part.arrived["spans"] for part in ours])
     both = median([(part.sidecar_cpu + part.server_cpu) / part.arrived["spans"] for part in ours])
-    stock, calm = _stock_cpu(theirs), _stock_cpu([unhurried])
+    stock, calm = _stock_cpu(theirs), unhurried.server_cpu / unhurried.arrived["spans"]
     lost = 1 - unhurried.arrived["steps"] / unhurried.expected
-    calm_note = f"stock {calm.value / 1000:.1f} µs at {unhurried.rate:,.0f}/s, where it loses {lost:.0%}"
+    calm_note = f"stock {calm / 1000:.1f} µs at {unhurried.rate:,.0f}/s, where it loses {lost:.0%}"
     idly = "in an engine without work, with metrics"
     return [
         line(f"{_BELOW} {idly}: sidecar", "×", _below(stock, sidecar), note=_said(theirs)),
@@ -127,7 +127,7 @@ def _cpu_by_default(ours: list[Part], theirs: list[Part], unhurried: Part, idle:
         line(
             f"{_BELOW} where that loses nothing, with metrics: sidecar",
             "×",
-            _below(exactly(calm.value), sidecar),
+            _below(exactly(calm), sidecar),
             note=calm_note,
         ),
         line(f"CPU per exported span {idly}: sidecar", "µs", sidecar.scaled(1 / 1000)),

@@ -8,9 +8,9 @@ Refuses: clocks, names of its own (they come from `semconv` through the caller),
 
 from otel_infer.facts import Value as AttributeValue
 from otel_infer.otlp.spans import (
+    Encoded,
     Event,
     Link,
-    Part,
     Recurring,
     Span,
     encode_resource,
@@ -23,9 +23,9 @@ from otel_infer.otlp.steps import StepColumns, StepEncoder, StepOwners, step_spa
 
 __all__ = [
     "AttributeValue",
+    "Encoded",
     "Event",
     "Link",
-    "Part",
     "Recurring",
     "Span",
     "StepColumns",

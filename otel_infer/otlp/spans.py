@@ -23,7 +23,8 @@ _SMALL = tuple(bytes((value,)) for value in range(128))
 _GZIP_CONTAINER = 31
 _DOUBLE, _FIXED64 = struct.Struct("<d"), struct.Struct("<Q")
 _NONE: Mapping[str, AttributeValue] = MappingProxyType({})
-Part = Union[bytes, memoryview]
+Encoded = Union[bytes, memoryview]
+"""A part of a message, as it is sent."""
 
 
 class Event(NamedTuple):
@@ -268,7 +269,7 @@ def encode_scope(name: str, version: str, schema_url: str = "") -> bytes:
     return field(1, string(1, name) + string(2, version)) + string(3, schema_url)
 
 
-def envelope(resource: bytes, scope: bytes, spans: Sequence[Part]) -> list[Part]:
+def envelope(resource: bytes, scope: bytes, spans: Sequence[Encoded]) -> list[Encoded]:
     """An ExportTraceServiceRequest, in parts, of already encoded ones; each of `spans` may hold any number of spans."""
     length = sum(map(len, spans))
     inner = b"\x12" + varint(len(scope) + length) + scope
@@ -276,7 +277,7 @@ def envelope(resource: bytes, scope: bytes, spans: Sequence[Part]) -> list[Part]
     return [outer + inner, *spans]
 
 
-def gzip1(parts: Sequence[Part]) -> bytes:
+def gzip1(parts: Sequence[Encoded]) -> bytes:
     """All parts as one gzip member, level 1; the same bytes each time, for it has no time stamp."""
     stream = deflate.compressobj(1, deflate.DEFLATED, _GZIP_CONTAINER)
     return b"".join([*map(stream.compress, parts), stream.flush()])

@@ -42,7 +42,7 @@ LOST_REFUSED = "refused"
 class Batch(NamedTuple):
     """One request to the destination: encoded spans and how many they are."""
 
-    parts: list[otlp.Part]
+    parts: list[otlp.Encoded]
     spans: int
     size: int
 
@@ -135,7 +135,7 @@ class SpanSink:
             semconv.DEVICE_SPAN,
         )
         self._spans: list[list[otlp.Span]] = []
-        self._parts: list[otlp.Part] = []
+        self._parts: list[otlp.Encoded] = []
         self._count = self._size = 0
         self._full: list[Batch] = []
         self._rows: list[StepRows] = []
@@ -198,7 +198,7 @@ class SpanSink:
         if encoded:
             self._add(b"".join(encoded), count)
 
-    def _add(self, encoded: otlp.Part, count: int) -> None:
+    def _add(self, encoded: otlp.Encoded, count: int) -> None:
         if self._size + len(encoded) > BATCH_BYTES:
             self._batch()
         self._parts.append(encoded)

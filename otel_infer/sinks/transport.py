@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from otel_infer.otlp import Part, gzip1
+from otel_infer.otlp import Encoded, gzip1
 from otel_infer.sinks import seam
 from otel_infer.sinks.seam import SeamDrift
 
@@ -46,7 +46,7 @@ class Sent(NamedTuple):
 class Transport(Protocol):
     """Where batches go. For one thread; `shutdown` may be called from another."""
 
-    def send_spans(self, parts: Sequence[Part], count: int) -> Sent:
+    def send_spans(self, parts: Sequence[Encoded], count: int) -> Sent:
         """Sends an uncompressed ExportTraceServiceRequest, in parts, of `count` spans. Blocks while the exporter retries, at most
         its timeout (10 s unless configured; old releases of the SDK up to a minute). Never raises."""
 
@@ -101,7 +101,7 @@ class _SdkTransport:
         self._outcome = _Outcome()
         self._shut = False
 
-    def send_spans(self, parts: Sequence[Part], count: int) -> Sent:
+    def send_spans(self, parts: Sequence[Encoded], count: int) -> Sent:
         """See `Transport`."""
         if self._shut:
             return Sent(0, count, "shut down")
@@ -124,7 +124,7 @@ class _SdkTransport:
             self._shut = True
             self._exporter.shutdown()
 
-    def _packed(self, parts: Sequence[Part]) -> bytes:
+    def _packed(self, parts: Sequence[Encoded]) -> bytes:
         return b"".join(parts)
 
 
@@ -142,7 +142,7 @@ class HttpTransport(_SdkTransport):
         # Around `send` and no response hook, for hooks do not see a connection fail.
         session.send = self._watched
 
-    def _packed(self, parts: Sequence[Part]) -> bytes:
+    def _packed(self, parts: Sequence[Encoded]) -> bytes:
         return gzip1(parts) if self._gzip else super()._packed(parts)
 
     def _watched(self, request: Any, **options: Any) -> Any:

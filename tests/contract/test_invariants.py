@@ -45,7 +45,7 @@ from otel_infer.ring.write import MemoryArena, RequestWriter
 from otel_infer.ring.write_steps import StepWriter
 from tests.otlp_receiver import OtlpReceiver, status
 from tests.served import chat, transformers_serve
-from tests.story import counting
+from tests.story import COUNTED
 from tests.toy_server import RUN, Toy, free_port, processes, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -919,7 +919,7 @@ def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(con
     arena, rings = MemoryArena(), Rings()
     ingress.opener = identity.IdOpener(*_standard_sampling(), identity.Limits())
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
-    pipeline = Pipeline(config, rings, [], None, {}, counting(), clock.wall_pair()[1])
+    pipeline = Pipeline(config, rings, [], None, {}, COUNTED, clock.wall_pair()[1])
     try:
         app = asgi.wrap(_Echo())
         asyncio.run(_drive(app, [("POST", "/v1/chat", "toy")], pipeline, arena))

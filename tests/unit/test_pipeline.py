@@ -18,7 +18,7 @@ from otel_infer.records import GpuReading, Mark, RequestRecord, StartRecord
 from otel_infer.ring.folder import Rings
 from otel_infer.sinks import outlet as outlets
 from tests.starts import server
-from tests.story import BASE, LATER, MS, Story, counting, ids
+from tests.story import BASE, COUNTED, LATER, MS, Story, Uncollected, ids
 
 
 class Taken:
@@ -45,7 +45,7 @@ def fed(sink: Taken) -> Pipeline:
     story = Story()
     for name in "abc":
         story.ends(10, story.arrives(0, name))
-    pipeline = Pipeline(Config(), Rings(), [sink], None, {}, counting(), 0)
+    pipeline = Pipeline(Config(), Rings(), [sink], None, {}, COUNTED, 0)
     pipeline.assembler.feed(story.in_order())
     return pipeline
 
@@ -109,7 +109,7 @@ def test_exemplars_name_no_span_that_a_provider_does_not_have(sender: Any, named
         story.ends(until, story.arrives(9_500, name, flags=flags))
     sink = Taken()
     settings = Config(keep_unsampled=True, gpu_metrics=False)
-    pipeline = Pipeline(settings, Rings(), [sink], sender, {}, counting(), 0)
+    pipeline = Pipeline(settings, Rings(), [sink], sender, {}, COUNTED, 0)
     pipeline.assembler.feed(story.in_order())
     pipeline.conclude(LATER, final=True)
     told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics
@@ -122,7 +122,7 @@ def test_exemplars_name_no_span_that_a_provider_does_not_have(sender: Any, named
     assert (ids("b")[1] in sink.spans) == (sender is not None)
 
 
-@pytest.mark.parametrize("outlet", [None, counting()], ids=["nobody takes them", "somebody does"])
+@pytest.mark.parametrize("outlet", [None, COUNTED], ids=["nobody takes them", "somebody does"])
 def test_metrics_are_counted_for_whoever_takes_them(outlet: Any) -> None:
     story, sink = server(), Taken()
     story.ends(12_000, story.arrives(9_500, "a"))
@@ -148,10 +148,8 @@ def test_deltas_that_nobody_took_are_a_loss(temporality: str, refused: int | Non
     assert pipeline.losses().get("collections_refused") == refused
 
 
-class Collected:
+class Collected(Uncollected):
     """An outlet that remembers what services the metrics were of. Always free."""
-
-    failed = 0
 
     def __init__(self) -> None:
         self.names: list[Any] = []
@@ -161,11 +159,6 @@ class Collected:
 
     def put(self, data: Any, *, is_delta: bool) -> None:
         self.names.append(data.resource_metrics[0].resource.attributes["service.name"])
-
-    def wait(self, timeout: float) -> bool:
-        return True
-
-    close = wait
 
 
 def collecting(resource: dict[str, facts.Value]) -> tuple[Pipeline, Collected]:
@@ -304,7 +297,7 @@ def test_a_model_that_torch_serves_is_named_and_one_that_a_caller_may_have_named
     for key, value in (("gen_ai.provider.name", provider), ("gen_ai.request.model", "bert")):
         story.state(a, facts.AttributeSet(BASE, key, value))
     story.ends(30, a)
-    pipeline = Pipeline(Config(), Rings(), [], None, {}, counting(), 0)
+    pipeline = Pipeline(Config(), Rings(), [], None, {}, COUNTED, 0)
     pipeline.assembler.feed(story.in_order())
     pipeline.conclude(LATER)
     told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics

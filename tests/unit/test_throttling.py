@@ -16,7 +16,7 @@ from otel_infer.ring.folder import Rings
 from otel_infer.ring.write import MemoryArena, RequestWriter
 from otel_infer.sidecar import Sidecar
 from otel_infer.throttling import LOOK_NS, Throttling, stat_files, throttled_ns
-from tests.story import counting
+from tests.story import COUNTED
 
 MS = 1_000_000
 V2 = (
@@ -153,6 +153,15 @@ def test_every_process_of_a_group_was_held_up(machine: Machine) -> None:
     assert sorted(machine.look(1100, *here)) == [(1, 1090, 1100), (2, 1090, 1100)]
 
 
+def test_a_wake_that_comes_a_little_too_soon_looks_all_the_same(machine: Machine) -> None:
+    """The sidecar wakes every 100 ms, and does other things before it looks, now more and now less."""
+    machine.process("7", "0::/box\n")
+    machine.group("box", V2.format(0))
+    machine.look(1000, (1, 7))
+    machine.group("box", V2.format(10_000))
+    assert machine.look(1097, (1, 7)) == [(1, 1087, 1097)]
+
+
 def test_it_looks_ten_times_a_second_and_asks_four_times_who_there_is(machine: Machine) -> None:
     machine.process("7", "0::/box\n")
     asked: list[int] = []
@@ -228,7 +237,7 @@ def test_what_was_seen_is_on_the_tape_and_counted(tmp_path: Path) -> None:
     rings, arena = Rings(), MemoryArena()
     RequestWriter(arena, "1-a", "server")
     pipeline = Pipeline(
-        Config(tape=str(tmp_path / "a.tape")), rings, [], None, {}, counting(), clock.wall_pair()[1]
+        Config(tape=str(tmp_path / "a.tape")), rings, [], None, {}, COUNTED, clock.wall_pair()[1]
     )
     at = clock.now()
     rings.add(*arena.buffers[0], at)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from otel_infer import facts, semconv
 from otel_infer.keeper import Decision
-from otel_infer.otlp import Part
+from otel_infer.otlp import Encoded
 from otel_infer.records import RequestRecord
 from otel_infer.sinks import spans as room
 from otel_infer.sinks import tree
@@ -240,7 +240,7 @@ class Outlet:
         self.open.set()
         self.shut = 0
 
-    def send_spans(self, parts: Sequence[Part], count: int) -> Sent:
+    def send_spans(self, parts: Sequence[Encoded], count: int) -> Sent:
         self.bodies.append(b"".join(parts))
         self.entered.set()
         self.open.wait(10)
