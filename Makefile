@@ -24,8 +24,8 @@ demo: $(VENV)/.demo  ## make a tiny model, serve it instrumented, load it, print
 	@$(BIN)/otel-infer demo $(ARGS)
 
 test-oldest: $(VENV)-oldest/.dev  ## the transformers tests against the oldest release claimed
-	$(VENV)-oldest/bin/python -m pytest tests/unit/integrations/test_transformers.py \
-	  tests/integrations/transformers tests/e2e/test_transformers_serve.py $(ARGS)
+	$(VENV)-oldest/bin/python -m pytest tests/unit/instrumentation/transformers \
+	  tests/instrumentation/transformers tests/e2e/test_transformers_serve.py $(ARGS)
 
 # What is not timed goes two files at a time, in the order named: long ones first. Skips of both runs are named at the end.
 TWO      := -n 2 --dist loadfile --no-loadscope-reorder
@@ -61,7 +61,7 @@ TOGETHER := \
   $(patsubst %,tests/e2e/test_%.py,transformers_serve breach_to_page early_ends doctor flight_recorder explain_live examples \
   report_in_a_browser request_log sampling server_start) \
   $(patsubst %,tests/contract/test_%.py,docs invariants alert_rules dashboards stack_files) \
-  $(addprefix tests/integrations/,torch transformers vllm) tests/benchmarks tests/unit
+  $(addprefix tests/instrumentation/,torch transformers vllm) tests/benchmarks tests/scripts tests/unit
 
 test: lint tools  ## format, lint, types, import contracts, tests
 ifeq ($(strip $(ARGS)),)

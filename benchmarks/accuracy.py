@@ -15,8 +15,9 @@ from ddsketch import DDSketch
 
 from benchmarks import quantiles
 from benchmarks.verdict import Figure, Gate, Line, exactly, line, median
-from otel_infer import semconv, slowest
-from otel_infer.sinks.histograms import ExplicitHistogram, ExponentialHistogram
+from otel_infer import semconv
+from otel_infer.export.metrics.histograms import ExplicitHistogram, ExponentialHistogram
+from otel_infer.export.sampling import slow_requests
 
 VALUES, QUICK = 200_000, 20_000
 DRAWS, QUICK_DRAWS = 20, 4
@@ -125,12 +126,12 @@ def _sketch(count: int, draws: int) -> Line:
     """The sketch knows no more than `RENEWED` requests at a time."""
     worst = 0.0
     for seed in range(draws):
-        values = shapes(SCALES[3])["Pareto"](np.random.default_rng(seed), min(count, slowest.RENEWED))
-        sketch = DDSketch(slowest.ACCURACY)
+        values = shapes(SCALES[3])["Pareto"](np.random.default_rng(seed), min(count, slow_requests.RENEWED))
+        sketch = DDSketch(slow_requests.ACCURACY)
         for value in values.tolist():
             sketch.add(value)
         truths = np.quantile(values, QUANTILES, method="lower")
         read = [sketch.get_quantile_value(q) or 0.0 for q in QUANTILES]
         worst = max(worst, *(abs(quantiles.error(*pair)) for pair in zip(read, truths.tolist())))
     claim = "who is slow: largest error of p50, p99, p99.9, streaming sketch"
-    return line(claim, "%", exactly(100 * worst), Gate(100 * slowest.ACCURACY))
+    return line(claim, "%", exactly(100 * worst), Gate(100 * slow_requests.ACCURACY))

@@ -67,7 +67,7 @@ def bare(name: str) -> System:
 
 def ours() -> System:
     """otel_infer; what is stated needs no flushing, since that is the sidecar's work."""
-    from otel_infer.integrations import asgi
+    from otel_infer.instrumentation import asgi
 
     def put_on() -> None:
         asgi.integration.install()

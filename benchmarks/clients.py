@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.served import Served
 from benchmarks.verdict import Gate, Line, exactly, line
-from otel_infer.records import RequestRecord
+from otel_infer.assembly.records.request import RequestRecord
 
 PROMPT, OUTPUT = 64, 48
 PERCENTILES = (50, 95)

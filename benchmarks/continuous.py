@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from otel_infer.cli.demo_model import make_demo_model
+from otel_infer.cli.demo.model import make_demo_model
 
 LAYERS, HIDDEN = 1, 64
 PROMPT = 16

@@ -14,8 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu_model import Decoder, Step
-from otel_infer import clock
-from otel_infer.gpu.clockmap import ClockMap
+from otel_infer import _clock
+from otel_infer.gpu.clock_sync import ClockMap
 from otel_infer.gpu.device import TorchDevice
 from otel_infer.gpu.timeline import Timed, Timeline
 
@@ -104,7 +104,7 @@ class _Bench:
             assert self._timeline.end(span, told.append)
         begun_at, launched_at = span.begun_at, span.launched_at
         torch.cuda.synchronize()
-        seen_at = clock.now()
+        seen_at = _clock.now()
         marks = [self._base.elapsed_time(event) for event in (span.start, span.end)]
         assert self._timeline.harvest() == 1
         self.said[name] = (begun_at, launched_at, seen_at, *marks, told[0])
@@ -122,9 +122,9 @@ def _kineto_offset() -> int:
     """Unix ns minus ns of our clock, at their closest of many tries; Kineto tells unix ns."""
     tries = []
     for _ in range(200):
-        before = clock.now()
-        wall = clock.wall()
-        after = clock.now()
+        before = _clock.now()
+        wall = _clock.wall()
+        after = _clock.now()
         tries.append((after - before, wall - (before + after) // 2))
     return min(tries)[1]
 

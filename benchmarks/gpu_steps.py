@@ -11,8 +11,8 @@ import torch
 from benchmarks import verdict
 from benchmarks.gpu_model import Decoder, Step
 from benchmarks.verdict import Gate, Line, exactly, line
-from otel_infer import clock
-from otel_infer.gpu.clockmap import ClockMap
+from otel_infer import _clock
+from otel_infer.gpu.clock_sync import ClockMap
 from otel_infer.gpu.device import TorchDevice
 from otel_infer.gpu.timeline import Timed, Timeline
 
@@ -48,7 +48,7 @@ class Loop:
         """µs a step."""
         torch.cuda.synchronize()
         self._timeline.pacing.idle()
-        began = clock.now()
+        began = _clock.now()
         for number in range(steps):
             if marked:
                 self._marked(number)
@@ -56,14 +56,14 @@ class Loop:
                 self._step()
                 self._wait(number)
         torch.cuda.synchronize()
-        taken = (clock.now() - began) / steps / 1000
+        taken = (_clock.now() - began) / steps / 1000
         self._timeline.harvest()
         if marked:
             self._clocks.renew()
         return taken
 
     def _marked(self, number: int) -> None:
-        now, timeline = clock.now, self._timeline
+        now, timeline = _clock.now, self._timeline
         at = now()
         span = timeline.begin() if timeline.pacing.is_next() else None
         begun = now()

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import machine, verdict
 from benchmarks.verdict import Figure, Gate, Line, exactly, line
-from otel_infer import clock, gpu
+from otel_infer import _clock, gpu
 
 RESULTS = Path(__file__).parent / "results"
 STEP_OVERHEAD, HOST_COST_US, DURATION_US, END_US = 1.0, 12.0, 5.0, 25.0
@@ -103,7 +103,7 @@ def calls(out: Path) -> list[Line]:
     """µs of the host for every call that we make."""
     import torch
 
-    from otel_infer.gpu.clockmap import ClockMap
+    from otel_infer.gpu.clock_sync import ClockMap
     from otel_infer.gpu.device import TorchDevice
     from otel_infer.gpu.timeline import Timeline
 
@@ -143,9 +143,9 @@ def _cost(call: Callable[[], object], times: int = CALLS) -> Figure:
     """Median of single calls, with p5 and p95 as its bounds."""
     lengths = []
     for _ in range(times):
-        before = clock.now()
+        before = _clock.now()
         call()
-        lengths.append(clock.now() - before)
+        lengths.append(_clock.now() - before)
     return Figure(*(float(np.percentile(lengths, at)) / 1000 for at in (50, 5, 95)))
 
 
@@ -176,7 +176,7 @@ def clocks(out: Path) -> list[Line]:
     """Anchors for some seconds: how wide they are, and how far each is from where the others would have put it."""
     import torch
 
-    from otel_infer.gpu.clockmap import ClockMap
+    from otel_infer.gpu.clock_sync import ClockMap
     from otel_infer.gpu.device import TorchDevice
 
     device = TorchDevice(torch, "cuda", 0)
@@ -260,7 +260,7 @@ def safety(out: Path) -> list[Line]:
 def _no_sync() -> list[Line]:
     import torch
 
-    from otel_infer.gpu.clockmap import ClockMap
+    from otel_infer.gpu.clock_sync import ClockMap
     from otel_infer.gpu.device import TorchDevice
     from otel_infer.gpu.timeline import Timeline
 
@@ -271,7 +271,7 @@ def _no_sync() -> list[Line]:
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)
     torch.cuda.set_sync_debug_mode("error")
-    began, failed = clock.now(), 0
+    began, failed = _clock.now(), 0
     try:
         for _ in range(50):
             span = timeline.begin()
@@ -282,7 +282,7 @@ def _no_sync() -> list[Line]:
         failed = 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    taken, is_busy = (clock.now() - began) / 1e6, not device.stream().query()
+    taken, is_busy = (_clock.now() - began) / 1e6, not device.stream().query()
     torch.cuda.synchronize()
     claim = "50 spans while the device is busy for 200 ms"
     return [
@@ -306,7 +306,7 @@ def _captured(mode: str, announced: bool) -> tuple[int, int]:
     """Captures while another thread, prepared as the tender is, harvests and anchors as fast as it can."""
     import torch
 
-    from otel_infer.gpu import captures
+    from otel_infer.gpu import graph_capture
 
     broken, data = 0, torch.zeros(1024, device="cuda")
     with _tending() as count:
@@ -316,7 +316,7 @@ def _captured(mode: str, announced: bool) -> tuple[int, int]:
             torch.cuda.synchronize()
             try:
                 if announced:
-                    captures.begin()
+                    graph_capture.begin()
                 with torch.cuda.graph(graph, capture_error_mode=mode):
                     for _ in range(50):
                         data.add_(1)
@@ -328,7 +328,7 @@ def _captured(mode: str, announced: bool) -> tuple[int, int]:
                 broken += 1
             finally:
                 if announced:
-                    captures.end()
+                    graph_capture.end()
         return broken, count[0]
 
 
@@ -336,8 +336,8 @@ def _captured(mode: str, announced: bool) -> tuple[int, int]:
 def _tending() -> Iterator[list[int]]:
     import torch
 
-    from otel_infer.gpu import captures
-    from otel_infer.gpu.clockmap import ClockMap
+    from otel_infer.gpu import graph_capture
+    from otel_infer.gpu.clock_sync import ClockMap
     from otel_infer.gpu.device import TorchDevice
     from otel_infer.gpu.timeline import Timeline
 
@@ -352,7 +352,7 @@ def _tending() -> Iterator[list[int]]:
         device.adopt_thread()
         busy = device.idle_stream()
         while not over.wait(0.0005):
-            if captures.open_now:
+            if graph_capture.open_now:
                 continue
             count[0] += 1
             span = timeline.begin(busy)

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.verdict import CONTROL_LIMIT, Control, Gate, Line, line, median
-from otel_infer import patching
+from otel_infer.instrumentation.hooks import probe
 
 SEQUENCES = 256
 UNCHANGED_NS, CHANGED_NS, DERIVED_NS, KEYFRAME_NS = 1000, 4000, 10_000, 10_000
@@ -62,7 +62,7 @@ def measure(quick: bool) -> list[Line]:
         machine.pin_this_thread(machine.fastest(everywhere))
         for case in chance.sample(cases, len(cases)):
             _round(case, steps, found[case.claim], chance)
-    if patching.errors():
+    if probe.errors():
         raise RuntimeError("a hook raised and was disabled: nothing was measured")
     best = float(np.percentile([pace for one in found.values() for pace in one.pace], BEST_PERCENTILE))
     return [_line(case, found[case.claim], best) for case in cases]

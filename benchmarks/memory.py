@@ -28,11 +28,13 @@ from benchmarks.ours import ENGINE, MODEL, Exporting
 from benchmarks.receiver import Receiver
 from benchmarks.slope import Slope, slope
 from benchmarks.verdict import FAIL, INCONCLUSIVE, PASS, Control, Figure, Gate, Line, exactly, line
-from otel_infer import clock, facts, ingress, semconv
-from otel_infer.flight.window import SPAN_NS
-from otel_infer.ring.membership import StepLog
-from otel_infer.ring.recorder import recorder
-from otel_infer.steptable import CAPACITY
+from otel_infer import _clock, semconv
+from otel_infer.assembly.engine.step_table import CAPACITY
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.batch_writer import StepLog
+from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.sidecar.recording.window import SPAN_NS
+from otel_infer.tracing import start
 
 REQUESTS, QUICK = 1_000_000, 20_000
 SAMPLES, QUICK_SAMPLES = 100, 20
@@ -226,7 +228,7 @@ class Load:
     def _arrived(self, number: int) -> Any:
         """One in two comes from a caller, and one in eight of those does not sample."""
         token = context.attach(_caller(number)) if number % 2 else None
-        request: Any = ingress.open_request(
+        request: Any = start.open_request(
             f"chat {MODEL}", owner=ENGINE, operation="chat", provider=ENGINE, model=MODEL
         )
         if token is not None:
@@ -235,15 +237,15 @@ class Load:
             request.set_attribute("number", number)
             request.set_attribute("name", f"request {number}")
         request.submitted(ENGINE, 1, PROMPT, STEPS)
-        request.state(facts.RequestReceived(clock.now()))
+        request.state(events.RequestReceived(_clock.now()))
         return request
 
     def _end(self, request: Any, number: int) -> None:
         if number % 100 == 1:
-            return request.close(facts.ERROR, f"Error{number}")
+            return request.close(events.ERROR, f"Error{number}")
         if number % 100 == 2:
-            return request.close(facts.ABORTED, semconv.ERROR_CLIENT_DISCONNECT)
-        request.state(facts.EngineFinished(clock.now(), "length", STEPS))
+            return request.close(events.ABORTED, semconv.ERROR_CLIENT_DISCONNECT)
+        request.state(events.EngineFinished(_clock.now(), "length", STEPS))
         return request.close()
 
 

@@ -13,11 +13,13 @@ from opentelemetry.context import Context
 import otel_infer
 from benchmarks import machine
 from benchmarks.engine import PROMPT, Engine, Sequence
-from otel_infer import clock, facts, ingress
-from otel_infer._wiring import wiring
-from otel_infer.patching import Hook
-from otel_infer.ring.membership import StepLog
-from otel_infer.ring.recorder import recorder
+from otel_infer import _clock
+from otel_infer._bootstrap.install import wiring
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.batch_writer import StepLog
+from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.tracing import start
 
 ENGINE = "simulator"
 MODEL = "simulated"
@@ -173,17 +175,17 @@ class Binding:
         return answer
 
     def _arrived(self, sequence: Sequence) -> None:
-        request: Any = ingress.open_request(
+        request: Any = start.open_request(
             f"chat {MODEL}", owner=ENGINE, around=self._around, operation="chat", provider=ENGINE, model=MODEL
         )
         request.submitted(ENGINE, 1, 0, 0)
-        request.state(facts.RequestReceived(clock.now()))
+        request.state(events.RequestReceived(_clock.now()))
         sequence.live, sequence.packed = request, request.packed
         self._open.add(sequence)
 
     def _finished(self, sequence: Sequence) -> None:
         self._left.append(sequence)
-        sequence.live.state(facts.EngineFinished(clock.now(), "length", 0))
+        sequence.live.state(events.EngineFinished(_clock.now(), "length", 0))
 
     def _ended(self, sequence: Sequence) -> None:
         self._open.discard(sequence)

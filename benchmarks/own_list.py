@@ -9,17 +9,20 @@ from typing import Any
 import otel_infer
 from benchmarks.engine import PROMPT, Sequence
 from benchmarks.hooks import CHANGED_NS, DERIVED_NS, KEYFRAME_NS, SEQUENCES, UNCHANGED_NS, Case, repeated
-from otel_infer import _wiring, clock, facts, ingress
-from otel_infer.patching import Hook
-from otel_infer.ring.membership import StepLog
-from otel_infer.ring.recorder import recorder
-from otel_infer.ring.write import MemoryArena
+from otel_infer import _clock
+from otel_infer._bootstrap import install
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.batch_writer import StepLog
+from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.ringbuffer.writer import MemoryArena
+from otel_infer.tracing import request_span, start
 
 
 def record_in_memory() -> None:
     """Facts go to rings that nobody reads: the writer does the same work, whoever reads."""
     recorder.start(MemoryArena, lambda: None, lambda reason: None)
-    ingress.opener = _wiring._opener(None)
+    request_span.opener = install._opener(None)
 
 
 class OwnList:
@@ -149,10 +152,10 @@ def _step(batch: list[Any]) -> None:
 
 
 def _request() -> None:
-    request: Any = ingress.open_request(
+    request: Any = start.open_request(
         "chat", owner="benchmark", operation="chat", provider="benchmark", model="tiny"
     )
     request.submitted("benchmark", 1, 100, 100)
-    request.state(facts.RequestReceived(clock.now()))
-    request.state(facts.EngineFinished(clock.now(), "length", 100))
+    request.state(events.RequestReceived(_clock.now()))
+    request.state(events.EngineFinished(_clock.now(), "length", 100))
     request.close()

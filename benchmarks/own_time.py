@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from otel_infer.patching import StepHook
+from otel_infer.instrumentation.hooks.patch import StepHook
 
 _now = time.perf_counter_ns
 

@@ -93,7 +93,7 @@ class Model:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from otel_infer.cli.demo_model import make_demo_model
+        from otel_infer.cli.demo.model import make_demo_model
 
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:

@@ -15,8 +15,8 @@ from benchmarks.ours import Binding, Exporting
 from benchmarks.parts import OFFERED, Part, part
 from benchmarks.receiver import Receiver
 from benchmarks.verdict import Gate, Line, exactly, line, median
-from otel_infer.config import Config
-from otel_infer.keeper import BURST_SECONDS
+from otel_infer.config.environment import Config
+from otel_infer.export.sampling.tail_sampler import BURST_SECONDS
 
 BUDGET = Config().step_budget
 OVER = 10

@@ -9,11 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from otel_infer import config
-from otel_infer.cli.demo import answers
-from otel_infer.cli.demo_model import make_demo_model
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.cli.demo.command import answers
+from otel_infer.cli.demo.model import make_demo_model
 from otel_infer.cli.run import Supervisor
-from otel_infer.records import RequestRecord
+from otel_infer.config import environment
 
 READY_S, STOP_S = 180.0, 20.0
 VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -38,7 +38,7 @@ class Served:
         # Nothing is exported, so that the machine has but server, sidecar and client to run.
         nothing = {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"}
         os.environ.update(nothing)
-        self._supervisor = Supervisor(config.from_env(config.child_environment(**changes)))
+        self._supervisor = Supervisor(environment.from_env(environment.child_environment(**changes)))
         log = self.folder / "server.log"
         if self._supervisor.start(self._command(), changes, log=log, **VARIABLES, **nothing) is not None:
             raise RuntimeError("the server could not be started")

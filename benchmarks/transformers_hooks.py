@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import continuous
 from benchmarks.hooks import DERIVED_NS, KEYFRAME_NS, SEQUENCES, Case, repeated
 from benchmarks.own_list import OwnList
-from otel_infer.integrations.transformers import integration
+from otel_infer.instrumentation.transformers import integration
 
 OBJECTS = "transformers' objects"
 

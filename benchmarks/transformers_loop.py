@@ -261,7 +261,7 @@ class Ours:
     """The integration, installed and removed."""
 
     def __init__(self) -> None:
-        from otel_infer.integrations.transformers import integration
+        from otel_infer.instrumentation.transformers import integration
 
         self.integration = integration
 

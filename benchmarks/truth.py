@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 from benchmarks import machine, verdict
 from benchmarks.served import Served
 from benchmarks.verdict import Control, Figure, Gate, Line, bootstrapped, exactly, line
-from otel_infer.records import RequestRecord
+from otel_infer.assembly.records.request import RequestRecord
 
 REQUESTS, CONCURRENCY = 240, 8
 MEDIAN_MS, P95_MS, SHARE = 5.0, 15.0, 5.0
@@ -41,7 +41,7 @@ def measure(quick: bool) -> list[Line]:
 
 def own_client(requests: int, concurrency: int) -> list[Line]:
     """Request by request."""
-    from otel_infer.cli.demo_client import drive
+    from otel_infer.cli.demo.load_client import drive
 
     served = Served()
     with served:

@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks import verdict
 from benchmarks.receiver import Receiver
 from benchmarks.verdict import Control, Figure, Gate, Line
-from otel_infer.cli.demo_model import make_demo_model
+from otel_infer.cli.demo.model import make_demo_model
 
 STREAMS, TOKENS, PROMPT = 8, 48, 24
 LAYERS, HIDDEN = 8, 768
@@ -64,7 +64,7 @@ PLUGIN = """
 import os, pathlib, signal
 
 def listen():
-    from otel_infer._wiring import wiring
+    from otel_infer._bootstrap.install import wiring
     def switch(number, frame):
         for integration in wiring.installed:
             integration.install() if number == signal.SIGUSR1 else integration.remove()

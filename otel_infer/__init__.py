@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-    from otel_infer.handmade import request, stage, step
+    from otel_infer.instrumentation.manual import request, stage, step
 
 __all__ = ["flush", "instrument", "request", "stage", "step", "uninstrument"]
 
@@ -26,21 +26,21 @@ def instrument(*, tracer_provider: TracerProvider | None = None, integrations: t
     thread of this process (costlier). `integrations` limits what is bound, by name. Calling it twice is once; returns
     whether this call did anything. Never raises for a bad setting: it says so in one line and uses the default.
     """
-    from otel_infer._wiring import wiring
+    from otel_infer._bootstrap.install import wiring
 
     return wiring.instrument(tracer_provider, integrations)
 
 
 def uninstrument() -> None:
     """Takes off what is still ours; what was recorded is sent."""
-    from otel_infer._wiring import wiring
+    from otel_infer._bootstrap.install import wiring
 
     wiring.uninstrument()
 
 
 def flush(timeout: float = 5.0) -> bool:
     """Has everything recorded so far sent; False if `timeout` seconds were not enough."""
-    from otel_infer._wiring import wiring
+    from otel_infer._bootstrap.install import wiring
 
     return wiring.flush(timeout)
 
@@ -48,7 +48,7 @@ def flush(timeout: float = 5.0) -> bool:
 def __getattr__(name: str) -> Any:
     """`stage`, `request` and `step` load OpenTelemetry's API, so they are imported when first used."""
     if name in ("request", "stage", "step"):
-        from otel_infer import handmade
+        from otel_infer.instrumentation import manual
 
-        return getattr(handmade, name)
+        return getattr(manual, name)
     raise AttributeError(f"module 'otel_infer' has no attribute {name!r}")

@@ -31,17 +31,20 @@ from collections.abc import Iterator
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-from otel_infer import blame, clock, config, identity, ingress, semconv
-from otel_infer.assembler import GRACE_NS, Assembler
-from otel_infer.integrations import registry
-from otel_infer.integrations._base import Integration
-from otel_infer.keeper import Keeper
-from otel_infer.otlp import Span
-from otel_infer.records import RequestRecord
-from otel_infer.ring.folder import Rings
-from otel_infer.ring.recorder import recorder
-from otel_infer.ring.write import MemoryArena
-from otel_infer.sinks import tree
+from otel_infer import _clock, semconv
+from otel_infer.analysis.attribution import request
+from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.config import environment
+from otel_infer.export.otlp import Span
+from otel_infer.export.sampling.tail_sampler import Keeper
+from otel_infer.export.spans import tree
+from otel_infer.instrumentation import registry
+from otel_infer.instrumentation.hooks.instrumentor import Integration
+from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.ringbuffer.writer import MemoryArena
+from otel_infer.tracing import request_span, span_ids
 
 __all__ = ["Captured", "capture"]
 
@@ -67,7 +70,7 @@ class Captured:
 
         A client may have its answer a moment before the server has said so: those in flight are waited for, at most
         `timeout` s. Where the server runs in the event loop of the test, ask with `await asyncio.to_thread(...)`.
-        Instants of a record are monotonic ns, its lengths ns; see `otel_infer.records`.
+        Instants of a record are monotonic ns, its lengths ns; see `otel_infer.assembly.records.request`.
         """
         deadline = time.monotonic() + timeout
         while self._in_flight() and time.monotonic() < deadline and not self._over:
@@ -76,8 +79,8 @@ class Captured:
             time.sleep(STRAGGLERS_S)
         with self._turn:
             self._read()
-            concluded = self._assembler.concluded(clock.now() + GRACE_NS)
-            blame.assign(concluded)
+            concluded = self._assembler.concluded(_clock.now() + GRACE_NS)
+            request.assign(concluded)
             self._records += concluded
             return list(self._records)
 
@@ -103,7 +106,7 @@ class Captured:
     def _read(self) -> None:
         """All that was complete before the call: a reader takes what it saw complete the time before."""
         for _ in range(2):
-            now = clock.now()
+            now = _clock.now()
             for name, memory in list(self._arena.buffers):
                 self._rings.add(name, memory, now)
             self._assembler.feed(self._rings.poll(now))
@@ -164,9 +167,9 @@ def capture(*integrations: str) -> Iterator[Captured]:
     captured = Captured()
     bound: list[Integration] = []
     recorder.start(lambda: captured._arena, captured._tend, lambda reason: None, role=lambda: "test")
-    ingress.opener = identity.IdOpener(ALWAYS_ON, RandomIdGenerator(), identity.Limits())
+    request_span.opener = span_ids.IdOpener(ALWAYS_ON, RandomIdGenerator(), span_ids.Limits())
     try:
-        settings, _ = config.from_env_leniently()
+        settings, _ = environment.from_env_leniently()
         registry.configure(settings, _report)
         for integration in registry.load():
             if not integrations or integration.name in integrations:
@@ -180,7 +183,7 @@ def capture(*integrations: str) -> Iterator[Captured]:
             captured._end()
         finally:
             recorder.stop()
-            ingress.opener = None
+            request_span.opener = None
 
 
 def _report(integration: Integration) -> None:

@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from otel_infer import boards, callers, cli, keeper, objectives, semconv
-from otel_infer.alerts import managed, rules, slo
-from otel_infer.alerts.causes import CAUSES, WATCHDOG
-from otel_infer.config import SETTINGS
-from otel_infer.sinks import said, starts
+from otel_infer import cli, semconv
+from otel_infer.config import tenancy
+from otel_infer.config.settings import SETTINGS
+from otel_infer.config.slo import E2E, ITL, TPOT, TTFT
+from otel_infer.export.sampling import tail_sampler
+from otel_infer.export.spans import attributes, startup
+from otel_infer.monitoring import dashboards
+from otel_infer.monitoring.alerts import burn_rate_rules, grafana_rules, slo_spec
+from otel_infer.monitoring.alerts.cause_alerts import CAUSES, WATCHDOG
 
 DOCS = Path(__file__).parent.parent / "docs"
 MADE = "<!-- made by scripts/generate_docs.py; do not edit -->\n\n"
@@ -64,7 +68,7 @@ def telemetry() -> str:
         f"| `{m.name}` | {m.instrument} | {m.unit} | {', '.join(f'`{a}`' for a in m.attributes) or '—'} | {m.description} |"
         for m in semconv.METRICS
     ]
-    reasons = ", ".join(f"`{reason}`" for reason in keeper.REASONS)
+    reasons = ", ".join(f"`{reason}`" for reason in semconv.KEEP_REASONS)
     return "\n".join([
         "# Spans and metrics\n",
         "## Spans\n",
@@ -72,21 +76,21 @@ def telemetry() -> str:
         "    └─ chat MODEL                the request",
         *(f"       ├─ {name}" for name in semconv.STAGES),
         "\nA stage that was not seen is absent. `decode` has one `decode step` per step that delivered a token to this request, as far",
-        f"as steps [are kept](explain.md#what-is-kept): at most {keeper.STEPS_PER_TRACE} in a trace, the slowest. `prefill` has one `prefill step` per",
+        f"as steps [are kept](explain.md#what-is-kept): at most {tail_sampler.STEPS_PER_TRACE} in a trace, the slowest. `prefill` has one `prefill step` per",
         "chunk if there were several. Stages of your own (`otel_infer.stage`) stand among them. So do",
         f"`{semconv.SPAN_FETCH_MEDIA}` and `{semconv.SPAN_PREPARE_MEDIA}`, which are a part of the time of `{semconv.SPAN_TOKENIZE}`, and `{semconv.SPAN_GRAMMAR}` and",
         f"`{semconv.SPAN_KV_TRANSFER}`, a part of that of `{semconv.SPAN_QUEUE}`.\n",
         f"`{semconv.EVENT_PAUSE}` is an event on a kept request: the whole process was held up while the request was there, by",
         f"`{semconv.PAUSE_CAUSE}`, for `{semconv.PAUSE_DURATION}` s of the request's time; where the cause is `{semconv.CAUSE_EVENT_LOOP}`, its event loop",
-        f"alone. The {said.MOST_PAUSES} longest are told, and how many were not is `{semconv.PAUSES_LEFT_OUT}`. `{semconv.EVENT_MARK}` is another: what",
+        f"alone. The {attributes.MOST_PAUSES} longest are told, and how many were not is `{semconv.PAUSES_LEFT_OUT}`. `{semconv.EVENT_MARK}` is another: what",
         f"`{semconv.MARK}` says happened to the process, `{semconv.MARK_COUNT}` times in the `{semconv.MARK_WINDOW}` s before, and nobody knows for how",
         f"long. `{semconv.EVENT_OUT_OF_MEMORY}` is on any request: a device had no room for the `{semconv.MEMORY_WANTED}` bytes that it asked for.\n",
         f"`{semconv.TENANT}` and `{semconv.TRAFFIC_CLASS}` are on the request, and on the metrics that list them below, only where",
         "`OTEL_INFER_TENANT` and `OTEL_INFER_TRAFFIC_CLASS` say how to find them; metrics name the tenants of `OTEL_INFER_TENANTS`,",
         "every other is `_OTHER`. The link of a request to the one that held it up most has",
         f"`{semconv.OFFENDER_DELAY}` (s) and `{semconv.OFFENDER_CLASS}`: its traffic class where that was said, else the size of",
-        f"its prompt, `{callers.SHORT}`, `{callers.MEDIUM}` (from {callers.MEDIUM_FROM} tokens) or `{callers.LONG}` (from",
-        f"{callers.LONG_FROM}).\n",
+        f"its prompt, `{tenancy.SHORT}`, `{tenancy.MEDIUM}` (from {tenancy.MEDIUM_FROM} tokens) or `{tenancy.LONG}` (from",
+        f"{tenancy.LONG_FROM}).\n",
         f"`{semconv.KEEP_REASON}` on the request says why its steps were kept: {reasons}.\n",
         "## The start of a server\n",
         f"    {semconv.SPAN_START}                 a trace of its own for each server, from its beginning until it was ready",
@@ -94,7 +98,7 @@ def telemetry() -> str:
         *(f"    ├─ {name:<25} the same of {role} processes that it started" for role, name in semconv.SPAN_PART_START.items()),
         f"\n`{semconv.READY_BY}` on it: `lifespan`, `engine` or `request`; `{semconv.ERROR_TYPE}` and `{semconv.DIED_IN}` where it",
         f"was never ready. The first request that was served has `{semconv.FIRST_REQUEST}` and a link to it. It is exported whatever",
-        f"is sampled; the {starts.MOST_PHASES} longest phases are, and how many were not is `{semconv.PHASES_LEFT_OUT}`.",
+        f"is sampled; the {startup.MOST_PHASES} longest phases are, and how many were not is `{semconv.PHASES_LEFT_OUT}`.",
         f"`{semconv.EVENT_IMPORTED}` is an event on `{semconv.SPAN_IMPORTS}` for each library (`{semconv.MODULE}`).\n",
         "| phase | meaning |", "|---|---|", *(f"| `{name}` | {says} |" for name, says in semconv.PHASES.items()),
         "",
@@ -235,29 +239,29 @@ An objective with a name of your own has no headline below: what is said of the 
 `tpot`.
 """
 EVENTS = {
-    objectives.TTFT: "a successful request, to its first token",
-    objectives.ITL: "a gap between two tokens of a stream",
-    objectives.TPOT: "a successful request, the time from its first token to its last by the tokens in between",
-    objectives.E2E: "a request, to its last byte",
-    slo.ERRORS: "a request",
+    TTFT: "a successful request, to its first token",
+    ITL: "a gap between two tokens of a stream",
+    TPOT: "a successful request, the time from its first token to its last by the tokens in between",
+    E2E: "a request, to its last byte",
+    slo_spec.ERRORS: "a request",
 }
 FELT = {
-    objectives.TTFT: (
+    TTFT: (
         "More than {budget} of the successful requests wait longer than {within} for their first token.",
         "nothing for a while, then fast",
         "Request anatomy says which has grown: queue (shed or spread load, add a replica) or prefill (shorter prompts, prefix cache).",
     ),
-    objectives.ITL: (
+    ITL: (
         "More than {budget} of the gaps between two tokens of a stream are longer than {within}.",
         "starts, then freezes or stutters",
         "The causes of slow requests on Overview name what comes between tokens: others' prompts, preemption, a pause.",
     ),
-    objectives.E2E: (
+    E2E: (
         "More than {budget} of the requests take longer than {within} as a whole.",
         "it takes forever",
         "If the budget of TTFT or ITL burns too, begin there. If neither does, answers have become longer: look at tokens per request.",
     ),
-    slo.ERRORS: (
+    slo_spec.ERRORS: (
         "More than {budget} of the requests fail.",
         "it fails",
         "Overview has errors by type; the trace of each says in which stage it died.",
@@ -265,7 +269,7 @@ FELT = {
 }
 """Of what an objective is of: what it means that its budget burns, how people put it, and what to do first."""
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-BOARDS = {board.name: board.title for board in (make() for make in boards.BOARDS)}
+BOARDS = {board.name: board.title for board in (make() for make in dashboards.BOARDS)}
 
 
 class Runbook(NamedTuple):
@@ -284,19 +288,19 @@ class Runbook(NamedTuple):
 def alerts() -> str:
     """docs/alerts.md."""
     runbooks = [*_promised(), *_caused()]
-    kinds = list(slo.METRICS)
+    kinds = list(slo_spec.METRICS)
     page = ALERTS.format(
-        managed=managed.EVALUATED_S,
-        minimum=slo.DEFAULT.minimum,
-        prefix=rules.PREFIX,
+        managed=grafana_rules.EVALUATED_S,
+        minimum=slo_spec.DEFAULT.minimum,
+        prefix=burn_rate_rules.PREFIX,
         of=f"{', '.join(kinds[:-1])} or {kinds[-1]}",
         bounds="\n".join(f"| `{of}` | {EVENTS[of]} | {_bounds(of)} |" for of in kinds),
         defaults="\n".join(
-            f"| {one.name} | `{one.of}` | {_length(one.within)} | {one.share * 100:g} % |" for one in slo.DEFAULT.objectives
+            f"| {one.name} | `{one.of}` | {_length(one.within)} | {one.share * 100:g} % |" for one in slo_spec.DEFAULT.objectives
         ),
-        windows="\n".join(_window(name, one) for name, several in slo.WINDOWS.items() for one in several),
+        windows="\n".join(_window(name, one) for name, several in slo_spec.WINDOWS.items() for one in several),
         kinds=" nor ".join(f"`{kind}`" for kind in semconv.NOT_ERRORS if kind),
-        keep=rules.KEEP_FIRING,
+        keep=burn_rate_rules.KEEP_FIRING,
         leave=_linked("ClientsLeave"),
         gone=_linked("ServerGone"),
         watchdog=_linked(WATCHDOG),
@@ -309,7 +313,9 @@ def alerts() -> str:
 
 def _promised() -> Iterator[Runbook]:
     """One for each objective; its alerts differ by their windows."""
-    for one, group in zip(slo.DEFAULT.objectives, rules.groups(slo.DEFAULT)["groups"], strict=False):
+    for one, group in zip(
+        slo_spec.DEFAULT.objectives, burn_rate_rules.groups(slo_spec.DEFAULT)["groups"], strict=False
+    ):
         burns = next(rule for rule in group["rules"] if "alert" in rule)
         recorded = {rule["record"]: rule["expr"] for rule in group["rules"] if "record" in rule}
         labels = burns["labels"]
@@ -330,10 +336,10 @@ def _caused() -> Iterator[Runbook]:
     for one in CAUSES:
         hold = "at once" if one.hold == "0s" else one.hold
         yield Runbook(
-            rules.PREFIX + one.name, one.severity, hold, one.means, one.complaint, one.change, one.board, _broken(one.expr)
+            burn_rate_rules.PREFIX + one.name, one.severity, hold, one.means, one.complaint, one.change, one.board, _broken(one.expr)
         )  # fmt: skip
     yield Runbook(
-        rules.PREFIX + WATCHDOG, "none", "at once", "Alerts can come: this one does, always.",
+        burn_rate_rules.PREFIX + WATCHDOG, "none", "at once", "Alerts can come: this one does, always.",
         "nobody told us", "If it does not come: Prometheus, Alertmanager, and the way from there.", "health", "vector(1)",
     )  # fmt: skip
 
@@ -353,11 +359,11 @@ def _runbook(one: Runbook) -> str:
 
 
 def _linked(name: str) -> str:
-    return f"[{rules.PREFIX}{name}](#{rules.anchor(name)})"
+    return f"[{burn_rate_rules.PREFIX}{name}](#{burn_rate_rules.anchor(name)})"
 
 
 def _bounds(of: str) -> str:
-    return ", ".join(map(_length, slo.METRICS[of].bounds)) if of != slo.ERRORS else "—"
+    return ", ".join(map(_length, slo_spec.METRICS[of].bounds)) if of != slo_spec.ERRORS else "—"
 
 
 def _length(seconds: float) -> str:
@@ -366,7 +372,7 @@ def _length(seconds: float) -> str:
     return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g} ms"
 
 
-def _window(name: str, one: slo.Window) -> str:
+def _window(name: str, one: slo_spec.Window) -> str:
     share = one.factor * _seconds(one.long) / _seconds("30d") * 100
     hold = "at once" if one.hold == "0s" else one.hold
     return f"| {name} | {one.severity} | {one.factor:g} | {one.long} | {one.short} | {hold} | {share:.2g} % |"

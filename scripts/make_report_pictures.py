@@ -15,11 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from otel_infer import cli, facts, tape  # noqa: E402
-from tests.breach import breached  # noqa: E402
-from tests.browser import pictured  # noqa: E402
-from tests.served_load import Asked, Served  # noqa: E402
-from tests.tiny import make_model  # noqa: E402
+from otel_infer import cli
+from otel_infer.ringbuffer import events
+from otel_infer.sidecar.recording import file
+from tests.support.breach import breached
+from tests.support.browser import pictured
+from tests.support.served_load import Asked, Served
+from tests.support.tiny import make_model
 
 MS = 1_000_000
 WALL = 1_800_000_000_000_000_000
@@ -29,7 +31,7 @@ ONLY_REQUESTS = (
 )
 
 
-def stutter() -> list[facts.RingFact]:
+def stutter() -> list[events.RingFact]:
     """Short chats; a few long documents come between them, and two garbage collections."""
     draw = random.Random(11)
     at, asked = 0.0, []
@@ -44,7 +46,7 @@ def stutter() -> list[facts.RingFact]:
 
 def _as_in_life(fact: object) -> object:
     """With ids and a clock as servers have them."""
-    if not isinstance(fact, facts.RequestArrived):
+    if not isinstance(fact, events.RequestArrived):
         return fact
     digest = hashlib.sha256(fact.span_id).digest()
     named = {"trace_id": digest[:16], "span_id": digest[16:24], "model": "llama-3-8b"}
@@ -74,7 +76,7 @@ def main() -> None:
             breach(folder)
             return
         said, page = stutter(), folder / "page.html"
-        writer = tape.TapeWriter(folder / "stutter.tape")
+        writer = file.TapeWriter(folder / "stutter.tape")
         writer.write(said, said[-1].fact.at)
         writer.close()
         cli.main(["report", str(folder / "stutter.tape"), "--out", str(page)])

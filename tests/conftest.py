@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from tests.rings import Recording
+    from tests.support.rings import Recording
 
 # Models are made here; whatever asks the hub by mistake fails at once instead of waiting for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,7 +31,7 @@ NO_REASON = {"", "unconditional skip", "<Skipped instance>"}
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny causal language model."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from tests.tiny import make_model
+    from tests.support.tiny import make_model
 
     return make_model(tmp_path_factory.mktemp("models") / "tiny-llama")
 
@@ -40,7 +40,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny encoder."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from tests.tiny import make_encoder
+    from tests.support.tiny import make_encoder
 
     return make_encoder(tmp_path_factory.mktemp("models") / "tiny-encoder")
 
@@ -48,7 +48,7 @@ def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recording() -> Iterator[Recording]:
     """What this process states, for those who need no more than that."""
-    from tests.rings import Recording
+    from tests.support.rings import Recording
 
     recording = Recording()
     yield recording

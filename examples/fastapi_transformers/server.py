@@ -118,14 +118,14 @@ def embeddings(body: Texts) -> dict[str, Any]:
 
 def tiny_text(folder: Path) -> str:
     """A random Llama, so that there is something to serve: it speaks nonsense."""
-    from otel_infer.cli.demo_model import make_demo_model
+    from otel_infer.cli.demo.model import make_demo_model
 
     return str(make_demo_model(folder / "tiny-llama"))
 
 
 def tiny_encoder(folder: Path) -> str:
     """A random BERT."""
-    from otel_infer.cli.demo_model import make_tokenizer, save
+    from otel_infer.cli.demo.model import make_tokenizer, save
 
     tokenizer = make_tokenizer()
     config = BertConfig(

@@ -7,7 +7,7 @@ import time
 from itertools import count, cycle
 from typing import NamedTuple
 
-from otel_infer.cli.demo_client import drive
+from otel_infer.cli.demo.load_client import drive
 
 MODEL = "/models/tiny-llama"
 

@@ -9,8 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from otel_infer.config import SETTINGS, BadSetting
-from otel_infer.version import VERSION
+from otel_infer._version import VERSION
+from otel_infer.config.settings import SETTINGS, BadSetting
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 """As a shell says of a command that nobody listened to."""
@@ -28,6 +28,10 @@ COMMANDS = {
 }
 
 
+MODULES = {name: f"{name}.command" for name in ("demo", "doctor", "explain", "report")}
+"""Commands whose module is inside a package of their name."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     whole = argparse.ArgumentParser(
@@ -39,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"otel-infer {VERSION}")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"otel_infer.cli.{name}")
+        module = importlib.import_module(f"otel_infer.cli.{MODULES.get(name, name)}")
         one = commands.add_parser(name, help=summary, description=module.__doc__)
         one.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(one)
@@ -54,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         whole.print_help()
         return 2
     try:
-        status: int = importlib.import_module(f"otel_infer.cli.{parsed.command}").run(parsed)
+        status: int = importlib.import_module(
+            f"otel_infer.cli.{MODULES.get(parsed.command, parsed.command)}"
+        ).run(parsed)
         sys.stdout.flush()
     except BadSetting as bad:
         print(f"otel-infer: {bad}", file=sys.stderr)

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from otel_infer.alerts import managed, rules, slo
-from otel_infer.cli import grafana_commands, verdicts
+from otel_infer.cli import grafana, prometheus_check
+from otel_infer.monitoring.alerts import burn_rate_rules, grafana_rules, slo_spec
 
 PROMETHEUS, GRAFANA = "prometheus", "grafana"
 DATASOURCE = "prometheus"
@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     push.add_argument(
         "--datasource", metavar="UID", default="", help="of the data source; by default the only one there is"
     )
-    grafana_commands.add_arguments(push, writes=True)
+    grafana.add_arguments(push, writes=True)
     test = what.add_parser("test", help="which rules have data, which not, and why")
-    verdicts.add_arguments(test)
+    prometheus_check.add_arguments(test)
     for one in (build, push, test):
         one.add_argument("slo", nargs="?", metavar="slo.yaml", help="what is promised")
 
@@ -51,17 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Does it; 2 where it cannot be done."""
     try:
-        made = rules.groups(_spec(arguments.slo))
+        made = burn_rate_rules.groups(_spec(arguments.slo))
         if arguments.what == "build":
             return _built(arguments, made)
     except BrokenPipeError:
         raise
-    except (slo.BadSpec, OSError) as reason:
+    except (slo_spec.BadSpec, OSError) as reason:
         print(f"otel-infer alerts: {reason}", file=sys.stderr)
         return 2
     if arguments.what == "test":
-        return verdicts.print_rules(arguments, made)
-    return grafana_commands.alerts(arguments, lambda datasource: managed.groups(made, datasource))
+        return prometheus_check.print_rules(arguments, made)
+    return grafana.alerts(arguments, lambda datasource: grafana_rules.groups(made, datasource))
 
 
 def as_text(made: Any) -> str:
@@ -72,7 +72,9 @@ def as_text(made: Any) -> str:
 
 def _built(arguments: argparse.Namespace, made: Any) -> int:
     if arguments.format == GRAFANA:
-        content = json.dumps(managed.groups(made, arguments.datasource), indent=2, ensure_ascii=False) + "\n"
+        content = (
+            json.dumps(grafana_rules.groups(made, arguments.datasource), indent=2, ensure_ascii=False) + "\n"
+        )
     else:
         content = as_text(made)
     if arguments.out:
@@ -82,21 +84,21 @@ def _built(arguments: argparse.Namespace, made: Any) -> int:
     return 0
 
 
-def _spec(path: str | None) -> slo.Spec:
+def _spec(path: str | None) -> slo_spec.Spec:
     if path is None:
-        return slo.DEFAULT
+        return slo_spec.DEFAULT
     yaml = _yaml()
     try:
-        return slo.spec(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except slo.BadSpec as bad:
-        raise slo.BadSpec(f"{path}: {bad}") from None
+        return slo_spec.spec(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    except slo_spec.BadSpec as bad:
+        raise slo_spec.BadSpec(f"{path}: {bad}") from None
     except (yaml.YAMLError, ValueError) as reason:  # no text, a date that does not exist
-        raise slo.BadSpec(f"{path} is no YAML: {reason}") from None
+        raise slo_spec.BadSpec(f"{path} is no YAML: {reason}") from None
 
 
 def _yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise slo.BadSpec("reading and writing YAML needs pip install 'otel-infer[alerts]'") from None
+        raise slo_spec.BadSpec("reading and writing YAML needs pip install 'otel-infer[alerts]'") from None
     return yaml

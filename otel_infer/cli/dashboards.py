@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from otel_infer import boards
-from otel_infer.cli import grafana_commands, verdicts
+from otel_infer.cli import grafana, prometheus_check
+from otel_infer.monitoring import dashboards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("pull", "as they are there"),
     ):
         one = what.add_parser(name, help=says)
-        grafana_commands.add_arguments(one, writes=name == "push")
+        grafana.add_arguments(one, writes=name == "push")
         if name == "push":
             one.add_argument(
                 "--force", action="store_true", help="also over what has our uid and is not ours"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "pull":
             one.add_argument("--out", metavar="DIR", required=True, help="write them here")
     check = what.add_parser("check", help="which panels have data, which not, and why")
-    verdicts.add_arguments(check)
+    prometheus_check.add_arguments(check)
     check.add_argument("--window", metavar="5m", default="5m", help="over which rates are taken (5m)")
 
 
@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "build":
         return _checked(Path(arguments.check)) if arguments.check else _written(Path(arguments.out))
     if arguments.what == "check":
-        return verdicts.print_panels(arguments)
-    return grafana_commands.dashboards(arguments, _by_uid())
+        return prometheus_check.print_panels(arguments)
+    return grafana.dashboards(arguments, _by_uid())
 
 
 def as_text(board: Mapping[str, Any]) -> str:
@@ -63,13 +63,13 @@ def as_text(board: Mapping[str, Any]) -> str:
 
 
 def _by_uid() -> dict[str, dict[str, Any]]:
-    return {str(board["uid"]): board for board in boards.built().values()}
+    return {str(board["uid"]): board for board in dashboards.built().values()}
 
 
 def _written(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, board in boards.built().items():
+        for name, board in dashboards.built().items():
             (folder / name).write_text(as_text(board), encoding="utf-8")
             print(folder / name)
     except OSError as reason:
@@ -79,7 +79,7 @@ def _written(folder: Path) -> int:
 
 
 def _checked(folder: Path) -> int:
-    stale = [name for name, board in boards.built().items() if _content(folder / name) != as_text(board)]
+    stale = [name for name, board in dashboards.built().items() if _content(folder / name) != as_text(board)]
     for name in stale:
         print(f"{folder / name}: not what this release makes; otel-infer dashboards build --out {folder}")
     return 1 if stale else 0

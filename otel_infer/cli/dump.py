@@ -16,28 +16,27 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from otel_infer import tape
-from otel_infer.cli import live
-from otel_infer.flight import asking
+from otel_infer.cli import running_server
+from otel_infer.sidecar.recording import dump_request, file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dump`."""
     parser.add_argument("--out", metavar="FILE", help="where to (otel_infer-TIME.tape, here)")
-    live.add_arguments(parser)
+    running_server.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks, waits, fetches; 2 where there is nobody to ask."""
     out = Path(arguments.out or f"otel_infer-{datetime.now():%Y%m%d-%H%M%S}.tape")
     try:
-        folder = live.chosen(arguments.rings, arguments.server)
+        folder = running_server.chosen(arguments.rings, arguments.server)
         if not os.access(out.parent, os.W_OK | os.X_OK) or out.is_dir():
-            raise asking.NoTape(f"{out}: cannot be written")
-        with live.window(folder) as told:
+            raise dump_request.NoTape(f"{out}: cannot be written")
+        with running_server.window(folder) as told:
             _copy(told, out)
-        about = tape.head(out)
-    except (asking.NoTape, tape.BadTape, OSError) as reason:
+        about = file.head(out)
+    except (dump_request.NoTape, file.BadTape, OSError) as reason:
         print(f"otel-infer dump: {reason}", file=sys.stderr)
         return 2
     print(f"{out}: {about.get('facts', 0)} facts of the last {about.get('seconds', 0.0):.0f} s")

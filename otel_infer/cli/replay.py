@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otel_infer import config, semconv, tape
-from otel_infer.records import RequestRecord
+from otel_infer import semconv
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.config import environment
+from otel_infer.sidecar.recording import file
 
 if TYPE_CHECKING:
-    from otel_infer.assembler import Assembler
+    from otel_infer.assembly.assembler import Assembler
 
 SEND_S = 30.0
 _NEVER = 1 << 63
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replays one tape."""
-    from otel_infer.assembler import Assembler
+    from otel_infer.assembly.assembler import Assembler
 
     try:
         if arguments.send:
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             _print_starts(assembler, _NEVER)
     except BrokenPipeError:
         raise
-    except (tape.BadTape, OSError) as reason:
+    except (file.BadTape, OSError) as reason:
         print(f"otel-infer replay: {reason}", file=sys.stderr)
         return 2
     return 0
@@ -58,20 +60,20 @@ def records(
 
     What it tells of starts stays in `assembler`, with `keeps_steps` that of steps and pauses too, of which there are many.
     """
-    from otel_infer import blame
-    from otel_infer.assembler import GRACE_NS, Assembler
+    from otel_infer.analysis.attribution import request
+    from otel_infer.assembly.assembler import GRACE_NS, Assembler
 
     assembler = assembler or Assembler()
     horizon = 0
-    for passage in tape.read(path):
+    for passage in file.read(path):
         horizon = passage.horizon
         assembler.feed(passage.said)
         _forget(assembler, keeps_steps)
         concluded = assembler.concluded(horizon)
-        blame.assign(concluded)
+        request.assign(concluded)
         yield from concluded
     concluded = assembler.concluded(horizon + GRACE_NS)
-    blame.assign(concluded)
+    request.assign(concluded)
     yield from concluded
 
 
@@ -88,7 +90,7 @@ def recent(
     path: Path, assembler: Assembler | None = None, *, keeps_steps: bool = False
 ) -> list[RequestRecord]:
     """As `records`, but for what ended before the time that the tape is of: a flight recorder keeps that to explain others."""
-    began_at = tape.began_at(path)
+    began_at = file.began_at(path)
     told = records(path, assembler, keeps_steps=keeps_steps)
     return [record for record in told if record.ended_at > began_at]
 
@@ -131,31 +133,33 @@ def _lengths(record: RequestRecord) -> dict[str, float]:
 
 def _print_starts(assembler: Assembler, horizon: int) -> None:
     """The servers that had started by then, before the requests they served."""
-    from otel_infer.sinks.console import start_line
+    from otel_infer.export.console import start_line
 
     for start in assembler.started(horizon):
         print(start_line(start))
 
 
 def _line(record: RequestRecord) -> str:
-    from otel_infer.sinks.console import line
+    from otel_infer.export.console import line
 
     return line(record)
 
 
 def _send(path: Path) -> int:
-    from otel_infer import clock
-    from otel_infer._wiring import resource
-    from otel_infer.ring.folder import Rings
-    from otel_infer.sidecar import make_pipeline
+    from otel_infer import _clock
+    from otel_infer._bootstrap.install import resource
+    from otel_infer.ringbuffer.merged_reader import Rings
+    from otel_infer.sidecar.main import make_pipeline
 
     # Of then and there, nothing of here and now.
-    settings = config.from_env(
-        config.child_environment(enabled="on", tape="", request_log="", gpu_metrics="off", metrics_port="")
+    settings = environment.from_env(
+        environment.child_environment(
+            enabled="on", tape="", request_log="", gpu_metrics="off", metrics_port=""
+        )
     )
     pipeline = make_pipeline(settings, resource(), Rings(), show=False)
     horizon = 0
-    for passage in tape.read(path):
+    for passage in file.read(path):
         horizon = passage.horizon
         pipeline.assembler.feed(passage.said)
         pipeline.conclude(horizon)
@@ -165,7 +169,7 @@ def _send(path: Path) -> int:
             pipeline.sender.flush(SEND_S)  # a tape is read faster than it can be sent
     pipeline.settle(horizon)
     pipeline.flush(SEND_S)
-    pipeline.wake(clock.now(), final=True)
+    pipeline.wake(_clock.now(), final=True)
     pipeline.close(SEND_S)
     sender = pipeline.sender
     if sender is None:

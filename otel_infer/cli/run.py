@@ -17,11 +17,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from otel_infer import clock, config, launch
-from otel_infer._wiring import resource
-from otel_infer.config import Config
-from otel_infer.ring import layout, place
-from otel_infer.ring.write import RingRefused
+from otel_infer import _clock
+from otel_infer._bootstrap.install import resource
+from otel_infer.config.environment import Config, child_environment, from_env, python_path
+from otel_infer.ringbuffer import directory, layout
+from otel_infer.ringbuffer.writer import RingRefused
+from otel_infer.sidecar import launcher
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 TAKEN = FORWARDED if hasattr(signal, "sigtimedwait") else ()
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             "otel-infer run: what? For example: otel-infer run -- transformers serve MODEL", file=sys.stderr
         )
         return 2
-    changes = {} if config.from_env().switched_off else {"enabled": "on"}
+    changes = {} if from_env().switched_off else {"enabled": "on"}
     if arguments.show:
         changes["console"] = "on"
     if arguments.tape:
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         if refusal:
             print(f"otel-infer run: {changes['tape']}: {refusal}", file=sys.stderr)
             return 2
-    return Supervisor(config.from_env(config.child_environment(**changes))).run(command, changes)
+    return Supervisor(from_env(child_environment(**changes))).run(command, changes)
 
 
 class Supervisor:
@@ -75,11 +76,11 @@ class Supervisor:
     def __init__(self, settings: Config) -> None:
         self._settings = settings
         self._folder: Path | None = None
-        self._owner: place.Lock | None = None
+        self._owner: directory.Lock | None = None
         self._sidecar: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self.status: int | None = None
-        self._restarts = launch.Restarts()
+        self._restarts = launcher.Restarts()
         self._early: list[int] = []
         self._hurried = False
 
@@ -105,7 +106,7 @@ class Supervisor:
         ignored = [number for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
         for number in set(FORWARDED).difference(ignored):
             signal.signal(number, self._forward)
-        environment = {**config.child_environment(), **variables}
+        environment = {**child_environment(), **variables}
         if self._settings.exports:
             environment = {**server_environment(self._prepared(changes)), **variables}
         try:
@@ -128,17 +129,17 @@ class Supervisor:
             return changes
         try:
             given = self._settings.rings
-            self._folder = place.rings_folder(Path(given)) if given else place.new_server_folder()
-            self._owner = place.Lock(self._folder / place.OWNER_LOCK)
+            self._folder = directory.rings_folder(Path(given)) if given else directory.new_server_folder()
+            self._owner = directory.Lock(self._folder / directory.OWNER_LOCK)
             if not self._owner.acquire():
                 whose, self._folder = self._folder, None
                 changes = {**changes, "rings": ""}  # nor are the processes of this server to join that one
                 raise RingRefused(f"{whose} is another server's: set OTEL_INFER_RINGS to a folder of its own")
             self._start_sidecar()
-        except (RingRefused, OSError, launch.CannotStart) as reason:
+        except (RingRefused, OSError, launcher.CannotStart) as reason:
             print(f"otel-infer: no sidecar ({reason}); each process exports by itself", file=sys.stderr)
             if self._folder is not None:
-                place.remove(self._folder)
+                directory.remove(self._folder)
             self._folder = None
             return changes if self._settings.mode == "sidecar" else {**changes, "mode": "in-process"}
         return {**changes, "rings": str(self._folder)}
@@ -168,7 +169,7 @@ class Supervisor:
         if self._owner is not None:
             self._owner.release()
         if self._is_without_sidecar():
-            with contextlib.suppress(launch.CannotStart):
+            with contextlib.suppress(launcher.CannotStart):
                 self._start_sidecar()  # the last one was killed; somebody has to read what is left
         # Where we are the first process all others end with us.
         ended, patience = time.monotonic(), FLUSH_S if os.getpid() == 1 else ORPHANS_S
@@ -226,14 +227,14 @@ class Supervisor:
 
     def _tend(self) -> None:
         """Starts the sidecar again if it died."""
-        if self.status is None and self._is_without_sidecar() and self._restarts.is_due(clock.now()):
-            with contextlib.suppress(launch.CannotStart):
+        if self.status is None and self._is_without_sidecar() and self._restarts.is_due(_clock.now()):
+            with contextlib.suppress(launcher.CannotStart):
                 self._start_sidecar()
 
     def _is_without_sidecar(self) -> bool:
         if self._folder is None or (self._sidecar is not None and self._sidecar.returncode is None):
             return False
-        return self._folder.is_dir() and not place.is_held(self._folder / place.SIDECAR_LOCK)
+        return self._folder.is_dir() and not directory.is_held(self._folder / directory.SIDECAR_LOCK)
 
     def _is_written(self) -> bool:
         """Whether a process lives that writes to this server's rings."""
@@ -242,20 +243,20 @@ class Supervisor:
             rings = [path for path in self._folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS]
         except OSError:  # the sidecar has just removed it
             return False
-        return any(map(place.is_held, rings))
+        return any(map(directory.is_held, rings))
 
     def _start_sidecar(self) -> None:
         assert self._folder is not None
-        self._restarts.started(clock.now())
+        self._restarts.started(_clock.now())
         with _signals(signal.SIG_UNBLOCK):  # a child inherits what is blocked
-            self._sidecar = launch.sidecar(self._folder, self._settings, resource())
+            self._sidecar = launcher.sidecar(self._folder, self._settings, resource())
 
 
 def server_environment(changes: dict[str, str]) -> dict[str, str]:
     """What the server is started with: our variables, and our `sitecustomize` first on its path."""
-    environment = config.child_environment(**changes)
-    bootstrap = str(Path(__file__).parent.parent / "bootstrap")
-    environment["PYTHONPATH"] = config.python_path(environment, bootstrap)
+    environment = child_environment(**changes)
+    bootstrap = str(Path(__file__).parent.parent / "_bootstrap" / "site")
+    environment["PYTHONPATH"] = python_path(environment, bootstrap)
     return environment
 
 

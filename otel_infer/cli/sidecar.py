@@ -11,10 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-from otel_infer import config
-from otel_infer._wiring import resource
-from otel_infer.ring import place
-from otel_infer.ring.write import RingRefused
+from otel_infer._bootstrap.install import resource
+from otel_infer.config import environment
+from otel_infer.ringbuffer import directory
+from otel_infer.ringbuffer.writer import RingRefused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,16 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves the folder until a signal comes."""
-    from otel_infer.heap import share_one
-    from otel_infer.sidecar import Sidecar, log_to
+    from otel_infer.sidecar.main import Sidecar, log_to
+    from otel_infer.sidecar.malloc import share_one
 
-    settings = config.from_env(config.child_environment(enabled="on"))
+    settings = environment.from_env(environment.child_environment(enabled="on"))
     if settings.log:
         log_to(settings.log)
     share_one()
     try:
-        folder = place.rings_folder(Path(arguments.rings))
-        lock = place.Lock(folder / place.SIDECAR_LOCK)
+        folder = directory.rings_folder(Path(arguments.rings))
+        lock = directory.Lock(folder / directory.SIDECAR_LOCK)
         taken = lock.acquire()
     except (RingRefused, OSError) as reason:
         print(f"otel-infer sidecar: {reason}", file=sys.stderr)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from otel_infer import clock
+from otel_infer import _clock
 
 SPIN_NS = 50_000
 """How long a stamp may take: whoever stamps holds the GIL meanwhile."""
@@ -111,13 +111,13 @@ class TorchDevice:
 
 
 def _stamped(record: Callable[[], object], query: Callable[[], bool]) -> tuple[int, int] | None:
-    before = clock.now()
+    before = _clock.now()
     if record():  # the driver's status; torch has none and raises
         return None
     while not query():
-        if clock.now() - before > SPIN_NS:
+        if _clock.now() - before > SPIN_NS:
             return None
-    return before, clock.now()
+    return before, _clock.now()
 
 
 def _driver() -> Any:

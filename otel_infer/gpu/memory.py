@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from otel_infer import clock, facts
+from otel_infer import _clock
+from otel_infer.ringbuffer import events
 
 EVERY_NS = 1_000_000_000
 APART, OF_THE_LAST = 1000, 4
@@ -29,7 +30,7 @@ class Memory:
     """Of one device. Never loads torch, never makes it turn to CUDA; raises what another release of torch lacks."""
 
     def __init__(
-        self, index: int, say: Callable[[facts.MemorySeen], None], now: Callable[[], int] = clock.now
+        self, index: int, say: Callable[[events.MemorySeen], None], now: Callable[[], int] = _clock.now
     ) -> None:
         self._index, self._say, self._now = index, say, now
         self._looked_at = self._ask_at = 0
@@ -49,7 +50,7 @@ class Memory:
         kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes")
         allocated, reserved, active, split = (_current(stats, kind) for kind in kinds)
         pools, pinned = _private_pools(stats), _pinned(cuda)
-        said = facts.MemorySeen(
+        said = events.MemorySeen(
             at, self._uuid, allocated, reserved, active, split, free, total, pools, pinned
         )
         self._say(said)
@@ -100,3 +101,45 @@ def _current(stats: Any, kind: Any) -> int:
     for key in _CURRENT:
         found = found.get(key, {}) if isinstance(found, dict) else {}
     return int(found or 0)
+
+
+COUNTERS_EVERY_NS = 1_000_000_000
+COUNTED = {"num_alloc_retries": "allocator_retry", "num_ooms": "allocator_oom"}
+"""Figures of the allocator, and the marks they become."""
+
+Say = Callable[[str, int, int, int], None]
+"""(mark, since, at, count)."""
+
+
+class Allocator:
+    """Its figures as they were at the last look. Never loads torch, never makes it turn to CUDA."""
+
+    def __init__(self, say: Say, now: Callable[[], int] = _clock.now) -> None:
+        self._say, self._now = say, now
+        self._looked_at = now()
+        self._before = self._read() or dict.fromkeys(COUNTED.values(), 0)
+
+    def look(self) -> None:
+        """Says what was added since the last time; nothing within a second of it."""
+        at = self._now()
+        if at - self._looked_at < COUNTERS_EVERY_NS:
+            return
+        since, self._looked_at = self._looked_at, at
+        known = self._read()
+        if known is None:
+            return
+        before, self._before = self._before, known
+        for mark, count in known.items():
+            if count > before[mark]:
+                self._say(mark, since, at, count - before[mark])
+
+    def _read(self) -> dict[str, int] | None:
+        """The marks so far, of all devices; None while CUDA is not in use."""
+        cuda = sys.modules.get("torch.cuda")
+        is_initialized = getattr(cuda, "is_initialized", None)  # another thread may be importing it
+        if cuda is None or is_initialized is None or not is_initialized():
+            return None
+        devices: list[Mapping[str, Any]] = [
+            cuda.memory_stats_as_nested_dict(device) for device in range(cuda.device_count())
+        ]
+        return {mark: sum(int(stats.get(key, 0)) for stats in devices) for key, mark in COUNTED.items()}

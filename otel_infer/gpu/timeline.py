@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from otel_infer import clock
-from otel_infer.gpu import captures
-from otel_infer.gpu.clockmap import Anchor, ClockMap
+from otel_infer import _clock
+from otel_infer.gpu import graph_capture
+from otel_infer.gpu.clock_sync import Anchor, ClockMap
 from otel_infer.gpu.device import Device
-from otel_infer.gpu.pacing import Pacing
+from otel_infer.gpu.sample_rate import Pacing
 
 CAPACITY = 64
 """Spans in flight at most: what is launched further ahead is timed by the host."""
@@ -84,7 +84,7 @@ class Timeline:
         device: Device,
         clocks: ClockMap,
         capacity: int = CAPACITY,
-        now: Callable[[], int] = clock.now,
+        now: Callable[[], int] = _clock.now,
     ) -> None:
         self._device, self._clocks, self._now = device, clocks, now
         self._capturing, self._stream = device.capturing, device.stream
@@ -132,7 +132,7 @@ class Timeline:
         """Marks the stream (None: the thread's current one); None where that cannot be: time it on the host. What is no step is
         left out of the steps' pace and of the gaps between them."""
         at = self._now()
-        if captures.open_now or self._capturing():
+        if graph_capture.open_now or self._capturing():
             self.captured += 1
             return None
         if not self._pool or self.errors >= MOST_ERRORS:
@@ -140,7 +140,7 @@ class Timeline:
             return None
         span = self._pool.popleft()
         span.stream = stream = self._stream() if stream is None else stream
-        span.captures, span.number, span.is_step = captures.begun, self.pacing.number, is_step
+        span.captures, span.number, span.is_step = graph_capture.begun, self.pacing.number, is_step
         self.begun += 1
         span.begun_at = at
         try:
@@ -155,7 +155,7 @@ class Timeline:
         """Marks the stream again; `say` will be told, or `instead`. False where that cannot be, and nobody is told. `has_waited`:
         the host has waited for the device since it launched the last of it."""
         span.launched_at, span.say, span.instead, span.has_waited = self._now(), say, instead, has_waited
-        if span.captures != captures.begun and (captures.open_now or self._capturing()):
+        if span.captures != graph_capture.begun and (graph_capture.open_now or self._capturing()):
             self._pool.append(span)
             self.captured += 1
             return False
@@ -181,12 +181,12 @@ class Timeline:
             return 0
         told = 0
         try:
-            if captures.ask():
+            if graph_capture.ask():
                 try:
-                    while self._pending and not captures.open_now and self._take(self._pending[0]):
+                    while self._pending and not graph_capture.open_now and self._take(self._pending[0]):
                         told += 1
                 finally:
-                    captures.asked()
+                    graph_capture.asked()
         finally:
             self._harvesting.release()
         return told

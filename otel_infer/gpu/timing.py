@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from otel_infer import clock
-from otel_infer.gpu import captures
-from otel_infer.gpu.clockmap import ClockMap
+from otel_infer import _clock
+from otel_infer.gpu import graph_capture
+from otel_infer.gpu.clock_sync import ClockMap
 from otel_infer.gpu.device import Device, current
 from otel_infer.gpu.timeline import Span, Timed, Timeline
 
@@ -93,7 +93,7 @@ class Timing:
         slot = self._thread.slot
         if slot is not None and slot.timeline is not None:
             if on is not None and not slot.is_on(on):
-                return clock.now()
+                return _clock.now()
             if is_step and not slot.timeline.pacing.is_next() and not always:
                 return UNTIMED
             span = slot.timeline.begin(stream, is_step)
@@ -101,17 +101,17 @@ class Timing:
                 return span
         elif slot is None and self.is_on:
             self._look()
-        return clock.now()
+        return _clock.now()
 
     def end(self, begun: Span | int, work: Work, has_waited: bool = False) -> None:
         """It has launched what it began with. `has_waited`: and waited for the device since, so that nobody knows how long it took
         to launch."""
         if isinstance(begun, int):
             if begun != UNTIMED:
-                work.on_host(begun, clock.now())
+                work.on_host(begun, _clock.now())
             return
         if not self.is_on or not begun.home.end(begun, work.on_device, work.on_host, has_waited):
-            work.on_host(begun.begun_at, clock.now())
+            work.on_host(begun.begun_at, _clock.now())
 
     def drop(self, begun: Span | int) -> None:
         """It did not come to launching."""
@@ -133,7 +133,7 @@ class Timing:
         self._thread = _Thread()
 
     def _look(self) -> None:
-        now = clock.now()
+        now = _clock.now()
         if now - self._thread.looked_at < LOOK_NS:
             return
         self._thread.looked_at = now
@@ -189,9 +189,9 @@ class _Tender(threading.Thread):
     def run(self) -> None:
         try:
             while not self._over:
-                if not captures.open_now:
+                if not graph_capture.open_now:
                     self._turn()
-                waits = captures.open_now or any(timeline.pending for _, timeline, _ in self._used)
+                waits = graph_capture.open_now or any(timeline.pending for _, timeline, _ in self._used)
                 is_young = any(clocks.is_young for clocks in self._clocks.values())
                 self._wake.wait(BUSY_S if waits or is_young else REST_S)
                 self._wake.clear()
@@ -210,7 +210,7 @@ class _Tender(threading.Thread):
             except Exception as broken:
                 self._looks.remove(look)
                 log.warning("device memory is not looked at any more: %s", type(broken).__name__)
-        now = clock.now()
+        now = _clock.now()
         for device, timeline, slot in list(self._used):
             timeline.harvest()
             if slot() is None or timeline.is_broken:
@@ -234,7 +234,7 @@ class _Tender(threading.Thread):
             clocks = self._clocks[device.index] = ClockMap(device)
             if self._on_device is not None:
                 self._looks.append(self._on_device(device))
-        if clocks.anchor is None and not (clocks.is_due(clock.now(), True) and clocks.renew()):
+        if clocks.anchor is None and not (clocks.is_due(_clock.now(), True) and clocks.renew()):
             self._asked.append((device, slot))  # without an anchor nobody knows when anything was
             return
         for free in self._free:

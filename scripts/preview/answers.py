@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from otel_infer.boards.board import asked
+from otel_infer.monitoring.dashboards.dashboard import asked
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -19,7 +19,7 @@ _LABEL = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 
 class Ask(Protocol):
-    """Who answers: `otel_infer.cli.checks.panels.Asking`, or a stand-in."""
+    """Who answers: `otel_infer.cli.prometheus_check.Asking`, or a stand-in."""
 
     def get(self, path: str, **what: str) -> Any: ...
 

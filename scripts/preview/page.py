@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from otel_infer.boards.board import asked
-from otel_infer.boards.panels import WHOLE
-from otel_infer.cli.report_words import safe
+from otel_infer.cli.report.html_helpers import safe
+from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.monitoring.dashboards.panels import WHOLE
 from scripts.preview.answers import Answer, Ask, Span, answer, default
 from scripts.preview.cells import heatmap, is_blank, states
 from scripts.preview.lines import lines

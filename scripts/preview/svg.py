@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 from xml.sax.saxutils import quoteattr
 
-from otel_infer.cli.report_words import safe
+from otel_infer.cli.report.html_helpers import safe
 
 INK, GREY, FAINT, LINE = "#24292e", "#5f6774", "#8d95a1", "#e6e9ee"
 NAMED = {

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from benchmarks import quantiles
-from otel_infer.sinks.histograms import ExponentialHistogram
+from otel_infer.export.metrics.histograms import ExponentialHistogram
 
 # Each is worked out by the rules of histogram_quantile: rank q × n, linear inside the bucket it falls into.
 BOUNDS, COUNTS = (0.1, 0.2, 0.4), (10, 30, 40, 20)

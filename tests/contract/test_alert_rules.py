@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from otel_infer.alerts import rules, slo
 from otel_infer.cli.alerts import as_text
+from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
 from tests.stack.tools import tool
 
 J = 'job="s",instance="i"'
@@ -179,7 +179,7 @@ def firing(alert: str, at: str, count: int | None) -> dict[str, Any]:
 
 def about(alert: str) -> dict[str, Any]:
     """The group of this alert, without other causes, evaluated once a minute."""
-    for group in rules.groups(slo.DEFAULT)["groups"]:
+    for group in burn_rate_rules.groups(slo_spec.DEFAULT)["groups"]:
         if any(rule.get("alert") == f"OtelInfer{alert}" for rule in group["rules"]):
             kept = [
                 rule
@@ -312,7 +312,7 @@ def test_the_watchdog_fires_always(tmp_path: Path) -> None:
 def test_every_alert_is_tried() -> None:
     alerts = {
         rule["alert"].removeprefix("OtelInfer")
-        for group in rules.groups(slo.DEFAULT)["groups"]
+        for group in burn_rate_rules.groups(slo_spec.DEFAULT)["groups"]
         for rule in group["rules"]
         if "alert" in rule
     }
@@ -320,7 +320,7 @@ def test_every_alert_is_tried() -> None:
 
 
 def test_promtool_finds_the_rules_in_order(tmp_path: Path) -> None:
-    (tmp_path / "rules.yml").write_text(as_text(rules.groups(slo.DEFAULT)))
+    (tmp_path / "rules.yml").write_text(as_text(burn_rate_rules.groups(slo_spec.DEFAULT)))
     done = subprocess.run(
         [tool("promtool"), "check", "rules", "--lint=all", "--lint-fatal", "rules.yml"],
         cwd=tmp_path, capture_output=True, text=True,

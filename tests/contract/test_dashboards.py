@@ -14,14 +14,16 @@ import promql_parser
 import pytest
 import yaml
 
-from otel_infer import boards, cli, prometheus, semconv
-from otel_infer.alerts import rules, slo
-from otel_infer.boards.board import asked
+from otel_infer import cli, semconv
 from otel_infer.cli.alerts import as_text
+from otel_infer.monitoring import dashboards
+from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
+from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.semconv import prometheus
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "dashboards"
-BOARDS = boards.built()
+BOARDS = dashboards.built()
 NAMES = {name: metric for metric in semconv.METRICS for name in prometheus.series(metric)}
 HISTOGRAM_ENDINGS = (prometheus.BUCKET, prometheus.SUM, prometheus.COUNT)
 DATASOURCES = ("${datasource}", "${tempo}")
@@ -68,14 +70,14 @@ def test_the_files_are_those_that_this_release_makes() -> None:
     assert cli.main(["dashboards", "build", "--check", str(FOLDER)]) == 0
     assert {path.name for path in FOLDER.glob("*.json")} == BOARDS.keys()
     made = (FOLDER / "alerts" / "otel-infer.rules.yml").read_text(encoding="utf-8")
-    assert as_text(rules.groups(slo.DEFAULT)) == made
+    assert as_text(burn_rate_rules.groups(slo_spec.DEFAULT)) == made
 
 
 RENAMING = """
 import contextlib, io, json, sys
 from otel_infer import cli, semconv
 
-MADE = ("otel_infer.boards", "otel_infer.alerts", "otel_infer.cli.dashboards", "otel_infer.cli.checks")
+MADE = ("otel_infer.monitoring.", "otel_infer.cli.dashboards", "otel_infer.cli.prometheus_check")
 stale = {}
 for key, metric in list(vars(semconv).items()):
     if not isinstance(metric, semconv.Metric):
@@ -237,7 +239,9 @@ def test_a_dashboard_is_not_too_much_to_look_at(name: str, board: dict[str, Any]
 
 def test_links_lead_to_dashboards_that_there_are() -> None:
     uids = {board["uid"] for board in BOARDS.values()}
-    targets = re.findall(r"/d/([\w-]+)", json.dumps(BOARDS) + json.dumps(rules.groups(slo.DEFAULT)))
+    targets = re.findall(
+        r"/d/([\w-]+)", json.dumps(BOARDS) + json.dumps(burn_rate_rules.groups(slo_spec.DEFAULT))
+    )
     assert set(targets) <= uids
 
 
@@ -247,7 +251,7 @@ RULES = [
     pytest.param(
         rule, id=f"{rule.get('alert') or rule['record']} {rule.get('labels', {}).get('long', '')}".strip()
     )
-    for group in rules.groups(slo.DEFAULT)["groups"]
+    for group in burn_rate_rules.groups(slo_spec.DEFAULT)["groups"]
     for rule in group["rules"]
 ]
 RECORDED = {param.values[0]["record"] for param in RULES if "record" in param.values[0]}
@@ -273,5 +277,5 @@ def test_every_alert_says_who_is_woken_and_what_to_do(rule: dict[str, Any]) -> N
 
 
 def test_the_rules_are_yaml_that_says_the_same() -> None:
-    made = rules.groups(slo.DEFAULT)
+    made = burn_rate_rules.groups(slo_spec.DEFAULT)
     assert yaml.safe_load(as_text(made)) == made

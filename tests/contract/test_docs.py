@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from otel_infer import cli, prometheus, semconv
-from otel_infer.alerts import rules, slo
+from otel_infer import cli, semconv
 from otel_infer.cli import alerts
-from otel_infer.config import SETTINGS
-from tests.grafana_server import GrafanaServer
+from otel_infer.config.settings import SETTINGS
+from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
+from otel_infer.semconv import prometheus
 from tests.stack.processes import Prometheus
+from tests.support.grafana_server import GrafanaServer
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted(
@@ -76,10 +77,10 @@ def test_the_page_of_commands_has_every_option_that_we_take() -> None:
 
 
 def test_the_help_of_alerts_says_all_that_is_promised_without_a_file() -> None:
-    for one in slo.DEFAULT.objectives:
+    for one in slo_spec.DEFAULT.objectives:
         length = f"within {one.within:g} s" if one.within > 1 else f"within {one.within * 1000:g} ms"
         assert not one.within or length in str(alerts.__doc__)
-    assert {one.share for one in slo.DEFAULT.objectives if one.within} == {0.99}
+    assert {one.share for one in slo_spec.DEFAULT.objectives if one.within} == {0.99}
 
 
 def anchors(page: Path) -> set[str]:
@@ -120,21 +121,21 @@ def promises() -> str:
 
 def test_the_example_of_promises_has_all_that_can_be_said() -> None:
     said = yaml.safe_load(promises())
-    assert said.keys() == set(slo.Spec._fields)
-    assert {key for one in said["objectives"] for key in one} == set(slo.Objective._fields)
-    assert len(slo.spec(said).objectives) == len(said["objectives"])
+    assert said.keys() == set(slo_spec.Spec._fields)
+    assert {key for one in said["objectives"] for key in one} == set(slo_spec.Objective._fields)
+    assert len(slo_spec.spec(said).objectives) == len(said["objectives"])
 
 
 def test_every_alert_has_a_headline_where_its_link_leads() -> None:
     alerts = {
         rule["alert"]
-        for group in rules.groups(slo.DEFAULT)["groups"]
+        for group in burn_rate_rules.groups(slo_spec.DEFAULT)["groups"]
         for rule in group["rules"]
         if "alert" in rule
     }
-    assert {rules.anchor(alert.removeprefix(rules.PREFIX)) for alert in alerts} <= anchors(
-        ROOT / "docs" / "alerts.md"
-    )
+    assert {
+        burn_rate_rules.anchor(alert.removeprefix(burn_rate_rules.PREFIX)) for alert in alerts
+    } <= anchors(ROOT / "docs" / "alerts.md")
 
 
 def ours(page: str, *, to_prometheus: bool, **instead: str) -> Iterator[list[str]]:

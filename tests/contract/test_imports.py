@@ -26,15 +26,14 @@ ENGINES = {
 }
 HEAVY = {"numpy", "pynvml", "grpc", "google.protobuf", "requests", "rich", "opentelemetry.exporter"}
 SERVER_SIDE = (
-    "clock",
-    "facts",
+    "_clock",
+    "ringbuffer.events",
     "config",
-    "ring.layout",
-    "ring.write",
-    "ring.membership",
-    "patching",
-    "ingress",
-    "integrations",
+    "ringbuffer.layout",
+    "ringbuffer.writer",
+    "ringbuffer.batch_writer",
+    "tracing",
+    "instrumentation",
 )
 
 

@@ -30,23 +30,26 @@ from typing import Any
 import pytest
 
 import otel_infer
-from otel_infer import asking, callers, clock, facts, identity, ingress, prometheus, semconv
-from otel_infer.assembler import Assembler
-from otel_infer.config import Config
-from otel_infer.integrations import asgi
-from otel_infer.integrations.transformers import batching
-from otel_infer.patching import Hook
-from otel_infer.pipeline import Pipeline
-from otel_infer.ring import layout
-from otel_infer.ring.folder import Rings
-from otel_infer.ring.membership import Handles, StepLog
-from otel_infer.ring.recorder import Recorder, recorder
-from otel_infer.ring.write import MemoryArena, RequestWriter
-from otel_infer.ring.write_steps import StepWriter
-from tests.otlp_receiver import OtlpReceiver, status
-from tests.served import chat, transformers_serve
-from tests.story import COUNTED
-from tests.toy_server import RUN, Toy, free_port, processes, until
+from otel_infer import _clock, semconv
+from otel_infer.assembly.assembler import Assembler
+from otel_infer.config import tenancy
+from otel_infer.config.environment import Config
+from otel_infer.instrumentation import asgi
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.transformers import continuous_batching
+from otel_infer.ringbuffer import events, layout
+from otel_infer.ringbuffer.batch_writer import Handles, StepLog
+from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.ringbuffer.recorder import Recorder, recorder
+from otel_infer.ringbuffer.step_writer import StepWriter
+from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
+from otel_infer.semconv import prometheus
+from otel_infer.sidecar.pipeline import Pipeline
+from otel_infer.tracing import caller, request_span, span_ids
+from tests.support.otlp_receiver import OtlpReceiver, status
+from tests.support.served import chat, transformers_serve
+from tests.support.story import COUNTED
+from tests.support.toy_server import RUN, Toy, free_port, processes, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,7 +113,7 @@ class Engine:
 """
 INTEGRATION = """
 import functools, os
-from otel_infer.integrations._base import Integration
+from otel_infer.instrumentation.hooks.instrumentor import Integration
 
 integration = Integration("stub", "stub-engine", ("stublib",), is_engine=True)
 PROBED = ("generate", "stream", "agenerate", "astream")
@@ -140,7 +143,7 @@ def stub(tmp_path: Path) -> Path:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stub-engine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
-        "[otel_infer.integrations]\nstub = stub_integration:integration\n"
+        "[otel_infer_instrumentor]\nstub = stub_integration:integration\n"
     )
     (tmp_path / "stublib.py").write_text(LIBRARY)
     (tmp_path / "stub_integration.py").write_text(INTEGRATION)
@@ -258,7 +261,7 @@ def test_3_stating_a_fact_makes_no_system_call_and_takes_no_lock() -> None:
     if platform.machine() not in SYSTEM_CALLS or not _survives(lambda: None):
         pytest.skip("system calls cannot be forbidden here")
     assert not _survives(lambda: os.getppid())
-    if not _survives(lambda: clock.now()):
+    if not _survives(lambda: _clock.now()):
         pytest.skip("the clock is a system call on this machine")
     recording, arena = Recorder(), MemoryArena()
     recording.start(lambda: arena, lambda: None, lambda reason: None)
@@ -268,15 +271,15 @@ def test_3_stating_a_fact_makes_no_system_call_and_takes_no_lock() -> None:
     def state_everything(times: int = 200) -> None:
         members = ["sequence"]
         for number in range(times):
-            at = clock.now()
+            at = _clock.now()
             handle = recording.open(_arrival(at))
-            recording.state(handle, facts.RequestSubmitted(at, 1, 8, 8, "toy"))
-            recording.state(handle, facts.StageEnded(at, at, "tokenize", number))
-            recording.state(handle, facts.AttributeSet(at, "key", "value " * 20))
+            recording.state(handle, events.RequestSubmitted(at, 1, 8, 8, "toy"))
+            recording.state(handle, events.StageEnded(at, at, "tokenize", number))
+            recording.state(handle, events.AttributeSet(at, "key", "value " * 20))
             log.handles.bind("sequence", handle)
             log.done(log.scheduled(members, size_of_nothing, b"", 1, 2, 1, 0), size=1)
             log.done(log.scheduled(members, members, b"\1\0\0\0"), b"\1\0\0\0", 1)
-            recording.close(handle, facts.RequestEnded(at, facts.OK, "", 200, 1, 0, 0))
+            recording.close(handle, events.RequestEnded(at, events.OK, "", 200, 1, 0, 0))
 
     size_of_nothing: tuple[str, ...] = ()
     recording._tended_at = 1 << 62  # somebody looks after the sidecar once a second, which is no fact
@@ -321,9 +324,9 @@ def _leave_only(*names: str) -> None:
         os._exit(1)
 
 
-def _arrival(at: int, trace: int = 1) -> facts.RequestArrived:
+def _arrival(at: int, trace: int = 1) -> events.RequestArrived:
     ids = (trace.to_bytes(16, "big"), trace.to_bytes(8, "big"), bytes(8), bytes(8))
-    return facts.RequestArrived(at, at, *ids, facts.SAMPLED, "chat", "toy", "m", "POST")
+    return events.RequestArrived(at, at, *ids, events.SAMPLED, "chat", "toy", "m", "POST")
 
 
 def test_3_rings_never_grow_and_what_is_lost_is_counted_and_marked() -> None:
@@ -334,10 +337,10 @@ def test_3_rings_never_grow_and_what_is_lost_is_counted_and_marked() -> None:
     marked = writer.open(_arrival(10))
     assembler.feed([*rings.poll(100), *rings.poll(150)])
     for number in range(50_000):
-        writer.state(marked, facts.StageEnded(200, 150, "a stage", number))
+        writer.state(marked, events.StageEnded(200, 150, "a stage", number))
     for number in range(10_000):
         writer.open(_arrival(300, number + 2))
-    writer.close(marked, facts.RequestEnded(400, facts.OK, "", 200, 0, 0, 0))
+    writer.close(marked, events.RequestEnded(400, events.OK, "", 200, 0, 0, 0))
     assert len(writer.memory) == size
     assert len(arena.buffers) == 1
     assembler.feed(rings.poll(500, final=True))
@@ -410,7 +413,7 @@ def _of_own_list(size: int) -> list[int]:
         counts.append(opcodes(step(members, "sequence 0")) if number == 0 else opcodes(step(members)))
     counts.append(opcodes(step([], *everybody, *["one more"] * 16)))
     counts.append(opcodes(step(everybody)))
-    assert _said_of_steps(arena) == {facts.StepScheduled: 7, facts.StepDone: 7}
+    assert _said_of_steps(arena) == {events.StepScheduled: 7, events.StepDone: 7}
     return counts
 
 
@@ -422,22 +425,22 @@ def _of_transformers(size: int) -> list[int]:
         cache = Thing(num_blocks=64, get_num_free_blocks=lambda: 32)
         scheduler = Thing(cache=cache, active_requests={1: 1}, waiting_requests={}, _requests_to_fork=[])
         hook = Hook("a test")
-        schedule = batching._scheduling(lambda self: (futures, None, len(futures)), hook)
+        schedule = continuous_batching._scheduling(lambda self: (futures, None, len(futures)), hook)
 
         def step() -> list[int]:
             scheduled = opcodes(lambda: schedule(scheduler))
-            return [scheduled, opcodes(lambda: batching._batches_of(scheduler).done(futures[0]))]
+            return [scheduled, opcodes(lambda: continuous_batching._batches_of(scheduler).done(futures[0]))]
 
         counts = [*step(), *step(), *step(), *step()]
         leaving = futures[0].state
-        counts.append(opcodes(lambda: batching._batches_of(scheduler).gone(leaving)))
+        counts.append(opcodes(lambda: continuous_batching._batches_of(scheduler).gone(leaving)))
         futures = [*futures[1:], Future(size)]
         counts += step()
         assert hook.alive
-        assert _said_of_steps(arena) == {facts.StepScheduled: 5, facts.StepDone: 5}
+        assert _said_of_steps(arena) == {events.StepScheduled: 5, events.StepDone: 5}
         return counts
     finally:
-        batching._release()
+        continuous_batching._release()
         recorder.stop()
 
 
@@ -448,7 +451,7 @@ def _said_of_steps(arena: MemoryArena) -> dict[type, int]:
     for name, memory in arena.buffers:
         rings.add("1-a-1.steps" if name.endswith(layout.SUFFIX_STEPS) else name, memory, 1)
     kinds = [type(one.fact) for one in rings.poll(1, final=True)]
-    return {kind: kinds.count(kind) for kind in (facts.StepScheduled, facts.StepDone)}
+    return {kind: kinds.count(kind) for kind in (events.StepScheduled, events.StepDone)}
 
 
 def test_4_step_hooks_are_plain_closures_that_wrap_what_they_replace(stub: Path, receiver: Recording) -> None:
@@ -461,7 +464,7 @@ assert Engine.__dict__["step"].__wrapped__.__code__.co_filename.endswith("stubli
 assert type(Engine.__dict__["generate"]) is not types.FunctionType  # a probe, which takes all call shapes
 """
     run(script, stub, **receiver.environ)
-    assert isinstance(batching._scheduling(lambda self: None, Hook("a test")), FunctionType)
+    assert isinstance(continuous_batching._scheduling(lambda self: None, Hook("a test")), FunctionType)
 
 
 # ── holding on and letting go ────────────────────────────────────────────────────────────────────────────────────
@@ -534,9 +537,9 @@ assert Engine.__dict__["generate"] is not own["generate"]
 REPLAY = """
 import json, sys
 from pathlib import Path
-from otel_infer import keeper
+from otel_infer.export.sampling import tail_sampler as keeper
 from otel_infer.cli import replay
-from otel_infer.sinks import tree
+from otel_infer.export.spans import tree
 keep = keeper.Keeper("auto", 2000, False, False)
 for record in replay.records(Path(sys.argv[1])):
     said = replay.described(record)
@@ -915,11 +918,11 @@ WHO = Config(tenant="header:host", tenants=("acme",), traffic_class="header:host
 @pytest.mark.parametrize("config", [Config(), WHO], ids=["nobody is asked who asks", "tenants are asked for"])
 def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(config: Config) -> None:
     """Models, paths, methods, query strings, tenants and error types that a client makes up."""
-    asking.wanted = callers.wanted(config.tenant, "", config.traffic_class)
+    caller.wanted = tenancy.wanted(config.tenant, "", config.traffic_class)
     arena, rings = MemoryArena(), Rings()
-    ingress.opener = identity.IdOpener(*_standard_sampling(), identity.Limits())
+    request_span.opener = span_ids.IdOpener(*_standard_sampling(), span_ids.Limits())
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
-    pipeline = Pipeline(config, rings, [], None, {}, COUNTED, clock.wall_pair()[1])
+    pipeline = Pipeline(config, rings, [], None, {}, COUNTED, _clock.wall_pair()[1])
     try:
         app = asgi.wrap(_Echo())
         asyncio.run(_drive(app, [("POST", "/v1/chat", "toy")], pipeline, arena))
@@ -935,9 +938,9 @@ def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(con
         assert not values & {name for request in asked for name in request}
         assert ("_OTHER" in values, "interactive" in values) == (True, config is WHO)
     finally:
-        asking.wanted = callers.NOTHING
+        caller.wanted = tenancy.NOTHING
         recorder.stop()
-        ingress.opener = None
+        request_span.opener = None
 
 
 def _standard_sampling() -> tuple[Any, Any]:
@@ -976,10 +979,10 @@ async def _drive(app: Any, asked: list[tuple[str, str, str]], pipeline: Pipeline
         await app(scope, receive, send)
         if number % 200 == 0 or number == len(asked) - 1:
             for name, memory in arena.buffers:
-                pipeline.rings.add(name, memory, clock.now())
-            pipeline.wake(clock.now())
-            pipeline.wake(clock.now())
-    pipeline.wake(clock.now(), final=True)
+                pipeline.rings.add(name, memory, _clock.now())
+            pipeline.wake(_clock.now())
+            pipeline.wake(_clock.now())
+    pipeline.wake(_clock.now(), final=True)
 
 
 def _random() -> str:
@@ -988,7 +991,7 @@ def _random() -> str:
 
 def _series(pipeline: Pipeline) -> dict[str, set[Any]]:
     """The attribute sets of each metric."""
-    collected = pipeline.metrics.collect(clock.wall_pair()[1])
+    collected = pipeline.metrics.collect(_clock.wall_pair()[1])
     metrics = collected.resource_metrics[0].scope_metrics[0].metrics
     return {m.name: {tuple(sorted(p.attributes.items())) for p in m.data.data_points} for m in metrics}
 

@@ -17,10 +17,13 @@ from typing import Any
 
 import pytest
 
-from otel_infer import cli, keeper, prometheus, semconv
-from otel_infer.alerts import causes, rules
-from otel_infer.assembler import Assembler
-from otel_infer.config import SETTINGS, Config, from_env
+from otel_infer import cli, semconv
+from otel_infer.assembly.assembler import Assembler
+from otel_infer.config.environment import Config, from_env
+from otel_infer.config.settings import SETTINGS
+from otel_infer.export.sampling import tail_sampler
+from otel_infer.monitoring.alerts import burn_rate_rules, cause_alerts
+from otel_infer.semconv import prometheus
 from tests.stack.tools import tool
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
@@ -321,10 +324,17 @@ def test_tail_sampling_keeps_every_request_that_has_a_reason_of_its_own() -> Non
     sampling = _collectors()["tail sampling"]["processors"]["tail_sampling"]
     policies = {policy["name"]: policy[policy["type"]] for policy in sampling["policies"]}
     kept = policies["kept-for-a-reason"]
-    ordinary = {keeper.REASON_BUDGET, keeper.REASON_SAMPLED, keeper.REASON_ALL, keeper.REASON_NONE}
+    ordinary = {
+        semconv.KEEP_REASON_BUDGET,
+        semconv.KEEP_REASON_SAMPLED,
+        semconv.KEEP_REASON_ALL,
+        semconv.KEEP_REASON_NONE,
+    }
     assert kept["key"] == semconv.KEEP_REASON
-    assert sorted(kept["values"]) == sorted({*keeper.REASONS} - ordinary - {keeper.REASON_UNSAMPLED})
-    assert {*keeper.NOTABLE} < {*kept["values"]}
+    assert sorted(kept["values"]) == sorted(
+        {*semconv.KEEP_REASONS} - ordinary - {semconv.KEEP_REASON_UNSAMPLED}
+    )
+    assert {*tail_sampler.NOTABLE} < {*kept["values"]}
     assert policies["starts-and-checks"]["span"] == [
         f'span.name == "{name}"' for name in (semconv.SPAN_START, semconv.SPAN_DOCTOR)
     ]
@@ -336,7 +346,7 @@ def test_tail_sampling_waits_longer_than_we_hold_a_request_back() -> None:
         float(sampling[name].removesuffix("s"))
         for name in ("decision_wait_after_root_received", "decision_wait")
     ]
-    assert keeper.HELD_NS / 1e9 + 5 < waits[0] < waits[1]
+    assert tail_sampler.HELD_NS / 1e9 + 5 < waits[0] < waits[1]
 
 
 def test_the_first_tier_deals_out_traces_by_id_to_the_second_which_samples() -> None:
@@ -419,8 +429,8 @@ def test_a_page_asks_the_flight_recorder_soon_enough_for_what_it_holds() -> None
 
 
 def test_a_page_silences_what_may_be_its_cause_and_never_that_telemetry_is_missing() -> None:
-    alerts = {rules.PREFIX + cause.name for cause in causes.CAUSES}
-    severities = {cause.severity for cause in causes.CAUSES}
+    alerts = {burn_rate_rules.PREFIX + cause.name for cause in cause_alerts.CAUSES}
+    severities = {cause.severity for cause in cause_alerts.CAUSES}
     inhibitions = read(STACK / "alertmanager.yml")["inhibit_rules"]
     for rule in inhibitions:
         assert 'severity = "page"' in rule["source_matchers"]

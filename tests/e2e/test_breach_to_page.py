@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from otel_infer import tape
-from otel_infer.cli import report
-from otel_infer.complaints import COMPLAINTS
-from tests.breach import OBJECTIVES, Breach, breached
-from tests.browser import CHROMIUM, WHY_NONE, dumped, without_a_network
-from tests.pages import Page
-from tests.trace_events import read_as_trace
+from otel_infer.analysis.diagnosis.symptoms import COMPLAINTS
+from otel_infer.cli.report import command as report
+from otel_infer.sidecar.recording import file
+from tests.support.breach import OBJECTIVES, Breach, breached
+from tests.support.browser import CHROMIUM, WHY_NONE, dumped, without_a_network
+from tests.support.pages import Page
+from tests.support.trace_events import read_as_trace
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -48,7 +48,7 @@ def written(breach: Breach) -> Path:
 
 def test_a_breach_writes_a_tape_of_itself_and_of_the_minute_before(breach: Breach) -> None:
     assert len(breach.frozen) >= 3
-    assert tape.head(breach.tape)["by"] == "slo" and tape.head(breach.tape)["slo"] == OBJECTIVES
+    assert file.head(breach.tape)["by"] == "slo" and file.head(breach.tape)["slo"] == OBJECTIVES
     told = report.read(breach.tape)
     by_trace = {record.trace_id.hex(): record for record in told.records}
     assert {*breach.ordinary, *breach.frozen} <= set(by_trace)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from otel_infer.ring import place
-from tests.otlp_receiver import GRPC, HTTP, OtlpReceiver, partial_success, status
+from otel_infer.ringbuffer import directory
+from tests.support.otlp_receiver import GRPC, HTTP, OtlpReceiver, partial_success, status
 
 ENGINES = (
     "fastapi",
@@ -270,7 +270,7 @@ def no_memory(**variables: str) -> Diagnosis:
 
 
 def test_a_folder_on_disk_is_no_shared_memory(tmp_path: Path) -> None:
-    if place.is_tmpfs(tmp_path):
+    if directory.is_tmpfs(tmp_path):
         pytest.skip("the temporary folder is on tmpfs here")
     found = no_memory(OTEL_INFER_RINGS=str(tmp_path))
     assert (0, True) == (found.code, found.ok)
@@ -281,7 +281,7 @@ def test_a_folder_on_disk_is_no_shared_memory(tmp_path: Path) -> None:
 
 
 def test_no_shared_memory_fails_where_the_sidecar_is_insisted_on(tmp_path: Path) -> None:
-    if place.is_tmpfs(tmp_path):
+    if directory.is_tmpfs(tmp_path):
         pytest.skip("the temporary folder is on tmpfs here")
     found = no_memory(OTEL_INFER_RINGS=str(tmp_path), OTEL_INFER_MODE="sidecar")
     assert (1, False) == (found.code, found.ok)

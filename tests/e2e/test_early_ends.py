@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from otel_infer import semconv
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import BATCHING, RUN, Server, chat, free_port
-from tests.toy_server import until
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import BATCHING, RUN, Server, chat, free_port
+from tests.support.toy_server import until
 
 pytestmark = pytest.mark.real
 
@@ -96,7 +96,7 @@ def server(
     tiny_llama: Path, receiver: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ending]:
     port = free_port()
-    script = str(Path(__file__).parent / "ending_server.py")
+    script = str(Path(__file__).parents[1] / "support" / "ending_server.py")
     options = (
         f"--host 127.0.0.1 --port {port} --device cpu --dtype float32 --attn-implementation sdpa".split()
     )

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from otel_infer import facts, keeper, semconv
+from otel_infer import semconv
+from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli import replay
-from otel_infer.records import RequestRecord
-from otel_infer.sinks import tree
-from tests.rings import stages_of
-from tests.served import Server, free_port
+from otel_infer.export.sampling import tail_sampler
+from otel_infer.export.spans import tree
+from otel_infer.ringbuffer.events import ABORTED, OK
+from tests.support.rings import stages_of
+from tests.support.served import Server, free_port
 
 pytestmark = pytest.mark.real
 
@@ -103,7 +105,7 @@ def played(
 
 def lines(record: RequestRecord, answer: Answer) -> list[str]:
     """The spans below the client's, indented; asserts that every parent contains its children."""
-    spans = tree.spans_of(record, keeper.Decision(True, 1000, "sampled"))
+    spans = tree.spans_of(record, tail_sampler.Decision(True, 1000, "sampled"))
     by_id = {span.span_id: span for span in spans}
     found = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
@@ -179,7 +181,7 @@ def test_a_hand_written_loop_shows_every_stage_of_every_request(
         record = records[answer.trace_id]
         assert lines(record, answer) == LOOP_TREE
         one_after_the_other(record, *LOOP_STAGES[:-1])
-        assert record.outcome == facts.OK
+        assert record.outcome == OK
         assert (record.provider, record.engine, record.finish_reasons) == ("custom", "custom", ("length",))
         assert (record.input_tokens, record.max_tokens) == (4 * number, 150 + number)
         every_token_has_its_step(record, 150 + number)
@@ -224,13 +226,13 @@ def test_a_client_that_leaves_a_loop_is_an_aborted_request(
 ) -> None:
     answers, records = loop
     left = records[answers[AT_ONCE].trace_id]
-    assert (left.outcome, left.error_type) == (facts.ABORTED, "client_disconnect")
+    assert (left.outcome, left.error_type) == (ABORTED, "client_disconnect")
     assert stages_of(left)[:6] == ["ingress", "database", "tokenize", "queue", "prefill", "decode"]
     assert left.steps is not None
     assert 3 <= len(left.steps) <= left.output_tokens < 5000
     assert left.ended_at >= left.last_token_at
     after = records[answers[-1].trace_id]
-    assert after.outcome == facts.OK
+    assert after.outcome == OK
     every_token_has_its_step(after, 5)
 
 
@@ -298,7 +300,7 @@ def test_streamed_generation_shows_every_stage_of_every_request(
         ]
         one_after_the_other(record, "ingress", "tokenize", "queue", "prefill", "decode")
         every_token_has_its_step(record, tokens)
-        assert (record.outcome, record.provider, record.model) == (facts.OK, "transformers", "tiny-llama")
+        assert (record.outcome, record.provider, record.model) == (OK, "transformers", "tiny-llama")
         assert "".join(event["text"] for event in answer.events)
 
 
@@ -318,7 +320,7 @@ def test_embeddings_are_the_forward_of_an_encoder_that_no_engine_claims(
         ]
         one = record.stage("forward")
         assert one is not None and one.attributes == {semconv.ITEMS: size}
-        assert (record.provider, record.outcome, record.output_tokens) == ("torch", facts.OK, 0)
+        assert (record.provider, record.outcome, record.output_tokens) == ("torch", OK, 0)
         assert len(answer.events[0]["data"]) == size
 
 
@@ -327,11 +329,11 @@ def test_a_client_that_leaves_a_stream_is_an_aborted_request_and_the_model_stops
 ) -> None:
     answers, records = hosted
     left = records[answers[6].trace_id]
-    assert (left.outcome, left.error_type) == (facts.ABORTED, "client_disconnect")
+    assert (left.outcome, left.error_type) == (ABORTED, "client_disconnect")
     assert stages_of(left)[:5] == ["ingress", "tokenize", "queue", "prefill", "decode"]
     assert left.steps is not None
     assert 2 <= len(left.steps) <= left.output_tokens < 2000
-    assert records[answers[7].trace_id].outcome == facts.OK
+    assert records[answers[7].trace_id].outcome == OK
 
 
 # ── what their pages say ─────────────────────────────────────────────────────────────────────────────────────────

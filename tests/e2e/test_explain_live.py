@@ -18,11 +18,11 @@ from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProces
 
 from benchmarks.proxy import DelayingProxy
 from otel_infer.cli import main
-from otel_infer.client import instrument_client
-from otel_infer.ring import place
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import Server, chat, transformers_serve
-from tests.toy_server import Toy, until
+from otel_infer.instrumentation.httpx import instrument_client
+from otel_infer.ringbuffer import directory
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server, chat, transformers_serve
+from tests.support.toy_server import Toy, until
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def explain(*arguments: str, **environ: str) -> Any:
 def folder_of(toy: Toy) -> Path:
     """Where its rings are, once its sidecar is at work."""
     folder = Path(toy.state()["folder"])
-    until(lambda: place.is_held(folder / place.SIDECAR_LOCK))
+    until(lambda: directory.is_held(folder / directory.SIDECAR_LOCK))
     return folder
 
 
@@ -60,7 +60,7 @@ def test_a_running_server_is_explained_and_nothing_is_left_behind(
         said = json.loads(done.stdout)
         assert said["requests"] == len(replies)
         assert {one["trace_id"] for one in said["worst"]} <= {reply.trace_id for reply in replies}
-        assert [name for name in os.listdir(folder) if place.is_dump(name)] == []
+        assert [name for name in os.listdir(folder) if directory.is_dump(name)] == []
         again = explain(OTEL_INFER_RINGS=str(folder))
         assert again.returncode == 0 and "the slowest 5" in again.stdout
         toy.stop()

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests.arrivals import arrived, assert_nothing_came_twice, counted, lost, requests_of
-from tests.otlp_receiver import OtlpReceiver, ok, partial_success, slow, status
-from tests.served import chat, transformers_serve
-from tests.toy_server import RUN, Toy, processes, traceparent, until
+from tests.support.arrivals import arrived, assert_nothing_came_twice, counted, lost, requests_of
+from tests.support.otlp_receiver import OtlpReceiver, ok, partial_success, slow, status
+from tests.support.served import chat, transformers_serve
+from tests.support.toy_server import RUN, Toy, processes, traceparent, until
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from otel_infer import tape
-from otel_infer.ring import place
-from tests.otlp_receiver import OtlpReceiver
-from tests.toy_server import RUN, Toy, free_port, until
+from otel_infer.ringbuffer import directory
+from otel_infer.sidecar.recording import file
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.toy_server import RUN, Toy, free_port, until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -67,7 +67,7 @@ def written(folder: Path) -> list[Path]:
 def recording(toy: Toy) -> str:
     """The folder of a server, once its sidecar is at work."""
     folder = str(toy.state()["folder"])
-    until(lambda: place.is_held(Path(folder) / place.SIDECAR_LOCK))
+    until(lambda: directory.is_held(Path(folder) / directory.SIDECAR_LOCK))
     return folder
 
 
@@ -99,7 +99,7 @@ def test_dump_writes_what_was_served_as_a_tape_that_can_be_replayed_and_explaine
         assert not any(request["infer.telemetry.lost"] for request in found.values())
         assert run("explain", str(out)).returncode == 0
         assert out.stat().st_mode & 0o077 in (0o044, 0o000, 0o004)  # as this user makes files
-        assert not [name for name in os.listdir(folder) if place.is_dump(name)]
+        assert not [name for name in os.listdir(folder) if directory.is_dump(name)]
         again = run("dump", cwd=tmp_path, OTEL_INFER_RINGS=folder)
         assert again.returncode == 0, again.stderr
         (named,) = tapes(tmp_path)
@@ -169,7 +169,7 @@ def test_dump_takes_a_tape_from_a_separate_sidecar_by_the_folder_that_both_know(
     separate = subprocess.Popen([*COMMAND, "sidecar", "--rings", str(rings)], env={**kept, **environ})
     toy = Toy(tmp_path / "log", environ)
     try:
-        until((rings / f"otel_infer-{os.getuid()}" / place.SIDECAR_LOCK).exists)
+        until((rings / f"otel_infer-{os.getuid()}" / directory.SIDECAR_LOCK).exists)
         toy.start()
         reply = toy.chat()
         done = run("dump", "--out", str(tmp_path / "a.tape"), "--rings", str(rings))
@@ -202,7 +202,7 @@ def test_a_signal_writes_a_tape_into_a_private_folder(tmp_path: Path, receiver: 
         assert folder.stat().st_mode & 0o777 == 0o700
         assert path.stat().st_mode & 0o777 == 0o600
         assert set(traces(path)) == {reply.trace_id}
-        assert tape.head(path)["by"] == "signal"
+        assert file.head(path)["by"] == "signal"
         assert toy.chat().status == 200
         assert toy.sidecars() == [sidecar]
         toy.stop()
@@ -233,7 +233,7 @@ def test_a_breach_writes_one_tape_with_the_breach_in_it_and_what_came_before(
         assert written(folder) == [path]  # one a minute
         assert len(tapes(folder)) == 20  # the oldest made room
         toy.stop()
-    assert tape.head(path)["by"] == "slo"
+    assert file.head(path)["by"] == "slo"
 
 
 @pytest.mark.parametrize("flags", ["01", "00"], ids=["sampled", "not sampled"])
@@ -247,7 +247,7 @@ def test_a_breach_just_before_the_end_is_written_all_the_same(
         toy.state()
         toy.stop()
     (path,) = tapes(folder)
-    assert tape.head(path)["slo"] == "e2e=1ms"
+    assert file.head(path)["slo"] == "e2e=1ms"
     assert set(traces(path)) == {reply.trace_id for reply in replies}
 
 

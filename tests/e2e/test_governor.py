@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from otel_infer import semconv
-from tests.otlp_receiver import OtlpReceiver
-from tests.toy_server import RUN, Toy
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.toy_server import RUN, Toy
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from otel_infer.ring import place
-from tests.otlp_receiver import OtlpReceiver
-from tests.toy_server import MARK, RUN, Toy, free_port, processes, until
+from otel_infer.ringbuffer import directory
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.toy_server import MARK, RUN, Toy, free_port, processes, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,7 +38,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def folders() -> set[str]:
     """The folders of all servers of this user."""
-    home = place.BASE / f"otel_infer-{os.getuid()}"
+    home = directory.BASE / f"otel_infer-{os.getuid()}"
     return set(os.listdir(home)) if home.is_dir() else set()
 
 
@@ -139,7 +139,7 @@ def test_a_bad_setting_never_stops_the_users_server(variable: str) -> None:
 
 NO_CHILD = """
 import otel_infer
-from otel_infer import launch
+from otel_infer.sidecar import launcher as launch
 
 def refuse(*_, **__):
     raise launch.CannotStart("no more processes")
@@ -295,7 +295,7 @@ def test_run_leaves_a_server_that_goes_on_without_it_and_its_sidecar_alone(
     assert time.monotonic() - began < 20
     assert "processes of the server still run" in said.read_text()
     pid, folder = told.read_text().split()
-    assert place.is_held(Path(folder) / place.SIDECAR_LOCK)
+    assert directory.is_held(Path(folder) / directory.SIDECAR_LOCK)
     os.kill(int(pid), signal.SIGKILL)
     until(lambda: not Path(folder).exists())
     assert receiver.wait_for(lambda it: any(span["name"] == "chat toy" for span in it.spans))
@@ -450,7 +450,7 @@ import sys, otel_infer
 otel_infer.instrument()
 with otel_infer.request("chat", model="toy"):
     pass
-from otel_infer._wiring import wiring
+from otel_infer._bootstrap.install import wiring
 print(wiring.folder)
 sys.exit(not otel_infer.flush(20))
 """
@@ -487,7 +487,7 @@ def test_a_separate_sidecar_reads_a_shared_folder_and_leaves_everything_else_in_
     toy = Toy(tmp_path / "log", environ)
     try:
         rings = volume / f"otel_infer-{os.getuid()}"
-        until((rings / place.SIDECAR_LOCK).exists)
+        until((rings / directory.SIDECAR_LOCK).exists)
         toy.start()
         replies = [toy.chat() for _ in range(3)]
         assert toy.state()["folder"] == str(rings)
@@ -505,7 +505,7 @@ def test_a_separate_sidecar_reads_a_shared_folder_and_leaves_everything_else_in_
         toy.stop()
         assert volume.stat().st_mode & 0o777 == 0o777
         assert [path.read_text() for path in keep] == ["not ours"] * 3
-        assert not (beside / place.SIDECAR_LOCK).exists()
+        assert not (beside / directory.SIDECAR_LOCK).exists()
     finally:
         separate.kill()
         toy.__exit__()

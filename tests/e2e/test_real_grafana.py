@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from otel_infer.grafana import FOLDER, Grafana, Refused
-from tests.unit.test_grafana import board, group, rule
+from otel_infer.monitoring.grafana.client import FOLDER, Grafana, Refused
+from tests.unit.monitoring.grafana.test_client import board, group, rule
 
 URL, TOKEN = os.environ.get("GRAFANA_URL", ""), os.environ.get("GRAFANA_TOKEN", "")
 

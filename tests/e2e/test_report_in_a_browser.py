@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from otel_infer import facts
 from otel_infer.cli import main
-from otel_infer.cli.report import read
-from tests.browser import CHROMIUM, WHY_NONE, dumped
-from tests.pages import Page
-from tests.unit.cli.test_report import recorded, stutter
+from otel_infer.cli.report.command import read
+from otel_infer.ringbuffer import events
+from tests.support.browser import CHROMIUM, WHY_NONE, dumped
+from tests.support.pages import Page
+from tests.unit.cli.report.test_report import recorded, stutter
 
 pytestmark = [pytest.mark.real, pytest.mark.skipif(CHROMIUM is None, reason=WHY_NONE)]
 
@@ -73,7 +73,7 @@ def test_names_that_are_markup_load_nothing_and_run_nothing(
     served, asked = stutter(20)
     said = [
         one._replace(fact=one.fact._replace(model=name))
-        if isinstance(one.fact, facts.RequestArrived)
+        if isinstance(one.fact, events.RequestArrived)
         else one
         for one in served.facts(asked)
     ]

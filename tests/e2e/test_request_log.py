@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.toy_server import RUN, Toy, until
+from tests.support.toy_server import RUN, Toy, until
 
 
 def lines(text: str) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests.otlp_receiver import OtlpReceiver
-from tests.toy_server import RUN, Reply, Toy
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.toy_server import RUN, Reply, Toy
 
 KINDS: dict[str, dict[str, Any]] = {
     "ordinary": {"tokens": 3},

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import RUN, Server, chat, free_port, transformers_serve
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import RUN, Server, chat, free_port, transformers_serve
 
 pytestmark = pytest.mark.real
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import BATCHING, RUN, Answered, Server, chat, free_port
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import BATCHING, RUN, Answered, Server, chat, free_port
 
 pytestmark = pytest.mark.real
 
@@ -44,7 +44,7 @@ def server(
     tiny_llama: Path, receiver: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     port = free_port()
-    script = str(Path(__file__).parent / "stalled_server.py")
+    script = str(Path(__file__).parents[1] / "support" / "stalled_server.py")
     options = (
         f"--host 127.0.0.1 --port {port} --device cpu --dtype float32 --attn-implementation sdpa".split()
     )

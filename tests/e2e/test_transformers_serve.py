@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests import trees
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import RUN, Server, chat, transformers_serve
-from tests.trees import tree
+from tests.support import trees
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import RUN, Server, chat, transformers_serve
+from tests.support.trees import tree
 
 pytestmark = pytest.mark.real
 

@@ -10,8 +10,9 @@ import pytest
 
 import otel_infer
 from otel_infer.gpu.timing import timing
-from otel_infer.integrations import cuda, registry
-from tests.rings import Recording
+from otel_infer.instrumentation import registry
+from otel_infer.instrumentation.torch import cuda_graphs
+from tests.support.rings import Recording
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -25,7 +26,7 @@ def recording() -> Iterator[Recording]:
     installed = [one for one in registry.load() if one.name in ("transformers", "cuda", "torch")]
     for integration in installed:
         integration.install()
-    assert cuda.integration.status.state == "active", cuda.integration.status.drift
+    assert cuda_graphs.integration.status.state == "active", cuda_graphs.integration.status.drift
     yield recording
     for integration in installed:
         integration.remove()

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from otel_infer import clock, ingress
-from otel_infer.gpu import allocator
-from otel_infer.integrations import cuda as ours
-from tests.rings import Recording
+from otel_infer import _clock
+from otel_infer.gpu import memory
+from otel_infer.instrumentation.torch import cuda_graphs as ours
+from otel_infer.tracing import request_span, start
+from tests.support.rings import Recording
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -30,8 +31,8 @@ def recording() -> Iterator[Recording]:
     recording.stop()
 
 
-def opened() -> ingress.LiveRequest:
-    request = ingress.open_request("POST", owner="test")
+def opened() -> request_span.LiveRequest:
+    request = start.open_request("POST", owner="test")
     assert request is not None
     return request
 
@@ -47,10 +48,10 @@ def test_a_graph_that_is_captured_holds_up_who_is_in_flight_and_its_replay_nobod
             layer(data)
         torch.cuda.current_stream().wait_stream(side)
         request, graph = opened(), torch.cuda.CUDAGraph()
-        began = clock.now()
+        began = _clock.now()
         with torch.cuda.graph(graph):
             out = layer(data)
-        ended = clock.now()
+        ended = _clock.now()
         request.close()
         request = opened()
         graph.replay()
@@ -67,7 +68,7 @@ def test_a_graph_that_is_captured_holds_up_who_is_in_flight_and_its_replay_nobod
 def test_an_allocation_that_was_retried_and_one_that_failed_are_marks(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocator, "EVERY_NS", 0)
+    monkeypatch.setattr(memory, "EVERY_NS", 0)
     opened().close()
     recording.records()
     torch.cuda.empty_cache()
@@ -96,12 +97,12 @@ def test_an_allocation_that_was_retried_and_one_that_failed_are_marks(
 
 
 def test_a_look_at_the_allocator_is_cheap_and_does_not_wait_for_the_device(recording: Recording) -> None:
-    watched = allocator.Allocator(lambda *said: None, now=iter(range(0, 1 << 60, 1 << 40)).__next__)
+    watched = memory.Allocator(lambda *said: None, now=iter(range(0, 1 << 60, 1 << 40)).__next__)
     torch.cuda._sleep(2_000_000_000)  # about a second of work in the queue
-    began = clock.now()
+    began = _clock.now()
     for _ in range(100):
         watched.look()
-    taken = clock.now() - began
+    taken = _clock.now() - began
     is_busy = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
     print(f"{taken / 100 / 1000:.1f} us a look")

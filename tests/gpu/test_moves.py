@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 import otel_infer
-from otel_infer import blame, facts, semconv
-from otel_infer.devicesteps import BY_EVENT
+from otel_infer import semconv
+from otel_infer.analysis.attribution import request as blame
+from otel_infer.assembly.engine.device_steps import BY_EVENT
+from otel_infer.assembly.records.request import RequestRecord, Stage
 from otel_infer.gpu.memory import Memory
-from otel_infer.integrations import registry
-from otel_infer.integrations.transformers import caches
-from otel_infer.records import RequestRecord, Stage
+from otel_infer.instrumentation import registry
+from otel_infer.instrumentation.transformers import kv_cache
+from otel_infer.ringbuffer import events
 from tests.gpu.test_device_time import timed_from_now_on
-from tests.rings import Recording
+from tests.support.rings import Recording
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -114,7 +116,7 @@ def test_the_cache_of_a_generate_is_as_large_as_what_it_has_torch_hold(tiny_llam
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
-    size = caches.bytes_of(cache)
+    size = kv_cache.bytes_of(cache)
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     assert size == 2 * layers * heads * model.config.head_dim * 600 * 4 * 4
     assert size <= held < 1.2 * size + MIB
@@ -148,7 +150,7 @@ def test_what_is_page_locked_and_what_pools_hold_is_said_where_torch_says_it() -
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         held = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
-    said: list[facts.MemorySeen] = []
+    said: list[events.MemorySeen] = []
     Memory(torch.cuda.current_device(), said.append).look()
     (seen,) = said
     assert seen.pinned >= kept.nbytes or seen.pinned == -1

@@ -17,7 +17,7 @@ import uvicorn
 import otel_infer
 from benchmarks import complaint_server
 from otel_infer.gpu.timing import timing
-from tests.fake_device import OnHostClock
+from tests.support.fake_device import OnHostClock
 
 DEVICE = OnHostClock()
 DEVICE.kind = "cuda"

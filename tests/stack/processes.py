@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from otel_infer.cli.checks.panels import Asking
-from tests.served import free_port
+from otel_infer.cli.prometheus_check import Asking
 from tests.stack.tools import tool
+from tests.support.served import free_port
 
 
 class Running:

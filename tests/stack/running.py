@@ -17,12 +17,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from otel_infer.alerts import rules, slo
 from otel_infer.cli.alerts import as_text
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import RUN, Server, free_port, transformers_serve
+from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
 from tests.stack.load import Load, chats, loop
 from tests.stack.processes import Prometheus
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import RUN, Server, free_port, transformers_serve
 from tests.vllm.serving import ENVIRON, MODEL, command
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,9 @@ def running(folder: Path, model: Path) -> Iterator[Stack]:
             ending.callback(lambda one=server: one.process and one.stop())
             server.start(READY_S)
         written = folder / "rules.yml"
-        written.write_text(as_text(rules.groups(slo.DEFAULT._replace(windows=slo.DEMO, minimum=5))))
+        written.write_text(
+            as_text(burn_rate_rules.groups(slo_spec.DEFAULT._replace(windows=slo_spec.DEMO, minimum=5)))
+        )
         prometheus = Prometheus(folder, targets, [written], every="5s")
         ending.callback(prometheus.stop)
         ports = {name: server.port for name, server in servers.items()}
@@ -121,7 +123,7 @@ def running(folder: Path, model: Path) -> Iterator[Stack]:
 
 
 if __name__ == "__main__":
-    from tests.tiny import make_model
+    from tests.support.tiny import make_model
 
     there = Path(sys.argv[1])
     there.mkdir(parents=True, exist_ok=True)

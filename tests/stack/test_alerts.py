@@ -11,21 +11,25 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from otel_infer import boards, semconv
-from otel_infer.alerts import rules, slo
-from otel_infer.boards.board import asked
+from otel_infer import semconv
 from otel_infer.cli.alerts import as_text
-from tests.otlp_receiver import OtlpReceiver, ok, status
+from otel_infer.monitoring import dashboards
+from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
+from otel_infer.monitoring.dashboards.dashboard import asked
 from tests.stack.load import Load, post
 from tests.stack.processes import Alertmanager, Hook, Prometheus, until
 from tests.stack.running import loop_server, scraped
 from tests.stack.tools import tool
+from tests.support.otlp_receiver import OtlpReceiver, ok, status
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 
 JOB, WITHIN = "toy", 0.5
-SPEC = slo.DEFAULT._replace(
-    windows=slo.DEMO, minimum=20, grafana="https://grafana.example", runbooks="https://docs.example/alerts"
+SPEC = slo_spec.DEFAULT._replace(
+    windows=slo_spec.DEMO,
+    minimum=20,
+    grafana="https://grafana.example",
+    runbooks="https://docs.example/alerts",
 )
 TTFT, KV, DROPPING = "OtelInferTTFTBudgetBurn", "OtelInferKVCachePressure", "OtelInferTelemetryDropping"
 SERVER = {"max_batch": 8, "prompt_ms": 0.3, "kv_blocks": 310, "preempted_ms": 20}
@@ -46,7 +50,7 @@ class Site(NamedTuple):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     tool("alertmanager")
     folder = tmp_path_factory.mktemp("alerts")
-    (folder / "rules.yml").write_text(as_text(rules.groups(SPEC)))
+    (folder / "rules.yml").write_text(as_text(burn_rate_rules.groups(SPEC)))
     with OtlpReceiver() as receiver, ExitStack() as running:
         target, environ = scraped(receiver, OTEL_INFER_GPU_METRICS="off")
         server = loop_server(folder / "server.log", environ, **SERVER)
@@ -108,7 +112,7 @@ def _leads_to_the_request(site: Site) -> None:
     }  # fmt: skip
     assert alert["annotations"]["runbook_url"] == "https://docs.example/alerts#otelinferttftbudgetburn"
     link = urlsplit(alert["annotations"]["dashboard_url"])
-    (board,) = [one for one in boards.built().values() if link.path == f"/d/{one['uid']}"]
+    (board,) = [one for one in dashboards.built().values() if link.path == f"/d/{one['uid']}"]
     chosen = {key.removeprefix("var-"): value for key, (value,) in parse_qs(link.query).items()}
 
     def slow_ones() -> set[str]:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import pytest
 
-from otel_infer import boards
-from otel_infer.boards.board import asked
-from tests.otlp_receiver import OtlpReceiver
+from otel_infer.monitoring import dashboards
+from otel_infer.monitoring.dashboards.dashboard import asked
 from tests.stack.load import Load, loop
 from tests.stack.processes import Prometheus, until
 from tests.stack.running import loop_server, scraped
 from tests.stack.tools import tool
+from tests.support.otlp_receiver import OtlpReceiver
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -74,7 +74,7 @@ def seen(prometheus: Prometheus, panel: Panel) -> dict[str, float]:
     """By server: what its panel shows."""
     (expr,) = [
         target["expr"]
-        for one in boards.built()[panel.file]["panels"]
+        for one in dashboards.built()[panel.file]["panels"]
         for target in (one.get("targets", ()) if one["title"] == panel.title else ())
         if target["legendFormat"] == panel.legend
     ]

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from otel_infer import boards, semconv
-from otel_infer.boards.board import asked
-from tests.otlp_receiver import OtlpReceiver
+from otel_infer import semconv
+from otel_infer.monitoring import dashboards
+from otel_infer.monitoring.dashboards.dashboard import asked
 from tests.stack.load import Load, post
 from tests.stack.processes import Prometheus, until
 from tests.stack.running import loop_server, scraped
 from tests.stack.tools import tool
+from tests.support.otlp_receiver import OtlpReceiver
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -59,7 +60,7 @@ QUESTIONS = (
 def question(one: Asked, legend: str) -> str:
     (expr,) = [
         target["expr"]
-        for panel in boards.built()[one.file]["panels"]
+        for panel in dashboards.built()[one.file]["panels"]
         for target in (panel.get("targets", ()) if panel["title"] == one.title else ())
         if target["legendFormat"] == legend
     ]

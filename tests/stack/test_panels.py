@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from otel_infer import boards, prometheus, semconv
-from otel_infer.boards.board import asked
+from otel_infer import semconv
 from otel_infer.cli import main
-from tests.otlp_receiver import OtlpReceiver
+from otel_infer.monitoring import dashboards
+from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.semconv import prometheus
 from tests.stack.running import Stack
+from tests.support.otlp_receiver import OtlpReceiver
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -26,7 +28,7 @@ MOST_WAIVED, FEWEST = 10, 0.9
 
 def panels() -> Iterator[tuple[str, list[str]]]:
     """Dashboard and title of each panel that asks Prometheus, and its questions."""
-    for file, board in boards.built().items():
+    for file, board in dashboards.built().items():
         row = ""
         for top in board["panels"]:
             row = top["title"] if top["type"] == "row" else row
@@ -80,7 +82,7 @@ def test_what_is_scraped_has_the_names_and_labels_that_otlp_gives(stack: Stack) 
 
 
 def test_an_exemplar_of_the_ttft_p99_names_a_trace_that_was_sent(stack: Stack) -> None:
-    board = boards.built()["overview.json"]
+    board = dashboards.built()["overview.json"]
     (panel,) = [
         one
         for one in board["panels"]

@@ -11,10 +11,11 @@ import pytest
 from opentelemetry import trace
 
 import otel_infer
-from otel_infer import facts, ingress
-from otel_infer.ring.recorder import recorder
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.testing import capture
-from tests.story import text
+from otel_infer.tracing import request_span
+from tests.support.story import text
 
 
 def answer(question: str) -> str:
@@ -102,7 +103,7 @@ def test_nothing_is_recorded_before_and_after() -> None:
         assert recorder.active
     answer("after")
     assert captured.requests() == []
-    assert (recorder.active, recorder.requests, ingress.opener) == (False, None, None)
+    assert (recorder.active, recorder.requests, request_span.opener) == (False, None, None)
 
 
 def test_a_capture_in_a_capture_is_a_mistake_and_says_so() -> None:
@@ -118,7 +119,7 @@ def test_a_test_that_fails_leaves_nothing_behind() -> None:
         raise ZeroDivisionError("canary")
     assert not recorder.active
     (request,) = captured.requests()
-    assert (request.outcome, request.error_type) == (facts.ERROR, "ZeroDivisionError")
+    assert (request.outcome, request.error_type) == (events.ERROR, "ZeroDivisionError")
 
 
 def test_a_request_in_flight_is_waited_for() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import Server
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server
 from tests.vllm.serving import READY_S, vllm_serve
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]

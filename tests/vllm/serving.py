@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.served import RUN, Server, free_port
+from tests.support.served import RUN, Server, free_port
 
 STALL = "OTEL_INFER_TEST_STALL"
 """Names the file through which a step is held up."""

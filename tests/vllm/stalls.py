@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.served import Server
-from tests.toy_server import until
+from tests.support.served import Server
+from tests.support.toy_server import until
 
 
 def stall(server: Server, kind: str, length_ms: int, members: int = 1) -> None:

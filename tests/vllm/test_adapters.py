@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from otel_infer import semconv
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import Server
-from tests.tiny import make_adapter
-from tests.trees import trace
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server
+from tests.support.tiny import make_adapter
+from tests.support.trees import trace
 from tests.vllm.asking import COMPLETIONS, ask, eventually, prompt
 from tests.vllm.conftest import Serve
 

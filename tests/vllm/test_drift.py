@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from otel_infer import semconv
-from tests import releases
-from tests.integrations.vllm.releases import LIBRARY
-from tests.otlp_receiver import OtlpReceiver
-from tests.trees import trace, tree
+from tests.instrumentation.vllm.releases import LIBRARY
+from tests.support import releases
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.trees import trace, tree
 from tests.vllm.asking import CHAT, ask, prompt
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import ENVIRON, ROOT

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from otel_infer import semconv
-from tests.arrivals import assert_nothing_came_twice
-from tests.otlp_receiver import OtlpReceiver
-from tests.trees import trace, tree
+from tests.support.arrivals import assert_nothing_came_twice
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.trees import trace, tree
 from tests.vllm.asking import EMBEDDINGS, ask, prompt
 from tests.vllm.conftest import Serve
 

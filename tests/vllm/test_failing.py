@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests.arrivals import arrived, assert_nothing_came_twice, requests_of
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import Server
-from tests.toy_server import until
+from tests.support.arrivals import arrived, assert_nothing_came_twice, requests_of
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server
+from tests.support.toy_server import until
 from tests.vllm.asking import CHAT, Answer, Asking, ask, counters, prompt
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import engine_core, sidecars

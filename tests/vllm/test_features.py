@@ -7,10 +7,10 @@ import json
 import pytest
 
 from otel_infer import semconv
-from tests.arrivals import arrived, assert_nothing_came_twice
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import Server
-from tests.trees import trace
+from tests.support.arrivals import arrived, assert_nothing_came_twice
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server
+from tests.support.trees import trace
 from tests.vllm.asking import CHAT, COMPLETIONS, Asking, ask, counters, prompt
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import sidecars

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests.arrivals import arrived, requests_of
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import Server
-from tests.toy_server import until
-from tests.trees import trace
+from tests.support.arrivals import arrived, requests_of
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server
+from tests.support.toy_server import until
+from tests.support.trees import trace
 from tests.vllm.asking import CHAT, COMPLETIONS, METRICS, Answer, Asking, ask, block_size, counters, prompt
 from tests.vllm.conftest import Serve
 from tests.vllm.stalls import stall, stalled, stalling

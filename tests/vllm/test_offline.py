@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from otel_infer import semconv
-from tests.arrivals import assert_nothing_came_twice, requests_of
-from tests.otlp_receiver import OtlpReceiver
-from tests.trees import tree
+from tests.support.arrivals import assert_nothing_came_twice, requests_of
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.trees import tree
 from tests.vllm.serving import ENVIRON
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]

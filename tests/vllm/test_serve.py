@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import Server
-from tests.trees import trace, tree
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server
+from tests.support.trees import trace, tree
 from tests.vllm.asking import CHAT, COMPLETIONS, RESPONSES, Answer, Asking, ask, prompt, texts
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import SEQUENCES

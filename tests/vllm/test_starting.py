@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.arrivals import assert_nothing_came_twice
-from tests.otlp_receiver import OtlpReceiver
-from tests.trees import trace, tree
+from tests.support.arrivals import assert_nothing_came_twice
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.trees import trace, tree
 from tests.vllm.asking import CHAT, ask, prompt
 from tests.vllm.conftest import Serve
 from tests.vllm.serving import ROOT

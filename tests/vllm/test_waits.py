@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from tests.arrivals import arrived
-from tests.otlp_receiver import OtlpReceiver
-from tests.served import Server
-from tests.trees import trace
+from tests.support.arrivals import arrived
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.served import Server
+from tests.support.trees import trace
 from tests.vllm.asking import CHAT, COMPLETIONS, Asking, ask, eventually, prompt
 from tests.vllm.conftest import Serve
 from tests.vllm.fetching import AT_LEAST, TAKES_S

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from otel_infer import tape
-from otel_infer.cli import dump, live, main
+from otel_infer.cli import dump, main, running_server
+from otel_infer.sidecar.recording import file
 
 
 def test_a_file_that_was_there_and_that_others_could_read_is_for_its_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, out = tmp_path / "told.tape", tmp_path / "out.tape"
-    tape.TapeWriter(told).close()
+    file.TapeWriter(told).close()
     out.write_text("of before")
     out.chmod(0o644)
 
@@ -24,8 +24,8 @@ def test_a_file_that_was_there_and_that_others_could_read_is_for_its_user_alone(
     def window(folder: Path) -> Iterator[Path]:
         yield told
 
-    monkeypatch.setattr(live, "chosen", lambda rings, server: tmp_path)
-    monkeypatch.setattr(live, "window", window)
+    monkeypatch.setattr(running_server, "chosen", lambda rings, server: tmp_path)
+    monkeypatch.setattr(running_server, "window", window)
     assert main(["dump", "--out", str(out)]) == 0
     assert out.read_bytes() == told.read_bytes()
     assert out.stat().st_mode & 0o777 == 0o600

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from otel_infer import facts, tape
-from otel_infer.assembler import Assembler
+from otel_infer.assembly.assembler import Assembler
 from otel_infer.cli import main, replay
-from otel_infer.sinks import spans
-from tests.otlp_receiver import OtlpReceiver, status
-from tests.starts import server
-from tests.story import Story, drawn, ids, text
+from otel_infer.export.spans import exporter
+from otel_infer.ringbuffer import events
+from otel_infer.sidecar.recording import file
+from tests.support.otlp_receiver import OtlpReceiver, status
+from tests.support.starts import server
+from tests.support.story import Story, drawn, ids, text
 
 
 def served(requests: int = 1) -> Story:
@@ -38,7 +39,7 @@ def served(requests: int = 1) -> Story:
 
 def recorded(story: Story, path: Path) -> Path:
     """As the pipeline does, in passages."""
-    writer, said = tape.TapeWriter(path), story.in_order()
+    writer, said = file.TapeWriter(path), story.in_order()
     for begin in range(0, len(said), 5):
         piece = said[begin : begin + 5]
         writer.write(piece, piece[-1].fact.at)
@@ -118,7 +119,7 @@ def test_requests_come_in_the_order_in_which_they_ended_and_those_in_flight_do_n
     story.aborts(30, a)
     found = list(replay.records(recorded(story, tmp_path / "a.tape")))
     assert [record.span_id for record in found] == [record.span_id for record in story.records()]
-    assert [record.outcome for record in found] == [facts.OK, facts.ABORTED]
+    assert [record.outcome for record in found] == [events.OK, events.ABORTED]
 
 
 def test_a_long_tape_needs_no_memory_for_steps_that_nobody_asked_for(path: Path) -> None:
@@ -204,9 +205,9 @@ def test_a_tape_is_sent_whole_however_slow_the_destination_is(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(spans, "BATCH_BYTES", 10_000)
-    monkeypatch.setattr(spans, "QUEUE_BYTES", 15_000)
-    monkeypatch.setattr(spans, "STEP_ROWS", 20)
+    monkeypatch.setattr(exporter, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(exporter, "QUEUE_BYTES", 15_000)
+    monkeypatch.setattr(exporter, "STEP_ROWS", 20)
     path = recorded(served(100), tmp_path / "a.tape")
     assert main(["replay", "--send", str(path)]) == 0
     assert capsys.readouterr().out == "100 requests, 1300 spans accepted, 0 refused\n"

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from otel_infer.cli import run
-from otel_infer.config import Config
-from otel_infer.ring import place
-from otel_infer.ring.write import FileArena, RequestWriter
+from otel_infer.config.environment import Config
+from otel_infer.ringbuffer import directory
+from otel_infer.ringbuffer.writer import FileArena, RequestWriter
 
 RUN = (sys.executable, "-m", "otel_infer", "run", "--")
 NOWHERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
@@ -129,7 +129,7 @@ def test_no_signal_is_blocked_in_the_server(on_terminal: OnTerminal) -> None:
 
 SUPERVISED = """
 import json, os, signal, subprocess, sys
-from otel_infer import config, launch
+from otel_infer.config import environment as config; from otel_infer.sidecar import launcher as launch
 from otel_infer.cli import run
 
 blocked = []
@@ -163,7 +163,7 @@ def test_no_signal_is_blocked_in_a_sidecar_that_is_started_again() -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "sidecar"])
 def test_a_folder_that_another_server_has_is_left_to_it(folder: Path, mode: str) -> None:
-    theirs = place.Lock(folder / place.OWNER_LOCK)
+    theirs = directory.Lock(folder / directory.OWNER_LOCK)
     assert theirs.acquire()
     (folder / "1-a.requests").touch()
     script = "import os; print([os.environ['OTEL_INFER_RINGS']])"
@@ -178,7 +178,7 @@ def test_a_folder_that_another_server_has_is_left_to_it(folder: Path, mode: str)
     (line,) = done.stderr.splitlines()
     assert f"{folder} is another server's" in line
     assert "set OTEL_INFER_RINGS to a folder of its own" in line
-    assert sorted(os.listdir(folder)) == ["1-a.requests", place.OWNER_LOCK]
+    assert sorted(os.listdir(folder)) == ["1-a.requests", directory.OWNER_LOCK]
     theirs.release()
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 import otel_infer
-from otel_infer import clock, facts, semconv
+from otel_infer import _clock, semconv
+from otel_infer.export.metrics import gpus
 from otel_infer.gpu.memory import Memory
-from otel_infer.ring.recorder import recorder
-from otel_infer.sinks import gpus
-from tests.rings import Recording
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import recorder
+from tests.support.rings import Recording
 
 S = 1_000_000_000
 
@@ -54,18 +55,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def test_once_a_second_at_most_everything_is_said_by_the_devices_uuid(cuda: Cuda) -> None:
-    told: list[facts.MemorySeen] = []
+    told: list[events.MemorySeen] = []
     memory = Memory(0, told.append, cuda.now)
     for at in (1 * S, 1 * S + 1, 2 * S):
         cuda.at = at
         memory.look()
     assert told == [
-        facts.MemorySeen(at, "GPU-8786edde", 10, 20, 12, 3, 50, 100, 5, 7) for at in (1 * S, 2 * S)
+        events.MemorySeen(at, "GPU-8786edde", 10, 20, 12, 3, 50, 100, 5, 7) for at in (1 * S, 2 * S)
     ]
 
 
 def test_a_driver_that_takes_long_is_asked_seldom_and_its_last_word_holds(cuda: Cuda) -> None:
-    told: list[facts.MemorySeen] = []
+    told: list[events.MemorySeen] = []
     memory = Memory(0, told.append, cuda.now)
     for at, takes_ns in ((1, 8_000_000), (3, 0), (5, 0), (9, 0), (10, 0)):
         cuda.at, cuda.takes_ns = at * S, takes_ns
@@ -77,7 +78,7 @@ def test_a_driver_that_takes_long_is_asked_seldom_and_its_last_word_holds(cuda: 
 def test_figures_that_this_release_of_torch_does_not_have_are_0_or_not_said(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[facts.MemorySeen] = []
+    told: list[events.MemorySeen] = []
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda device: {})
     monkeypatch.delattr(Cuda, "host_memory_stats_as_nested_dict")
     cuda.at = S
@@ -88,7 +89,7 @@ def test_figures_that_this_release_of_torch_does_not_have_are_0_or_not_said(
 
 def test_who_runs_out_of_memory_has_the_state_of_it_on_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from otel_infer.gpu import memory
-    from otel_infer.integrations import cuda as integration
+    from otel_infer.instrumentation.torch import cuda_graphs as integration
 
     attached: list[Any] = []
     torch = SimpleNamespace(_C=SimpleNamespace(_cuda_attach_out_of_memory_observer=attached.append))
@@ -115,8 +116,8 @@ def test_who_runs_out_of_memory_has_the_state_of_it_on_its_request(monkeypatch: 
 
 
 def test_of_a_device_that_is_not_cudas_nothing_of_cudas_is_asked(cuda: Cuda) -> None:
-    from otel_infer.integrations import cuda as integration
-    from tests.fake_device import FakeDevice
+    from otel_infer.instrumentation.torch import cuda_graphs as integration
+    from tests.support.fake_device import FakeDevice
 
     integration._used(FakeDevice())()
     assert cuda.asked == 0
@@ -129,7 +130,7 @@ def test_what_a_release_of_torch_does_not_say_is_no_metric_and_never_0() -> None
         said[metric.name, str(attributes.get(semconv.MEMORY_KIND, ""))] = value
 
     known, unknown = (
-        facts.MemorySeen(1, "GPU-a", 30, 60, 32, 2, 700, 1000, *last) for last in ((5, 7), (-1, -1))
+        events.MemorySeen(1, "GPU-a", 30, 60, 32, 2, 700, 1000, *last) for last in ((5, 7), (-1, -1))
     )
     usage = semconv.DEVICE_MEMORY.name
     always = {
@@ -147,12 +148,12 @@ def test_a_request_says_how_much_memory_was_free_when_it_came_when_it_had_a_toke
     try:
         with otel_infer.request():
             pass
-        recorder.stated(facts.MemorySeen(clock.now(), "GPU-a", 1, 2, 1, 0, 700, 1000, -1, -1))
-        recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 600, 1000, -1, -1))
+        recorder.stated(events.MemorySeen(_clock.now(), "GPU-a", 1, 2, 1, 0, 700, 1000, -1, -1))
+        recorder.stated(events.MemorySeen(_clock.now(), "GPU-b", 1, 2, 1, 0, 600, 1000, -1, -1))
         with otel_infer.request() as request:
-            recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 300, 1000, -1, -1))
+            recorder.stated(events.MemorySeen(_clock.now(), "GPU-b", 1, 2, 1, 0, 300, 1000, -1, -1))
             request.token_reached()
-            recorder.stated(facts.MemorySeen(clock.now(), "GPU-b", 1, 2, 1, 0, 90, 1000, -1, -1))
+            recorder.stated(events.MemorySeen(_clock.now(), "GPU-b", 1, 2, 1, 0, 90, 1000, -1, -1))
         first, second = recording.records()
     finally:
         recording.stop()

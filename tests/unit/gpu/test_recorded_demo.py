@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from otel_infer import semconv
+from otel_infer.assembly.engine.device_steps import BY_EVENT
+from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli import replay
-from otel_infer.devicesteps import BY_EVENT
-from otel_infer.records import RequestRecord
 
 TAPES = sorted((Path(__file__).parents[2] / "tapes").glob("demo-*.tape"))
 each = pytest.mark.parametrize("path", TAPES, ids=lambda path: path.stem)

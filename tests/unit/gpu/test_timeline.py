@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer.gpu import captures
-from otel_infer.gpu.clockmap import ClockMap
-from otel_infer.gpu.pacing import SHARE, Pacing
+from otel_infer.gpu import graph_capture
+from otel_infer.gpu.clock_sync import ClockMap
+from otel_infer.gpu.sample_rate import SHARE, Pacing
 from otel_infer.gpu.timeline import MOST_ERRORS, Timed, Timeline
-from tests.fake_device import FakeDevice, FakeEvent, FakeStream
+from tests.support.fake_device import FakeDevice, FakeEvent, FakeStream
 
 MS = 1_000_000
 MOST_CALLS = {"capturing": 1, "record": 2, "query": 2, "elapsed": 2}
@@ -50,9 +50,9 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def _nobody_captures() -> Iterator[None]:
-    captures.open_now = 0
+    graph_capture.open_now = 0
     yield
-    captures.open_now = 0
+    graph_capture.open_now = 0
 
 
 def test_a_step_costs_a_known_number_of_driver_calls_and_none_of_them_waits() -> None:
@@ -150,13 +150,13 @@ def test_while_somebody_captures_the_device_is_left_alone() -> None:
     bench = Bench(FakeDevice())
     bench.step(MS, waits=False)
     bench.device.calls.clear()
-    captures.begin()
+    graph_capture.begin()
     bench.device.is_capturing = True
     assert bench.step(MS) is None
     assert bench.timeline.harvest() == 0
     assert not bench.device.was_broken
     assert not bench.device.calls
-    captures.end()
+    graph_capture.end()
     bench.device.is_capturing = False
     assert bench.timeline.harvest() == 1
 
@@ -173,8 +173,8 @@ def test_a_span_in_which_somebody_captured_is_timed_if_the_capture_is_over() -> 
     bench = Bench(FakeDevice())
     span = bench.timeline.begin()
     assert span is not None
-    captures.begin()
-    captures.end()
+    graph_capture.begin()
+    graph_capture.end()
     assert bench.timeline.end(span, bench.told.append)
     bench.device.wait_for(bench.device.main)
     assert bench.timeline.harvest() == 1
@@ -184,9 +184,9 @@ def test_a_span_that_ends_inside_a_capture_is_not_timed_and_its_events_are_used_
     bench = Bench(FakeDevice(), capacity=1)
     span = bench.timeline.begin()
     assert span is not None
-    captures.begin()
+    graph_capture.begin()
     assert not bench.timeline.end(span, bench.told.append)
-    captures.end()
+    graph_capture.end()
     assert bench.step(MS) is not None
 
 
@@ -396,11 +396,11 @@ def test_a_capture_that_begins_waits_until_nobody_asks_a_device_and_then_nobody_
         bench.step(MS, waits=False)
     bench.device.wait_for(bench.device.main)
     began: list[int] = []
-    capture = threading.Thread(target=lambda: (captures.begin(), began.append(len(bench.told))))
+    capture = threading.Thread(target=lambda: (graph_capture.begin(), began.append(len(bench.told))))
 
     def say(timed: Timed) -> None:
         capture.start()  # in the middle of a harvest
-        while not captures.open_now:
+        while not graph_capture.open_now:
             time.sleep(0.001)
         assert not began
         bench.told.append(timed)
@@ -410,7 +410,7 @@ def test_a_capture_that_begins_waits_until_nobody_asks_a_device_and_then_nobody_
     capture.join(5)
     assert began == [1]
     assert bench.timeline.harvest() == 0
-    captures.end()
+    graph_capture.end()
     assert bench.timeline.harvest() == 2
 
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from otel_infer.assembler import GRACE_NS
-from otel_infer.gpu import captures
+from otel_infer.assembly.assembler import GRACE_NS
+from otel_infer.gpu import graph_capture
 from otel_infer.gpu.timeline import Span, Timed
 from otel_infer.gpu.timing import UNTIMED, Timing
-from tests.fake_device import OnHostClock
+from tests.support.fake_device import OnHostClock
 
 MS = 1_000_000
 
@@ -43,7 +43,7 @@ def device() -> OnHostClock:
 
 @pytest.fixture
 def timing(device: OnHostClock) -> Iterator[Timing]:
-    captures.open_now = 0
+    graph_capture.open_now = 0
     timing = Timing(lambda: device)
     yield timing
     timing.stop()
@@ -144,11 +144,11 @@ def test_an_engine_that_brackets_its_segments_itself_needs_no_more_than_an_objec
 def test_while_a_graph_is_captured_the_host_times(timing: Timing, device: OnHostClock) -> None:
     timed_by_device(timing)
     work = Work()
-    captures.begin()
+    graph_capture.begin()
     try:
         step(timing, device, work)
     finally:
-        captures.end()
+        graph_capture.end()
     assert len(work.host) == 1
 
 

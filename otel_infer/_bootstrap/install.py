@@ -1,0 +1,304 @@
+"""The composition root: the only module that knows every part by name.
+
+`instrument()` binds the integrations and starts nothing: the rings are made, and the sidecar started, when an engine is
+imported or the first fact is stated, and only if something is to be exported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from otel_infer import _clock
+from otel_infer._bootstrap import startup_message
+from otel_infer.config import environment
+from otel_infer.config.environment import Config
+from otel_infer.gpu.timing import timing
+from otel_infer.instrumentation import registry
+from otel_infer.instrumentation.hooks import probe
+from otel_infer.instrumentation.hooks.instrumentor import Integration, Status
+from otel_infer.instrumentation.torch import cuda_graphs
+from otel_infer.ringbuffer import directory, layout
+from otel_infer.ringbuffer.recorder import SERVER, recorder
+from otel_infer.ringbuffer.writer import Arena, FileArena, MemoryArena, RingRefused
+from otel_infer.sidecar import launcher
+from otel_infer.tracing import process_start, request_span, span_ids
+from otel_infer.tracing import start as ingress
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    from otel_infer.sidecar.in_process import InProcess
+
+
+class _Wiring:
+    """What is installed in this process, and who reads its rings."""
+
+    def __init__(self) -> None:
+        self.settings = Config()
+        self.installed: list[Integration] = []
+        self.provider: TracerProvider | None = None
+        self.folder: Path | None = None
+        self.sidecar: Any = None
+        self.reader: InProcess | None = None
+        self.why_in_process = self._no_child = ""
+        self._exported = self._said = self._was_read = False
+        self._former: list[Any] = []
+        self._leaving: Any = None
+        self._lock, self._restarts, self._birth = threading.Lock(), launcher.Restarts(), process_start.Birth()
+        os.register_at_fork(after_in_child=self._forked)
+
+    # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
+
+    def instrument(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
+        """Binds hooks; False if there is nothing to do here or it was done before."""
+        if self.installed:
+            return False
+        try:
+            return self._instrument(provider, names)
+        except Exception as reason:  # a bad standard variable, say: the server goes on without us
+            self.uninstrument()
+            _say(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}")
+            return False
+
+    def _instrument(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
+        self.settings, complaints = environment.from_env_leniently()
+        for complaint in complaints:
+            _say(f"otel_infer: {complaint}")
+        self.provider = provider
+        exports = self.settings.exports or (provider is not None and not self.settings.switched_off)
+        if environment.is_sidecar() or not exports:
+            return False
+        registry.configure(self.settings, self._engine_imported)
+        integrations = registry.load()
+        if any(_is_run_as(helper) for one in integrations for helper in one.helpers):
+            return False
+        request_span.opener = _opener(provider)
+        recorder.start(self._arena, self._tend, self._refused, self._role, lambda: self._birth.fact())
+        wanted, disabled = set(names or self.settings.integrations), set(self.settings.disabled_integrations)
+        for integration in integrations:
+            off = {integration.name, f"otel_infer_{integration.name}"} & disabled
+            if (not wanted or integration.name in wanted) and not off:
+                self.installed.append(integration)
+        # Whoever asks a device while a graph is captured breaks it, and that is told by the one that is about CUDA.
+        timing.is_on = self.settings.device_timing != "off" and cuda_graphs.integration in self.installed
+        for integration in self.installed:
+            integration.install()
+        return True
+
+    def uninstrument(self) -> None:
+        """Takes the hooks off again and lets the reader finish."""
+        for integration in reversed(self.installed):
+            integration.remove()
+        self.installed.clear()
+        timing.stop()
+        recorder.stop()
+        self._birth.known()
+        request_span.opener = None
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            atexit.unregister(reader.close)
+            if self._leaving is not None:
+                self._leaving.cancel()
+            reader.close()
+        if self._exported:
+            environment.forget_rings(str(self.folder))
+        if self.sidecar is not None:  # it ends by itself, and is reaped by whoever looks
+            self._former = [one for one in (*self._former, self.sidecar) if one.poll() is None]
+        self.folder = self.sidecar = None
+        self.why_in_process = self._no_child = ""
+        self._exported = self._said = self._was_read = False
+        self._restarts = launcher.Restarts()
+
+    def statuses(self) -> list[Status]:
+        """What is bound of each integration."""
+        return [integration.status for integration in self.installed]
+
+    def flush(self, timeout: float) -> bool:
+        """Has everything stated so far sent; False if `timeout` s were not enough."""
+        if self.reader is not None:
+            return self.reader.flush(timeout)
+        if recorder.requests is not None:
+            self._tend()
+        writer = recorder.requests
+        if writer is None:
+            return True
+        asked = writer.words[layout.W_FLUSH_ASKED] = writer.words[layout.W_FLUSH_ASKED] + 1
+        deadline = _clock.now() + int(timeout * 1e9)
+        while _clock.now() < deadline:
+            if writer.words[layout.W_FLUSH_DONE] >= asked:
+                return True
+            threading.Event().wait(0.02)
+        return False
+
+    # ── rings and their reader ───────────────────────────────────────────────────────────────────────────────────
+
+    def _arena(self) -> Arena:
+        if self.provider is not None:
+            return self._in_process("a tracer_provider was given")
+        if self.settings.mode == "in-process":
+            return self._in_process("OTEL_INFER_MODE=in-process")
+        if not sys.executable or getattr(sys, "frozen", False):
+            return self._in_process("the interpreter is frozen or embedded")
+        if self._no_child:
+            raise RingRefused(f"the sidecar cannot be started ({self._no_child})")
+        self.folder = self._folder()
+        if not self.settings.rings:
+            self._exported = True
+            environment.export_to_children(rings=str(self.folder))
+        self.why_in_process = ""
+        return FileArena(self.folder)
+
+    def _folder(self) -> Path:
+        if self.settings.rings:
+            return directory.rings_folder(Path(self.settings.rings))
+        if self.folder is not None:  # of the process that forked this one: one sidecar reads both
+            with contextlib.suppress(RingRefused):  # this one runs as another user
+                return directory.private_folder(self.folder)
+        return directory.new_server_folder()
+
+    def _refused(self, reason: str) -> Arena | None:
+        if self.folder is not None and not self.settings.rings:
+            environment.forget_rings(str(self.folder))
+            directory.remove(self.folder)
+        if self.settings.mode == "sidecar":
+            _say(f"otel_infer: off, since OTEL_INFER_MODE=sidecar and {reason}")
+            return None
+        return self._in_process(reason)
+
+    def _in_process(self, reason: str) -> Arena:
+        self.folder, self.why_in_process = None, reason
+        self._said = False
+        return MemoryArena()
+
+    def _tend(self) -> None:
+        """Called when rings were made, and then at most once a second while requests arrive."""
+        if recorder.requests is not None:
+            recorder.requests.words[layout.W_ERRORS] = probe.errors()
+        with self._lock:
+            if isinstance(recorder.arena, MemoryArena):
+                self._tend_thread(recorder.arena)
+            elif self.folder is not None:
+                self._tend_sidecar(self.folder)
+        if not self._said:
+            self._said = True
+            atexit.register(
+                process_start.leaving
+            )  # the last that is registered is called first: somebody still reads
+            if recorder.role == SERVER:
+                given = self.provider is not None
+                _say(startup_message.line(self.settings, self.statuses(), given, self.why_in_process))
+
+    def _tend_thread(self, arena: MemoryArena) -> None:
+        if self.reader is None:
+            from otel_infer.sidecar.in_process import InProcess
+
+            self.reader = InProcess(self.settings, arena, self.provider, resource())
+            self.reader.start()
+            atexit.register(self.reader.close)
+            forks = sys.modules.get("multiprocessing.util")
+            if forks is not None:  # whose children leave without what `atexit` has to do
+                self._leaving = forks.Finalize(None, self.reader.close, exitpriority=0)
+
+    def _tend_sidecar(self, folder: Path) -> None:
+        if self.sidecar is not None and self.sidecar.poll() is None:
+            return
+        if directory.is_held(folder / directory.SIDECAR_LOCK) or directory.is_held(
+            folder / directory.OWNER_LOCK
+        ):
+            self._was_read = True
+            return
+        if recorder.arena is not None and not recorder.arena.is_there():
+            self._birth.known()
+            recorder.renew()
+        elif recorder.role != SERVER:  # whoever runs the engine ends its process with all its children
+            return
+        elif self._restarts.is_due(_clock.now()) and directory.claim(folder):
+            self._start_sidecar(folder)
+
+    def _role(self) -> str:
+        """What this process is in its server, by the name that its library gave it."""
+        named = sys.modules.get("multiprocessing.process")
+        name = named.current_process().name if named is not None else ""
+        roles = [
+            role for one in self.installed for start, role in one.processes.items() if name.startswith(start)
+        ]
+        return roles[0] if roles else SERVER
+
+    def _start_sidecar(self, folder: Path) -> None:
+        if self.sidecar is not None and self.sidecar.returncode > 0:
+            _say("otel_infer: the sidecar broke and is started again; `otel-infer doctor` says more")
+        self._restarts.started(_clock.now())
+        try:
+            self.sidecar = launcher.sidecar(folder, self.settings, resource())
+            self._was_read = True
+        except launcher.CannotStart as reason:
+            if self._was_read:  # so it can be had here, only not now
+                return
+            self._no_child = str(reason)
+            recorder.renew()
+            directory.remove(folder)
+
+    def _engine_imported(self, integration: Integration) -> None:
+        status = integration.status
+        recorder.report_hooks(status.name, status.hooks_active, status.hooks_due)
+        if integration.is_engine:
+            recorder.ensure()
+
+    def _forked(self) -> None:
+        self._lock, self._restarts, self._birth = threading.Lock(), launcher.Restarts(), process_start.Birth()
+        for child in (*self._former, *filter(None, (self.sidecar,))):
+            child.returncode = 0  # of the process that was forked, which waits for it
+        self.reader = self.sidecar = self._leaving = None
+        self._former = []
+        self._was_read = False
+        live = ingress.current()
+        if live is not None:
+            live.ended = True  # the parent's, who states how it goes on; what this process does is a request of its own
+
+
+wiring = _Wiring()
+
+
+def resource() -> dict[str, Any]:
+    """The resource of this server by the standard variables and detectors; `service.name` only if it was given."""
+    from opentelemetry.sdk.resources import Resource
+
+    attributes = dict(Resource.create().attributes)
+    if str(attributes.get("service.name", "")).startswith("unknown_service"):
+        del attributes["service.name"]
+    return attributes
+
+
+def _is_run_as(module: str) -> bool:
+    """Whether this process is `python -m module`, as far as that is known before it is."""
+    asked = sys.orig_argv
+    return "-m" in asked and asked[asked.index("-m") + 1 :][:1] == [module]
+
+
+def _opener(provider: TracerProvider | None) -> span_ids.Opener:
+    if provider is not None:
+        return span_ids.ProviderOpener(provider.get_tracer("otel_infer"))
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+
+    # Sampler and id generator exactly as the standard variables configure them; nothing is exported by this one.
+    standard = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False)
+    limits = SpanLimits()
+    counts = (limits.max_span_attributes, limits.max_events, limits.max_links)
+    known = [128 if count is None else count for count in counts]
+    room = span_ids.Limits(known[0], known[1], known[2], limits.max_span_attribute_length)
+    return span_ids.IdOpener(standard.sampler, standard.id_generator, room)
+
+
+def _say(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass

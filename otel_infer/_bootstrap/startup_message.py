@@ -1,0 +1,71 @@
+"""The one line that a server says of us: version, hooks, destination, mode, volume, how to switch off."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from otel_infer._version import VERSION
+from otel_infer.config.environment import Config
+from otel_infer.instrumentation.hooks.instrumentor import Status
+
+BYTES_PER_STEP_SPAN = 125
+BYTES_PER_STEP_SPAN_SENT = 20
+
+
+def line(settings: Config, statuses: Sequence[Status], provider_given: bool, why_in_process: str) -> str:
+    """What is so now; modules that are imported later bind more."""
+    present = [status for status in statuses if status.hooks_total]
+    bound = sum(status.hooks_active for status in present)
+    total = sum(status.hooks_total for status in present)
+    names = ", ".join(status.name for status in present if status.hooks_active) or "none yet"
+    later = "" if bound == total else ", the others when their modules are imported"
+    drifted = [f"{status.name}: {status.drift}" for status in present if status.drift]
+    parts = [
+        f"otel_infer {VERSION}: {bound} of {total} hooks bound ({names}){later}",
+        "spans to the given tracer_provider" if provider_given else _destination(settings),
+        f"in-process, since {why_in_process}" if why_in_process else "sidecar",
+        _volume(settings),
+        "off: OTEL_INFER_ENABLED=off",
+    ]
+    if drifted:
+        parts.insert(1, "drifted: " + "; ".join(drifted) + " (see `otel-infer doctor`)")
+    return " · ".join(parts)
+
+
+def _destination(settings: Config) -> str:
+    places = []
+    spans = f"{_public(settings.spans_to)} ({settings.traces_protocol})" if settings.sends_spans else ""
+    metrics = (
+        f"{_public(settings.metrics_to)} ({settings.metrics_protocol})" if settings.sends_metrics else ""
+    )
+    if spans and metrics and spans != metrics:
+        places.append(f"OTLP: spans to {spans}, metrics to {metrics}")
+    elif spans or metrics:
+        places.append(f"OTLP to {spans or metrics}")
+    if settings.console:
+        places.append("console")
+    others = {
+        "request log": settings.request_log,
+        "tape": settings.tape,
+        "metrics to scrape at": settings.scrape_address,
+        "tapes of breaches in": settings.dump_on_slo,
+        "webhook at": settings.dump_port,
+    }
+    places += [f"{what} {where}" for what, where in others.items() if where]
+    return ", ".join(places) or "nothing is exported"
+
+
+def _public(endpoint: str) -> str:
+    """Without what may be a secret: logs are read by many."""
+    return re.sub(r"(?<=://)[^/\s]*@", "", endpoint).partition("?")[0] or "localhost"
+
+
+def _volume(settings: Config) -> str:
+    if settings.steps == "off":
+        return "no step spans"
+    if settings.steps == "all":
+        return "every step of every request, without a budget"
+    daily = settings.step_budget * 86400 / 1e9
+    stored, sent = daily * BYTES_PER_STEP_SPAN, daily * BYTES_PER_STEP_SPAN_SENT
+    return f"≤ {stored:.0f} GB/day of step spans ({sent:.1f} sent) at {settings.step_budget} spans/s"

@@ -1,0 +1,1 @@
+"""Divides the time of each request among causes that sum to its duration."""

@@ -1,0 +1,1 @@
+"""Finds the symptom that slow requests amount to, its evidence and what to change."""

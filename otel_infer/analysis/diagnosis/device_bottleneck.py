@@ -1,0 +1,62 @@
+"""What held a device back while requests were computed, over many of them, and what makes it quicker. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from otel_infer import semconv
+from otel_infer.assembly.engine import device_steps
+from otel_infer.assembly.records.request import RequestRecord
+
+
+class Words(NamedTuple):
+    """What it means, and what to change."""
+
+    means: str
+    change: str
+
+
+_LESS_WORK = (
+    "a faster GPU, smaller or quantized weights, or another replica: the host is not what holds it up"
+)
+LIMITS = {
+    device_steps.GPU_BOUND: Words("the device is at work", _LESS_WORK),
+    device_steps.LAUNCH_BOUND: Words(
+        "launching its kernels takes as long as they run",
+        "CUDA graphs or torch.compile, larger batches, a faster core for the engine's thread",
+    ),
+    device_steps.HOST_STALLED: Words(
+        "between two steps it waits for the host",
+        "see what the engine's thread does between its steps (py-spy), or schedule one step ahead",
+    ),
+    device_steps.BACK_PRESSURED: Words("the host waits for room in the device's queue", _LESS_WORK),
+}
+
+
+class DeviceLimit(NamedTuple):
+    """`requests` of the `timed` ones had this as the limit of this stage: more than had any other."""
+
+    stage: str
+    limit: str
+    requests: int
+    timed: int
+
+    @property
+    def words(self) -> Words:
+        """What that means, and what to change."""
+        return LIMITS[self.limit]
+
+
+def device_limits(records: Sequence[RequestRecord]) -> list[DeviceLimit]:
+    """Of each stage of which a device said so, those with most of its time first; nothing where none was timed."""
+    limits: dict[str, Counter[str]] = {}
+    spent: defaultdict[str, float] = defaultdict(float)
+    for stage in [stage for record in records for stage in record.stages]:
+        limit, duration = map(stage.attributes.get, (semconv.DEVICE_LIMIT, semconv.DEVICE_DURATION))
+        if limit and isinstance(duration, float):
+            limits.setdefault(stage.name, Counter())[str(limit)] += 1
+            spent[stage.name] += duration
+    found = [DeviceLimit(name, *most.most_common(1)[0], most.total()) for name, most in limits.items()]
+    return sorted(found, key=lambda one: -spent[one.stage])

@@ -1,0 +1,1 @@
+"""Assembles recorded events into records of requests, steps and processes."""

@@ -1,0 +1,1 @@
+"""Keeps the step log of each engine and models what its steps cost."""

@@ -1,0 +1,241 @@
+"""Why steps of one engine took longer than such steps take, from what the kernel counted of its thread. Pure.
+
+A look (`facts.ThreadSeen`) says sums of 50 to 100 ms and not where in between they were. So the steps of that time say how
+much they took beyond their estimate (`stepcosts`), and the look says how much of that there was a reason for:
+
+    starved       it could have run and had no CPU
+    page faults   the kernel mapped memory to it page by page: times what a fault costs this thread (its system time by
+                  its faults, at most 4 µs; up to twice that where the steps say so)
+    blocked       it neither ran nor wanted to, and ran no longer than its steps take: a lock, the GIL, a disk, the device
+
+Each step that took longer gets the same share of its excess. The error: what happened within a look is divided among the
+steps in it by their excess; where the thread ran longer for reasons of its own nothing is said.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from otel_infer.assembly.engine.step_cost import StepCosts
+from otel_infer.ringbuffer.events import ThreadSeen
+
+CAPACITY = 4096
+"""Looks that are remembered; half of them go at once."""
+PENDING = 1024
+"""Looks that wait for the steps in them to be done: no step lasts longer than those."""
+FAULT_NS = 4000
+"""No fault costs more than that: beyond it the kernel did something else."""
+WORTHS, DEARER = 8, 2.0
+"""Looks from which is seen how much more than the kernel's part a fault costs: the pages are cold. At most twice as much."""
+NOTABLE = 0.01
+"""Share of a look below which nothing is said of page faults and of waiting for a CPU: every thread does a little."""
+_SIGMAS, _SHARE = 3.0, 0.05
+_NEVER = 1 << 63
+
+
+class Held(NamedTuple):
+    """Shares of what a step took longer; `blocked` of what is left of it then. Numbers or columns."""
+
+    starved: Any
+    faulted: Any
+    blocked: Any
+
+
+_NOTHING = Held(0.0, 0.0, 0.0)
+
+
+def margin(typical: Any, spread: Any) -> Any:
+    """How much (ns) beyond the estimate is within its error: three times its spread, at least a twentieth."""
+    return np.maximum(_SIGMAS * spread, _SHARE * typical)
+
+
+class Strain:
+    """Looks at one engine's thread, and what they explain of the steps in them.
+
+    `due`: the end of the oldest look that has not been set against steps and that nothing more is known of later.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[ThreadSeen] = deque(maxlen=PENDING)
+        # Sums up to each bound: of the shares of excess over time, and of what was counted, in ns.
+        self._bounds = np.zeros(CAPACITY, np.int64)
+        self._shares = np.zeros((3, CAPACITY))
+        self._counted: Any = np.zeros((2, CAPACITY))
+        # Single numbers are looked up through memoryviews, at half the price of numpy's.
+        self._ends: Any = memoryview(self._bounds)  # type: ignore[arg-type]
+        self._sums: list[Any] = [memoryview(line) for line in self._counted]
+        self._looks = 0
+        self.due = _NEVER
+        self._system = self._faults = 0
+        self._worth: deque[float] = deque(maxlen=WORTHS)
+        self._dearer = 1.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether looks wait to be set against steps."""
+        return bool(self._pending)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the kernel says anything of this thread."""
+        return bool(self._looks)
+
+    def look(self, seen: ThreadSeen) -> None:
+        """Takes a look; it counts once the steps in it are done."""
+        if not self._looks:
+            self._append(seen.since, 0.0, 0.0)
+        self._system += seen.system_ns
+        self._faults += seen.faults
+        self._pending.append(seen)
+        self._carry_back()
+        self._wait()
+
+    def _wait(self) -> None:
+        self.due = self._pending[0].at if len(self._pending) > 1 else _NEVER
+
+    def _carry_back(self) -> None:
+        """The kernel counts a wait when it is over: what does not fit into the last look was in those before it."""
+        for i in range(len(self._pending) - 1, 0, -1):
+            seen, before = self._pending[i], self._pending[i - 1]
+            over = seen.waited_ns - _off_cpu(seen)
+            if over <= 0 or seen.since != before.at:
+                break
+            self._pending[i] = seen._replace(waited_ns=seen.waited_ns - over)
+            self._pending[i - 1] = before._replace(waited_ns=before.waited_ns + over)
+
+    def settle(self, steps: Any, costs: StepCosts | None, final: bool = False) -> None:
+        """Sets looks against the steps up to their ends (lines of `StepRows`, all prompts in the last); `final`: all of them."""
+        _, started, ended, _, size, prompts = steps
+        some = _Steps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
+        last = int(ended.max())  # later ones are in flight
+        while self._pending and (final or self.due <= last):
+            seen = self._pending.popleft()
+            self._wait()
+            if seen.since > self._bounds[self._looks - 1]:
+                self._append(seen.since, 0.0, 0.0)
+            fault_ns = self.fault_ns * seen.faults
+            if seen.waited_ns + fault_ns < NOTABLE * (seen.at - seen.since):
+                seen, fault_ns = seen._replace(waited_ns=0), 0.0
+            excess = _excess(seen, some, costs) if costs is not None else None
+            if excess is not None and excess.is_plain and fault_ns:
+                self._worth.append((excess.all - min(seen.waited_ns, excess.all)) / fault_ns * self._dearer)
+                self._dearer = min(max(median(self._worth), 1.0), DEARER)
+            shares = _shares(seen, fault_ns, excess)
+            self._append(
+                seen.at, np.array(shares) * (seen.at - seen.since), np.array([seen.waited_ns, fault_ns])
+            )
+
+    @property
+    def fault_ns(self) -> float:
+        """What a fault costs this thread."""
+        return min(self._system / self._faults, FAULT_NS) * self._dearer if self._faults else 0.0
+
+    def touches(self, begin: Any, end: Any) -> Any:
+        """Whether anything in between is explained. Numbers or columns."""
+        bounds = self._bounds[: self._looks]
+        first = np.maximum(bounds.searchsorted(begin) - 1, 0)
+        last = np.minimum(bounds.searchsorted(end), self._looks - 1)
+        return (last > first) & (self._shares[:, last] > self._shares[:, first]).any(axis=0)
+
+    def shares(self, begin: Any, end: Any) -> Held:
+        """What share of its excess each step from `begin` to `end` (columns) had for which reason."""
+        lengths = np.maximum(end - begin, 1)
+        return Held(*(self._between(sums, begin, end) / lengths for sums in self._shares))
+
+    def held(self, begin: int, end: int) -> tuple[int, int]:
+        """`counted` of one interval, in half the time."""
+        after_begin, after_end = (bisect_left(self._ends, at, 0, self._looks) for at in (begin, end))
+        first, last = max(after_begin - 1, 0), min(after_end, self._looks - 1)
+        if last <= first or all(sums[last] == sums[first] for sums in self._sums):  # mostly
+            return 0, 0
+        starved, faulted = (self._until(end, after_end) - self._until(begin, after_begin)).tolist()
+        return int(starved), int(faulted)
+
+    def _until(self, at: int, after: int) -> Any:
+        """What was counted up to an instant, which lies between look `after` and the one before."""
+        if after in (0, self._looks):
+            return self._counted[:, max(after - 1, 0)]
+        before, bounds = self._counted[:, after - 1], self._bounds
+        share = int(at - bounds[after - 1]) / int(bounds[after] - bounds[after - 1])
+        return before + share * (self._counted[:, after] - before)
+
+    def counted(self, begin: Any, end: Any) -> tuple[Any, Any]:
+        """ns without a CPU, ns of page faults in these intervals, as if they were evenly spread over each look."""
+        starved, faulted = (self._between(sums, begin, end) for sums in self._counted)
+        return starved, faulted
+
+    def _between(self, sums: Any, begin: Any, end: Any) -> Any:
+        if not self._looks:
+            return np.zeros(np.shape(begin))
+        bounds, sums = self._bounds[: self._looks], sums[: self._looks]
+        return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
+
+    def _append(self, at: int, shares: Any, counted: Any) -> None:
+        if self._looks == CAPACITY:
+            self._looks //= 2
+            for table in (self._bounds, self._shares, self._counted):
+                table[..., : self._looks] = table[..., self._looks :].copy()
+        i = self._looks
+        self._bounds[i] = at
+        if i:
+            shares, counted = shares + self._shares[:, i - 1], counted + self._counted[:, i - 1]
+        self._shares[:, i], self._counted[:, i] = shares, counted
+        self._looks = i + 1
+
+
+class _Steps(NamedTuple):
+    """Columns. `plain`: without a prompt."""
+
+    begins: Any
+    ends: Any
+    size: Any
+    plain: Any
+
+
+def _off_cpu(seen: ThreadSeen) -> int:
+    return max(seen.at - seen.since - seen.ran_ns, 0)
+
+
+class _Excess(NamedTuple):
+    """What the steps in a look took beyond their estimate, and what of that were stalls of steps without prompts; ns.
+
+    `usual`: what they took otherwise. `is_plain`: no prompts were among them, whose cost is not known as well.
+    """
+
+    all: float
+    stalls: float
+    usual: float
+    is_plain: bool
+
+
+def _excess(seen: ThreadSeen, steps: _Steps, costs: StepCosts) -> _Excess | None:
+    inside = (steps.begins < seen.at) & (steps.ends > seen.since)
+    if not inside.any():
+        return None
+    begins, ends, size, plain = (column[inside] for column in steps)
+    lengths = np.maximum(ends - begins, 1)
+    part = (np.minimum(ends, seen.at) - np.maximum(begins, seen.since)) / lengths
+    typical = np.minimum(costs.base + costs.per_sequence * size, lengths)
+    over = lengths - typical
+    # That a prompt takes its time on the device is no lock: for this, only steps without one count.
+    stalls = (over * part)[(over > margin(typical, costs.spread)) & plain]
+    usual = np.where(plain, typical, lengths) * part
+    return _Excess(float((over * part).sum()), float(stalls.sum()), float(usual.sum()), bool(plain.all()))
+
+
+def _shares(seen: ThreadSeen, fault_ns: float, excess: _Excess | None) -> Held:
+    """What share of the excess of the steps in this look had which reason."""
+    if excess is None or excess.all <= 0:
+        return _NOTHING
+    starved = min(seen.waited_ns, excess.all)
+    faulted = min(fault_ns, excess.all - starved)
+    left = excess.stalls * (1 - (starved + faulted) / excess.all)
+    longer = max(seen.ran_ns - excess.usual - faulted, 0.0)
+    slept = max(_off_cpu(seen) - seen.waited_ns, 0)
+    blocked = min(max(left - longer, 0.0), slept)
+    return Held(starved / excess.all, faulted / excess.all, blocked / left if left else 0.0)

@@ -1,0 +1,1 @@
+"""Records as plain data: what assembly concludes and everything after it reads."""

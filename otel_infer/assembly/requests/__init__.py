@@ -1,0 +1,1 @@
+"""Follows one request from its arrival to its record."""

@@ -1,0 +1,1 @@
+"""otel-infer demo: serves a tiny model, loads it and prints its traces."""

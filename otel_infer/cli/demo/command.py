@@ -1,0 +1,237 @@
+"""Make a tiny model, serve it instrumented, load it, and show where the time goes.
+
+Nothing is downloaded. The server is an ordinary `transformers serve` with continuous batching, started the way
+`otel-infer run` does; the load comes from a client that shares no code with us. With OTEL_EXPORTER_OTLP_ENDPOINT set the
+same traces and metrics are exported too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.cli.run import Supervisor
+from otel_infer.config import environment
+
+READY_S = 180.0
+STOP_S = 20.0
+NEEDS = 'the demo needs torch and transformers: pip install "otel-infer[demo]"'
+PROGRAM = "otel-infer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `demo`."""
+    parser.add_argument("--requests", type=int, default=60, help="how many requests (60)")
+    parser.add_argument("--concurrency", type=int, default=6, help="how many at once (6)")
+    parser.add_argument("--seconds", type=float, help="load for so long instead")
+    parser.add_argument("--serve", action="store_true", help="go on serving after the load, until Ctrl-C")
+    parser.add_argument(
+        "--tape", metavar="FILE", default="otel-infer-demo.tape", help="where to save the facts"
+    )
+    parser.add_argument("--json", action="store_true", help="the requests as JSON instead of tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The whole demo; 0 if every request was answered and its trace is there."""
+    for module in ("torch", "transformers", "tokenizers", "fastapi", "uvicorn"):
+        if not _is_installed(module):
+            print(f"otel-infer demo: {module} is missing; {NEEDS}", file=sys.stderr)
+            return 2
+    tape = os.path.abspath(arguments.tape)
+    with tempfile.TemporaryDirectory(prefix="otel-infer-demo-") as folder:
+        return Demo(arguments, Path(folder), tape).run()
+
+
+class Demo:
+    """One run of the demo."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, tape: str) -> None:
+        from otel_infer.cli import terminal
+
+        self.arguments, self.folder, self.tape = arguments, folder, tape
+        self.console = terminal.console()
+        if arguments.json:
+            self.console.file = sys.stderr
+        self.port = _free_port()
+        self.model = folder / "tiny-llama"
+        self.supervisor: Supervisor | None = None
+
+    def run(self) -> int:
+        """Model, server, load, tables."""
+        from otel_infer.cli.demo.model import make_demo_model
+
+        began = time.monotonic()
+        self.say("making a tiny Llama (random weights, nothing is downloaded) …")
+        make_demo_model(self.model)
+        with contextlib.suppress(OSError):
+            os.unlink(self.tape)
+        changes = {"enabled": "on", "tape": self.tape, "response_headers": "on"}
+        self.supervisor = Supervisor(environment.from_env(environment.child_environment(**changes)))
+        self.say(f"starting transformers serve with continuous batching on 127.0.0.1:{self.port} …")
+        log = self.folder / "server.log"
+        status = self.supervisor.start(self.command(), changes, log=log, **SERVER_VARIABLES)
+        if status is not None:
+            return status
+        try:
+            if not self.wait_until_ready():
+                self.say(f"the server did not get ready; its last words:\n{_tail(log)}")
+                return 1
+            self.say(f"ready after {time.monotonic() - began:.0f} s")
+            observed = self.load()
+            if self.arguments.serve:
+                self.serve()
+        finally:
+            self.supervisor.stop(STOP_S)
+        return self.show(observed)
+
+    def command(self) -> list[str]:
+        """`transformers serve`, as a person would start it."""
+        beside = Path(sys.executable).parent / "transformers"
+        program = str(beside) if beside.exists() else shutil.which("transformers") or "transformers"
+        device = "cuda" if _has_gpu() else "cpu"
+        options = f"--device {device} --dtype float32 --attn-implementation sdpa --continuous-batching"
+        sizes = "--cb-num-blocks 128 --cb-block-size 32 --cb-max-batch-tokens 256"
+        where = f"--host 127.0.0.1 --port {self.port}"
+        return [program, "serve", str(self.model), *f"{where} {options} {sizes}".split()]
+
+    def wait_until_ready(self) -> bool:
+        """Until the server answers; False if it died or took too long."""
+        assert self.supervisor is not None
+        return answers(f"http://127.0.0.1:{self.port}", self.supervisor.alive, READY_S)
+
+    def load(self) -> list[Any]:
+        """Warms up, then drives concurrent streams of mixed lengths, with a progress bar."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from otel_infer.cli.demo.load_client import drive
+
+        base, model = f"http://127.0.0.1:{self.port}", str(self.model)
+        self.say("warming up …")
+        drive(base, model, requests=2, concurrency=2, output_lengths=(8,), seed=1)
+        total = None if self.arguments.seconds else self.arguments.requests
+        columns = (TextColumn("loading"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
+            task = progress.add_task("", total=total)
+            return drive(
+                base,
+                model,
+                requests=total,
+                seconds=self.arguments.seconds,
+                concurrency=self.arguments.concurrency,
+                on_done=lambda _: progress.advance(task),
+            )
+
+    def serve(self) -> None:
+        """Until Ctrl-C."""
+        self.say(f"serving on http://127.0.0.1:{self.port}/v1 (model {self.model}); Ctrl-C ends it")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            while self.supervisor is not None and self.supervisor.alive():
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            pass
+
+    def show(self, observed: list[Any]) -> int:
+        """Tables, the slowest request, and what to do next."""
+        from otel_infer.cli import replay, terminal
+
+        wanted = {one.trace_id for one in observed}
+        records = [record for record in replay.records(Path(self.tape)) if record.trace_id.hex() in wanted]
+        failed = [one for one in observed if one.error]
+        for one in failed[:3]:
+            self.say(f"a request failed: {one.error}")
+        if not records:
+            self.say("no request was recorded; `otel-infer doctor` says why")
+            return 1
+        if self.arguments.json:
+            print(json.dumps([replay.described(record) for record in records]))
+        else:
+            self.console.print(terminal.stages_table(records), terminal.device_line(records), "")
+            self.console.print(terminal.latency_table(records), "")
+            slowest = max(records, key=lambda record: record.duration_ns)
+            self.console.print("[bold]the slowest request")
+            for line in terminal.waterfall(slowest):
+                self.console.print(line)
+            self.next_steps(records)
+        missing = len(wanted) - len(records)
+        if missing:
+            self.say(f"{missing} of {len(wanted)} requests have no trace")
+        return 1 if failed or missing else 0
+
+    def next_steps(self, records: list[RequestRecord]) -> None:
+        """What a newcomer does next."""
+        steps = sum(len(record.steps) - 1 for record in records if record.steps is not None)
+        program = called()
+        self.console.print(f"\n{len(records)} requests and {steps} decode steps, all on {self.tape}")
+        self.console.print(
+            f"what to change first:       {program} explain {self.tape}\n"
+            f"the same for your server:   {program} run --show -- <your command>\n"
+            "to Grafana (`docker compose up` with the docker-compose.yml of our repository, then):\n"
+            f"  OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 {program} demo",
+            markup=False,
+        )
+
+    def say(self, text: str) -> None:
+        """A line about the progress."""
+        self.console.print(text, markup=False)
+
+
+SERVER_VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def answers(url: str, alive: Callable[[], bool], timeout: float) -> bool:
+    """Waits until the server at this address is healthy; False if it died or that took more than `timeout` s."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and alive():
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return True
+        except OSError:
+            time.sleep(0.2)
+    return False
+
+
+def called() -> str:
+    """This program as it can be called from here: by its name where that finds it, else by its path."""
+    beside, found = Path(sys.executable).with_name(PROGRAM), shutil.which(PROGRAM)
+    if not beside.exists() or (found is not None and beside.samefile(found)):
+        return PROGRAM
+    return os.path.relpath(beside)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _is_installed(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _tail(path: Path, lines: int = 15) -> str:
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return "(nothing)"

@@ -1,0 +1,1 @@
+"""otel-infer doctor: checks what works in this environment."""

@@ -1,0 +1,1 @@
+"""otel-infer explain: names the symptom of slow requests."""

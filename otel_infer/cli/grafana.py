@@ -1,0 +1,93 @@
+"""What `dashboards` and `alerts` do with a running Grafana."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from otel_infer.config import environment
+from otel_infer.monitoring.grafana.client import Change, Grafana, Refused
+
+TITLE = "otel_infer"
+MOST_PATHS = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, writes: bool) -> None:
+    """Which Grafana, and how much of it."""
+    parser.add_argument(
+        "--grafana",
+        metavar="URL",
+        required=True,
+        help="where it answers; a token, or user:password, is in GRAFANA_TOKEN",
+    )
+    if writes:
+        parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+
+
+def dashboards(arguments: argparse.Namespace, boards: Mapping[str, dict[str, Any]]) -> int:
+    """`push`, `diff` or `pull`; 1 where `diff` finds something, 2 where Grafana refuses."""
+    try:
+        grafana = Grafana(arguments.grafana, environment.grafana_token())
+        if arguments.what == "push":
+            return _pushed(grafana, arguments, boards)
+        if arguments.what == "diff":
+            return _differences(grafana, boards)
+        return _pulled(grafana, boards, Path(arguments.out))
+    except (Refused, OSError) as refusal:
+        print(f"otel-infer dashboards: {refusal}", file=sys.stderr)
+        return 2
+
+
+def alerts(arguments: argparse.Namespace, made: Callable[[str], list[dict[str, Any]]]) -> int:
+    """`push`; `made`: rule groups that ask the data source with this uid."""
+    try:
+        grafana = Grafana(arguments.grafana, environment.grafana_token())
+        source = grafana.datasources(prometheus=arguments.datasource).prometheus
+        print(f"asks {source.name} ({source.uid})")
+        _say(grafana.push_rules(made(source.uid), TITLE, dry_run=arguments.dry_run), arguments.dry_run)
+    except Refused as refusal:
+        print(f"otel-infer alerts: {refusal}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _pushed(grafana: Grafana, arguments: argparse.Namespace, boards: Mapping[str, dict[str, Any]]) -> int:
+    sources = grafana.datasources()
+    tempo = f"traces of {sources.tempo.name}" if sources.tempo else "no Tempo: exemplars lead nowhere"
+    print(f"metrics of {sources.prometheus.name}; {tempo}")
+    _say(
+        grafana.push_dashboards(boards, TITLE, dry_run=arguments.dry_run, force=arguments.force),
+        arguments.dry_run,
+    )
+    return 0
+
+
+def _say(changes: list[Change], is_dry: bool) -> None:
+    for change in changes:
+        would = "would be " if is_dry and change.action != "unchanged" else ""
+        print(f"{change.what} {change.uid}: {would}{change.action}")
+
+
+def _differences(grafana: Grafana, boards: Mapping[str, dict[str, Any]]) -> int:
+    found = grafana.diff_dashboards(boards)
+    for one in found:
+        print(f"{one.uid}: {one.state}")
+        for path in one.paths[:MOST_PATHS]:
+            print(f"  {path}")
+        if len(one.paths) > MOST_PATHS:
+            print(f"  and {len(one.paths) - MOST_PATHS} more")
+    return 0 if all(one.state == "same" for one in found) else 1
+
+
+def _pulled(grafana: Grafana, boards: Mapping[str, dict[str, Any]], folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {uid: uid.removeprefix("otel-infer-") + ".json" for uid in boards}
+    for uid, board in grafana.pull_dashboards(boards).items():
+        file = folder / names[uid]
+        file.write_text(json.dumps(board, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(file)
+    return 0

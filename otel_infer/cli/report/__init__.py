@@ -1,0 +1,1 @@
+"""otel-infer report: writes a recording as an HTML page."""

@@ -1,0 +1,129 @@
+"""What the parts of a report are written with: text from outside made harmless, lengths, colours, and tables."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+from otel_infer import semconv
+from otel_infer.export.console import milliseconds
+
+MOST_BYTES = 120
+"""Of any text that came from a server, as it stands in the page."""
+COLOURS = {
+    semconv.CAUSE_INGRESS: "#7fb2e5",
+    semconv.CAUSE_TOKENIZE: "#a9cdf0",
+    semconv.CAUSE_MEDIA: "#93b9d8",
+    semconv.CAUSE_HIDDEN_QUEUE: "#f3d27a",
+    semconv.CAUSE_SCHEDULER_QUEUE: "#e8b931",
+    semconv.CAUSE_GRAMMAR: "#d9c069",
+    semconv.CAUSE_KV_TRANSFER: "#c9b27c",
+    semconv.CAUSE_PREFILL: "#d79bd0",
+    semconv.CAUSE_DECODE: "#74b866",
+    semconv.CAUSE_BATCHING: "#b0d99f",
+    semconv.CAUSE_INTERFERENCE: "#ee7f6b",
+    semconv.CAUSE_PREEMPTION: "#e29a63",
+    semconv.CAUSE_HOST: "#c2b3a3",
+    semconv.CAUSE_TRANSFER: "#a8b3a0",
+    semconv.CAUSE_APPLICATION: "#8ec9e8",
+    semconv.CAUSE_DETOKENIZE: "#9bd8cf",
+    semconv.CAUSE_EGRESS: "#6cc0b5",
+    semconv.CAUSE_GC: "#b79be0",
+    semconv.CAUSE_COMPILE: "#cdb8ec",
+    semconv.CAUSE_CAPTURE: "#c3a4e8",
+    semconv.CAUSE_FIRST_USE: "#d9a8c4",
+    semconv.CAUSE_EVENT_LOOP: "#a9a3ea",
+    semconv.CAUSE_THROTTLED: "#9d8fd6",
+    semconv.CAUSE_GPU_THROTTLED: "#8fa0e0",
+    semconv.CAUSE_PAUSE: "#ded0f2",
+    semconv.CAUSE_UNEXPLAINED: "#b9bec6",
+}
+"""Of causes, and of the stages that are called as they are: light enough to be written on in black."""
+QUEUE_COLOUR = COLOURS[semconv.CAUSE_SCHEDULER_QUEUE]
+RUNNING_COLOUR = COLOURS[semconv.CAUSE_DECODE]
+PAUSE_COLOUR = COLOURS[semconv.CAUSE_GC]
+PROMPT_COLOUR = COLOURS[semconv.CAUSE_INTERFERENCE]
+MISSED_COLOUR = "#d1362b"
+STEP_COLOUR = COLOURS[semconv.CAUSE_INGRESS]
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def safe(said: object, most: int = MOST_BYTES) -> str:
+    """Text for any place in a page, an attribute's value among them: short, on one line, no markup."""
+    text = _UNPRINTABLE.sub("�", str(said))[: most + 1]
+    escaped = html.escape(text, quote=True)
+    if len(escaped.encode()) <= most:
+        return escaped
+    sizes = accumulate(len(html.escape(letter, quote=True).encode()) for letter in text)
+    letters = sum(size < most for size in sizes)
+    return html.escape(text[:letters], quote=True) + "…"
+
+
+def data(value: Any) -> str:
+    """JSON that can stand in a script element, whatever it says."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def anchor(span_id: bytes) -> str:
+    """What a request is called inside the page."""
+    return f"r-{span_id.hex()}"
+
+
+def linked(trace_id: bytes, span_id: bytes, shown: bool) -> str:
+    """The beginning of a trace id; a link where the request is in the page."""
+    text = f"<code>{trace_id.hex()[:8]}</code>"
+    return f'<a href="#{anchor(span_id)}">{text}</a>' if shown else text
+
+
+def share(part: float) -> str:
+    """`41.6 %`."""
+    return f"{100 * part:.1f} %"
+
+
+def swatch(colour: str) -> str:
+    """A spot of colour beside its name."""
+    return f'<i class="spot" style="background:{colour}"></i>'
+
+
+def number(value: float, text: str | None = None) -> str:
+    """A cell by which a table can be sorted."""
+    return f'<td class="n" data-v="{value:g}">{safe(f"{value:,.0f}") if text is None else text}</td>'
+
+
+def length(ns: float) -> str:
+    """A cell with a length."""
+    return f'<td class="n" data-v="{ns:.0f}">{milliseconds(ns) if ns else "–"}</td>'
+
+
+def table(caption: str, heads: Iterable[str], rows: Iterable[str], name: str = "") -> str:
+    """A real table; a head that begins with `#` is of numbers. Cells and caption are markup already."""
+    columns = "".join(
+        f'<th scope="col" class="n">{head[1:]}</th>'
+        if head.startswith("#")
+        else f'<th scope="col">{head}</th>'
+        for head in heads
+    )
+    body = "\n".join(f"<tr>{row}</tr>" if not row.startswith("<tr") else row for row in rows)
+    return (
+        f'<div class="wide"><table class="{name}"><caption>{caption}</caption><thead><tr>{columns}</tr></thead>'
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def stacked(parts: Iterable[tuple[str, float]]) -> str:
+    """One bar of causes; those with room carry their names, all of them are in the table beside."""
+    boxes = []
+    for cause, part in parts:
+        if part >= 0.002:
+            text = f"{cause.replace('_', ' ')} {100 * part:.0f} %" if part >= 0.09 else ""
+            colour = COLOURS.get(cause, COLOURS[semconv.CAUSE_UNEXPLAINED])
+            boxes.append(
+                f'<span style="flex:{part:.4f} 0 0;background:{colour}" title="{safe(cause)} {share(part)}">{safe(text)}</span>'
+            )
+    return f'<div class="stack" aria-hidden="true">{"".join(boxes)}</div>'

@@ -1,0 +1,292 @@
+"""From what a tape tells to what a report shows. Pure; bounded, however long the tape; the same for the same tape."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Sequence
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from otel_infer import semconv
+from otel_infer.analysis.diagnosis.rules import Diagnosis, diagnose
+from otel_infer.assembly.engine.types import StepRecord
+from otel_infer.assembly.records.process import Pause
+from otel_infer.assembly.records.request import Offender, RequestRecord
+from otel_infer.config.slo import Objectives
+from otel_infer.export.sampling.tail_sampler import missed_by
+from otel_infer.ringbuffer import events
+
+MOST_REQUESTS = 200
+"""Requests shown one by one."""
+MOST_OFFENDERS = 50
+MOST_PAUSES = 100
+"""Pauses drawn over the whole tape."""
+BINS = 200
+"""Intervals that the tape is divided into."""
+_OFFENDERS_PLACES = (
+    MOST_REQUESTS // 5
+)  # kept for those who held up others, since it is them that victims point to
+
+
+class Told(NamedTuple):
+    """Everything on a tape. `records`: those that were to reach an engine. `unfinished`: when the others of these arrived.
+
+    `elsewhere`: how many requests reached no engine, as health checks do. `promised`: what the server was to meet. `since`: from
+    which instant on everything is told; before it, only what the rest was waiting for. `running`: since when those run that have
+    not ended.
+    """
+
+    records: list[RequestRecord]
+    steps: list[StepRecord]
+    pauses: list[Pause]
+    unfinished: list[int]
+    elsewhere: int
+    promised: Objectives = Objectives()
+    since: int = 0
+    running: Sequence[int] = ()
+
+    def span(self) -> tuple[int, int]:
+        """The first and the last instant of which everything is told; monotonic ns."""
+        spans = [(record.arrived_at, record.ended_at) for record in self.records]
+        spans += [(stage.started_at, stage.ended_at) for record in self.records for stage in record.stages]
+        spans += [(step.started_at, step.ended_at) for step in self.steps]
+        spans += [(pause.started_at, pause.ended_at) for pause in self.pauses]
+        instants = [*self.unfinished, *chain.from_iterable(spans)]
+        return (max(min(instants), self.since), max(instants)) if instants else (0, 0)
+
+
+class Spread(NamedTuple):
+    """How long something took; ns. `share`: of all requests' time; None where that says nothing."""
+
+    name: str
+    values: int
+    p50: float
+    p95: float
+    p99: float
+    longest: float
+    share: float | None
+
+
+class CauseShare(NamedTuple):
+    """Share of the time of the slowest tenth, and of everybody's."""
+
+    cause: str
+    slowest: float
+    everybody: float
+
+
+class OffenderRow(NamedTuple):
+    """Who held up whom; ns. `record` is None for one that is not on the tape."""
+
+    trace_id: bytes
+    span_id: bytes
+    record: RequestRecord | None
+    victims: int
+    total: int
+    worst: RequestRecord
+    worst_length: int
+
+
+class Bin(NamedTuple):
+    """An interval of the tape: most requests running and most in the queue at once, each at an instant of its own; longest and
+    usual step (ns; 0 = none ended here), prompt tokens."""
+
+    running: int
+    queued: int
+    longest: int
+    usual: float
+    prompt_tokens: int
+
+
+class View(NamedTuple):
+    """What a report shows. `shown`: requests one by one, those of `missed` first, then the slowest.
+
+    `missed`: by span id the objectives that a request did not meet. `wall_offset`: unix ns − monotonic ns.
+    """
+
+    told: Told
+    began: int
+    ended: int
+    wall_offset: int
+    diagnosis: Diagnosis
+    latencies: list[Spread]
+    stages: list[Spread]
+    causes: list[CauseShare]
+    bins: list[Bin]
+    pauses: list[Pause]
+    shown: list[RequestRecord]
+    offenders: list[OffenderRow]
+    missed: dict[bytes, tuple[str, ...]]
+
+    def outcomes(self, outcome: int) -> int:
+        """How many requests ended so."""
+        return sum(record.outcome == outcome for record in self.told.records)
+
+
+def view(told: Told) -> View:
+    """Everything that is to be shown."""
+    began, ended = told.span()
+    diagnosis = diagnose(told.records, told.since, told.running)
+    held_up = _held_up(told.records)
+    missed = {r.span_id: names for r in told.records if (names := missed_by(r, told.promised))}
+    longest = sorted(told.pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[:MOST_PAUSES]
+    return View(
+        told, began, ended, told.records[0].wall_offset if told.records else 0, diagnosis,
+        _latencies(told.records), _stages(told.records), _causes(diagnosis, told.records),
+        _bins(told, began, ended), sorted(longest), _shown(told.records, held_up, missed),
+        held_up[:MOST_OFFENDERS], missed,
+    )  # fmt: skip
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def spread(name: str, lengths: Any, share: float | None = None) -> Spread:
+    """Percentiles of lengths, of which there is at least one."""
+    column = np.asarray(lengths)
+    p50, p95, p99 = np.percentile(column, (50, 95, 99)).tolist()
+    return Spread(name, len(column), p50, p95, p99, float(column.max()), share)
+
+
+def _latencies(records: Sequence[RequestRecord]) -> list[Spread]:
+    """What the reader felt; of successful requests."""
+    good = [record for record in records if record.outcome == events.OK]
+    gaps = np.concatenate([[], *(np.asarray(record.gaps_ns()) for record in good)])
+    rows = (
+        ("time to first token", [record.ttft_ns for record in good if record.ttft_ns]),
+        ("between tokens", gaps),
+        ("end to end", [record.duration_ns for record in good]),
+    )
+    return [spread(name, lengths) for name, lengths in rows if len(lengths)]
+
+
+def _stages(records: Sequence[RequestRecord]) -> list[Spread]:
+    """In the order in which they happen; an application's own after ours, the longest together first."""
+    lengths: dict[str, list[int]] = defaultdict(list)
+    for record in records:
+        for stage in record.stages:
+            lengths[stage.name].append(stage.ended_at - stage.started_at)
+    total = sum(record.duration_ns for record in records) or 1
+    own = sorted(lengths.keys() - set(semconv.STAGES), key=lambda name: (-sum(lengths[name]), name))
+    names = [name for name in semconv.STAGES if name in lengths] + own[:MOST_OFFENDERS]
+    return [spread(name, lengths[name], sum(lengths[name]) / total) for name in names]
+
+
+def _causes(diagnosis: Diagnosis, records: Sequence[RequestRecord]) -> list[CauseShare]:
+    everybody: dict[str, int] = defaultdict(int)
+    for record in records:
+        for cause, length in record.blame.causes.items() if record.blame is not None else ():
+            everybody[cause] += length
+    whole = sum(everybody.values()) or 1
+    rows = [
+        CauseShare(cause, diagnosis.causes.get(cause, 0.0), length / whole)
+        for cause, length in everybody.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.slowest, -row.everybody, row.cause))
+
+
+# ── who ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _held_up(records: Sequence[RequestRecord]) -> list[OffenderRow]:
+    """Offenders, by the time that those who name them first of all lost."""
+    victims: dict[tuple[bytes, bytes], list[tuple[Offender, RequestRecord]]] = defaultdict(list)
+    for record in records:
+        if record.blame is not None and record.blame.offender is not None:
+            offender = record.blame.offender
+            victims[offender.trace_id, offender.span_id].append((offender, record))
+    known = {record.span_id: record for record in records}
+    rows = []
+    for (trace_id, span_id), held in victims.items():
+        worst, victim = max(held, key=lambda one: (one[0].length, one[1].span_id))
+        total = sum(offender.length for offender, _ in held)
+        rows.append(
+            OffenderRow(trace_id, span_id, known.get(span_id), len(held), total, victim, worst.length)
+        )
+    return sorted(rows, key=lambda row: (-row.total, row.span_id))
+
+
+def _shown(
+    records: Sequence[RequestRecord], held_up: Sequence[OffenderRow], missed: Container[bytes]
+) -> list[RequestRecord]:
+    """The slowest by end to end, first token and gap in turn, and those who held them up; what missed objectives first."""
+    by_length = _ranked(records, lambda record: record.duration_ns)
+    offenders = [row.record for row in held_up if row.record is not None]
+    ranks = (
+        by_length,
+        _ranked(records, lambda record: record.ttft_ns),
+        _ranked(records, lambda record: record.summary.gap_max),
+    )
+    slow = [record for record in by_length if record.span_id in missed]
+    slow += [record for places in zip_longest(*ranks) for record in places if record is not None]
+    chosen: dict[int, RequestRecord] = {}
+    places = MOST_REQUESTS - min(len(offenders), _OFFENDERS_PLACES)
+    for many, candidates in ((places, slow), (MOST_REQUESTS, offenders), (MOST_REQUESTS, slow)):
+        for record in candidates:
+            if len(chosen) < many:
+                chosen.setdefault(id(record), record)
+    longest = _ranked(chosen.values(), lambda record: record.duration_ns)
+    return sorted(longest, key=lambda record: record.span_id not in missed)
+
+
+def _ranked(records: Iterable[RequestRecord], key: Any) -> list[RequestRecord]:
+    return sorted(records, key=lambda record: (-key(record), record.arrived_at, record.span_id))
+
+
+# ── over the tape ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def waits(records: Iterable[RequestRecord]) -> list[tuple[int, int]]:
+    """When each was in the queue."""
+    stages = (record.stage(semconv.SPAN_QUEUE) for record in records)
+    return [(stage.started_at, stage.ended_at) for stage in stages if stage is not None]
+
+
+def _runs(record: RequestRecord) -> list[tuple[int, int]]:
+    """When it was there and not in the queue."""
+    queue = record.stage(semconv.SPAN_QUEUE)
+    if queue is None:
+        return [(record.arrived_at, record.ended_at)]
+    return [(record.arrived_at, queue.started_at), (queue.ended_at, record.ended_at)]
+
+
+def levels(intervals: Iterable[tuple[int, int]]) -> tuple[Any, Any]:
+    """How many of these intervals hold from each instant on at which that changes, up to the next."""
+    column = np.array([*intervals], np.int64).reshape(-1, 2)
+    instants = np.concatenate([column[:, 0], column.max(axis=1)])
+    change = np.repeat([1, -1], len(column))
+    at, which = np.unique(instants, return_inverse=True)
+    return at, np.cumsum(np.bincount(which, weights=change, minlength=len(at))).astype(np.int64)
+
+
+def _bins(told: Told, began: int, ended: int) -> list[Bin]:
+    width = max(ended - began, 1)
+    in_flight = [run for record in told.records for run in _runs(record)]
+    in_flight += [(arrived_at, ended + 1) for arrived_at in told.unfinished]
+    running = _most(levels(in_flight), began, width)
+    queued = _most(levels(waits(told.records)), began, width)
+    steps = np.array(
+        [(step.ended_at, step.ended_at - step.started_at, step.prefill_tokens) for step in told.steps],
+        np.int64,
+    ).reshape(-1, 3)
+    which = np.minimum((steps[:, 0] - began) * BINS // width, BINS - 1)
+    bins = []
+    for number in range(BINS):
+        _, lengths, prompts = steps[which == number].T
+        longest, usual = (int(lengths.max()), float(np.median(lengths))) if len(lengths) else (0, 0.0)
+        bins.append(Bin(int(running[number]), int(queued[number]), longest, usual, int(prompts.sum())))
+    return bins
+
+
+def _most(changes: tuple[Any, Any], began: int, width: int) -> Any:
+    """The highest level in each bin: what it begins with, or what it rises to."""
+    at, level = changes
+    edges = began + np.arange(BINS, dtype=np.int64) * width // BINS
+    before = np.searchsorted(at, edges, side="right") - 1
+    most = np.where(before >= 0, level[before] if len(level) else 0, 0)
+    inside = at >= began
+    which = np.minimum((at[inside] - began) * BINS // width, BINS - 1)
+    np.maximum.at(most, which, level[inside])
+    return most

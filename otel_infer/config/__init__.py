@@ -1,0 +1,1 @@
+"""Reads settings from the environment."""

@@ -1,0 +1,1 @@
+"""Exports records as spans, metrics and lines of text."""

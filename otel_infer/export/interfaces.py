@@ -1,0 +1,29 @@
+"""Where records go: OTLP spans, a provider's spans, metrics, the console."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from otel_infer.assembly.records.process import StartRecord
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.export.sampling import tail_sampler
+
+
+class RequestSink(Protocol):
+    """Takes finished requests: all of them, or only those that are exported."""
+
+    exported_only: bool
+
+    def request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None: ...
+
+    def start(self, record: StartRecord) -> None: ...
+
+    def flush(self, now: int) -> None: ...
+
+
+class Watcher(Protocol):
+    """Is told of every start and every request when it is concluded, exported or not."""
+
+    def request(self, record: RequestRecord) -> None: ...
+
+    def start(self, record: StartRecord) -> None: ...

@@ -1,0 +1,1 @@
+"""Aggregates records into metrics and sends or serves them."""

@@ -1,0 +1,309 @@
+"""Histograms counted here and handed out as points of the SDK: explicit bounds, or exponential of base 2.
+
+An instrument's `record()` costs microseconds for every value, and a request has a value for every token. So the
+values of a request are sorted once and counted whole. Buckets are those of the OpenTelemetry data model (upper
+bounds inclusive); the exponential index is the SDK's, to the last bit. Values that are negative or not finite are
+ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Union
+
+import numpy as np
+from opentelemetry.sdk.metrics import export
+
+from otel_infer import semconv
+from otel_infer.ringbuffer.events import Value
+
+try:
+    from opentelemetry.sdk.metrics import Exemplar
+except ImportError:  # SDK 1.27, whose points have no exemplars either
+    Exemplar = None  # type: ignore[assignment, misc]
+
+MAX_BUCKETS = 160
+MAX_SCALE = 20
+
+MAX_SERIES = 2000
+"""Attribute sets of one metric; what comes later is counted in one more point, marked as such."""
+
+Label = Union[str, bool, int, float, None]
+Key = tuple[Label, ...]
+"""The values of the attributes that a metric may carry, in their order; None = not said."""
+OVERFLOW_KEY: Key = (semconv.METRIC_OVERFLOW,)
+
+
+class Source(NamedTuple):
+    """Where a value comes from: an exported span, and when its request ended (unix ns)."""
+
+    trace_id: int
+    span_id: int
+    at: int
+
+
+def _nowhere(position: int) -> None:
+    """Comes from no span."""
+
+
+class Histogram:
+    """What both forms share. The exemplar of a bucket is the latest value in it that has a source."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sum = 0.0
+        self.min, self.max = math.inf, -math.inf
+        self._exemplars: dict[int, tuple[float, Source]] = {}
+
+    def record(self, value: float, source: Source | None = None) -> None:
+        """Counts one value."""
+        if not 0 <= value < math.inf:
+            return
+        self.count += 1
+        self.sum += value
+        if value < self.min:
+            self.min = value
+        if value > self.max:
+            self.max = value
+        bucket = self._count_one(value)
+        if source is not None:
+            self._exemplars[bucket] = (value, source)
+
+    def record_many(self, values: Any, source: Callable[[int], Source | None] = _nowhere) -> None:
+        """Counts a sorted numpy array of values; the largest in each bucket may become its exemplar.
+
+        `source`: of the value at a position.
+        """
+        begin = 0
+        if len(values) and not (values[0] >= 0 and values[-1] < math.inf):  # NaN sorts last
+            begin, end = int(values.searchsorted(0.0)), int(values.searchsorted(math.inf))
+            values = values[begin:end]
+        if len(values) == 0:
+            return
+        self.count += len(values)
+        self.sum += float(values.sum())
+        self.min, self.max = min(self.min, float(values[0])), max(self.max, float(values[-1]))
+        for bucket, largest in self._count_sorted(values):
+            known = source(begin + largest)
+            if known is not None:
+                self._exemplars[bucket] = (float(values[largest]), known)
+
+    def point(self, attributes: Mapping[str, Value], started_at: int, now: int) -> Any:
+        """The SDK's data point for all values since `started_at`; instants in unix ns."""
+        raise NotImplementedError
+
+    def _count_one(self, value: float) -> int:
+        """Counts it and says in which bucket."""
+        raise NotImplementedError
+
+    def _count_sorted(self, values: Any) -> Iterable[tuple[int, int]]:
+        """Counts them; (bucket, position of the largest value in it) of every bucket that was touched."""
+        raise NotImplementedError
+
+    def _fields(self, attributes: Mapping[str, Value], started_at: int, now: int) -> dict[str, Any]:
+        """What both kinds of points say."""
+        fields: dict[str, Any] = {"count": self.count, "sum": self.sum, "min": self.min, "max": self.max}
+        fields.update(attributes=attributes, start_time_unix_nano=started_at, time_unix_nano=now)
+        if Exemplar is not None:
+            # By time: a native histogram of Prometheus refuses an exemplar older than the one before it.
+            latest = sorted(self._exemplars.values(), key=lambda exemplar: exemplar[1].at)
+            fields["exemplars"] = [_exemplar(value, source) for value, source in latest]
+        return fields
+
+
+class ExplicitHistogram(Histogram):
+    """Bucket i holds the values above bound i-1 and up to bound i."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        super().__init__()
+        self._bounds, self._edges = bounds, np.array(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+
+    def point(self, attributes: Mapping[str, Value], started_at: int, now: int) -> export.HistogramDataPoint:
+        """With one count more than there are bounds."""
+        return export.HistogramDataPoint(
+            bucket_counts=tuple(self._counts),
+            explicit_bounds=self._bounds,
+            **self._fields(attributes, started_at, now),
+        )
+
+    def _count_one(self, value: float) -> int:
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
+        return bucket
+
+    def _count_sorted(self, values: Any) -> Iterable[tuple[int, int]]:
+        ends = [*values.searchsorted(self._edges, "right").tolist(), len(values)]
+        touched = []
+        before = 0
+        for bucket, end in enumerate(ends):
+            if end > before:
+                self._counts[bucket] += end - before
+                touched.append((bucket, end - 1))
+                before = end
+        return touched
+
+
+_ZERO = -(1 << 62)
+"""The bucket of zeroes, beside the exponential ones."""
+
+
+class ExponentialHistogram(Histogram):
+    """Bucket i holds base**i < value ≤ base**(i+1), where base is 2**(2**-scale).
+
+    The scale starts at 20 and falls whenever the values span more than 160 buckets.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scale = MAX_SCALE
+        self._zeroes = 0
+        self._offset = 0
+        self._counts: list[int] = []
+
+    def point(
+        self, attributes: Mapping[str, Value], started_at: int, now: int
+    ) -> export.ExponentialHistogramDataPoint:
+        """Neither its first nor its last bucket is empty."""
+        return export.ExponentialHistogramDataPoint(
+            scale=self._scale if self._counts else 0,
+            zero_count=self._zeroes,
+            positive=export.Buckets(offset=self._offset, bucket_counts=tuple(self._counts)),
+            negative=export.Buckets(offset=0, bucket_counts=()),
+            flags=0,
+            **self._fields(attributes, started_at, now),
+        )
+
+    def _count_one(self, value: float) -> int:
+        if value == 0:
+            self._zeroes += 1
+            return _ZERO
+        index = index_of(value, self._scale)
+        while not self._made_room(index, index):
+            index = index_of(value, self._scale)
+        self._counts[index - self._offset] += 1
+        return index
+
+    def _count_sorted(self, values: Any) -> Iterable[tuple[int, int]]:
+        zeroes = int(values.searchsorted(0.0, "right"))
+        self._zeroes += zeroes
+        touched = [(_ZERO, zeroes - 1)] if zeroes else []
+        positive = values[zeroes:]
+        if len(positive) == 0:
+            return touched
+        indexes = indexes_of(positive, self._scale)
+        while not self._made_room(int(indexes.min()), int(indexes.max())):
+            indexes = indexes_of(positive, self._scale)
+        last = np.append(np.flatnonzero(indexes[1:] != indexes[:-1]), len(indexes) - 1)
+        before = -1
+        for index, end in zip(indexes[last].tolist(), last.tolist()):
+            self._counts[index - self._offset] += end - before
+            touched.append((index, zeroes + end))
+            before = end
+        return touched
+
+    def _made_room(self, low: int, high: int) -> bool:
+        """Whether there is room for these indexes now; if not, the scale has fallen and they are void."""
+        if self._counts:
+            low, high = min(low, self._offset), max(high, self._offset + len(self._counts) - 1)
+        fall = 0
+        while (high >> fall) - (low >> fall) >= MAX_BUCKETS:
+            fall += 1
+        if fall:
+            self._downscale(fall)
+            return False
+        if self._counts:
+            self._counts[:0] = [0] * (self._offset - low)
+        self._counts.extend([0] * (high - low + 1 - len(self._counts)))
+        self._offset = low
+        return True
+
+    def _downscale(self, fall: int) -> None:
+        counts, offset, exemplars = self._counts, self._offset, self._exemplars
+        self._scale -= fall
+        self._offset = offset >> fall
+        self._counts = [0] * (((offset + len(counts) - 1) >> fall) - self._offset + 1) if counts else []
+        for index, count in enumerate(counts, offset):
+            self._counts[(index >> fall) - self._offset] += count
+        self._exemplars = {}
+        for index, exemplar in sorted(exemplars.items(), key=lambda item: item[1][1].at):
+            self._exemplars[index if index == _ZERO else index >> fall] = exemplar
+
+
+class Histograms:
+    """The points of a histogram metric."""
+
+    def __init__(self, metric: semconv.Metric, exponential: bool) -> None:
+        self._metric, self._exponential = metric, exponential
+        self._points: dict[Key, Histogram] = {}
+
+    def at(self, key: Key) -> Histogram:
+        """The histogram with these attributes, made when first asked for."""
+        known = self._points.get(key)
+        if known is not None:
+            return known
+        if len(self._points) >= MAX_SERIES:
+            key = OVERFLOW_KEY
+        new = ExponentialHistogram() if self._exponential else ExplicitHistogram(self._metric.bounds)
+        return self._points.setdefault(key, new)
+
+    def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
+        """The SDK's data of this metric, or None if nothing was counted. Delta begins anew."""
+        counted = [(key, histogram) for key, histogram in self._points.items() if histogram.count]
+        points = [histogram.point(attributes_of(self._metric, key), since, now) for key, histogram in counted]
+        if temporality is export.AggregationTemporality.DELTA:
+            self._points = {}
+        if not points:
+            return None
+        form = export.ExponentialHistogram if self._exponential else export.Histogram
+        return form(data_points=points, aggregation_temporality=temporality)
+
+
+def attributes_of(metric: semconv.Metric, key: Key) -> dict[str, Any]:
+    """The attributes of the point with this key."""
+    if key is OVERFLOW_KEY:
+        return {semconv.METRIC_OVERFLOW: True}
+    return {name: value for name, value in zip(metric.attributes, key) if value is not None}
+
+
+def _exemplar(value: float, source: Source) -> Exemplar:
+    trace_id, span_id, at = source
+    return Exemplar(
+        filtered_attributes={}, value=value, time_unix_nano=at, span_id=span_id, trace_id=trace_id
+    )
+
+
+def index_of(value: float, scale: int) -> int:
+    """The bucket of a positive value, as the SDK has it: by its logarithm, but exact for powers of two."""
+    value = max(value, sys.float_info.min)
+    mantissa, exponent = math.frexp(value)
+    is_power = mantissa == 0.5
+    if scale <= 0:
+        return (exponent - 1 - is_power) >> -scale
+    if is_power:
+        return ((exponent - 1) << scale) - 1
+    index = math.floor(math.log(value) * math.ldexp(1 / math.log(2), scale))
+    return min(index, (sys.float_info.max_exp << scale) - 1)
+
+
+def indexes_of(values: Any, scale: int) -> Any:
+    """`index_of` for a numpy array, as int64.
+
+    The logarithms of numpy and of the C library may differ in the last bits, so what lies that near to the edge
+    of a bucket is computed by the latter.
+    """
+    values = np.maximum(values, sys.float_info.min)
+    mantissas, exponents = np.frexp(values)
+    powers = mantissas == 0.5
+    exponents = exponents.astype(np.int64) - 1
+    if scale <= 0:
+        return (exponents - powers) >> -scale
+    exact = np.log(values) * math.ldexp(1 / math.log(2), scale)
+    indexes = np.where(powers, (exponents << scale) - 1, np.floor(exact).astype(np.int64))
+    unsure = ~powers & (np.abs(exact - np.rint(exact)) <= 8 * np.spacing(np.abs(exact)))
+    for i in np.flatnonzero(unsure):
+        indexes[i] = index_of(float(values[i]), scale)
+    return np.minimum(indexes, (sys.float_info.max_exp << scale) - 1)

@@ -1,0 +1,1 @@
+"""Builds the spans of a request or a server start."""

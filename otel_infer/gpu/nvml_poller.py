@@ -1,0 +1,284 @@
+"""The state of this machine's NVIDIA GPUs, read in the sidecar every 5 s: one poller per server, devices by their UUID.
+
+What a device does not have, or does not show to this user, is left out and not asked again: unsupported is never 0. What fails
+otherwise is left out as long as it fails. Not asked at all: PCIe throughput, which blocks for 20 ms, and processes, whose ids mean something else in a container. The energy counter
+takes 2 ms (H100, driver 580), the others some µs. NVML: nvml.h of driver 580; activity of SMs by GPM, Hopper and later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from otel_infer import _clock
+from otel_infer.gpu.nvml import text
+
+
+class GpuReading(NamedTuple):
+    """One value of a GPU of this machine, or of a MIG device of the `parent`. `number`: as NVML counts.
+
+    `what`: utilization, memory, power (W), energy (J), temperature (°C), throttled, errors or activity; `of`: of which task,
+    reason, kind or unit.
+    """
+
+    uuid: str
+    name: str
+    number: int
+    parent: str
+    what: str
+    of: str
+    value: float
+
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 5.0
+MOST_REMEMBERED = 120
+"""Readings: ten minutes."""
+MOST_EVENTS = 64
+"""Of one device, that are taken at once."""
+STALE_S = 30.0
+"""A driver that has not answered for so long says nothing any more."""
+REASONS = {
+    "power_cap": 0x4,
+    "hw_slowdown": 0x8,
+    "sync_boost": 0x10,
+    "sw_thermal": 0x20,
+    "hw_thermal": 0x40,
+    "power_brake": 0x80,
+}
+"""Why clocks are lower than they could be (nvml.h, nvmlClocksEventReasons); idle and set clocks are no reasons."""
+SLOWING = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "power_brake"})
+"""Those that come and go with heat and supply. The others are how a GPU that is busy runs all day."""
+UNITS = {"sm": 2, "tensor": 5, "dram": 10}
+"""Of GPM: nvmlGpmMetricId_t."""
+
+
+class Gpu(NamedTuple):
+    """A GPU, or a MIG device of the `parent`."""
+
+    handle: Any
+    uuid: str
+    name: str
+    number: int
+    parent: str = ""
+
+
+class Readings:
+    """Asks NVML; never raises. `wanted`: the server's CUDA_VISIBLE_DEVICES, None where it may use all. `unsupported`: (UUID, what)
+    that is not asked again."""
+
+    def __init__(self, wanted: str | None = None) -> None:
+        self._wanted = wanted
+        self._nvml: Any = None
+        self._devices: list[Gpu] = []
+        self._samples: dict[str, list[Any]] = {}
+        self._events: dict[str, Any] = {}
+        self._xid_counts: Counter[tuple[str, int]] = Counter()
+        self.unsupported: set[tuple[str, str]] = set()
+        self.driver = ""
+
+    def open(self) -> bool:
+        """Whether there is a driver, and a device that this server may use."""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml, self.driver = pynvml, text(pynvml.nvmlSystemGetDriverVersion())
+            self._devices = [device for device in self._found() if self._is_wanted(device)]
+        except Exception as refusal:  # no driver, no library, no permission
+            log.debug("no GPU metrics: %s", refusal)
+            return False
+        return bool(self._devices)
+
+    def close(self) -> None:
+        """Lets go of NVML."""
+        nvml, self._nvml = self._nvml, None
+        if nvml is not None:
+            with contextlib.suppress(Exception):
+                nvml.nvmlShutdown()
+
+    def read(self) -> list[GpuReading]:
+        """All values that there are now."""
+        found: list[GpuReading] = []
+        for device in self._devices:
+            for what, ask in self._asked(device).items():
+                key = device.uuid, what
+                if key in self.unsupported:
+                    continue
+                try:
+                    found += [GpuReading(*device[1:], what, of, value) for of, value in ask(device.handle)]
+                except Exception as refusal:
+                    self._failed(key, refusal)
+        return found
+
+    def _asked(self, device: Gpu) -> dict[str, Callable[[Any], Iterator[tuple[str, float]]]]:
+        if device.parent:
+            return {"memory": self._memory}
+        return {
+            "utilization": self._utilization,
+            "memory": self._memory,
+            "power": lambda handle: iter([("", self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000)]),
+            "energy": lambda handle: iter(
+                [("", self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)]
+            ),
+            "temperature": lambda handle: iter([("", self._nvml.nvmlDeviceGetTemperature(handle, 0))]),
+            "throttled": self._throttled,
+            "errors": self._errors,
+            "activity": lambda handle: self._activity(handle, device.uuid),
+            "xids": lambda handle: self._xids(handle, device.uuid),
+        }
+
+    def _utilization(self, handle: Any) -> Iterator[tuple[str, float]]:
+        yield "general", self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+
+    def _memory(self, handle: Any) -> Iterator[tuple[str, float]]:
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        yield "used", memory.used
+        yield "total", memory.total
+
+    def _throttled(self, handle: Any) -> Iterator[tuple[str, float]]:
+        bits = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        for reason, bit in REASONS.items():
+            yield reason, float(bool(bits & bit))
+
+    def _errors(self, handle: Any) -> Iterator[tuple[str, float]]:
+        for kind, number in (("corrected", 0), ("uncorrected", 1)):
+            yield kind, self._nvml.nvmlDeviceGetTotalEccErrors(handle, number, 0)
+
+    def _xids(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
+        """What its driver called critical since we look, by its number (docs.nvidia.com/deploy/xid-errors)."""
+        nvml = self._nvml
+        if uuid not in self._events:
+            self._events[uuid] = self._registered(handle)
+        for _ in range(MOST_EVENTS):
+            try:
+                event = nvml.nvmlEventSetWait_v2(self._events[uuid], 0)
+            except nvml.NVMLError:  # there is none; or the device is lost, of which the last one told
+                break
+            self._xid_counts[uuid, int(event.eventData)] += 1
+        for (whose, number), count in self._xid_counts.items():
+            if whose == uuid:
+                yield f"xid_{number}", count
+
+    def _registered(self, handle: Any) -> Any:
+        nvml = self._nvml
+        events = nvml.nvmlEventSetCreate()
+        try:
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        except nvml.NVMLError:
+            nvml.nvmlEventSetFree(events)
+            raise
+        return events
+
+    def _activity(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
+        """Between this sample and the one before."""
+        nvml = self._nvml
+        if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+            raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+        samples = self._samples.setdefault(uuid, [])
+        fresh = nvml.nvmlGpmSampleAlloc() if len(samples) < 2 else samples.pop(0)
+        nvml.nvmlGpmSampleGet(handle, fresh)
+        samples.append(fresh)
+        if len(samples) < 2:
+            return
+        asked = nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(UNITS)
+        asked.sample1, asked.sample2 = samples
+        for place, number in enumerate(UNITS.values()):
+            asked.metrics[place].metricId = number
+        nvml.nvmlGpmMetricsGet(asked)
+        for place, unit in enumerate(UNITS):
+            if asked.metrics[place].nvmlReturn == nvml.NVML_SUCCESS:
+                yield unit, asked.metrics[place].value / 100
+
+    def _found(self) -> Iterator[Gpu]:
+        nvml = self._nvml
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid, name = text(nvml.nvmlDeviceGetUUID(handle)), text(nvml.nvmlDeviceGetName(handle))
+            yield Gpu(handle, uuid, name, index)
+            yield from self._instances(handle, uuid, name, index)
+
+    def _instances(self, handle: Any, parent: str, name: str, index: int) -> Iterator[Gpu]:
+        """Its MIG devices; most GPUs cannot have any."""
+        nvml = self._nvml
+        with contextlib.suppress(Exception):
+            if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+                return
+            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                with contextlib.suppress(Exception):  # that place is empty
+                    instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+                    yield Gpu(instance, text(nvml.nvmlDeviceGetUUID(instance)), f"{name} MIG", index, parent)
+
+    def _is_wanted(self, device: Gpu) -> bool:
+        """By CUDA_VISIBLE_DEVICES: UUIDs, or numbers (as NVML counts, by bus; CUDA's own order is the same for equal GPUs)."""
+        if self._wanted is None:
+            return True
+        names = [name.strip() for name in self._wanted.split(",")]
+        ids = (device.uuid, device.parent)
+        return str(device.number) in names or any(
+            name and any(one.startswith(name) for one in ids) for name in names
+        )
+
+    def _failed(self, key: tuple[str, str], refusal: Exception) -> None:
+        nvml, code = self._nvml, getattr(refusal, "value", None)
+        final = (
+            nvml.NVML_ERROR_NOT_SUPPORTED,
+            nvml.NVML_ERROR_NO_PERMISSION,
+            nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+        )
+        if code in final:
+            self.unsupported.add(key)
+        log.debug("%s of %s is not to be had: %s", key[1], key[0], refusal)
+
+
+class Poller(threading.Thread):
+    """Reads every 5 s, on a thread of its own: a driver may take its time."""
+
+    def __init__(self, wanted: str | None = None, every_s: float = EVERY_S) -> None:
+        super().__init__(name="otel_infer-nvml", daemon=True)
+        self._readings, self._every = Readings(wanted), every_s
+        self._over = threading.Event()
+        self._latest: tuple[int, list[GpuReading]] = 0, []
+        self._throttled: deque[tuple[int, frozenset[str]]] = deque(maxlen=MOST_REMEMBERED)
+
+    @property
+    def driver(self) -> str:
+        """Its version."""
+        return self._readings.driver
+
+    @property
+    def latest(self) -> list[GpuReading]:
+        """The last values, while they are fresh."""
+        at, readings = self._latest
+        return readings if _clock.now() - at < STALE_S * 1e9 else []
+
+    def run(self) -> None:
+        is_open = self._readings.open()
+        while is_open:
+            self.note(_clock.now(), self._readings.read())
+            is_open = not self._over.wait(self._every)
+        self._readings.close()
+
+    def note(self, at: int, readings: list[GpuReading]) -> None:
+        """These were read at this instant."""
+        self._latest = at, readings
+        held = {one.of for one in readings if one.what == "throttled" and one.value}
+        self._throttled.append((at, frozenset(held)))
+
+    def throttled(self, since: int, until: int) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Why clocks were held down in this time, or as it was last read before: reasons with commas; empty: they were not. And
+        when that was for a reason that slows steps: what is read holds until it is read again."""
+        every = int(self._every * 1e9)
+        found = [(at, held) for at, held in tuple(self._throttled) if since - every <= at <= until]
+        reasons = set[str]().union(*(held for _, held in found))
+        return ",".join(sorted(reasons)), tuple((at, at + every) for at, held in found if held & SLOWING)
+
+    def stop(self) -> None:
+        """Ends it, soon."""
+        self._over.set()

@@ -1,0 +1,49 @@
+"""An application's own startup: from the call of its lifespan until it says that it takes requests, or that it failed."""
+
+from __future__ import annotations
+
+from otel_infer import _clock
+from otel_infer.instrumentation.asgi.exchange import App, Message, Receive, Scope, Send
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import recorder
+
+
+class Lifespan:
+    """One call of an application with the scope of its lifespan. What raises, and is not said to be a failure, may be an
+    application without a lifespan: servers then go on."""
+
+    def __init__(self, send: Send, hook: Hook) -> None:
+        self._send, self._hook = send, hook
+        self._started_at = _clock.now()
+        self._failed = False
+        recorder.startup(events.PhaseBegan(self._started_at, events.READY))
+
+    async def run(self, call: App, scope: Scope, receive: Receive) -> None:
+        """Calls the application."""
+        try:
+            await call(scope, receive, self.send)
+        except BaseException as exc:
+            if self._failed:
+                self._end(type(exc).__qualname__)
+            raise
+        if self._failed:
+            self._end(events.OTHER)
+
+    async def send(self, message: Message) -> None:
+        """The server's `send`, seen."""
+        try:
+            kind = message["type"]
+            if kind == "lifespan.startup.failed":
+                self._failed = True
+            elif kind == "lifespan.startup.complete":
+                self._end("")
+        except BaseException as exc:
+            self._hook.fail(exc)
+        await self._send(message)
+
+    def _end(self, error_type: str) -> None:
+        ended = events.PhaseEnded(
+            _clock.now(), self._started_at, events.READY, events.BY_LIFESPAN, "", error_type
+        )
+        recorder.startup(ended)

@@ -1,0 +1,29 @@
+"""How a request ended whose client was there to the end, by what left the application and what was sent."""
+
+from __future__ import annotations
+
+import asyncio
+
+from otel_infer.ringbuffer import events
+
+TIMEOUT = "timeout"
+TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # one and the same from Python 3.11 on
+GATEWAY_TIMEOUT = 504
+
+
+def verdict(exc: BaseException | None, status: int, is_complete: bool) -> tuple[int, str]:
+    """Outcome and error type. `status`: 0 = nothing was sent. `is_complete`: the last byte was handed over."""
+    if exc is None and is_complete and status < 500:
+        return events.OK, ""
+    if isinstance(exc, TIMEOUTS) or (exc is None and is_complete and status == GATEWAY_TIMEOUT):
+        return events.ABORTED, TIMEOUT
+    if exc is not None:
+        return events.ERROR, type(exc).__qualname__
+    cut_short = bool(status) and not is_complete
+    return events.ERROR, events.OTHER if cut_short else str(status or 500)
+
+
+def only(exc: BaseException | None) -> BaseException | None:
+    """The one exception in a group of one, as a task group raises it."""
+    inner = getattr(exc, "exceptions", None)
+    return only(inner[0]) if isinstance(inner, tuple) and len(inner) == 1 else exc

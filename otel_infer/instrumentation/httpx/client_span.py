@@ -1,0 +1,195 @@
+"""One request as its reader feels it: when the headers were there, the first byte, the first token, and the gaps between.
+
+Nothing here raises: what goes wrong ends the span, is logged once by its type, and the request goes on without us.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+
+from otel_infer import _clock, semconv
+from otel_infer.instrumentation.httpx.sse import Events
+
+if TYPE_CHECKING:
+    from httpx import Request, Response
+
+KNOWN_METHODS = frozenset("CONNECT DELETE GET HEAD OPTIONS PATCH POST PUT QUERY TRACE".split())
+PORTS = {"http": 80, "https": 443}
+CANCELLED = ("CancelledError", "Cancelled")
+"""asyncio's and trio's."""
+SERVER_TIMING = "infer"
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+_now = _clock.now
+
+
+def begin(tracer: trace.Tracer, request: Request) -> Felt | None:
+    """The span of a request that is about to be sent, which is told of it in its headers; None if nothing records it."""
+    span: trace.Span = trace.INVALID_SPAN
+    try:
+        method = request.method if request.method in KNOWN_METHODS else semconv.OTHER
+        name = semconv.SPAN_HTTP if method == semconv.OTHER else method
+        span = tracer.start_span(name, kind=trace.SpanKind.CLIENT, attributes=_target(method, request.url))
+        context = trace.set_span_in_context(span)
+        propagate.inject(request.headers, context)
+        return Felt(span, context) if span.is_recording() else None
+    except Exception as exc:
+        _drop(span, exc)
+        return None
+
+
+def _target(method: str, url: Any) -> dict[str, Any]:
+    """Where it goes: no query, no fragment, no credentials."""
+    path = url.raw_path.partition(b"?")[0].decode("ascii")
+    said = {
+        semconv.HTTP_REQUEST_METHOD: method,
+        semconv.SERVER_ADDRESS: url.host,
+        semconv.SERVER_PORT: url.port or PORTS.get(url.scheme),
+        semconv.URL_FULL: f"{url.scheme}://{url.netloc.decode('ascii')}{path}",
+    }
+    return {key: value for key, value in said.items() if value}
+
+
+def _harmless(method: Callable[Concatenate[Felt, P], None]) -> Callable[Concatenate[Felt, P], None]:
+    """Calls it while the request lasts; what it raises is not the reader's problem."""
+
+    def called(self: Felt, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.over:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as exc:
+            self.give_up(exc)
+
+    return called
+
+
+class Felt:
+    """A request in flight, and its span. All `*_at` are monotonic ns; 0 = not yet."""
+
+    def __init__(self, span: trace.Span, context: Context) -> None:
+        self.span, self.context = span, context
+        self.over = False
+        self._events: Events | None = None
+        self._chunks = self._gaps = self._longest_ns = 0
+        self._first_byte_at = self._first_token_at = self._last_token_at = 0
+        self._error_type = ""
+        self._began_at = _now()
+
+    @_harmless
+    def answered(self, response: Response) -> None:
+        """The headers of the response are there."""
+        waited_ns, headers, status = _now() - self._began_at, response.headers, response.status_code
+        said = {
+            semconv.HTTP_RESPONSE_STATUS_CODE: status,
+            semconv.CLIENT_HEADERS: waited_ns / 1e9,
+        }
+        server_ms = server_duration_ms(headers.get_list("server-timing"))
+        # A longer one than we have waited is not of this response: a cache has kept it.
+        if server_ms is not None and server_ms * 1e6 <= waited_ns:
+            said[semconv.CLIENT_SERVER] = server_ms / 1e3
+            said[semconv.CLIENT_NETWORK] = (waited_ns - server_ms * 1e6) / 1e9
+        self.span.set_attributes(said)
+        if status >= 400:
+            self._error_type = str(status)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        encoded = headers.get("content-encoding", "identity").strip().lower() not in ("", "identity")
+        if kind == "text/event-stream" and not encoded:
+            self._events = Events()
+
+    @_harmless
+    def received(self, chunk: bytes) -> None:
+        """A piece of the body is about to be handed to the reader."""
+        at = _now()
+        if not chunk:
+            return
+        self._chunks += 1
+        self._first_byte_at = self._first_byte_at or at
+        if self._events is None or not self._events.bring_token(chunk):
+            return
+        if self._first_token_at:
+            self._gaps += 1
+            self._longest_ns = max(self._longest_ns, at - self._last_token_at)
+        else:
+            self._first_token_at = at
+        self._last_token_at = at
+
+    def close(self) -> None:
+        """The reader wants no more of it. Those who have seen that the events are over need not read on."""
+        self.end(None, closed=self._events is None or not self._events.over)
+
+    @_harmless
+    def end(self, exc: BaseException | None = None, closed: bool = False) -> None:
+        """The last byte was read, or something raised, or the reader has `closed` it before; only the first time counts."""
+        self.over = True
+        if isinstance(exc, GeneratorExit):
+            exc, closed = None, True
+        if exc is not None:
+            name = type(exc).__qualname__
+            self._error_type = semconv.ERROR_CANCELLED if name in CANCELLED else name
+        self.span.set_attributes(dict(self._summary()))
+        if closed:
+            self.span.set_attribute(semconv.CLIENT_CLOSED_EARLY, True)
+        if self._error_type:
+            self.span.set_attribute(semconv.ERROR_TYPE, self._error_type)
+            self.span.set_status(trace.StatusCode.ERROR)
+        self.span.end()
+
+    def _summary(self) -> Iterable[tuple[str, Any]]:
+        if self._first_byte_at:
+            yield semconv.CLIENT_FIRST_BYTE, (self._first_byte_at - self._began_at) / 1e9
+            yield semconv.CLIENT_CHUNKS, self._chunks
+        if self._first_token_at:
+            yield semconv.CLIENT_FIRST_TOKEN, (self._first_token_at - self._began_at) / 1e9
+        if self._gaps:
+            yield semconv.CLIENT_ITL_MAX, self._longest_ns / 1e9
+            yield semconv.CLIENT_ITL_MEAN, (self._last_token_at - self._first_token_at) / self._gaps / 1e9
+
+    def give_up(self, exc: Exception) -> None:
+        """Code of ours, or of the tracer provider, has raised."""
+        self.over = True
+        _drop(self.span, exc)
+
+
+def server_duration_ms(headers: Iterable[str]) -> float | None:
+    """How long the server says that it took to its response headers; None if it does not say.
+
+    Of several, a gateway's and that of the server behind it, the longest: it is the nearest one, and holds the others.
+    """
+    found = []
+    for entry in re.sub(r'"(?:[^"\\]|\\.)*"', '""', ",".join(headers)).split(","):
+        name, *parameters = (part.strip() for part in entry.split(";"))
+        for key, _, value in (parameter.partition("=") for parameter in parameters):
+            if name == SERVER_TIMING and key.strip().lower() == "dur":
+                found.append(_number(value.strip()))
+    return max((number for number in found if number is not None), default=None)
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+_complained: set[str] = set()
+
+
+def _drop(span: trace.Span, exc: Exception) -> None:
+    kind = type(exc).__qualname__
+    if kind not in _complained:
+        _complained.add(kind)
+        log.warning("a request of the client is not traced to its end: %s in code of ours", kind)
+    try:
+        span.end()
+    except Exception:
+        pass

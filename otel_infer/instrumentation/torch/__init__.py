@@ -1,0 +1,1 @@
+"""Instruments torch: forward passes, compilation and CUDA graph captures."""

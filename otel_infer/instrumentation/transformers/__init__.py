@@ -1,0 +1,34 @@
+"""Hugging Face transformers: `generate`, continuous batching, `transformers serve`, tokenizers.
+
+    tokenizer ─▶ generate ─▶ prefill ─▶ step* ─▶ decode                              (`generate`, in the caller's thread)
+    tokenizer ─▶ add_request ─▶ waiting ─▶ (schedule_batch ─▶ prepare_batch_update)* ─▶ streamer
+                 `sequences`              `batching`, `computing`, in a thread of its own
+
+Releases 5.5 to 5.24; what is found in which is in docs/support-transformers.md.
+"""
+
+from __future__ import annotations
+
+from otel_infer.instrumentation.transformers import (
+    batch_timing,
+    continuous_batching,
+    generate,
+    sequences,
+    serve,
+    startup,
+    tokenization,
+    transfers,
+)
+from otel_infer.instrumentation.transformers._integration import integration
+
+__all__ = [
+    "batch_timing",
+    "continuous_batching",
+    "generate",
+    "integration",
+    "sequences",
+    "serve",
+    "startup",
+    "tokenization",
+    "transfers",
+]

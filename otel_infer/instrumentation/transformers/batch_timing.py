@@ -1,0 +1,44 @@
+"""Continuous batching on its device: what a step launches, from mark to mark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer.gpu.timed_work import StepWork
+from otel_infer.gpu.timing import timing
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.transformers._integration import ENGINE, integration
+from otel_infer.instrumentation.transformers.continuous_batching import CB, PART, current_loop
+
+
+@integration.step_hook(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
+def compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Launches forward and sampling on a stream of its own."""
+
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batches = current_loop.latest
+        if batches is None or not batches.flights or not hook.alive:
+            return original(self, *args, **kwargs)
+        begun = None
+        try:
+            flight = batches.flights[-1]
+            io = self.inputs_and_outputs
+            begun = timing.begin(
+                getattr(io, "compute_stream", None), not flight.plain, on=getattr(io, "device", None)
+            )
+        except Exception as exc:
+            hook.fail(exc)
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException:
+            timing.drop(begun or 0)
+            raise
+        if begun is not None:
+            try:
+                timing.end(begun, StepWork(ENGINE, batches.pid, 0, flight.step, batches.log.number))
+            except Exception as exc:
+                hook.fail(exc)
+        return result
+
+    return compute

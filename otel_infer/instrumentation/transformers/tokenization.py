@@ -1,0 +1,96 @@
+"""Tokenizers: text → tokens is the stage `tokenize`, tokens → text adds to the request's detokenize time.
+
+Only the outermost call counts (`apply_chat_template` calls the tokenizer, `batch_decode` calls `decode`), and only while
+a request is current.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.transformers._integration import integration
+from otel_infer.instrumentation.transformers.generation_run import thread
+from otel_infer.tracing import start
+
+_TOKENIZER = "transformers.tokenization_utils_base:PreTrainedTokenizerBase"
+_PROCESSOR = "transformers.processing_utils:ProcessorMixin"
+
+
+class _Inside(threading.local):
+    """Whether this thread is in a call that is being timed."""
+
+    busy = False
+
+
+inside = _Inside()
+
+
+def _tokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def tokenize(*args: Any, **kwargs: Any) -> Any:
+        request = start.current() if hook.alive and not inside.busy else None
+        if request is None or request.tokenizing:
+            return original(*args, **kwargs)
+        started_at = _clock.now()
+        inside.busy = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            inside.busy = False
+        try:
+            request.stage("tokenize", started_at, _token_count(result))
+        except Exception as exc:
+            hook.fail(exc)
+        return result
+
+    return tokenize
+
+
+def _detokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def detokenize(*args: Any, **kwargs: Any) -> Any:
+        request = start.current() if hook.alive and not inside.busy else None
+        if request is None:
+            return original(*args, **kwargs)
+        started_at = _clock.now()
+        inside.busy = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            inside.busy = False
+            request.detokenize_ns += _clock.now() - started_at
+
+    return detokenize
+
+
+def _token_count(result: Any) -> int:
+    """How many tokens came out; 0 where the shape is not one we know."""
+    ids = result["input_ids"] if hasattr(result, "keys") and "input_ids" in result else result
+    if hasattr(ids, "shape"):
+        return int(ids.numel()) if hasattr(ids, "numel") else int(ids.size)
+    if isinstance(ids, list):
+        return sum(len(row) for row in ids) if ids and isinstance(ids[0], list) else len(ids)
+    return 0
+
+
+for _method in ("__call__", "apply_chat_template", "encode"):
+    integration.step_hook(f"{_TOKENIZER}.{_method}", part="tokenizer")(_tokenizing)
+for _method in ("decode", "batch_decode"):
+    integration.step_hook(f"{_TOKENIZER}.{_method}", part="tokenizer")(_detokenizing)
+integration.step_hook(f"{_PROCESSOR}.apply_chat_template", part="processor")(_tokenizing)
+
+
+@integration.step_hook("transformers.generation.streamers:TextStreamer.put", part="streamers")
+def put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """The first `put` is the prompt."""
+
+    def put(self: Any, value: Any) -> Any:
+        result = original(self, value)
+        run = thread.run
+        if run is not None and run.iterations and hook.alive:
+            run.request.token_reached()
+        return result
+
+    return put

@@ -1,0 +1,48 @@
+"""Images, audio and video of a prompt, while it is rendered: fetched from where their URLs point, and made into the model's input.
+
+    render_chat_async ─▶ load_from_url_async ─▶ (tokenizer) ─▶ _process_tokens_async ─▶ add_request
+    tokenize             fetch media                           prepare media
+
+Both are stages inside of `tokenize`: the first waits for somebody else's server, the second for the one thread that vLLM
+prepares media on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.probe import Call
+from otel_infer.instrumentation.vllm._integration import MEDIA, integration
+from otel_infer.tracing import start
+
+FETCH, PREPARE = "fetch media", "prepare media"
+
+
+def _stage(name: str) -> Generator[None, Any, None]:
+    request, started_at = start.current(), _clock.now()
+    try:
+        yield
+    finally:
+        if request is not None:
+            request.stage(name, started_at)
+
+
+@integration.around(
+    "vllm.multimodal.media.connector:MediaConnector.load_from_url_async", optional=True, part=MEDIA
+)
+def fetch(call: Call) -> Generator[None, Any, None]:
+    """Once for each image, sound or film; several of a request at once."""
+    yield from _stage(FETCH)
+
+
+@integration.around(
+    "vllm.renderers.base:BaseRenderer._process_tokens_async", reads=("prompt",), optional=True, part=MEDIA
+)
+def prepare(call: Call) -> Generator[None, Any, None]:
+    """A prompt of text alone is not prepared."""
+    if not call["prompt"].get("multi_modal_data"):
+        yield
+        return
+    yield from _stage(PREPARE)

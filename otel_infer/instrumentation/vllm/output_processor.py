@@ -1,0 +1,155 @@
+"""The API server, on the way back: tokens become text, and a sequence ends.
+
+    … ─▶ OutputProcessor.process_outputs ─▶ detokenizer.update* ─▶ _finish_request
+         given up, stopped                  token reached          the last one ends what is nobody else's
+
+The output handler works for all requests at once: a detokenizer carries its request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.vllm._integration import REQUESTS, integration
+from otel_infer.instrumentation.vllm.api_server import OUTPUT, in_flight
+from otel_infer.ringbuffer import events
+
+DETOKENIZER = "vllm.v1.engine.detokenizer"
+GIVEN_UP = ("abort", "error")
+
+_reason_of = attrgetter("finish_reason")
+
+_stopped: dict[str, Any] = {}
+"""Of the outputs that are being processed: the detokenizers of sequences that met a stop string."""
+_given_up: dict[str, str] = {}
+"""And whom the engine gave up by itself (a pause, a prompt that it cannot process), and as what."""
+
+
+def _updating(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Once per request and step: two clock readings and an addition. A request may end without a token."""
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = getattr(self, "otel_infer", None)
+        if request is None:
+            return original(self, *args, **kwargs)
+        started_at = _clock.now()
+        met = original(self, *args, **kwargs)
+        request.detokenize_ns += _clock.now() - started_at
+        if not request.tokens_reached and (args[0] if args else kwargs.get("new_token_ids")):
+            request.token_reached()
+        if met is not None:
+            _stopped[self.otel_infer_id] = self
+        return met
+
+    return update
+
+
+# One class makes text, and one is for whoever wants tokens alone (beams, a server of tokens).
+integration.step_hook(f"{DETOKENIZER}:BaseIncrementalDetokenizer.update", part=REQUESTS)(_updating)
+integration.step_hook(f"{DETOKENIZER}:IncrementalDetokenizer.update", optional=True, part=REQUESTS)(_updating)
+
+
+@integration.step_hook(f"{OUTPUT}.process_outputs", reads=("engine_core_outputs",), part=REQUESTS)
+def process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Who met a stop string is done here, while the engine core is told to abort it; whom the core gave up is told of by nobody
+    else."""
+
+    def process(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if hook.alive:
+            try:
+                for one in filter(_reason_of, engine_core_outputs):
+                    if (reason := str(one.finish_reason)) in GIVEN_UP:
+                        _given_up[one.request_id] = reason
+            except Exception as exc:
+                hook.fail(exc)
+        result = original(self, engine_core_outputs, *args, **kwargs)
+        if _stopped:
+            try:
+                for request_id in result.reqs_to_abort if hook.alive else ():
+                    if request_id in _stopped:
+                        _stop(_stopped[request_id])
+            except Exception as exc:
+                hook.fail(exc)
+            _stopped.clear()
+        _given_up.clear()
+        return result
+
+    return process
+
+
+def _stop(detokenizer: Any) -> None:
+    """What follows the stop string was made and is thrown away, here and in the engine."""
+    kept = len(detokenizer.output_token_ids)
+    detokenizer.otel_infer.state(events.EngineFinished(_clock.now(), "stop", kept))
+
+
+@integration.step_hook(f"{OUTPUT}._finish_request", reads=("req_state",), part=REQUESTS)
+def finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def finish(self: Any, req_state: Any) -> Any:
+        result = original(self, req_state)
+        if hook.alive:
+            try:
+                _left(req_state.request_id, _given_up.get(req_state.request_id, ""))
+            except Exception as exc:
+                hook.fail(exc)
+        return result
+
+    return finish
+
+
+@integration.step_hook(f"{OUTPUT}.abort_requests", part=REQUESTS)
+def abort_requests(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Whoever is aborted is forgotten here before the engine core hears of it."""
+
+    def abort(self: Any, *args: Any, **kwargs: Any) -> Any:
+        aborted = original(self, *args, **kwargs)
+        if hook.alive:
+            try:
+                for request_id in aborted:
+                    _left(request_id, "abort")
+            except Exception as exc:
+                hook.fail(exc)
+        return aborted
+
+    return abort
+
+
+def _left(request_id: str, given_up: str) -> None:
+    """A sequence is over in this process. `given_up`: as what, if it is; of an error the core says so, if it knew the request."""
+    asked = in_flight.pop(request_id, None)
+    if asked is None:
+        return
+    if given_up == "abort":
+        asked.request.state(events.EngineFinished(_clock.now(), "abort", 0))
+    asked.left -= 1
+    if asked.own and asked.left <= 0:
+        outcomes = {"abort": events.ABORTED, "error": events.ERROR}
+        asked.request.close(outcomes.get(given_up, events.OK))
+
+
+@integration.step_hook(f"{OUTPUT}.propagate_error", part=REQUESTS)
+def propagate_error(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """The engine died: everybody is told."""
+
+    def propagate(self: Any, e: Any) -> Any:
+        if hook.alive:
+            try:
+                _died(list(self.request_states), type(e).__qualname__)
+            except Exception as exc:
+                hook.fail(exc)
+        return original(self, e)
+
+    return propagate
+
+
+def _died(request_ids: list[str], error_type: str) -> None:
+    for request_id in request_ids:
+        asked = in_flight.pop(request_id, None)
+        if asked is not None:
+            asked.request.failed(error_type)
+            if asked.own:
+                asked.request.close(events.ERROR, error_type)

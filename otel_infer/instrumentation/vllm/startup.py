@@ -1,0 +1,84 @@
+"""How an engine core and its workers get ready: weights, the first tries of the model, and when there is nothing more to do.
+
+Each is a process of its own, whose start is a part of the server's. vLLM loads its plugins while an engine core is made, so
+that only the end of that can be told in every case. A worker waits for its engine core from early on; the last that it is
+asked for is to try the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from otel_infer import _clock
+from otel_infer.instrumentation.hooks.probe import Hook
+from otel_infer.instrumentation.hooks.suppression import owning
+from otel_infer.instrumentation.vllm._integration import (
+    ENGINE,
+    LOADING,
+    PROCESSES,
+    READY,
+    integration,
+    model_name,
+)
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import recorder
+
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
+CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+IN_WORKER = PROCESSES["VllmWorker"]
+
+
+def _phase(phase: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
+    """A hook around a part of a worker's start."""
+
+    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            started_at, error_type = _clock.now(), ""
+            recorder.startup(events.PhaseBegan(started_at, phase))
+            try:
+                return original(self, *args, **kwargs)
+            except BaseException as exc:
+                error_type = type(exc).__qualname__
+                raise
+            finally:
+                name = _model(self, hook)
+                recorder.startup(events.PhaseEnded(_clock.now(), started_at, phase, ENGINE, name, error_type))
+                if phase == events.WARM_UP and recorder.role == IN_WORKER:
+                    _tell_ready(error_type)
+
+        return call
+
+    return make
+
+
+def _model(worker: Any, hook: Hook) -> str:
+    try:
+        return model_name(worker.model_config)
+    except Exception as exc:
+        hook.fail(exc)
+        return ""
+
+
+def _tell_ready(error_type: str = "") -> None:
+    at = _clock.now()
+    recorder.startup(events.PhaseEnded(at, at, events.READY, events.BY_ENGINE, "", error_type))
+
+
+integration.step_hook(f"{WORKER}.load_model", part=LOADING)(_phase(events.WEIGHTS))
+integration.step_hook(f"{WORKER}.load_model", part=LOADING)(owning)
+integration.step_hook(f"{WORKER}.compile_or_warm_up_model", part=LOADING)(_phase(events.WARM_UP))
+integration.step_hook(f"{CPU_WORKER}.compile_or_warm_up_model", part=f"{LOADING} on a CPU")(
+    _phase(events.WARM_UP)
+)
+
+
+@integration.step_hook("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", part=READY)
+@integration.step_hook("vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop", part=READY)
+def run_busy_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def loop(*args: Any, **kwargs: Any) -> Any:
+        if hook.alive:
+            _tell_ready()
+        return original(*args, **kwargs)
+
+    return loop

@@ -1,0 +1,1 @@
+"""Builds dashboards and alert rules, and manages them in Grafana."""

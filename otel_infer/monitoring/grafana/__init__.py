@@ -1,0 +1,1 @@
+"""Pushes dashboards and alert rules to Grafana, pulls and compares them."""

@@ -1,0 +1,233 @@
+"""The reading side of the request ring: what was complete at the previous wake, checked at both ends, in order of time.
+
+A reader never waits for a writer and never trusts a byte twice: it copies, then looks again whether what it copied is
+still there. What was overwritten or torn is counted and said as a fact (`FactsLost`), never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otel_infer.ringbuffer import events, layout
+
+Words = NDArray[np.uint64]
+
+HOLE_WAKES = 8
+"""Wakes for which a reserved but unwritten cell is waited for before it counts as torn."""
+PENDING_CELLS = 4096
+"""Cells after which the missing part of a fact of several cells counts as torn."""
+WINDOW = 256
+"""Cells that are looked at together: a look at the whole ring, at each wake, would empty the processor's cache."""
+
+
+class NotARing(Exception):
+    """The memory does not hold a ring of this layout version; the message says why."""
+
+
+class Header:
+    """The header page of a ring file."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        if len(memory) < layout.PAGE:
+            raise NotARing("shorter than a header")
+        self.words: Words = np.frombuffer(memory, np.uint64, layout.HEADER_WORDS)
+        if int(self.words[layout.W_MAGIC]) != layout.MAGIC:
+            raise NotARing("not written yet, or not a ring")
+        version = int(self.words[layout.W_VERSION])
+        if version != layout.VERSION:
+            raise NotARing(
+                f"layout version {version}, this reader knows {layout.VERSION}: use one otel-infer version"
+            )
+        (length,) = layout.TEXT_LENGTH.unpack_from(memory, layout.TEXT_OFFSET)
+        begin = layout.TEXT_OFFSET + layout.TEXT_LENGTH.size
+        try:
+            self.text: dict[str, Any] = json.loads(memory[begin : begin + min(length, layout.TEXT_MAX)])
+        except ValueError as broken:
+            raise NotARing("header text is broken") from broken
+        self.pid = int(self.words[layout.W_PID])
+        self.cells = int(self.words[layout.W_CELLS])
+
+
+class RequestReader:
+    """Reads the request ring, live table and string table of one process."""
+
+    def __init__(self, memory: mmap.mmap, ring: int) -> None:
+        self.header = Header(memory)
+        self.ring = ring
+        self._memory = memory
+        cells = self.header.cells
+        slots, strings = int(self.header.words[layout.W_LIVE_SLOTS]), int(self.header.words[layout.W_STRINGS])
+        self._offsets = layout.requests_map(cells, slots, strings)
+        if cells < 1 or self._offsets.end > len(memory):
+            raise NotARing("sizes in the header exceed the file")
+        words = np.frombuffer(memory, np.uint64, cells * 8, layout.PAGE)
+        self._cells: Words = words.reshape(cells, 8)
+        self._slots = slots
+        self._strings: dict[int, str] = {0: ""}
+        self._window = np.arange(min(WINDOW, cells))
+        self._next = 0
+        self._complete = 0
+        self._hole_wakes = 0
+        self._pending: dict[int, tuple[int, dict[int, bytes]]] = {}
+        self._taken_over = int(self.header.words[layout.W_CONCLUDED_AT]) > 0
+        self._lost_by_writer = int(self.header.words[layout.W_LOST]) if self._taken_over else 0
+        self.lost = self.torn = 0
+        self._told = 0, 0
+        self._has_hole = False
+        self._taken_at = 0
+        self.filled = 0.0
+        """The share of the ring that was written between the last two polls."""
+
+    def poll(self, now: int, final: bool = False) -> Iterator[events.RingFact]:
+        """What is new and was complete at the previous poll; `final`: everything that is complete now."""
+        newest = self._newest()
+        self.filled = (newest - self._complete) / self.header.cells
+        upto, self._complete = (newest if final else min(self._complete, newest)), newest
+        # A quarter of the ring is left to the writer, who may be overtaking us while we copy.
+        oldest = newest - self.header.cells + self.header.cells // 4
+        skips = oldest > self._next
+        if skips:  # what was before us was most likely read by the reader before us
+            self.lost += 0 if self._taken_over and not self._next else oldest - self._next
+            self._next, self._has_hole = oldest, True
+        found = self._take(upto, final)
+        by_writer = int(self.header.words[layout.W_LOST])
+        self.lost += by_writer - self._lost_by_writer
+        self._lost_by_writer = by_writer
+        yield from self._losses(found, now, final)
+        yield from found
+        if found:
+            self._taken_at = max(self._taken_at, found[-1].fact.at)
+
+    def is_fuller(self, share: float) -> bool:
+        """Whether more than this share of the ring was written since the last poll; a look at one cell."""
+        counter = self._complete + max(int(share * self.header.cells), 1)
+        return int(self._cells[counter % self.header.cells, 0]) > counter
+
+    def _losses(self, found: list[events.RingFact], now: int, final: bool) -> Iterator[events.RingFact]:
+        """What was lost since it was told last. A hole is told of with what came after it, and as before that: requests that end
+        later are concluded by the time."""
+        (lost, torn), has_hole = self._told, self._has_hole
+        if (self.lost, self.torn) == (lost, torn) and not has_hole:
+            return
+        if has_hole and not found and not final:
+            return
+        at = max(self._taken_at, found[0].fact.at) if has_hole and found else now
+        self._told, self._has_hole = (self.lost, self.torn), False
+        yield events.RingFact(self.ring, 0, events.FactsLost(at, self.lost - lost, self.torn - torn))
+
+    def live(self) -> Iterator[tuple[int, events.LiveRecovered]]:
+        """(handle, arrival) of every request in flight."""
+        base, size = self._offsets.live, layout.LIVE_BYTES
+        table = self._memory[base : base + self._slots * size]
+        for slot in range(self._slots):
+            fields = layout.LIVE.unpack_from(table, slot * size)
+            handle, flags, _, at, wall_at, trace, span, parent, _, _, again = fields
+            if handle and handle == again:
+                yield handle, events.LiveRecovered(at, wall_at, trace, span, parent, flags)
+
+    def text_of(self, index: int) -> str:
+        """The string with this id, or `_OTHER` where the table does not hold it."""
+        known = self._strings.get(index)
+        if known is None:
+            offset = self._offsets.strings + (index - 1) * layout.STRING_BYTES
+            if index < 1 or offset + layout.STRING_BYTES > self._offsets.end:
+                return events.OTHER
+            text, length = layout.STRING.unpack_from(self._memory, offset)
+            if length == 0:
+                return events.OTHER
+            known = self._strings[index] = text[:length].decode("utf-8", "replace")
+        return known
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        del self._cells, self.header.words
+        self._memory = mmap.mmap(-1, 1)
+
+    def _newest(self) -> int:
+        """The newest counter there is; of more than a window of cells that nobody wrote, those after are not seen yet."""
+        begin, count = self._next, len(self._window)
+        while True:
+            # Both ends: a cell whose head was torn and whose tail is new is a torn one, not one yet to be written.
+            newest = int(self._cells[(begin + self._window) % self.header.cells][:, ::7].max())
+            if newest < begin + count:
+                return max(newest, begin)
+            if newest > begin + count:  # the writer has lapped us
+                return int(self._cells[:, ::7].max())
+            begin = newest
+
+    def _take(self, upto: int, final: bool) -> list[events.RingFact]:
+        found: list[events.RingFact] = []
+        if upto <= self._next:
+            return found
+        counters = np.arange(self._next + 1, upto + 1, dtype=np.uint64)
+        index = (counters - np.uint64(1)) % np.uint64(self.header.cells)
+        copy = self._cells[index]
+        whole = (copy[:, 0] == counters) & (copy[:, 7] == counters) & (self._cells[index, 0] == counters)
+        broken = None if whole.all() else ~whole
+        for i, cell in enumerate(layout.CELL.iter_unpack(copy.tobytes())):
+            if broken is not None and broken[i]:
+                if cell[0] > int(counters[i]):
+                    self.lost += 1
+                elif self._hole_wakes < HOLE_WAKES and not final:
+                    self._hole_wakes += 1
+                    return found
+                else:
+                    self.torn += 1
+                self._hole_wakes = 0
+                self._next += 1
+                continue
+            self._next += 1
+            self._hole_wakes = 0
+            self._decode(found, *cell)
+        if self._pending:
+            self._expire_pending()
+        return found
+
+    def _decode(
+        self,
+        found: list[events.RingFact],
+        counter: int,
+        code: int,
+        part: int,
+        parts: int,
+        handle: int,
+        body: bytes,
+        _: int,
+    ) -> None:
+        if code == layout.VOID_CODE:
+            return
+        if parts > 1:
+            whole = self._join(counter, part, parts, body)
+            if whole is None:
+                return
+            body = whole
+        try:
+            said = events.unpack_request(code, body, self.text_of)
+        except (ValueError, TypeError, IndexError, struct.error):
+            self.torn += 1
+            return
+        found += [events.made(events.RingFact, (self.ring, handle, fact)) for fact in events.told_apart(said)]
+
+    def _join(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
+        first, piece = layout.PART.unpack(body)
+        seen = self._pending.setdefault(first, (counter, {}))[1]
+        seen[part] = piece
+        if len(seen) < parts:
+            return None
+        del self._pending[first]
+        return b"".join(seen[i] for i in sorted(seen))
+
+    def _expire_pending(self) -> None:
+        stale = [
+            first for first, (counter, _) in self._pending.items() if counter + PENDING_CELLS < self._next
+        ]
+        for first in stale:
+            del self._pending[first]
+            self.torn += 1

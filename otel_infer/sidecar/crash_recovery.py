@@ -1,0 +1,60 @@
+"""What dead servers left beside this one: told under their own names, then removed.
+
+Each in a pipeline of its own and all in a thread of their own, so that nothing of theirs is mixed with what lives, and a destination
+that does not answer keeps nobody from reading.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from otel_infer import _clock
+from otel_infer.ringbuffer import directory
+from otel_infer.ringbuffer.events import Value
+from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.sidecar.pipeline import Pipeline
+from otel_infer.sidecar.service_resource import Service
+
+log = logging.getLogger(__name__)
+
+_OF_A_SERVICE = "service."
+SEND_S = 5.0
+
+
+class Recovery(threading.Thread):
+    """Takes over the folders beside `folder` that nobody holds. `resource`: this server's, of which the dead share what is not
+    about the service. `make_pipeline`: with senders that run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        resource: Mapping[str, Value],
+        make_pipeline: Callable[[dict[str, Value], Rings], Pipeline],
+    ) -> None:
+        super().__init__(name="otel_infer-recovery", daemon=True)
+        self._folder, self._make_pipeline = folder, make_pipeline
+        self._shared = {key: value for key, value in resource.items() if not key.startswith(_OF_A_SERVICE)}
+
+    def run(self) -> None:
+        for sibling, lock in directory.dead_servers(self._folder):
+            try:
+                self._tell(sibling)
+            except Exception:  # one server's must not cost all others
+                log.exception("what is left of a dead server in %s was not told whole", sibling)
+            directory.remove(sibling)
+            lock.release()
+
+    def _tell(self, sibling: Path) -> None:
+        rings = Rings()
+        rings.discover(sibling, _clock.now())
+        for refusal in rings.refused:
+            log.warning("ring refused: %s", refusal)
+        if not rings.alive():
+            return
+        pipeline = self._make_pipeline(Service(sibling, self._shared).resource, rings)
+        pipeline.wake(_clock.now(), final=True)
+        pipeline.close(SEND_S)
+        rings.close(remove=True)

@@ -1,0 +1,85 @@
+"""Starting the sidecar from a process that must not import what the sidecar imports (numpy, exporters)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from otel_infer.config import environment
+from otel_infer.config.environment import Config
+from otel_infer.config.settings import STDERR
+
+NAME = "otel_infer-sidecar"
+_BOOT = (
+    "import sys, json; boot = json.load(sys.stdin); sys.path += [p for p in boot['path'] if p not in sys.path]; "
+    "from otel_infer.sidecar.main import main; main(boot)"
+)
+
+
+FIRST_WAIT_NS = 1_000_000_000
+LONGEST_WAIT_NS = 60_000_000_000
+
+
+class CannotStart(Exception):
+    """No child process can be started here; the message says why."""
+
+
+class Restarts:
+    """When a sidecar that ended may be started again: soon, but ever later while each one ends soon."""
+
+    def __init__(self) -> None:
+        self._started_at = 0
+        self._wait_ns = 0
+
+    def is_due(self, now: int) -> bool:
+        """Whether it is time (monotonic ns)."""
+        return now - self._started_at >= self._wait_ns
+
+    def started(self, now: int) -> None:
+        """One was started."""
+        calm = not self._started_at or now - self._started_at > LONGEST_WAIT_NS
+        self._wait_ns = FIRST_WAIT_NS if calm else min(2 * self._wait_ns, LONGEST_WAIT_NS)
+        self._started_at = now
+
+
+def sidecar(
+    folder: Path, settings: Config, resource: dict[str, Any], *, show: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts the sidecar of the server whose rings are in `folder`; raises `CannotStart`.
+
+    Isolated (`-I`), in a session of its own, without the server's descriptors; what it needs goes through its standard
+    input, never through argv.
+    """
+    boot = {
+        "folder": str(folder),
+        "config": environment.to_plain(settings),
+        "resource": resource,
+        "path": [os.path.abspath(entry) for entry in sys.path if entry],
+        "show": show,
+    }
+    says = show or settings.console or settings.request_log == STDERR
+    child: subprocess.Popen[bytes] | None = None
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", _BOOT, NAME],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=None if says else subprocess.DEVNULL,
+            close_fds=True,
+            start_new_session=True,
+            env=environment.sidecar_environment(),
+            cwd="/",
+        )
+        assert child.stdin is not None
+        with child.stdin:
+            child.stdin.write(json.dumps(boot).encode())
+    except OSError as reason:
+        if child is not None:  # it ended before it was told what to do
+            child.kill()
+            child.wait()
+        raise CannotStart(str(reason)) from None
+    return child

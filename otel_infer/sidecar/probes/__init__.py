@@ -1,0 +1,1 @@
+"""Reads what the kernel counts about the threads and control group of a server."""

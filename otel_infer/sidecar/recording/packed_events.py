@@ -1,0 +1,102 @@
+"""Rows as the flight recorder holds them: packed, and unpacked only by whoever writes a tape of them. Pure."""
+
+from __future__ import annotations
+
+import marshal
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from otel_infer.ringbuffer import events
+from otel_infer.sidecar.recording import file
+
+CODES = {kind: code for code, kind in enumerate(file.KINDS)}
+MARSHAL = 2
+"""Version of `marshal` without references, which cost more than they save."""
+FASTEST = 1
+
+Row = tuple[Any, ...]
+"""(ring, handle, code of the fact, its fields …)."""
+AT = 3
+SPAN_ID = AT + 3
+"""Of the facts that a request, or a part of it, begins with."""
+
+
+class Section:
+    """Steps of one engine from a keyframe, or a loss, up to the next. `ended`: spans of requests that had ended by then and were
+    in its batch still."""
+
+    __slots__ = ("at", "ended", "last_at", "new", "packed", "size")
+
+    def __init__(self, at: int) -> None:
+        self.at = self.last_at = at
+        self.ended: frozenset[bytes] = frozenset()
+        self.new: list[Row] = []
+        self.packed: list[bytes] = []
+        self.size = 0
+
+    def pack(self) -> int:
+        """Packs what is new; how many bytes that is."""
+        if not self.new:
+            return 0
+        self.last_at = self.new[-1][AT]
+        packed = zlib.compress(marshal.dumps(self.new, MARSHAL), FASTEST)
+        self.packed.append(packed)
+        self.size += len(packed)
+        self.new = []
+        return len(packed)
+
+
+class Told:
+    """What was said of one request, or of a part of it: rows, each behind its length. `ended_at`: 0 = it is in flight."""
+
+    __slots__ = ("arrived_at", "ended_at", "packed", "span_id")
+
+    def __init__(self, arrived_at: int, span_id: bytes) -> None:
+        self.arrived_at, self.span_id, self.ended_at = arrived_at, span_id, 0
+        self.packed = bytearray()
+
+    def add(self, row: Row) -> int:
+        packed = marshal.dumps(row, MARSHAL)
+        self.packed += len(packed).to_bytes(4, "little") + packed
+        return len(packed) + 4
+
+
+class Steps(NamedTuple):
+    """The steps of one engine, whose ring this is."""
+
+    ring: int
+    packed: Sequence[bytes]
+
+    def rows(self) -> list[Row]:
+        """Since a keyframe, behind a step whose batch is not known: it marks who was in flight before them."""
+        rows = [row for packed in self.packed for row in marshal.loads(zlib.decompress(packed))]
+        scheduled = CODES[events.StepScheduled]
+        if not rows or rows[0][2] != scheduled or rows[0][AT + 1] <= 1:
+            return rows
+        at, step = rows[0][AT], rows[0][AT + 1]
+        unknown = events.StepScheduled(at, step - 1, False, 0, (), (), (), 0, 0, 0, 0)
+        return [(self.ring, 0, scheduled, *unknown), *rows]
+
+
+class Held(NamedTuple):
+    """What a reader is told before the window, as it was at one instant; it does not change any more."""
+
+    known: Sequence[Row]
+    requests: Sequence[bytes]
+    steps: Sequence[Steps]
+
+    def rows(self) -> list[Row]:
+        """In order of time."""
+        rows = [*self.known, *(row for packed in self.requests for row in _each(packed))]
+        for engine in self.steps:
+            rows += engine.rows()
+        return sorted(rows, key=lambda row: row[AT])
+
+
+def _each(packed: bytes) -> Iterator[Row]:
+    at = 0
+    while at < len(packed):
+        end = at + 4 + int.from_bytes(packed[at : at + 4], "little")
+        yield marshal.loads(packed[at + 4 : end])
+        at = end

@@ -1,0 +1,1 @@
+"""The live request span in the server, its ids and its propagation."""

@@ -1,0 +1,845 @@
+"""HTTP requests over real sockets: uvicorn with FastAPI, Starlette and bare applications, and clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+pytest.importorskip("fastapi", reason="fastapi is not installed")
+
+import fastapi
+import starlette.applications
+import uvicorn
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import StreamingResponse
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import StreamingResponse as Streaming
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+import otel_infer
+from otel_infer import _clock
+from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.instrumentation import asgi
+from otel_infer.ringbuffer import events as facts
+from otel_infer.tracing import request_span
+from otel_infer.tracing import start as ingress
+from tests.unit.instrumentation.asgi.test_asgi import SPAN_ID, TRACE_ID, Seen, Watched, watched
+
+__all__ = ["watched"]
+
+TRACEPARENT = f"traceparent: 00-{TRACE_ID}-{SPAN_ID}-01\r\n"
+
+
+@pytest.fixture(autouse=True)
+def hooked() -> Iterator[None]:
+    asgi.integration.install()
+    assert asgi.integration.status.drift is None
+    yield
+    asgi.integration.remove()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., int]]:
+    """Runs an application on uvicorn in a thread; gives its port."""
+    running: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def start(app: Any, **settings: Any) -> int:
+        config = uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1, **settings)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        until(lambda: server.started)
+        return int(server.servers[0].sockets[0].getsockname()[1])
+
+    yield start
+    for server, thread in running:
+        server.should_exit = True
+        thread.join(5)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """The spans of a provider that the process was given."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    return exporter
+
+
+def until(reached: Callable[[], Any], timeout: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not reached():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.002)
+
+
+def ended(watched: Watched, count: int = 1) -> list[Seen]:
+    """The requests, once so many of them have ended."""
+    until(lambda: sum(len(seen.every(facts.RequestEnded)) for seen in watched.requests) >= count)
+    return watched.requests
+
+
+def record_of(seen: Seen) -> RequestRecord:
+    assembler = Assembler()
+    assembler.feed(facts.RingFact(1, 1, fact) for fact in seen.said)
+    (record,) = assembler.concluded(seen.ended.at + GRACE_NS)
+    return record
+
+
+class Connection:
+    """A client's end of a connection; bytes in, bytes out."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.settimeout(5)
+
+    def ask(self, path: str, body: bytes = b"{}", method: str = "POST", headers: str = "") -> Connection:
+        head = f"{method} {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n{headers}\r\n"
+        self.socket.sendall(head.encode() + body)
+        return self
+
+    def read_until(self, end: bytes) -> bytes:
+        got = b""
+        while end not in got:
+            part = self.socket.recv(65536)
+            assert part, got
+            got += part
+        return got
+
+    def read_all(self) -> bytes:
+        got = []
+        with contextlib.suppress(ConnectionError):
+            while part := self.socket.recv(1 << 20):
+                got.append(part)
+        return b"".join(got)
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+def posted(port: int, path: str, body: bytes = b"{}", method: str = "POST", headers: str = "") -> bytes:
+    """The whole answer to one request."""
+    connection = Connection(port).ask(path, body, method, f"connection: close\r\n{headers}")
+    try:
+        return connection.read_all()
+    finally:
+        connection.leave()
+
+
+def infer(request: request_span.LiveRequest | None) -> None:
+    """What an engine would say."""
+    assert request is not None
+    request.submitted("toy")
+    request.token_reached()
+
+
+class Middle(BaseHTTPMiddleware):
+    async def dispatch(self, request: Any, call_next: Any) -> Any:
+        return await call_next(request)
+
+
+def make_app(**settings: Any) -> FastAPI:
+    app = FastAPI(**settings)
+    api = fastapi.APIRouter(prefix="/v1")
+
+    @api.post("/models/{model}/stream")
+    async def stream(model: str, chunks: int = 3, pause: float = 0.0, size: int = 8) -> StreamingResponse:
+        infer(ingress.current())
+
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(chunks):
+                yield b"data: " + b"x" * size + b"\n\n"
+                await asyncio.sleep(pause)
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def lookup() -> str:
+        assert ingress.current() is not None
+        return "found"
+
+    @api.post("/json")
+    async def answer(request: Request, found: str = Depends(lookup)) -> dict[str, Any]:
+        body = await request.body()
+        infer(ingress.current())
+        return {"bytes": len(body), "found": found}
+
+    @api.post("/sync")
+    def sync(request: Request) -> dict[str, bool]:
+        infer(ingress.current())
+        return {"main": threading.current_thread() is threading.main_thread()}
+
+    @api.post("/slow")
+    async def slow() -> dict[str, bool]:
+        await asyncio.sleep(0.1)
+        return {}
+
+    @api.post("/fails")
+    async def fails(request: Request) -> None:
+        raise ZeroDivisionError("canary")
+
+    @app.get("/health")
+    async def health() -> dict[str, bool]:
+        return {"current": ingress.current() is not None}
+
+    app.include_router(api)
+    return app
+
+
+# ── FastAPI ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_streamed_answer_is_one_request_with_its_route_chunks_and_first_token(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    answer = posted(serve(make_app()), "/v1/models/canary/stream", headers=TRACEPARENT)
+    assert answer.count(b"data:") == 3
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.OK, "", 200)
+    assert seen.ended.chunks == 3
+    assert seen.attributes == {
+        "http.request.method": "POST",
+        "url.scheme": "http",
+        "http.route": "/v1/models/{model}/stream",
+    }
+    assert seen.arrived.parent_span_id.hex() == SPAN_ID
+    (started,), (first,) = seen.every(facts.ResponseStarted), seen.every(facts.FirstTokenSent)
+    assert seen.arrived.at < started.at == first.at < seen.ended.at
+    assert b"canary" not in watched.bytes
+
+
+@pytest.mark.parametrize("path", ["/v1/json", "/v1/sync"])
+@pytest.mark.parametrize("middleware", [False, True])
+def test_the_request_is_current_in_endpoints_dependencies_and_the_thread_pool(
+    watched: Watched, serve: Callable[..., int], path: str, middleware: bool
+) -> None:
+    app = make_app()
+    if middleware:
+        app.add_middleware(Middle)
+    assert b"200 OK" in posted(serve(app), path)
+    (seen,) = ended(watched)
+    assert seen.every(facts.RequestSubmitted) and seen.attributes["http.route"] == path
+
+
+def test_what_is_only_looked_at_is_not_a_request(watched: Watched, serve: Callable[..., int]) -> None:
+    port = serve(make_app())
+    assert b'{"current":false}' in posted(port, "/health", method="GET")
+    posted(port, "/v1/json")
+    assert len(ended(watched)) == 1
+
+
+def test_excluded_urls_are_served_and_not_watched(watched: Watched, serve: Callable[..., int]) -> None:
+    asgi.configure("/fails,/sl.w")
+    port = serve(make_app())
+    assert b"200 OK" in posted(port, "/v1/slow")
+    assert b"200 OK" in posted(port, "/v1/json")
+    (seen,) = ended(watched)
+    assert seen.attributes["http.route"] == "/v1/json"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/canary", 404), ("/v1/models/a/stream?chunks=canary", 422)]
+)
+def test_a_request_that_reaches_no_endpoint_is_no_error_of_the_servers(
+    watched: Watched, serve: Callable[..., int], path: str, status: int
+) -> None:
+    posted(serve(make_app()), path)
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.OK, "", status)
+    assert seen.attributes.get("http.route") == ("/v1/models/{model}/stream" if status == 422 else None)
+    assert b"canary" not in watched.bytes
+
+
+def test_an_exception_before_the_response_is_a_500_by_its_type(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    assert b"500 Internal" in posted(serve(make_app()), "/v1/fails")
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.ERROR, "ZeroDivisionError", 500)
+    assert b"canary" not in watched.bytes
+
+
+@pytest.mark.parametrize("middleware", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "verdict"),
+    [
+        (ZeroDivisionError("canary"), (facts.ERROR, "ZeroDivisionError", 200)),
+        (TimeoutError(), (facts.ABORTED, "timeout", 200)),
+    ],
+)
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_an_exception_in_mid_stream_is_told_with_the_status_that_was_sent(
+    watched: Watched,
+    serve: Callable[..., int],
+    failure: Exception,
+    verdict: tuple[int, str, int],
+    chunks: int,
+    middleware: bool,
+) -> None:
+    """Middleware of Starlette's ends such a response as if nothing were amiss, and raises afterwards."""
+    app = make_app()
+
+    @app.post("/fails-later")
+    async def fails_later() -> StreamingResponse:
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(chunks):
+                yield b"data\n\n"
+            raise failure
+
+        return StreamingResponse(events())
+
+    if middleware:
+        app.add_middleware(Middle)
+    assert b"200 OK" in posted(serve(app), "/fails-later")
+    (seen,) = ended(watched)
+    assert seen.verdict == verdict
+    assert b"canary" not in watched.bytes
+
+
+def test_an_exception_that_is_answered_with_a_status_of_the_callers_is_no_error(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    async def refuses(scope: Any, receive: Any, send: Any) -> None:
+        raise fastapi.HTTPException(409)
+
+    app = starlette.applications.Starlette(routes=[Mount("/", app=refuses)])
+    assert b"409" in posted(serve(app), "/taken")
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.OK, "", 409)
+
+
+def test_a_failure_after_the_last_byte_is_none_of_the_requests(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    app = make_app()
+
+    @app.post("/later")
+    async def later(tasks: fastapi.BackgroundTasks) -> dict[str, bool]:
+        tasks.add_task(lambda: 1 / 0)
+        return {}
+
+    app.add_middleware(Middle)
+    assert b"200 OK" in posted(serve(app), "/later")
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.OK, "", 200)
+
+
+def test_a_server_that_gives_up_in_time_and_says_so_is_a_timeout(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    app = make_app()
+
+    @app.post("/late")
+    async def late() -> dict[str, bool]:
+        try:
+            await asyncio.wait_for(asyncio.sleep(10), 0.02)
+        except asyncio.TimeoutError:
+            raise fastapi.HTTPException(504) from None
+        return {}
+
+    assert b"504" in posted(serve(app), "/late")
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.ABORTED, "timeout", 504)
+
+
+@pytest.mark.parametrize("middleware", [False, True])
+def test_a_client_that_leaves_in_mid_stream_is_an_abort_at_the_instant_it_left(
+    watched: Watched, serve: Callable[..., int], middleware: bool
+) -> None:
+    app = make_app()
+    if middleware:
+        app.add_middleware(Middle)
+    connection = Connection(serve(app)).ask("/v1/models/a/stream?chunks=50&pause=0.02")
+    connection.read_until(b"data:")
+    left_at = _clock.now()
+    connection.leave()
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.ABORTED, "client_disconnect", 200)
+    assert 0 < seen.ended.at - left_at < 100_000_000
+    assert 0 < seen.ended.chunks < 50
+
+
+def test_a_client_that_leaves_before_its_body_is_complete_is_an_abort(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    connection = Connection(serve(make_app()))
+    connection.socket.sendall(b"POST /v1/json HTTP/1.1\r\nhost: test\r\ncontent-length: 10\r\n\r\n{")
+    until(lambda: watched.requests)
+    connection.leave()
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.ABORTED, "client_disconnect", 0)
+
+
+def test_a_client_that_left_before_an_unstreamed_answer_is_an_abort(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    connection = Connection(serve(make_app())).ask("/v1/slow")
+    until(lambda: watched.requests)
+    connection.leave()
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.ABORTED, "client_disconnect", 0)
+
+
+def test_a_client_that_waits_with_its_body_shows_before_the_first_touch_of_the_engine(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    port = serve(make_app())
+    posted(port, "/v1/json")  # what is imported or compiled at the first request is none of this one's time
+    connection = Connection(port)
+    connection.socket.sendall(b"POST /v1/json HTTP/1.1\r\nhost: test\r\ncontent-length: 4\r\n\r\n{")
+    until(lambda: len(watched.requests) == 2)
+    time.sleep(0.05)
+    connection.socket.sendall(b"}  ")
+    connection.read_until(b"found")
+    record = record_of(ended(watched, 2)[1])
+    ingress_stage = record.stage("ingress")
+    assert ingress_stage is not None
+    assert 45e6 < ingress_stage.ended_at - ingress_stage.started_at < 60e6
+    assert record.ended_at - ingress_stage.ended_at < 5e6
+
+
+def test_a_client_that_does_not_read_shows_as_send_wait_and_nowhere_else(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    path = "/v1/models/a/stream?chunks=32&size=1000000"
+    connection = Connection(serve(make_app())).ask(path, headers="connection: close\r\n")
+    until(lambda: watched.requests and watched.one.every(facts.FirstTokenSent))
+    time.sleep(0.3)
+    connection.read_all()
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.OK, "", 200)
+    (first,) = seen.every(facts.FirstTokenSent)
+    assert first.at - seen.arrived.at < 100e6
+    assert 250e6 < seen.ended.send_wait_ns < seen.ended.at - first.at
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_large_bodies_on_one_connection_do_not_make_the_next_request_a_child(
+    watched: Watched, serve: Callable[..., int], late: bool
+) -> None:
+    if late:  # without a front
+        asgi.integration.remove()
+    port = serve(make_app())
+    asgi.integration.install()
+    connection = Connection(port)
+    for _ in range(3):
+        connection.ask("/v1/json", body=b"x" * 1_000_000).read_until(b"found")
+    requests = ended(watched, 3)
+    assert len({seen.arrived.trace_id for seen in requests}) == 3
+    assert all(seen.arrived.flags & facts.OWN_SERVER_SPAN for seen in requests)
+
+
+def test_pipelined_requests_are_requests_of_their_own(watched: Watched, serve: Callable[..., int]) -> None:
+    connection = Connection(serve(make_app()))
+    connection.ask("/v1/json").ask("/v1/json")
+    until(lambda: len(watched.requests) == 2)
+    first, second = ended(watched, 2)
+    assert first.arrived.trace_id != second.arrived.trace_id
+    assert not any(second.arrived.parent_span_id)
+
+
+def test_an_application_that_was_loaded_before_we_came_is_watched(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    asgi.integration.remove()
+    port = serve(make_app())
+    asgi.integration.install()
+    assert b"200 OK" in posted(port, "/v1/json", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert seen.arrived.parent_span_id.hex() == SPAN_ID
+    assert seen.attributes["http.route"] == "/v1/json"
+
+
+def test_an_application_that_was_loaded_is_left_alone_when_we_go(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    port = serve(make_app())
+    asgi.integration.remove()
+    assert b"200 OK" in posted(port, "/v1/slow")
+    assert watched.requests == []
+
+
+# ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/items/canary", "/items/{item}"),
+        ("/tenants/canary/v2/chat/canary", "/tenants/{tenant}/v2/chat/{number}"),
+        ("/tenants/canary/elsewhere", "/tenants/{tenant}/{path}"),
+        ("/files/canary", "/files/{path}"),
+        ("/mounted/nested/canary", "/mounted/nested/{name}"),
+        ("/mounted/plain", "/mounted/plain"),
+        ("/canary", None),
+    ],
+)
+@pytest.mark.parametrize("root", ["", "/api"])
+def test_a_route_is_told_with_the_names_of_its_parameters(
+    watched: Watched, serve: Callable[..., int], path: str, route: str | None, root: str
+) -> None:
+    async def answer(request: Any) -> PlainTextResponse:
+        return PlainTextResponse("")
+
+    sub = FastAPI()
+    nested = fastapi.APIRouter()
+
+    @nested.post("/{name}")
+    async def named(name: str) -> None: ...
+
+    sub.include_router(nested, prefix="/nested")
+    sub.router.routes.append(Route("/plain", answer, methods=["POST"]))
+    chat = Route("/chat/{number:path}", answer, methods=["POST"])
+    app = starlette.applications.Starlette(
+        routes=[
+            Route("/items/{item}", answer, methods=["POST"]),
+            Mount("/tenants/{tenant}", routes=[Mount("/v2", routes=[chat])]),
+            Mount("/files", StaticFiles(directory="/")),
+            Mount("/mounted", sub),
+        ]
+    )
+    # The server prefixes what it is told to be mounted at, so a client does not.
+    posted(serve(app, root_path=root), path)
+    (seen,) = ended(watched)
+    assert seen.attributes.get("http.route") == (route and root + route)
+    assert b"canary" not in watched.bytes
+
+
+def test_the_root_path_of_an_application_is_in_its_routes(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    posted(serve(make_app(root_path="/api")), "/v1/slow")
+    (seen,) = ended(watched)
+    assert seen.attributes["http.route"] == "/api/v1/slow"
+
+
+# ── Starlette and others ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_starlette_application_is_watched(watched: Watched, serve: Callable[..., int]) -> None:
+    async def answer(request: Any) -> JSONResponse:
+        assert ingress.current() is not None
+        return JSONResponse({"bytes": len(await request.body())})
+
+    async def stream(request: Any) -> Streaming:
+        return Streaming(iter([b"a", b"b"]))
+
+    routes = [Route("/answer", answer, methods=["POST"]), Route("/stream", stream, methods=["PUT"])]
+    port = serve(starlette.applications.Starlette(routes=routes))
+    assert b"200 OK" in posted(port, "/answer")
+    assert b"200 OK" in posted(port, "/stream", method="PUT")
+    first, second = ended(watched, 2)
+    assert (first.attributes["http.route"], second.attributes["http.route"]) == ("/answer", "/stream")
+    assert (first.ended.chunks, second.ended.chunks) == (1, 2)
+
+
+async def bare(scope: Any, receive: Any, send: Any) -> None:
+    """Streams for ever and never looks whether anybody listens."""
+    assert scope["type"] == "http"
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(50):
+        await send({"type": "http.response.body", "body": b"data\n\n", "more_body": True})
+        await asyncio.sleep(0.01)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def test_a_bare_application_is_watched(watched: Watched, serve: Callable[..., int]) -> None:
+    posted(serve(bare), "/", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.OK, "", 200)
+    assert seen.ended.chunks == 50
+    assert seen.arrived.parent_span_id.hex() == SPAN_ID
+
+
+def test_a_bare_application_that_does_not_look_is_aborted_when_its_client_leaves(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    connection = Connection(serve(bare)).ask("/")
+    connection.read_until(b"data")
+    left_at = _clock.now()
+    connection.leave()
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.ABORTED, "client_disconnect", 200)
+    assert seen.ended.at - left_at < 100_000_000
+
+
+# ── beside other instrumentations ────────────────────────────────────────────────────────────────────────────────
+
+
+def one_tree(seen: Seen, spans: InMemorySpanExporter) -> ReadableSpan:
+    """The one SERVER span, ours below it, both in the trace of the client; the SERVER span is given back."""
+    until(lambda: [span for span in spans.get_finished_spans() if span.kind is trace.SpanKind.SERVER])
+    (server,) = [span for span in spans.get_finished_spans() if span.kind is trace.SpanKind.SERVER]
+    assert not seen.arrived.flags & facts.OWN_SERVER_SPAN
+    assert not any(seen.arrived.server_span_id)
+    assert seen.arrived.parent_span_id == server.context.span_id.to_bytes(8, "big")
+    assert seen.arrived.trace_id.hex() == TRACE_ID == f"{server.context.trace_id:032x}"
+    assert server.parent is not None and f"{server.parent.span_id:016x}" == SPAN_ID
+    assert server.start_time is not None
+    assert seen.attributes == {}
+    return server
+
+
+def instrumented(app: FastAPI, **options: Any) -> FastAPI:
+    instrumentation = pytest.importorskip(
+        "opentelemetry.instrumentation.fastapi",
+        reason="opentelemetry-instrumentation-fastapi is not installed",
+    )
+    instrumentation.FastAPIInstrumentor.instrument_app(app, **options)
+    return app
+
+
+@pytest.mark.parametrize("middleware", [False, True])
+@pytest.mark.parametrize("path", ["/v1/models/a/stream", "/v1/json", "/v1/sync"])
+def test_below_the_span_of_the_fastapi_instrumentation(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, path: str, middleware: bool
+) -> None:
+    app = instrumented(make_app())
+    if middleware:
+        app.add_middleware(Middle)
+    before = _clock.now()
+    assert b"200 OK" in posted(serve(app), path, headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert seen.verdict == (facts.OK, "", 200)
+    assert seen.every(facts.RequestSubmitted)
+    server = one_tree(seen, spans)
+    assert server.instrumentation_scope is not None
+    assert server.instrumentation_scope.name == "opentelemetry.instrumentation.fastapi"
+    assert seen.arrived.wall_at < (server.start_time or 0)  # its arrival is still the outermost instant
+    assert before < seen.arrived.at
+
+
+QUIET: dict[str, Any] = {"exclude_spans": ["send", "receive"]}
+
+
+def test_what_reached_no_engine_below_somebody_elses_span_is_no_second_one(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
+) -> None:
+    """And whatever a task that outlives it starts hangs from theirs."""
+    app = instrumented(make_app(), **QUIET)
+    over = threading.Event()
+
+    async def later() -> None:
+        await asyncio.to_thread(over.wait, 5)
+        trace.get_tracer("database").start_span("late").end()
+
+    @app.post("/refresh")
+    async def refresh() -> dict[str, bool]:
+        app.state.task = asyncio.create_task(later())
+        return {}
+
+    posted(serve(app), "/refresh", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert record_of(seen).redundant
+    over.set()
+    until(lambda: len(spans.get_finished_spans()) == 2)
+    server = one_tree(seen, spans)
+    late = next(span for span in spans.get_finished_spans() if span.name == "late")
+    assert late.parent == server.context
+
+
+async def _told_its_id() -> None:
+    trace.get_tracer("database").start_span("select").end()
+
+
+async def _said_something() -> None:
+    trace.get_current_span().set_attribute("cache", "cold")
+
+
+async def _staged() -> None:
+    with otel_infer.stage("rerank"):
+        pass
+
+
+async def _failed() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("deed", [_told_its_id, _said_something, _staged, _failed])
+def test_what_says_something_of_its_own_below_somebody_elses_span_stays(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, deed: Callable[[], Any]
+) -> None:
+    app = instrumented(make_app(), **QUIET)
+
+    @app.post("/refresh")
+    async def refresh() -> dict[str, bool]:
+        await deed()
+        return {}
+
+    posted(serve(app), "/refresh", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert not record_of(seen).redundant
+    for span in spans.get_finished_spans():
+        if span.name == "select":
+            assert span.parent is not None
+            assert span.parent.span_id.to_bytes(8, "big") == seen.arrived.span_id
+
+
+NATIVE = tuple(int(part) for part in fastapi.__version__.split(".")[:2]) >= (0, 142)
+
+
+@pytest.mark.skipif(not NATIVE, reason="this FastAPI has no telemetry of its own")
+@pytest.mark.parametrize("path", ["/v1/models/a/stream", "/v1/json", "/v1/sync", "/v1/fails"])
+def test_below_the_span_of_fastapis_own_telemetry(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, path: str
+) -> None:
+    posted(serve(make_app()), path, headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    server = one_tree(seen, spans)
+    assert server.instrumentation_scope is not None and server.instrumentation_scope.name == "fastapi"
+    outcome = (facts.ERROR, "ZeroDivisionError", 500) if path == "/v1/fails" else (facts.OK, "", 200)
+    assert seen.verdict == outcome
+
+
+@pytest.mark.skipif(not NATIVE, reason="this FastAPI has no telemetry of its own")
+def test_below_the_span_of_a_telemetry_that_has_its_own_provider_from_the_second_request_on(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    port = serve(make_app(telemetry={"tracer_provider": provider}))
+    posted(port, "/v1/slow")
+    ended(watched)
+    exporter.clear()
+    posted(port, "/v1/slow", headers=TRACEPARENT)
+    one_tree(ended(watched, 2)[1], exporter)
+
+
+def test_a_provider_without_an_http_instrumentation_leaves_the_server_span_to_us(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
+) -> None:
+    async def answer(request: Any) -> PlainTextResponse:
+        with trace.get_tracer("theirs").start_as_current_span("lookup"):
+            return PlainTextResponse("")
+
+    port = serve(starlette.applications.Starlette(routes=[Route("/answer", answer, methods=["POST"])]))
+    before = _clock.now()
+    posted(port, "/answer", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert seen.arrived.flags & facts.OWN_SERVER_SPAN
+    assert seen.arrived.parent_span_id.hex() == SPAN_ID
+    assert seen.attributes["http.route"] == "/answer"
+    (lookup,) = spans.get_finished_spans()
+    assert lookup.parent is not None and lookup.parent.span_id.to_bytes(8, "big") == seen.arrived.span_id
+    assert before < seen.arrived.at
+
+
+def test_a_span_of_middleware_that_reads_no_headers_does_not_cost_the_callers_trace(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
+) -> None:
+    class Authenticating(BaseHTTPMiddleware):
+        async def dispatch(self, request: Any, call_next: Any) -> Any:
+            with trace.get_tracer("theirs").start_as_current_span("auth"):
+                return await call_next(request)
+
+    async def answer(request: Any) -> PlainTextResponse:
+        return PlainTextResponse("")
+
+    app = starlette.applications.Starlette(routes=[Route("/answer", answer, methods=["POST"])])
+    app.add_middleware(Authenticating)
+    port = serve(app)
+    for _ in range(3):
+        posted(port, "/answer", headers=TRACEPARENT)
+    for seen in ended(watched, 3):
+        assert seen.arrived.parent_span_id.hex() == SPAN_ID
+        assert seen.arrived.flags & facts.OWN_SERVER_SPAN
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_what_middleware_answers_is_watched_where_nobody_else_does(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter, status: int
+) -> None:
+    class Refusing(BaseHTTPMiddleware):
+        async def dispatch(self, request: Any, call_next: Any) -> Any:
+            return PlainTextResponse("", status)
+
+    app = starlette.applications.Starlette()
+    app.add_middleware(Refusing)
+    posted(serve(app), "/answer", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert seen.ended.status_code == status
+    assert seen.arrived.parent_span_id.hex() == SPAN_ID
+
+
+def test_what_middleware_answers_inside_another_instrumentation_is_left_to_it(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
+) -> None:
+    class Refusing(BaseHTTPMiddleware):
+        async def dispatch(self, request: Any, call_next: Any) -> Any:
+            return PlainTextResponse("", 403)
+
+    app = instrumented(make_app())
+    app.add_middleware(Refusing)
+    assert b"403" in posted(serve(app), "/v1/json")
+    until(spans.get_finished_spans)
+    assert watched.requests == []
+
+
+def test_a_bare_application_inside_the_asgi_instrumentation_has_one_server_span(
+    watched: Watched, serve: Callable[..., int], spans: InMemorySpanExporter
+) -> None:
+    instrumentation = pytest.importorskip(
+        "opentelemetry.instrumentation.asgi", reason="opentelemetry-instrumentation-asgi is not installed"
+    )
+    posted(serve(instrumentation.OpenTelemetryMiddleware(bare)), "/", headers=TRACEPARENT)
+    (seen,) = ended(watched)
+    assert seen.arrived.flags & facts.OWN_SERVER_SPAN
+    assert {span.kind for span in spans.get_finished_spans()} == {trace.SpanKind.INTERNAL}
+    assert {span.context.trace_id for span in spans.get_finished_spans()} == {int(TRACE_ID, 16)}
+
+
+def test_a_request_that_asks_another_application_in_this_process_is_its_parent(
+    watched: Watched, serve: Callable[..., int]
+) -> None:
+    httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+    inner = make_app()
+    app = FastAPI()
+
+    @app.post("/proxy")
+    async def proxy() -> dict[str, int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(inner), base_url="http://inner") as client:
+            return {"status": (await client.post("/v1/json", json={})).status_code}
+
+    assert b'{"status":200}' in posted(serve(app), "/proxy")
+    requests = ended(watched, 2)
+    outer = next(seen for seen in requests if seen.attributes.get("http.route") == "/proxy")
+    other = next(seen for seen in requests if seen is not outer)
+    assert other.arrived.parent_span_id == outer.arrived.span_id
+    assert not other.arrived.flags & facts.OWN_SERVER_SPAN
+
+
+def test_requests_leave_no_garbage_in_circles(watched: Watched, serve: Callable[..., int]) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
+        await send({"type": "http.response.body", "body": b"yes", "more_body": False})
+
+    connection = Connection(serve(answer, lifespan="off"))
+    connection.ask("/").read_until(b"yes")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            connection.ask("/").read_until(b"yes")
+        time.sleep(0.05)
+        assert gc.collect() < 20
+    finally:
+        gc.enable()
+    assert len(ended(watched, 21)) == 21

@@ -1,0 +1,263 @@
+"""Asynchronous batching: two steps in flight, and what was computed for those who had gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import otel_infer
+from otel_infer import _clock, semconv
+from otel_infer.assembly.engine.device_steps import BY_EVENT
+from otel_infer.assembly.records.request import Stage
+from otel_infer.gpu.timing import Timing
+from otel_infer.instrumentation.transformers import integration, transfers
+from otel_infer.ringbuffer import events
+from tests.instrumentation.transformers.recorded import Recorded, prefilled, sizes
+from tests.support.fake_device import OnHostClock
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tests.instrumentation.transformers import pairs  # noqa: E402
+from tests.instrumentation.transformers.engine import PAGE, Engine, prompt  # noqa: E402
+
+pytestmark = pytest.mark.real
+
+Make = Callable[..., Engine]
+COPY_NS = 1_000_000
+MOVES = {semconv.SPAN_H2D, semconv.SPAN_D2H}
+
+
+@pytest.fixture
+def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Engines that schedule a step while the one before it runs."""
+    engines: list[Engine] = []
+    attention = model.config._attn_implementation
+
+    def engine(generation: Any = None, **wanted: Any) -> Engine:
+        pairs.pairs_on_the_host(monkeypatch)
+        engines.append(Engine(model, monkeypatch, generation, **wanted))
+        engines[-1].manager.continuous_batching_config.use_async_batching = True
+        return engines[-1]
+
+    yield engine
+    for made in engines:
+        if made.manager.is_running():
+            made.stop()
+    model.set_attn_implementation(attention)
+
+
+def run(engine: Engine, *prompts: tuple[int, int]) -> dict[str, list[int]]:
+    """The tokens of these (prompt tokens, new tokens), by the engine's own thread."""
+    ids = [
+        engine.add(prompt(tokens, 100 + 40 * n), max_new_tokens=new)
+        for n, (tokens, new) in enumerate(prompts)
+    ]
+    engine.start()
+    results = engine.wait(len(ids))
+    engine.stop()
+    assert not any(result.error for result in results.values())
+    return {request_id: list(results[request_id].generated_tokens) for request_id in ids}
+
+
+def test_two_steps_in_flight_deliver_what_one_does(make: Make, recorded: Recorded) -> None:
+    asked = [(5, 4), (17, 9), (30, 6)]
+    ours = run(make(), *asked)
+    records, steps = recorded.by_id(), recorded.steps()
+    integration.remove()
+    assert run(make(), *asked) == ours
+    engine = make()
+    engine.manager.continuous_batching_config.use_async_batching = False
+    assert run(engine, *asked) == ours
+    for (request_id, tokens), (length, new) in zip(ours.items(), asked):
+        record = records[request_id]
+        assert (len(tokens), record.output_tokens, sizes(record)) == (new, new, [1] * new)
+        assert (record.outcome, record.finish_reasons, prefilled(record)[0]) == (
+            events.OK,
+            ("length",),
+            length,
+        )
+        # Each ran in one step more, which was scheduled before its last token was known.
+        assert record.discarded == 1
+    overlaps = [after.started_at < before.ended_at for before, after in pairwise(steps)]
+    assert sum(overlaps) >= len(steps) - 3, "never two in flight"
+
+
+def test_every_step_has_its_members_and_its_end(make: Make, recorded: Recorded) -> None:
+    engine = make(max_batch_tokens=24)
+    run(engine, (7, 5), (40, 3), (3, 8), (19, 2))
+    records, steps = recorded.by_id(), recorded.steps()
+    assert [step.step for step in steps] == list(range(1, len(engine.batches) + 1))
+    assert [step.size for step in steps] == [len(batch.members) for batch in engine.batches]
+    for request_id, record in records.items():
+        delivering = [number for number, member in engine.of(request_id) if member.delivers]
+        assert record.steps is not None
+        assert record.steps.step.tolist() == delivering[: record.output_tokens]
+        assert len(delivering) - record.output_tokens == record.discarded
+    assert all(before.ended_at <= after.ended_at for before, after in pairwise(steps))
+
+
+def test_a_step_that_nobody_waits_for_ends_with_the_last_who_did(make: Make, recorded: Recorded) -> None:
+    """The library fetches its result when the next request comes, which may be an hour later."""
+    engine = make()
+    engine.add(6, max_new_tokens=3)
+    engine.start()
+    engine.wait(1)
+    time.sleep(0.4)
+    engine.add(prompt(6, 300), max_new_tokens=3)
+    engine.wait(1)
+    engine.stop()
+    first, second = recorded.records()
+    steps = recorded.steps()
+    assert (sizes(first), sizes(second)) == ([1] * 3, [1] * 3)
+    assert [step.step for step in steps] == list(range(1, len(engine.batches) + 1))
+    assert max(step.ended_at - step.started_at for step in steps) < 300_000_000
+
+
+def test_a_request_cancelled_in_flight_gets_nothing_more(make: Make, recorded: Recorded) -> None:
+    engine = make()
+    goes = engine.add(6, max_new_tokens=1000)
+    stays = engine.add(prompt(6, 300), max_new_tokens=40)
+    engine.start()
+    engine.wait_for_steps(6)
+    engine.manager.cancel_request(goes)
+    engine.wait(1)
+    engine.stop()
+    records, steps = recorded.by_id(), recorded.steps()
+    record = records[goes]
+    assert (record.outcome, record.error_type) == (events.ABORTED, "")
+    assert record.steps is not None and len(record.steps) < len(engine.of(goes))
+    assert int(record.steps.ended_at[-1]) <= record.ended_at
+    assert sizes(records[stays]) == [1] * 40
+    assert [step.size for step in steps] == [len(batch.members) for batch in engine.batches]
+
+
+@pytest.mark.parametrize("space", [0.0, 0.05])
+def test_a_request_that_is_preempted_in_flight_goes_on(
+    space: float, make: Make, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **kwargs: empty(*args, **{**kwargs, "pin_memory": False})
+    )
+    engine = make(num_blocks=6, safety_margin=0.0, cpu_offload_space=space)
+    if space and not hasattr(engine.manager.continuous_batching_config, "cpu_offload_space"):
+        pytest.skip("this release cannot offload to the host")
+    ours = run(engine, *[(PAGE - 2, 2 * PAGE + number) for number in range(4)])
+    records = recorded.by_id()
+    assert sum(record.preemptions for record in records.values()) > 0, "nobody was preempted"
+    for number, (request_id, tokens) in enumerate(ours.items()):
+        assert sum(sizes(records[request_id])) == len(tokens) == 2 * PAGE + number
+        assert records[request_id].outcome == events.OK
+
+
+def test_transfers_are_said_of_those_whose_prompt_is_in_them(make: Make, recorded: Recorded) -> None:
+    engine = make(max_batch_tokens=16)
+    run(engine, (30, 3), (5, 3))
+    for request_id, record in recorded.by_id().items():
+        names = [stage.name for stage in record.stages]
+        chunks = [member for _, member in engine.of(request_id) if member.tokens > 1]
+        assert names.count("h2d") == names.count("d2h") == len(chunks) > 0
+        for stage in record.stages:
+            assert record.arrived_at <= stage.started_at <= stage.ended_at <= record.ended_at
+
+
+class Copies:
+    """When what was copied, bytes, and how long that took a device that is none: `COPY_NS` for each of the next `timed`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+        self.timed = 0
+        self.device = OnHostClock()
+        self.device.main = pairs.Stream()
+        monkeypatch.setattr(pairs, "Stream", lambda: self.device.main)
+        self.timing = Timing(lambda: self.device)
+        monkeypatch.setattr(transfers, "timing", self.timing)
+        copy = torch.Tensor.copy_
+
+        def copy_(into: Any, other: Any, *args: Any, **more: Any) -> Any:
+            length = COPY_NS if self.timed > 0 else 0
+            self.timed -= 1
+            self.seen.append((_clock.now(), other.nbytes, length))
+            if length:  # a device that is behind for good is known too late
+                self.device.launch(length)
+            return copy(into, other, *args, **more)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+
+    def within(self, stage: Stage) -> list[list[int]]:
+        """Bytes and ns of each."""
+        return [copied for at, *copied in self.seen if stage.started_at <= at <= stage.ended_at]
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    copies = Copies(monkeypatch)
+    yield copies
+    copies.timing.stop()
+
+
+def test_each_transfer_says_how_much_it_moved_and_how_long_the_device_was_at_it(
+    copies: Copies, make: Make, recorded: Recorded
+) -> None:
+    engine = make(max_batch_tokens=16)
+    engine.start()
+    found: list[Stage] = []
+    timed: list[Stage] = []
+    for turn in range(
+        40
+    ):  # the device is known some ms after the first that asked for it, and is read ten times a second
+        copies.timed = 20
+        engine.add(prompt(30, 100 + 40 * turn), max_new_tokens=150)
+        engine.wait(1)
+        found = [stage for record in recorded.records() for stage in record.stages if stage.name in MOVES]
+        timed = [stage for stage in found if stage.attributes.get(semconv.DEVICE_METHOD) == BY_EVENT]
+        if {stage.name for stage in timed} == MOVES:
+            break
+        time.sleep(0.05)
+    engine.stop()
+    assert {stage.name for stage in timed} == MOVES
+    for stage in found:
+        assert stage.attributes[semconv.TRANSFER_SIZE] == sum(size for size, _ in copies.within(stage)) > 0
+        assert stage.attributes[semconv.TRANSFER_PINNED] is False
+    for stage in timed:
+        took = sum(length for _, length in copies.within(stage)) / 1e9
+        assert stage.attributes[semconv.DEVICE_DURATION] == pytest.approx(took, abs=1e-4)
+        assert semconv.DEVICE_LIMIT not in stage.attributes
+
+
+def test_inputs_that_go_to_a_device_are_a_stage_and_what_is_there_already_is_none(recorded: Recorded) -> None:
+    inputs = transformers.BatchEncoding({"input_ids": torch.zeros(2, 5, dtype=torch.long), "words": "kept"})
+    with otel_infer.request():
+        inputs.to("cpu")
+        inputs.to(torch.float16)  # refused with a warning
+        assert inputs.to("meta") is inputs
+        inputs.to("meta")
+        with pytest.raises(RuntimeError, match="no such device"):
+            transformers.BatchEncoding({"input_ids": torch.zeros(1)}).to("no such device")
+    (record,) = recorded.records()
+    assert [(stage.name, stage.attributes) for stage in record.stages] == [
+        ("h2d", {semconv.TRANSFER_SIZE: 2 * 5 * 8, semconv.TRANSFER_PINNED: False})
+    ]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_two_steps_in_flight_deliver_what_one_does(
+    model: Any, monkeypatch: pytest.MonkeyPatch, recorded: Recorded
+) -> None:
+    model.to("cuda")
+    try:
+        found = []
+        for asynchronous in (True, False):
+            engine = Engine(model, monkeypatch, use_async_batching=asynchronous)
+            found.append(run(engine, (5, 4), (17, 9), (30, 6)))
+        assert found[0] == found[1]
+    finally:
+        model.to("cpu")
+    for record in recorded.records():
+        assert sizes(record) == [1] * record.output_tokens
+        assert record.outcome == events.OK

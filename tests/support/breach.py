@@ -1,0 +1,141 @@
+"""A breach as it happens: a real engine serves for a minute, stands still, and its sidecar writes a tape by itself.
+
+Everything that people send is marked, so that it can be searched for on the tape and in whatever is made of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from otel_infer.ringbuffer import directory
+from tests.support.served import Server, transformers_serve
+
+OBJECTIVES = "itl=1500ms"
+STANDSTILL_S = 3.0
+STREAMS = 8
+STREAM_TOKENS = 150
+ORDINARY_TOKENS = 6
+PAUSE_S = 0.6
+"""Between two ordinary requests."""
+
+
+class Breach(NamedTuple):
+    """The tape, and what was sent: trace ids by what became of them, and the words that nobody may find again."""
+
+    tape: Path
+    ordinary: list[str]
+    frozen: list[str]
+    canaries: dict[str, str]
+
+
+class _Client:
+    """Sends marked requests; a stream counts its lines as they come."""
+
+    def __init__(self, port: int, model: Path) -> None:
+        self._port, self._model = port, str(model)
+        kinds = ("prompt", "user", "header", "query", "error")
+        self.canaries = {kind: f"canary{kind}{secrets.token_hex(6)}" for kind in kinds}
+
+    def chat(self, tokens: int, lines: list[float] | None = None, **more: object) -> tuple[str, int]:
+        """One streamed completion: its trace id and status; when each line came (s) is appended to `lines`."""
+        trace_id = secrets.token_hex(16)
+        words = self.canaries
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": f"{words['prompt']} once upon a time"}],
+            "max_tokens": tokens,
+            "stream": True,
+            "user": words["user"],
+            **more,
+        }
+        headers = {
+            "content-type": "application/json",
+            "authorization": f"Bearer {words['header']}",
+            "traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01",
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        with contextlib.closing(connection):
+            path = f"/v1/chat/completions?key={words['query']}"
+            connection.request("POST", path, json.dumps(body), headers)
+            response = connection.getresponse()
+            while response.readline():
+                if lines is not None:
+                    lines.append(time.monotonic())
+        return trace_id, response.status
+
+    def refused(self) -> int:
+        """A request whose error tells what was sent; its status."""
+        return self.chat(1, messages=self.canaries["error"])[1]
+
+
+def breached(folder: Path, model: Path, ordinary_s: float) -> Breach:
+    """Ordinary load for so long, then a standstill of all that is in flight, which misses `OBJECTIVES`."""
+    tapes = folder / "tapes"
+    environ = {"OTEL_INFER_SLO": OBJECTIVES, "OTEL_INFER_DUMP_ON_SLO": str(tapes)}
+    with transformers_serve(model, folder / "server.log", environ, batching=True) as server:
+        client = _Client(server.port, model)
+        assert client.refused() >= 400
+        ordinary: list[str] = []
+        until = time.monotonic() + ordinary_s
+        while time.monotonic() < until or not ordinary:
+            ordinary.append(client.chat(ORDINARY_TOKENS)[0])
+            time.sleep(PAUSE_S)
+        frozen = _frozen(client, server)
+        tape = _written(tapes)
+    return Breach(tape, ordinary, frozen, client.canaries)
+
+
+def _frozen(client: _Client, server: Server) -> list[str]:
+    """Streams that are in flight when the server is stopped for a while; those that felt it."""
+    seen: list[list[float]] = [[] for _ in range(STREAMS)]
+    ids: dict[int, str] = {}
+
+    def read(number: int) -> None:
+        ids[number] = client.chat(STREAM_TOKENS, seen[number])[0]
+
+    readers = [threading.Thread(target=read, args=(number,)) for number in range(STREAMS)]
+    for reader in readers:
+        reader.start()
+    deadline = time.monotonic() + 30
+    while not all(len(lines) > 3 for lines in seen):
+        assert time.monotonic() < deadline, "the streams did not begin"
+        time.sleep(0.002)
+    with _stopped(server):
+        time.sleep(STANDSTILL_S)
+    for reader in readers:
+        reader.join(60)
+    felt = 0.9 * STANDSTILL_S
+    return [ids[i] for i, at in enumerate(seen) if max(b - a for a, b in itertools.pairwise(at)) > felt]
+
+
+@contextlib.contextmanager
+def _stopped(server: Server) -> Iterator[None]:
+    assert server.process is not None
+    (rings,) = Path(f"/dev/shm/otel_infer-{os.getuid()}").glob(f"{server.process.pid}-*")
+    pids = directory.writers(rings)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def _written(folder: Path, timeout: float = 20.0) -> Path:
+    deadline = time.monotonic() + timeout
+    while not (found := sorted(folder.glob("*.tape"))):
+        assert time.monotonic() < deadline, "no tape was written"
+        time.sleep(0.1)
+    return found[0]

@@ -1,0 +1,174 @@
+"""A device without a device: streams in order, a clock of its own with drift and tick, float32 milliseconds, captures, failures.
+
+The host's clock is virtual too, and moves by what each call costs. What a test says of it, `benchmarks/gpu_verify.py` says of a
+real one; `tests/gpu` checks the one against the other's recordings.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from typing import Any
+
+from otel_infer import _clock
+
+NEVER = 1 << 62
+
+
+class FakeEvent:
+    """`at`: host instant at which the device reaches it; `said`: what its own clock says then."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.at: int | None = None
+        self.said = 0
+        self.in_graph = False
+
+    def record(self, stream: FakeStream) -> None:
+        device = self._device
+        device.called("record")
+        self.in_graph = device.is_capturing
+        if not self.in_graph:
+            self.at = stream.reached(device.now() + device.launch_ns)
+            stream.free_at += device.mark_ns
+            self.said = device.told(self.at)
+
+    def query(self) -> bool:
+        self._device.asked("query")
+        self._check()
+        return self.at is None or self.at <= self._device.now()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """ms, as float32."""
+        device = self._device
+        device.asked("elapsed")
+        for event in (self, end):
+            event._check()
+            if event.at is None or event.at > device.now():
+                raise RuntimeError("device not ready")
+        milliseconds = (end.said - self.said) / 1e6
+        return float(struct.unpack("f", struct.pack("f", milliseconds))[0])
+
+    def synchronize(self) -> None:
+        raise AssertionError("somebody waits for the device")
+
+    def _check(self) -> None:
+        if self.in_graph:
+            raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+
+
+class FakeStream:
+    """What is launched on it runs in order. `free_at`: when all of it is done."""
+
+    def __init__(self) -> None:
+        self.free_at = 0
+
+    def reached(self, earliest: int) -> int:
+        self.free_at = max(self.free_at, earliest)
+        return self.free_at
+
+    def synchronize(self) -> None:
+        raise AssertionError("somebody waits for the device")
+
+
+class FakeDevice:
+    """`drift_ppm`: how much faster its clock runs than the host's; `call_ns`: what a call costs the host; `launch_ns`: from a
+    call to the device; `mark_ns`: what an event costs the device itself."""
+
+    kind, index = "fake", 0
+
+    def __init__(
+        self,
+        drift_ppm: float = 0.0,
+        tick_ns: int = 32,
+        call_ns: int = 1000,
+        launch_ns: int = 4000,
+        offset_ns: int = 10**12,
+        mark_ns: int = 0,
+    ) -> None:
+        self.drift, self.tick_ns, self.call_ns, self.launch_ns = drift_ppm * 1e-6, tick_ns, call_ns, launch_ns
+        self.mark_ns = mark_ns
+        self._offset, self._time = offset_ns, 10**9
+        self.calls: Counter[str] = Counter()
+        self.is_capturing = self.was_broken = self.is_lost = False
+        self.main = FakeStream()
+
+    # ── the host ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def now(self) -> int:
+        return self._time
+
+    def pass_time(self, ns: int) -> None:
+        self._time += ns
+
+    def wait_for(self, stream: FakeStream) -> None:
+        """What an engine does to have its tokens."""
+        self._time = max(self._time, stream.free_at) + self.call_ns
+
+    def launch(self, length_ns: int, stream: FakeStream | None = None) -> tuple[int, int]:
+        """Work of the application's: when it begins and ends, host ns."""
+        self._time += self.call_ns
+        stream = stream or self.main
+        begins = stream.reached(self._time + self.launch_ns)
+        stream.free_at = begins + length_ns
+        return begins, stream.free_at
+
+    # ── the device ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def called(self, name: str) -> None:
+        self.calls[name] += 1
+        self._time += self.call_ns
+        if self.is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def asked(self, name: str) -> None:
+        """A question that breaks a capture."""
+        self.called(name)
+        if self.is_capturing:
+            self.was_broken = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def told(self, at: int) -> int:
+        """The device's own clock at this instant of the host's."""
+        return int(self._offset + at * (1 + self.drift)) // self.tick_ns * self.tick_ns
+
+    def event(self) -> FakeEvent:
+        self.calls["event"] += 1
+        return FakeEvent(self)
+
+    def stream(self) -> FakeStream:
+        return self.main
+
+    def idle_stream(self) -> FakeStream:
+        return FakeStream()
+
+    def capturing(self) -> bool:
+        self.calls["capturing"] += 1
+        return self.is_capturing
+
+    def adopt_thread(self) -> None:
+        self.calls["adopt"] += 1
+
+    def occupy(self, stream: FakeStream) -> bool:
+        self.launch(1_000_000, stream)
+        return True
+
+    def stamp(self, event: Any, stream: FakeStream) -> tuple[int, int] | None:
+        before = self.now()
+        event.record(stream)
+        while not event.query():
+            if self.now() - before > 50_000:
+                return None
+        return before, self.now()
+
+
+class OnHostClock(FakeDevice):
+    """Time passes by itself: its host is this one."""
+
+    @property
+    def _time(self) -> int:
+        return _clock.now()
+
+    @_time.setter
+    def _time(self, to: int) -> None:
+        """Nobody moves this clock."""

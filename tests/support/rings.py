@@ -1,0 +1,47 @@
+"""What integrations state in a test, read back as records: rings in memory, and the assembler."""
+
+from __future__ import annotations
+
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from otel_infer import _clock
+from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.ringbuffer.recorder import recorder
+from otel_infer.ringbuffer.writer import MemoryArena
+from otel_infer.tracing import request_span, span_ids
+
+
+class Recording:
+    """Takes facts from its making to `stop`."""
+
+    def __init__(self) -> None:
+        self.arena = MemoryArena()
+        self._rings, self._assembler = Rings(), Assembler()
+        request_span.opener = span_ids.IdOpener(ALWAYS_ON, RandomIdGenerator(), span_ids.Limits())
+        recorder.start(lambda: self.arena, lambda: None, lambda reason: None)
+
+    def records(self) -> list[RequestRecord]:
+        """The requests that ended since the last call, in the order of their ends."""
+        now = _clock.now()
+        for name, memory in self.arena.buffers:
+            self._rings.add(name, memory, now)
+        self._assembler.feed(self._rings.poll(now, final=True))
+        return self._assembler.concluded(now + GRACE_NS)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were opened and not closed, as of the last `records`."""
+        return len(self._assembler.open)
+
+    def stop(self) -> None:
+        """No more facts are taken."""
+        recorder.stop()
+        request_span.opener = None
+
+
+def stages_of(record: RequestRecord) -> list[str]:
+    """The names of its stages, in the order in which they began."""
+    return [stage.name for stage in sorted(record.stages, key=lambda stage: stage.started_at)]

@@ -1,0 +1,418 @@
+"""Stories of a server, told in facts with a clock in ms, and what comes of them as text.
+
+    story = Story()
+    a = story.arrives(0)                              # POST /v1/chat/completions, operation chat, model toy
+    story.submitted(4, a, input_tokens=5)
+    story.step(10, 30, [a], prompt={a: 5})            # scheduled at 10, tokens known at 30
+    story.step(30, 40, [a])
+    story.finished(40, a)
+    story.ends(45, a, chunks=2)
+    assert story.tree() == text('''...''')            # as a receiver of the OTLP bytes sees it
+
+Facts are fed in the order of their instants, whatever the order in which they are told here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from otel_infer import semconv
+from otel_infer.assembly.assembler import Assembler
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.export import otlp
+from otel_infer.export.sampling import tail_sampler
+from otel_infer.export.spans.exporter import Batch, SpanSink, encoded_identity
+from otel_infer.ringbuffer import events
+from tests.support.otlp_messages import decoded
+
+MS = 1_000_000
+BASE = 1_000_000 * MS
+"""Monotonic ns of the story's 0 ms."""
+WALL = 1_700_000_000_000 * MS
+"""Unix ns of the story's 0 ms."""
+LATER = BASE + (1 << 50)
+PROCESS, ENGINE = 1, 10
+
+
+def ns(at: float) -> int:
+    """Monotonic ns of an instant of the story."""
+    return BASE + round(at * MS)
+
+
+def ms(at: float) -> float:
+    """An instant of the story from monotonic ns; 0 stays 0."""
+    return round((at - BASE) / MS, 6) if at else 0
+
+
+def text(block: str) -> str:
+    """A block of text without the indentation it has in the source."""
+    return inspect.cleandoc(block)
+
+
+def ids(name: str) -> tuple[bytes, bytes]:
+    """The trace id and span id of whoever is called so."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return digest[:16], digest[16:24]
+
+
+class Who(NamedTuple):
+    """A request of the story."""
+
+    name: str
+    ring: int
+    handle: int
+
+
+class _Engine:
+    """What an engine said last, to say only what changes."""
+
+    def __init__(self, ring: int, process: int) -> None:
+        self.ring, self.process = ring, process
+        self.members: list[Who] | None = None
+        self.batches: dict[int, list[Who]] = {}
+        self.step = 0
+
+
+class Story:
+    """Everything that a server says."""
+
+    def __init__(self, process: int = PROCESS) -> None:
+        self.said: list[events.RingFact] = []
+        self._handles = iter(range(1, 1 << 20))
+        self._engines: dict[int, _Engine] = {}
+        self.engine(process=process)
+
+    def tell(self, ring: int, handle: int, fact: Any) -> None:
+        self.said.append(events.RingFact(ring, handle, fact))
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def arrives(
+        self,
+        at: float,
+        name: str = "a",
+        *,
+        http: bool = True,
+        operation: str = "chat",
+        flags: int = events.SAMPLED,
+        handle: int = 0,
+        process: int = PROCESS,
+        trace: str = "",
+    ) -> Who:
+        """With `http`, below a server span of ours, which is below a span of the caller's."""
+        who = Who(name, process, handle or next(self._handles))
+        trace_id, span_id = ids(trace or name)[0], ids(name)[1]
+        server = ids(f"server of {name}")[1] if http else bytes(8)
+        parent = ids("caller")[1] if http else bytes(8)
+        flags |= events.OWN_SERVER_SPAN | events.REMOTE_PARENT if http else 0
+        known = ("", "", "", "POST") if http else (operation, "toy", "toy", f"{operation} toy")
+        arrived = events.RequestArrived(
+            ns(at), WALL + ns(at) - BASE, trace_id, span_id, parent, server, flags, *known
+        )
+        self.tell(process, who.handle, arrived)
+        if http:
+            route = "/v1/chat/completions" if operation else "/health"
+            self.state(who, events.HttpDescribed(ns(at), "POST", "http", route))
+        if http and operation:
+            said = ((semconv.OPERATION_NAME, operation), (semconv.REQUEST_MODEL, "toy"))
+            for key, value in said:
+                self.state(who, events.AttributeSet(ns(at), key, value))
+        return who
+
+    def joins(self, at: float, who: Who, process: int) -> Who:
+        """It goes on in another process, as whom it is from there on."""
+        part = Who(who.name, process, next(self._handles))
+        trace_id, span_id = ids(who.name)
+        known = trace_id, span_id, bytes(8), bytes(8), events.JOINED, "", "", "", ""
+        self.state(part, events.RequestArrived(ns(at), WALL + ns(at) - BASE, *known))
+        return part
+
+    def state(self, who: Who, fact: Any) -> None:
+        self.tell(who.ring, who.handle, fact)
+
+    def stage(self, name: str, started: float, ended: float, who: Who, items: int = 0) -> None:
+        self.state(who, events.StageEnded(ns(ended), ns(started), name, items))
+
+    def submitted(
+        self, at: float, who: Who, *, input_tokens: int = 0, max_tokens: int = 0, sequences: int = 1
+    ) -> None:
+        self.state(who, events.RequestSubmitted(ns(at), sequences, input_tokens, max_tokens, "toy"))
+
+    def received(self, at: float, who: Who) -> None:
+        self.state(who, events.RequestReceived(ns(at)))
+
+    def preempted(self, at: float, who: Who, kind: str) -> None:
+        self.state(who, events.RequestPreempted(ns(at), kind))
+
+    def finished(self, at: float, who: Who, reason: str = "stop", tokens: int = 0) -> None:
+        self.state(who, events.EngineFinished(ns(at), reason, tokens))
+
+    def ends(
+        self,
+        at: float,
+        who: Who,
+        outcome: int = events.OK,
+        error: str = "",
+        *,
+        status: int | None = None,
+        chunks: int = 0,
+        send_wait: float = 0,
+        detokenize: float = 0,
+    ) -> None:
+        """`status` is 200 of what ends well over HTTP, unless told otherwise."""
+        http = any(s.handle == who.handle and isinstance(s.fact, events.HttpDescribed) for s in self.said)
+        code = status if status is not None else 200 if http and outcome == events.OK else 0
+        waits = (round(send_wait * MS), round(detokenize * MS))
+        self.state(who, events.RequestEnded(ns(at), outcome, error, code, chunks, *waits))
+
+    def aborts(self, at: float, who: Who, error: str = "client_disconnect") -> None:
+        self.ends(at, who, events.ABORTED, error)
+
+    # ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def engine(self, ring: int = ENGINE, process: int = PROCESS) -> int:
+        """An engine's ring is seen; returns its number, for `scheduled` and `done`."""
+        self._engines[ring] = _Engine(ring, process)
+        self.tell(ring, 0, events.EngineSeen(0, process, 4242, "toy"))
+        return ring
+
+    def scheduled(
+        self,
+        at: float,
+        members: Sequence[Who],
+        prompt: Mapping[Who, int] | None = None,
+        *,
+        tokens: Mapping[int, int] | None = None,
+        engine: int = ENGINE,
+        keyframe: bool = False,
+        lost: bool = False,
+        kv: tuple[int, int] = (0, 0),
+        waiting: int = 0,
+    ) -> int:
+        """`prompt`: scheduled tokens of a request's sequences; `tokens`: of a position. `lost`: nobody hears it."""
+        said = self._engines[engine]
+        said.step += 1
+        before, members = said.members, list(members)
+        said.members = said.batches[said.step] = members
+        stays = [who for who in before or () if who in members]
+        keyframe = keyframe or before is None or members[: len(stays)] != stays
+        left, joined = (
+            _change(before or [], members) if not keyframe else ([], [who.handle for who in members])
+        )
+        numbers = {i: (prompt or {})[who] for i, who in enumerate(members) if who in (prompt or {})}
+        numbers.update(tokens or {})
+        exceptions = tuple((i, n) for i, n in sorted(numbers.items()) if n != 1)
+        fact = events.StepScheduled(
+            ns(at), said.step, keyframe, len(members), left, joined, exceptions, *kv, len(members), waiting
+        )
+        if not lost:
+            self.tell(engine, 0, fact)
+        return said.step
+
+    def done(
+        self,
+        at: float,
+        step: int,
+        delivered: Mapping[Who, int] | None = None,
+        *,
+        tokens: Mapping[int, int] | None = None,
+        discarded: int = 0,
+        engine: int = ENGINE,
+    ) -> None:
+        """`delivered`: to each sequence of a request; `tokens`: to a position; one to everybody else."""
+        batch = self._engines[engine].batches[step]
+        numbers = {i: (delivered or {})[who] for i, who in enumerate(batch) if who in (delivered or {})}
+        numbers.update(tokens or {})
+        exceptions = tuple((i, n) for i, n in sorted(numbers.items()) if n != 1)
+        self.tell(engine, 0, events.StepDone(ns(at), step, exceptions, discarded))
+
+    def step(
+        self,
+        at: float,
+        until: float,
+        members: Sequence[Who],
+        prompt: Mapping[Who, int] | None = None,
+        delivered: Mapping[Who, int] | None = None,
+        **more: Any,
+    ) -> int:
+        """Scheduled at one instant, done at another."""
+        step = self.scheduled(at, members, prompt, **more)
+        self.done(until, step, delivered, engine=more.get("engine", ENGINE))
+        return step
+
+    def timed(
+        self,
+        step: int,
+        since: float,
+        until: float,
+        *,
+        queued: float = 0,
+        launched: float = 0,
+        engine: int = ENGINE,
+    ) -> None:
+        """A device was at a step; stated when that is known, in the process of the engine."""
+        process, lengths = self._engines[engine].process, (round(launched * MS), round(queued * MS))
+        said = (ns(until), ns(since), "toy", 4242, 0, step, 0, *lengths, events.UNKNOWN_NS, 0)
+        self.tell(process, 0, events.StepTimed(*said))
+
+    def paused(self, since: float, until: float, cause: str = "gc", process: int = PROCESS) -> None:
+        self.tell(process, 0, events.PauseSeen(ns(until), ns(since), cause))
+
+    def marked(self, since: float, at: float, mark: str, count: int = 1, process: int = PROCESS) -> None:
+        self.tell(process, 0, events.MarkSeen(ns(at), ns(since), mark, count))
+
+    def steps_lost(self, at: float, engine: int = ENGINE) -> None:
+        self.tell(engine, 0, events.StepsLost(ns(at), 1))
+
+    def keyframe_next(self, engine: int = ENGINE) -> None:
+        """The reader asks; the next step is told whole."""
+        self._engines[engine].members = None
+
+    # ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def in_order(self) -> list[events.RingFact]:
+        """What was said, as the rings hand it out."""
+        return sorted(self.said, key=lambda said: said.fact.at)
+
+    def records(self) -> list[RequestRecord]:
+        assembler = Assembler()
+        assembler.feed(self.in_order())
+        return assembler.concluded(LATER)
+
+    def record(self, who: Who | None = None) -> RequestRecord:
+        """Of this request, or of the only one."""
+        span_id = ids(who.name)[1] if who is not None else None
+        (found,) = [record for record in self.records() if span_id in (None, record.span_id)]
+        return found
+
+    def spans(self, keeps: tail_sampler.Keeper | None = None, latency: bool = False) -> list[dict[str, Any]]:
+        """Every span as a receiver decodes it."""
+        return exported(self.records(), keeps, latency)
+
+    def span(self, name: str, who: Who | None = None) -> dict[str, Any]:
+        """The only span of this name (of a request)."""
+        trace_id = ids(who.name)[0].hex() if who is not None else None
+        found = [s for s in self.spans() if s["name"] == name and trace_id in (None, s["trace_id"])]
+        (span,) = found
+        return span
+
+    def tree(self, who: Who | None = None, keeps: tail_sampler.Keeper | None = None) -> str:
+        """The spans of a request, or of all."""
+        trace_id = ids(who.name)[0].hex() if who is not None else None
+        return drawn(span for span in self.spans(keeps) if trace_id in (None, span["trace_id"]))
+
+
+def _change(before: list[Who], members: list[Who]) -> tuple[list[int], list[int]]:
+    """(positions that left, one after the other; handles that joined)."""
+    here, left = list(before), []
+    for who in before:
+        if here.count(who) > members.count(who):
+            left.append(len(here) - 1 - here[::-1].index(who))
+            del here[left[-1]]
+    return left, [who.handle for who in members[len(here) :]]
+
+
+class Batches:
+    """Takes what a sink hands over, in the place of a `Sender`."""
+
+    def __init__(self) -> None:
+        self.taken: list[Batch] = []
+        self.lost: Counter[str] = Counter()
+
+    def put(self, batch: Batch) -> None:
+        self.taken.append(batch)
+
+    def bodies(self) -> list[bytes]:
+        """What would be sent."""
+        return [b"".join(otlp.envelope(*encoded_identity({}), batch.parts)) for batch in self.taken]
+
+
+class Uncollected:
+    """An outlet that takes no metrics, so that they are counted: the test asks the pipeline for them."""
+
+    failed = 0
+
+    def takes(self, *, behind: bool) -> bool:
+        return False
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+    close = wait
+
+
+COUNTED: Any = Uncollected()
+"""In the place of a `MetricsOutlet`."""
+
+
+def exported(
+    records: Iterable[RequestRecord], keeps: tail_sampler.Keeper | None = None, latency: bool = False
+) -> list[dict[str, Any]]:
+    """The spans of records as a receiver of their OTLP bytes decodes them; every step, unless `keeps` says otherwise."""
+    batches = Batches()
+    keeps = keeps or tail_sampler.Keeper("all", 0, keep_unsampled=False, ratio=False)
+    sink = SpanSink(batches, latency)  # type: ignore[arg-type]
+    for record in records:
+        decision = keeps.decide(record)
+        if decision.export:
+            sink.request(record, decision)
+    sink.flush(0)
+    return [span for body in batches.bodies() for span in decoded("traces", body)]
+
+
+# ── text ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_WORDS = {
+    semconv.STEP_ID: "step {}",
+    semconv.STEP_TOKENS: "{} tokens",
+    semconv.BATCH_SIZE: "batch {}",
+    semconv.OTHERS_PREFILL_TOKENS: "others' prompt {}",
+    semconv.ITEMS: "{} items",
+    semconv.SEQUENCES: "{} sequences",
+    semconv.PREEMPTIONS: "{} preemptions",
+    semconv.STEPS_DISCARDED: "{} discarded",
+    semconv.STEPS_LEFT_OUT: "{} left out",
+    semconv.ERROR_TYPE: "{}",
+    semconv.DIED_IN: "died in {}",
+    semconv.TELEMETRY_LOST: "telemetry lost",
+    semconv.UNSAMPLED: "unsampled",
+}
+
+
+def drawn(spans: Iterable[dict[str, Any]]) -> str:
+    """Spans as an indented tree in order of time, with ms of the story and what matters of their attributes."""
+    everything = list(spans)
+    known = {span["span_id"] for span in everything}
+    lines: list[str] = []
+
+    def draw(parent: str | None, depth: int) -> None:
+        here = [
+            s for s in everything if (s["parent_span_id"] if s["parent_span_id"] in known else None) == parent
+        ]
+        for span in sorted(here, key=lambda s: (s["start"], s["end"])):
+            lines.append("  " * depth + _line(span))
+            draw(span["span_id"], depth + 1)
+
+    draw(None, 0)
+    return "\n".join(lines)
+
+
+def _line(span: dict[str, Any]) -> str:
+    said = span["attributes"]
+    words = [word.format(said[key]) for key, word in _WORDS.items() if key in said]
+    if semconv.USAGE_OUTPUT_TOKENS in said or semconv.USAGE_INPUT_TOKENS in said:
+        counts = (said.get(key, 0) for key in (semconv.USAGE_INPUT_TOKENS, semconv.USAGE_OUTPUT_TOKENS))
+        words.insert(0, " → ".join(map(str, counts)))
+    if semconv.QUEUE_HIDDEN in said:
+        words.append(
+            f"hidden {said[semconv.QUEUE_HIDDEN] * 1e3:g}, scheduler {said[semconv.QUEUE_SCHEDULER] * 1e3:g}"
+        )
+    if span["status"] == 2:
+        words.append("ERROR")
+    words += [f"event {event['name']} {(event['at'] - WALL) / MS:g}" for event in span["events"]]
+    line = f"{span['name']} {(span['start'] - WALL) / MS:g}–{(span['end'] - WALL) / MS:g}"
+    return f"{line} · {', '.join(words)}" if words else line

@@ -1,0 +1,380 @@
+"""An inference server without a model, for tests of what goes wrong: it starts in half a second and decodes by sleeping.
+
+    python tests/support/toy_server.py PORT          serves until it is killed
+
+Requests are batched by a loop of its own, hand-instrumented. What else it is to do (fork, spawn, …) it is told over HTTP.
+Its other half, `Toy`, is the test's end of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import http.client
+import json
+import multiprocessing
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from opentelemetry import trace
+
+import otel_infer
+
+MARK = "TOY_SERVER_MARK"
+SIDECAR = b"otel_infer-sidecar"
+RUN = (sys.executable, "-m", "otel_infer", "run", "--")
+
+# ── the server ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Job:
+    """One request as the loop sees it."""
+
+    def __init__(self, request: otel_infer.request, tokens: int) -> None:
+        self.request, self.left = request, tokens
+        self.done = threading.Event()
+
+
+class Loop(threading.Thread):
+    """Batches whatever is waiting; every step takes `step_s`."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__(daemon=True)
+        self.waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.step_s = step_s
+
+    def run(self) -> None:
+        batch: list[Job] = []
+        while True:
+            new = [self.waiting.get()] if not batch else []
+            while not self.waiting.empty():
+                new.append(self.waiting.get())
+            batch += new
+            requests = [job.request for job in batch]
+            prompts = {job.request: 8 for job in new}
+            with otel_infer.step(requests, prompt_tokens=prompts, waiting=self.waiting.qsize()):
+                time.sleep(self.step_s)
+            for job in batch:
+                job.left -= 1
+            for job in [job for job in batch if job.left <= 0]:
+                batch.remove(job)
+                job.request.finished("length")
+                job.done.set()
+
+
+def answer(loop: Loop | None, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+    """One request; without a loop (a forked child) it makes its own steps."""
+    tokens = int(body.get("tokens", 3))
+    with otel_infer.request("chat", model="toy", headers=headers) as request:
+        with otel_infer.stage("tokenize"):
+            prompt = str(body.get("prompt", ""))
+        if body.get("fail"):
+            raise ValueError(body["fail"])
+        if body.get("abort"):
+            raise asyncio.CancelledError
+        request.submitted(input_tokens=8, max_tokens=tokens)
+        if body.get("fork"):
+            child = fork(body["fork"])
+            request.set_attribute("who", "parent")
+            return {"pid": os.getpid(), "child": child}
+        if loop is None:
+            request.set_attribute("who", "child")
+            for _ in range(tokens):
+                with otel_infer.step([request]):
+                    time.sleep(0.001)
+        else:
+            job = Job(request, tokens)
+            loop.waiting.put(job)
+            job.done.wait()
+    return {"pid": os.getpid(), "text": prompt[:1] * tokens}
+
+
+def fork(body: dict[str, Any]) -> int:
+    """A child in the midst of a request; it states facts of its own and says something of its parent's."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    faulthandler.dump_traceback_later(20.0)  # a child that hangs says where
+    try:
+        if "uid" in body:
+            os.setgid(body["uid"])
+            os.setuid(body["uid"])
+        trace.get_current_span().set_attribute("who", "the child, of its parent")
+        for _ in range(body["requests"]):
+            answer(None, {}, {"tokens": 3})
+        otel_infer.flush(20.0)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def in_a_process_of_its_own(headers: dict[str, str]) -> None:
+    """What a spawned process does."""
+    otel_infer.instrument()
+    answer(None, headers, {"tokens": 3})
+
+
+def spawn(body: dict[str, Any]) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=in_a_process_of_its_own, args=(body["headers"],))
+    process.start()
+    process.join(20)
+    return {"child": process.pid, "status": process.exitcode}
+
+
+def state(body: dict[str, Any]) -> dict[str, Any]:
+    """What the server knows of itself."""
+    from otel_infer._bootstrap.install import wiring
+    from otel_infer.ringbuffer.recorder import recorder
+
+    return {
+        "pid": os.getpid(),
+        "folder": str(wiring.folder or ""),
+        "active": recorder.active,
+        "arena": type(recorder.arena).__name__,
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+    }
+
+
+def again(body: dict[str, Any]) -> dict[str, Any]:
+    """What running a notebook's first cell again comes to."""
+    otel_infer.uninstrument()
+    return {"instrumented": otel_infer.instrument()}
+
+
+def flush(body: dict[str, Any]) -> dict[str, Any]:
+    began = time.monotonic()
+    return {"flushed": otel_infer.flush(body["timeout"]), "seconds": time.monotonic() - began}
+
+
+DEEDS = {"/state": state, "/spawn": spawn, "/again": again, "/flush": flush}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    loop: Loop
+
+    def do_POST(self) -> None:
+        path = self.path.partition("?")[0]
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        try:
+            if path in DEEDS:
+                return self.say(200, DEEDS[path](body))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            self.say(200, answer(self.loop, headers, body))
+        except (Exception, asyncio.CancelledError) as broken:
+            self.say(500, {"error": str(broken)})
+
+    def do_GET(self) -> None:
+        self.say(200, {"pid": os.getpid()})
+
+    def say(self, status: int, answered: dict[str, Any]) -> None:
+        content = json.dumps(answered).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+
+def main() -> None:
+    otel_infer.instrument()
+    Handler.loop = Loop(float(os.environ.get("TOY_STEP_S", "0.01")))
+    Handler.loop.start()
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+    server.daemon_threads = True
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever(0.02)
+
+
+# ── the test's end ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Reply(NamedTuple):
+    """What a client got, and the trace it belongs to. `status` 0: the connection broke."""
+
+    status: int
+    trace_id: str
+    parent_id: str
+    seconds: float
+    body: dict[str, Any]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def processes(mark: str) -> dict[int, bytes]:
+    """The living processes that were started with this mark in their environment, with their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return found
+
+
+def until(reached: Any, timeout: float = 15.0, every: float = 0.02) -> Any:
+    """What `reached()` returns once it is true; fails after `timeout` s."""
+    deadline = time.monotonic() + timeout
+    while not (result := reached()):
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(every)
+    return result
+
+
+def traceparent(flags: str | None = "01") -> tuple[str, str, dict[str, str]]:
+    """Trace id, span id, and the header that says them with these flags (None: no header)."""
+    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+    said = {"traceparent": f"00-{trace_id}-{span_id}-{flags}"} if flags is not None else {}
+    return trace_id, span_id, said
+
+
+class Toy:
+    """A toy server in processes that are marked, so that each of them is found and ended, whatever became of it."""
+
+    def __init__(self, log: Path, environ: Mapping[str, str], launcher: Sequence[str] = ()) -> None:
+        self.port, self.log, self.mark = free_port(), log, secrets.token_hex(8)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+        self.environ = {**kept, "OTEL_METRIC_EXPORT_INTERVAL": "300", **environ, MARK: self.mark}
+        self.command = [*launcher, sys.executable, str(Path(__file__).resolve()), str(self.port)]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.folder: Path | None = None
+
+    def start(self, timeout: float = 30.0, **options: Any) -> Toy:
+        """Starts it and waits until it answers."""
+        options = {"start_new_session": True, "stdin": subprocess.DEVNULL, **options}
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command, stdout=output, stderr=output, env=self.environ, **options
+            )
+        self.wait_until_ready(timeout)
+        return self
+
+    def wait_until_ready(self, timeout: float = 30.0) -> None:
+        """Until it answers; the error says what it said if it does not."""
+        deadline = time.monotonic() + timeout
+        while self.ask("/state").status != 200:
+            assert self.process is None or self.process.poll() is None, f"it ended:\n{self.said()}"
+            assert time.monotonic() < deadline, f"it did not get ready:\n{self.said()}"
+            time.sleep(0.02)
+
+    def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float = 30.0,
+        flags: str | None = "01",
+    ) -> Reply:
+        """One request with a `traceparent` of its own, with these flags; None: without one."""
+        trace_id, parent_id, headers = traceparent(flags)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        began = time.perf_counter()
+        status, answered = 0, {}
+        try:
+            connection.request("POST", path, json.dumps(body or {}), headers)
+            response = connection.getresponse()
+            status, answered = response.status, json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError):
+            pass
+        finally:
+            connection.close()
+        return Reply(status, trace_id, parent_id, time.perf_counter() - began, answered)
+
+    def chat(self, tokens: int = 3, flags: str | None = "01", **body: Any) -> Reply:
+        return self.ask("/chat", {"tokens": tokens, **body}, flags=flags)
+
+    def state(self) -> dict[str, Any]:
+        """What it knows of itself; remembers its folder, to be looked at when it is gone."""
+        known = self.ask("/state").body
+        if known.get("folder"):
+            self.folder = Path(known["folder"])
+        return known
+
+    @contextlib.contextmanager
+    def load(self, threads: int = 4, tokens: int = 5) -> Iterator[list[Reply]]:
+        """Requests without a pause, from so many clients, as long as the block lasts; their replies."""
+        replies: list[Reply] = []
+        over = threading.Event()
+
+        def drive() -> None:
+            while not over.is_set():
+                replies.append(self.chat(tokens))
+                if replies[-1].status == 0:
+                    time.sleep(0.01)
+
+        clients = [threading.Thread(target=drive, daemon=True) for _ in range(threads)]
+        for client in clients:
+            client.start()
+        try:
+            yield replies
+        finally:
+            over.set()
+            for client in clients:
+                client.join(30)
+
+    def sidecars(self) -> list[int]:
+        return [pid for pid, command in processes(self.mark).items() if SIDECAR in command]
+
+    def sidecar(self) -> int:
+        """The one sidecar there is, once there is one."""
+        (pid,) = until(self.sidecars)
+        return int(pid)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to the process that answers, not to its launcher."""
+        os.kill(self.state()["pid"], number)
+
+    def wait(self, timeout: float = 20.0) -> int:
+        """The exit status of what was started; it may take the sidecar a moment longer, which is waited for too."""
+        assert self.process is not None
+        status = self.process.wait(timeout)
+        until(lambda: not processes(self.mark), timeout)
+        return status
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ends it politely; its exit status."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.wait()
+
+    def __enter__(self) -> Toy:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left, whatever the test did."""
+        for pid in processes(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait(10)
+        if self.folder is not None and self.folder.is_dir():
+            for path in self.folder.iterdir():
+                path.unlink(missing_ok=True)
+            self.folder.rmdir()
+
+
+if __name__ == "__main__":
+    main()

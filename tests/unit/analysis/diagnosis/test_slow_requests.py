@@ -1,0 +1,90 @@
+"""The slow requests, and what the event loop kept from their readers."""
+
+from __future__ import annotations
+
+import pytest
+
+from otel_infer.analysis.attribution import request
+from otel_infer.analysis.diagnosis.slow_requests import (
+    application_before_token,
+    late_before_token,
+    late_while_streaming,
+    slowest,
+    spent,
+    typical_gap,
+)
+from otel_infer.assembly.records.request import RequestRecord
+from tests.support.story import Story, Who
+
+MS = 1_000_000
+
+
+def generated(story: Story, submitted: int, first: int, last: int, gap: int) -> Who:
+    """A request that goes to the engine then, has its first token and its last then, and one in each gap."""
+    a = story.arrives(0)
+    story.submitted(submitted, a)
+    story.step(submitted, first, [a], {a: 4})
+    for at in range(first, last, gap):
+        story.step(at, at + gap, [a])
+    return a
+
+
+def served(*paused: tuple[float, float, str]) -> RequestRecord:
+    """A request that goes to the engine at 100, has its first token at 110 and its last at 200, in steps of 10 ms."""
+    story = Story()
+    a = generated(story, 100, 110, 200, 10)
+    for since, until, cause in paused:
+        story.paused(since, until, cause)
+    story.ends(220, a, chunks=10)
+    record = story.record()
+    request.assign([record])
+    return record
+
+
+def test_what_the_loop_was_late_is_told_by_before_and_after_the_first_token() -> None:
+    record = served((20, 60, "event_loop"), (105, 150, "event_loop"), (160, 185, "event_loop"))
+    assert late_before_token(record) == 40 * MS
+    assert late_while_streaming(record) == [40 * MS, 25 * MS]
+
+
+def test_what_held_up_the_whole_process_is_not_the_loops() -> None:
+    record = served((120, 180, "event_loop"), (110, 140, "gc"), (130, 150, "compile"))
+    assert late_while_streaming(record) == [30 * MS]
+    assert late_while_streaming(served((120, 140, "event_loop"), (110, 140, "gc"))) == []
+
+
+def test_a_loop_that_was_late_when_nothing_waited_for_it_is_not_before_the_token() -> None:
+    assert late_before_token(served((20, 100, "event_loop"))) == 0
+
+
+def test_the_slowest_are_a_tenth_and_three_at_least() -> None:
+    records = [served() for _ in range(40)]
+    assert len(slowest(records, lambda record: record.duration_ns).records) == 4
+    few = slowest(records[:5], lambda record: record.duration_ns)
+    assert len(few.records) == 3
+    assert few.total("prefill", "decode") == sum(spent(record, "prefill", "decode") for record in few.records)
+    assert few.weight("prefill", "decode") == few.share("prefill", "decode") == 100 / 220
+
+
+def test_the_usual_gap_is_between_tokens_however_long_a_step_lasts() -> None:
+    """With two steps in flight each lasts two gaps."""
+    story = Story()
+    a = story.arrives(0)
+    story.step(0, 10, [a], {a: 4})
+    pending = story.scheduled(10, [a])
+    for n in range(2, 20):
+        following = story.scheduled(10 * n, [a])
+        story.done(10 * n + 10, pending)
+        pending = following
+    story.ends(210, a)
+    assert typical_gap([story.record(a)]) == 10
+
+
+def test_a_stage_around_everything_is_the_applications_before_the_token_as_it_was_blamed() -> None:
+    story = Story()
+    a = generated(story, 610, 800, 2800, 20)
+    story.stage("handle", 0, 2805, a)
+    story.ends(2810, a)
+    record = story.record()
+    request.assign([record])
+    assert application_before_token(record) / MS == pytest.approx(610, abs=10)

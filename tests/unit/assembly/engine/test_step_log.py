@@ -1,0 +1,116 @@
+"""Who was in which step: an engine simulator's own ledger, through the real rings, against what is concluded."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otel_infer.assembly.assembler import Assembler
+from otel_infer.assembly.engine.step_log import StepLog
+from otel_infer.ringbuffer import events, layout
+from tests.support.simulator import Simulator, Tick, by_number, ticks, told
+from tests.support.story import ENGINE, Story
+
+DEPTHS = st.integers(1, 2)
+SMALL = layout.Sizes(cells=8192, live_slots=256, strings=64, step_cells=32)
+
+
+def truth(simulator: Simulator) -> dict[int, dict[int, int]]:
+    return {request.number: request.ledger for request in simulator.requests}
+
+
+@settings(max_examples=150, deadline=None)
+@given(ticks(), DEPTHS)
+def test_every_request_has_exactly_the_steps_and_tokens_that_the_engine_gave_it(
+    program: list[Tick], depth: int
+) -> None:
+    with Simulator(depth) as simulator:
+        simulator.run(program)
+    assert {number: told(record) for number, record in by_number(simulator.records).items()} == truth(
+        simulator
+    )
+    assert len(simulator.records) == len(simulator.requests)
+    for request in simulator.requests:
+        record = by_number(simulator.records)[request.number]
+        assert not record.telemetry_lost
+        assert record.output_tokens == sum(request.ledger.values())
+        assert record.preemptions == request.preemptions
+
+
+@settings(max_examples=150, deadline=None)
+@given(ticks(sequences=1), DEPTHS)
+def test_prompts_of_others_chunks_and_the_first_token_are_what_the_engine_knows_of_them(
+    program: list[Tick], depth: int
+) -> None:
+    with Simulator(depth) as simulator:
+        simulator.run(program)
+    for request in simulator.requests:
+        record = by_number(simulator.records)[request.number]
+        rows = record.steps
+        assert record.discarded == request.discarded
+        if rows is None:
+            assert request.ledger == {}
+            assert record.first_token_at == 0
+            continue
+        assert dict(zip(rows.step.tolist(), rows.others_prefill_tokens.tolist())) == request.others
+        assert [(chunk.step, chunk.tokens) for chunk in record.prefill_steps] == request.chunks
+        first, last = min(request.done_at.values()), max(request.done_at.values())
+        assert (record.first_token_at, record.last_token_at) == (first, last)
+        queue = record.stage("queue")
+        assert queue is not None and queue.ended_at == request.scheduled_at
+
+
+@settings(max_examples=150, deadline=None)
+@given(ticks(most=80), DEPTHS, st.lists(st.tuples(st.integers(0, 79), st.integers(1, 30)), max_size=3))
+def test_where_steps_were_lost_what_is_said_is_true_or_it_is_not_said(
+    program: list[Tick], depth: int, stalls: list[tuple[int, int]]
+) -> None:
+    """A reader that stalls for some ticks is lapped by the writer of a very small ring."""
+    asleep = {tick for begin, length in stalls for tick in range(begin, begin + length)}
+    program = [tick._replace(poll=number not in asleep) for number, tick in enumerate(program)]
+    with Simulator(depth, SMALL) as simulator:
+        simulator.run(program)
+    assert len(simulator.records) == len(simulator.requests)
+    for request in simulator.requests:
+        record = by_number(simulator.records)[request.number]
+        assert told(record).items() <= request.ledger.items()
+        if not record.telemetry_lost:
+            assert told(record) == request.ledger
+        instants = {stage.name: (stage.started_at, stage.ended_at) for stage in record.stages}
+        first, last = min(request.done_at.values(), default=0), max(request.done_at.values(), default=0)
+        if record.outcome == events.OK:
+            assert record.output_tokens in (0, sum(request.ledger.values()))
+            assert instants.get("queue", (0, request.scheduled_at))[1] == request.scheduled_at
+            assert instants.get("prefill", (0, first))[1] == first
+            began, ended = instants.get("decode", (first, last))
+            assert began == first and last <= ended <= record.ended_at
+            assert record.first_token_at in (0, first)
+
+
+def test_whoever_is_concluded_before_it_leaves_the_batch_without_a_token_is_forgotten() -> None:
+    """An embedding; a `generate` that failed: the next batch comes when they are long gone."""
+    story = Story()
+    assembler = Assembler()
+    for number in range(50):
+        at = 1000 * number
+        who = story.arrives(at, f"r{number}")
+        step = story.scheduled(at + 1, [who], prompt={who: 5}, keyframe=True)
+        story.done(at + 2, step, {who: 0})
+        story.ends(at + 3, who)
+    for said in story.in_order():
+        assembler.feed([said])
+        assembler.concluded(said.fact.at)
+    assert len(assembler.engines[ENGINE]._prefilling) <= 1
+
+
+def test_a_step_of_which_nothing_is_known_is_waited_for_by_nobody() -> None:
+    """As a flight recorder's tape begins with, which may be the only thing that is known of it."""
+    log, settled = StepLog("toy", 7, 1, lambda handle: None), []
+    log.learned.settle = lambda: settled.append(log.table.last)  # type: ignore[method-assign]
+    log.scheduled(events.StepScheduled(10, 4, False, 0, (), (), (), 0, 0, 0, 0))
+    log.scheduled(events.StepScheduled(10, 5, True, 1, (), (9,), (), 0, 0, 0, 0))
+    log.settle()
+    assert settled == []
+    assert log.done(events.StepDone(20, 5, (), 0)) is not None
+    log.settle()
+    assert settled == [5]

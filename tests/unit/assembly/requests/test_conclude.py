@@ -1,0 +1,989 @@
+"""What comes of one request: its stages, its steps, how it ended. Stories in ms, shown as a receiver sees the spans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from otel_infer import semconv
+from otel_infer.export.sampling.tail_sampler import Keeper
+from otel_infer.ringbuffer import events
+from tests.support.story import BASE, MS, PROCESS, WALL, Story, Who, ids, ms, ns, text
+
+
+def streamed(story: Story, at: float = 0, name: str = "a", **more: Any) -> Who:
+    """A request up to the engine's queue, 4 ms after its arrival."""
+    who = story.arrives(at, name, **more)
+    story.stage("tokenize", at + 2, at + 4, who)
+    story.submitted(at + 4, who, input_tokens=5)
+    return who
+
+
+# ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_streamed_request_is_its_stages_and_a_span_for_every_token_after_the_first() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("tokenize", 2, 4, a, items=5)
+    story.submitted(4, a, input_tokens=5, max_tokens=4)
+    story.received(5, a)
+    story.step(10, 30, [a], prompt={a: 5})
+    story.step(30, 40, [a])
+    story.step(40, 50, [a])
+    story.step(50, 52, [a])
+    story.finished(52, a, tokens=4)
+    story.ends(60, a, chunks=4)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–60
+          chat toy 0–60 · 5 → 4
+            ingress 0–2
+            tokenize 2–4 · 5 items
+            queue 4–10 · hidden 1, scheduler 5
+            prefill 10–30
+            decode 30–52
+              decode step 30–40 · step 2, batch 1
+              decode step 40–50 · step 3, batch 1
+              decode step 50–52 · step 4, batch 1
+            postprocess 52–60
+    """)
+
+
+def test_time_between_two_stages_belongs_to_neither() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.stage("tokenize", 10, 12, a)
+    story.submitted(20, a)
+    story.step(30, 40, [a])
+    story.step(50, 60, [a])  # idle for 10 ms
+    story.ends(65, a, chunks=2)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–65
+          chat toy 0–65 · 0 → 2
+            ingress 0–10
+            tokenize 10–12
+            queue 20–30
+            prefill 30–40
+            decode 40–60
+              decode step 50–60 · step 2, batch 1
+            postprocess 60–65
+    """)
+
+
+def test_a_stage_that_was_not_seen_is_not_there() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.step(10, 30, [a])
+    story.ends(30, a)
+    assert story.tree() == text("""
+        chat toy 0–30 · 0 → 1
+          prefill 10–30
+    """)
+
+
+def test_an_offline_request_has_no_server_span_and_no_ingress() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.stage("tokenize", 1, 2, a)
+    story.submitted(2, a, input_tokens=7)
+    story.step(3, 5, [a], prompt={a: 7})
+    story.step(5, 7, [a])
+    story.finished(7, a)
+    story.ends(8, a)
+    assert story.tree() == text("""
+        chat toy 0–8 · 7 → 2
+          tokenize 1–2
+          queue 2–3
+          prefill 3–5
+          decode 5–7
+            decode step 5–7 · step 2, batch 1
+    """)
+
+
+def test_an_engine_that_tells_no_steps_has_the_stages_that_its_instants_say() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(4, a, input_tokens=5)
+    story.state(a, events.RequestScheduled(ns(10)))
+    story.state(a, events.TokenReached(ns(30)))
+    story.finished(50, a, "length", tokens=4)
+    story.ends(60, a, chunks=4)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–60
+          chat toy 0–60 · 5 → 4
+            ingress 0–4
+            queue 4–10
+            prefill 10–30
+            decode 30–50
+            postprocess 50–60
+    """)
+
+
+def test_an_engine_that_says_neither_when_it_began_nor_its_first_token_has_no_stage_that_runs_to_the_end() -> (
+    None
+):
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(4, a)
+    story.finished(50, a, tokens=4)
+    story.ends(60, a)
+    assert [stage.name for stage in story.record().stages] == ["ingress", "postprocess"]
+
+
+def test_a_decode_that_was_said_is_not_derived_once_more() -> None:
+    """Assisted decoding has a loop of its own, and is one decode without steps."""
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.submitted(1, a, input_tokens=5)
+    story.state(a, events.RequestScheduled(ns(2)))
+    story.stage("decode", 2, 40, a, items=9)
+    story.finished(40, a, tokens=9)
+    story.ends(41, a)
+    assert story.tree() == text("""
+        chat toy 0–41 · 5 → 9
+          queue 1–2
+          decode 2–40 · 9 items
+    """)
+
+
+def test_the_first_token_is_where_it_was_nearest_to_the_reader() -> None:
+    said = (events.TokenReached(ns(31)), events.FirstTokenSent(ns(33)))
+    for count, expected in ((0, 30), (1, 31), (2, 33)):
+        story = Story()
+        a = streamed(story)
+        story.step(10, 30, [a])
+        story.step(30, 40, [a])
+        for fact in said[:count]:
+            story.state(a, fact)
+        story.ends(50, a, chunks=2)
+        record = story.record()
+        assert (ms(record.first_token_at), record.ttft_ns) == (expected, expected * MS)
+        assert ms(record.stages[-2].started_at) == 30, "stages are the engine's"
+
+
+def test_a_request_without_an_operation_that_reached_the_engine_is_an_inference() -> None:
+    story = Story()
+    a = story.arrives(0, operation="")
+    story.stage("forward", 2, 8, a)
+    story.state(a, events.ResponseStarted(ns(9)))
+    story.ends(10, a, chunks=1)
+    assert story.tree() == text("""
+        POST /health 0–10
+          inference 0–10
+            ingress 0–2
+            forward 2–8
+            postprocess 9–10
+    """)
+
+
+def test_a_model_that_generates_nothing_has_stages_and_no_tokens() -> None:
+    story = Story()
+    a = story.arrives(0, http=False, operation="embeddings", flags=events.SAMPLED | events.NON_GENERATIVE)
+    story.stage("tokenize", 1, 2, a, items=12)
+    story.stage("h2d", 2, 3, a)
+    story.stage("forward", 3, 9, a, items=2)
+    story.ends(10, a)
+    assert story.tree() == text("""
+        embeddings toy 0–10
+          tokenize 1–2 · 12 items
+          h2d 2–3
+          forward 3–9 · 2 items
+    """)
+
+
+def test_stages_by_hand_may_overlap_and_lie_in_one_another() -> None:
+    story = Story()
+    a = story.arrives(0, operation="")
+    story.stage("rerank", 3, 6, a)
+    story.stage("retrieve", 2, 8, a)
+    story.stage("guard", 5, 9, a)
+    story.stage("rerank", 8, 9, a)
+    story.ends(10, a)
+    assert story.tree() == text("""
+        POST /health 0–10
+          inference 0–10
+            ingress 0–2
+            retrieve 2–8
+            rerank 3–6
+            guard 5–9
+            rerank 8–9
+    """)
+
+
+def test_an_http_request_that_reached_nothing_is_a_server_span_alone() -> None:
+    story = Story()
+    a = story.arrives(0, operation="")
+    story.ends(3, a, chunks=1)
+    assert story.tree() == "POST /health 0–3"
+    assert story.record().stages == []
+
+
+def test_what_user_code_said_of_an_http_request_that_reached_nothing_is_on_its_server_span() -> None:
+    """And the span keeps the id that was current, for spans of databases and clients name it as their parent."""
+    story = Story()
+    a = story.arrives(0, operation="")
+    story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
+    story.state(a, events.EventAdded(ns(2), "cache.miss", {"key": 7}))
+    story.state(a, events.SpanLinked(ns(2), *ids("other")))
+    story.ends(3, a)
+    (span,) = story.spans()
+    assert span["kind"] == 2
+    assert span["span_id"] == ids("a")[1].hex()
+    assert span["parent_span_id"] == ids("caller")[1].hex()
+    assert span["attributes"]["tenant"] == "blue"
+    assert [event["name"] for event in span["events"]] == ["cache.miss"]
+    assert [link["span_id"] for link in span["links"]] == [ids("other")[1].hex()]
+
+
+def test_what_user_code_said_is_on_the_request_span() -> None:
+    story = Story()
+    a = streamed(story)
+    story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
+    story.state(a, events.AttributeSet(ns(2), "tenant", "red"))
+    story.state(a, events.AttributeSet(ns(2), "http.request.body.size", 7))
+    story.state(a, events.EventAdded(ns(3), "cache.miss", {"key": 7}))
+    story.state(a, events.SpanLinked(ns(3), *ids("other")))
+    story.step(10, 20, [a])
+    story.ends(21, a)
+    request, server = story.span("chat toy"), story.span("POST /v1/chat/completions")
+    assert request["attributes"]["tenant"] == "red"
+    assert server["attributes"]["http.request.body.size"] == 7
+    assert request["events"] == [{"at": WALL + 3 * MS, "name": "cache.miss", "attributes": {"key": 7}}]
+    trace_id, span_id = ids("other")
+    assert request["links"] == [{"trace_id": trace_id.hex(), "span_id": span_id.hex(), "attributes": {}}]
+    story.state(a, events.LinkDescribed(ns(3), ids("a third")[1].hex(), {"of": "none that was seen"}))
+    story.state(a, events.LinkDescribed(ns(3), span_id.hex(), {"kind": "retry"}))
+    assert [link["attributes"] for link in story.span("chat toy")["links"]] == [{"kind": "retry"}]
+    story.state(a, events.NameUpdated(ns(4), "answer"))
+    assert story.span("answer")["kind"] == 1
+    assert story.span("POST /v1/chat/completions")["kind"] == 2
+
+
+def test_what_is_ours_cannot_be_overwritten_by_user_code() -> None:
+    story = Story()
+    a = streamed(story)
+    story.state(a, events.AttributeSet(ns(1), semconv.USAGE_OUTPUT_TOKENS, 99))
+    story.step(10, 20, [a])
+    story.ends(21, a)
+    assert story.span("chat toy")["attributes"][semconv.USAGE_OUTPUT_TOKENS] == 1
+
+
+# ── steps and batches ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prompt_in_chunks_has_a_step_for_each_the_last_one_included() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.step(10, 20, [a], prompt={a: 512}, delivered={a: 0})
+    story.step(20, 30, [a], prompt={a: 512}, delivered={a: 0})
+    story.step(30, 35, [a], prompt={a: 76})
+    story.step(35, 40, [a])
+    story.ends(40, a)
+    assert story.tree() == text("""
+        chat toy 0–40 · 0 → 2
+          prefill 10–35
+            prefill step 10–20 · step 1, 512 tokens, batch 1
+            prefill step 20–30 · step 2, 512 tokens, batch 1
+            prefill step 30–35 · step 3, 76 tokens, batch 1
+          decode 35–40
+            decode step 35–40 · step 4, batch 1
+    """)
+
+
+def test_a_prompt_in_chunks_with_a_single_token_of_output_has_its_steps_too() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.step(10, 20, [a], prompt={a: 512}, delivered={a: 0})
+    story.step(20, 30, [a], prompt={a: 5})
+    story.ends(30, a)
+    assert story.tree(keeps=Keeper("auto", 2000, False, False)) == text("""
+        chat toy 0–30 · 0 → 1
+          prefill 10–30
+            prefill step 10–20 · step 1, 512 tokens, batch 1
+            prefill step 20–30 · step 2, 5 tokens, batch 1
+    """)
+
+
+def steps_of(story: Story, who: Who) -> list[tuple[Any, ...]]:
+    """(step, from, until, tokens, batch size, others' prompt tokens) of every step that delivered."""
+    rows = story.record(who).steps
+    if rows is None:
+        return []
+    columns = rows.table.tolist()
+    return [(step, ms(start), ms(end), *rest) for step, start, end, *rest in zip(*columns)]
+
+
+def test_a_step_tells_how_many_were_in_it_and_how_much_prompt_of_others() -> None:
+    story = Story()
+    a, b, c = streamed(story), streamed(story, 1, "b"), streamed(story, 2, "c")
+    story.step(10, 20, [a], prompt={a: 5})
+    story.step(20, 50, [a, b, c], prompt={b: 300, c: 20}, delivered={b: 0})
+    story.step(50, 70, [a, b, c], prompt={b: 100})
+    story.step(70, 75, [a, b, c])
+    for who in (a, b, c):
+        story.ends(76, who, chunks=3)
+    assert steps_of(story, a) == [
+        (1, 10, 20, 1, 1, 0),
+        (2, 20, 50, 1, 3, 320),
+        (3, 50, 70, 1, 3, 100),
+        (4, 70, 75, 1, 3, 0),
+    ]
+    assert steps_of(story, b) == [(3, 50, 70, 1, 3, 0), (4, 70, 75, 1, 3, 0)]
+    assert steps_of(story, c) == [(2, 20, 50, 1, 3, 300), (3, 50, 70, 1, 3, 100), (4, 70, 75, 1, 3, 0)]
+
+
+def test_members_may_sit_out_swap_places_and_come_back() -> None:
+    story = Story()
+    a, b, c = (streamed(story, i, name) for i, name in enumerate("abc"))
+    story.step(10, 20, [a, b, c])
+    story.step(20, 30, [a, c])
+    story.step(30, 40, [c, b, a])
+    story.step(40, 50, [b])
+    story.step(50, 60, [a, b])
+    for who in (a, b, c):
+        story.ends(61, who)
+    assert [row[0] for row in steps_of(story, a)] == [1, 2, 3, 5]
+    assert [row[0] for row in steps_of(story, b)] == [1, 3, 4, 5]
+    assert [row[0] for row in steps_of(story, c)] == [1, 2, 3]
+
+
+def test_with_two_steps_in_flight_a_step_is_its_requests_from_its_first_token_on() -> None:
+    """The second step is scheduled before the first token is known: it is no part of the prefill, nor prompt of others."""
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    first = story.scheduled(10, [b], prompt={b: 5})
+    second = story.scheduled(12, [b, a], prompt={a: 40})
+    story.done(20, first)
+    third = story.scheduled(22, [b, a])
+    story.done(50, second)
+    fourth = story.scheduled(52, [b, a])
+    story.done(60, third)
+    story.done(70, fourth)
+    for who in (a, b):
+        story.ends(75, who)
+    assert steps_of(story, b) == [
+        (1, 10, 20, 1, 1, 0),
+        (2, 20, 50, 1, 2, 40),
+        (3, 22, 60, 1, 2, 0),
+        (4, 52, 70, 1, 2, 0),
+    ]
+    assert steps_of(story, a) == [(2, 12, 50, 1, 2, 0), (3, 50, 60, 1, 2, 0), (4, 52, 70, 1, 2, 0)]
+    assert [chunk.step for chunk in story.record(a).prefill_steps] == [2]
+    assert "prefill step" not in story.tree()
+
+
+def test_a_step_that_was_never_done_delivered_nothing() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    story.scheduled(20, [a])
+    story.step(30, 40, [a])
+    story.scheduled(40, [a])
+    story.ends(50, a)
+    assert [row[0] for row in steps_of(story, a)] == [1, 3]
+    assert story.record().output_tokens == 2
+
+
+def test_results_that_are_thrown_away_are_counted_and_are_no_steps() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    story.step(20, 30, [a])
+    last = story.scheduled(30, [a])
+    overrun = story.scheduled(31, [a])
+    story.done(40, last)
+    story.finished(40, a, "length", tokens=3)
+    story.done(50, overrun, {a: 0}, discarded=1)
+    story.ends(60, a, chunks=3)
+    assert [row[0] for row in steps_of(story, a)] == [1, 2, 3]
+    assert story.span("decode")["attributes"][semconv.STEPS_DISCARDED] == 1
+    assert ms(story.record().last_token_at) == 40
+
+
+def test_a_preemption_with_offload_is_a_hole_in_the_decode() -> None:
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    story.step(10, 20, [a, b])
+    story.step(20, 30, [a, b])
+    story.preempted(30, a, "offload")
+    story.step(30, 40, [b])
+    story.step(40, 50, [b])
+    story.step(50, 60, [b, a])
+    story.ends(61, a)
+    story.ends(61, b)
+    assert story.tree(a) == text("""
+        POST /v1/chat/completions 0–61
+          chat toy 0–61 · 5 → 3, 1 preemptions
+            ingress 0–2
+            tokenize 2–4
+            queue 4–10
+            prefill 10–20
+            decode 20–60
+              decode step 20–30 · step 2, batch 2
+              decode step 50–60 · step 5, batch 2
+            postprocess 60–61
+    """)
+    assert [row[5] for row in steps_of(story, b)] == [1, 0, 0, 0, 0], "nothing of it is computed again"
+
+
+def test_a_preemption_with_recompute_is_prompt_for_others_again_and_no_second_prefill() -> None:
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    story.step(10, 20, [a, b], prompt={a: 100, b: 7})
+    story.step(20, 30, [a, b])
+    story.preempted(30, a, "recompute")
+    story.step(30, 40, [b])
+    story.step(40, 50, [b, a], prompt={a: 64}, delivered={a: 0})
+    story.step(50, 60, [b, a], prompt={a: 38})
+    story.step(60, 70, [b, a])
+    story.ends(71, a)
+    story.ends(71, b)
+    assert steps_of(story, b) == [
+        (1, 10, 20, 1, 2, 100),
+        (2, 20, 30, 1, 2, 0),
+        (3, 30, 40, 1, 1, 0),
+        (4, 40, 50, 1, 2, 64),
+        (5, 50, 60, 1, 2, 38),
+        (6, 60, 70, 1, 2, 0),
+    ]
+    assert steps_of(story, a) == [
+        (1, 10, 20, 1, 2, 7),
+        (2, 20, 30, 1, 2, 0),
+        (5, 50, 60, 1, 2, 0),
+        (6, 60, 70, 1, 2, 0),
+    ]
+    assert [stage.name for stage in story.record(a).stages].count("prefill") == 1
+    assert story.record(a).preemptions == 1
+    assert len(story.record(a).prefill_steps) == 1
+
+
+def test_a_preemption_in_the_prefill_goes_on_with_the_prefill() -> None:
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    story.step(10, 20, [b, a], prompt={a: 50}, delivered={a: 0})
+    story.preempted(20, a, "recompute")
+    story.step(20, 30, [b])
+    story.step(30, 40, [b, a], prompt={a: 90})
+    story.ends(41, a)
+    story.ends(41, b)
+    assert [(chunk.step, chunk.tokens) for chunk in story.record(a).prefill_steps] == [(1, 50), (3, 90)]
+    (prefill,) = [stage for stage in story.record(a).stages if stage.name == "prefill"]
+    assert (ms(prefill.started_at), ms(prefill.ended_at)) == (10, 40)
+
+
+def test_sequences_of_one_request_are_tokens_of_its_steps() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.submitted(1, a, input_tokens=8, sequences=2)
+    story.step(10, 20, [a, a], prompt={a: 4})
+    story.step(20, 30, [a, a])
+    story.step(30, 40, [a])
+    for at in (30, 40):
+        story.finished(at, a)
+    story.ends(41, a)
+    assert story.tree() == text("""
+        chat toy 0–41 · 8 → 5, 2 sequences
+          queue 1–10
+          prefill 10–20
+          decode 20–40
+            decode step 20–30 · step 2, 2 tokens, batch 2
+            decode step 30–40 · step 3, batch 1
+    """)
+
+
+def test_sequences_that_fork_after_the_prefill_are_no_second_prompt() -> None:
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    story.submitted(4, a, sequences=2)
+    story.step(10, 20, [a, b], prompt={a: 64})
+    story.step(20, 30, [a, b, a, a])
+    story.step(30, 40, [a, b, a, a])
+    story.ends(41, a)
+    story.ends(41, b)
+    assert [row[3] for row in steps_of(story, a)] == [1, 3, 3]
+    assert [row[5] for row in steps_of(story, b)] == [64, 0, 0]
+
+
+def test_a_second_prompt_of_a_request_is_prompt_for_others_and_not_for_itself() -> None:
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    story.submitted(5, a, input_tokens=30)
+    story.step(10, 20, [a, b], prompt={a: 5})
+    story.step(20, 30, [a, b, a], tokens={2: 20}, delivered=None)
+    story.step(30, 40, [a, b, a])
+    story.ends(41, a)
+    story.ends(41, b)
+    assert [row[5] for row in steps_of(story, b)] == [5, 20, 0]
+    assert [row[5] for row in steps_of(story, a)] == [1, 0, 0]
+    assert story.record(a).input_tokens == 35
+    assert story.record(a).sequences == 2
+
+
+def test_a_sequence_that_is_ahead_has_the_first_token_of_the_request() -> None:
+    """Its sibling is still in its prompt."""
+    story = Story()
+    a, b = story.arrives(0, http=False), streamed(story, 1, "b")
+    story.submitted(1, a, input_tokens=8, sequences=2)
+    first = story.scheduled(10, [b, a, a], tokens={1: 4, 2: 300})
+    story.done(20, first, tokens={2: 0})
+    story.step(20, 30, [b, a, a], tokens={2: 100})
+    story.step(30, 40, [b, a, a])
+    story.ends(41, a)
+    story.ends(41, b)
+    assert ms(story.record(a).first_token_at) == 20
+    assert [row[3] for row in steps_of(story, a)] == [1, 2, 2]
+    assert [row[5] for row in steps_of(story, b)] == [304, 100, 0]
+    assert story.record(a).discarded == 0
+
+
+def test_speculative_decoding_delivers_several_tokens_in_a_step() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a], prompt={a: 5})
+    story.step(20, 30, [a], prompt={a: 4}, delivered={a: 3})
+    story.step(30, 40, [a], prompt={a: 4})
+    story.step(40, 50, [a], prompt={a: 4}, delivered={a: 4})
+    story.ends(51, a)
+    assert [row[3] for row in steps_of(story, a)] == [1, 3, 1, 4]
+    record = story.record()
+    assert record.output_tokens == 9
+    assert len(record.prefill_steps) == 1
+    assert "· step 2, 3 tokens, batch 1" in story.tree()
+
+
+def test_kv_utilization_is_said_as_the_request_came_in_had_its_first_token_and_was_done() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a], kv=(3, 10))
+    story.step(20, 30, [a], kv=(5, 10))
+    story.step(30, 40, [a], kv=(9, 10))
+    story.ends(41, a)
+    assert story.span("prefill")["attributes"] == {semconv.KV_UTILIZATION_START: 0.3}
+    decode = story.span("decode")["attributes"]
+    assert (decode[semconv.KV_UTILIZATION_START], decode[semconv.KV_UTILIZATION_END]) == (0.5, 0.9)
+
+
+def test_what_makes_no_tokens_is_a_prompt_and_nothing_after_it() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(4, a, input_tokens=6)
+    story.step(10, 30, [a], prompt={a: 6}, delivered={a: 0})
+    story.finished(30, a)
+    story.ends(34, a)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–34
+          chat toy 0–34 · 6 → 0
+            ingress 0–4
+            queue 4–10
+            prefill 10–30
+            postprocess 30–34
+    """)
+
+
+# ── how it ends ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def die(story: Story, stage: str) -> None:
+    """A request that is aborted at 100 ms in this stage, while the engine goes on for a while."""
+    a = story.arrives(0)
+    if stage == "ingress":
+        return story.aborts(100, a)
+    story.stage("tokenize", 10, 120 if stage == "tokenize" else 12, a)
+    if stage == "tokenize":
+        return story.aborts(100, a)
+    story.submitted(20, a)
+    if stage == "queue":
+        story.step(110, 120, [a])
+        story.finished(125, a, "abort", tokens=1)
+        return story.aborts(100, a)
+    if stage == "prefill":
+        story.step(30, 40, [a], prompt={a: 9}, delivered={a: 0})
+        story.step(40, 110, [a], prompt={a: 9})
+        story.finished(125, a, "abort", tokens=1)
+        return story.aborts(100, a)
+    story.step(30, 40, [a])
+    story.step(40, 80, [a])
+    if stage == "decode":
+        story.step(80, 110, [a])
+        story.finished(115, a, "abort", tokens=3)
+        return story.aborts(100, a)
+    story.finished(80, a, "length", tokens=2)
+    return story.aborts(100, a)
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        ("ingress", "ingress 0–100"),
+        ("tokenize", "ingress 0–10\ntokenize 10–100"),
+        ("queue", "ingress 0–10\ntokenize 10–12\nqueue 20–100"),
+        ("prefill", "ingress 0–10\ntokenize 10–12\nqueue 20–30\nprefill 30–100"),
+        ("decode", "ingress 0–10\ntokenize 10–12\nqueue 20–30\nprefill 30–40\ndecode 40–100"),
+        (
+            "postprocess",
+            "ingress 0–10\ntokenize 10–12\nqueue 20–30\nprefill 30–40\ndecode 40–80\npostprocess 80–100",
+        ),
+    ],
+)
+@pytest.mark.parametrize("error", ["client_disconnect", "timeout", "cancelled"])
+def test_a_request_dies_in_the_stage_it_was_in(stage: str, expected: str, error: str) -> None:
+    story = Story()
+    die(story, stage)
+    story.said = [
+        said._replace(fact=said.fact._replace(error_type=error))
+        if isinstance(said.fact, events.RequestEnded)
+        else said
+        for said in story.said
+    ]
+    record = story.record()
+    assert (record.died_in, record.error_type) == (stage, error)
+    stages = "\n".join(f"{s.name} {ms(s.started_at):g}–{ms(s.ended_at):g}" for s in record.stages)
+    assert stages == expected
+
+
+def test_tokens_that_the_engine_computed_after_the_end_are_not_the_requests() -> None:
+    story = Story()
+    die(story, "decode")
+    record = story.record()
+    assert [row[0] for row in steps_of(story, Who("a", PROCESS, 1))] == [1, 2]
+    assert record.output_tokens == 2
+    assert ms(record.last_token_at) == 80
+
+
+def test_a_request_that_died_before_its_first_token_has_no_first_token() -> None:
+    for stage in ("queue", "prefill"):
+        story = Story()
+        die(story, stage)
+        record = story.record()
+        assert (record.first_token_at, record.steps, record.output_tokens) == (0, None, 0)
+
+
+def test_what_the_engine_failed_died_where_the_engine_had_it() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    story.step(20, 30, [a])
+    story.finished(35, a, "error", tokens=2)
+    story.ends(36, a, events.ERROR, "OutOfMemoryError", status=500)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–36 · OutOfMemoryError, ERROR
+          chat toy 0–36 · 5 → 2, OutOfMemoryError, died in decode, ERROR
+            ingress 0–2
+            tokenize 2–4
+            queue 4–10
+            prefill 10–20
+            decode 20–36
+              decode step 20–30 · step 2, batch 1
+    """)
+
+
+@pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
+def test_what_the_engine_was_told_to_stop_ended_early_and_is_no_error(stage: str) -> None:
+    """Its stream ended well, and the engine may have obeyed only after that."""
+    story = Story()
+    a = streamed(story)
+    if stage != "queue":
+        story.step(10, 20, [a], prompt={a: 5}, delivered={a: 0} if stage == "prefill" else None)
+    story.finished(41, a, "abort")
+    story.ends(40, a)
+    record, request = story.record(), story.span("chat toy")
+    assert (record.outcome, record.error_type, record.died_in) == (events.ABORTED, "", stage)
+    assert [s.name for s in record.stages][-1] == stage
+    assert (request["status"], semconv.ERROR_TYPE in request["attributes"]) == (0, False)
+
+
+def test_what_the_engine_failed_is_an_error_though_its_response_ended_well() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    story.finished(30, a, "error", tokens=1)
+    story.ends(40, a)
+    record = story.record()
+    assert (record.outcome, record.error_type, record.died_in) == (events.ERROR, "_OTHER", "decode")
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_one_of_several_sequences_that_was_given_up_leaves_the_request_a_success(reason: str) -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.state(a, events.RequestSubmitted(ns(2), 2, 5, 0, "toy"))
+    story.step(10, 20, [a])
+    story.finished(15, a, reason)
+    story.finished(20, a, "stop", tokens=1)
+    story.ends(22, a)
+    assert story.record().outcome == events.OK
+
+
+def test_why_a_request_ended_goes_before_what_the_engine_made_of_it() -> None:
+    story = Story()
+    a = streamed(story)
+    story.finished(20, a, "abort")
+    story.ends(21, a, events.ABORTED, "timeout")
+    assert (story.record().outcome, story.record().error_type) == (events.ABORTED, "timeout")
+
+
+def test_a_stage_by_hand_that_raised_is_where_a_request_died_and_of_nested_ones_the_inner() -> None:
+    story = Story()
+    a = story.arrives(0, operation="")
+    story.stage("retrieve", 1, 3, a)
+    story.stage("rerank", 5, 8.99, a)
+    story.stage("pipeline", 4, 8.995, a)
+    story.ends(9, a, events.ERROR, "ValueError", status=500)
+    assert story.record().died_in == "rerank"
+
+
+def test_a_request_by_hand_that_raised_before_any_stage_died_in_none() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.ends(9, a, events.ERROR, "ValueError")
+    assert story.record().died_in == ""
+    assert semconv.DIED_IN not in story.span("chat toy")["attributes"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "status"),
+    [
+        (events.OK, "", 0),
+        (events.ABORTED, "", 0),
+        (events.ABORTED, "client_disconnect", 0),
+        (events.ABORTED, "cancelled", 0),
+        (events.ABORTED, "timeout", 2),
+        (events.ERROR, "ValueError", 2),
+        (events.ERROR, "process_died", 2),
+    ],
+)
+def test_the_status_is_an_error_only_where_it_is_the_servers_fault(
+    outcome: int, error: str, status: int
+) -> None:
+    story = Story()
+    a = streamed(story)
+    story.ends(20, a, outcome, error)
+    for name in ("chat toy", "POST /v1/chat/completions"):
+        span = story.span(name)
+        assert (span["status"], span["attributes"].get("error.type", "")) == (status, error)
+
+
+def test_a_process_that_died_takes_its_requests_along() -> None:
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    other = story.arrives(0, "other", http=False, process=2)
+    story.step(10, 20, [a])
+    story.tell(PROCESS, 0, events.ProcessDied(ns(50)))
+    story.ends(60, other)
+    assert {record.died_in: record.error_type for record in story.records()} == {
+        "decode": "process_died",
+        "queue": "process_died",
+        "": "",
+    }
+    assert ms(story.record(b).ended_at) == 50
+
+
+def test_the_first_end_counts() -> None:
+    story = Story()
+    a = streamed(story)
+    story.ends(20, a)
+    story.aborts(30, a)
+    story.tell(PROCESS, 0, events.ProcessDied(ns(40)))
+    assert [(record.outcome, ms(record.ended_at)) for record in story.records()] == [(events.OK, 20)]
+
+
+# ── told late ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_last_step_that_is_told_after_the_end_was_done_by_then() -> None:
+    """Another thread sent the last byte before the engine's came to say that the step was done."""
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    step = story.scheduled(20, [a])
+    story.ends(30, a, chunks=2)
+    story.done(30.2, step)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–30
+          chat toy 0–30 · 5 → 2
+            ingress 0–2
+            tokenize 2–4
+            queue 4–10
+            prefill 10–20
+            decode 20–30
+              decode step 20–30 · step 2, batch 1
+    """)
+
+
+def test_an_only_step_that_is_told_after_the_end_was_done_by_then() -> None:
+    story = Story()
+    a = streamed(story)
+    step = story.scheduled(10, [a])
+    story.ends(30, a)
+    story.done(30.2, step)
+    record = story.record()
+    assert (ms(record.first_token_at), record.output_tokens) == (30, 1)
+    assert [stage.name for stage in record.stages] == ["ingress", "tokenize", "queue", "prefill"]
+
+
+def test_a_step_that_began_after_a_success_delivered_nothing_to_it() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    story.ends(30, a)
+    story.step(31, 40, [a])
+    assert [row[0] for row in steps_of(story, a)] == [1]
+
+
+# ── lost ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_steps_that_are_lost_in_a_decode_are_missing_and_nothing_else_is_said() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    story.step(20, 30, [a])
+    for at in (30, 40, 50):
+        story.scheduled(at, [a], lost=True)
+    story.steps_lost(30)
+    story.keyframe_next()
+    story.step(60, 70, [a])
+    story.step(70, 80, [a])
+    story.ends(90, a, chunks=7)
+    assert story.tree() == text("""
+        POST /v1/chat/completions 0–90
+          chat toy 0–90 · 5 → 0, telemetry lost
+            ingress 0–2
+            tokenize 2–4
+            queue 4–10
+            prefill 10–20
+            decode 20–80
+              decode step 20–30 · step 2, batch 1
+              decode step 60–70 · step 6, batch 1
+              decode step 70–80 · step 7, batch 1
+            postprocess 80–90
+    """)
+    assert story.span("decode")["attributes"][semconv.ITL_MAX] == pytest.approx(0.010), "the hole is no gap"
+
+
+def test_what_the_engine_said_of_its_tokens_stands_though_steps_are_lost() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    story.scheduled(20, [a], lost=True)
+    story.steps_lost(21)
+    story.finished(30, a, tokens=2)
+    story.ends(31, a, chunks=2)
+    record = story.record()
+    assert record.output_tokens == 2
+    assert [(stage.name, ms(stage.ended_at)) for stage in record.stages][-2:] == [
+        ("decode", 30),
+        ("postprocess", 31),
+    ]
+
+
+def test_with_its_last_steps_lost_nobody_knows_a_requests_last_token() -> None:
+    story = Story()
+    a = streamed(story)
+    story.step(10, 20, [a])
+    story.step(20, 30, [a])
+    story.scheduled(30, [a], lost=True)
+    story.steps_lost(31)
+    story.ends(50, a, chunks=3)
+    assert [stage.name for stage in story.record().stages] == ["ingress", "tokenize", "queue", "prefill"]
+
+
+def test_steps_that_are_lost_in_the_queue_hide_when_it_ended() -> None:
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    story.step(10, 20, [b])
+    story.scheduled(20, [b, a], {a: 64}, lost=True)
+    story.steps_lost(25)
+    story.keyframe_next()
+    story.step(30, 40, [b, a])
+    story.step(40, 50, [b, a])
+    story.ends(60, a, chunks=3)
+    story.ends(60, b, chunks=3)
+    record = story.record(a)
+    assert [stage.name for stage in record.stages] == ["ingress", "tokenize", "postprocess"]
+    assert (record.telemetry_lost, record.first_token_at) == (True, 0)
+    assert [row[5] for row in steps_of(story, b)] == [0, 0, 0]
+
+
+def test_a_first_token_that_came_by_begins_the_decode_of_a_request_whose_first_steps_are_lost() -> None:
+    story = Story()
+    a = streamed(story)
+    story.scheduled(10, [a], lost=True)
+    story.steps_lost(15)
+    story.state(a, events.TokenReached(ns(21)))
+    story.keyframe_next()
+    story.step(20, 30, [a])
+    story.step(30, 40, [a])
+    story.ends(45, a, chunks=3)
+    assert story.tree().splitlines()[4:] == [
+        "    decode 21–40",
+        "      decode step 30–40 · step 3, batch 1",
+        "    postprocess 40–45",
+    ]
+    assert story.record().ttft_ns == 21 * MS
+
+
+def test_a_prompt_that_begins_after_a_loss_is_prompt_for_others() -> None:
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    story.step(10, 20, [b])
+    story.scheduled(20, [b], lost=True)
+    story.steps_lost(25)
+    story.keyframe_next()
+    story.step(30, 40, [b, a], {a: 64}, {a: 0})
+    story.step(40, 50, [b, a], {a: 32})
+    story.step(50, 60, [b, a])
+    story.ends(61, a)
+    story.ends(61, b)
+    assert [row[5] for row in steps_of(story, b)] == [0, 64, 32, 0]
+    assert [row[0] for row in steps_of(story, a)] == [4, 5]
+
+
+def test_a_loss_that_is_told_after_the_steps_that_followed_it_takes_back_what_they_seemed_to_say() -> None:
+    """The reader dates a loss when it sees it, which can be after steps that it reads later."""
+    story = Story()
+    a, b = streamed(story), streamed(story, 1, "b")
+    story.step(10, 20, [b])
+    story.scheduled(20, [b, a], {a: 64}, lost=True)
+    story.step(30, 40, [b, a], keyframe=True)
+    story.steps_lost(45)
+    story.keyframe_next()
+    story.step(50, 60, [b, a])
+    story.ends(70, a)
+    story.ends(70, b)
+    record = story.record(a)
+    assert record.telemetry_lost
+    assert [stage.name for stage in record.stages] == ["ingress", "tokenize", "postprocess"]
+    assert story.record(b).stage("queue") is not None
+
+
+def test_facts_that_are_lost_before_the_first_touch_hide_how_long_the_ingress_was() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.tell(PROCESS, 0, events.FactsLost(ns(8), 3, 0))
+    story.submitted(10, a)
+    story.step(20, 30, [a])
+    story.ends(40, a)
+    assert [stage.name for stage in story.record().stages] == ["queue", "prefill", "postprocess"]
+    assert story.record().telemetry_lost
+
+
+def test_a_request_that_died_while_facts_were_lost_has_no_stage_that_lasts_to_its_end() -> None:
+    story = Story()
+    a = streamed(story)
+    story.tell(PROCESS, 0, events.FactsLost(ns(8), 3, 0))
+    story.aborts(50, a)
+    record = story.record()
+    assert [stage.name for stage in record.stages] == ["ingress", "tokenize"]
+    assert record.died_in == "queue"
+
+
+def test_a_request_known_from_the_live_table_alone_is_an_inference_that_died() -> None:
+    story = Story()
+    trace_id, span_id = ids("a")
+    recovered = events.LiveRecovered(BASE, WALL, trace_id, span_id, ids("caller")[1], events.SAMPLED)
+    story.tell(PROCESS, 7, recovered)
+    story.tell(PROCESS, 0, events.ProcessDied(ns(50)))
+    assert story.tree() == "inference 0–50 · process_died, telemetry lost, ERROR"
+    assert story.spans()[0]["parent_span_id"] == ids("caller")[1].hex()

@@ -1,0 +1,99 @@
+"""Whose the time of a batch was: whatever its composition, the parts and the remainders are the whole."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import otel_infer
+from otel_infer import _clock
+from otel_infer.assembly.requests.device_time import shared, shares_of
+from otel_infer.gpu.timed_work import StepWork
+from otel_infer.gpu.timeline import Timed
+from tests.support.rings import Recording
+
+MS = 1_000_000
+spans = st.integers(0, 1 << 40)
+batches = st.dictionaries(st.integers(0, 1000), st.integers(0, 1 << 16), max_size=300)
+
+
+@given(spans, batches, st.integers(0, 1 << 20))
+def test_parts_and_remainders_are_the_whole_span_in_integers(
+    span: int, tokens: dict[int, int], more: int
+) -> None:
+    shares = shared(span, tokens, sum(tokens.values()) + more)
+    assert sum(shares.of.values()) + shares.wasted + shares.rounding == span
+    assert min([*shares.of.values(), shares.wasted, shares.rounding]) >= 0
+    assert shares.rounding <= len(tokens) + 1
+
+
+@given(spans, batches, st.integers(0, 1 << 20))
+def test_who_got_more_tokens_has_no_smaller_part(span: int, tokens: dict[int, int], more: int) -> None:
+    of = shared(span, tokens, sum(tokens.values()) + more).of
+    ordered = sorted(tokens, key=tokens.__getitem__)
+    assert [of[who] for who in ordered] == sorted(of.values())
+
+
+@given(st.lists(st.tuples(spans, st.integers(0, 1 << 12), st.integers(0, 1 << 16)), max_size=50))
+def test_the_parts_of_one_request_are_those_of_its_steps(steps: list[tuple[int, int, int]]) -> None:
+    each = [shared(span, {"a": own, "b": others}, own + others).of["a"] for span, own, others in steps]
+    columns = np.array(steps, np.int64).reshape(-1, 3).T
+    assert shares_of(columns[0], columns[1], columns[1] + columns[2]) == sum(each)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_whoever_got_however_many_tokens_of_a_step_all_parts_are_within_it(delivered: list[int]) -> None:
+    """A hand-written loop may draft tokens and say only how many came out of it."""
+    recording, batch = Recording(), [otel_infer.request() for _ in delivered]
+    try:
+        for request in batch:
+            contextvars.Context().run(request.__enter__)
+        with otel_infer.step(batch, prompt_tokens=dict.fromkeys(batch, 4)):
+            pass
+        with otel_infer.step(batch) as step:
+            step.delivered = dict(zip(batch, delivered))
+        at = _clock.now()
+        StepWork("custom", os.getpid(), 0, 2, 0).on_device(Timed(at, at + 10 * MS, 0, 0, -1, 0))
+        for request in batch:
+            request._live.close()  # type: ignore[union-attr]
+        parts = sum(record.device_share for record in recording.records())
+    finally:
+        recording.stop()
+    computed = max(sum(delivered), len(delivered))
+    assert parts <= 10 * MS
+    assert parts == pytest.approx(10 * MS * sum(delivered) / computed, abs=len(delivered))
+
+
+def test_a_step_of_nothing_is_nobodys() -> None:
+    assert shared(500, {}, 0) == ({}, 500, 0)
+    assert shared(500, {"a": 0}, 0) == ({"a": 0}, 500, 0)
+
+
+def test_requests_in_one_batch_share_its_time_by_their_tokens(recording: Recording) -> None:
+    one, other = otel_infer.request(), otel_infer.request()
+    for request in (one, other):  # not nested, as a loop has many
+        contextvars.Context().run(request.__enter__)
+    with otel_infer.step([one, other], prompt_tokens={one: 90, other: 10}):
+        pass
+    with otel_infer.step([one, other]):
+        pass
+    for number in (1, 2):
+        at = _clock.now()
+        StepWork("custom", os.getpid(), 0, number, 0).on_device(Timed(at, at + 10 * MS, 0, 0, -1, 0))
+    for request in (one, other):
+        request._live.close()  # type: ignore[union-attr]
+    records = recording.records()
+    parts = []
+    for record in records:
+        prefill, decode = record.stage("prefill"), record.stage("decode")
+        assert prefill is not None
+        assert decode is not None
+        parts.append((prefill.attributes["infer.device.share"], decode.attributes["infer.device.share"]))
+        assert decode.attributes["infer.device.share.method"] == "tokens"
+    assert sorted(parts) == [(0.001, 0.005), (0.009, 0.005)]

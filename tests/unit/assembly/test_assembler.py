@@ -1,0 +1,629 @@
+"""Facts in, records out: whatever is told, in whatever pieces, each request is concluded once and says nothing impossible."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otel_infer.analysis.attribution import request
+from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.assembly.engine.step_rows import StepRows
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.ringbuffer import events
+from otel_infer.sidecar.recording import file
+from tests.support.simulator import Simulator, Tick, ticks
+from tests.support.story import BASE, LATER, PROCESS, WALL, Story, ids, ms, ns
+
+GRACE_MS = GRACE_NS // 1_000_000
+
+
+def concluded(said: list[events.RingFact]) -> list[RequestRecord]:
+    assembler = Assembler()
+    assembler.feed(said)
+    return assembler.concluded(LATER)
+
+
+def plain(record: RequestRecord) -> dict[str, Any]:
+    """A record that can be compared, with its blame."""
+    request.assign([record])
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    del fields["prefillers"], fields["strain"]  # questions to the step log, not answers
+    steps = fields["steps"]
+    return {**fields, "steps": steps.table.tolist() if steps is not None else None}
+
+
+# ── anything at all ──────────────────────────────────────────────────────────────────────────────────────────────
+
+instants = st.one_of(st.integers(0, 50), st.integers(0, 1 << 40), st.sampled_from([GRACE_NS, GRACE_NS + 1]))
+counts = st.integers(0, 5)
+words = st.sampled_from(["", "decode", "tokenize", "recompute", "offload", "abort", "x"])
+some_ids = st.sampled_from([bytes(8), b"a" * 8, b"b" * 8])
+phases = st.sampled_from([events.WEIGHTS, events.READY])
+pairs = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=4).map(tuple)
+attributes = st.dictionaries(words, st.one_of(words, counts), max_size=2)
+ended = st.builds(
+    events.RequestEnded, instants, st.integers(0, 2), words, st.sampled_from([0, 200]), counts, counts, counts
+)
+arrived = st.builds(
+    events.RequestArrived, instants, instants, some_ids.map(lambda i: i * 2), some_ids, some_ids, some_ids,
+    st.integers(0, 15), words, words, words, words,
+)  # fmt: skip
+of_requests = st.one_of(
+    arrived,
+    ended,
+    st.builds(events.StageEnded, instants, instants, words, counts),
+    st.builds(events.RequestSubmitted, instants, counts, counts, counts, words),
+    st.builds(events.RequestReceived, instants),
+    st.builds(events.RequestScheduled, instants),
+    st.builds(events.RequestPreempted, instants, words),
+    st.builds(events.TokenReached, instants),
+    st.builds(events.FirstTokenSent, instants),
+    st.builds(events.ResponseStarted, instants),
+    st.builds(events.EngineFinished, instants, words, counts),
+    st.builds(events.AttributeSet, instants, words, counts),
+    st.builds(events.EventAdded, instants, words, attributes),
+    st.builds(events.SpanLinked, instants, some_ids.map(lambda i: i * 2), some_ids),
+    st.builds(events.LinkDescribed, instants, some_ids.map(bytes.hex), attributes),
+    st.builds(events.NameUpdated, instants, words),
+    st.builds(events.HttpDescribed, instants, words, words, words),
+    st.builds(
+        events.LiveRecovered, instants, instants, some_ids.map(lambda i: i * 2), some_ids, some_ids, counts
+    ),
+)
+of_processes = st.one_of(
+    st.builds(events.HooksReported, instants, words, counts, counts),
+    st.builds(events.FactsLost, instants, counts, counts),
+    st.builds(events.PauseSeen, instants, instants, words),
+    st.builds(events.MarkSeen, instants, instants, words, st.integers(0, 9)),
+    st.builds(events.ProcessSeen, instants, counts, words, st.just(0)),
+    st.builds(events.EngineSeen, instants, st.integers(1, 2), counts, words),
+    st.builds(events.ProcessDied, instants),
+    st.builds(events.ProcessStarted, instants, instants, some_ids.map(lambda i: i * 2), some_ids),
+    st.builds(events.ModuleImported, instants, st.sampled_from(["torch", "uvicorn.config"])),
+    st.builds(events.PhaseBegan, instants, phases),
+    st.builds(
+        events.PhaseEnded, instants, instants, phases, st.sampled_from(["lifespan", "engine"]), words, words
+    ),
+    st.builds(events.ProcessLeft, instants, words),
+    st.builds(events.LiveListed, instants, st.lists(counts, max_size=3)),
+)
+of_steps = st.one_of(
+    st.builds(
+        events.StepScheduled, instants, st.integers(0, 12), st.booleans(), counts, st.lists(counts, max_size=3),
+        st.lists(counts, max_size=3), pairs, counts, counts, counts, counts,
+    ),
+    st.builds(events.StepDone, instants, st.integers(0, 12), pairs, counts),
+    st.builds(events.StepsLost, instants, counts),
+)  # fmt: skip
+anything = st.one_of(
+    st.builds(events.RingFact, st.integers(1, 2), st.integers(0, 4), of_requests),
+    st.builds(events.RingFact, st.integers(1, 2), st.just(0), of_processes),
+    st.builds(events.RingFact, st.integers(10, 11), st.just(0), of_steps),
+)
+ENGINES = [events.RingFact(ring, 0, events.EngineSeen(0, ring - 9, 1, "toy")) for ring in (10, 11)]
+
+
+@st.composite
+def plausible(draw: st.DrawFn) -> list[events.RingFact]:
+    """Well-formed steps of two requests, with anything in between."""
+    said = list(ENGINES)
+    at = 1
+    for handle in (1, 2):
+        arrived = events.RequestArrived(
+            1, 1, bytes([handle]) * 16, bytes([handle]) * 8, bytes(8), bytes(8), 1, "chat", "", "m", ""
+        )
+        said.append(events.RingFact(1, handle, arrived))
+    for step in range(1, draw(st.integers(0, 8)) + 1):
+        batch = draw(st.lists(st.integers(0, 3), max_size=4))
+        scheduled = events.StepScheduled(at, step, True, len(batch), (), batch, draw(pairs), 0, 0, 0, 0)
+        said.append(events.RingFact(10, 0, scheduled))
+        at += draw(st.integers(0, 5))
+        if draw(st.booleans()):
+            said.append(events.RingFact(10, 0, events.StepDone(at, step, draw(pairs), 0)))
+        said += draw(st.lists(anything, max_size=2))
+    return said + [events.RingFact(1, handle, draw(ended)) for handle in (1, 2)]
+
+
+def check(record: RequestRecord) -> None:
+    assert record.arrived_at <= record.ended_at
+    for stage in record.stages:
+        assert record.arrived_at <= stage.started_at <= stage.ended_at <= record.ended_at
+    assert record.output_tokens >= 0
+    assert record.ttft_ns >= 0
+    for chunk in record.prefill_steps:
+        prefill = record.stage("prefill")
+        assert chunk.tokens > 0
+        assert record.arrived_at <= chunk.started_at < chunk.ended_at <= record.ended_at
+        assert prefill is None or chunk.ended_at <= prefill.ended_at
+    if record.steps is not None:
+        check_steps(record, record.steps)
+
+
+def check_steps(record: RequestRecord, rows: StepRows) -> None:
+    assert rows.table.shape == (6, len(rows))
+    assert len(rows) > 0
+    assert (rows.tokens > 0).all()
+    assert (rows.others_prefill_tokens >= 0).all()
+    assert (rows.started_at <= rows.ended_at).all()
+    assert (rows.started_at >= record.arrived_at).all()
+    assert (rows.ended_at <= record.ended_at).all()
+    decode = record.stage("decode")
+    if decode is not None and len(rows) > 1:
+        assert decode.started_at <= int(rows.started_at[1:].min())
+        assert int(rows.ended_at.max()) <= decode.ended_at or record.telemetry_lost
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.lists(anything, max_size=60), plausible()))
+def test_whatever_is_told_in_whatever_order_raises_nothing_and_says_nothing_impossible(
+    said: list[events.RingFact],
+) -> None:
+    assembler = Assembler()
+    assembler.feed(ENGINES)
+    assembler.feed(said)
+    for record in assembler.concluded(LATER):
+        check(record)
+    for step in assembler.drain_steps():
+        assert step.prefill_tokens >= 0 and step.decode_tokens >= 0
+    assert set(assembler.active()) == {"queued", "running"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(anything, max_size=40), st.permutations([1, 2, 3]), st.lists(ended, min_size=3, max_size=3))
+def test_every_request_that_is_opened_and_ended_is_concluded_once(
+    between: list[events.RingFact], order: list[int], ends: list[events.RequestEnded]
+) -> None:
+    """Whatever else is said, as long as it is not of these."""
+    between = [said for said in between if said.ring != 1]
+    assembler = Assembler()
+    opened = [
+        events.RingFact(1, handle, events.RequestArrived(
+            1, 1, bytes(16), bytes([handle]) * 8, bytes(8), bytes(8), 1, "chat", "", "m", "n")
+        )
+        for handle in (1, 2, 3)
+    ]  # fmt: skip
+    records = []
+    for fact in [*opened, *between, *(events.RingFact(1, h, e) for h, e in zip(order, ends))]:
+        assembler.feed([fact])
+        records += assembler.concluded(0)
+    records += assembler.concluded(LATER)
+    assert sorted(record.handle for record in records if record.ring == 1) == [1, 2, 3]
+    assert not [key for key in assembler.open if key[0] == 1]
+
+
+# ── in pieces, from a tape ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=60, deadline=None)
+@given(ticks(most=40), st.integers(1, 2), st.lists(st.integers(0, 400), max_size=20), st.booleans())
+def test_the_same_facts_give_the_same_records_however_they_are_fed(
+    program: list[Tick], depth: int, cuts: list[int], with_horizons: bool
+) -> None:
+    with Simulator(depth) as simulator:
+        simulator.run(program)
+    said = simulator.said
+    assert all(before.fact.at <= after.fact.at for before, after in itertools.pairwise(said))
+    pieces = Assembler()
+    records = []
+    for begin, end in itertools.pairwise([0, *sorted(cuts), len(said)]):
+        pieces.feed(said[begin:end])
+        if with_horizons and begin < end <= len(said):
+            records += pieces.concluded(said[end - 1].fact.at - 1)
+    records += pieces.concluded(LATER)
+    assert [plain(record) for record in records] == [plain(record) for record in concluded(said)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(program=ticks(most=30))
+def test_a_tape_gives_the_same_records_again(
+    program: list[Tick], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("tapes") / "a.tape"
+    with Simulator(2) as simulator:
+        simulator.run(program)
+    writer = file.TapeWriter(path)
+    for begin in range(0, len(simulator.said), 7):
+        piece = simulator.said[begin : begin + 7]
+        writer.write(piece, piece[-1].fact.at)
+    writer.close()
+    replayed = [said for passage in file.read(path) for said in passage.said]
+    live, again = concluded(simulator.said), concluded(replayed)
+    assert [plain(record) for record in again] == [plain(record) for record in live]
+
+
+def test_an_ended_request_waits_for_what_is_told_late_and_not_for_what_is_told_later() -> None:
+    for late, expected in ((GRACE_MS, 2), (GRACE_MS + 1, 1)):
+        story = Story()
+        a = story.arrives(0)
+        story.step(10, 20, [a])
+        step = story.scheduled(20, [a])
+        story.ends(40, a)
+        story.done(40 + late, step)
+        assert story.record().output_tokens == expected
+
+
+def test_a_request_is_concluded_when_its_time_is_up_and_not_before() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.ends(10, a)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert assembler.concluded(ns(10) + GRACE_NS - 1) == []
+    assert len(assembler.concluded(ns(10) + GRACE_NS)) == 1
+    assert assembler.concluded(LATER) == []
+
+
+# ── who is who ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_handles_of_two_processes_do_not_collide() -> None:
+    story = Story()
+    other = story.engine(ring=11, process=2)
+    a = story.arrives(0, "a", handle=5, process=1)
+    b = story.arrives(0, "b", handle=5, process=2)
+    story.step(10, 20, [a])
+    for at in (30, 40, 50):
+        story.step(at, at + 5, [b], engine=other)
+    story.ends(60, a)
+    story.ends(60, b)
+    assert {r.ring: r.output_tokens for r in story.records()} == {1: 1, 2: 3}
+
+
+def test_a_request_may_be_in_the_steps_of_two_engines_of_its_process() -> None:
+    """One computes the prompt, the other decodes."""
+    story = Story()
+    decoder = story.engine(ring=11)
+    a = story.arrives(0)
+    story.step(10, 20, [a], {a: 64})
+    for at in (30, 40):
+        story.step(at, at + 10, [a], engine=decoder)
+    story.ends(60, a)
+    record = story.record()
+    assert record.steps is not None
+    assert [ms(at) for at in record.steps.ended_at] == [20, 40, 50]
+    assert len(record.prefill_steps) == 1
+
+
+def test_a_slot_that_is_used_again_is_another_request() -> None:
+    story = Story()
+    first, second = 7 | 1 << 12, 7 | 2 << 12
+    a = story.arrives(0, "a", handle=first)
+    story.step(10, 20, [a])
+    story.ends(21, a)
+    b = story.arrives(22, "b", handle=second)
+    story.step(30, 40, [a, b], keyframe=True)  # the engine has not let go of the first one yet
+    story.step(40, 50, [b])
+    story.ends(51, b)
+    assert {r.handle: r.output_tokens for r in story.records()} == {first: 1, second: 2}
+
+
+def test_a_handle_that_is_given_away_while_its_request_goes_on_ends_it_unseen() -> None:
+    story = Story()
+    story.arrives(0, "a", handle=5)
+    b = story.arrives(20, "b", handle=5)
+    story.ends(30, b)
+    first, second = story.records()
+    assert (first.telemetry_lost, ms(first.ended_at)) == (True, 0)
+    assert (second.telemetry_lost, ms(second.ended_at)) == (False, 30)
+
+
+def test_what_is_told_twice_counts_once() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.submitted(4, a, input_tokens=5)
+    story.step(10, 20, [a])
+    story.step(20, 30, [a])
+    story.ends(31, a)
+    twice = [
+        said
+        for said in story.in_order()
+        for _ in range(2)
+        if not isinstance(said.fact, events.RequestSubmitted)
+    ]
+    (record,) = concluded(twice)
+    assert record.output_tokens == 2
+
+
+def test_facts_of_nobody_are_nobodys() -> None:
+    story = Story()
+    a = story.arrives(0)
+    for handle in (0, 99):
+        story.tell(PROCESS, handle, events.TokenReached(ns(5)))
+        story.tell(PROCESS, handle, events.RequestEnded(ns(6), 0, "", 0, 0, 0, 0))
+    story.tell(77, 0, events.StepDone(ns(7), 1, (), 0))
+    story.tell(77, 0, events.StepsLost(ns(7), 1))
+    story.ends(8, a)
+    assert len(story.records()) == 1
+
+
+def test_a_batch_of_strangers_is_a_step_all_the_same() -> None:
+    story = Story()
+    a = story.arrives(0)
+    stranger = a._replace(handle=0, name="arrived before us")
+    story.step(10, 20, [stranger, a, stranger], {a: 64})
+    story.ends(30, a)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    (step,) = assembler.drain_steps()
+    assert (step.size, step.prefill_tokens, step.decode_tokens, step.kind) == (3, 64, 2, "mixed")
+
+
+# ── lost and found ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_engines_ring_that_is_seen_late_says_nothing_until_it_tells_a_whole_batch() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(10, 20, [a], lost=True)
+    story.step(20, 30, [a])
+    story.step(30, 40, [a], keyframe=True)
+    story.step(40, 50, [a])
+    story.ends(51, a)
+    record = story.record()
+    assert record.steps is not None and record.steps.step.tolist() == [3, 4]
+    assert (record.telemetry_lost, record.output_tokens) == (True, 0)
+
+
+def test_a_step_that_the_engine_could_not_state_is_nobodys_loss_if_the_next_one_is_told_whole() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(10, 20, [a])
+    story.scheduled(20, [a], lost=True)
+    story.step(30, 40, [a], keyframe=True)
+    story.ends(41, a)
+    record = story.record()
+    assert (record.telemetry_lost, record.output_tokens) == (False, 2)
+
+
+def test_a_batch_that_does_not_add_up_is_not_believed() -> None:
+    story = Story()
+    a, b = story.arrives(0), story.arrives(0, "b")
+    story.step(10, 20, [a])
+    story.scheduled(20, [a, b], lost=True)
+    wrong = events.StepScheduled(ns(20), 2, False, 3, (), (b.handle,), (), 0, 0, 0, 0)
+    story.tell(10, 0, wrong)
+    story.done(30, 2)
+    story.ends(40, a)
+    story.ends(40, b)
+    assert [(r.telemetry_lost, r.steps is not None and r.steps.step.tolist()) for r in story.records()] == [
+        (True, [1]),
+        (True, False),
+    ]
+
+
+def test_a_request_that_arrives_while_the_batch_is_unknown_may_have_been_in_it() -> None:
+    story = Story()
+    story.scheduled(10, [], lost=True)
+    story.steps_lost(20)
+    a = story.arrives(30)
+    story.keyframe_next()
+    story.step(50, 60, [a])
+    story.ends(61, a)
+    assert story.record().telemetry_lost
+
+
+def test_a_request_that_arrives_after_a_loss_was_made_good_is_whole() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.scheduled(10, [a], lost=True)
+    story.steps_lost(20)
+    story.keyframe_next()
+    story.step(20, 30, [a])
+    b = story.arrives(31, "b")
+    story.step(40, 50, [a, b])
+    story.ends(51, a)
+    story.ends(51, b)
+    assert [record.telemetry_lost for record in story.records()] == [True, False]
+
+
+def test_facts_that_are_lost_mark_whoever_was_in_flight_in_that_process() -> None:
+    story = Story()
+    a = story.arrives(0)
+    other = story.arrives(0, "other", process=2)
+    story.tell(PROCESS, 0, events.FactsLost(ns(10), 7, 2))
+    later = story.arrives(11, "later")
+    for who in (a, other, later):
+        story.ends(20, who)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert [record.telemetry_lost for record in assembler.concluded(LATER)] == [True, False, False]
+    assert (assembler.facts_lost, assembler.facts_torn) == (7, 2)
+
+
+def test_who_is_not_in_the_live_table_any_more_ended_when_it_was_seen_last_and_not_when_that_was_noticed() -> (
+    None
+):
+    story = Story()
+    a, b = story.arrives(0), story.arrives(0, "b")
+    story.step(10, 20, [a, b])
+    story.step(20, 30, [b])
+    story.tell(PROCESS, 0, events.LiveListed(ns(60_000), [b.handle]))
+    story.ends(60_060, b)
+    first, second = story.records()
+    assert (first.handle, first.telemetry_lost, ms(first.ended_at)) == (a.handle, True, 20)
+    assert (second.telemetry_lost, ms(second.ended_at)) == (False, 60_060)
+
+
+def test_what_the_engine_or_user_code_said_last_is_when_an_unseen_end_was_at_the_earliest() -> None:
+    story = Story()
+    a, b, c = (story.arrives(0, name) for name in "abc")
+    story.tell(PROCESS, a.handle, events.EngineFinished(ns(40), "stop", 7))
+    story.tell(PROCESS, b.handle, events.StageEnded(ns(45), ns(41), "rerank", 0))
+    story.tell(PROCESS, 0, events.LiveListed(ns(60_000), []))
+    assert sorted(ms(record.ended_at) for record in story.records()) == [0, 40, 45]
+    assert c.handle
+
+
+def test_a_request_of_the_live_table_whose_arrival_is_read_after_all_is_whole() -> None:
+    """A new reader looks at the table first, and then finds the ring intact."""
+    story = Story()
+    trace_id, span_id = ids("a")
+    recovered = events.LiveRecovered(BASE, WALL, trace_id, span_id, ids("caller")[1], events.SAMPLED)
+    story.tell(PROCESS, 1, recovered)
+    a = story.arrives(0)
+    story.step(10, 20, [a])
+    story.ends(30, a)
+    record = story.record()
+    assert (record.telemetry_lost, record.output_tokens, record.name) == (False, 1, "POST")
+
+
+def test_what_an_earlier_reader_concluded_is_not_concluded_again() -> None:
+    story = Story()
+    story.tell(PROCESS, 0, events.ProcessSeen(0, 4242, "server", ns(1000)))
+    a, b = story.arrives(0), story.arrives(1, "b")
+    story.step(10, 20, [a, b])
+    story.ends(1000 - GRACE_MS, a)
+    story.step(1100, 1110, [b])
+    story.ends(1200, b)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert [record.span_id for record in assembler.concluded(LATER)] == [ids("b")[1]]
+    assert [step.step for step in assembler.drain_steps()] == [2], "nor are steps counted twice"
+
+
+def test_a_process_that_died_leaves_nothing_behind() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.tell(PROCESS, 0, events.HooksReported(ns(1), "toy", 3, 4))
+    story.step(10, 20, [a])
+    story.tell(PROCESS, 0, events.ProcessDied(ns(30)))
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert assembler.concluded(LATER)[0].error_type == "process_died"
+    assert (assembler.engines, assembler.processes.hooks, assembler.open) == ({}, {}, {})
+
+
+def test_hooks_that_are_reported_again_are_the_same_hooks() -> None:
+    story = Story()
+    for at in (1, 60_000, 120_000):
+        story.tell(PROCESS, 0, events.HooksReported(ns(at), "toy", 3, 4))
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert list(assembler.processes.hooks.values()) == [(3, 4)]
+
+
+def test_what_makes_no_sense_of_one_request_costs_no_other() -> None:
+    story = Story()
+    a, b = story.arrives(0, "a"), story.arrives(0, "b")
+    odd: Any = ["no key"]
+    story.state(a, events.AttributeSet(ns(1), odd, 1))
+    for who in (a, b):
+        story.ends(9, who)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert len(assembler.concluded(LATER)) == 2
+    assert assembler.facts_torn == 1
+
+
+def test_where_no_engine_schedules_nobody_is_queued_but_whoever_was_handed_to_one() -> None:
+    story = Story()
+    story.said.clear()
+    story.arrives(0, "a", operation="")
+    submitted = story.arrives(0, "b")
+    story.submitted(1, submitted)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert assembler.active() == {"queued": 1, "running": 1}
+
+
+def test_requests_in_flight_are_queued_until_a_step_has_taken_them_up() -> None:
+    story = Story()
+    a, b, c = (story.arrives(0, name) for name in "abc")
+    story.step(10, 20, [a, b])
+    story.ends(30, a)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert assembler.active() == {"queued": 1, "running": 1}
+    del c
+
+
+def test_a_request_of_more_steps_than_are_remembered_counts_what_it_has_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("otel_infer.assembly.engine.step_table.CAPACITY", 16)
+    story = Story()
+    a = story.arrives(0)
+    for at in range(10, 50):
+        story.step(at, at + 1, [a])
+    story.ends(60, a)
+    record = story.record()
+    assert record.steps is not None
+    assert record.steps.step.tolist() == list(range(25, 41))
+    assert record.steps_forgotten == 24
+    assert (ms(record.first_token_at), ms(record.last_token_at)) == (11, 50)
+    assert record.output_tokens == 0, "nobody knows"
+    assert np.all(record.steps.tokens == 1)
+
+
+def test_a_pause_of_the_process_belongs_to_whoever_was_there() -> None:
+    story = Story()
+    early = story.arrives(0, "early")
+    story.ends(10, early)
+    later = story.arrives(20, "later")
+    story.paused(22, 25)
+    story.ends(40, later)
+    assert [[(ms(p.started_at), ms(p.ended_at), p.cause) for p in r.pauses] for r in story.records()] == [
+        [],
+        [(22, 25, "gc")],
+    ]
+
+
+def test_a_pause_that_is_told_late_is_put_where_it_belongs() -> None:
+    story = Story()
+    early = story.arrives(0, "early")
+    story.paused(20, 25, "compile")
+    story.paused(10, 12)
+    story.ends(22, early)
+    assembler = Assembler()
+    assembler.feed(story.said)
+    (record,) = assembler.concluded(LATER)
+    assert [(ms(p.started_at), p.cause) for p in record.pauses] == [(10, "gc"), (20, "compile")]
+
+
+def test_a_mark_belongs_to_whoever_may_have_been_there() -> None:
+    story = Story()
+    early, later = story.arrives(0, "early"), story.arrives(20, "later")
+    story.ends(10, early)
+    story.marked(12, 25, "allocator_retry", 2)
+    story.ends(40, later)
+    assert [[(ms(m.since), ms(m.at), m.name, m.times) for m in r.marks] for r in story.records()] == [
+        [],
+        [(12, 25, "allocator_retry", 2)],
+    ]
+
+
+def test_marks_are_handed_out_once_and_not_again_after_another_reader() -> None:
+    story = Story()
+    story.tell(PROCESS, 0, events.ProcessSeen(0, 1, "server", ns(30)))
+    story.marked(20, 25, "allocator_oom")
+    story.marked(25, 35, "allocator_oom")
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert [ms(mark.at) for mark in assembler.drain_marks()] == [35]
+    assert assembler.drain_marks() == []
+
+
+def test_pauses_are_handed_out_once_and_not_again_after_another_reader() -> None:
+    story = Story()
+    story.tell(PROCESS, 0, events.ProcessSeen(0, 1, "server", ns(30)))
+    story.paused(20, 25)
+    story.paused(32, 35)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert [ms(pause.ended_at) for pause in assembler.drain_pauses()] == [35]
+    assert assembler.drain_pauses() == []
+
+
+def test_a_process_that_ends_right_after_a_request_takes_no_pause_of_it_along() -> None:
+    story = Story()
+    a = story.arrives(20)
+    story.paused(22, 25)
+    story.ends(40, a)
+    story.tell(PROCESS, 0, events.ProcessDied(ns(60)))
+    assert [(ms(p.started_at), ms(p.ended_at)) for p in story.record().pauses] == [(22, 25)]

@@ -1,0 +1,281 @@
+"""What a process spent on getting ready, told in facts, and the trace that comes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from otel_infer import semconv
+from otel_infer.assembly.assembler import GRACE_NS, Assembler
+from otel_infer.ringbuffer import events, layout
+from otel_infer.sidecar.recording import file
+from tests.support.starts import BEGUN, Starting, server
+from tests.support.story import LATER, PROCESS, drawn, ms, ns, text
+
+
+def test_a_start_is_one_trace_whose_phases_are_inside_its_root() -> None:
+    story = server()
+    spans = story.start_spans()
+    assert drawn(spans) == text("""
+        server start 0–9000
+          imports 0–3000 · event infer.imported 900, event infer.imported 2000, event infer.imported 3000
+          weights 3500–7000
+          ready 7200–9000
+          compile 7300–8300
+          capture 8400–8900
+    """)
+    root, imports, weights, *_ = spans
+    assert (bytes.fromhex(root["trace_id"]), bytes.fromhex(root["span_id"])) == BEGUN
+    assert {span["trace_id"] for span in spans} == {root["trace_id"]}
+    assert len({span["span_id"] for span in spans}) == len(spans)
+    assert root["attributes"] == {semconv.PROCESS_PID: 77, semconv.READY_BY: "lifespan"}
+    assert weights["attributes"] == {semconv.REQUEST_MODEL: "toy"}
+    assert [event["attributes"][semconv.MODULE] for event in imports["events"]] == [
+        "uvicorn", "torch", "transformers",
+    ]  # fmt: skip
+
+
+def test_what_is_compiled_for_a_start_is_no_pause_of_a_server_and_what_is_compiled_later_is() -> None:
+    story = server()
+    story.paused(9500, 9900, "compile")
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    pauses = [(ms(pause.started_at), pause.cause) for pause in assembler.drain_pauses()]
+    assert [pause for pause in pauses if pause[1] in semconv.STARTUP_PAUSES] == [(9500, "compile")]
+    assert {cause for _, cause in pauses} == {"gc", "compile"}
+
+
+def test_what_is_compiled_by_a_worker_that_works_is_a_pause_though_nobody_said_that_it_is_ready() -> None:
+    story = Starting(role="worker")
+    story.imported(2000, "torch")
+    story.paused(2100, 2900, "compile")
+    story.tell(PROCESS, 0, events.StepExecuted(ns(3100), ns(3000), "toy", 4242, 0, 1, 0))
+    story.paused(3200, 3900, "compile")
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert [ms(pause.started_at) for pause in assembler.drain_pauses()] == [3200]
+
+
+def test_what_a_server_computes_to_warm_up_makes_nothing_that_it_compiles_then_a_pause() -> None:
+    story = server()
+    warm_up = story.arrives(7250, "warm-up", http=False)
+    story.step(7260, 8350, [warm_up])
+    story.ends(8950, warm_up)
+    assembler = Assembler()
+    assembler.feed(story.in_order())
+    assert not {"compile", "capture"} & {pause.cause for pause in assembler.drain_pauses()}
+
+
+def test_the_first_request_leads_to_the_start_and_no_other_does() -> None:
+    story = server()
+    warm_up, first, second = (
+        story.arrives(7250, "warm-up", http=False),
+        story.arrives(9500, "first"),
+        story.arrives(9600, "second"),
+    )
+    for at, who in ((8950, warm_up), (9550, first), (9650, second)):
+        story.ends(at, who)
+    assert [story.record(who).start for who in (warm_up, first, second)] == [None, BEGUN, None]
+    span = story.span("chat toy", first)
+    assert [(link["trace_id"], link["span_id"]) for link in span["links"]] == [
+        (BEGUN[0].hex(), BEGUN[1].hex())
+    ]
+    assert span["attributes"][semconv.FIRST_REQUEST] is True
+    assert semconv.FIRST_REQUEST not in story.span("chat toy", second)["attributes"]
+
+
+def test_the_start_of_a_process_that_a_server_started_is_a_part_of_the_servers() -> None:
+    story = Starting(role="engine", parent=b"a server")
+    story.imported(2000, "torch")
+    story.loaded(3500, 7000)
+    story.tell(PROCESS, 0, events.PhaseEnded(ns(8000), ns(7000), events.WARM_UP, "vllm", "toy", ""))
+    story.ready(9000, 9000, events.BY_ENGINE)
+    story.died(20_000)
+    root, *phases = story.start_spans()
+    assert (root["name"], root["parent_span_id"]) == ("engine start", b"a server".hex())
+    assert [phase["name"] for phase in phases] == ["imports", "weights", "warm-up"]
+    assert story.outcome() == ("engine", "", 9000)
+
+
+def test_a_process_of_this_role_that_nobody_left_a_start_to_starts_a_server() -> None:
+    story = Starting(role="engine")
+    story.ready(9000, 9000)
+    (root, *_) = story.start_spans()
+    assert (root["name"], root["parent_span_id"]) == ("server start", "")
+
+
+# ── when it is ready ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_a_word_of_the_application_the_first_request_shows_that_it_is_ready() -> None:
+    story = Starting()
+    story.loaded(100, 400)
+    assert story.starts() == []
+    story.arrives(900, http=False)
+    assert story.outcome() == ("request", "", 900)
+
+
+def test_an_engine_that_was_started_by_then_was_ready_as_soon_as_that() -> None:
+    story = Starting()
+    story.loaded(100, 400)
+    story.ready(499, 500, events.BY_ENGINE)
+    story.arrives(900, http=False)
+    assert story.outcome() == ("engine", "", 500)
+
+
+def test_behind_a_server_neither_an_engine_nor_a_warm_up_says_that_it_is_ready() -> None:
+    story = Starting()
+    story.imported(50, "uvicorn.config")
+    story.ready(99, 100, events.BY_ENGINE)
+    story.arrives(200, "warm-up", http=False)
+    assert story.starts() == []
+    story.ready(300, 400)
+    assert story.outcome() == ("lifespan", "", 400)
+
+
+def test_an_application_without_a_lifespan_is_ready_when_a_request_comes_over_http() -> None:
+    story = Starting()
+    story.imported(50, "uvicorn.config")
+    story.begins(100, events.READY)  # it raised, and the server went on
+    story.arrives(200, "warm-up", http=False)
+    story.arrives(700)
+    assert story.outcome() == ("request", "", 700)
+
+
+def test_what_comes_after_the_start_is_no_part_of_it() -> None:
+    story = server()
+    story.loaded(9100, 9900)
+    story.paused(8990, 9200, "compile")
+    story.imported(9300, "torch._dynamo")
+    story.ready(9400, 9500)
+    assert [span["name"] for span in story.start_spans()] == [
+        "server start", "imports", "weights", "ready", "compile", "capture",
+    ]  # fmt: skip
+
+
+def test_what_is_imported_while_something_else_goes_on_is_a_part_of_that() -> None:
+    story = Starting()
+    story.imported(100, "transformers")
+    story.loaded(300, 900)
+    story.imported(500, "torch._dynamo")
+    story.ready(950, 1000)
+    assert "imports 0–100 · event infer.imported 100" in drawn(story.start_spans())
+
+
+def test_a_phase_of_which_nothing_was_seen_is_absent() -> None:
+    story = Starting()
+    story.ready(10, 10)
+    assert drawn(story.start_spans()) == "server start 0–10"
+
+
+def test_of_very_many_phases_the_longest_are_told_and_the_others_counted() -> None:
+    story = Starting()
+    for number in range(100):
+        story.paused(10 * number, 10 * number + 1 + number / 100, "compile")
+    story.ready(2000, 2001)
+    root, *phases = story.start_spans()
+    assert len(phases) == 64 and root["attributes"][semconv.PHASES_LEFT_OUT] == 37
+    assert min(span["end"] - span["start"] for span in phases[:-1]) > 1_350_000
+
+
+# ── when it is not ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lifespan_that_failed_is_a_start_that_failed() -> None:
+    story = Starting()
+    story.ready(100, 300, error="OSError")
+    assert drawn(story.start_spans()) == text("""
+        server start 0–300 · OSError, died in ready, ERROR
+          ready 100–300 · OSError, ERROR
+    """)
+
+
+def test_a_process_that_dies_while_it_loads_says_in_what_it_died() -> None:
+    story = Starting()
+    story.imported(100, "torch")
+    story.begins(200, events.WEIGHTS)
+    story.died(900)
+    assert drawn(story.start_spans()) == text("""
+        server start 0–900 · process_died, died in weights, ERROR
+          imports 0–100 · event infer.imported 100
+    """)
+
+
+def test_weights_that_cannot_be_loaded_fail_a_start_only_if_nothing_comes_of_it() -> None:
+    story = Starting()
+    story.loaded(100, 200, "", "OSError")
+    story.left(300)
+    assert story.outcome() == ("", "OSError", 300)
+    again = Starting()
+    again.loaded(100, 200, "", "OSError")
+    again.loaded(300, 400)
+    again.ready(500, 600)
+    assert again.outcome() == ("lifespan", "", 600)
+
+
+def test_an_exception_that_nobody_caught_is_what_it_failed_of() -> None:
+    story = Starting()
+    story.imported(100, "torch")
+    story.left(200, "ModuleNotFoundError")
+    assert story.outcome() == ("", "ModuleNotFoundError", 200)
+
+
+@pytest.mark.parametrize("ends", [lambda s: s.left(500), lambda s: s.died(500)], ids=["left", "died"])
+def test_what_only_imported_an_engine_was_no_server(ends: Any) -> None:
+    story = Starting()
+    story.imported(100, "torch")
+    ends(story)
+    assert story.starts() == []
+
+
+def test_a_script_that_loads_a_model_and_leaves_was_no_server() -> None:
+    story = Starting()
+    story.loaded(100, 400)
+    story.left(500)
+    story.died(600)
+    assert story.starts() == []
+
+
+def test_who_served_and_dies_had_a_start_that_went_well() -> None:
+    story = server()
+    story.died(60_000)
+    assert story.outcome() == ("lifespan", "", 9000)
+
+
+# ── told once, everywhere the same ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_start_waits_for_what_may_be_told_late() -> None:
+    assembler = Assembler()
+    assembler.feed(server().in_order())
+    assert assembler.started(ns(9000) + GRACE_NS - 1) == []
+    assert len(assembler.started(ns(9000) + GRACE_NS)) == 1
+    assert assembler.started(LATER) == []
+
+
+def test_what_an_earlier_reader_told_is_not_told_again_but_still_linked_to() -> None:
+    story = Starting(concluded_at=ns(9400))
+    story.ready(7200, 9000)
+    first = story.arrives(9500)
+    story.ends(9900, first)
+    assert story.starts() == []
+    assert story.record(first).start == BEGUN
+
+
+def test_a_tape_tells_the_same_start(tmp_path: Path) -> None:
+    story = server()
+    story.died(20_000)
+    writer = file.TapeWriter(tmp_path / "tape")
+    writer.write(story.in_order(), LATER)
+    writer.close()
+    assembler = Assembler()
+    for passage in file.read(tmp_path / "tape"):
+        assembler.feed(passage.said)
+    assert assembler.started(LATER) == story.starts()
+
+
+def test_every_fact_of_a_start_that_there_are_many_of_fits_a_cell() -> None:
+    told = (events.ModuleImported, events.PhaseBegan, events.PhaseEnded, events.ProcessLeft)
+    assert all(events.BY_FACT[fact].packed.size <= layout.BODY_BYTES for fact in told)

@@ -1,0 +1,201 @@
+"""What a person is shown of records, as text."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from otel_infer.assembly.engine.step_rows import StepRows
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.cli import terminal
+from otel_infer.ringbuffer import events
+from tests.support.story import BASE, MS, Story, text
+
+
+def shown(*parts: Any) -> str:
+    """As on a pipe."""
+    out = io.StringIO()
+    Console(file=out, width=110, no_color=True, highlight=False).print(*parts, sep="\n")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def served() -> Story:
+    """Three requests, one of which fails; the prompt of the last one falls into the decode of the first."""
+    story = Story()
+    a = story.arrives(0)
+    story.stage("tokenize", 2, 4, a)
+    story.submitted(4, a, input_tokens=5)
+    story.step(10, 30, [a], {a: 5})
+    for at in range(30, 60, 5):
+        story.step(at, at + 5, [a])
+    c = story.arrives(50, "c")
+    story.submitted(51, c, input_tokens=900)
+    story.step(60, 100, [a, c], {c: 900})
+    story.step(100, 106, [a, c])
+    story.ends(110, a, chunks=8)
+    story.ends(120, c, chunks=2)
+    story.ends(20, story.arrives(15, "b"), events.ERROR, "ValueError")
+    return story
+
+
+def test_the_table_of_stages_has_their_percentiles_and_their_share_of_all_time() -> None:
+    assert shown(terminal.stages_table(served().records())) == text("""
+        where the time went
+        stage        requests     p50     p95     p99     max  share of all time
+        ingress             3  2.0 ms  4.7 ms  4.9 ms  5.0 ms              4.3 %
+        tokenize            1  2.0 ms  2.0 ms  2.0 ms  2.0 ms              1.1 %
+        queue               2  7.5 ms  8.8 ms  9.0 ms  9.0 ms              8.1 %
+        prefill             2   30 ms   39 ms   40 ms   40 ms             32.4 %
+        decode              2   41 ms   72 ms   75 ms   76 ms             44.3 %
+        postprocess         2  9.0 ms   14 ms   14 ms   14 ms              9.7 %
+    """)
+
+
+def test_stages_of_ones_own_come_after_the_built_in_ones() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    for name in ("rerank", "guard", "tokenize"):
+        story.stage(name, 1, 2, a)
+    story.ends(10, a)
+    rows = shown(terminal.stages_table(story.records())).splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["tokenize", "guard", "rerank"]
+
+
+def test_the_table_of_latencies_is_of_those_that_went_well() -> None:
+    assert shown(terminal.latency_table(served().records())) == text("""
+        what the reader felt
+        latency              values     p50     p95     p99     max
+        time to first token       2   40 ms   49 ms   50 ms   50 ms
+        between tokens            9  5.0 ms   26 ms   37 ms   40 ms
+        end to end                2   90 ms  108 ms  110 ms  110 ms
+    """)
+
+
+def test_tables_of_nothing_are_empty() -> None:
+    assert (
+        shown(terminal.stages_table([]), terminal.latency_table([])).split()
+        == (
+            "where the time went stage requests p50 p95 p99 max share of all time "
+            "what the reader felt latency values p50 p95 p99 max"
+        ).split()
+    )
+
+
+def test_a_hole_in_what_was_seen_is_no_gap_between_tokens() -> None:
+    story = Story()
+    a = story.arrives(0)
+    story.step(10, 20, [a])
+    story.step(20, 30, [a])
+    story.scheduled(40, [a], lost=True)
+    story.steps_lost(41)
+    story.keyframe_next()
+    story.step(2000, 2010, [a])
+    story.ends(2011, a)
+    (row,) = [row for row in shown(terminal.latency_table(story.records())).splitlines() if "tokens" in row]
+    assert row.split() == ["between", "tokens", "1", *["10", "ms"] * 4]
+
+
+def test_a_request_is_a_waterfall_with_a_bar_for_each_decode_step() -> None:
+    a = served().records()[1]
+    assert shown(*terminal.waterfall(a, width=40)) == text("""
+        chat toy  trace ca978112ca1bbdcafac231b39a23dc4d  110 ms  5 → 9 tokens
+          ingress        █                                          2.0 ms
+          tokenize       █                                          2.0 ms
+          queue           ██                                        6.0 ms
+          prefill           ███████                                  20 ms
+          decode                   ████████████████████████████      76 ms
+          postprocess                                          █    4.0 ms
+          8 decode steps, one bar each: median 5.0 ms, longest 40 ms; ▲ = somebody else's prompt was in the same step
+                         ▂▂▂▂▂▂█▂
+                               ▲
+    """)
+
+
+def test_a_request_without_steps_is_a_waterfall_without_a_strip() -> None:
+    b = served().records()[0]
+    assert shown(*terminal.waterfall(b, width=20)) == text("""
+        chat toy  trace 3e23e8160039594a33894f6564e1b134  5.0 ms  0 → 0 tokens
+          ingress        ████████████████████   5.0 ms
+    """)
+
+
+def test_stages_that_overlap_and_those_that_are_short_are_drawn_inside_the_picture() -> None:
+    story = Story()
+    a = story.arrives(0, http=False)
+    story.stage("first", 0, 0.0001, a)
+    story.stage("whole", 0, 1000, a)
+    story.stage("last", 999.9999, 1000, a)
+    story.ends(1000, a)
+    bars = [line.plain[17:37] for line in list(terminal.waterfall(story.record(), width=20))[1:]]
+    assert bars == ["█" + " " * 19, "█" * 20, " " * 19 + "█"]
+
+
+def strip_of(lengths: list[int], width: int) -> list[str]:
+    story = Story()
+    a = story.arrives(0)
+    story.step(10, 20, [a])
+    story.step(20, 30, [a])
+    story.ends(31, a)
+    record: RequestRecord = story.record()
+    ends = BASE + np.cumsum([10, *lengths]) * MS
+    ones = np.ones(len(ends), np.int64)
+    record.steps = StepRows(
+        np.array([ones, ends - np.array([10, *lengths]) * MS, ends, ones, ones, 0 * ones])
+    )
+    return [line.plain[17:] for line in list(terminal.waterfall(record, width))[len(record.stages) + 2 :]]
+
+
+def test_a_strip_goes_on_in_the_next_line() -> None:
+    assert strip_of([1] * 25, 10) == ["█" * 10, "█" * 10, "█" * 5]
+
+
+def test_the_height_of_a_bar_is_the_length_of_its_step() -> None:
+    assert strip_of([1, 8, 15, 29, 43, 57, 71, 100], 64) == ["▁▂▂▃▄▅▆█"]
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_steps_of_no_length_are_bars_too(length: int) -> None:
+    assert len(strip_of([length] * 3, 64)[0]) == 3
+
+
+def test_on_a_pipe_there_are_no_colours_and_no_line_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    line = "what the prompts of other requests added to its steps, " * 10 + "and more"
+    terminal.console().print(line, style="bold red")
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_time_on_a_gpu_stands_beside_the_hosts_and_says_how_sure_it_is() -> None:
+    records = served().records()
+    for record in records:
+        stage = record.stage("decode")
+        if stage is not None:
+            stage.attributes.update(
+                {
+                    "infer.device.method": "event", "infer.device.steps": 2, "infer.device.steps.all": 4,
+                    "infer.device.duration": 0.01, "infer.device.error": 0.000012, "infer.device.limit": "launch-bound",
+                }
+            )  # fmt: skip
+    assert shown(terminal.stages_table(records)) == text("""
+        where the time went
+        stage        requests     p50     p95     p99     max  share of all time  GPU p50  GPU p99     held back
+        ingress             3  2.0 ms  4.7 ms  4.9 ms  5.0 ms              4.3 %
+        tokenize            1  2.0 ms  2.0 ms  2.0 ms  2.0 ms              1.1 %
+        queue               2  7.5 ms  8.8 ms  9.0 ms  9.0 ms              8.1 %
+        prefill             2   30 ms   39 ms   40 ms   40 ms             32.4 %
+        decode              2   41 ms   72 ms   75 ms   76 ms             44.3 %    20 ms    20 ms  launch-bound
+        postprocess         2  9.0 ms   14 ms   14 ms   14 ms              9.7 %
+    """)
+    assert "4 spans between marks on its streams, each instant within ±12 µs" in terminal.device_line(records)
+
+
+def test_without_a_gpu_that_is_said_and_no_column_is_made_for_it() -> None:
+    records = served().records()
+    assert "GPU" not in shown(terminal.stages_table(records))
+    assert terminal.device_line(records) == "no GPU was timed: all times are the host's"

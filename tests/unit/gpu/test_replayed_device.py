@@ -1,0 +1,90 @@
+"""What a real GPU did, and what torch.profiler said of it, through the code that runs now; and whether the fake device is like it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu_verify import DURATION_US, END_US
+from otel_infer.gpu.clock_sync import UNKNOWN_RATE, ClockMap
+from otel_infer.gpu.timeline import Timed, Timeline
+from tests.support.fake_device import FakeDevice, FakeStream
+from tests.support.replayed_device import RECORDINGS, ReplayedDevice
+
+ROUNDED_NS = 2000
+"""A recording has ms since its first event as float32, from 8 s on ±0.5 µs: of the mark, of its anchor, and of the two that tell the
+rate."""
+
+each = pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+
+
+def replayed(path: Path) -> tuple[list[Timed], ReplayedDevice, Timeline]:
+    device = ReplayedDevice(path)
+    clocks = ClockMap(device, device.now)
+    timeline = Timeline(device, clocks, now=device.now)
+    timeline.warm_up("idle")
+    told: list[Timed] = []
+    for row in device.recording["rows"]:
+        for anchor in device.anchors_until(row["begun_at"]):
+            device.stamps(anchor)
+            assert clocks.renew()
+        device.begin(row)
+        timeline.pacing.is_next()
+        span = timeline.begin()
+        assert span is not None
+        device.time = row["launched_at"]
+        assert timeline.end(span, told.append)
+        device.time = row["seen_at"]
+        timeline.harvest()
+    return told, device, timeline
+
+
+def test_there_is_a_recording() -> None:
+    assert RECORDINGS
+
+
+@each
+def test_spans_are_where_the_profiler_saw_the_kernels(path: Path) -> None:
+    told, device, timeline = replayed(path)
+    rows = device.recording["rows"]
+    assert len(told) == len(rows) >= 30
+    ends = np.array([timed.ended_at - row["kernels_ended"] for timed, row in zip(told, rows)]) / 1000
+    starts = np.array([timed.started_at - row["kernels_began"] for timed, row in zip(told, rows)]) / 1000
+    bounds = np.array([timed.bound_ns for timed in told]) / 1000
+    assert np.percentile(np.abs(ends - starts), 95) <= DURATION_US
+    assert np.percentile(np.abs(ends), 95) <= END_US
+    assert (np.maximum(np.abs(starts), np.abs(ends)) <= bounds).all()
+    assert timeline.violations == 0
+
+
+@each
+def test_the_code_that_runs_now_says_what_it_said_on_the_device(path: Path) -> None:
+    told, device, _ = replayed(path)
+    for timed, row in zip(told, device.recording["rows"]):
+        assert abs(timed.started_at - row["timed"]["started_at"]) <= ROUNDED_NS
+        assert abs(timed.ended_at - row["timed"]["ended_at"]) <= ROUNDED_NS
+
+
+@each
+def test_the_fake_device_is_like_the_real_one(path: Path) -> None:
+    """Its tick, how far its clock drifts, how close marks can be, and how wide an anchor is."""
+    device = ReplayedDevice(path)
+    recording = device.recording
+    fake = FakeDevice(mark_ns=round(recording["own_ms"] * 1e6))
+    clocks = ClockMap(fake, fake.now)
+    timeline = Timeline(fake, clocks, now=fake.now)
+    timeline.warm_up(FakeStream())
+    assert timeline.own_ms == pytest.approx(recording["own_ms"], abs=fake.tick_ns / 1e6)
+    clocks.renew()
+    assert clocks.anchor is not None
+    halves = [(high - low) / 2 for low, high, _ in recording["anchors"]]
+    assert 0.3 < clocks.anchor.half_ns / np.median(halves) < 3
+    (first, *_, last) = recording["anchors"]
+    host, told = (last[0] + last[1] - first[0] - first[1]) / 2, (last[2] - first[2]) * 1e6
+    assert abs(host / told - 1) < UNKNOWN_RATE
+    lengths = [(row["end_ms"] - row["start_ms"]) * 1e6 for row in recording["rows"]]
+    # float32 of some seconds keeps ±0.5 µs of them, so that the tick itself is seen in the marks' own distance alone.
+    assert round(recording["own_ms"] * 1e6) % fake.tick_ns <= 1
+    assert min(lengths) > 100_000

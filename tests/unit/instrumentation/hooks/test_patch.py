@@ -1,0 +1,1226 @@
+"""The promises of `otel_infer.instrumentation.hooks.probe`, one sentence each, on functions of a module that nobody knows."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import gc
+import inspect
+import logging
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import timeit
+import traceback
+import types
+import warnings
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import wrapt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from otel_infer.instrumentation.hooks import probe as patching
+from otel_infer.instrumentation.hooks.patch import Patch, StepHook
+from otel_infer.instrumentation.hooks.probe import Call, Hook
+from otel_infer.instrumentation.hooks.target import Drift, _parameters
+
+NAME = "engine_for_patching"
+
+SOURCE = """
+import asyncio, types
+calls = []
+class Stop(BaseException): pass
+class Token:
+    pass
+def add(a, b=2, /, c=3, *rest, d=4, **more):
+    "Adds."
+    calls.append("add")
+    return a + b + c + d + sum(rest)
+def fail(exc):
+    calls.append("fail")
+    raise exc
+def down(n):
+    return n if n == 0 else down(n - 1) + 1
+def stream(n, then=None):
+    for i in range(n):
+        yield i
+    if then is not None: raise then
+    return "end"
+def echo():
+    got = []
+    try:
+        while True:
+            try:
+                got.append((yield len(got)))
+            except ValueError as exc:
+                got.append(exc)
+    finally:
+        calls.append(got)
+def primed():
+    g = echo()
+    next(g)
+    return g
+@types.coroutine
+def old_coroutine():
+    yield from asyncio.sleep(0).__await__()
+    return "old"
+class Items:
+    def __iter__(self): return self
+    def __next__(self): raise StopIteration("over")
+def items():
+    return Items()
+async def answer(x, wait=0):
+    "Answers."
+    calls.append("answer")
+    await asyncio.sleep(wait)
+    if isinstance(x, BaseException): raise x
+    return x
+async def tokens(n, then=None, wait=0):
+    try:
+        for i in range(n):
+            await asyncio.sleep(wait)
+            yield i
+        if then is not None: raise then
+    finally:
+        calls.append("tokens closed")
+async def atalk():
+    got = []
+    try:
+        while True:
+            try:
+                got.append((yield len(got)))
+            except ValueError as exc:
+                got.append(exc)
+    finally:
+        calls.append(got)
+class Engine:
+    limit = 1
+    def step(self, batch, dry=False):
+        return self, batch
+    @classmethod
+    def build(cls, path, size=1):
+        return cls
+    @staticmethod
+    def plan(tokens, chunk=8):
+        return tokens
+    async def generate(self, prompt, *, seed=0):
+        yield prompt
+    @property
+    def busy(self): return True
+    class Inner:
+        def run(self, x): return x
+class Child(Engine):
+    pass
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    module = types.ModuleType(NAME)
+    sys.modules[NAME] = module
+    exec(SOURCE, module.__dict__)
+    yield module
+    del sys.modules[NAME]
+
+
+class Witness:
+    """A probe that writes down what it sees."""
+
+    def __init__(self, *reads: str) -> None:
+        self.reads = reads
+        self.seen: list[Any] = []
+        self.open = 0
+
+    def __call__(self, call: Call) -> Generator[None, Any, None]:
+        self.open += 1
+        self.seen.append(("before", *(call[name] for name in self.reads)))
+        try:
+            result = yield
+            self.seen.append(("after", result))
+        except BaseException as exc:
+            self.seen.append(("raised", exc))
+            raise
+        finally:
+            self.open -= 1
+
+    @property
+    def last(self) -> Any:
+        return self.seen[-1]
+
+
+@pytest.fixture
+def hold() -> Iterator[Callable[..., Any]]:
+    held: list[Patch] = []
+
+    def install(path: str, probe: Any, **options: Any) -> Patch:
+        patch = Patch(f"{NAME}:{path}", probe, **options)
+        patch.install()
+        held.append(patch)
+        return patch
+
+    yield install
+    for patch in reversed(held):
+        patch.remove()
+
+
+def test_the_wrapped_function_is_called_exactly_once_and_its_result_passes_untouched(
+    engine: Any, hold: Any
+) -> None:
+    witness = Witness()
+    token = engine.Token()
+    engine.give = lambda: token
+    hold("give", witness)
+    assert engine.give() is token
+    assert witness.seen == [("before",), ("after", token)]
+    hold("add", witness)
+    assert engine.add(1) == 10
+    assert engine.calls == ["add"]
+
+
+@pytest.mark.parametrize(
+    "kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
+)
+def test_an_exception_passes_untouched_and_the_probe_sees_it(engine: Any, hold: Any, kind: Any) -> None:
+    witness = Witness()
+    hold("fail", witness)
+    error = kind("x")
+    with pytest.raises(kind) as caught:
+        engine.fail(error)
+    assert caught.value is error
+    assert witness.seen == [("before",), ("raised", error)]
+    assert engine.calls == ["fail"]
+    assert error.__context__ is None and error.__cause__ is None
+
+
+def test_a_stop_iteration_passes_untouched_and_is_not_the_probes_fault(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    patch = hold("Items.__next__", witness)
+    error = None
+    try:
+        next(engine.Items())
+    except StopIteration as exc:
+        error = exc
+    assert error is not None and error.value == "over"
+    assert error.__cause__ is None
+    assert witness.last == ("raised", error)
+    assert patch.active
+
+
+def test_the_users_traceback_does_not_mention_the_probe(engine: Any, hold: Any) -> None:
+    def a_probe(call: Call) -> Any:
+        yield
+
+    hold("fail", a_probe)
+    error = ValueError("x")
+    with pytest.raises(ValueError):
+        engine.fail(error)
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert names[-1] == "fail" and "a_probe" not in names
+
+
+def test_a_probe_that_swallows_or_replaces_the_users_exception_does_neither(engine: Any, hold: Any) -> None:
+    def swallows(call: Call) -> Any:
+        try:
+            yield
+        except ValueError:
+            pass
+
+    def replaces(call: Call) -> Any:
+        try:
+            yield
+        except ValueError as exc:
+            raise exc from KeyError("ours")
+
+    @dataclass(frozen=True)
+    class Frozen(ValueError):
+        text: str
+
+    for probe in (swallows, replaces):
+        hold("fail", probe)
+    for error in (ValueError("x"), Frozen("x")):
+        with pytest.raises(ValueError) as caught:
+            engine.fail(error)
+        assert caught.value is error
+        assert error.__cause__ is None and not error.__suppress_context__
+
+
+def test_an_argument_is_found_however_it_was_passed(engine: Any, hold: Any) -> None:
+    witness = Witness("a", "b", "c", "d", "nobody")
+    hold("add", witness, reads=("a", "b", "c", "d"))
+    engine.add(1)
+    engine.add(1, 5, d=6, c=7)
+    engine.add(1, 5, 7, 100, 200)
+    engine.add(1, a=9)
+    assert [values for what, *values in witness.seen if what == "before"] == [
+        [1, 2, 3, 4, None],
+        [1, 5, 7, 6, None],
+        [1, 5, 7, 4, None],
+        [1, 2, 3, 4, None],
+    ]
+
+
+def test_methods_of_every_kind_know_their_instance_and_arguments(engine: Any, hold: Any) -> None:
+    seen: list[Any] = []
+
+    def probe(call: Call) -> Any:
+        seen.append((call.instance, call["batch"] or call["path"] or call["tokens"]))
+        yield
+
+    for path in ("Engine.step", "Engine.build", "Engine.plan"):
+        hold(path, probe)
+    one, child = engine.Engine(), engine.Child()
+    assert one.step("b") == (one, "b")
+    assert engine.Engine.step(one, batch="b") == (one, "b")
+    assert engine.Engine.step("not one", "b") == ("not one", "b")
+    assert engine.Child.build("p") is engine.Child
+    assert child.build("p") is engine.Child
+    assert engine.Engine.plan("t") == one.plan("t") == "t"
+    assert seen == [
+        (one, "b"),
+        (one, "b"),
+        ("not one", "b"),
+        (engine.Child, "p"),
+        (engine.Child, "p"),
+        (None, "t"),
+        (None, "t"),
+    ]
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=5), st.dictionaries(st.sampled_from("cd"), st.integers()))
+def test_reading_an_argument_agrees_with_the_language(args: list[int], kwargs: dict[str, int]) -> None:
+    def function(a: int, /, b: int = 2, *rest: int, c: int = 3, **more: int) -> None: ...
+
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = Call(None, tuple(args), kwargs, _parameters(None, function))
+    assert {name: call[name] for name in "abc"} == {name: bound.arguments[name] for name in "abc"}
+
+
+def test_recursion_is_fine(engine: Any, hold: Any) -> None:
+    witness = Witness("n")
+    hold("down", witness, reads=("n",))
+    assert engine.down(3) == 3
+    assert [entry[1] for entry in witness.seen] == [3, 2, 1, 0, 0, 1, 2, 3]
+    assert witness.open == 0
+
+
+def test_concurrent_calls_do_not_share_state(engine: Any, hold: Any) -> None:
+    pairs: list[tuple[Any, Any]] = []
+
+    def probe(call: Call) -> Any:
+        mine = call["x"]
+        pairs.append((mine, (yield)))
+
+    hold("answer", probe, reads=("x",))
+
+    async def main() -> None:
+        await asyncio.gather(*(engine.answer(i, wait=0.001 * (5 - i)) for i in range(5)))
+
+    threads = [threading.Thread(target=asyncio.run, args=(main(),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(pairs) == sorted([(i, i) for i in range(5)] * 2)
+
+
+def test_a_coroutine_ends_for_the_probe_when_it_has_been_awaited(engine: Any, hold: Any) -> None:
+    witness = Witness("x")
+    hold("answer", witness, reads=("x",))
+    assert inspect.iscoroutinefunction(engine.answer)
+
+    async def main() -> None:
+        coroutine = engine.answer(7)
+        assert inspect.iscoroutine(coroutine)
+        assert coroutine.__qualname__ == "answer"
+        assert witness.seen == [("before", 7)]
+        assert await coroutine == 7
+
+    asyncio.run(main())
+    assert witness.seen == [("before", 7), ("after", 7)]
+    assert engine.calls == ["answer"]
+
+
+def test_a_cancelled_coroutine_is_cancelled_for_the_probe_too(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("answer", witness)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(engine.answer(1, wait=60))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(KeyError):
+            await engine.answer(KeyError("x"))
+
+    asyncio.run(main())
+    assert [type(entry[1]) for entry in witness.seen if entry[0] == "raised"] == [
+        asyncio.CancelledError,
+        KeyError,
+    ]
+
+
+def test_a_coroutine_never_awaited_is_closed_for_the_probe(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("answer", witness)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        coroutine = engine.answer(1)
+        coroutine.close()
+        del coroutine
+        gc.collect()
+    assert [entry[0] for entry in witness.seen] == ["before", "raised"]
+    assert engine.calls == []
+
+
+def test_a_stream_stays_a_stream_and_ends_with_its_last_item(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("stream", witness)
+    assert inspect.isgeneratorfunction(engine.stream)
+    stream = engine.stream(3)
+    assert inspect.isgenerator(stream) and stream.__name__ == "stream"
+    assert next(stream) == 0
+    assert witness.seen == [("before",)]
+
+    def outer() -> Any:
+        return (yield from stream)
+
+    rest = outer()
+    assert [next(rest), next(rest)] == [1, 2]
+    with pytest.raises(StopIteration) as end:
+        next(rest)
+    assert end.value.value == "end"
+    assert witness.seen == [("before",), ("after", 2)]
+
+
+def test_an_empty_stream_ends_with_nothing(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("stream", witness)
+    assert list(engine.stream(0)) == []
+    assert witness.last == ("after", None)
+
+
+def test_send_throw_and_close_reach_the_stream(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("echo", witness)
+    stream = engine.echo()
+    assert next(stream) == 0
+    assert stream.send("a") == 1
+    error = ValueError("x")
+    assert stream.throw(error) == 2
+    assert stream.send("b") == 3
+    stream.close()
+    assert engine.calls == [["a", error, "b"]]
+    assert error.__context__ is None
+    assert [entry[0] for entry in witness.seen] == ["before", "raised"]
+    assert type(witness.last[1]) is GeneratorExit
+
+
+def test_a_stream_that_refuses_to_close_is_reported_as_without_us(engine: Any, hold: Any) -> None:
+    def stubborn() -> Any:
+        try:
+            yield 1
+        except GeneratorExit:
+            yield 2
+
+    engine.stubborn = stubborn
+    hold("stubborn", Witness())
+    stream = engine.stubborn()
+    next(stream)
+    with pytest.raises(RuntimeError, match="generator ignored GeneratorExit"):
+        stream.close()
+
+
+def test_what_is_thrown_into_a_stream_gains_no_context(engine: Any, hold: Any) -> None:
+    def turns() -> Any:
+        try:
+            yield 1
+        except ValueError:
+            pass
+        raise KeyError("its own")
+
+    engine.turns = turns
+    hold("turns", Witness())
+    stream = engine.turns()
+    next(stream)
+    with pytest.raises(KeyError) as caught:
+        stream.throw(ValueError("x"))
+    assert caught.value.__context__ is None
+
+
+def test_a_stream_closed_early_is_still_closed_once(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("stream", witness)
+    stream = engine.stream(9)
+    next(stream)
+    stream.close()
+    stream.close()
+    del stream
+    gc.collect()
+    assert [entry[0] for entry in witness.seen] == ["before", "raised"]
+
+
+def test_a_stream_that_is_dropped_is_closed_for_the_probe(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("echo", witness)
+    stream = engine.echo()
+    next(stream)
+    del stream
+    gc.collect()
+    assert engine.calls == [[]]
+    assert type(witness.last[1]) is GeneratorExit
+    assert witness.open == 0
+
+
+@pytest.mark.parametrize("ending", ["drop", "close", "throw"])
+def test_a_stream_never_iterated_still_begins_and_is_closed_for_the_probe(
+    engine: Any, hold: Any, ending: str
+) -> None:
+    witness = Witness()
+    patch = hold("stream", witness)
+    stream = engine.stream(3)
+    assert witness.seen == [("before",)]
+    if ending == "close":
+        stream.close()
+    elif ending == "throw":
+        with pytest.raises(ValueError):
+            stream.throw(ValueError("x"))
+    del stream
+    gc.collect()
+    assert [entry[0] for entry in witness.seen] == ["before", "raised"]
+    assert witness.open == 0 and patch.active
+
+
+def test_a_fault_inside_a_stream_passes_untouched(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("stream", witness)
+    error = engine.Stop("x")
+    with pytest.raises(engine.Stop) as caught:
+        list(engine.stream(2, then=error))
+    assert caught.value is error
+    assert witness.last == ("raised", error)
+
+
+def test_a_stream_somebody_has_begun_takes_a_value_at_once(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("primed", witness)
+    stream = engine.primed()
+    assert stream.send("a") == 1
+    assert next(stream) == 2
+    stream.close()
+    assert engine.calls == [["a", None]]
+    assert [entry[0] for entry in witness.seen] == ["before", "raised"]
+
+
+def test_an_iterator_that_is_no_generator_is_returned_as_it_is(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("items", witness)
+    items = engine.items()
+    assert type(items) is engine.Items
+    assert witness.last == ("after", items)
+
+
+def test_a_coroutine_made_of_a_generator_can_still_be_awaited(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("old_coroutine", witness)
+
+    async def main() -> Any:
+        return await engine.old_coroutine()
+
+    assert asyncio.run(main()) == "old"
+    assert witness.last[0] == "after"
+
+
+def test_an_async_stream_stays_an_async_stream(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("tokens", witness)
+    assert inspect.isasyncgenfunction(engine.tokens)
+
+    async def main() -> None:
+        stream = engine.tokens(3)
+        assert inspect.isasyncgen(stream) and stream.__qualname__ == "tokens"
+        assert witness.seen == [("before",)]
+        assert [item async for item in stream] == [0, 1, 2]
+
+    asyncio.run(main())
+    assert witness.seen == [("before",), ("after", 2)]
+    assert engine.calls == ["tokens closed"]
+
+
+def test_asend_athrow_and_aclose_reach_the_async_stream(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("atalk", witness)
+    error = ValueError("x")
+
+    async def main() -> None:
+        stream = engine.atalk()
+        assert await stream.__anext__() == 0
+        assert await stream.asend("a") == 1
+        assert await stream.athrow(error) == 2
+        await stream.aclose()
+
+    asyncio.run(main())
+    assert engine.calls == [["a", error]]
+    assert error.__context__ is None
+    assert [entry[0] for entry in witness.seen] == ["before", "raised"]
+    assert type(witness.last[1]) is GeneratorExit
+
+
+async def _cancel(engine: Any) -> None:
+    async def read() -> None:
+        async for _ in engine.tokens(9, wait=60):
+            pass
+
+    task = asyncio.ensure_future(read())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def _close(engine: Any) -> None:
+    stream = engine.tokens(9)
+    await stream.__anext__()
+    await stream.aclose()
+    await stream.aclose()
+
+
+async def _drop(engine: Any) -> None:
+    stream = engine.tokens(9)
+    await stream.__anext__()
+    del stream
+    gc.collect()
+    await asyncio.sleep(0.01)
+
+
+async def _fault(engine: Any) -> None:
+    with pytest.raises(engine.Stop):
+        async for _ in engine.tokens(1, then=engine.Stop("x")):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [(_cancel, "CancelledError"), (_close, "GeneratorExit"), (_drop, "GeneratorExit"), (_fault, "Stop")],
+)
+def test_an_async_stream_that_ends_badly_is_seen_once(
+    engine: Any, hold: Any, end: Callable[[Any], Awaitable[None]], kind: str
+) -> None:
+    witness = Witness()
+    hold("tokens", witness)
+    asyncio.run(end(engine))  # type: ignore[arg-type]
+    assert [entry[0] for entry in witness.seen] == ["before", "raised"]
+    assert type(witness.last[1]).__name__ == kind
+    assert engine.calls == ["tokens closed"]
+
+
+def test_an_async_stream_never_iterated_is_closed_for_the_probe(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    hold("tokens", witness)
+
+    async def main() -> None:
+        stream: AsyncGenerator[Any, Any] = engine.tokens(3)
+        await stream.aclose()
+        engine.tokens(3)
+        gc.collect()
+
+    asyncio.run(main())
+    assert sorted(entry[0] for entry in witness.seen) == ["before", "before", "raised", "raised"]
+    assert witness.open == 0
+
+
+def _raises_before(call: Call) -> Any:
+    raise LookupError("secret prompt")
+    yield
+
+
+def _raises_after(call: Call) -> Any:
+    yield
+    raise LookupError("secret prompt")
+
+
+def _raises_on_error(call: Call) -> Any:
+    try:
+        yield
+    finally:
+        raise LookupError("secret prompt")
+
+
+def _never_yields(call: Call) -> Any:
+    return
+    yield
+
+
+def _yields_twice(call: Call) -> Any:
+    try:
+        yield
+    except BaseException:
+        pass
+    yield
+
+
+def _clings(call: Call) -> Any:
+    for _ in range(3):
+        try:
+            yield
+        except BaseException:
+            pass
+
+
+def _is_cancelled_on_close(call: Call) -> Any:
+    try:
+        yield
+    except BaseException:
+        pass
+    try:
+        yield
+    finally:
+        raise asyncio.CancelledError("ours")
+
+
+def _is_cancelled(call: Call) -> Any:
+    raise asyncio.CancelledError("ours")
+    yield
+
+
+def _is_no_generator(call: Call) -> Any:
+    return None
+
+
+BROKEN = [
+    _raises_before,
+    _raises_after,
+    _raises_on_error,
+    _never_yields,
+    _yields_twice,
+    _clings,
+    _is_cancelled_on_close,
+    _is_cancelled,
+    _is_no_generator,
+]
+
+
+@pytest.mark.parametrize("probe", BROKEN)
+def test_a_probe_that_raises_is_logged_once_disabled_and_counted(
+    engine: Any, hold: Any, caplog: pytest.LogCaptureFixture, probe: Any
+) -> None:
+    patch = hold("add", probe)
+    before = patching.errors()
+    with caplog.at_level(logging.DEBUG):
+        assert [engine.add(1), engine.add(1), engine.add(1)] == [10, 10, 10]
+    assert patching.errors() == before + 1
+    assert len(caplog.records) == 1
+    assert f"{NAME}:add" in caplog.text and "disabled" in caplog.text
+    assert "secret" not in caplog.text
+    assert not patch.active and patch.installed
+
+
+@pytest.mark.parametrize("probe", BROKEN)
+def test_a_broken_probe_does_not_disturb_an_exception(engine: Any, hold: Any, probe: Any) -> None:
+    hold("fail", probe)
+    error = ValueError("x")
+    for _ in range(2):
+        with pytest.raises(ValueError) as caught:
+            engine.fail(error)
+        assert caught.value is error
+        assert error.__context__ is None and error.__cause__ is None
+
+
+@pytest.mark.parametrize("probe", BROKEN)
+def test_a_broken_probe_does_not_disturb_streams_and_coroutines(engine: Any, hold: Any, probe: Any) -> None:
+    for path in ("stream", "tokens", "answer", "echo"):
+        hold(path, probe)
+
+    async def main() -> None:
+        assert [item async for item in engine.tokens(3)] == [0, 1, 2]
+        assert await engine.answer(7) == 7
+        await engine.tokens(2).aclose()
+
+    for _ in range(2):
+        assert list(engine.stream(3)) == [0, 1, 2]
+        asyncio.run(main())
+        stream = engine.echo()
+        next(stream)
+        stream.close()
+        engine.stream(3)
+    gc.collect()
+
+
+def test_the_open_state_of_a_broken_probe_does_not_leak(engine: Any, hold: Any) -> None:
+    open_requests: set[int] = set()
+
+    def probe(call: Call) -> Any:
+        key = id(call)
+        open_requests.add(key)
+        try:
+            yield
+            yield
+        finally:
+            open_requests.discard(key)
+
+    hold("stream", probe)
+    streams = [engine.stream(1), engine.stream(1)]
+    assert len(open_requests) == 2
+    for stream in streams:
+        list(stream)
+    assert open_requests == set()
+
+
+def test_calls_in_flight_when_a_probe_is_disabled_still_end(engine: Any, hold: Any) -> None:
+    ended: list[Any] = []
+
+    def probe(call: Call) -> Any:
+        if call["n"] == 0:
+            raise RuntimeError
+        ended.append((yield))
+
+    hold("stream", probe)
+    stream = engine.stream(2)
+    engine.stream(0)
+    assert list(stream) == [0, 1]
+    assert ended == [1]
+
+
+def test_a_signal_that_lands_in_a_probe_reaches_the_user(engine: Any, hold: Any) -> None:
+    def interrupted(call: Call) -> Any:
+        raise KeyboardInterrupt
+        yield
+
+    patch = hold("add", interrupted)
+    before = patching.errors()
+    with pytest.raises(KeyboardInterrupt):
+        engine.add(1)
+    assert patch.active and patching.errors() == before
+
+
+def test_a_signal_that_lands_in_a_probe_being_closed_reaches_the_user(engine: Any, hold: Any) -> None:
+    def interrupted(call: Call) -> Any:
+        yield
+        try:
+            yield
+        finally:
+            raise KeyboardInterrupt
+
+    hold("add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.add(1)
+
+
+def test_a_log_that_raises_does_not_reach_the_engine(
+    engine: Any, hold: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(patching.log, "error", refuse)
+    hold("add", _raises_before)
+    assert engine.add(1) == 10
+
+
+def test_a_missing_target_is_drift_and_changes_nothing(engine: Any) -> None:
+    names = dict(vars(engine))
+    for target, reason in {
+        f"{NAME}:nobody": "there is no nobody",
+        f"{NAME}:Engine.nobody": "there is no nobody",
+        f"{NAME}:Nobody.step": "there is no Nobody",
+        "not_a_module_of_ours:step": "there is no module not_a_module_of_ours imported",
+        f"{NAME}:Engine": "is a class, not a function",
+        f"{NAME}:Engine.limit": "is not a function",
+        f"{NAME}:Engine.busy": "is not a function",
+    }.items():
+        with pytest.raises(Drift) as caught:
+            Patch(target, Witness()).install()
+        assert (caught.value.target, caught.value.reason) == (target, reason)
+        assert str(caught.value) == f"{target}: {reason}"
+    assert dict(vars(engine)) == names
+
+
+def test_nothing_is_imported_to_find_a_target() -> None:
+    assert "this" not in sys.modules
+    with pytest.raises(Drift):
+        Patch("this:d", Witness()).install()
+    assert "this" not in sys.modules
+
+
+def test_a_name_that_is_no_parameter_is_drift_even_beside_kwargs(engine: Any) -> None:
+    for hook in (
+        Patch(f"{NAME}:add", Witness(), reads=("c", "more", "rest", "x")),
+        StepHook(f"{NAME}:add", lambda original, hook: original, reads=("c", "more", "rest", "x")),
+    ):
+        with pytest.raises(Drift, match="declares no parameter more, rest, x"):
+            hook.check()
+        with pytest.raises(Drift, match="declares no parameter more, rest, x"):
+            hook.install()
+        assert not hook.installed
+    with pytest.raises(Drift, match="declares no parameter self"):
+        Patch(f"{NAME}:Engine.step", Witness(), reads=("self",)).install()
+
+
+def test_a_function_without_a_signature_can_be_held_but_not_read(engine: Any, hold: Any) -> None:
+    engine.largest = max
+    witness = Witness()
+    hold("largest", witness)
+    assert engine.largest(1, 2) == 2
+    with pytest.raises(Drift):
+        Patch(f"{NAME}:largest", witness, reads=("key",)).check()
+
+
+def test_a_class_that_cannot_be_changed_is_drift(engine: Any) -> None:
+    engine.Dict = dict
+    patch = Patch(f"{NAME}:Dict.get", Witness())
+    with pytest.raises(Drift, match="cannot be replaced"):
+        patch.install()
+    assert not patch.installed
+
+
+def test_an_optional_target_may_be_missing_but_not_changed(engine: Any) -> None:
+    patch = Patch(f"{NAME}:nobody", Witness(), optional=True)
+    assert not patch.check() and not patch.install() and not patch.active
+    with pytest.raises(Drift):
+        Patch(f"{NAME}:add", Witness(), reads=("x",), optional=True).install()
+
+
+def test_a_target_must_name_a_module_and_a_path() -> None:
+    for target in ("engine.step", ":step", "engine:"):
+        with pytest.raises(ValueError, match="is not like"):
+            Patch(target, Witness())
+
+
+def test_installing_the_same_patch_twice_is_once(engine: Any, hold: Any) -> None:
+    witness = Witness()
+    patch = hold("add", witness)
+    assert patch.install()
+    engine.add(1)
+    assert len(witness.seen) == 2
+
+
+def test_two_patches_on_one_target_both_see_the_call(engine: Any, hold: Any) -> None:
+    one, two = Witness("batch"), Witness("batch")
+    hold("Engine.step", one, reads=("batch",))
+    hold("Engine.step", two, reads=("batch",))
+    engine.Engine().step("b")
+    assert one.seen[0] == two.seen[0] == ("before", "b")
+
+
+@pytest.mark.parametrize("path", ["add", "Engine.step", "Engine.build", "Engine.plan", "Engine.Inner.run"])
+def test_removing_gives_back_exactly_what_was_there(engine: Any, path: str) -> None:
+    *outer, name = path.split(".")
+    owner = engine
+    for step in outer:
+        owner = getattr(owner, step)
+    before = vars(owner)[name]
+    for hook in (
+        Patch(f"{NAME}:{path}", Witness()),
+        StepHook(f"{NAME}:{path}", lambda original, hook: lambda *args, **kwargs: original(*args, **kwargs)),
+    ):
+        hook.install()
+        assert vars(owner)[name] is not before
+        hook.remove()
+        hook.remove()
+        assert vars(owner)[name] is before
+        assert not hook.active
+
+
+def test_an_inherited_method_is_held_only_where_it_was_named(engine: Any) -> None:
+    witness = Witness()
+    patch = Patch(f"{NAME}:Child.step", witness)
+    patch.install()
+    engine.Engine().step("b")
+    assert witness.seen == []
+    engine.Child().step("b")
+    assert len(witness.seen) == 2
+    patch.remove()
+    assert "step" not in vars(engine.Child)
+
+
+def test_what_others_wrapped_meanwhile_stays_and_ours_does_nothing(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    witness = Witness()
+    patch = Patch(f"{NAME}:Engine.step", witness)
+    patch.install()
+    theirs = wrapt.FunctionWrapper(
+        vars(engine.Engine)["step"],
+        lambda wrapped, instance, args, kwargs: ("theirs", wrapped(*args, **kwargs)),
+    )
+    engine.Engine.step = theirs
+    patch.remove()
+    assert vars(engine.Engine)["step"] is theirs
+    assert "wrapped or replaced by others" in caplog.text
+    one = engine.Engine()
+    assert one.step("b") == ("theirs", (one, "b"))
+    assert witness.seen == []
+
+    patch.install()
+    assert vars(engine.Engine)["step"] is theirs
+    one.step("b")
+    assert len(witness.seen) == 2
+
+
+def test_a_method_bound_before_removal_does_nothing_after_it(engine: Any) -> None:
+    witness = Witness()
+    patch = Patch(f"{NAME}:Engine.step", witness)
+    patch.install()
+    one = engine.Engine()
+    step = one.step
+    patch.remove()
+    assert step("b") == (one, "b")
+    assert witness.seen == []
+
+
+def test_what_is_left_beneath_a_wrapper_that_hides_it_never_wakes_up(engine: Any) -> None:
+    witness = Witness()
+    patch = Patch(f"{NAME}:add", witness)
+    patch.install()
+    ours = engine.add
+    engine.add = lambda *args: ours(*args)
+    patch.remove()
+    patch.install()
+    engine.add(1)
+    assert len(witness.seen) == 2
+    patch.remove()
+
+
+def test_a_bound_wrapper_inside_somebodys_closure_is_recognised(engine: Any) -> None:
+    witness = Witness()
+    patch = Patch(f"{NAME}:Engine.step", witness)
+    patch.install()
+    bound = engine.Engine.step
+
+    @functools.wraps(bound)
+    def theirs(self: Any, *args: Any) -> Any:
+        return bound(self, *args)
+
+    engine.Engine.step = theirs
+    patch.remove()
+    patch.install()
+    assert engine.Engine.__dict__["step"] is theirs
+    engine.Engine().step("b")
+    assert len(witness.seen) == 2
+
+
+def _child(function: Any, queue: Any) -> None:
+    queue.put(function("a"))
+
+
+def module_level(x: str, y: int = 2) -> str:
+    """Says."""
+    return x
+
+
+class Holder:
+    def method(self, x: int) -> Any:
+        return self, x
+
+    @classmethod
+    def build(cls) -> type:
+        return cls
+
+    @staticmethod
+    def plan(x: int) -> int:
+        return x
+
+
+@pytest.fixture
+def held_here() -> Iterator[None]:
+    sys.modules.setdefault(__name__, sys.modules[_child.__module__])
+    patches = [
+        Patch(f"{__name__}:{path}", Witness())
+        for path in ("module_level", "Holder.method", "Holder.build", "Holder.plan")
+    ]
+    for patch in patches:
+        patch.install()
+    yield
+    for patch in patches:
+        patch.remove()
+
+
+def test_signature_name_and_doc_are_those_of_the_original(engine: Any, hold: Any) -> None:
+    before = inspect.signature(engine.add), inspect.signature(engine.Engine.step)
+    for path in ("add", "Engine.step", "answer"):
+        hold(path, Witness())
+    assert (inspect.signature(engine.add), inspect.signature(engine.Engine.step)) == before
+    assert str(inspect.signature(engine.Engine().step)) == "(batch, dry=False)"
+    assert (engine.add.__name__, engine.add.__doc__) == ("add", "Adds.")
+    assert engine.Engine.step.__qualname__ == "Engine.step"
+
+
+def test_isinstance_and_issubclass_still_work(engine: Any, hold: Any) -> None:
+    hold("Engine.step", Witness())
+    hold("add", Witness())
+    assert isinstance(engine.add, types.FunctionType)
+    assert isinstance(engine.Engine().step, types.MethodType)
+    assert isinstance(engine.Child(), engine.Engine) and issubclass(engine.Child, engine.Engine)
+    assert callable(engine.add) and inspect.isfunction(engine.add) and inspect.ismethod(engine.Engine().step)
+
+
+@pytest.mark.usefixtures("held_here")
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickling_by_name_still_works(protocol: int) -> None:
+    def there_and_back(value: Any) -> Any:
+        return pickle.loads(pickle.dumps(value, protocol))
+
+    assert there_and_back(module_level) is module_level
+    assert there_and_back(Holder.method)(Holder(), 1)[1] == 1
+    assert there_and_back(Holder.plan)(1) == 1
+    assert there_and_back(Holder.build)() is Holder
+    instance, value = there_and_back(Holder().method)(1)
+    assert type(instance) is Holder and value == 1
+
+
+@pytest.mark.usefixtures("held_here")
+def test_copies_behave_as_those_of_functions_and_methods_do() -> None:
+    holder = Holder()
+    holder.step = holder.method  # type: ignore[attr-defined]
+    twin = copy.deepcopy(holder)
+    assert twin.step(1)[0] is twin  # type: ignore[attr-defined]
+    assert copy.copy(holder.method)(1)[0] is holder
+    assert copy.copy(module_level) is copy.deepcopy(module_level) is module_level
+
+
+@pytest.mark.usefixtures("held_here")
+def test_a_wrapped_function_can_be_sent_to_a_forked_process() -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=_child, args=(module_level, queue))
+    process.start()
+    assert queue.get() == "a"
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_drift_survives_pickling() -> None:
+    drift = pickle.loads(pickle.dumps(Drift("a:b", "is gone")))
+    assert (drift.target, drift.reason, str(drift)) == ("a:b", "is gone", "a:b: is gone")
+
+
+def _counting(seen: list[Any]) -> Any:
+    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if hook.alive:
+                try:
+                    seen.append(args)
+                    if args[-1] == "boom":
+                        raise LookupError("secret prompt")
+                except Exception as exc:
+                    hook.fail(exc)
+            return result
+
+        return step
+
+    return make
+
+
+@pytest.mark.parametrize("path", ["add", "Engine.step", "Engine.build", "Engine.plan"])
+def test_a_step_hook_takes_the_place_of_every_kind_of_function(engine: Any, path: str) -> None:
+    seen: list[Any] = []
+    hook = StepHook(f"{NAME}:{path}", _counting(seen))
+    hook.install()
+    hook.install()
+    call = getattr(engine.Engine(), path.partition(".")[2], engine.add)
+    call(1)
+    assert len(seen) == 1 and seen[0][-1] == 1
+    assert call.__name__ == path.rpartition(".")[2]
+    assert str(inspect.signature(call)) != "(*args, **kwargs)"
+    if path == "Engine.build":
+        assert engine.Child.build(1) is engine.Child
+    hook.remove()
+    before = len(seen)
+    call(1)
+    assert len(seen) == before
+
+
+def test_a_step_hook_is_a_plain_function(engine: Any) -> None:
+    hook = StepHook(f"{NAME}:Engine.step", _counting([]), reads=("batch",))
+    assert hook.check() and hook.install()
+    assert type(vars(engine.Engine)["step"]) is types.FunctionType
+    hook.remove()
+
+
+def test_a_step_hook_that_raises_is_logged_once_disabled_and_counted(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Any] = []
+    hook = StepHook(f"{NAME}:Engine.step", _counting(seen))
+    hook.install()
+    before = patching.errors()
+    one = engine.Engine()
+    for _ in range(3):
+        assert one.step("boom") == (one, "boom")
+    assert len(seen) == 1
+    assert patching.errors() == before + 1
+    assert len(caplog.records) == 1 and "secret" not in caplog.text
+    assert hook.installed and not hook.active
+
+
+def test_a_forked_child_does_not_count_what_failed_in_its_parent() -> None:
+    hook = Hook("a:b")
+    hook.fail(ValueError())
+    pid = os.fork()
+    if pid == 0:
+        os._exit(patching.errors() if not hook.alive else 77)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert patching.errors() > 0
+
+
+def test_a_hook_that_fails_again_is_counted_but_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    hook, before = Hook("a:b"), patching.errors()
+    hook.fail(ValueError())
+    hook.fail(ValueError())
+    assert patching.errors() == before + 2
+    assert len(caplog.records) == 1
+
+
+def test_a_bound_step_hook_does_nothing_after_removal(engine: Any) -> None:
+    seen: list[Any] = []
+    hook = StepHook(f"{NAME}:Engine.step", _counting(seen))
+    hook.install()
+    one = engine.Engine()
+    step = one.step
+    hook.remove()
+    assert step("b") == (one, "b")
+    assert seen == []
+
+
+def test_a_step_hook_over_a_patch_leaves_its_arguments_in_place(engine: Any, hold: Any) -> None:
+    witness, seen = Witness("batch"), []  # type: ignore[var-annotated]
+    hold("Engine.step", witness, reads=("batch",))
+    hook = StepHook(f"{NAME}:Engine.step", _counting(seen), reads=("batch",))
+    hook.install()
+    one = engine.Engine()
+    assert one.step("b") == (one, "b")
+    assert witness.seen == [("before", "b"), ("after", (one, "b"))]
+    assert seen == [(one, "b")]
+    hook.remove()
+
+
+def test_what_others_wrapped_over_a_step_hook_stays(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Any] = []
+    hook = StepHook(f"{NAME}:add", _counting(seen))
+    hook.install()
+    ours = engine.add
+    engine.add = lambda *args: ours(*args)
+    hook.remove()
+    assert engine.add(1) == 10
+    assert seen == []
+    assert "wrapped or replaced by others" in caplog.text
+
+
+def test_a_wrapped_call_costs_a_few_microseconds_at_most(engine: Any, hold: Any) -> None:
+    def probe(call: Call) -> Any:
+        yield
+
+    engine.nothing = lambda x: x
+    hold("nothing", probe)
+    best = min(timeit.repeat(lambda: engine.nothing(1), number=2000, repeat=7)) / 2000
+    assert best < 10e-6

@@ -1,0 +1,779 @@
+"""`request`, `stage` and `step` of a hand-written server: what they record, and that they never get in its way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import inspect
+import logging
+import threading
+import time
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opentelemetry import trace
+
+import otel_infer
+from otel_infer import semconv
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.config import tenancy
+from otel_infer.instrumentation.hooks.suppression import claimed
+from otel_infer.instrumentation.manual import _scope
+from otel_infer.ringbuffer import events
+from otel_infer.ringbuffer.recorder import MAX_STEP_LOGS, recorder
+from otel_infer.tracing import caller as asking
+from otel_infer.tracing import request_span, span_ids, start
+from tests.support.rings import Recording, stages_of
+
+
+@pytest.fixture
+def recording() -> Iterator[Recording]:
+    recording = Recording()
+    yield recording
+    recording.stop()
+    _scope._said.clear()
+
+
+def only(recording: Recording) -> RequestRecord:
+    records = recording.records()
+    assert len(records) == 1
+    return records[0]
+
+
+def length(record: RequestRecord, name: str) -> float:
+    stage = record.stage(name)
+    assert stage is not None
+    return (stage.ended_at - stage.started_at) / 1e6
+
+
+# ── stages ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stage_is_as_long_as_its_with(recording: Recording) -> None:
+    with otel_infer.request():
+        with otel_infer.stage("database"):
+            time.sleep(0.02)
+    record = only(recording)
+    assert stages_of(record) == ["database"]
+    assert 20 <= length(record, "database") < 40
+
+
+async def test_a_stage_may_be_awaited(recording: Recording) -> None:
+    async with otel_infer.request():
+        async with otel_infer.stage("rerank"):
+            await asyncio.sleep(0.02)
+    assert 20 <= length(only(recording), "rerank") < 40
+
+
+async def test_a_decorated_function_stays_what_it_is_and_is_a_stage_at_each_call(
+    recording: Recording,
+) -> None:
+    @otel_infer.stage("plain")
+    def plain(x: int) -> int:
+        """Doc."""
+        return x + 1
+
+    @otel_infer.stage("awaited")
+    async def awaited(x: int) -> int:
+        return x + 1
+
+    with otel_infer.request():
+        assert [plain(1), plain(2), await awaited(3)] == [2, 3, 4]
+    assert (plain.__name__, plain.__doc__) == ("plain", "Doc.")
+    assert inspect.iscoroutinefunction(awaited)
+    assert stages_of(only(recording)) == ["plain", "plain", "awaited"]
+
+
+def test_a_decorated_generator_is_a_stage_until_its_end(recording: Recording) -> None:
+    @otel_infer.stage("stream")
+    def stream() -> Iterator[int]:
+        sent = yield 1
+        time.sleep(0.02)
+        yield sent
+
+    with otel_infer.request():
+        items = stream()
+        assert [next(items), items.send(5)] == [1, 5]
+        assert list(items) == []
+    assert inspect.isgeneratorfunction(stream)
+    assert length(only(recording), "stream") >= 20
+
+
+async def test_a_decorated_async_generator_that_is_closed_early_is_closed_at_once(
+    recording: Recording,
+) -> None:
+    closed: list[int] = []
+
+    @otel_infer.stage("stream")
+    async def stream() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append(1)
+
+    with otel_infer.request():
+        items = stream()
+        assert await items.__anext__() == 1
+        await items.aclose()  # type: ignore[attr-defined]
+        assert closed == [1]
+    assert inspect.isasyncgenfunction(stream)
+    assert stages_of(only(recording)) == ["stream"]
+
+
+def test_a_stage_that_raises_is_recorded_and_the_exception_passes_untouched(recording: Recording) -> None:
+    raised = ValueError("secret")
+    with pytest.raises(ValueError) as caught:
+        with otel_infer.request():
+            with otel_infer.stage("database"):
+                raise raised
+    assert caught.value is raised
+    record = only(recording)
+    assert (record.outcome, record.error_type, record.died_in) == (events.ERROR, "ValueError", "database")
+    assert stages_of(record) == ["database"]
+
+
+def test_a_stage_in_a_stage_lies_within_it(recording: Recording) -> None:
+    with otel_infer.request():
+        with otel_infer.stage("retrieve"):
+            with otel_infer.stage("database"):
+                pass
+    record = only(recording)
+    outer, inner = record.stage("retrieve"), record.stage("database")
+    assert outer is not None and inner is not None
+    assert outer.started_at <= inner.started_at <= inner.ended_at <= outer.ended_at
+
+
+def test_without_a_current_request_a_stage_does_nothing(recording: Recording) -> None:
+    with otel_infer.stage("database"):
+        pass
+    assert recording.records() == []
+
+
+def test_while_nothing_records_everything_is_a_no_op() -> None:
+    assert not recorder.active
+    with otel_infer.request("chat", model="tiny") as request:
+        request.submitted(input_tokens=3)
+        request.received()
+        with otel_infer.stage("database"), otel_infer.step([request]) as step:
+            step.delivered[request] = 0
+        request.preempted()
+        request.set_attribute("a", 1)
+        request.finished()
+    assert not claimed.get()
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_request_of_its_own_says_what_it_was_told(recording: Recording) -> None:
+    with otel_infer.request("chat", model="tiny") as request:
+        request.submitted(input_tokens=7, max_tokens=9)
+        request.set_attribute("tenant.tier", "gold")
+        request.finished("stop", 4)
+    record = only(recording)
+    assert (record.operation, record.model, record.provider) == ("chat", "tiny", "custom")
+    assert (record.input_tokens, record.max_tokens, record.output_tokens) == (7, 9, 4)
+    assert (record.finish_reasons, record.outcome) == (("stop",), events.OK)
+    assert record.attributes == {"tenant.tier": "gold"}
+    assert record.server_span_id == b""
+
+
+def test_the_time_to_first_token_is_where_the_reader_is_fed(recording: Recording) -> None:
+    with otel_infer.request("chat") as request:
+        with otel_infer.step([request]):
+            pass
+        time.sleep(0.02)
+        request.token_reached()
+        request.token_reached()
+    record = only(recording)
+    assert record.steps is not None
+    assert record.first_token_at - int(record.steps.ended_at[0]) >= 20_000_000
+
+
+@pytest.mark.parametrize(
+    ("carried", "said"),
+    [
+        ("ot=th:8;rv:6e6d1a75832a2f,vendor=user-7", "ot=th:8;rv:6e6d1a75832a2f"),
+        ("ot=th:8;who:user-7", "ot=th:8"),
+        ("vendor=user-7", ""),
+        ("", ""),
+    ],
+)
+def test_of_the_callers_trace_state_only_its_sampling_is_said(
+    recording: Recording, carried: str, said: str
+) -> None:
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with otel_infer.request(headers={"traceparent": caller, "tracestate": carried}):
+        pass
+    assert only(recording).tracestate == said
+
+
+def test_a_request_is_the_current_span_and_no_longer_after_it(recording: Recording) -> None:
+    before = trace.get_current_span()
+    with otel_infer.request() as request:
+        assert trace.get_current_span() is request._live
+    assert trace.get_current_span() is before
+    assert start.current() is None
+
+
+@pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TRACEPARENT"])
+def test_a_request_with_headers_is_the_child_of_its_caller_and_has_a_server_span(
+    recording: Recording, name: str
+) -> None:
+    headers = {name: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    with otel_infer.request(headers=headers):
+        pass
+    record = only(recording)
+    assert record.trace_id.hex() == "0af7651916cd43dd8448eb211c80319c"
+    assert record.parent_span_id.hex() == "b7ad6b7169203331"
+    assert record.remote_parent and record.server_span_id
+
+
+def test_a_request_under_a_server_is_the_one_that_is_there(recording: Recording) -> None:
+    server = start.open_request("POST", owner="asgi", server=True)
+    assert server is not None
+    token = server.attach()
+    with otel_infer.request("chat", model="tiny"):
+        with otel_infer.stage("database"):
+            pass
+    assert not server.ended
+    start.detach(token)
+    server.close()
+    record = only(recording)
+    assert (record.operation, record.model) == ("chat", "tiny")
+    assert stages_of(record) == ["ingress", "database"]
+
+
+def test_an_error_under_a_server_is_the_servers_to_judge(recording: Recording) -> None:
+    server = start.open_request("POST", owner="asgi", server=True)
+    assert server is not None
+    token = server.attach()
+    with pytest.raises(KeyError):
+        with otel_infer.request():
+            raise KeyError
+    start.detach(token)
+    server.close()
+    assert only(recording).outcome == events.OK
+
+
+def test_a_request_that_says_nothing_leaves_the_name_to_the_engine(recording: Recording) -> None:
+    with otel_infer.request("chat", model="outer") as outer:
+        with otel_infer.request():
+            pass
+        assert outer._live is not None and outer._live.named
+    with otel_infer.request() as plain:
+        assert plain._live is not None and not plain._live.named
+    first, second = recording.records()
+    assert (first.operation, first.model) == ("chat", "outer")
+    assert second.operation == "inference"
+
+
+CALLER = {
+    "X-Tenant": "blue",
+    "x-class": "batch",
+    "baggage": "tenant=red",
+    "traceparent": f"00-{'a' * 32}-{'b' * 16}-01",
+}
+
+
+@pytest.mark.parametrize(
+    ("tenant", "headers", "expected"),
+    [
+        ("header:x-tenant", CALLER, ("blue", "batch")),
+        ("baggage:tenant", CALLER, ("red", "batch")),
+        ("header:x-tenant", {}, (None, "interactive")),
+        ("header:x-tenant", None, (None, None)),
+        ("", CALLER, (None, None)),
+    ],
+)
+def test_who_asks_is_found_in_the_headers_that_were_handed_in(
+    recording: Recording,
+    monkeypatch: pytest.MonkeyPatch,
+    tenant: str,
+    headers: dict[str, str] | None,
+    expected: tuple[str | None, str | None],
+) -> None:
+    wanted = tenancy.wanted(tenant, "", "header:X-Class" if tenant else "")
+    monkeypatch.setattr(asking, "wanted", wanted if tenant else tenancy.NOTHING)
+    with otel_infer.request(headers=headers):
+        with otel_infer.request(headers=CALLER):
+            pass
+    said = only(recording).attributes
+    assert (said.get(semconv.TENANT), said.get(semconv.TRAFFIC_CLASS)) == expected
+
+
+def test_headers_that_are_no_text_cost_no_request(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "wanted", tenancy.wanted("header:x-tenant", "", ""))
+    odd: Any = {7: None, "\udcff": "\udcff", "x-tenant": 7}
+    with otel_infer.request(headers=odd):
+        pass
+    assert only(recording).attributes[semconv.TENANT] == "7"
+    assert recording.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "error_type"),
+    [
+        (ValueError("secret"), events.ERROR, "ValueError"),
+        (TimeoutError(), events.ABORTED, "timeout"),
+        (asyncio.TimeoutError(), events.ABORTED, "timeout"),
+        (asyncio.CancelledError(), events.ABORTED, "cancelled"),
+        (GeneratorExit(), events.ABORTED, "cancelled"),
+        (KeyboardInterrupt(), events.ERROR, "KeyboardInterrupt"),
+    ],
+)
+def test_how_a_request_ended_is_said_by_type(
+    recording: Recording, error: BaseException, outcome: int, error_type: str
+) -> None:
+    with pytest.raises(type(error)) as caught:
+        with otel_infer.request():
+            raise error
+    assert caught.value is error
+    record = only(recording)
+    assert (record.outcome, record.error_type) == (outcome, error_type)
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome", "error_type"),
+    [("abort", events.ABORTED, ""), ("error", events.ERROR, "_OTHER"), ("stop", events.OK, "")],
+)
+def test_a_loop_says_that_it_was_told_to_stop_or_has_failed(
+    recording: Recording, reason: str, outcome: int, error_type: str
+) -> None:
+    with otel_infer.request() as request:
+        request.submitted()
+        with otel_infer.step([request]):
+            pass
+        request.finished(reason)
+    record = only(recording)
+    assert (record.outcome, record.error_type) == (outcome, error_type)
+    assert record.died_in == ("" if reason == "stop" else "decode")
+
+
+async def test_a_decorated_function_is_a_request_at_each_call(recording: Recording) -> None:
+    @otel_infer.request("embeddings", model="tiny")
+    def embed(x: int) -> int:
+        return x
+
+    @otel_infer.request("chat")
+    async def chat(x: int) -> int:
+        await asyncio.sleep(0)
+        return x
+
+    assert [embed(1), embed(2), await chat(3)] == [1, 2, 3]
+    assert [r.operation for r in recording.records()] == ["embeddings", "embeddings", "chat"]
+
+
+def test_a_decorated_stream_is_one_request_until_it_is_read(recording: Recording) -> None:
+    @otel_infer.request("chat")
+    def stream() -> Iterator[int]:
+        yield from range(3)
+
+    assert list(stream()) == [0, 1, 2]
+    assert only(recording).operation == "chat"
+    items = stream()
+    next(items)
+    items.close()  # type: ignore[attr-defined]
+    record = only(recording)
+    assert (record.outcome, record.error_type) == (events.ABORTED, "cancelled")
+    assert start.current() is None
+
+
+# ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def decode(batch: list[Any], steps: int, **first: Any) -> None:
+    for number in range(steps):
+        with otel_infer.step(batch, **(first if number == 0 else {})):
+            pass
+
+
+def test_decode_steps_are_the_tokens_after_the_first(recording: Recording) -> None:
+    with otel_infer.request("chat") as request:
+        request.submitted(input_tokens=5)
+        request.received()
+        decode([request], 4, prompt_tokens={request: 5}, waiting=3, kv_used=1, kv_total=10)
+        request.finished("length")
+    record = only(recording)
+    assert stages_of(record) == ["queue", "prefill", "decode"]
+    assert record.steps is not None
+    assert record.steps.tokens.tolist() == [1, 1, 1, 1]
+    assert record.output_tokens == 4
+    assert [(chunk.tokens, chunk.batch_size) for chunk in record.prefill_steps] == [(5, 1)]
+    queue, prefill, decoding = (record.stage(name) for name in ("queue", "prefill", "decode"))
+    assert queue is not None and prefill is not None and decoding is not None
+    assert queue.ended_at == prefill.started_at <= prefill.ended_at == decoding.started_at
+    assert "infer.queue.hidden" in queue.attributes
+
+
+def beside() -> Any:
+    """A request that is not nested in the current one, as a loop has many; to be ended with `end`."""
+    request = otel_infer.request()
+    contextvars.Context().run(request.__enter__)
+    return request
+
+
+def end(request: Any) -> None:
+    request._live.close()
+
+
+def test_requests_that_share_a_step_see_each_other(recording: Recording) -> None:
+    first, second = beside(), beside()
+    decode([first], 2)
+    decode([first, second], 3, prompt_tokens={second: 9})
+    end(first)
+    decode([second], 1)
+    end(second)
+    one, other = recording.records()
+    assert one.steps is not None and other.steps is not None
+    assert one.steps.batch_size.tolist() == [1, 1, 2, 2, 2]
+    assert other.steps.batch_size.tolist() == [2, 2, 2, 1]
+    assert one.steps.others_prefill_tokens.tolist()[1:] == [0, 9, 0, 0]
+    assert one.steps.step.tolist()[2:] == other.steps.step.tolist()[:3]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.integers(0, 4), max_size=5, unique=True), min_size=1, max_size=30))
+def test_whoever_was_in_a_step_got_its_token_whatever_the_batches(
+    recording: Recording, batches: list[list[int]]
+) -> None:
+    requests = [beside() for _ in range(5)]
+    for batch in batches:
+        decode([requests[number] for number in batch], 1)
+    handles = [request._live.handle for request in requests]
+    for request in requests:
+        end(request)
+    records = {record.handle: record for record in recording.records()}
+    for number, handle in enumerate(handles):
+        rows = records[handle].steps
+        sizes = rows.batch_size.tolist() if rows is not None else []
+        assert sizes == [len(batch) for batch in batches if number in batch]
+
+
+def test_a_chunk_of_a_prompt_delivers_nothing(recording: Recording) -> None:
+    with otel_infer.request() as request:
+        for tokens, got in ((8, 0), (3, 1)):
+            with otel_infer.step([request], prompt_tokens={request: tokens}) as step:
+                step.delivered = {request: got}
+        with otel_infer.step([request]) as step:
+            step.delivered[request] = 3  # speculative decoding
+    record = only(recording)
+    assert record.steps is not None
+    assert [chunk.tokens for chunk in record.prefill_steps] == [8, 3]
+    assert record.steps.tokens.tolist() == [1, 3]
+    assert record.output_tokens == 4
+
+
+def test_a_step_that_raises_delivers_nothing_and_the_exception_passes(recording: Recording) -> None:
+    raised = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) as caught:
+        with otel_infer.request() as request:
+            decode([request], 2)
+            with otel_infer.step([request]) as step:
+                step.delivered[request] = 2
+                raise raised
+    assert caught.value is raised
+    record = only(recording)
+    assert record.steps is not None
+    assert record.steps.tokens.tolist() == [1, 1]
+
+
+def test_a_preempted_request_is_prefilled_again(recording: Recording) -> None:
+    with otel_infer.request() as request:
+        decode([request], 2)
+        request.preempted()
+        decode([], 1)
+        decode([request], 2)
+    record = only(recording)
+    assert record.preemptions == 1
+    assert record.output_tokens == 4
+
+
+def test_what_a_step_computes_is_claimed_by_it_alone(recording: Recording) -> None:
+    with otel_infer.request() as request, otel_infer.step([request]):
+        assert claimed.get()
+        elsewhere: list[bool] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(claimed.get()))
+        thread.start()
+        thread.join()
+        assert elsewhere == [False]
+    assert not claimed.get()
+
+
+async def test_a_step_may_await_while_other_tasks_step_too(recording: Recording) -> None:
+    async def loop(turns: int) -> None:
+        async with otel_infer.request() as request:
+            for _ in range(turns):
+                with otel_infer.step([request]):
+                    await asyncio.sleep(0.001)
+
+    await asyncio.gather(loop(3), loop(5), loop(8))
+    records = recording.records()
+    assert sorted(record.output_tokens for record in records) == [3, 5, 8]
+    assert not claimed.get()
+
+
+def test_a_request_is_not_kept_alive_by_the_steps_it_was_in(recording: Recording) -> None:
+    with otel_infer.request() as request:
+        decode([request], 2)
+    seen = weakref.ref(request)
+    decode([], 1)
+    del request
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_thread_that_ends_gives_its_ring_back(recording: Recording) -> None:
+    def loop() -> None:
+        with otel_infer.request() as request:
+            decode([request], 2)
+
+    for _ in range(2 * MAX_STEP_LOGS):
+        thread = threading.Thread(target=loop)
+        thread.start()
+        thread.join()
+    records = recording.records()
+    assert [record.output_tokens for record in records] == [2] * 2 * MAX_STEP_LOGS
+    assert sum(name.endswith(".steps") for name, _ in recording.arena.buffers) == 1
+
+
+# ── never in the way ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("batch", [None, 5, ["no request"], [None]])
+def test_a_batch_that_is_none_is_said_once_and_the_next_step_is_recorded(
+    recording: Recording, batch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "otel_infer"), otel_infer.request() as request:
+        decode([request], 1)
+        for _ in range(2):
+            with otel_infer.step(batch):
+                pass
+        decode([request], 2)
+    assert len(caplog.messages) == 1
+    assert only(recording).output_tokens == 3
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 70, 1.5, float("nan"), "seven", None])
+def test_a_number_that_is_none_stops_nothing(recording: Recording, number: Any) -> None:
+    with otel_infer.request() as request:
+        request.submitted(input_tokens=number, max_tokens=number)
+        with otel_infer.step(
+            [request], prompt_tokens={request: number}, waiting=number, kv_used=number
+        ) as step:
+            step.delivered[request] = number
+        decode([request], 1)
+        request.finished("stop", number)
+    assert recorder.active
+    assert stages_of(only(recording))[:2] == ["queue", "prefill"]
+
+
+def test_a_sampler_that_raises_costs_the_record_not_the_request(
+    recording: Recording, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        limits = span_ids.Limits()
+
+        def open(self, *args: Any) -> span_ids.Opened:
+            raise RuntimeError("secret")
+
+    request_span.opener = Broken()
+    with caplog.at_level(logging.WARNING, "otel_infer"), otel_infer.request() as request:
+        with otel_infer.stage("database"), otel_infer.step([request]):
+            pass
+    assert "secret" not in caplog.text
+    assert "RuntimeError" in caplog.text
+    assert recording.records() == []
+
+
+async def test_concurrent_tasks_do_not_mix_their_requests(recording: Recording) -> None:
+    async def handle(number: int) -> None:
+        async with otel_infer.request("chat", model=f"m{number}"):
+            for _ in range(number + 1):
+                async with otel_infer.stage(f"stage {number}"):
+                    await asyncio.sleep(0.001)
+            await asyncio.to_thread(in_thread, number)
+
+    def in_thread(number: int) -> None:
+        with otel_infer.stage(f"thread {number}"):
+            time.sleep(0.001)
+
+    await asyncio.gather(*(handle(number) for number in range(8)))
+    records = recording.records()
+    assert len({record.trace_id for record in records}) == 8
+    for record in records:
+        number = int(record.model[1:])
+        assert stages_of(record) == [f"stage {number}"] * (number + 1) + [f"thread {number}"]
+    assert start.current() is None
+    assert recording.in_flight == 0
+
+
+def test_streams_that_take_turns_are_requests_of_their_own(recording: Recording) -> None:
+    @otel_infer.request("chat")
+    def answer(prompt: str) -> Generator[str, str, int]:
+        said = None
+        for word in prompt.split():
+            with otel_infer.stage("look up"):
+                said = yield f"{word} {said}"
+        return 7
+
+    rows = list(zip(answer("a b"), answer("c d")))
+    assert rows == [("a None", "c None"), ("b None", "d None")]
+    assert start.current() is None
+    records = recording.records()
+    assert [[stage.name for stage in one.stages].count("look up") for one in records] == [2, 2]
+    assert len({one.trace_id for one in records}) == 2
+
+
+async def test_async_streams_that_take_turns_are_requests_of_their_own(recording: Recording) -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
+
+    @otel_infer.request("chat")
+    async def answer(prompt: str) -> AsyncGenerator[str, None]:
+        variable.set(prompt)
+        for word in prompt.split():
+            async with otel_infer.stage("look up"):
+                await asyncio.sleep(0)
+                yield word
+            assert variable.get() == prompt
+
+    one, other = answer("a b"), answer("c d")
+    rows = [(await anext(one), await anext(other)) for _ in "xx"]
+    assert rows == [("a", "c"), ("b", "d")]
+    assert start.current() is None and variable.get() == ""
+    for stream in (one, other):
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+    early, failing = answer("e f"), answer("g h")
+    await anext(early)
+    await early.aclose()
+    await anext(failing)
+    with pytest.raises(KeyError):
+        await failing.athrow(KeyError())
+    records = recording.records()
+    assert [[stage.name for stage in one.stages].count("look up") for one in records] == [2, 2, 1, 1]
+    assert [one.outcome for one in records] == [events.OK, events.OK, events.ABORTED, events.ERROR]
+    assert len({one.trace_id for one in records}) == 4
+
+
+@pytest.mark.parametrize("told", [otel_infer.request("chat"), otel_infer.stage("answer")])
+async def test_an_async_stream_is_sent_to_and_thrown_into_as_it_is(recording: Recording, told: Any) -> None:
+    seen: list[Any] = []
+
+    @told  # type: ignore[untyped-decorator]
+    async def answer() -> AsyncGenerator[str, Any]:
+        try:
+            seen.append((yield "first"))
+            yield "second"
+        except KeyError as reason:
+            seen.append(reason.args)
+            yield "mended"
+        finally:
+            seen.append("closed")
+
+    stream = answer()
+    assert await anext(stream) == "first"
+    assert (await stream.asend("hello"), await stream.athrow(KeyError("k"))) == ("second", "mended")
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert seen == ["hello", ("k",), "closed"]
+    assert {one.outcome for one in recording.records()} <= {events.OK}
+
+
+async def test_an_async_stream_may_be_cancelled_and_has_its_time_limits(recording: Recording) -> None:
+    @otel_infer.request("chat")
+    async def answer() -> AsyncGenerator[int, None]:
+        yield 1
+        await asyncio.wait_for(asyncio.sleep(60), 0.01)
+
+    async def read() -> None:
+        async for _ in answer():
+            pass
+
+    with pytest.raises(asyncio.TimeoutError):
+        await read()
+
+    @otel_infer.request("chat")
+    async def waiting() -> AsyncGenerator[int, None]:
+        await asyncio.sleep(60)
+        yield 1
+
+    task = asyncio.ensure_future(anext(waiting()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [one.error_type for one in recording.records()] == ["timeout", "cancelled"]
+
+
+def test_a_device_that_cannot_be_asked_costs_a_stage_its_device_time_alone(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        assert not kwargs.get("is_step", False), "a stage is no step of an engine"
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("otel_infer.gpu.timing.timing.begin", broken)
+    with otel_infer.request("embed"), otel_infer.stage("rerank", gpu=True):
+        pass
+    monkeypatch.setattr("otel_infer.gpu.timing.timing.begin", lambda **_: object())
+    monkeypatch.setattr("otel_infer.gpu.timing.timing.end", broken)
+    with otel_infer.request("embed"), otel_infer.stage("rerank", gpu=True):
+        pass
+    assert [stages_of(one) for one in recording.records()] == [["rerank"], ["rerank"]]
+
+
+def test_a_stream_is_sent_to_thrown_into_closed_and_returns_as_it_is(recording: Recording) -> None:
+    seen: list[Any] = []
+
+    @otel_infer.request("chat")
+    def answer() -> Generator[str, str, int]:
+        try:
+            seen.append((yield "first"))
+            yield "second"
+        except KeyError as reason:
+            seen.append(reason.args)
+            yield "mended"
+        finally:
+            seen.append("closed")
+        return 7
+
+    stream = answer()
+    assert (next(stream), stream.send("hello"), stream.throw(KeyError("k"))) == ("first", "second", "mended")
+    with pytest.raises(StopIteration) as over:
+        next(stream)
+    assert over.value.value == 7
+    assert seen == ["hello", ("k",), "closed"]
+    early = answer()
+    assert next(early) == "first"
+    early.close()
+    assert seen[-1] == "closed"
+    failing = answer()
+    next(failing)
+    with pytest.raises(ZeroDivisionError):
+        failing.throw(ZeroDivisionError())
+    assert [one.outcome for one in recording.records()] == [events.OK, events.ABORTED, events.ERROR]
+
+
+def test_what_a_stream_that_is_a_stage_sets_its_reader_sees() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
+
+    @contextlib.contextmanager
+    @otel_infer.stage("load")
+    def session() -> Generator[None, None, None]:
+        token = variable.set("inside")
+        yield
+        variable.reset(token)
+
+    with session():
+        assert variable.get() == "inside"
+    assert variable.get() == ""

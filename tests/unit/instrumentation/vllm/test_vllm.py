@@ -1,0 +1,938 @@
+"""The vLLM integration against stand-ins for its objects: what it need not be installed for."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from collections.abc import Generator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from otel_infer.analysis.attribution.request import _OF_STAGES
+from otel_infer.assembly.records.request import RequestRecord
+from otel_infer.instrumentation.hooks.probe import Call, Hook
+from otel_infer.instrumentation.transformers import tokenization
+from otel_infer.instrumentation.vllm import (
+    api_server,
+    engine_core,
+    multimodal,
+    output_processor,
+    scheduler_waits,
+    worker,
+)
+from otel_infer.instrumentation.vllm import scheduler as steps
+from otel_infer.instrumentation.vllm._integration import model_name, response_id
+from otel_infer.ringbuffer import events
+from otel_infer.tracing import propagation, request_span, start
+from tests.support.rings import Recording, stages_of
+
+
+@pytest.fixture
+def recording() -> Iterator[Recording]:
+    recording = Recording()
+    yield recording
+    recording.stop()
+    propagation._parts.clear()
+    api_server.in_flight.clear()
+
+
+# ── an engine core ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+WAITING, FOR_KV, FOR_A_GRAMMAR = (
+    SimpleNamespace(name=name)
+    for name in ("WAITING", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR")
+)
+
+
+class Request:
+    """A request as the scheduler knows it."""
+
+    def __init__(self, request_id: str, trace_headers: dict[str, str] | None) -> None:
+        self.request_id, self.trace_headers = request_id, trace_headers
+        self.num_output_tokens, self.reason = 0, "length"
+        self.num_prompt_tokens, self.num_preemptions, self.skip_reading_prefix_cache = 6, 0, False
+        self.status, self.structured_output_request = WAITING, None
+
+    def is_finished(self) -> bool:
+        return False
+
+    def get_finished_reason(self) -> str:
+        return self.reason
+
+
+class Scheduler:
+    """vLLM's, as far as we look; what `schedule` and `update_from_output` return is laid into them."""
+
+    def __init__(self) -> None:
+        self.hook = Hook("stand-in")
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.deferred_waiting: set[Request] = set()
+        self.connector: object | None = None
+        self.requests: dict[str, Request] = {}
+        self.observability_config: Any = None
+        self.kv_cache_manager = SimpleNamespace(
+            enable_caching=True,
+            block_pool=SimpleNamespace(num_gpu_blocks=21, get_num_free_blocks=lambda: 5),
+        )
+        self._schedule = steps.schedule(lambda scheduler: scheduler.output, self.hook)
+        self._add = engine_core.add_request(Scheduler.add_request, self.hook)
+        self._free = engine_core.free_request(
+            lambda scheduler, request: scheduler.running.remove(request), self.hook
+        )
+        self._preempt = engine_core.preempt_request(lambda *_: None, self.hook)
+
+    def add(self, request_id: str, headers: dict[str, str] | None) -> Request:
+        return self.take(Request(request_id, headers))
+
+    def take(self, request: Request) -> Request:
+        self._add(self, request)
+        return request
+
+    def add_request(self, request: Request) -> None:
+        """The engine's own: one that is there already gets more of its prompt."""
+        if request.request_id not in self.requests:
+            self.requests[request.request_id] = request
+            self.running.append(request)
+
+    def schedule(
+        self, new: dict[str, int] | None = None, drafts: dict[str, int] | None = None, **tokens: int
+    ) -> Any:
+        """A batch. `new`: whose prompts are in it for the first time, and how much of each was in the prefix cache."""
+        self.output = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=who, num_computed_tokens=cached) for who, cached in (new or {}).items()
+            ],
+            scheduled_spec_decode_tokens={who: [-1] * n for who, n in (drafts or {}).items()},
+        )
+        return self._schedule(self)
+
+    def update(self, output: Any, finishes: tuple[Request, ...] = (), **tokens: int) -> None:
+        """Delivers so many tokens each, and frees who is done."""
+        sampled = SimpleNamespace(
+            sampled_token_ids=[[7] * n for n in tokens.values()],
+            req_id_to_index={who: at for at, who in enumerate(tokens)},
+        )
+        outputs = [SimpleNamespace(request_id=who, new_token_ids=[7] * n) for who, n in tokens.items()]
+        result = {0: SimpleNamespace(outputs=outputs)} if outputs else {}
+
+        def updated(*_: Any) -> Any:
+            for request in finishes:
+                self.free(request)
+            return result
+
+        steps.update_from_output(updated, self.hook)(self, output, sampled)
+
+    def free(self, request: Request) -> None:
+        self._free(self, request)
+        self.requests.pop(request.request_id)
+
+    def preempt(self, request: Request) -> None:
+        self._preempt(self, request, 0.0)
+
+
+def front(sequences: int = 1, tokens: int = 4) -> tuple[request_span.LiveRequest, dict[str, str]]:
+    """A request of a server, and what it takes along."""
+    request = start.open_request("POST /", owner="asgi")
+    assert request is not None
+    request.submitted("vllm", sequences, tokens)
+    return request, propagation.headers(request)
+
+
+def own(record: RequestRecord) -> dict[int, int]:
+    """Own tokens by step."""
+    assert record.steps is not None
+    return dict(zip(record.steps.step.tolist(), record.steps.tokens.tolist()))
+
+
+def test_a_request_goes_on_in_the_engine_core_and_has_its_steps_there(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front(tokens=6)
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(r=4))
+    scheduler.update(scheduler.schedule(r=2), r=1)
+    sequence.num_output_tokens = 2
+    scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {2: 1, 3: 1}
+    assert [chunk.tokens for chunk in record.prefill_steps] == [4, 2]
+    assert (record.finish_reasons, record.output_tokens, record.outcome) == (("length",), 2, events.OK)
+    assert stages_of(record) == ["ingress", "queue", "prefill", "decode"]
+    (first, *_) = recording._assembler.drain_steps()
+    assert (first.kv_used, first.kv_total, first.running, first.waiting) == (15, 20, 1, 0)
+    assert scheduler.hook.alive
+
+
+def test_a_prompt_that_comes_in_pieces_is_one_request_and_leaves_nothing_behind(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    for _ in range(3):
+        scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(r=4), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "queue", "prefill"]
+    assert propagation._parts == {}
+    assert scheduler.hook.alive
+
+
+def test_two_requests_in_a_batch_each_have_their_own_tokens(recording: Recording) -> None:
+    scheduler = Scheduler()
+    (one, its), (other, others) = front(), front()
+    a, b = scheduler.add("a", its), scheduler.add("b", others)
+    scheduler.update(scheduler.schedule(a=4, b=4), a=1, b=1)
+    scheduler.update(scheduler.schedule(a=3, b=1), a=3, b=1)
+    scheduler.update(scheduler.schedule(a=1, b=1), (a, b), a=1, b=1)
+    one.close()
+    other.close()
+    first, second = recording.records()
+    assert (own(first), own(second)) == ({1: 1, 2: 3, 3: 1}, {1: 1, 2: 1, 3: 1})
+
+
+def test_with_two_in_flight_what_was_scheduled_for_the_gone_is_discarded(recording: Recording) -> None:
+    scheduler = Scheduler()
+    (goes, its), (stays, others) = front(), front()
+    a, b = scheduler.add("a", its), scheduler.add("b", others)
+    first = scheduler.schedule(a=4, b=4)
+    second = scheduler.schedule(a=1, b=1)
+    scheduler.update(first, (a,), a=1, b=1)
+    third = scheduler.schedule(b=1)
+    scheduler.update(second, b=1)
+    scheduler.update(third, (b,), b=1)
+    goes.close()
+    stays.close()
+    by_steps = {len(own(record)): record for record in recording.records()}
+    assert own(by_steps[1]) == {1: 1} and by_steps[1].discarded == 1
+    assert own(by_steps[3]) == {1: 1, 2: 1, 3: 1}
+
+
+def test_a_step_of_nothing_is_none(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule())
+    scheduler.update(scheduler.schedule(r=4), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {1: 1}
+
+
+def test_a_preempted_request_computes_its_prompt_again(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(r=4), r=1)
+    scheduler.preempt(sequence)
+    scheduler.update(scheduler.schedule(r=5), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert record.preemptions == 1
+    assert own(record) == {1: 1, 2: 1}
+
+
+def test_sequences_of_one_prompt_are_one_request(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front(sequences=2)
+    a, b = scheduler.add("0_r", headers), scheduler.add("1_r", headers)
+    scheduler.update(scheduler.schedule(**{"0_r": 4, "1_r": 4}), **{"0_r": 1, "1_r": 1})
+    scheduler.update(scheduler.schedule(**{"0_r": 1, "1_r": 1}), (a, b), **{"0_r": 1, "1_r": 1})
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {1: 2, 2: 2}
+    assert record.finish_reasons == ("length", "length")
+    assert propagation._parts == {}
+
+
+def test_whoever_came_without_a_request_of_ours_is_nobody(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    scheduler.add("r", headers)
+    stranger = scheduler.add("stranger", None)
+    scheduler.update(scheduler.schedule(r=4, stranger=4), r=1, stranger=1)
+    scheduler.update(scheduler.schedule(r=1, stranger=1), (stranger,), r=1, stranger=1)
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {1: 1, 2: 1}
+    assert scheduler.hook.alive
+
+
+def test_what_the_front_end_aborts_is_told_there_and_not_here(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    sequence.reason = "abort"
+    scheduler.update(scheduler.schedule(r=4), r=1)
+    scheduler.free(sequence)
+    request.close()
+    assert recording.records()[0].finish_reasons == ()
+
+
+def test_what_the_prefix_cache_had_is_said_of_each_prompt_once(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front(sequences=2, tokens=6)
+    a, b = scheduler.add("0_r", headers), scheduler.add("1_r", headers)
+    scheduler.update(scheduler.schedule(new={"0_r": 0}, **{"0_r": 6}), **{"0_r": 1})
+    scheduler.update(scheduler.schedule(new={"1_r": 4}, **{"0_r": 1, "1_r": 2}), **{"0_r": 1, "1_r": 1})
+    scheduler.preempt(b)
+    b.num_preemptions = 1
+    done = scheduler.schedule(new={"1_r": 4}, **{"0_r": 1, "1_r": 2})
+    scheduler.update(done, (a, b), **{"0_r": 1, "1_r": 1})
+    request.close()
+    (record,) = recording.records()
+    assert (record.prefix_tokens, record.cached_tokens) == (12, 4)
+    assert record.cached_input_tokens == 0, (
+        "the second found what the first had put there; the prompt was computed"
+    )
+
+
+def test_where_nothing_is_cached_nothing_was_looked_up(recording: Recording) -> None:
+    scheduler = Scheduler()
+    scheduler.kv_cache_manager.enable_caching = False
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=6), (sequence,), r=1)
+    request.close()
+    assert recording.records()[0].prefix_tokens == 0
+
+
+def test_drafts_and_what_was_accepted_of_them_are_counted_up_to_the_last_step(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
+    scheduler.update(scheduler.schedule(drafts={"r": 3}, r=4), r=3)
+    scheduler.update(scheduler.schedule(drafts={"r": 3}, r=4), (sequence,), r=2)
+    request.close()
+    (record,) = recording.records()
+    assert own(record) == {1: 1, 2: 3, 3: 2}
+    assert (record.drafted_tokens, record.accepted_tokens) == (6, 3)
+    assert scheduler.hook.alive
+
+
+def compiled(request: Request, broken: bool = False) -> None:
+    """vLLM's manager of grammars gets one for it."""
+    request.structured_output_request = object()  # type: ignore[assignment]
+    hook = Hook("stand-in")
+
+    def compile_it(manager: Any, request: Request) -> str:
+        if broken:
+            raise ValueError("no such schema")
+        return "a grammar"
+
+    created = scheduler_waits.create_grammar(compile_it, hook)
+    asked = scheduler_waits.grammar_init(lambda manager, request: created(manager, request), hook)
+    with pytest.raises(ValueError, match="no such schema") if broken else contextlib.nullcontext():
+        assert asked(None, request) == "a grammar"
+    assert hook.alive
+
+
+def test_a_grammar_is_a_stage_from_being_asked_for_until_it_is_there(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = Request("r", headers)
+    compiled(sequence)
+    scheduler.take(sequence)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
+    scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "queue", "grammar", "prefill", "decode"]
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_who_leaves_before_its_grammar_is_there_had_waited_for_it(recording: Recording, broken: bool) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = Request("r", headers)
+    if broken:
+        compiled(sequence, broken)
+    else:
+        sequence.structured_output_request = object()  # type: ignore[assignment]
+        scheduler_waits.grammar_init(lambda *_: None, Hook("stand-in"))(None, sequence)
+    scheduler.take(sequence)
+    sequence.reason = "abort"
+    scheduler.free(sequence)
+    request.close(events.ABORTED, "client_disconnect")
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "queue", "grammar"]
+    assert record.died_in == "queue"
+
+
+def test_blocks_from_elsewhere_are_a_stage_until_the_scheduler_has_seen_that_they_are_here(
+    recording: Recording,
+) -> None:
+    scheduler = Scheduler()
+    scheduler.connector = object()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.deferred_waiting, sequence.status = {sequence}, FOR_KV
+    scheduler.update(scheduler.schedule())
+    scheduler.update(scheduler.schedule())
+    hook = Hook("stand-in")
+    for answer in (False, None):  # not yet, in the words of 0.17; and that they are, in everybody's
+        said = scheduler_waits.update_waiting_for_remote_kv(lambda *_, said=answer: said, hook)(
+            scheduler, sequence
+        )
+        assert said is answer
+    scheduler.deferred_waiting, sequence.status = set(), WAITING
+    scheduler.update(scheduler.schedule(new={"r": 4}, r=2), r=1)
+    scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert stages_of(record) == ["ingress", "queue", "kv transfer", "prefill", "decode"]
+    assert hook.alive and scheduler.hook.alive
+
+
+def test_who_waits_for_what_is_told_once_a_second_and_when_nobody_does_any_more(
+    recording: Recording,
+) -> None:
+    scheduler, who = Scheduler(), [Request(str(number), None) for number in range(5)]
+    front()  # before the first request of a process nothing is said
+    told = scheduler_waits.Waits()
+    who[1].status, who[2].status = FOR_KV, FOR_A_GRAMMAR
+    scheduler.waiting, scheduler.deferred_waiting = who, set(who[1:4])
+    told.look(scheduler, 5_000_000_000, 5)
+    scheduler.waiting, scheduler.deferred_waiting = [], set()
+    told.look(scheduler, 5_900_000_000, 0)
+    recording.records()
+    waiting = recording._assembler.processes.waiting
+    assert waiting() == {"capacity": 2, "kv_transfer": 1, "grammar": 1, "other": 1}
+    told.idle(scheduler, 5_950_000_000)
+    recording.records()
+    assert waiting() == {"capacity": 0, "kv_transfer": 0, "grammar": 0, "other": 0}
+
+
+def test_what_happens_often_is_said_once_a_second_and_nothing_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(
+        steps.recorder, "marked", lambda mark, since, at, count: said.append((since, at, count))
+    )
+    tally = steps.Tally("kv_eviction")
+    for at in (10, 20, 999_999_999, 1_000_000_010, 2_000_000_000):
+        tally.add()
+        tally.look(at)
+    tally.tell(2_500_000_000)
+    tally.tell(2_600_000_000)
+    assert said == [(10, 1_000_000_010, 4), (2_000_000_000, 2_500_000_000, 1)]
+
+
+# ── a worker ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Worker:
+    """vLLM's, as far as we look: `execute` returns this, and `sample` what it returns."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.hook = rank, Hook("stand-in")
+        self.result: Any = None
+
+    def execute(self, output: Any) -> Any:
+        return worker.execute_model(lambda it, output: it.result, self.hook)(self, output)
+
+    def sample(self) -> Any:
+        return worker.sample_tokens(lambda it, grammar: "tokens", self.hook)(self, None)
+
+
+def executed(recording: Recording) -> list[tuple[int, int]]:
+    """Rank and process of every execution that was told."""
+    recording.records()
+    found = recording._assembler.devices.drain()
+    assert all(execution.length_ns >= 0 for execution in found)
+    return [(execution.rank, execution.pid) for execution in found]
+
+
+def batch(recording: Recording) -> Any:
+    """What a scheduler sends to its workers."""
+    scheduler = Scheduler()
+    scheduler.add("r", front()[1])
+    return scheduler.schedule(r=4)
+
+
+def test_a_worker_tells_what_each_step_took_it(recording: Recording) -> None:
+    one = Worker(rank=1)
+    assert one.execute(batch(recording)) is None
+    assert executed(recording) == []
+    assert one.sample() == "tokens"
+    assert executed(recording) == [(1, os.getpid())]
+
+
+def test_a_step_without_tokens_to_sample_ends_with_its_execution(recording: Recording) -> None:
+    pooling, stage = Worker(), Worker()
+    pooling.result = "a pooled output"
+    assert pooling.execute(batch(recording)) == "a pooled output"
+    assert executed(recording) == [(0, os.getpid())]
+    stage.execute(batch(recording))
+    stage.execute(batch(recording))
+    assert executed(recording) == [(0, os.getpid())]
+
+
+def test_a_dummy_batch_is_no_step_of_a_worker(recording: Recording) -> None:
+    one = Worker()
+    one.execute(SimpleNamespace())
+    one.sample()
+    assert executed(recording) == [] and one.hook.alive
+
+
+# ── a front end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Sequence:
+    """What is sent to the engine core."""
+
+    def __init__(self, request_id: str, prompt: str = "") -> None:
+        self.request_id, self.external_req_id = request_id, prompt or request_id
+        self.prompt_token_ids, self.trace_headers = [1] * 5, None
+        self.sampling_params: Any = SimpleNamespace(max_tokens=16)
+        self.pooling_params = self.lora_request = None
+        self.detokenizer: Any = None
+        self.resumable = False
+
+
+class FrontEnd:
+    """An output processor and its client."""
+
+    def __init__(self) -> None:
+        self.hook = Hook("stand-in")
+        self.otel_infer_model = "tiny"
+        self.request_states: dict[str, Sequence] = {}
+
+    def add(self, sequence: Sequence, parent: Any = None) -> None:
+        probe = api_server.add_request(
+            Call(self, (sequence, None, parent), {}, {"request": (0, None), "parent_req": (2, None)})
+        )
+        next(probe)
+        self.request_states[sequence.request_id] = sequence
+        with pytest.raises(StopIteration):
+            probe.send(None)
+
+    def submit(self, sequence: Sequence) -> None:
+        list(api_server._submitting(Call(None, (sequence,), {}, {"request": (0, None)})))
+
+    def finish(self, *sequences: Sequence) -> None:
+        for sequence in sequences:
+            output_processor.finish_request(lambda *_: None, self.hook)(self, sequence)
+
+    def abort(self, *sequences: Sequence) -> None:
+        gone = [sequence.request_id for sequence in sequences]
+        output_processor.abort_requests(lambda *_: gone, self.hook)(self, gone)
+
+
+def prepared(prompt: dict[str, Any]) -> Generator[None, Any, None]:
+    """vLLM's renderer makes this the model's input."""
+    return multimodal.prepare(Call(None, (prompt,), {}, {"prompt": (0, None)}))
+
+
+def test_blame_knows_every_stage_that_is_stated_here() -> None:
+    stated = {
+        api_server.TOKENIZE,
+        multimodal.FETCH,
+        multimodal.PREPARE,
+        scheduler_waits.GRAMMAR,
+        scheduler_waits.KV_TRANSFER,
+    }
+    assert stated <= _OF_STAGES.keys()
+
+
+def test_media_of_a_prompt_are_stages_and_text_is_not(recording: Recording) -> None:
+    request = start.open_request("POST /", owner="asgi")
+    assert request is not None
+    token = request.attach()
+    for probe in (
+        multimodal.fetch(Call(None, (), {}, {})),
+        prepared({"multi_modal_data": {"image": []}}),
+        prepared({}),
+    ):
+        list(probe)
+    start.detach(token)
+    list(multimodal.fetch(Call(None, (), {}, {})))  # for nobody's request
+    request.close()
+    (record,) = recording.records()
+    assert [stage.name for stage in record.stages if "media" in stage.name] == [
+        "fetch media",
+        "prepare media",
+    ]
+
+
+def test_without_a_server_a_prompt_is_a_request_of_its_own(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r-1234", "r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    assert sequence.trace_headers is not None and propagation.MARK in sequence.trace_headers
+    front_end.finish(sequence)
+    (record,) = recording.records()
+    assert (record.operation, record.model, record.input_tokens, record.max_tokens) == (
+        "text_completion", "tiny", 5, 16,
+    )  # fmt: skip
+    assert record.attributes["infer.request.id"] == "r"
+    assert "gen_ai.response.id" not in record.attributes
+    assert api_server.in_flight == {}
+
+
+def test_behind_a_route_it_is_known_by_what_the_engine_and_by_what_the_client_calls_it(
+    recording: Recording,
+) -> None:
+    request = start.open_request("POST /v1/completions", owner="asgi")
+    assert request is not None
+    request.operation = "text_completion"  # as the route's hook says it
+    token = request.attach()
+    front_end, sequence = FrontEnd(), Sequence("cmpl-a1-0-9f8a", "cmpl-a1-0")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    front_end.finish(sequence)
+    start.detach(token)
+    request.close()
+    (record,) = recording.records()
+    known = {key: value for key, value in record.attributes.items() if key.endswith(".id")}
+    assert known == {"infer.request.id": "cmpl-a1-0", "gen_ai.response.id": "cmpl-a1"}
+
+
+def test_a_servers_request_is_named_and_goes_on_after_its_last_sequence(recording: Recording) -> None:
+    request = start.open_request("POST /", owner="asgi")
+    assert request is not None
+    request.operation = "chat"
+    token = request.attach()
+    front_end, sequence = FrontEnd(), Sequence("r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    start.detach(token)
+    front_end.finish(sequence)
+    assert recording.records() == []
+    request.close()
+    (record,) = recording.records()
+    assert (record.operation, record.provider, record.model) == ("chat", "vllm", "tiny")
+
+
+def test_an_embedding_is_called_one_though_it_is_rendered_as_a_completion_is(recording: Recording) -> None:
+    request = start.open_request("POST /", owner="asgi")
+    assert request is not None
+    request.operation = "text_completion"
+    token = request.attach()
+    sequence = Sequence("r")
+    sequence.sampling_params, sequence.pooling_params = None, SimpleNamespace(task="embed")
+    front_end = FrontEnd()
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    start.detach(token)
+    request.close()
+    (record,) = recording.records()
+    assert (record.operation, record.max_tokens) == ("embeddings", 0)
+
+
+def test_a_prompt_is_tokenized_once_though_the_tokenizer_is_hooked_too(recording: Recording) -> None:
+    request = start.open_request("POST /", owner="asgi")
+    assert request is not None
+    token = request.attach()
+    renderer = SimpleNamespace(model_config=SimpleNamespace(model="tiny"))
+    render = api_server._rendering("chat")(Call(renderer, (), {}, {}))
+    next(render)
+    tokenize = tokenization._tokenizing(lambda prompt: [1, 2, 3], Hook("stand-in"))
+    assert tokenize("a b c") == [1, 2, 3]
+    with pytest.raises(StopIteration):
+        render.send(None)
+    start.detach(token)
+    request.close()
+    (record,) = recording.records()
+    assert stages_of(record).count("tokenize") == 1
+    assert request.operation == "chat" and not request.tokenizing
+
+
+def test_a_prompt_with_several_sequences_is_counted_once_and_ends_with_the_last(recording: Recording) -> None:
+    front_end, parent = FrontEnd(), SimpleNamespace(sampling_params=SimpleNamespace(n=2))
+    one, other = Sequence("0_r", "r"), Sequence("1_r", "r")
+    front_end.add(one, parent)
+    front_end.add(other, parent)
+    front_end.submit(one)
+    front_end.submit(other)
+    front_end.finish(one)
+    assert recording.records() == []
+    front_end.finish(other)
+    (record,) = recording.records()
+    assert (record.sequences, record.input_tokens) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "known_as"),
+    [
+        ("chatcmpl-a1", "chatcmpl-a1"),
+        ("chatcmpl-job-5", "chatcmpl-job-5"),
+        ("cmpl-job-5-0", "cmpl-job-5"),
+        ("cmpl-86a528c8f1ab9568-b49bb093a4b3817c-beam-0", "cmpl-86a528c8f1ab9568"),
+        (
+            "chatcmpl-86a528c8f1ab9568-b49bb093a4b3817c-beam-0",
+            "chatcmpl-86a528c8f1ab9568-b49bb093a4b3817c-beam-0",
+        ),
+        ("resp_a1_0", "resp_a1"),
+        ("embd-job-5-0", "embd-job-5"),
+        ("score-a1-12", "score-a1"),
+        ("0", "0"),
+    ],
+)
+def test_a_request_is_known_as_its_client_knows_it(request_id: str, known_as: str) -> None:
+    assert response_id(request_id) == known_as
+
+
+def test_an_aborted_prompt_of_nobody_elses_is_aborted(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    front_end.abort(sequence)
+    (record,) = recording.records()
+    assert (record.outcome, record.finish_reasons) == (events.ABORTED, ("abort",))
+
+
+def test_when_the_engine_dies_everybody_is_told_of_what(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    output_processor.propagate_error(lambda *_: None, front_end.hook)(
+        front_end, MemoryError("no content of it leaves")
+    )
+    (record,) = recording.records()
+    assert (record.outcome, record.error_type) == (events.ERROR, "MemoryError")
+
+
+class Detokenizer:
+    """Meets a stop string at its third token, if it makes text."""
+
+    def __init__(self, hook: Hook, makes_text: bool = True) -> None:
+        self.output_token_ids: list[int] = []
+        self.makes_text = makes_text
+        self._update = output_processor._updating(self._taken, hook)
+
+    def _taken(self, me: Any, tokens: list[int], stopped: bool) -> str | None:
+        self.output_token_ids += tokens
+        if not self.makes_text or len(self.output_token_ids) < 3:
+            return None
+        del self.output_token_ids[3:]
+        return "."
+
+    def update(self, tokens: int = 1) -> Any:
+        return self._update(self, [7] * tokens, False)
+
+
+def asked(front_end: FrontEnd, sequence: Sequence) -> request_span.LiveRequest:
+    """A server's request whose prompt this is."""
+    request = start.open_request("POST /", owner="asgi")
+    assert request is not None
+    token = request.attach()
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    start.detach(token)
+    return request
+
+
+def process(
+    front_end: FrontEnd, *outputs: Any, aborts: tuple[str, ...] = (), finishes: tuple[Any, ...] = ()
+) -> None:
+    """vLLM's output processor with what came from the engine core."""
+
+    def processed(processor: Any, outputs: Any) -> Any:
+        front_end.finish(*finishes)
+        return SimpleNamespace(reqs_to_abort=list(aborts))
+
+    output_processor.process_outputs(processed, front_end.hook)(front_end, outputs)
+
+
+def ended(sequence: Sequence, reason: FinishReason | None) -> Any:
+    return SimpleNamespace(request_id=sequence.request_id, finish_reason=reason)
+
+
+class FinishReason(enum.IntEnum):
+    """As vLLM has it: the first one is 0."""
+
+    STOP, LENGTH, ABORT, ERROR = range(4)
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+def test_a_stop_string_is_met_in_the_front_end_and_what_follows_it_is_no_output(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
+    request = asked(front_end, sequence)
+    assert detokenizer.update(0) is None and not request.tokens_reached
+    assert detokenizer.update() is None
+    assert detokenizer.update(4) == "."
+    process(front_end, ended(sequence, None), aborts=("r",), finishes=(sequence,))
+    request.close()
+    (record,) = recording.records()
+    assert (record.finish_reasons, record.output_tokens) == (("stop",), 3)
+    assert record.detokenize_ns > 0 and record.first_token_at
+    assert output_processor._stopped == {} == output_processor._given_up and front_end.hook.alive
+
+
+def test_what_both_ends_finish_is_counted_once_by_what_was_kept(recording: Recording) -> None:
+    """The engine was about to end it when the front end met the stop string."""
+    scheduler, front_end, sequence = Scheduler(), FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
+    request = asked(front_end, sequence)
+    part = scheduler.add("r", sequence.trace_headers)
+    scheduler.update(scheduler.schedule(r=5), r=1)
+    while detokenizer.update() is None:
+        scheduler.update(scheduler.schedule(r=1), r=1)
+    part.num_output_tokens = 4
+    scheduler.update(scheduler.schedule(r=1), (part,), r=1)
+    process(front_end, ended(sequence, None), aborts=("r",), finishes=(sequence,))
+    request.close()
+    assert recording.records()[0].output_tokens == 3
+
+
+def test_who_ends_without_a_token_has_no_first_one(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
+    request = asked(front_end, sequence)
+    detokenizer.update(0)
+    process(front_end, ended(sequence, FinishReason.ERROR), finishes=(sequence,))
+    request.close()
+    assert recording.records()[0].first_token_at == 0
+
+
+def test_tokens_reach_whoever_wants_them_without_text(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.detokenizer = detokenizer = Detokenizer(front_end.hook, makes_text=False)
+    request = asked(front_end, sequence)
+    detokenizer.update()
+    assert request.tokens_reached
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome", "reasons"),
+    [
+        (FinishReason.STOP, events.OK, ()),
+        (FinishReason.LENGTH, events.OK, ()),
+        (FinishReason.ABORT, events.ABORTED, ("abort",)),
+        (FinishReason.ERROR, events.ERROR, ()),
+    ],
+)
+def test_whom_the_engine_gives_up_by_itself_did_not_end_well(
+    recording: Recording, reason: FinishReason, outcome: int, reasons: tuple[str, ...]
+) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    process(front_end, ended(sequence, reason), finishes=(sequence,))
+    (record,) = recording.records()
+    assert (record.outcome, record.finish_reasons) == (outcome, reasons)
+
+
+def test_a_prompt_that_never_gets_to_the_engine_ends_with_what_its_caller_is_told(
+    recording: Recording,
+) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    named = {"request": (0, None), "parent_req": (2, None)}
+    probe = api_server.add_request(Call(front_end, (sequence, None, None), {}, named))
+    next(probe)
+    with pytest.raises(TypeError):
+        probe.throw(TypeError("no such token"))
+    front_end.add(sequence)
+    sending = api_server._submitting(Call(None, (sequence,), {}, {"request": (0, None)}))
+    next(sending)
+    with pytest.raises(OSError):
+        sending.throw(OSError("the engine is gone"))
+    one, other = recording.records()
+    assert (one.error_type, other.error_type) == ("TypeError", "OSError")
+    assert api_server.in_flight == {}
+
+
+def test_a_streamed_prompt_is_one_sequence_whose_tokens_add_up(recording: Recording) -> None:
+    front_end, sequence = FrontEnd(), Sequence("r")
+    sequence.resumable = True
+    front_end.add(sequence)
+    front_end.submit(sequence)
+    front_end.submit(sequence)
+    sequence.resumable = False
+    front_end.submit(sequence)  # says that this was all
+    front_end.finish(sequence)
+    (record,) = recording.records()
+    assert (record.sequences, record.input_tokens) == (1, 10)
+
+
+def test_a_streamed_prompt_asks_the_prefix_cache_once(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
+    scheduler.update(scheduler.schedule(new={"r": 5}, r=4), (sequence,), r=1)
+    request.close()
+    (record,) = recording.records()
+    assert (record.prefix_tokens, record.cached_tokens) == (6, 0)
+
+
+def test_nine_batches_may_be_in_flight(recording: Recording) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence = scheduler.add("r", headers)
+    flights = [scheduler.schedule(r=4), *(scheduler.schedule(r=1) for _ in range(9))]
+    for output in flights[:-1]:
+        scheduler.update(output, r=1)
+    scheduler.update(flights[-1], (sequence,), r=1)
+    request.close()
+    assert len(own(recording.records()[0])) == 10
+
+
+def test_drafts_are_counted_as_vllm_counts_them(recording: Recording) -> None:
+    """Those that a grammar forbids are none, and what is made for a request that is over is thrown away."""
+    scheduler = Scheduler()
+    scheduler.connector = object()  # which keeps the blocks of one that is over
+    (request, headers), (over, others) = front(), front()
+    sequence, gone = scheduler.add("r", headers), scheduler.add("g", others)
+    scheduler.update(scheduler.schedule(new={"r": 0, "g": 0}, r=4, g=4), r=1, g=1)
+    output = scheduler.schedule(drafts={"r": 3, "g": 3}, r=4, g=4)
+    output.num_invalid_spec_tokens = {"r": 2}
+    gone.is_finished = lambda: True  # type: ignore[method-assign]
+    scheduler.update(output, (sequence, gone), r=2, g=2)
+    request.close()
+    over.close()
+    one, other = recording.records()
+    assert (one.drafted_tokens, one.accepted_tokens) == (1, 1)
+    assert (other.drafted_tokens, other.accepted_tokens) == (0, 0)
+    assert scheduler.hook.alive
+
+
+def test_drafts_of_a_request_that_was_put_back_meanwhile_are_thrown_away_with_what_was_made(
+    recording: Recording,
+) -> None:
+    scheduler = Scheduler()
+    request, headers = front()
+    sequence: Any = scheduler.add("r", headers)
+    scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
+    output = scheduler.schedule(drafts={"r": 3}, r=4)
+    sequence.num_stale_output_tokens, sequence.drop_stale_output = 4, True
+    scheduler.update(output, (sequence,), r=2)
+    request.close()
+    assert recording.records()[0].drafted_tokens == 0
+    assert scheduler.hook.alive
+
+
+@pytest.mark.parametrize(("endpoint", "kept"), [(None, False), ("http://collector", True)])
+def test_what_a_request_took_along_does_not_come_back_with_every_token(
+    recording: Recording, endpoint: str | None, kept: bool
+) -> None:
+    scheduler = Scheduler()
+    scheduler.observability_config = SimpleNamespace(otlp_traces_endpoint=endpoint)
+    _, headers = front()
+    assert bool(scheduler.add("r", headers).trace_headers) == kept
+
+
+@pytest.mark.parametrize(
+    ("served", "name"),
+    [
+        (["tiny", "other"], "tiny"),
+        ("org/model", "org/model"),
+        ("/models/tiny-llama/", "tiny-llama"),
+        (None, "m"),
+        ("accounts/us/models/llama", "accounts/us/models/llama"),
+    ],
+)
+def test_a_model_is_called_by_its_first_name_and_never_by_a_path(served: Any, name: str) -> None:
+    assert model_name(SimpleNamespace(served_model_name=served, model="./m")) == name

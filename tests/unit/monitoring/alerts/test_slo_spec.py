@@ -1,0 +1,131 @@
+"""What people may write into slo.yaml, and what they are told when they may not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from otel_infer import cli, semconv
+from otel_infer.monitoring.alerts import burn_rate_rules, grafana_rules, slo_spec
+
+GOOD = """
+windows: demo
+minimum: 10
+grafana: https://grafana.example.com/
+runbooks: https://example.com/alerts.md
+objectives:
+  - {name: ttft, of: ttft, within: 500ms, share: 99%}
+  - {name: ttft-70b, of: ttft, within: 1.5s, share: 99.9%, model: "llama-70b.*"}
+  - {name: errors, of: errors, share: 99.5%}
+budgets: {queue: 100ms, prefill: 0.35s}
+"""
+
+
+def test_promises_are_read_as_they_are_written() -> None:
+    assert slo_spec.spec(yaml.safe_load(GOOD)) == slo_spec.Spec(
+        [
+            slo_spec.Objective("ttft", "ttft", 0.5, 0.99),
+            slo_spec.Objective("ttft-70b", "ttft", 1.5, 0.9990000000000001, "llama-70b.*"),
+            slo_spec.Objective("errors", "errors", 0.0, 0.995),
+        ],
+        {"queue": 0.1, "prefill": 0.35},
+        slo_spec.DEMO,
+        10,
+        "https://grafana.example.com",
+        "https://example.com/alerts.md",
+    )
+
+
+TTFT = {"name": "ttft", "of": "ttft", "within": "500ms", "share": "99%"}
+BAD: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "the file: expected a mapping with `objectives`"),
+    "no objectives": ({}, "`objectives`: expected a list with one entry or more"),
+    "a word of its own": ({"objektives": []}, "`objektives`: expected one of budgets, grafana, minimum"),
+    "two of a name": ({"objectives": [TTFT, TTFT]}, "`objectives`: expected a different `name` for each"),
+    "a name with blanks": ({"objectives": [{**TTFT, "name": "a b"}]}, "objectives[0].name: expected small letters"),
+    "of nothing known": ({"objectives": [{**TTFT, "of": "speed"}]}, "objectives[0].of: expected one of ttft, itl, tpot, e2e"),
+    "no bound": ({"objectives": [{**TTFT, "within": "600ms"}]}, "objectives[0].within: expected a bound of gen_ai.server.time"),
+    "no length": ({"objectives": [{**TTFT, "within": "fast"}]}, "objectives[0].within: expected a length such as 500ms"),
+    "all of them": ({"objectives": [{**TTFT, "share": "100%"}]}, "objectives[0].share: expected a share such as 99%"),
+    "a bare share": ({"objectives": [{**TTFT, "share": 0.99}]}, "objectives[0].share: expected a share such as 99%"),
+    "errors in time": ({"objectives": [{**TTFT, "of": "errors"}]}, "objectives[0].within: expected nothing"),
+    "a model in numbers": ({"objectives": [{**TTFT, "model": 7}]}, "objectives[0].model: expected a regular expression"),
+    "names alike": ({"objectives": [{**TTFT, "name": "a-b"}, {**TTFT, "name": "a_b"}]}, "`objectives`: expected a different"),
+    "a key too many": ({"objectives": [{**TTFT, "than": 1}]}, "objectives[0].than: expected one of name, of"),
+    "windows": ({"objectives": [TTFT], "windows": "fast"}, "`windows`: expected one of standard, demo"),
+    "minimum": ({"objectives": [TTFT], "minimum": -1}, "`minimum`: expected a whole number"),
+    "a stage": ({"objectives": [TTFT], "budgets": {"lunch": "1s"}}, "budgets.lunch: expected one of ingress"),
+    "a list of windows": ({"objectives": [TTFT], "windows": ["standard"]}, "`windows`: expected one of"),
+    "a list of latencies": ({"objectives": [{**TTFT, "of": ["ttft"]}]}, "objectives[0].of: expected one of"),
+    "no address": ({"objectives": [TTFT], "grafana": "there"}, "`grafana`: expected an address with http"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "expected"), BAD.values(), ids=BAD)
+def test_what_is_wrong_is_said_with_its_place_and_what_is_expected(said: Any, expected: str) -> None:
+    with pytest.raises(slo_spec.BadSpec) as refused:
+        slo_spec.spec(said)
+    assert str(refused.value).startswith(expected)
+
+
+@pytest.mark.parametrize("text", ["objectives: [", "objectives: 2024-02-30"], ids=["not closed", "no date"])
+def test_the_command_names_the_file(tmp_path: Any, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "slo.yaml").write_text(text)
+    assert cli.main(["alerts", "build", str(tmp_path / "slo.yaml")]) == 2
+    assert f"{tmp_path / 'slo.yaml'} is no YAML" in capsys.readouterr().err
+
+
+def test_bounds_that_are_whole_are_found_however_they_are_written() -> None:
+    one = slo_spec.spec({"objectives": [{**TTFT, "within": "1s"}]}).objectives[0]
+    assert 'le=~"1([.]0)?"' in burn_rate_rules.missed(one, "5m")
+
+
+def test_every_default_bound_is_one_of_its_histogram() -> None:
+    for one in slo_spec.DEFAULT.objectives:
+        assert one.of == slo_spec.ERRORS or one.within in slo_spec.METRICS[one.of].bounds
+    assert set(slo_spec.DEFAULT.budgets) <= set(semconv.STAGES)
+
+
+def test_grafana_gets_every_alert_with_what_prometheus_would_have_recorded_written_out() -> None:
+    made = burn_rate_rules.groups(slo_spec.DEFAULT)
+    found = [rule for group in grafana_rules.groups(made, "prom") for rule in group["rules"]]
+    alerts = [rule for group in made["groups"] for rule in group["rules"] if "alert" in rule]
+    assert len(found) == len(alerts)
+    assert len({rule["uid"] for rule in found}) == len({rule["title"] for rule in found}) == len(found)
+    asked = [rule["data"][0]["model"]["expr"] for rule in found]
+    assert not any("otel_infer:" in expr for expr in asked)
+    assert all(len(rule["uid"]) <= 40 for rule in found)
+
+
+def test_a_promise_that_leaves_much_room_can_be_broken_all_the_same() -> None:
+    """More than all cannot be missed: 14.4 times a tenth is never reached."""
+    rooms = {
+        share: _bars({"name": "a", "of": "errors", "share": share}) for share in ("99%", "90%", "80%", "5%")
+    }
+    assert rooms == {
+        "99%": ["14.4 * 0.01", "6 * 0.01", "3 * 0.01", "1 * 0.01"],
+        "90%": ["9 * 0.1", "6 * 0.1", "3 * 0.1", "1 * 0.1"],
+        "80%": ["4.5 * 0.2", "4.5 * 0.2", "3 * 0.2", "1 * 0.2"],
+        "5%": ["1 * 0.95", "1 * 0.95", "1 * 0.95", "1 * 0.95"],
+    }
+
+
+def _bars(objective: dict[str, Any]) -> list[str]:
+    groups = burn_rate_rules.groups(slo_spec.spec({"objectives": [objective]}))
+    burns = [
+        rule["expr"]
+        for group in groups["groups"]
+        for rule in group["rules"]
+        if "Burn" in rule.get("alert", "")
+    ]
+    return [burn.split(" > ")[1].split(" and ")[0] for burn in burns]
+
+
+def test_a_range_that_is_hurried_still_has_two_samples() -> None:
+    hurried = burn_rate_rules.groups(slo_spec.DEFAULT._replace(windows=slo_spec.DEMO))
+    (causes,) = (group for group in hurried["groups"] if "causes" in group["name"])
+    ranges = {int(found) for rule in causes["rules"] for found in re.findall(r"\[(\d+)s", rule["expr"])}
+    assert min(ranges) == burn_rate_rules.WITH_TWO_SAMPLES_S
