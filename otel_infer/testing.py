@@ -32,7 +32,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from otel_infer import _clock, semconv
-from otel_infer.analysis.attribution import request
+from otel_infer.analysis.finish import finish_requests
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import environment
@@ -79,9 +79,7 @@ class Captured:
             time.sleep(STRAGGLERS_S)
         with self._turn:
             self._read()
-            concluded = self._assembler.concluded(_clock.now() + GRACE_NS)
-            request.assign(concluded)
-            self._records += concluded
+            self._records += finish_requests(self._assembler, _clock.now() + GRACE_NS)
             return list(self._records)
 
     def tree(self, times: bool = False, timeout: float = 2.0) -> str:

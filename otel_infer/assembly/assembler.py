@@ -18,6 +18,7 @@ from otel_infer.assembly.engine.step_log import StepLog
 from otel_infer.assembly.engine.step_rows import TOGETHER
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.engine.workers import Devices
+from otel_infer.assembly.gpu_clocks import GpuClocks
 from otel_infer.assembly.pauses import Pauses
 from otel_infer.assembly.process_state import Processes
 from otel_infer.assembly.records.process import Mark, Pause, StartRecord
@@ -43,7 +44,7 @@ class Assembler:
         self._seen_steps: dict[tuple[int, str], set[int]] = {}
         self.facts_lost = self.facts_torn = 0
         self.steps: list[StepRecord] = []
-        self.devices, self.processes = Devices(), Processes()
+        self.devices, self.processes, self._clocks = Devices(), Processes(), GpuClocks()
         self._parts, self._pauses, self._starts = Parts(), Pauses(), Starts()
         self._ended: list[tuple[int, int, Request]] = []  # a heap: when it is due, a number of its own
         self._due, self._numbers = _NEVER, itertools.count()
@@ -62,6 +63,7 @@ class Assembler:
             events.StepExecuted: self._worked,
             events.StepTimed: self._worked,
             events.BlocksSized: lambda ring, handle, fact: self.devices.sized(fact),
+            events.GpuClocksThrottled: lambda ring, handle, fact: self._clocks.add_reading(fact),
             events.MemorySeen: lambda ring, handle, fact: self.devices.memory(ring, fact),
             events.StepScheduled: self._scheduled,
             events.StepDone: self._done,
@@ -201,6 +203,7 @@ class Assembler:
         for record in conclude(left):
             free = self.devices.least_free
             record.memory_free = free(record.arrived_at), free(record.first_token_at), free(record.ended_at)
+            record.throttled, record.throttled_at = self._clocks.between(record.arrived_at, record.ended_at)
             self._ready.append(record)
 
     def _died(self, ring: int, handle: int, fact: events.ProcessDied) -> None:

@@ -60,7 +60,7 @@ def records(
 
     What it tells of starts stays in `assembler`, with `keeps_steps` that of steps and pauses too, of which there are many.
     """
-    from otel_infer.analysis.attribution import request
+    from otel_infer.analysis.finish import finish_requests
     from otel_infer.assembly.assembler import GRACE_NS, Assembler
 
     assembler = assembler or Assembler()
@@ -69,12 +69,8 @@ def records(
         horizon = passage.horizon
         assembler.feed(passage.said)
         _forget(assembler, keeps_steps)
-        concluded = assembler.concluded(horizon)
-        request.assign(concluded)
-        yield from concluded
-    concluded = assembler.concluded(horizon + GRACE_NS)
-    request.assign(concluded)
-    yield from concluded
+        yield from finish_requests(assembler, horizon)
+    yield from finish_requests(assembler, horizon + GRACE_NS)
 
 
 def _forget(assembler: Assembler, keeps_steps: bool) -> None:

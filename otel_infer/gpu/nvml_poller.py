@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from otel_infer import _clock
 from otel_infer.gpu.nvml import text
+from otel_infer.ringbuffer.events import GpuClocksThrottled
 
 
 class GpuReading(NamedTuple):
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 MOST_REMEMBERED = 120
-"""Readings: ten minutes."""
+"""Events that wait to be recorded."""
 MOST_EVENTS = 64
 """Of one device, that are taken at once."""
 STALE_S = 30.0
@@ -245,7 +246,7 @@ class Poller(threading.Thread):
         self._readings, self._every = Readings(wanted), every_s
         self._over = threading.Event()
         self._latest: tuple[int, list[GpuReading]] = 0, []
-        self._throttled: deque[tuple[int, frozenset[str]]] = deque(maxlen=MOST_REMEMBERED)
+        self._events: deque[GpuClocksThrottled] = deque(maxlen=MOST_REMEMBERED)
 
     @property
     def driver(self) -> str:
@@ -269,15 +270,13 @@ class Poller(threading.Thread):
         """These were read at this instant."""
         self._latest = at, readings
         held = {one.of for one in readings if one.what == "throttled" and one.value}
-        self._throttled.append((at, frozenset(held)))
+        if held:
+            until = at + int(self._every * 1e9)
+            self._events.append(GpuClocksThrottled(at, until, ",".join(sorted(held)), bool(held & SLOWING)))
 
-    def throttled(self, since: int, until: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Why clocks were held down in this time, or as it was last read before: reasons with commas; empty: they were not. And
-        when that was for a reason that slows steps: what is read holds until it is read again."""
-        every = int(self._every * 1e9)
-        found = [(at, held) for at, held in tuple(self._throttled) if since - every <= at <= until]
-        reasons = set[str]().union(*(held for _, held in found))
-        return ",".join(sorted(reasons)), tuple((at, at + every) for at, held in found if held & SLOWING)
+    def drain_events(self) -> list[GpuClocksThrottled]:
+        """Returns what was seen of throttled clocks since the last call."""
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def stop(self) -> None:
         """Ends it, soon."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import directory, events, layout
-from otel_infer.ringbuffer.reader import NotARing, RequestReader
+from otel_infer.ringbuffer.reader import NotARing, RequestReader, RingNotReady
 from otel_infer.ringbuffer.step_reader import StepReader
 
 LIVENESS_NS = 250_000_000
@@ -106,12 +106,15 @@ class Rings:
                 self._names.add(key)
             return
         try:
+            if not os.fstat(descriptor).st_size:
+                raise RingNotReady("empty")
             memory = mmap.mmap(descriptor, 0)
             self._adopt(path, key, memory, descriptor, path, now)
+        except RingNotReady:
+            os.close(descriptor)
         except (NotARing, ValueError, OSError) as reason:
             os.close(descriptor)
-            is_short = isinstance(reason, OSError) and reason.errno in directory.SHORT
-            if not is_short and "not written yet" not in str(reason) and "empty" not in str(reason):
+            if not isinstance(reason, OSError) or reason.errno not in directory.SHORT:
                 self.refused.append(f"{path.name}: {reason}")
                 self._names.add(key)
 
@@ -128,7 +131,7 @@ class Rings:
         else:
             owner = self._processes.get(prefix.rpartition("-")[0])
             if owner is None:
-                raise NotARing("not written yet: its process is not there")
+                raise RingNotReady("the ring of its process is not there yet")
             steps = StepReader(memory, next(self._numbers), taken_over=owner.concluded_at > 0)
             owner.engines.append((steps, descriptor, file))
             if owner.concluded_at:

@@ -27,6 +27,10 @@ WINDOW = 256
 """Cells that are looked at together: a look at the whole ring, at each wake, would empty the processor's cache."""
 
 
+class RingNotReady(Exception):
+    """The file is a ring that its writer has not finished yet."""
+
+
 class NotARing(Exception):
     """The memory does not hold a ring of this layout version; the message says why."""
 
@@ -38,8 +42,11 @@ class Header:
         if len(memory) < layout.PAGE:
             raise NotARing("shorter than a header")
         self.words: Words = np.frombuffer(memory, np.uint64, layout.HEADER_WORDS)
-        if int(self.words[layout.W_MAGIC]) != layout.MAGIC:
-            raise NotARing("not written yet, or not a ring")
+        magic = int(self.words[layout.W_MAGIC])
+        if not magic:
+            raise RingNotReady("its writer has not finished it")
+        if magic != layout.MAGIC:
+            raise NotARing("not a ring")
         version = int(self.words[layout.W_VERSION])
         if version != layout.VERSION:
             raise NotARing(

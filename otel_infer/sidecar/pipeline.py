@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from otel_infer import _clock, semconv
-from otel_infer.analysis.attribution import request
+from otel_infer.analysis.finish import finish_requests
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.process import StartRecord
 from otel_infer.assembly.records.request import RequestRecord
@@ -37,6 +37,8 @@ from otel_infer.sidecar.recording.flight_recorder import FlightRecorder
 log = logging.getLogger(__name__)
 _NEVER = 1 << 63
 
+OF_THE_SERVER = 0
+"""In place of a ring: what is recorded of no single process."""
 WAKE_NS = 50_000_000
 CONCLUDE_NS = 500_000_000
 """Under load, requests are concluded so much apart: many at once cost each of them less."""
@@ -90,12 +92,14 @@ class Pipeline:
         self._flight = flight
         self._scrape = prometheus_endpoint.Scrape(config.scrape_address) if config.scrape_address else None
         self._gpus: Poller | None = None
-        if config.gpu_metrics and (sender or metrics_outlet or self._scrape or flight):
+        if config.gpu_metrics and (sender or metrics_outlet or self._scrape or flight or self._tape):
             self._gpus = Poller(config.visible_devices)
             self._gpus.start()
 
     def wake(self, now: int, final: bool = False) -> bool:
         """Reads, concludes and hands on; whether there was anything. `final`: there will be no other wake."""
+        for throttled in self._gpus.drain_events() if self._gpus is not None else ():
+            self.rings.say(RingFact(OF_THE_SERVER, 0, throttled))
         said = self.rings.poll(now, final)
         horizon = now + GRACE_NS if final else self.rings.horizon
         self._save(said, horizon)
@@ -134,15 +138,8 @@ class Pipeline:
         self._drain()
         for start in self.assembler.started(horizon):  # before the requests that link to it
             self._guarded(self._hand_on_start, start)
-        records = self.assembler.concluded(horizon)
+        records = finish_requests(self.assembler, horizon)
         self.requests += len(records)
-        try:
-            if self._gpus is not None:
-                for one in records:
-                    one.throttled, one.throttled_at = self._gpus.throttled(one.arrived_at, one.ended_at)
-            request.assign(records)
-        except Exception:  # what they say without it is true all the same
-            log.exception("requests are exported without blame")
         decided: list[tail_sampler.Kept] = []
         # One thing after another, each of all requests: the processor has its code at hand then, which is the most of it.
         for record in records:

@@ -26,7 +26,7 @@ from tests.support.served import RUN, Server, free_port, transformers_serve
 from tests.vllm.serving import ENVIRON, MODEL, command
 
 ROOT = Path(__file__).parents[2]
-STUB = ROOT / "tests" / "nvml_stub.c"
+STUB = ROOT / "tests" / "support" / "nvml_stub.c"
 VLLM = Path(os.environ.get("OTEL_INFER_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 READY_S = 240.0
 LOOP = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from otel_infer.assembly.engine.types import Prefiller
 from otel_infer.assembly.records.request import Offender, RequestRecord
@@ -36,7 +35,7 @@ class Crowd:
 
 
 def named_by(
-    record: RequestRecord, steps: Sequence[tuple[int, int]], crowds: dict[tuple[Any, int], Crowd]
+    record: RequestRecord, steps: Sequence[tuple[int, int]], crowds: dict[tuple[int, int], Crowd]
 ) -> list[Offender]:
     """Whose prompts were in the steps that took it longer, so many ns each: by tokens, for how long each."""
     if record.prefillers is None:
@@ -44,9 +43,9 @@ def named_by(
     lengths: dict[tuple[bytes, bytes], int] = defaultdict(int)
     named: dict[tuple[bytes, bytes], str] = {}
     for step, length in sorted(steps):  # what is known of an offender last is most
-        crowd = crowds.get((record.prefillers, step))
+        crowd = crowds.get((id(record.prefillers), step))
         if crowd is None:
-            crowd = crowds[record.prefillers, step] = Crowd(record.prefillers(step))
+            crowd = crowds[id(record.prefillers), step] = Crowd(record.prefillers.get(step, ()))
         tokens, rest = crowd.beside(record.span_id)
         for who, of_who, class_ in crowd.first:
             if who[1] != record.span_id:

@@ -58,7 +58,7 @@ _TURNS = {
 
 def assign(records: Sequence[RequestRecord]) -> None:
     """Writes into each record where its time went; many at once cost less."""
-    crowds: dict[tuple[Any, int], offenders.Crowd] = {}
+    crowds: dict[tuple[int, int], offenders.Crowd] = {}
     for some in _together(records):
         decodes, prompts = divide_decode(some), [prefill.divided(record) for record in some]
         for record, decode, prompt in zip(some, decodes, prompts):

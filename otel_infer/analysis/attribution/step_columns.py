@@ -11,7 +11,7 @@ import numpy as np
 from otel_infer import semconv
 from otel_infer.assembly.engine.step_cost import StepCosts
 from otel_infer.assembly.engine.step_rows import since_before
-from otel_infer.assembly.engine.thread_delays import Strain
+from otel_infer.assembly.engine.thread_delays import KnownDelays
 from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import RequestRecord
 
@@ -108,7 +108,7 @@ def _covered(pauses: list[tuple[Any, ...]], instants: Any) -> Any:
     return whole[begun] - np.maximum(left, 0) * (begun > 0)
 
 
-def _touched(records: list[RequestRecord], steps: _Steps) -> Iterator[tuple[int, Strain]]:
+def _touched(records: list[RequestRecord], steps: _Steps) -> Iterator[tuple[int, KnownDelays]]:
     """The requests of whose steps the kernel knows something, and who says it."""
     begins, ends = steps.until[steps.begins], steps.until[steps.begins + steps.counts - 1]
     for strain in {record.strain for record in records if record.strain is not None}:

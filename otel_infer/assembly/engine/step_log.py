@@ -7,7 +7,8 @@ What is not known for sure is not known: at a missing step the batch is forgotte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from otel_infer.assembly.engine.baseline import Learned
@@ -315,15 +316,23 @@ class Prompts:
     def __init__(self) -> None:
         self._of: dict[int, tuple[Prefiller, ...]] = {}
         self._count = 0
+        self._frozen: Mapping[int, Sequence[Prefiller]] | None = None
 
     def of(self, step: int) -> tuple[Prefiller, ...]:
         """Whose prompts were in this step; empty if there were none, or if it is too long ago."""
         return self._of.get(step, ())
 
+    def freeze(self) -> Mapping[int, Sequence[Prefiller]]:
+        """The prompts in each step as they are known now; shared by all who ask until one more is known."""
+        if self._frozen is None:
+            self._frozen = MappingProxyType(dict(self._of))
+        return self._frozen
+
     def note(self, step: int, whose: Sequence[Prefiller]) -> None:
         """They have prompts in this step, the latest so far."""
         if not whose:
             return
+        self._frozen = None
         self._of[step] = tuple(whose)
         self._count += len(whose)
         while self._count > MOST:
@@ -332,6 +341,7 @@ class Prompts:
     def correct(self, step: int, span_id: bytes, tokens: int) -> None:
         """It turned out that this request had so many tokens of its prompt in the step."""
         if step in self._of:
+            self._frozen = None
             self._of[step] = tuple(
                 who._replace(tokens=tokens) if who.span_id == span_id else who for who in self._of[step]
             )

@@ -54,7 +54,61 @@ def margin(typical: Any, spread: Any) -> Any:
     return np.maximum(_SIGMAS * spread, _SHARE * typical)
 
 
-class Strain:
+class KnownDelays:
+    """What samples of one engine's thread explain of the steps in them, up to now. It does not change.
+
+    `bounds`: ends of the samples; `shares` and `counted`: sums up to each bound, of the shares of excess over time, and of ns.
+    """
+
+    def __init__(self, bounds: Any, shares: Any, counted: Any) -> None:
+        self._bounds, self._shares, self._counted = bounds, shares, counted
+        self._looks = len(bounds)
+        # Single numbers are looked up through memoryviews, at half the price of numpy's.
+        self._ends: Any = memoryview(bounds)
+        self._sums: list[Any] = [memoryview(line) for line in counted]
+
+    def touches(self, begin: Any, end: Any) -> Any:
+        """Whether anything in between is explained. Numbers or columns."""
+        bounds = self._bounds[: self._looks]
+        first = np.maximum(bounds.searchsorted(begin) - 1, 0)
+        last = np.minimum(bounds.searchsorted(end), self._looks - 1)
+        return (last > first) & (self._shares[:, last] > self._shares[:, first]).any(axis=0)
+
+    def shares(self, begin: Any, end: Any) -> Held:
+        """What share of its excess each step from `begin` to `end` (columns) had for which reason."""
+        lengths = np.maximum(end - begin, 1)
+        return Held(*(self._between(sums, begin, end) / lengths for sums in self._shares))
+
+    def held(self, begin: int, end: int) -> tuple[int, int]:
+        """`counted` of one interval, in half the time."""
+        after_begin, after_end = (bisect_left(self._ends, at, 0, self._looks) for at in (begin, end))
+        first, last = max(after_begin - 1, 0), min(after_end, self._looks - 1)
+        if last <= first or all(sums[last] == sums[first] for sums in self._sums):  # mostly
+            return 0, 0
+        starved, faulted = (self._until(end, after_end) - self._until(begin, after_begin)).tolist()
+        return int(starved), int(faulted)
+
+    def _until(self, at: int, after: int) -> Any:
+        """What was counted up to an instant, which lies between look `after` and the one before."""
+        if after in (0, self._looks):
+            return self._counted[:, max(after - 1, 0)]
+        before, bounds = self._counted[:, after - 1], self._bounds
+        share = int(at - bounds[after - 1]) / int(bounds[after] - bounds[after - 1])
+        return before + share * (self._counted[:, after] - before)
+
+    def counted(self, begin: Any, end: Any) -> tuple[Any, Any]:
+        """ns without a CPU, ns of page faults in these intervals, as if they were evenly spread over each look."""
+        starved, faulted = (self._between(sums, begin, end) for sums in self._counted)
+        return starved, faulted
+
+    def _between(self, sums: Any, begin: Any, end: Any) -> Any:
+        if not self._looks:
+            return np.zeros(np.shape(begin))
+        bounds, sums = self._bounds[: self._looks], sums[: self._looks]
+        return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
+
+
+class Strain(KnownDelays):
     """Looks at one engine's thread, and what they explain of the steps in them.
 
     `due`: the end of the oldest look that has not been set against steps and that nothing more is known of later.
@@ -62,14 +116,9 @@ class Strain:
 
     def __init__(self) -> None:
         self._pending: deque[ThreadSeen] = deque(maxlen=PENDING)
-        # Sums up to each bound: of the shares of excess over time, and of what was counted, in ns.
-        self._bounds = np.zeros(CAPACITY, np.int64)
-        self._shares = np.zeros((3, CAPACITY))
-        self._counted: Any = np.zeros((2, CAPACITY))
-        # Single numbers are looked up through memoryviews, at half the price of numpy's.
-        self._ends: Any = memoryview(self._bounds)  # type: ignore[arg-type]
-        self._sums: list[Any] = [memoryview(line) for line in self._counted]
+        super().__init__(np.zeros(CAPACITY, np.int64), np.zeros((3, CAPACITY)), np.zeros((2, CAPACITY)))
         self._looks = 0
+        self._frozen: KnownDelays | None = None
         self.due = _NEVER
         self._system = self._faults = 0
         self._worth: deque[float] = deque(maxlen=WORTHS)
@@ -84,6 +133,14 @@ class Strain:
     def is_known(self) -> bool:
         """Whether the kernel says anything of this thread."""
         return bool(self._looks)
+
+    def freeze(self) -> KnownDelays | None:
+        """What is known now, shared by all who ask until more is known; None where the kernel says nothing of this thread."""
+        if self._frozen is None and self._looks:
+            n = self._looks
+            tables = self._bounds[:n], self._shares[:, :n], self._counted[:, :n]
+            self._frozen = KnownDelays(*(table.copy() for table in tables))
+        return self._frozen
 
     def look(self, seen: ThreadSeen) -> None:
         """Takes a look; it counts once the steps in it are done."""
@@ -135,47 +192,8 @@ class Strain:
         """What a fault costs this thread."""
         return min(self._system / self._faults, FAULT_NS) * self._dearer if self._faults else 0.0
 
-    def touches(self, begin: Any, end: Any) -> Any:
-        """Whether anything in between is explained. Numbers or columns."""
-        bounds = self._bounds[: self._looks]
-        first = np.maximum(bounds.searchsorted(begin) - 1, 0)
-        last = np.minimum(bounds.searchsorted(end), self._looks - 1)
-        return (last > first) & (self._shares[:, last] > self._shares[:, first]).any(axis=0)
-
-    def shares(self, begin: Any, end: Any) -> Held:
-        """What share of its excess each step from `begin` to `end` (columns) had for which reason."""
-        lengths = np.maximum(end - begin, 1)
-        return Held(*(self._between(sums, begin, end) / lengths for sums in self._shares))
-
-    def held(self, begin: int, end: int) -> tuple[int, int]:
-        """`counted` of one interval, in half the time."""
-        after_begin, after_end = (bisect_left(self._ends, at, 0, self._looks) for at in (begin, end))
-        first, last = max(after_begin - 1, 0), min(after_end, self._looks - 1)
-        if last <= first or all(sums[last] == sums[first] for sums in self._sums):  # mostly
-            return 0, 0
-        starved, faulted = (self._until(end, after_end) - self._until(begin, after_begin)).tolist()
-        return int(starved), int(faulted)
-
-    def _until(self, at: int, after: int) -> Any:
-        """What was counted up to an instant, which lies between look `after` and the one before."""
-        if after in (0, self._looks):
-            return self._counted[:, max(after - 1, 0)]
-        before, bounds = self._counted[:, after - 1], self._bounds
-        share = int(at - bounds[after - 1]) / int(bounds[after] - bounds[after - 1])
-        return before + share * (self._counted[:, after] - before)
-
-    def counted(self, begin: Any, end: Any) -> tuple[Any, Any]:
-        """ns without a CPU, ns of page faults in these intervals, as if they were evenly spread over each look."""
-        starved, faulted = (self._between(sums, begin, end) for sums in self._counted)
-        return starved, faulted
-
-    def _between(self, sums: Any, begin: Any, end: Any) -> Any:
-        if not self._looks:
-            return np.zeros(np.shape(begin))
-        bounds, sums = self._bounds[: self._looks], sums[: self._looks]
-        return np.interp(end, bounds, sums) - np.interp(begin, bounds, sums)
-
     def _append(self, at: int, shares: Any, counted: Any) -> None:
+        self._frozen = None
         if self._looks == CAPACITY:
             self._looks //= 2
             for table in (self._bounds, self._shares, self._counted):

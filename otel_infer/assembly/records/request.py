@@ -5,7 +5,7 @@ Long: a word for each thing that is concluded, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from otel_infer import semconv
 from otel_infer.assembly.engine.step_cost import StepCosts
 from otel_infer.assembly.engine.step_rows import StepRows, StepSummary, gaps_of, summarized
-from otel_infer.assembly.engine.thread_delays import Strain
+from otel_infer.assembly.engine.thread_delays import KnownDelays
 from otel_infer.assembly.engine.types import Prefiller
 from otel_infer.assembly.engine.warmup import FirstUse
 from otel_infer.assembly.records.intervals import outside
@@ -175,8 +175,8 @@ class RequestRecord:
     detokenize_ns: int = 0
     costs: StepCosts | None = None
     first_use: FirstUse | None = None
-    strain: Strain | None = field(default=None, compare=False)
-    prefillers: Callable[[int], Sequence[Prefiller]] | None = None
+    strain: KnownDelays | None = field(default=None, compare=False)
+    prefillers: Mapping[int, Sequence[Prefiller]] | None = None
     blame: Blame | None = None
     events: list[UserEvent] = field(default_factory=list)
     links: list[UserLink] = field(default_factory=list)

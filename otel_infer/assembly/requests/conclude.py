@@ -122,7 +122,7 @@ def _adopt_said(record: RequestRecord, request: Request) -> None:
     ):  # steps are looked up by their numbers, of which each engine has its own
         log = request.runs[-1].log
         strain = log.learned.strain
-        record.prefillers, record.strain = log.prompts.of, strain if strain.is_known else None
+        record.prefillers, record.strain = log.prompts.freeze(), strain.freeze()
         record.costs, record.first_use = request.costs, request.first_use
     record.received_at = request.received_at
     if request.preempted:

@@ -76,3 +76,16 @@ def told_ns(length: int) -> int:
 def known_ns(told: int) -> int:
     """And back."""
     return -1 if told == UNKNOWN_NS else told
+
+
+class GpuClocksThrottled(NamedTuple):
+    """Recorded by the sidecar: NVML showed at `at` that clocks of a GPU were throttled, which holds until `until`, the next reading.
+
+    `reasons`: names of NVML's clock event reasons, joined by commas. `is_slowing`: whether one of them slows steps beyond what
+    a busy GPU does all day (heat, or its power supply).
+    """
+
+    at: int
+    until: int
+    reasons: str
+    is_slowing: bool

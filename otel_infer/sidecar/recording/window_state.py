@@ -44,6 +44,7 @@ class Edge:
         self._undone: dict[int, int] = {}
         """Of each engine with steps in flight, the last of them."""
         self._pauses: dict[tuple[int, str], deque[Row]] = {}
+        self._clocks: deque[Row] = deque(maxlen=PAUSES)
         self._handlers = {
             CODES[kind]: handler
             for kind, handler in (
@@ -57,6 +58,7 @@ class Edge:
                 (events.StepsLost, self._resync),
                 (events.PauseSeen, self._paused),
                 (events.MarkSeen, self._paused),
+                (events.GpuClocksThrottled, self._clocks.append),
                 (events.ProcessSeen, self._know),
                 (events.EngineSeen, self._know),
                 (events.HooksReported, self._hooks),
@@ -200,7 +202,8 @@ class Edge:
 
     def _pauses_in_flight(self) -> list[Row]:
         since = self._oldest()
-        return [
+        begin = min(since.values(), default=_NEVER)
+        return [row for row in self._clocks if row[AT + 1] >= begin] + [
             row
             for (ring, _), pauses in self._pauses.items()
             for row in pauses

@@ -334,16 +334,16 @@ def test_a_request_says_why_clocks_were_held_down_when_it_came_or_while_it_was_t
     for name, (arrived, ended) in {"a": (0, 1_000), "b": (30_000, 31_000), "c": (60_000, 61_000)}.items():
         story.ends(ended, story.arrives(arrived, name))
     pipeline = Pipeline(Config(), Rings(), [Records()], None, {}, None, 0)
-    pipeline._gpus = Poller()  # not started: what it reads is said here
+    poller = Poller()  # not started: what it reads is given here
     for at_ms, reason, value in (
         (28_000, "hw_thermal", 1.0),
         (30_500, "power_cap", 1.0),
         (58_000, "power_cap", 0.0),
     ):
-        pipeline._gpus.note(
-            round(BASE + at_ms * MS), [GpuReading("GPU-1", "a", 0, "", "throttled", reason, value)]
-        )
-    pipeline.assembler.feed(story.in_order())
+        reading = GpuReading("GPU-1", "a", 0, "", "throttled", reason, value)
+        poller.note(round(BASE + at_ms * MS), [reading])
+    throttled = [RingFact(0, 0, event) for event in poller.drain_events()]
+    pipeline.assembler.feed(sorted([*story.in_order(), *throttled], key=lambda one: one.fact.at))
     pipeline.conclude(LATER, final=True)
     assert [record.throttled for record in taken] == ["", "hw_thermal,power_cap", ""]
 

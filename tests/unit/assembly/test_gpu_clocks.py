@@ -1,0 +1,30 @@
+"""Why and when clocks of GPUs were throttled while a request was in flight."""
+
+from __future__ import annotations
+
+from otel_infer.assembly.gpu_clocks import CAPACITY, GpuClocks
+from otel_infer.ringbuffer.events import GpuClocksThrottled
+
+
+def clocks(*readings: tuple[int, int, str, bool]) -> GpuClocks:
+    known = GpuClocks()
+    for reading in readings:
+        known.add_reading(GpuClocksThrottled(*reading))
+    return known
+
+
+def test_reasons_of_several_readings_are_sorted_and_named_once() -> None:
+    known = clocks((10, 15, "power_cap", False), (15, 20, "hw_thermal,power_cap", True))
+    assert known.between(12, 30) == ("hw_thermal,power_cap", ((15, 20),))
+
+
+def test_a_reading_holds_until_the_next() -> None:
+    known = clocks((10, 15, "hw_thermal", True))
+    assert known.between(15, 30) == ("hw_thermal", ((10, 15),))
+    assert known.between(16, 30) == known.between(0, 9) == ("", ())
+
+
+def test_old_readings_are_forgotten() -> None:
+    known = clocks(*((at, at + 1, "hw_thermal", True) for at in range(CAPACITY + 10)))
+    assert known.between(0, 8) == ("", ())
+    assert known.between(0, 11)[0] == "hw_thermal"
