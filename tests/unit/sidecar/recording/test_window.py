@@ -315,6 +315,18 @@ def test_marks_of_those_in_flight_are_remembered() -> None:
     assert record.marks == (Mark(12, 15, "allocator_retry", 2),)
 
 
+def test_throttled_clocks_of_requests_in_flight_are_remembered() -> None:
+    window = Window()
+    clocks = [events.GpuClocksThrottled(at, at + 5, "hw_thermal", True) for at in (2, 15)]
+    window.keep([*began(), RingFact(0, 0, clocks[0]), RingFact(1, 5, arrived(10, 1))], 10)
+    window.keep([RingFact(0, 0, clocks[1])], 20)
+    for second in range(1, 200):
+        window.keep([], second * SECOND)
+    window.keep([RingFact(1, 5, ended(200 * SECOND))], 200 * SECOND)
+    (record,) = records(window.snapshot()).values()
+    assert record.throttled_at == ((15, 20),)
+
+
 def test_a_request_of_which_too_much_was_said_is_left_out_and_counted() -> None:
     window = Window()
     window.keep([*began(), RingFact(1, 5, arrived(10, 1))], 10)
