@@ -86,7 +86,7 @@ def _errors(scale: Scale, values: Any) -> Errors:
     bounded, growing = ExplicitHistogram(scale.metric.bounds), ExponentialHistogram()
     for histogram in (bounded, growing):
         histogram.record_many(ordered)
-    fixed, free = bounded.point({}, 0, 0), growing.point({}, 0, 0)
+    fixed, free = bounded.make_point({}, 0, 0), growing.make_point({}, 0, 0)
     buckets = (free.positive.offset, free.positive.bucket_counts, free.zero_count)
     found = Errors([], [], quantiles.base_of(free.scale) - 1)
     for q in QUANTILES:
@@ -126,7 +126,9 @@ def _sketch(count: int, draws: int) -> Line:
     """The sketch knows no more than `RENEWED` requests at a time."""
     worst = 0.0
     for seed in range(draws):
-        values = shapes(SCALES[3])["Pareto"](np.random.default_rng(seed), min(count, slow_requests.RENEWED))
+        values = shapes(SCALES[3])["Pareto"](
+            np.random.default_rng(seed), min(count, slow_requests.MAX_SKETCH_REQUESTS)
+        )
         sketch = DDSketch(slow_requests.ACCURACY)
         for value in values.tolist():
             sketch.add(value)

@@ -17,7 +17,7 @@ from benchmarks.gpu_model import Decoder, Step
 from otel_infer import _clock
 from otel_infer.gpu.clock_sync import ClockMap
 from otel_infer.gpu.device import TorchDevice
-from otel_infer.gpu.timeline import Timed, Timeline
+from otel_infer.gpu.timeline import DeviceInterval, Timeline
 
 REPEATS = 24
 AHEAD_CYCLES = 100_000_000
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     end_ms: float
     kernels_began: int
     kernels_ended: int
-    timed: Timed
+    timed: DeviceInterval
 
 
 class Accuracy(NamedTuple):
@@ -77,8 +77,8 @@ class _Bench:
         self._device = TorchDevice(torch, "cuda", torch.cuda.current_device())
         self._clocks = ClockMap(self._device)
         self._timeline = Timeline(self._device, self._clocks)
-        self._timeline.warm_up(self._device.idle_stream())
-        self._stream, self._base = self._device.stream(), self._device.event()
+        self._timeline.warm_up(self._device.create_idle_stream())
+        self._stream, self._base = self._device.current_stream(), self._device.create_event()
         self._base.record(self._stream)
         torch.cuda.synchronize()
         self.said: dict[str, tuple[Any, ...]] = {}
@@ -88,25 +88,25 @@ class _Bench:
         self.anchor()
 
     def anchor(self) -> None:
-        self._clocks.renew()
+        self._clocks.add_anchor()
         anchor = self._clocks.anchor
         assert anchor is not None
-        low, high = anchor.host_at - anchor.half_ns, anchor.host_at + anchor.half_ns
+        low, high = anchor.host_at - anchor.bound_ns, anchor.host_at + anchor.bound_ns
         self._anchors.append((low, high, self._base.elapsed_time(anchor.event)))
 
     def stage(self, name: str, step: Step) -> None:
         torch.cuda._sleep(AHEAD_CYCLES)
-        told: list[Timed] = []
+        told: list[DeviceInterval] = []
         with record_function(name):
-            span = self._timeline.begin()
+            span = self._timeline.begin_span()
             assert span is not None
             step()
-            assert self._timeline.end(span, told.append)
+            assert self._timeline.end_span(span, told.append)
         begun_at, launched_at = span.begun_at, span.launched_at
         torch.cuda.synchronize()
         seen_at = _clock.now()
         marks = [self._base.elapsed_time(event) for event in (span.start, span.end)]
-        assert self._timeline.harvest() == 1
+        assert self._timeline.collect_spans() == 1
         self.said[name] = (begun_at, launched_at, seen_at, *marks, told[0])
 
     def against(self, kernels: dict[str, tuple[int, int]], offset: int) -> Accuracy:
@@ -115,7 +115,7 @@ class _Bench:
             if name in kernels:
                 began, ended = (at - offset for at in kernels[name])
                 rows.append(Row(name.split()[0], *told, began, ended, timed))
-        return Accuracy(rows, self._anchors, self._timeline.own_ms)
+        return Accuracy(rows, self._anchors, self._timeline.mark_overhead_ms)
 
 
 def _kineto_offset() -> int:
@@ -123,7 +123,7 @@ def _kineto_offset() -> int:
     tries = []
     for _ in range(200):
         before = _clock.now()
-        wall = _clock.wall()
+        wall = _clock.wall_now()
         after = _clock.now()
         tries.append((after - before, wall - (before + after) // 2))
     return min(tries)[1]

@@ -14,7 +14,7 @@ from benchmarks.verdict import Gate, Line, exactly, line
 from otel_infer import _clock
 from otel_infer.gpu.clock_sync import ClockMap
 from otel_infer.gpu.device import TorchDevice
-from otel_infer.gpu.timeline import Timed, Timeline
+from otel_infer.gpu.timeline import DeviceInterval, Timeline
 
 LAYERS = 10
 """A step of it takes about 1 ms on an H100 as a graph."""
@@ -36,9 +36,9 @@ class Loop:
         self._decoder, self._step, self._ahead = decoder, step, ahead
         device = TorchDevice(torch, "cuda", torch.cuda.current_device())
         self._clocks = ClockMap(device)
-        self._clocks.renew()
+        self._clocks.add_anchor()
         self._timeline = Timeline(device, self._clocks)
-        self._timeline.warm_up(device.idle_stream())
+        self._timeline.warm_up(device.create_idle_stream())
         self._events = [torch.cuda.Event() for _ in range(2)]
         self.costs: list[int] = []
         self.marked: list[tuple[int, int]] = []
@@ -47,7 +47,7 @@ class Loop:
     def turn(self, steps: int, marked: bool) -> float:
         """µs a step."""
         torch.cuda.synchronize()
-        self._timeline.pacing.idle()
+        self._timeline.sampler.reset_period()
         began = _clock.now()
         for number in range(steps):
             if marked:
@@ -57,20 +57,20 @@ class Loop:
                 self._wait(number)
         torch.cuda.synchronize()
         taken = (_clock.now() - began) / steps / 1000
-        self._timeline.harvest()
+        self._timeline.collect_spans()
         if marked:
-            self._clocks.renew()
+            self._clocks.add_anchor()
         return taken
 
     def _marked(self, number: int) -> None:
         now, timeline = _clock.now, self._timeline
         at = now()
-        span = timeline.begin() if timeline.pacing.is_next() else None
+        span = timeline.begin_span() if timeline.sampler.should_sample() else None
         begun = now()
         self._step()
         launched = now()
         if span is not None:
-            timeline.end(span, self._count)
+            timeline.end_span(span, self._count)
         ended = now()
         self._wait(number)
         cost = begun - at + ended - launched
@@ -78,7 +78,7 @@ class Loop:
         if span is not None:
             self.marked.append((begun - at, ended - launched))
 
-    def _count(self, timed: Timed) -> None:
+    def _count(self, timed: DeviceInterval) -> None:
         self.told += 1
 
     def _wait(self, number: int) -> None:

@@ -65,7 +65,7 @@ def described(torch: Any) -> dict[str, str]:
 
     return {
         "GPU": torch.cuda.get_device_name(0),
-        "driver": nvml.state().driver or "unknown",
+        "driver": nvml.query_state().driver or "unknown",
         "CUDA": str(torch.version.cuda),
         "torch": torch.__version__,
         "sources": sources(),
@@ -108,29 +108,29 @@ def calls(out: Path) -> list[Line]:
     from otel_infer.gpu.timeline import Timeline
 
     device = TorchDevice(torch, "cuda", 0)
-    clocks, stream = ClockMap(device), device.stream()
+    clocks, stream = ClockMap(device), device.current_stream()
     timeline = Timeline(device, clocks)
-    timeline.warm_up(device.idle_stream())
-    clocks.renew()
-    first, second = device.event(), device.event()
+    timeline.warm_up(device.create_idle_stream())
+    clocks.add_anchor()
+    first, second = device.create_event(), device.create_event()
     first.record(stream)
     second.record(stream)
     torch.cuda.synchronize()
 
     def span() -> None:
-        begun = timeline.begin()
+        begun = timeline.begin_span()
         if begun is not None:
-            timeline.end(begun, lambda timed: None)
-        timeline.harvest()
+            timeline.end_span(begun, lambda timed: None)
+        timeline.collect_spans()
 
     asked: dict[str, Callable[[], object]] = {
         "event.record(stream)": lambda: second.record(stream),
         "event.query()": first.query,
         "start.elapsed_time(end)": lambda: first.elapsed_time(first),
-        "is this thread capturing": device.capturing,
-        "the current stream": device.stream,
+        "is this thread capturing": device.is_capturing,
+        "the current stream": device.current_stream,
         "begin, end and harvest of a span, nothing else running": span,
-        "an anchor of the clocks (the tender's thread)": clocks.renew,
+        "an anchor of the clocks (the tender's thread)": clocks.add_anchor,
         "the allocator's figures": torch.cuda.memory_stats_as_nested_dict,
         "free device memory (cudaMemGetInfo)": torch.cuda.mem_get_info,
     }
@@ -184,15 +184,15 @@ def clocks(out: Path) -> list[Line]:
     halves, rates, misses, outside = [], [], [], 0
     for _ in range(40):
         before = mapped.anchor
-        if not mapped.renew():
+        if not mapped.add_anchor():
             continue
         anchor = mapped.anchor
         assert anchor is not None
-        halves.append(anchor.half_ns / 1000)
+        halves.append(anchor.bound_ns / 1000)
         if before is not None and before.drift < 50e-6:
-            at, bound = mapped.host_at(before, before.event.elapsed_time(anchor.event))
+            at, bound = mapped.to_host_time(before, before.event.elapsed_time(anchor.event))
             misses.append(abs(at - anchor.host_at) / 1000)
-            outside += abs(at - anchor.host_at) > bound + anchor.half_ns
+            outside += abs(at - anchor.host_at) > bound + anchor.bound_ns
             rates.append((anchor.rate - 1) * 1e6)
         time.sleep(0.5)
     return [
@@ -267,22 +267,22 @@ def _no_sync() -> list[Line]:
     device = TorchDevice(torch, "cuda", 0)
     mapped = ClockMap(device)
     timeline = Timeline(device, mapped)
-    mapped.renew()
+    mapped.add_anchor()
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)
     torch.cuda.set_sync_debug_mode("error")
     began, failed = _clock.now(), 0
     try:
         for _ in range(50):
-            span = timeline.begin()
+            span = timeline.begin_span()
             assert span is not None
-            timeline.end(span, lambda timed: None)
-            timeline.harvest()
+            timeline.end_span(span, lambda timed: None)
+            timeline.collect_spans()
     except RuntimeError:
         failed = 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    taken, is_busy = (_clock.now() - began) / 1e6, not device.stream().query()
+    taken, is_busy = (_clock.now() - began) / 1e6, not device.current_stream().query()
     torch.cuda.synchronize()
     claim = "50 spans while the device is busy for 200 ms"
     return [
@@ -316,7 +316,7 @@ def _captured(mode: str, announced: bool) -> tuple[int, int]:
             torch.cuda.synchronize()
             try:
                 if announced:
-                    graph_capture.begin()
+                    graph_capture.begin_capture()
                 with torch.cuda.graph(graph, capture_error_mode=mode):
                     for _ in range(50):
                         data.add_(1)
@@ -328,7 +328,7 @@ def _captured(mode: str, announced: bool) -> tuple[int, int]:
                 broken += 1
             finally:
                 if announced:
-                    graph_capture.end()
+                    graph_capture.end_capture()
         return broken, count[0]
 
 
@@ -343,24 +343,24 @@ def _tending() -> Iterator[list[int]]:
 
     device, over, count = TorchDevice(torch, "cuda", 0), threading.Event(), [0]
     mapped = ClockMap(device)
-    mapped.renew()
+    mapped.add_anchor()
     timeline = Timeline(device, mapped)
-    timeline.warm_up(device.idle_stream())
+    timeline.warm_up(device.create_idle_stream())
     torch.cuda.synchronize()
 
     def tend() -> None:
-        device.adopt_thread()
-        busy = device.idle_stream()
+        device.prepare_thread()
+        busy = device.create_idle_stream()
         while not over.wait(0.0005):
-            if graph_capture.open_now:
+            if graph_capture.open_captures:
                 continue
             count[0] += 1
-            span = timeline.begin(busy)
+            span = timeline.begin_span(busy)
             if span is not None:
-                timeline.end(span, lambda timed: None)
-            timeline.harvest()
+                timeline.end_span(span, lambda timed: None)
+            timeline.collect_spans()
             if count[0] % 20 == 0:
-                mapped.renew()
+                mapped.add_anchor()
 
     thread = threading.Thread(target=tend, daemon=True)
     thread.start()

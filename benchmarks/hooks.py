@@ -62,7 +62,7 @@ def measure(quick: bool) -> list[Line]:
         machine.pin_this_thread(machine.fastest(everywhere))
         for case in chance.sample(cases, len(cases)):
             _round(case, steps, found[case.claim], chance)
-    if probe.errors():
+    if probe.count_errors():
         raise RuntimeError("a hook raised and was disabled: nothing was measured")
     best = float(np.percentile([pace for one in found.values() for pace in one.pace], BEST_PERCENTILE))
     return [_line(case, found[case.claim], best) for case in cases]

@@ -31,9 +31,9 @@ from benchmarks.verdict import FAIL, INCONCLUSIVE, PASS, Control, Figure, Gate, 
 from otel_infer import _clock, semconv
 from otel_infer.assembly.engine.step_table import CAPACITY
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.batch_writer import StepLog
+from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.sidecar.recording.window import SPAN_NS
+from otel_infer.sidecar.recording.window import WINDOW_NS
 from otel_infer.tracing import start
 
 REQUESTS, QUICK = 1_000_000, 20_000
@@ -46,7 +46,7 @@ STEPS_AT_ONCE = 4096
 RATE_LIMIT = 0.05
 """How much more or less was offered in the second half, as a share: the flight recorder holds the facts of two minutes, so
 memory follows the rate."""
-WARM_S = SPAN_NS / 1e9 * 2
+WARM_S = WINDOW_NS / 1e9 * 2
 """The window fills, and then lies once where it lay before."""
 FLOOR_S = 64.0
 """Longer than protobuf goes without giving free pages back at this rate, 50 s."""
@@ -188,11 +188,11 @@ class Load:
     """A server whose requests take `STEPS` steps, `BATCH` of them together. `ended`: how many there were."""
 
     def __init__(self) -> None:
-        log = recorder.step_log(ENGINE)
+        log = recorder.acquire_batch_writer(ENGINE)
         if log is None:
             raise RuntimeError("no step log to be had")
-        self._log: StepLog = log
-        self._log.pack = lambda members: b"".join(member.packed for member in members)
+        self._log: BatchWriter = log
+        self._log.pack_handles = lambda members: b"".join(member.packed for member in members)
         self._prompts = np.full(BATCH, PROMPT, np.uint32).tobytes()
         self._left: list[Any] = []
         self.ended = 0
@@ -206,7 +206,7 @@ class Load:
         """The sidecar remembers so many steps, and takes the memory for them as they come."""
         request = self._arrived(0)
         for number in range(CAPACITY):
-            self._log.done(self._log.scheduled([request], (), b"", 0, 0, 1, 0), b"", 1)
+            self._log.write_done(self._log.write_scheduled([request], (), b"", 0, 0, 1, 0), b"", 1)
             if number % STEPS_AT_ONCE == 0:
                 flush()
         request.close()
@@ -217,9 +217,9 @@ class Load:
         members = [self._arrived(self.ended + number) for number in range(BATCH)]
         for step in range(STEPS):
             tokens = b"" if step else self._prompts
-            number = self._log.scheduled(members, self._left, tokens, 0, 0, BATCH, 0)
+            number = self._log.write_scheduled(members, self._left, tokens, 0, 0, BATCH, 0)
             self._left = []
-            self._log.done(number, b"", BATCH)
+            self._log.write_done(number, b"", BATCH)
         for member in members:
             self._end(member, self.ended)
             self.ended += 1
@@ -237,7 +237,7 @@ class Load:
             request.set_attribute("number", number)
             request.set_attribute("name", f"request {number}")
         request.submitted(ENGINE, 1, PROMPT, STEPS)
-        request.state(events.RequestReceived(_clock.now()))
+        request.record_event(events.RequestReceived(_clock.now()))
         return request
 
     def _end(self, request: Any, number: int) -> None:
@@ -245,7 +245,7 @@ class Load:
             return request.close(events.ERROR, f"Error{number}")
         if number % 100 == 2:
             return request.close(events.ABORTED, semconv.ERROR_CLIENT_DISCONNECT)
-        request.state(events.EngineFinished(_clock.now(), "length", STEPS))
+        request.record_event(events.EngineFinished(_clock.now(), "length", STEPS))
         return request.close()
 
 

@@ -14,10 +14,10 @@ import otel_infer
 from benchmarks import machine
 from benchmarks.engine import PROMPT, Engine, Sequence
 from otel_infer import _clock
-from otel_infer._bootstrap.install import wiring
+from otel_infer._bootstrap.install import installation
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.batch_writer import StepLog
+from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
 
@@ -47,9 +47,9 @@ class Exporting:
         if not metrics:
             os.environ["OTEL_METRICS_EXPORTER"] = "none"
         otel_infer.instrument(integrations=integrations)
-        if not recorder.ensure() or wiring.sidecar is None:
+        if not recorder.ensure_rings() or installation.sidecar is None:
             raise RuntimeError("the sidecar was not started; `otel-infer doctor` says why")
-        self.pid: int = wiring.sidecar.pid
+        self.pid: int = installation.sidecar.pid
         if not otel_infer.flush(30):
             raise RuntimeError("the sidecar does not answer")
         _, others = machine.cores()
@@ -64,7 +64,7 @@ class Exporting:
         return self
 
     def __exit__(self, *_: object) -> None:
-        sidecar = wiring.sidecar
+        sidecar = installation.sidecar
         otel_infer.uninstrument()
         if sidecar is not None:
             sidecar.wait(30)
@@ -78,17 +78,17 @@ class Binding:
 
     def __init__(self, engine: Engine, sampled: bool = True) -> None:
         self.engine, self._around = engine, None if sampled else _unsampled()
-        log = recorder.step_log(ENGINE)
+        log = recorder.acquire_batch_writer(ENGINE)
         if log is None:
             raise RuntimeError("no step log to be had")
-        self.log: StepLog = log
+        self.log: BatchWriter = log
         self.hook = Hook("benchmarks.engine:Engine")
         self._left: list[Sequence] = []
         self._open: set[Sequence] = set()
         self._seen: list[range] = []
         self._step = 0
         # Each member carries its handle, as the states of transformers do.
-        self.log.pack = lambda members: b"".join(map(_packed_of, members))
+        self.log.pack_handles = lambda members: b"".join(map(_packed_of, members))
 
     def put_on(self) -> None:
         """Catches up with what came and went meanwhile, then hooks the engine."""
@@ -116,7 +116,7 @@ class Binding:
         self.engine.settle()
         for sequence in list(self._open):
             self._ended(sequence)
-        recorder.give_back(ENGINE, self.log)
+        recorder.release_batch_writer(ENGINE, self.log)
         running = [(sequence.first, self.engine.steps) for sequence in self.engine.running]
         return sum(max(self._steps_between(*steps) - 1, 0) for steps in self.engine.answered + running)
 
@@ -130,10 +130,10 @@ class Binding:
                 try:
                     size = len(running)
                     several = () if engine.total_tokens == size else ((running[-1], PROMPT),)
-                    self._step = log.scheduled(running, self._left, b"", 0, 0, size, 0, several)
+                    self._step = log.write_scheduled(running, self._left, b"", 0, 0, size, 0, several)
                     self._left = []
                 except Exception as reason:
-                    hook.fail(reason)
+                    hook.mark_failed(reason)
             return running
 
         return schedule
@@ -146,11 +146,11 @@ class Binding:
             finished = original()
             if hook.alive and recorder.active:
                 try:
-                    log.done(self._step, b"", engine.size)
+                    log.write_done(self._step, b"", engine.size)
                     if finished is not None:
                         self._finished(finished)
                 except Exception as reason:
-                    hook.fail(reason)
+                    hook.mark_failed(reason)
             return finished
 
         return update
@@ -179,13 +179,13 @@ class Binding:
             f"chat {MODEL}", owner=ENGINE, around=self._around, operation="chat", provider=ENGINE, model=MODEL
         )
         request.submitted(ENGINE, 1, 0, 0)
-        request.state(events.RequestReceived(_clock.now()))
+        request.record_event(events.RequestReceived(_clock.now()))
         sequence.live, sequence.packed = request, request.packed
         self._open.add(sequence)
 
     def _finished(self, sequence: Sequence) -> None:
         self._left.append(sequence)
-        sequence.live.state(events.EngineFinished(_clock.now(), "length", 0))
+        sequence.live.record_event(events.EngineFinished(_clock.now(), "length", 0))
 
     def _ended(self, sequence: Sequence) -> None:
         self._open.discard(sequence)

@@ -13,7 +13,7 @@ from otel_infer import _clock
 from otel_infer._bootstrap import install
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.batch_writer import StepLog
+from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.ringbuffer.writer import MemoryArena
 from otel_infer.tracing import request_span, start
@@ -22,7 +22,7 @@ from otel_infer.tracing import request_span, start
 def record_in_memory() -> None:
     """Facts go to rings that nobody reads: the writer does the same work, whoever reads."""
     recorder.start(MemoryArena, lambda: None, lambda reason: None)
-    request_span.opener = install._opener(None)
+    request_span.span_factory = install._create_span_factory(None)
 
 
 class OwnList:
@@ -32,10 +32,10 @@ class OwnList:
     """
 
     def __init__(self, members: list[Any], make: Callable[[], Any], pack: Callable[[Any], bytes]) -> None:
-        log = recorder.step_log("benchmark")
+        log = recorder.acquire_batch_writer("benchmark")
         assert log is not None
-        self.log: StepLog = log
-        self.log.pack = pack
+        self.log: BatchWriter = log
+        self.log.pack_handles = pack
         self.members, self.make = members, make
         self.newcomers: list[Any] = []
         self.left: list[Any] = []
@@ -73,9 +73,9 @@ class OwnList:
             members = original()
             if hook.alive and recorder.active:
                 try:
-                    self.step = log.scheduled(members, self.left, b"", 0, 0, SEQUENCES, 0, self.several)
+                    self.step = log.write_scheduled(members, self.left, b"", 0, 0, SEQUENCES, 0, self.several)
                 except Exception as reason:
-                    hook.fail(reason)
+                    hook.mark_failed(reason)
             return members
 
         return schedule
@@ -87,9 +87,9 @@ class OwnList:
             original()
             if hook.alive and recorder.active:
                 try:
-                    log.done(self.step, b"", SEQUENCES)
+                    log.write_done(self.step, b"", SEQUENCES)
                 except Exception as reason:
-                    hook.fail(reason)
+                    hook.mark_failed(reason)
 
         return update
 
@@ -118,7 +118,7 @@ class OwnList:
         yield case("own list unchanged", UNCHANGED_NS, self.steady)
         yield case("own list, one joins and one leaves", CHANGED_NS, self.renew, self.change)
         yield case("the same with the newcomer's prompt", CHANGED_NS, self.renew, self.change, self.prompt)
-        yield case("keyframe", KEYFRAME_NS, self.steady, self.log.begin_anew)
+        yield case("keyframe", KEYFRAME_NS, self.steady, self.log.force_keyframe)
 
 
 def cases() -> Iterator[Case]:
@@ -156,6 +156,6 @@ def _request() -> None:
         "chat", owner="benchmark", operation="chat", provider="benchmark", model="tiny"
     )
     request.submitted("benchmark", 1, 100, 100)
-    request.state(events.RequestReceived(_clock.now()))
-    request.state(events.EngineFinished(_clock.now(), "length", 100))
+    request.record_event(events.RequestReceived(_clock.now()))
+    request.record_event(events.EngineFinished(_clock.now(), "length", 100))
     request.close()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from otel_infer.instrumentation.hooks.patch import StepHook
+from otel_infer.instrumentation.hooks.patch import HotPathPatch
 
 _now = time.perf_counter_ns
 
@@ -42,12 +42,14 @@ class OwnTime:
     @contextmanager
     def of_ours(self) -> Iterator[None]:
         """Of the step hooks that are installed meanwhile."""
-        made = StepHook._made
-        StepHook._made = lambda place, original: self.around(functools.partial(made, place), original)  # type: ignore[method-assign]
+        made = HotPathPatch._wrap_original
+        HotPathPatch._wrap_original = lambda place, original: self.around(
+            functools.partial(made, place), original
+        )  # type: ignore[method-assign]
         try:
             yield
         finally:
-            StepHook._made = made  # type: ignore[method-assign]
+            HotPathPatch._wrap_original = made  # type: ignore[method-assign]
 
     def _timed(self, function: Callable[..., Any], sign: int) -> Callable[..., Any]:
         @functools.wraps(function)

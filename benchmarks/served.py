@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.cli.demo.command import answers
+from otel_infer.cli.demo.command import wait_until_healthy
 from otel_infer.cli.demo.model import make_demo_model
 from otel_infer.cli.run import Supervisor
 from otel_infer.config import environment
@@ -55,7 +55,7 @@ class Served:
         """What was recorded, once the server is gone."""
         from otel_infer.cli import replay
 
-        return list(replay.records(self.tape))
+        return list(replay.read_records(self.tape))
 
     def remove(self) -> None:
         """Its files."""
@@ -68,4 +68,4 @@ class Served:
         return [program, "serve", str(self.model), *f"{where} {OPTIONS} {SIZES}".split()]
 
     def _is_ready(self) -> bool:
-        return answers(self.url, self._supervisor.alive, READY_S)
+        return wait_until_healthy(self.url, self._supervisor.is_alive, READY_S)

@@ -41,14 +41,14 @@ def measure(quick: bool) -> list[Line]:
 
 def own_client(requests: int, concurrency: int) -> list[Line]:
     """Request by request."""
-    from otel_infer.cli.demo.load_client import drive
+    from otel_infer.cli.demo.load_client import run_load
 
     served = Served()
     with served:
         model = str(served.model)
-        drive(served.url, model, requests=4, concurrency=2, output_lengths=(8,), seed=1)
+        run_load(served.url, model, requests=4, concurrency=2, output_lengths=(8,), seed=1)
         with Lateness() as lateness:
-            seen = drive(served.url, model, requests=requests, concurrency=concurrency)
+            seen = run_load(served.url, model, requests=requests, concurrency=concurrency)
     records = {record.trace_id.hex(): record for record in served.records()}
     served.remove()
     failed = [one.error for one in seen if one.error]

@@ -64,9 +64,9 @@ PLUGIN = """
 import os, pathlib, signal
 
 def listen():
-    from otel_infer._bootstrap.install import wiring
+    from otel_infer._bootstrap.install import installation
     def switch(number, frame):
-        for integration in wiring.installed:
+        for integration in installation.installed:
             integration.install() if number == signal.SIGUSR1 else integration.remove()
     signal.signal(signal.SIGUSR1, switch)
     signal.signal(signal.SIGUSR2, switch)

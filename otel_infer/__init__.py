@@ -26,23 +26,23 @@ def instrument(*, tracer_provider: TracerProvider | None = None, integrations: t
     thread of this process (costlier). `integrations` limits what is bound, by name. Calling it twice is once; returns
     whether this call did anything. Never raises for a bad setting: it says so in one line and uses the default.
     """
-    from otel_infer._bootstrap.install import wiring
+    from otel_infer._bootstrap.install import installation
 
-    return wiring.instrument(tracer_provider, integrations)
+    return installation.instrument(tracer_provider, integrations)
 
 
 def uninstrument() -> None:
     """Takes off what is still ours; what was recorded is sent."""
-    from otel_infer._bootstrap.install import wiring
+    from otel_infer._bootstrap.install import installation
 
-    wiring.uninstrument()
+    installation.uninstrument()
 
 
 def flush(timeout: float = 5.0) -> bool:
     """Has everything recorded so far sent; False if `timeout` seconds were not enough."""
-    from otel_infer._bootstrap.install import wiring
+    from otel_infer._bootstrap.install import installation
 
-    return wiring.flush(timeout)
+    return installation.flush(timeout)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,18 +11,18 @@ import time
 
 now = time.monotonic_ns
 """The current instant, monotonic ns."""
-wall = time.time_ns
+wall_now = time.time_ns
 """The current instant, unix ns."""
 
 
-def wall_pair() -> tuple[int, int]:
+def read_clocks() -> tuple[int, int]:
     """The current instant on both clocks: (monotonic ns, unix ns), taken within a few hundred ns of each other."""
     before = time.monotonic_ns()
     wall = time.time_ns()
     return (before + time.monotonic_ns()) // 2, wall
 
 
-def process_started_at() -> int:
+def read_process_start() -> int:
     """When this process began, monotonic ns, to 10 ms; 0 where the system does not say."""
     try:
         with open("/proc/self/stat", "rb") as stat:

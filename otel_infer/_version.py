@@ -9,9 +9,9 @@ try:
 except metadata.PackageNotFoundError:  # a source tree on sys.path
     VERSION = "0+unknown"
 
-VERIFIED, AS_VERIFIED = "H100", False
+VERIFIED_GPU, GPU_CODE_UNCHANGED = "H100", False
 """The GPU on which `python -m benchmarks.gpu_verify` passed, and whether the code that marks and reads devices is what it was then; a
 test holds both to what was measured."""
-GPU_TIMING = f"verified on an NVIDIA {VERIFIED}, unverified " + (
-    "on others" if AS_VERIFIED else "since its code was changed, and on others"
+GPU_TIMING_STATUS = f"verified on an NVIDIA {VERIFIED_GPU}, unverified " + (
+    "on others" if GPU_CODE_UNCHANGED else "since its code was changed, and on others"
 )

@@ -37,21 +37,21 @@ from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import environment
 from otel_infer.export.otlp import Span
-from otel_infer.export.sampling.tail_sampler import Keeper
+from otel_infer.export.sampling.tail_sampler import TailSampler
 from otel_infer.export.spans import tree
 from otel_infer.instrumentation import registry
-from otel_infer.instrumentation.hooks.instrumentor import Integration
-from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.ringbuffer.writer import MemoryArena
 from otel_infer.tracing import request_span, span_ids
 
 __all__ = ["Captured", "capture"]
 
-STRAGGLERS_S = 0.02
+LATE_EVENTS_S = 0.02
 """How long what other threads are about to say of an ended request is waited for."""
 
-STEPS = (semconv.SPAN_PREFILL_STEP, semconv.SPAN_DECODE_STEP)
+STEP_SPAN_NAMES = (semconv.SPAN_PREFILL_STEP, semconv.SPAN_DECODE_STEP)
 
 
 class Captured:
@@ -59,11 +59,11 @@ class Captured:
 
     def __init__(self) -> None:
         self._arena = MemoryArena()
-        self._rings, self._assembler = Rings(), Assembler()
-        self._keeper = Keeper("all", 0, keep_unsampled=True, ratio=False)
+        self._rings, self._assembler = MergedReader(), Assembler()
+        self._sampler = TailSampler("all", 0, keep_unsampled=True, ratio=False)
         self._records: list[RequestRecord] = []
-        self._turn = threading.Lock()
-        self._over = False
+        self._lock = threading.Lock()
+        self._has_ended = False
 
     def requests(self, timeout: float = 2.0) -> list[RequestRecord]:
         """All requests that have ended, in the order of their ends.
@@ -73,12 +73,12 @@ class Captured:
         Instants of a record are monotonic ns, its lengths ns; see `otel_infer.assembly.records.request`.
         """
         deadline = time.monotonic() + timeout
-        while self._in_flight() and time.monotonic() < deadline and not self._over:
+        while self._count_in_flight() and time.monotonic() < deadline and not self._has_ended:
             time.sleep(0.005)
-        if not self._over:
-            time.sleep(STRAGGLERS_S)
-        with self._turn:
-            self._read()
+        if not self._has_ended:
+            time.sleep(LATE_EVENTS_S)
+        with self._lock:
+            self._read_events()
             self._records += finish_requests(self._assembler, _clock.now() + GRACE_NS)
             return list(self._records)
 
@@ -94,58 +94,66 @@ class Captured:
 
         With `times`: from when to when, in ms after the request's arrival.
         """
-        return "\n".join(line for record in self.requests(timeout) for line in self._drawn(record, times))
+        return "\n".join(
+            line for record in self.requests(timeout) for line in self._render_spans(record, times)
+        )
 
-    def _in_flight(self) -> int:
-        with self._turn:
-            self._read()
-            return sum(self._assembler.active().values())
+    def _count_in_flight(self) -> int:
+        with self._lock:
+            self._read_events()
+            return sum(self._assembler.count_active().values())
 
-    def _read(self) -> None:
+    def _read_events(self) -> None:
         """All that was complete before the call: a reader takes what it saw complete the time before."""
         for _ in range(2):
             now = _clock.now()
             for name, memory in list(self._arena.buffers):
-                self._rings.add(name, memory, now)
-            self._assembler.feed(self._rings.poll(now))
+                self._rings.add_ring(name, memory, now)
+            self._assembler.feed_events(self._rings.poll(now))
 
-    def _tend(self) -> None:
+    def _drain_rings(self) -> None:
         """Called once a second while requests arrive, so that rings do not fill up."""
-        if self._turn.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             try:
-                self._read()
+                self._read_events()
             finally:
-                self._turn.release()
+                self._lock.release()
 
-    def _end(self) -> None:
+    def _end_capture(self) -> None:
         self.requests(timeout=0)
-        self._over = True
+        self._has_ended = True
 
-    def _drawn(self, record: RequestRecord, times: bool) -> Iterator[str]:
-        decision = self._keeper.decide(record)
-        spans = tree.spans_of(record, decision)
+    def _render_spans(self, record: RequestRecord, times: bool) -> Iterator[str]:
+        decision = self._sampler.make_decision(record)
+        spans = tree.build_request_spans(record, decision)
         parents = {span.span_id: span for span in spans}
         decode = next((span for span in spans if span.name == semconv.SPAN_DECODE), None)
         lines = []
-        for span in sorted(spans, key=lambda span: _path(span, parents)):
-            indent = "  " * (len(_path(span, parents)) - 1)
-            lines.append(indent + (_line(span, record) if times and span.name not in STEPS else span.name))
+        for span in sorted(spans, key=lambda span: _find_tree_path(span, parents)):
+            indent = "  " * (len(_find_tree_path(span, parents)) - 1)
+            lines.append(
+                indent
+                + (_format_span(span, record) if times and span.name not in STEP_SPAN_NAMES else span.name)
+            )
             if span is decode:
                 lines += [f"{indent}  {semconv.SPAN_DECODE_STEP}"] * decision.steps
         for line, same in itertools.groupby(lines):
-            if line.strip() in STEPS:
+            if line.strip() in STEP_SPAN_NAMES:
                 yield f"{line} ×{len(list(same))}"
             else:
                 yield from same
 
 
-def _path(span: Span, parents: dict[bytes, Span]) -> list[tuple[int, int, bytes]]:
+def _find_tree_path(span: Span, parents: dict[bytes, Span]) -> list[tuple[int, int, bytes]]:
     """Where a span stands in its tree, the root first."""
     above = parents.get(span.parent_span_id)
-    return [*(_path(above, parents) if above is not None else []), (span.start, -span.end, span.span_id)]
+    return [
+        *(_find_tree_path(above, parents) if above is not None else []),
+        (span.start, -span.end, span.span_id),
+    ]
 
 
-def _line(span: Span, record: RequestRecord) -> str:
+def _format_span(span: Span, record: RequestRecord) -> str:
     began = record.arrived_at + record.wall_offset
     return f"{span.name}  {(span.start - began) / 1e6:.1f}–{(span.end - began) / 1e6:.1f} ms"
 
@@ -163,13 +171,13 @@ def capture(*integrations: str) -> Iterator[Captured]:
             "this process is instrumented already: otel_infer.uninstrument() it before you capture"
         )
     captured = Captured()
-    bound: list[Integration] = []
-    recorder.start(lambda: captured._arena, captured._tend, lambda reason: None, role=lambda: "test")
-    request_span.opener = span_ids.IdOpener(ALWAYS_ON, RandomIdGenerator(), span_ids.Limits())
+    bound: list[Instrumentor] = []
+    recorder.start(lambda: captured._arena, captured._drain_rings, lambda reason: None, role=lambda: "test")
+    request_span.span_factory = span_ids.SdkSpanFactory(ALWAYS_ON, RandomIdGenerator(), span_ids.Limits())
     try:
-        settings, _ = environment.from_env_leniently()
-        registry.configure(settings, _report)
-        for integration in registry.load():
+        settings, _ = environment.from_env_or_defaults()
+        registry.configure_instrumentors(settings, _report_hooks)
+        for integration in registry.load_instrumentors():
             if not integrations or integration.name in integrations:
                 bound.append(integration)
                 integration.install()
@@ -178,12 +186,12 @@ def capture(*integrations: str) -> Iterator[Captured]:
         for integration in reversed(bound):
             integration.remove()
         try:
-            captured._end()
+            captured._end_capture()
         finally:
             recorder.stop()
-            request_span.opener = None
+            request_span.span_factory = None
 
 
-def _report(integration: Integration) -> None:
+def _report_hooks(integration: Instrumentor) -> None:
     status = integration.status
     recorder.report_hooks(status.name, status.hooks_active, status.hooks_due)

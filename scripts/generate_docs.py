@@ -20,7 +20,7 @@ from otel_infer.export.sampling import tail_sampler
 from otel_infer.export.spans import attributes, startup
 from otel_infer.monitoring import dashboards
 from otel_infer.monitoring.alerts import burn_rate_rules, grafana_rules, slo_spec
-from otel_infer.monitoring.alerts.cause_alerts import CAUSES, WATCHDOG
+from otel_infer.monitoring.alerts.cause_alerts import CAUSE_ALERTS, WATCHDOG
 
 DOCS = Path(__file__).parent.parent / "docs"
 MADE = "<!-- made by scripts/generate_docs.py; do not edit -->\n\n"
@@ -76,36 +76,36 @@ def telemetry() -> str:
         "    └─ chat MODEL                the request",
         *(f"       ├─ {name}" for name in semconv.STAGES),
         "\nA stage that was not seen is absent. `decode` has one `decode step` per step that delivered a token to this request, as far",
-        f"as steps [are kept](explain.md#what-is-kept): at most {tail_sampler.STEPS_PER_TRACE} in a trace, the slowest. `prefill` has one `prefill step` per",
+        f"as steps [are kept](explain.md#what-is-kept): at most {tail_sampler.MAX_STEPS_PER_TRACE} in a trace, the slowest. `prefill` has one `prefill step` per",
         "chunk if there were several. Stages of your own (`otel_infer.stage`) stand among them. So do",
         f"`{semconv.SPAN_FETCH_MEDIA}` and `{semconv.SPAN_PREPARE_MEDIA}`, which are a part of the time of `{semconv.SPAN_TOKENIZE}`, and `{semconv.SPAN_GRAMMAR}` and",
         f"`{semconv.SPAN_KV_TRANSFER}`, a part of that of `{semconv.SPAN_QUEUE}`.\n",
         f"`{semconv.EVENT_PAUSE}` is an event on a kept request: the whole process was held up while the request was there, by",
         f"`{semconv.PAUSE_CAUSE}`, for `{semconv.PAUSE_DURATION}` s of the request's time; where the cause is `{semconv.CAUSE_EVENT_LOOP}`, its event loop",
-        f"alone. The {attributes.MOST_PAUSES} longest are told, and how many were not is `{semconv.PAUSES_LEFT_OUT}`. `{semconv.EVENT_MARK}` is another: what",
-        f"`{semconv.MARK}` says happened to the process, `{semconv.MARK_COUNT}` times in the `{semconv.MARK_WINDOW}` s before, and nobody knows for how",
+        f"alone. The {attributes.MAX_PAUSES} longest are told, and how many were not is `{semconv.PAUSES_DROPPED}`. `{semconv.EVENT_MARK}` is another: what",
+        f"`{semconv.MARK_NAME}` says happened to the process, `{semconv.MARK_COUNT}` times in the `{semconv.MARK_WINDOW}` s before, and nobody knows for how",
         f"long. `{semconv.EVENT_OUT_OF_MEMORY}` is on any request: a device had no room for the `{semconv.MEMORY_WANTED}` bytes that it asked for.\n",
         f"`{semconv.TENANT}` and `{semconv.TRAFFIC_CLASS}` are on the request, and on the metrics that list them below, only where",
         "`OTEL_INFER_TENANT` and `OTEL_INFER_TRAFFIC_CLASS` say how to find them; metrics name the tenants of `OTEL_INFER_TENANTS`,",
         "every other is `_OTHER`. The link of a request to the one that held it up most has",
-        f"`{semconv.OFFENDER_DELAY}` (s) and `{semconv.OFFENDER_CLASS}`: its traffic class where that was said, else the size of",
-        f"its prompt, `{tenancy.SHORT}`, `{tenancy.MEDIUM}` (from {tenancy.MEDIUM_FROM} tokens) or `{tenancy.LONG}` (from",
-        f"{tenancy.LONG_FROM}).\n",
+        f"`{semconv.INTERFERENCE_DELAY}` (s) and `{semconv.INTERFERENCE_CLASS}`: its traffic class where that was said, else the size of",
+        f"its prompt, `{tenancy.SHORT}`, `{tenancy.MEDIUM}` (from {tenancy.MEDIUM_MIN_TOKENS} tokens) or `{tenancy.LONG}` (from",
+        f"{tenancy.LONG_MIN_TOKENS}).\n",
         f"`{semconv.KEEP_REASON}` on the request says why its steps were kept: {reasons}.\n",
         "## The start of a server\n",
-        f"    {semconv.SPAN_START}                 a trace of its own for each server, from its beginning until it was ready",
-        *(f"    ├─ {name}" for name in semconv.PHASES),
-        *(f"    ├─ {name:<25} the same of {role} processes that it started" for role, name in semconv.SPAN_PART_START.items()),
-        f"\n`{semconv.READY_BY}` on it: `lifespan`, `engine` or `request`; `{semconv.ERROR_TYPE}` and `{semconv.DIED_IN}` where it",
+        f"    {semconv.SPAN_SERVER_START}                 a trace of its own for each server, from its beginning until it was ready",
+        *(f"    ├─ {name}" for name in semconv.STARTUP_PHASES),
+        *(f"    ├─ {name:<25} the same of {role} processes that it started" for role, name in semconv.SPAN_PROCESS_START.items()),
+        f"\n`{semconv.READY_BY}` on it: `lifespan`, `engine` or `request`; `{semconv.ERROR_TYPE}` and `{semconv.FAILED_STAGE}` where it",
         f"was never ready. The first request that was served has `{semconv.FIRST_REQUEST}` and a link to it. It is exported whatever",
-        f"is sampled; the {startup.MOST_PHASES} longest phases are, and how many were not is `{semconv.PHASES_LEFT_OUT}`.",
+        f"is sampled; the {startup.MAX_PHASES} longest phases are, and how many were not is `{semconv.PHASES_DROPPED}`.",
         f"`{semconv.EVENT_IMPORTED}` is an event on `{semconv.SPAN_IMPORTS}` for each library (`{semconv.MODULE}`).\n",
-        "| phase | meaning |", "|---|---|", *(f"| `{name}` | {says} |" for name, says in semconv.PHASES.items()),
+        "| phase | meaning |", "|---|---|", *(f"| `{name}` | {says} |" for name, says in semconv.STARTUP_PHASES.items()),
         "",
         "## Where the time went\n",
-        f"On a request that reached an engine, `{semconv.BLAME_PREFIX}CAUSE` is the time it lost to each cause, in s; they sum to its",
-        f"duration. `{semconv.BLAME_TOP}` is the largest, and a link with `{semconv.OFFENDER_DELAY}` leads to the request whose",
-        f"prompt held it up most. The metric `{semconv.BLAME_DURATION.name}` has them for all requests, kept or not.",
+        f"On a request that reached an engine, `{semconv.LATENCY_PREFIX}CAUSE` is the time it lost to each cause, in s; they sum to its",
+        f"duration. `{semconv.LATENCY_TOP_CAUSE}` is the largest, and a link with `{semconv.INTERFERENCE_DELAY}` leads to the request whose",
+        f"prompt held it up most. The metric `{semconv.LATENCY_DURATION.name}` has them for all requests, kept or not.",
         "[How they are told apart](explain.md).\n",
         "| cause | meaning |", "|---|---|", *(f"| `{cause}` | {says} |" for cause, says in semconv.CAUSES.items()),
         "\n## Metrics\n",
@@ -116,7 +116,7 @@ def telemetry() -> str:
 def commands() -> str:
     """docs/commands.md."""
     os.environ.update(COLUMNS="100", NO_COLOR="1")
-    return "\n".join(["# Commands\n", *_helped(cli.parser())])
+    return "\n".join(["# Commands\n", *_helped(cli.build_parser())])
 
 
 def _helped(one: argparse.ArgumentParser) -> Iterator[str]:
@@ -269,7 +269,7 @@ FELT = {
 }
 """Of what an objective is of: what it means that its budget burns, how people put it, and what to do first."""
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-BOARDS = {board.name: board.title for board in (make() for make in dashboards.BOARDS)}
+BOARDS = {board.name: board.title for board in (make() for make in dashboards.DASHBOARD_BUILDERS)}
 
 
 class Runbook(NamedTuple):
@@ -288,18 +288,18 @@ class Runbook(NamedTuple):
 def alerts() -> str:
     """docs/alerts.md."""
     runbooks = [*_promised(), *_caused()]
-    kinds = list(slo_spec.METRICS)
+    kinds = list(slo_spec.OBJECTIVE_METRICS)
     page = ALERTS.format(
-        managed=grafana_rules.EVALUATED_S,
-        minimum=slo_spec.DEFAULT.minimum,
-        prefix=burn_rate_rules.PREFIX,
+        managed=grafana_rules.EVALUATION_INTERVAL_S,
+        minimum=slo_spec.DEFAULT_SPEC.minimum,
+        prefix=burn_rate_rules.ALERT_PREFIX,
         of=f"{', '.join(kinds[:-1])} or {kinds[-1]}",
         bounds="\n".join(f"| `{of}` | {EVENTS[of]} | {_bounds(of)} |" for of in kinds),
         defaults="\n".join(
-            f"| {one.name} | `{one.of}` | {_length(one.within)} | {one.share * 100:g} % |" for one in slo_spec.DEFAULT.objectives
+            f"| {one.name} | `{one.of}` | {_length(one.within)} | {one.share * 100:g} % |" for one in slo_spec.DEFAULT_SPEC.objectives
         ),
-        windows="\n".join(_window(name, one) for name, several in slo_spec.WINDOWS.items() for one in several),
-        kinds=" nor ".join(f"`{kind}`" for kind in semconv.NOT_ERRORS if kind),
+        windows="\n".join(_window(name, one) for name, several in slo_spec.WINDOW_SETS.items() for one in several),
+        kinds=" nor ".join(f"`{kind}`" for kind in semconv.NON_ERROR_TYPES if kind),
         keep=burn_rate_rules.KEEP_FIRING,
         leave=_linked("ClientsLeave"),
         gone=_linked("ServerGone"),
@@ -314,7 +314,9 @@ def alerts() -> str:
 def _promised() -> Iterator[Runbook]:
     """One for each objective; its alerts differ by their windows."""
     for one, group in zip(
-        slo_spec.DEFAULT.objectives, burn_rate_rules.groups(slo_spec.DEFAULT)["groups"], strict=False
+        slo_spec.DEFAULT_SPEC.objectives,
+        burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)["groups"],
+        strict=False,
     ):
         burns = next(rule for rule in group["rules"] if "alert" in rule)
         recorded = {rule["record"]: rule["expr"] for rule in group["rules"] if "record" in rule}
@@ -333,13 +335,13 @@ def _promised() -> Iterator[Runbook]:
 
 
 def _caused() -> Iterator[Runbook]:
-    for one in CAUSES:
-        hold = "at once" if one.hold == "0s" else one.hold
+    for one in CAUSE_ALERTS:
+        hold = "at once" if one.pending_period == "0s" else one.pending_period
         yield Runbook(
-            burn_rate_rules.PREFIX + one.name, one.severity, hold, one.means, one.complaint, one.change, one.board, _broken(one.expr)
+            burn_rate_rules.ALERT_PREFIX + one.name, one.severity, hold, one.meaning, one.symptom, one.change, one.dashboard, _broken(one.expr)
         )  # fmt: skip
     yield Runbook(
-        burn_rate_rules.PREFIX + WATCHDOG, "none", "at once", "Alerts can come: this one does, always.",
+        burn_rate_rules.ALERT_PREFIX + WATCHDOG, "none", "at once", "Alerts can come: this one does, always.",
         "nobody told us", "If it does not come: Prometheus, Alertmanager, and the way from there.", "health", "vector(1)",
     )  # fmt: skip
 
@@ -359,11 +361,11 @@ def _runbook(one: Runbook) -> str:
 
 
 def _linked(name: str) -> str:
-    return f"[{burn_rate_rules.PREFIX}{name}](#{burn_rate_rules.anchor(name)})"
+    return f"[{burn_rate_rules.ALERT_PREFIX}{name}](#{burn_rate_rules.runbook_anchor(name)})"
 
 
 def _bounds(of: str) -> str:
-    return ", ".join(map(_length, slo_spec.METRICS[of].bounds)) if of != slo_spec.ERRORS else "—"
+    return ", ".join(map(_length, slo_spec.OBJECTIVE_METRICS[of].bounds)) if of != slo_spec.ERRORS else "—"
 
 
 def _length(seconds: float) -> str:
@@ -372,9 +374,9 @@ def _length(seconds: float) -> str:
     return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g} ms"
 
 
-def _window(name: str, one: slo_spec.Window) -> str:
+def _window(name: str, one: slo_spec.BurnRateWindow) -> str:
     share = one.factor * _seconds(one.long) / _seconds("30d") * 100
-    hold = "at once" if one.hold == "0s" else one.hold
+    hold = "at once" if one.pending_period == "0s" else one.pending_period
     return f"| {name} | {one.severity} | {one.factor:g} | {one.long} | {one.short} | {hold} | {share:.2g} % |"
 
 

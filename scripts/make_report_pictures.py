@@ -31,7 +31,7 @@ ONLY_REQUESTS = (
 )
 
 
-def stutter() -> list[events.RingFact]:
+def stutter() -> list[events.RecordedEvent]:
     """Short chats; a few long documents come between them, and two garbage collections."""
     draw = random.Random(11)
     at, asked = 0.0, []
@@ -41,7 +41,7 @@ def stutter() -> list[events.RingFact]:
     for one in draw.sample(asked, 9):
         one.prompt = draw.randint(1500, 3500)
     served = Served(prompt_token=0.06, seed=5, max_batch=24, pauses=[(3300, 130), (8200, 90)])
-    return [fact._replace(fact=_as_in_life(fact.fact)) for fact in served.facts(asked)]
+    return [fact._replace(event=_as_in_life(fact.event)) for fact in served.facts(asked)]
 
 
 def _as_in_life(fact: object) -> object:
@@ -76,8 +76,8 @@ def main() -> None:
             breach(folder)
             return
         said, page = stutter(), folder / "page.html"
-        writer = file.TapeWriter(folder / "stutter.tape")
-        writer.write(said, said[-1].fact.at)
+        writer = file.RecordingWriter(folder / "stutter.tape")
+        writer.write(said, said[-1].event.at)
         writer.close()
         cli.main(["report", str(folder / "stutter.tape"), "--out", str(page)])
         pictured(page.as_uri(), ROOT / "docs" / "report.png", folder, 1200)

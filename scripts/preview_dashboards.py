@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from otel_infer.cli.prometheus_check import Asking, NoPrometheus  # noqa: E402
+from otel_infer.cli.prometheus_check import PrometheusClient, PrometheusError  # noqa: E402
 from otel_infer.monitoring import dashboards  # noqa: E402
 from scripts.preview.answers import Span  # noqa: E402
 from scripts.preview.page import drawn  # noqa: E402
@@ -41,11 +41,11 @@ def main() -> int:
     span = Span(end - asked.minutes * 60, end, window)
     asked.out.mkdir(parents=True, exist_ok=True)
     try:
-        for name, board in dashboards.built().items():
+        for name, board in dashboards.build_dashboards().items():
             file = asked.out / Path(name).with_suffix(".svg")
-            file.write_text(drawn(board, Asking(asked.prometheus), span), encoding="utf-8")
+            file.write_text(drawn(board, PrometheusClient(asked.prometheus), span), encoding="utf-8")
             print(f"{file}: {file.stat().st_size / 1e3:.0f} kB")
-    except NoPrometheus as reason:
+    except PrometheusError as reason:
         print(f"preview_dashboards: {reason}", file=sys.stderr)
         return 2
     return 0

@@ -125,13 +125,13 @@ def tiny_text(folder: Path) -> str:
 
 def tiny_encoder(folder: Path) -> str:
     """A random BERT."""
-    from otel_infer.cli.demo.model import make_tokenizer, save
+    from otel_infer.cli.demo.model import make_tokenizer, save_model
 
     tokenizer = make_tokenizer()
     config = BertConfig(
         vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=4, num_attention_heads=4, pad_token_id=0
     )
-    save(folder / "tiny-bert", BertModel(config), tokenizer)
+    save_model(folder / "tiny-bert", BertModel(config), tokenizer)
     return str(folder / "tiny-bert")
 
 

@@ -7,7 +7,7 @@ import time
 from itertools import count, cycle
 from typing import NamedTuple
 
-from otel_infer.cli.demo.load_client import drive
+from otel_infer.cli.demo.load_client import run_load
 
 MODEL = "/models/tiny-llama"
 
@@ -31,7 +31,7 @@ DAY = (
 def main() -> None:
     """Until it is killed."""
     for hour, seed in zip(cycle(DAY), count()):
-        asked = drive(
+        asked = run_load(
             sys.argv[1],
             MODEL,
             requests=None,

@@ -22,11 +22,11 @@ from otel_infer.config.environment import Config
 from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation import registry
 from otel_infer.instrumentation.hooks import probe
-from otel_infer.instrumentation.hooks.instrumentor import Integration, Status
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor, InstrumentorStatus
 from otel_infer.instrumentation.torch import cuda_graphs
 from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.recorder import SERVER, recorder
-from otel_infer.ringbuffer.writer import Arena, FileArena, MemoryArena, RingRefused
+from otel_infer.ringbuffer.writer import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.sidecar import launcher
 from otel_infer.tracing import process_start, request_span, span_ids
 from otel_infer.tracing import start as ingress
@@ -34,25 +34,29 @@ from otel_infer.tracing import start as ingress
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-    from otel_infer.sidecar.in_process import InProcess
+    from otel_infer.sidecar.in_process import InProcessReader
 
 
-class _Wiring:
+class _Installation:
     """What is installed in this process, and who reads its rings."""
 
     def __init__(self) -> None:
         self.settings = Config()
-        self.installed: list[Integration] = []
+        self.installed: list[Instrumentor] = []
         self.provider: TracerProvider | None = None
         self.folder: Path | None = None
         self.sidecar: Any = None
-        self.reader: InProcess | None = None
-        self.why_in_process = self._no_child = ""
-        self._exported = self._said = self._was_read = False
-        self._former: list[Any] = []
-        self._leaving: Any = None
-        self._lock, self._restarts, self._birth = threading.Lock(), launcher.Restarts(), process_start.Birth()
-        os.register_at_fork(after_in_child=self._forked)
+        self.reader: InProcessReader | None = None
+        self.why_in_process = self._sidecar_error = ""
+        self._is_env_exported = self._is_startup_reported = self._had_reader = False
+        self._old_sidecars: list[Any] = []
+        self._exit_finalizer: Any = None
+        self._lock, self._restarts, self._start_recorder = (
+            threading.Lock(),
+            launcher.RestartBackoff(),
+            process_start.ProcessStartRecorder(),
+        )
+        os.register_at_fork(after_in_child=self._reset_after_fork)
 
     # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -61,26 +65,32 @@ class _Wiring:
         if self.installed:
             return False
         try:
-            return self._instrument(provider, names)
+            return self._install_hooks(provider, names)
         except Exception as reason:  # a bad standard variable, say: the server goes on without us
             self.uninstrument()
-            _say(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}")
+            _print_stderr(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}")
             return False
 
-    def _instrument(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
-        self.settings, complaints = environment.from_env_leniently()
+    def _install_hooks(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
+        self.settings, complaints = environment.from_env_or_defaults()
         for complaint in complaints:
-            _say(f"otel_infer: {complaint}")
+            _print_stderr(f"otel_infer: {complaint}")
         self.provider = provider
-        exports = self.settings.exports or (provider is not None and not self.settings.switched_off)
+        exports = self.settings.exports or (provider is not None and not self.settings.is_disabled)
         if environment.is_sidecar() or not exports:
             return False
-        registry.configure(self.settings, self._engine_imported)
-        integrations = registry.load()
+        registry.configure_instrumentors(self.settings, self._on_engine_imported)
+        integrations = registry.load_instrumentors()
         if any(_is_run_as(helper) for one in integrations for helper in one.helpers):
             return False
-        request_span.opener = _opener(provider)
-        recorder.start(self._arena, self._tend, self._refused, self._role, lambda: self._birth.fact())
+        request_span.span_factory = _create_span_factory(provider)
+        recorder.start(
+            self._create_arena,
+            self._ensure_reader,
+            self._create_fallback_arena,
+            self._detect_role,
+            lambda: self._start_recorder.make_event(),
+        )
         wanted, disabled = set(names or self.settings.integrations), set(self.settings.disabled_integrations)
         for integration in integrations:
             off = {integration.name, f"otel_infer_{integration.name}"} & disabled
@@ -99,24 +109,24 @@ class _Wiring:
         self.installed.clear()
         timing.stop()
         recorder.stop()
-        self._birth.known()
-        request_span.opener = None
+        self._start_recorder.mark_recorded()
+        request_span.span_factory = None
         reader, self.reader = self.reader, None
         if reader is not None:
             atexit.unregister(reader.close)
-            if self._leaving is not None:
-                self._leaving.cancel()
+            if self._exit_finalizer is not None:
+                self._exit_finalizer.cancel()
             reader.close()
-        if self._exported:
-            environment.forget_rings(str(self.folder))
+        if self._is_env_exported:
+            environment.unset_ringbuffer_dir(str(self.folder))
         if self.sidecar is not None:  # it ends by itself, and is reaped by whoever looks
-            self._former = [one for one in (*self._former, self.sidecar) if one.poll() is None]
+            self._old_sidecars = [one for one in (*self._old_sidecars, self.sidecar) if one.poll() is None]
         self.folder = self.sidecar = None
-        self.why_in_process = self._no_child = ""
-        self._exported = self._said = self._was_read = False
-        self._restarts = launcher.Restarts()
+        self.why_in_process = self._sidecar_error = ""
+        self._is_env_exported = self._is_startup_reported = self._had_reader = False
+        self._restarts = launcher.RestartBackoff()
 
-    def statuses(self) -> list[Status]:
+    def list_statuses(self) -> list[InstrumentorStatus]:
         """What is bound of each integration."""
         return [integration.status for integration in self.installed]
 
@@ -125,11 +135,11 @@ class _Wiring:
         if self.reader is not None:
             return self.reader.flush(timeout)
         if recorder.requests is not None:
-            self._tend()
+            self._ensure_reader()
         writer = recorder.requests
         if writer is None:
             return True
-        asked = writer.words[layout.W_FLUSH_ASKED] = writer.words[layout.W_FLUSH_ASKED] + 1
+        asked = writer.words[layout.W_FLUSH_REQUESTED] = writer.words[layout.W_FLUSH_REQUESTED] + 1
         deadline = _clock.now() + int(timeout * 1e9)
         while _clock.now() < deadline:
             if writer.words[layout.W_FLUSH_DONE] >= asked:
@@ -139,90 +149,94 @@ class _Wiring:
 
     # ── rings and their reader ───────────────────────────────────────────────────────────────────────────────────
 
-    def _arena(self) -> Arena:
+    def _create_arena(self) -> Arena:
         if self.provider is not None:
-            return self._in_process("a tracer_provider was given")
+            return self._use_memory_arena("a tracer_provider was given")
         if self.settings.mode == "in-process":
-            return self._in_process("OTEL_INFER_MODE=in-process")
+            return self._use_memory_arena("OTEL_INFER_MODE=in-process")
         if not sys.executable or getattr(sys, "frozen", False):
-            return self._in_process("the interpreter is frozen or embedded")
-        if self._no_child:
-            raise RingRefused(f"the sidecar cannot be started ({self._no_child})")
-        self.folder = self._folder()
+            return self._use_memory_arena("the interpreter is frozen or embedded")
+        if self._sidecar_error:
+            raise RingUnavailable(f"the sidecar cannot be started ({self._sidecar_error})")
+        self.folder = self._resolve_folder()
         if not self.settings.rings:
-            self._exported = True
+            self._is_env_exported = True
             environment.export_to_children(rings=str(self.folder))
         self.why_in_process = ""
         return FileArena(self.folder)
 
-    def _folder(self) -> Path:
+    def _resolve_folder(self) -> Path:
         if self.settings.rings:
-            return directory.rings_folder(Path(self.settings.rings))
+            return directory.resolve_rings_folder(Path(self.settings.rings))
         if self.folder is not None:  # of the process that forked this one: one sidecar reads both
-            with contextlib.suppress(RingRefused):  # this one runs as another user
-                return directory.private_folder(self.folder)
-        return directory.new_server_folder()
+            with contextlib.suppress(RingUnavailable):  # this one runs as another user
+                return directory.ensure_private_folder(self.folder)
+        return directory.create_server_folder()
 
-    def _refused(self, reason: str) -> Arena | None:
+    def _create_fallback_arena(self, reason: str) -> Arena | None:
         if self.folder is not None and not self.settings.rings:
-            environment.forget_rings(str(self.folder))
-            directory.remove(self.folder)
+            environment.unset_ringbuffer_dir(str(self.folder))
+            directory.remove_server_folder(self.folder)
         if self.settings.mode == "sidecar":
-            _say(f"otel_infer: off, since OTEL_INFER_MODE=sidecar and {reason}")
+            _print_stderr(f"otel_infer: off, since OTEL_INFER_MODE=sidecar and {reason}")
             return None
-        return self._in_process(reason)
+        return self._use_memory_arena(reason)
 
-    def _in_process(self, reason: str) -> Arena:
+    def _use_memory_arena(self, reason: str) -> Arena:
         self.folder, self.why_in_process = None, reason
-        self._said = False
+        self._is_startup_reported = False
         return MemoryArena()
 
-    def _tend(self) -> None:
+    def _ensure_reader(self) -> None:
         """Called when rings were made, and then at most once a second while requests arrive."""
         if recorder.requests is not None:
-            recorder.requests.words[layout.W_ERRORS] = probe.errors()
+            recorder.requests.words[layout.W_ERRORS] = probe.count_errors()
         with self._lock:
             if isinstance(recorder.arena, MemoryArena):
-                self._tend_thread(recorder.arena)
+                self._ensure_reader_thread(recorder.arena)
             elif self.folder is not None:
-                self._tend_sidecar(self.folder)
-        if not self._said:
-            self._said = True
+                self._ensure_sidecar(self.folder)
+        if not self._is_startup_reported:
+            self._is_startup_reported = True
             atexit.register(
-                process_start.leaving
+                process_start.record_process_exit
             )  # the last that is registered is called first: somebody still reads
             if recorder.role == SERVER:
                 given = self.provider is not None
-                _say(startup_message.line(self.settings, self.statuses(), given, self.why_in_process))
+                _print_stderr(
+                    startup_message.format_message(
+                        self.settings, self.list_statuses(), given, self.why_in_process
+                    )
+                )
 
-    def _tend_thread(self, arena: MemoryArena) -> None:
+    def _ensure_reader_thread(self, arena: MemoryArena) -> None:
         if self.reader is None:
-            from otel_infer.sidecar.in_process import InProcess
+            from otel_infer.sidecar.in_process import InProcessReader
 
-            self.reader = InProcess(self.settings, arena, self.provider, resource())
+            self.reader = InProcessReader(self.settings, arena, self.provider, detect_resource())
             self.reader.start()
             atexit.register(self.reader.close)
             forks = sys.modules.get("multiprocessing.util")
             if forks is not None:  # whose children leave without what `atexit` has to do
-                self._leaving = forks.Finalize(None, self.reader.close, exitpriority=0)
+                self._exit_finalizer = forks.Finalize(None, self.reader.close, exitpriority=0)
 
-    def _tend_sidecar(self, folder: Path) -> None:
+    def _ensure_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.poll() is None:
             return
         if directory.is_held(folder / directory.SIDECAR_LOCK) or directory.is_held(
             folder / directory.OWNER_LOCK
         ):
-            self._was_read = True
+            self._had_reader = True
             return
-        if recorder.arena is not None and not recorder.arena.is_there():
-            self._birth.known()
-            recorder.renew()
+        if recorder.arena is not None and not recorder.arena.is_visible():
+            self._start_recorder.mark_recorded()
+            recorder.discard_rings()
         elif recorder.role != SERVER:  # whoever runs the engine ends its process with all its children
             return
-        elif self._restarts.is_due(_clock.now()) and directory.claim(folder):
+        elif self._restarts.is_due(_clock.now()) and directory.claim_sidecar_start(folder):
             self._start_sidecar(folder)
 
-    def _role(self) -> str:
+    def _detect_role(self) -> str:
         """What this process is in its server, by the name that its library gave it."""
         named = sys.modules.get("multiprocessing.process")
         name = named.current_process().name if named is not None else ""
@@ -233,40 +247,44 @@ class _Wiring:
 
     def _start_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.returncode > 0:
-            _say("otel_infer: the sidecar broke and is started again; `otel-infer doctor` says more")
-        self._restarts.started(_clock.now())
+            _print_stderr("otel_infer: the sidecar broke and is started again; `otel-infer doctor` says more")
+        self._restarts.record_start(_clock.now())
         try:
-            self.sidecar = launcher.sidecar(folder, self.settings, resource())
-            self._was_read = True
-        except launcher.CannotStart as reason:
-            if self._was_read:  # so it can be had here, only not now
+            self.sidecar = launcher.start_sidecar(folder, self.settings, detect_resource())
+            self._had_reader = True
+        except launcher.SidecarStartError as reason:
+            if self._had_reader:  # so it can be had here, only not now
                 return
-            self._no_child = str(reason)
-            recorder.renew()
-            directory.remove(folder)
+            self._sidecar_error = str(reason)
+            recorder.discard_rings()
+            directory.remove_server_folder(folder)
 
-    def _engine_imported(self, integration: Integration) -> None:
+    def _on_engine_imported(self, integration: Instrumentor) -> None:
         status = integration.status
         recorder.report_hooks(status.name, status.hooks_active, status.hooks_due)
         if integration.is_engine:
-            recorder.ensure()
+            recorder.ensure_rings()
 
-    def _forked(self) -> None:
-        self._lock, self._restarts, self._birth = threading.Lock(), launcher.Restarts(), process_start.Birth()
-        for child in (*self._former, *filter(None, (self.sidecar,))):
+    def _reset_after_fork(self) -> None:
+        self._lock, self._restarts, self._start_recorder = (
+            threading.Lock(),
+            launcher.RestartBackoff(),
+            process_start.ProcessStartRecorder(),
+        )
+        for child in (*self._old_sidecars, *filter(None, (self.sidecar,))):
             child.returncode = 0  # of the process that was forked, which waits for it
-        self.reader = self.sidecar = self._leaving = None
-        self._former = []
-        self._was_read = False
-        live = ingress.current()
+        self.reader = self.sidecar = self._exit_finalizer = None
+        self._old_sidecars = []
+        self._had_reader = False
+        live = ingress.current_request()
         if live is not None:
             live.ended = True  # the parent's, who states how it goes on; what this process does is a request of its own
 
 
-wiring = _Wiring()
+installation = _Installation()
 
 
-def resource() -> dict[str, Any]:
+def detect_resource() -> dict[str, Any]:
     """The resource of this server by the standard variables and detectors; `service.name` only if it was given."""
     from opentelemetry.sdk.resources import Resource
 
@@ -282,9 +300,9 @@ def _is_run_as(module: str) -> bool:
     return "-m" in asked and asked[asked.index("-m") + 1 :][:1] == [module]
 
 
-def _opener(provider: TracerProvider | None) -> span_ids.Opener:
+def _create_span_factory(provider: TracerProvider | None) -> span_ids.SpanFactory:
     if provider is not None:
-        return span_ids.ProviderOpener(provider.get_tracer("otel_infer"))
+        return span_ids.ProviderSpanFactory(provider.get_tracer("otel_infer"))
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 
@@ -294,10 +312,10 @@ def _opener(provider: TracerProvider | None) -> span_ids.Opener:
     counts = (limits.max_span_attributes, limits.max_events, limits.max_links)
     known = [128 if count is None else count for count in counts]
     room = span_ids.Limits(known[0], known[1], known[2], limits.max_span_attribute_length)
-    return span_ids.IdOpener(standard.sampler, standard.id_generator, room)
+    return span_ids.SdkSpanFactory(standard.sampler, standard.id_generator, room)
 
 
-def _say(line: str) -> None:
+def _print_stderr(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 from otel_infer._version import VERSION
 from otel_infer.config.environment import Config
-from otel_infer.instrumentation.hooks.instrumentor import Status
+from otel_infer.instrumentation.hooks.instrumentor import InstrumentorStatus
 
 BYTES_PER_STEP_SPAN = 125
 BYTES_PER_STEP_SPAN_SENT = 20
 
 
-def line(settings: Config, statuses: Sequence[Status], provider_given: bool, why_in_process: str) -> str:
+def format_message(
+    settings: Config, statuses: Sequence[InstrumentorStatus], provider_given: bool, why_in_process: str
+) -> str:
     """What is so now; modules that are imported later bind more."""
     present = [status for status in statuses if status.hooks_total]
     bound = sum(status.hooks_active for status in present)
@@ -23,9 +25,9 @@ def line(settings: Config, statuses: Sequence[Status], provider_given: bool, why
     drifted = [f"{status.name}: {status.drift}" for status in present if status.drift]
     parts = [
         f"otel_infer {VERSION}: {bound} of {total} hooks bound ({names}){later}",
-        "spans to the given tracer_provider" if provider_given else _destination(settings),
+        "spans to the given tracer_provider" if provider_given else _format_destination(settings),
         f"in-process, since {why_in_process}" if why_in_process else "sidecar",
-        _volume(settings),
+        _format_volume(settings),
         "off: OTEL_INFER_ENABLED=off",
     ]
     if drifted:
@@ -33,11 +35,17 @@ def line(settings: Config, statuses: Sequence[Status], provider_given: bool, why
     return " · ".join(parts)
 
 
-def _destination(settings: Config) -> str:
+def _format_destination(settings: Config) -> str:
     places = []
-    spans = f"{_public(settings.spans_to)} ({settings.traces_protocol})" if settings.sends_spans else ""
+    spans = (
+        f"{_redact_endpoint(settings.traces_endpoint)} ({settings.traces_protocol})"
+        if settings.exports_spans
+        else ""
+    )
     metrics = (
-        f"{_public(settings.metrics_to)} ({settings.metrics_protocol})" if settings.sends_metrics else ""
+        f"{_redact_endpoint(settings.metrics_endpoint)} ({settings.metrics_protocol})"
+        if settings.exports_metrics
+        else ""
     )
     if spans and metrics and spans != metrics:
         places.append(f"OTLP: spans to {spans}, metrics to {metrics}")
@@ -56,12 +64,12 @@ def _destination(settings: Config) -> str:
     return ", ".join(places) or "nothing is exported"
 
 
-def _public(endpoint: str) -> str:
+def _redact_endpoint(endpoint: str) -> str:
     """Without what may be a secret: logs are read by many."""
     return re.sub(r"(?<=://)[^/\s]*@", "", endpoint).partition("?")[0] or "localhost"
 
 
-def _volume(settings: Config) -> str:
+def _format_volume(settings: Config) -> str:
     if settings.steps == "off":
         return "no step spans"
     if settings.steps == "all":

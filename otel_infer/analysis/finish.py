@@ -16,11 +16,11 @@ def finish_requests(assembler: Assembler, horizon: int) -> list[RequestRecord]:
 
     What attribution alone reads (`prefillers`, `strain`) is dropped afterwards, since a record may be held for a while.
     """
-    records = assembler.concluded(horizon)
+    records = assembler.drain_records(horizon)
     try:
-        request.assign(records)
+        request.attribute_latency(records)
     except Exception:  # a record is true without its causes
         log.exception("%d requests are exported without causes", len(records))
     for record in records:
-        record.prefillers = record.strain = None
+        record.prefills_by_step = record.thread_delays = None
     return records

@@ -20,7 +20,7 @@ class GpuClocks:
         """Adds a reading; they come in order of time."""
         self._readings.append(reading)
 
-    def between(self, since: int, until: int) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def throttled_between(self, since: int, until: int) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The reasons in this time (monotonic ns), sorted and joined by commas, and the intervals in which clocks slowed steps.
 
         Empty where no clock was throttled. An interval reaches from a reading to the next.

@@ -16,17 +16,17 @@ from otel_infer import semconv
 from otel_infer.assembly.records.process import Phase, StartRecord
 from otel_infer.ringbuffer import events
 
-NOBODY = bytes(8)
+NO_SPAN_ID = bytes(8)
 
-SERVERS = ("uvicorn", "hypercorn")
+ASGI_SERVERS = ("uvicorn", "hypercorn")
 """What calls the lifespan of an application."""
 ENGINES = ("vllm", "transformers", "torch")
 """Packages that a server is named after, if nothing else tells."""
-MOST = 1024
+MAX_PHASES = 1024
 """Phases of one start that are remembered."""
 
 
-FACTS = (
+STARTUP_EVENTS = (
     events.ProcessStarted,
     events.ModuleImported,
     events.PhaseBegan,
@@ -36,147 +36,147 @@ FACTS = (
 """What `Starts.take` takes, besides pauses."""
 
 
-class Starts:
+class StartupTracker:
     """The starts of all processes, by their rings."""
 
     def __init__(self) -> None:
-        self._of: dict[int, Start] = {}
-        self._seen: dict[int, tuple[int, int, str]] = {}
-        self._over: list[StartRecord] = []
+        self._startups: dict[int, ProcessStartup] = {}
+        self._processes: dict[int, tuple[int, int, str]] = {}
+        self._finished: list[StartRecord] = []
         self.serving: set[int] = set()
         """Processes in which steps were seen: who should say that they are ready may never do. Those behind a server do, and what
         they do before is a warm-up."""
 
-    def seen(self, ring: int, pid: int, told_until: int, role: str) -> None:
+    def add_process(self, ring: int, pid: int, told_until: int, role: str) -> None:
         """A process is there; starts that were over by `told_until` were handed on by an earlier reader."""
-        self._seen[ring] = pid, told_until, role
+        self._processes[ring] = pid, told_until, role
 
-    def take(self, ring: int, handle: int, fact: Any) -> None:
+    def apply_event(self, ring: int, handle: int, fact: Any) -> None:
         """Takes what was told of a process."""
-        start = self._of.get(ring)
+        start = self._startups.get(ring)
         if isinstance(fact, events.ProcessStarted):
-            self._of[ring] = Start(fact, *self._seen.get(ring, (0, 0, "")))
+            self._startups[ring] = ProcessStartup(fact, *self._processes.get(ring, (0, 0, "")))
         elif start is not None:
-            start.take(fact)
+            start.apply_event(fact)
 
-    def arrived(self, ring: int, fact: events.RequestArrived) -> tuple[bytes, bytes] | None:
+    def record_arrival(self, ring: int, fact: events.RequestArrived) -> tuple[bytes, bytes] | None:
         """Takes an arrival; trace and span id of the start if it is the first request that was served."""
-        start = self._of.get(ring)
-        return start.ids if start is not None and start.arrived(fact) else None
+        start = self._startups.get(ring)
+        return start.ids if start is not None and start.record_arrival(fact) else None
 
-    def has(self, ring: int, fact: events.PauseSeen) -> bool:
+    def is_startup_pause(self, ring: int, fact: events.PauseSeen) -> bool:
         """Whether this pause is a phase of a start that goes on."""
-        start = self._of.get(ring) if fact.cause in semconv.STARTUP_PAUSES else None
-        return start is not None and start.goes_on and (start.behind_server or ring not in self.serving)
+        start = self._startups.get(ring) if fact.cause in semconv.STARTUP_PAUSES else None
+        return start is not None and start.is_ongoing and (start.behind_server or ring not in self.serving)
 
-    def died(self, ring: int, fact: events.ProcessDied) -> None:
+    def remove_process(self, ring: int, fact: events.ProcessDied) -> None:
         """The process is gone, and nothing more will be told of it."""
-        start = self._of.pop(ring, None)
+        start = self._startups.pop(ring, None)
         self.serving.discard(ring)
         if start is not None:
-            start.take(fact)
-            self._over += start.concluded(start.ended_at)
+            start.apply_event(fact)
+            self._finished += start.take_record(start.ended_at)
 
-    def concluded(self, horizon: int) -> list[StartRecord]:
+    def drain_starts(self, horizon: int) -> list[StartRecord]:
         """Those that were over by `horizon`, once each."""
-        over, self._over = self._over, []
-        return over + [record for start in self._of.values() for record in start.concluded(horizon)]
+        over, self._finished = self._finished, []
+        return over + [record for start in self._startups.values() for record in start.take_record(horizon)]
 
 
-class Start:
+class ProcessStartup:
     """The start of one process. `ended_at` 0: it goes on. `behind_server`: of its application, which says when it is ready."""
 
     def __init__(self, began: events.ProcessStarted, pid: int, told_until: int, role: str) -> None:
-        self._began, self._pid, self._told_until, self._role = began, pid, told_until, role
-        self._parent = b"" if began.parent_span_id == NOBODY else began.parent_span_id
+        self._start_event, self._pid, self._reported_until, self._role = began, pid, told_until, role
+        self._parent = b"" if began.parent_span_id == NO_SPAN_ID else began.parent_span_id
         self._imports: list[tuple[int, str]] = []
         self._phases: list[Phase] = []
-        self._open: list[events.PhaseBegan] = []
+        self._open_phases: list[events.PhaseBegan] = []
         self._engine = self._ready_by = self._error_type = ""
         self.behind_server = self._abandoned = False
         self._engine_ready_at = 0
         self.ended_at = 0
-        self._is_told = self._is_served = False
-        self._takes: dict[type, Callable[[Any], None]] = {
-            events.ModuleImported: self._imported,
-            events.PhaseBegan: self._phase_began,
-            events.PhaseEnded: self._phase_ended,
-            events.PauseSeen: self._paused,
-            events.ProcessLeft: self._left,
-            events.ProcessDied: self._died,
+        self._is_reported = self._is_served = False
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            events.ModuleImported: self._add_import,
+            events.PhaseBegan: self._begin_phase,
+            events.PhaseEnded: self._end_phase,
+            events.PauseSeen: self._add_pause,
+            events.ProcessLeft: self._end_on_exit,
+            events.ProcessDied: self._end_on_death,
         }
 
     @property
     def ids(self) -> tuple[bytes, bytes]:
         """Trace and span id."""
-        return self._began.trace_id, self._began.span_id
+        return self._start_event.trace_id, self._start_event.span_id
 
     @property
-    def goes_on(self) -> bool:
+    def is_ongoing(self) -> bool:
         """Whether it is not ready, as far as is known by now."""
         return not self.ended_at and (self.behind_server or not self._engine_ready_at)
 
-    def take(self, fact: Any) -> None:
+    def apply_event(self, fact: Any) -> None:
         """Takes what was told of the process; what comes after the start is no part of it."""
         if not self.ended_at:
-            self._takes[type(fact)](fact)
+            self._handlers[type(fact)](fact)
 
-    def arrived(self, fact: events.RequestArrived) -> bool:
+    def record_arrival(self, fact: events.RequestArrived) -> bool:
         """Takes an arrival; whether it is the first request that was served."""
         if self._is_served or self._abandoned or (self.behind_server and fact.operation):
             return False
         self._is_served = True
-        if not self.ended_at and not self._was_ready():
-            self._end(fact.at, events.BY_REQUEST)
+        if not self.ended_at and not self._end_if_engine_ready():
+            self._set_end(fact.at, events.BY_REQUEST)
         return True
 
-    def concluded(self, horizon: int) -> list[StartRecord]:
+    def take_record(self, horizon: int) -> list[StartRecord]:
         """What is to be told of it once it was over by `horizon`: nothing of what was no server, or was told before."""
-        if self._is_told or not 0 < self.ended_at <= horizon:
+        if self._is_reported or not 0 < self.ended_at <= horizon:
             return []
-        self._is_told = True
-        return [] if self._abandoned or self.ended_at <= self._told_until else [self._record()]
+        self._is_reported = True
+        return [] if self._abandoned or self.ended_at <= self._reported_until else [self._build_record()]
 
-    def _record(self) -> StartRecord:
+    def _build_record(self) -> StartRecord:
         inside = [phase for phase in self._phases if phase.ended_at <= self.ended_at]
         begun = [phase.started_at for phase in inside if phase.name in (events.WEIGHTS, events.READY)]
-        until = min([self.ended_at, *begun, *(fact.at for fact in self._open)])
-        imported = [(at, name) for at, name in self._imports if self._began.at < at <= until]
+        until = min([self.ended_at, *begun, *(fact.at for fact in self._open_phases)])
+        imported = [(at, name) for at, name in self._imports if self._start_event.at < at <= until]
         if imported:
-            inside.append(Phase(semconv.SPAN_IMPORTS, self._began.at, max(imported)[0]))
+            inside.append(Phase(semconv.SPAN_IMPORTS, self._start_event.at, max(imported)[0]))
         last_of_each = {name: at for at, name in sorted(imported)}
         return StartRecord(
             *self.ids,
             self._pid,
-            self._began.at,
+            self._start_event.at,
             self.ended_at,
-            self._began.wall_at - self._began.at,
+            self._start_event.wall_at - self._start_event.at,
             tuple(sorted(inside, key=lambda phase: (phase.started_at, -phase.ended_at))),
             tuple((at, name) for name, at in last_of_each.items()),
-            self._engine or self._imported_engine(),
+            self._engine or self._find_imported_engine(),
             self._ready_by,
             self._error_type,
-            self._died_in() if self._error_type else "",
+            self._find_failed_phase() if self._error_type else "",
             self._role,
             self._parent,
         )
 
     # ── what was told ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _imported(self, fact: events.ModuleImported) -> None:
+    def _add_import(self, fact: events.ModuleImported) -> None:
         package = fact.module.partition(".")[0]
         self._imports.append((fact.at, package))
-        self.behind_server = self.behind_server or package in SERVERS
+        self.behind_server = self.behind_server or package in ASGI_SERVERS
 
-    def _phase_began(self, fact: events.PhaseBegan) -> None:
-        self._open.append(fact)
+    def _begin_phase(self, fact: events.PhaseBegan) -> None:
+        self._open_phases.append(fact)
         self.behind_server = self.behind_server or fact.phase == events.READY
 
-    def _phase_ended(self, fact: events.PhaseEnded) -> None:
+    def _end_phase(self, fact: events.PhaseEnded) -> None:
         begun = events.PhaseBegan(fact.started_at, fact.phase)
-        if begun in self._open:
-            self._open.remove(begun)
-        if len(self._phases) < MOST and fact.started_at < fact.at:
+        if begun in self._open_phases:
+            self._open_phases.remove(begun)
+        if len(self._phases) < MAX_PHASES and fact.started_at < fact.at:
             self._phases.append(Phase(fact.phase, fact.started_at, fact.at, fact.model, fact.error_type))
         if fact.phase == events.WEIGHTS:
             self._engine = self._engine or fact.by
@@ -185,47 +185,47 @@ class Start:
         elif fact.by == events.BY_ENGINE and not self._parent:
             self._engine_ready_at = self._engine_ready_at or fact.at
         else:
-            self._end(fact.at, "" if fact.error_type else fact.by, fact.error_type)
+            self._set_end(fact.at, "" if fact.error_type else fact.by, fact.error_type)
 
-    def _paused(self, fact: events.PauseSeen) -> None:
-        if fact.cause in semconv.STARTUP_PAUSES and len(self._phases) < MOST:
+    def _add_pause(self, fact: events.PauseSeen) -> None:
+        if fact.cause in semconv.STARTUP_PAUSES and len(self._phases) < MAX_PHASES:
             self._phases.append(Phase(fact.cause, fact.started_at, fact.at))
 
     # ── how it ends ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _end(self, at: int, ready_by: str, error_type: str = "") -> None:
+    def _set_end(self, at: int, ready_by: str, error_type: str = "") -> None:
         self.ended_at, self._ready_by, self._error_type = at, ready_by, error_type
 
-    def _was_ready(self) -> bool:
+    def _end_if_engine_ready(self) -> bool:
         """Whether an engine was started, which is the best that is known where nobody says more."""
         at = 0 if self.behind_server else self._engine_ready_at
         if at:
-            self._end(at, events.BY_ENGINE)
+            self._set_end(at, events.BY_ENGINE)
         return bool(at)
 
-    def _left(self, fact: events.ProcessLeft) -> None:
+    def _end_on_exit(self, fact: events.ProcessLeft) -> None:
         """Whoever leaves in order, without having failed at anything, was a script and no server."""
-        if not self._was_ready():
-            failed = self._failed()
+        if not self._end_if_engine_ready():
+            failed = self._last_failed_phase()
             error_type = fact.error_type or (failed.error_type if failed else "")
             self._abandoned = not error_type
-            self._end(fact.at, "", error_type)
+            self._set_end(fact.at, "", error_type)
 
-    def _died(self, fact: events.ProcessDied) -> None:
+    def _end_on_death(self, fact: events.ProcessDied) -> None:
         """It may have been anything, unless it was seen to get ready."""
-        if not self._was_ready():
-            self._abandoned = not (self._phases or self._open)
-            self._end(fact.at, "", semconv.ERROR_PROCESS_DIED)
+        if not self._end_if_engine_ready():
+            self._abandoned = not (self._phases or self._open_phases)
+            self._set_end(fact.at, "", semconv.ERROR_PROCESS_DIED)
 
-    def _failed(self) -> Phase | None:
+    def _last_failed_phase(self) -> Phase | None:
         """The last phase that failed."""
         return next((phase for phase in reversed(self._phases) if phase.error_type), None)
 
-    def _died_in(self) -> str:
+    def _find_failed_phase(self) -> str:
         """The phase that it was in at the end, or else the one that failed."""
-        failed = self._failed()
-        return self._open[-1].phase if self._open else failed.name if failed else ""
+        failed = self._last_failed_phase()
+        return self._open_phases[-1].phase if self._open_phases else failed.name if failed else ""
 
-    def _imported_engine(self) -> str:
+    def _find_imported_engine(self) -> str:
         names = {name for _, name in self._imports}
         return next((engine for engine in ENGINES if engine in names), "")

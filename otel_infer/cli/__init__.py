@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from otel_infer._version import VERSION
-from otel_infer.config.settings import SETTINGS, BadSetting
+from otel_infer.config.settings import SETTINGS, InvalidSetting
 
-BROKEN_PIPE = 128 + signal.SIGPIPE
+BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 """As a shell says of a command that nobody listened to."""
 COMMANDS = {
     "run": "start a server instrumented: otel-infer run -- CMD …",
@@ -32,7 +32,7 @@ MODULES = {name: f"{name}.command" for name in ("demo", "doctor", "explain", "re
 """Commands whose module is inside a package of their name."""
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     whole = argparse.ArgumentParser(
         prog="otel-infer",
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
-    whole = parser()
+    whole = build_parser()
     parsed = whole.parse_args(arguments)
     if parsed.command is None:
         whole.print_help()
@@ -62,12 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"otel_infer.cli.{MODULES.get(parsed.command, parsed.command)}"
         ).run(parsed)
         sys.stdout.flush()
-    except BadSetting as bad:
+    except InvalidSetting as bad:
         print(f"otel-infer: {bad}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
-        return BROKEN_PIPE
+        return BROKEN_PIPE_STATUS
     except KeyboardInterrupt:
         return 130
     return status

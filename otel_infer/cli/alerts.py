@@ -20,7 +20,7 @@ from otel_infer.cli import grafana, prometheus_check
 from otel_infer.monitoring.alerts import burn_rate_rules, grafana_rules, slo_spec
 
 PROMETHEUS, GRAFANA = "prometheus", "grafana"
-DATASOURCE = "prometheus"
+DEFAULT_DATASOURCE = "prometheus"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument(
         "--datasource",
         metavar="UID",
-        default=DATASOURCE,
+        default=DEFAULT_DATASOURCE,
         help="of the data source, for grafana (prometheus)",
     )
     build.add_argument("--out", metavar="FILE", help="where to; by default it is printed")
@@ -51,32 +51,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Does it; 2 where it cannot be done."""
     try:
-        made = burn_rate_rules.groups(_spec(arguments.slo))
+        made = burn_rate_rules.build_rule_groups(_read_slo_spec(arguments.slo))
         if arguments.what == "build":
-            return _built(arguments, made)
+            return _write_rules(arguments, made)
     except BrokenPipeError:
         raise
-    except (slo_spec.BadSpec, OSError) as reason:
+    except (slo_spec.InvalidSloSpec, OSError) as reason:
         print(f"otel-infer alerts: {reason}", file=sys.stderr)
         return 2
     if arguments.what == "test":
         return prometheus_check.print_rules(arguments, made)
-    return grafana.alerts(arguments, lambda datasource: grafana_rules.groups(made, datasource))
+    return grafana.push_alerts(
+        arguments, lambda datasource: grafana_rules.convert_rule_groups(made, datasource)
+    )
 
 
-def as_text(made: Any) -> str:
+def rules_to_yaml(made: Any) -> str:
     """Rules as YAML."""
-    dumped: str = _yaml().safe_dump(made, sort_keys=False, width=1000, allow_unicode=True)
+    dumped: str = _import_yaml().safe_dump(made, sort_keys=False, width=1000, allow_unicode=True)
     return f"# made by otel-infer alerts build; do not edit\n{dumped}"
 
 
-def _built(arguments: argparse.Namespace, made: Any) -> int:
+def _write_rules(arguments: argparse.Namespace, made: Any) -> int:
     if arguments.format == GRAFANA:
         content = (
-            json.dumps(grafana_rules.groups(made, arguments.datasource), indent=2, ensure_ascii=False) + "\n"
+            json.dumps(
+                grafana_rules.convert_rule_groups(made, arguments.datasource), indent=2, ensure_ascii=False
+            )
+            + "\n"
         )
     else:
-        content = as_text(made)
+        content = rules_to_yaml(made)
     if arguments.out:
         Path(arguments.out).write_text(content, encoding="utf-8")
     else:
@@ -84,21 +89,23 @@ def _built(arguments: argparse.Namespace, made: Any) -> int:
     return 0
 
 
-def _spec(path: str | None) -> slo_spec.Spec:
+def _read_slo_spec(path: str | None) -> slo_spec.SloSpec:
     if path is None:
-        return slo_spec.DEFAULT
-    yaml = _yaml()
+        return slo_spec.DEFAULT_SPEC
+    yaml = _import_yaml()
     try:
-        return slo_spec.spec(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except slo_spec.BadSpec as bad:
-        raise slo_spec.BadSpec(f"{path}: {bad}") from None
+        return slo_spec.parse_spec(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    except slo_spec.InvalidSloSpec as bad:
+        raise slo_spec.InvalidSloSpec(f"{path}: {bad}") from None
     except (yaml.YAMLError, ValueError) as reason:  # no text, a date that does not exist
-        raise slo_spec.BadSpec(f"{path} is no YAML: {reason}") from None
+        raise slo_spec.InvalidSloSpec(f"{path} is no YAML: {reason}") from None
 
 
-def _yaml() -> Any:
+def _import_yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise slo_spec.BadSpec("reading and writing YAML needs pip install 'otel-infer[alerts]'") from None
+        raise slo_spec.InvalidSloSpec(
+            "reading and writing YAML needs pip install 'otel-infer[alerts]'"
+        ) from None
     return yaml

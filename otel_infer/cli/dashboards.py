@@ -51,26 +51,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Does it; 1 where something is not as it should be, 2 where it cannot be done."""
     if arguments.what == "build":
-        return _checked(Path(arguments.check)) if arguments.check else _written(Path(arguments.out))
+        return (
+            _check_dashboards(Path(arguments.check))
+            if arguments.check
+            else _write_dashboards(Path(arguments.out))
+        )
     if arguments.what == "check":
         return prometheus_check.print_panels(arguments)
-    return grafana.dashboards(arguments, _by_uid())
+    return grafana.run_dashboards_command(arguments, _dashboards_by_uid())
 
 
-def as_text(board: Mapping[str, Any]) -> str:
+def dashboard_to_json(board: Mapping[str, Any]) -> str:
     """A dashboard as it is written to a file."""
     return json.dumps(board, indent=2, ensure_ascii=False) + "\n"
 
 
-def _by_uid() -> dict[str, dict[str, Any]]:
-    return {str(board["uid"]): board for board in dashboards.built().values()}
+def _dashboards_by_uid() -> dict[str, dict[str, Any]]:
+    return {str(board["uid"]): board for board in dashboards.build_dashboards().values()}
 
 
-def _written(folder: Path) -> int:
+def _write_dashboards(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, board in dashboards.built().items():
-            (folder / name).write_text(as_text(board), encoding="utf-8")
+        for name, board in dashboards.build_dashboards().items():
+            (folder / name).write_text(dashboard_to_json(board), encoding="utf-8")
             print(folder / name)
     except OSError as reason:
         print(f"otel-infer dashboards: {reason}", file=sys.stderr)
@@ -78,14 +82,18 @@ def _written(folder: Path) -> int:
     return 0
 
 
-def _checked(folder: Path) -> int:
-    stale = [name for name, board in dashboards.built().items() if _content(folder / name) != as_text(board)]
+def _check_dashboards(folder: Path) -> int:
+    stale = [
+        name
+        for name, board in dashboards.build_dashboards().items()
+        if _read_text(folder / name) != dashboard_to_json(board)
+    ]
     for name in stale:
         print(f"{folder / name}: not what this release makes; otel-infer dashboards build --out {folder}")
     return 1 if stale else 0
 
 
-def _content(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except OSError:

@@ -30,13 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Asks, waits, fetches; 2 where there is nobody to ask."""
     out = Path(arguments.out or f"otel_infer-{datetime.now():%Y%m%d-%H%M%S}.tape")
     try:
-        folder = running_server.chosen(arguments.rings, arguments.server)
+        folder = running_server.find_server_folder(arguments.rings, arguments.server)
         if not os.access(out.parent, os.W_OK | os.X_OK) or out.is_dir():
-            raise dump_request.NoTape(f"{out}: cannot be written")
-        with running_server.window(folder) as told:
-            _copy(told, out)
-        about = file.head(out)
-    except (dump_request.NoTape, file.BadTape, OSError) as reason:
+            raise dump_request.DumpFailed(f"{out}: cannot be written")
+        with running_server.open_dump(folder) as told:
+            _copy_recording(told, out)
+        about = file.read_header(out)
+    except (dump_request.DumpFailed, file.InvalidRecording, OSError) as reason:
         print(f"otel-infer dump: {reason}", file=sys.stderr)
         return 2
     print(f"{out}: {about.get('facts', 0)} facts of the last {about.get('seconds', 0.0):.0f} s")
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(told: Path, out: Path) -> None:
+def _copy_recording(told: Path, out: Path) -> None:
     """Follows no link that somebody may have put there, and lets nobody else read what servers did."""
     with (
         open(os.open(told, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as source,

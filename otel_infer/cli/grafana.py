@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from otel_infer.config import environment
-from otel_infer.monitoring.grafana.client import Change, Grafana, Refused
+from otel_infer.monitoring.grafana.client import GrafanaChange, GrafanaClient, GrafanaError
 
 TITLE = "otel_infer"
-MOST_PATHS = 5
+MAX_PATHS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, writes: bool) -> None:
@@ -28,62 +28,66 @@ def add_arguments(parser: argparse.ArgumentParser, *, writes: bool) -> None:
         parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
 
 
-def dashboards(arguments: argparse.Namespace, boards: Mapping[str, dict[str, Any]]) -> int:
+def run_dashboards_command(arguments: argparse.Namespace, boards: Mapping[str, dict[str, Any]]) -> int:
     """`push`, `diff` or `pull`; 1 where `diff` finds something, 2 where Grafana refuses."""
     try:
-        grafana = Grafana(arguments.grafana, environment.grafana_token())
+        grafana = GrafanaClient(arguments.grafana, environment.grafana_token())
         if arguments.what == "push":
-            return _pushed(grafana, arguments, boards)
+            return _push_dashboards(grafana, arguments, boards)
         if arguments.what == "diff":
-            return _differences(grafana, boards)
-        return _pulled(grafana, boards, Path(arguments.out))
-    except (Refused, OSError) as refusal:
+            return _diff_dashboards(grafana, boards)
+        return _pull_dashboards(grafana, boards, Path(arguments.out))
+    except (GrafanaError, OSError) as refusal:
         print(f"otel-infer dashboards: {refusal}", file=sys.stderr)
         return 2
 
 
-def alerts(arguments: argparse.Namespace, made: Callable[[str], list[dict[str, Any]]]) -> int:
+def push_alerts(arguments: argparse.Namespace, made: Callable[[str], list[dict[str, Any]]]) -> int:
     """`push`; `made`: rule groups that ask the data source with this uid."""
     try:
-        grafana = Grafana(arguments.grafana, environment.grafana_token())
-        source = grafana.datasources(prometheus=arguments.datasource).prometheus
+        grafana = GrafanaClient(arguments.grafana, environment.grafana_token())
+        source = grafana.select_datasources(prometheus=arguments.datasource).prometheus
         print(f"asks {source.name} ({source.uid})")
-        _say(grafana.push_rules(made(source.uid), TITLE, dry_run=arguments.dry_run), arguments.dry_run)
-    except Refused as refusal:
+        _print_changes(
+            grafana.push_rules(made(source.uid), TITLE, dry_run=arguments.dry_run), arguments.dry_run
+        )
+    except GrafanaError as refusal:
         print(f"otel-infer alerts: {refusal}", file=sys.stderr)
         return 2
     return 0
 
 
-def _pushed(grafana: Grafana, arguments: argparse.Namespace, boards: Mapping[str, dict[str, Any]]) -> int:
-    sources = grafana.datasources()
+def _push_dashboards(
+    grafana: GrafanaClient, arguments: argparse.Namespace, boards: Mapping[str, dict[str, Any]]
+) -> int:
+    sources = grafana.select_datasources()
     tempo = f"traces of {sources.tempo.name}" if sources.tempo else "no Tempo: exemplars lead nowhere"
     print(f"metrics of {sources.prometheus.name}; {tempo}")
-    _say(
+    _print_changes(
         grafana.push_dashboards(boards, TITLE, dry_run=arguments.dry_run, force=arguments.force),
         arguments.dry_run,
     )
     return 0
 
 
-def _say(changes: list[Change], is_dry: bool) -> None:
+def _print_changes(changes: list[GrafanaChange], is_dry: bool) -> None:
     for change in changes:
         would = "would be " if is_dry and change.action != "unchanged" else ""
-        print(f"{change.what} {change.uid}: {would}{change.action}")
+        print(f"{change.kind} {change.uid}: {would}{change.action}")
 
 
-def _differences(grafana: Grafana, boards: Mapping[str, dict[str, Any]]) -> int:
+def _diff_dashboards(grafana: GrafanaClient, boards: Mapping[str, dict[str, Any]]) -> int:
     found = grafana.diff_dashboards(boards)
     for one in found:
         print(f"{one.uid}: {one.state}")
-        for path in one.paths[:MOST_PATHS]:
+        for path in one.differing_paths[:MAX_PATHS]:
             print(f"  {path}")
-        if len(one.paths) > MOST_PATHS:
-            print(f"  and {len(one.paths) - MOST_PATHS} more")
+        if len(one.differing_paths) > MAX_PATHS:
+            print(f"  and {len(one.differing_paths) - MAX_PATHS} more")
     return 0 if all(one.state == "same" for one in found) else 1
 
 
-def _pulled(grafana: Grafana, boards: Mapping[str, dict[str, Any]], folder: Path) -> int:
+def _pull_dashboards(grafana: GrafanaClient, boards: Mapping[str, dict[str, Any]], folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     names = {uid: uid.removeprefix("otel-infer-") + ".json" for uid in boards}
     for uid, board in grafana.pull_dashboards(boards).items():

@@ -17,28 +17,28 @@ from typing import Any, NamedTuple
 from otel_infer import semconv
 from otel_infer._version import VERSION
 from otel_infer.monitoring import dashboards
-from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 from otel_infer.semconv import prometheus
 
 DATA, EMPTY, ERROR = "data", "empty", "error"
-_NAMES = {name for metric in semconv.METRICS for name in prometheus.series(metric)}
-_WORD = re.compile(r"[a-zA-Z_:][\w:]*")
+_SERIES_NAMES = {name for metric in semconv.METRICS for name in prometheus.series_names(metric)}
+_METRIC_NAME = re.compile(r"[a-zA-Z_:][\w:]*")
 
 
-class NoPrometheus(Exception):
+class PrometheusError(Exception):
     """Nobody answers there as a Prometheus does; the message says what was tried."""
 
 
-class Verdict(NamedTuple):
+class QueryResult(NamedTuple):
     """Of one query: where it is, what came of it (`data`, `empty`, `error`), and why."""
 
-    where: str
-    found: str
-    why: str
+    location: str
+    outcome: str
+    reason: str
     expr: str
 
 
-class Asking:
+class PrometheusClient:
     """Questions to the Prometheus at this address."""
 
     def __init__(self, url: str, timeout: float = 10.0) -> None:
@@ -47,7 +47,7 @@ class Asking:
     def get(self, path: str, **what: str) -> Any:
         """The `data` of an answer; raises `ValueError` with what it refuses, and `NoPrometheus`."""
         if not self._url.startswith(("http://", "https://")):
-            raise NoPrometheus(f"{self._url}: an address begins with http:// or https://")
+            raise PrometheusError(f"{self._url}: an address begins with http:// or https://")
         address = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(what)}"
         request = urllib.request.Request(address, headers={"User-Agent": f"otel-infer/{VERSION}"})
         try:
@@ -55,22 +55,22 @@ class Asking:
                 said = json.load(answer)
             return said["data"]
         except urllib.error.HTTPError as refusal:
-            raise self._refused(refusal) from None
+            raise self._parse_error(refusal) from None
         except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as reason:
-            raise NoPrometheus(f"{self._url} does not answer as a Prometheus does: {reason!r}") from None
+            raise PrometheusError(f"{self._url} does not answer as a Prometheus does: {reason!r}") from None
 
-    def _refused(self, refusal: urllib.error.HTTPError) -> Exception:
+    def _parse_error(self, refusal: urllib.error.HTTPError) -> Exception:
         try:
             return ValueError(json.load(refusal)["error"])
         except (ValueError, KeyError, TypeError):
-            return NoPrometheus(f"{self._url} answers {refusal.code} {refusal.reason}")
+            return PrometheusError(f"{self._url} answers {refusal.code} {refusal.reason}")
 
-    def names(self) -> set[str]:
+    def fetch_series_names(self) -> set[str]:
         """The names of all series; raises `NoPrometheus` also where it refuses to tell them."""
         try:
             return set(self.get("label/__name__/values"))
         except ValueError as refusal:
-            raise NoPrometheus(f"{self._url} does not tell its series: {refusal}") from None
+            raise PrometheusError(f"{self._url} does not tell its series: {refusal}") from None
 
     def has_data(self, expr: str) -> bool:
         """Whether an instant query finds anything that is a number."""
@@ -78,49 +78,51 @@ class Asking:
         return any(str(one["value"][1]) != "NaN" for one in found)
 
 
-def of_panels(ask: Asking, window: str) -> Iterator[Verdict]:
+def check_panels(ask: PrometheusClient, window: str) -> Iterator[QueryResult]:
     """The queries of all dashboards; those to Tempo are not asked."""
-    names = ask.names()
-    for file, board in dashboards.built().items():
-        for panel in _panels(board):
+    names = ask.fetch_series_names()
+    for file, board in dashboards.build_dashboards().items():
+        for panel in _iter_panels(board):
             for target in panel.get("targets", ()):
                 if "expr" in target:
                     where = f"{file}: {panel['title']} ({target['refId']})"
-                    yield _verdict(ask, names, where, asked(target["expr"], window))
+                    yield _check_query(ask, names, where, resolve_variables(target["expr"], window))
 
 
-def of_rules(ask: Asking, rules: Mapping[str, Any]) -> Iterator[Verdict]:
+def check_rules(ask: PrometheusClient, rules: Mapping[str, Any]) -> Iterator[QueryResult]:
     """The series that each rule is about: an alert that is silent has no data, and should have none."""
-    names = ask.names()
+    names = ask.fetch_series_names()
     for group in rules["groups"]:
         for rule in group["rules"]:
             where = f"{group['name']}: {rule.get('alert') or rule['record']}"
-            verdict = _verdict(ask, names, where, rule["expr"])
-            yield _silent(verdict) if "alert" in rule else verdict
+            verdict = _check_query(ask, names, where, rule["expr"])
+            yield _classify_alert(verdict) if "alert" in rule else verdict
 
 
-def _verdict(ask: Asking, names: set[str], where: str, expr: str) -> Verdict:
+def _check_query(ask: PrometheusClient, names: set[str], where: str, expr: str) -> QueryResult:
     try:
         if ask.has_data(expr):
-            return Verdict(where, DATA, "", expr)
+            return QueryResult(where, DATA, "", expr)
     except ValueError as refusal:
-        return Verdict(where, ERROR, str(refusal), expr)
-    missing = sorted(_needed(expr) - names)
+        return QueryResult(where, ERROR, str(refusal), expr)
+    missing = sorted(_extract_series(expr) - names)
     why = f"no series {', '.join(missing)}" if missing else "the series are there, and nothing fits"
-    return Verdict(where, EMPTY, why, expr)
+    return QueryResult(where, EMPTY, why, expr)
 
 
-def _silent(verdict: Verdict) -> Verdict:
-    if verdict.found == EMPTY and not verdict.why.startswith("no series"):
-        return verdict._replace(found=DATA, why="silent")
-    return verdict._replace(why=verdict.why or "fires")
+def _classify_alert(verdict: QueryResult) -> QueryResult:
+    if verdict.outcome == EMPTY and not verdict.reason.startswith("no series"):
+        return verdict._replace(outcome=DATA, reason="silent")
+    return verdict._replace(reason=verdict.reason or "fires")
 
 
-def _needed(expr: str) -> set[str]:
-    return {word for word in _WORD.findall(expr) if word in _NAMES or word.startswith("otel_infer:")}
+def _extract_series(expr: str) -> set[str]:
+    return {
+        word for word in _METRIC_NAME.findall(expr) if word in _SERIES_NAMES or word.startswith("otel_infer:")
+    }
 
 
-def _panels(board: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _iter_panels(board: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for panel in board["panels"]:
         yield panel
         yield from panel.get("panels", ())
@@ -134,22 +136,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def print_panels(arguments: argparse.Namespace) -> int:
     """1 if a query is refused, 2 if nobody answers."""
-    return _printed(arguments, lambda ask: of_panels(ask, arguments.window))
+    return _print_results(arguments, lambda ask: check_panels(ask, arguments.window))
 
 
 def print_rules(arguments: argparse.Namespace, rules: Mapping[str, Any]) -> int:
     """As `print_panels`."""
-    return _printed(arguments, lambda ask: of_rules(ask, rules))
+    return _print_results(arguments, lambda ask: check_rules(ask, rules))
 
 
-def _printed(arguments: argparse.Namespace, look: Callable[[Asking], Iterator[Verdict]]) -> int:
+def _print_results(
+    arguments: argparse.Namespace, look: Callable[[PrometheusClient], Iterator[QueryResult]]
+) -> int:
     found: Counter[str] = Counter()
     try:
-        for verdict in look(Asking(arguments.prometheus)):
-            found[verdict.found] += 1
-            if arguments.all or verdict.found != DATA:
-                print(f"{verdict.found:6} {verdict.where}" + (f": {verdict.why}" if verdict.why else ""))
-    except NoPrometheus as reason:
+        for verdict in look(PrometheusClient(arguments.prometheus)):
+            found[verdict.outcome] += 1
+            if arguments.all or verdict.outcome != DATA:
+                print(
+                    f"{verdict.outcome:6} {verdict.location}"
+                    + (f": {verdict.reason}" if verdict.reason else "")
+                )
+    except PrometheusError as reason:
         print(f"otel-infer: {reason}", file=sys.stderr)
         return 2
     print(f"{found[DATA]} with data, {found[EMPTY]} empty, {found[ERROR]} refused")

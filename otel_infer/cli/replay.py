@@ -20,7 +20,7 @@ from otel_infer.sidecar.recording import file
 if TYPE_CHECKING:
     from otel_infer.assembly.assembler import Assembler
 
-SEND_S = 30.0
+SEND_TIMEOUT_S = 30.0
 _NEVER = 1 << 63
 
 
@@ -37,23 +37,23 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         if arguments.send:
-            return _send(Path(arguments.tape))
+            return _export_recording(Path(arguments.tape))
         assembler = Assembler()
-        for record in records(Path(arguments.tape), assembler):
+        for record in read_records(Path(arguments.tape), assembler):
             if not arguments.json:
                 _print_starts(assembler, record.ended_at)
-            print(json.dumps(described(record)) if arguments.json else _line(record))
+            print(json.dumps(record_to_dict(record)) if arguments.json else _format_record(record))
         if not arguments.json:
             _print_starts(assembler, _NEVER)
     except BrokenPipeError:
         raise
-    except (file.BadTape, OSError) as reason:
+    except (file.InvalidRecording, OSError) as reason:
         print(f"otel-infer replay: {reason}", file=sys.stderr)
         return 2
     return 0
 
 
-def records(
+def read_records(
     path: Path, assembler: Assembler | None = None, *, keeps_steps: bool = False
 ) -> Iterator[RequestRecord]:
     """The finished requests of a tape, in the order in which they ended.
@@ -65,39 +65,39 @@ def records(
 
     assembler = assembler or Assembler()
     horizon = 0
-    for passage in file.read(path):
+    for passage in file.read_batches(path):
         horizon = passage.horizon
-        assembler.feed(passage.said)
-        _forget(assembler, keeps_steps)
+        assembler.feed_events(passage.recorded_events)
+        _discard_unused(assembler, keeps_steps)
         yield from finish_requests(assembler, horizon)
     yield from finish_requests(assembler, horizon + GRACE_NS)
 
 
-def _forget(assembler: Assembler, keeps_steps: bool) -> None:
+def _discard_unused(assembler: Assembler, keeps_steps: bool) -> None:
     """What nobody asks for, lest a tape of a day need the memory of a day."""
     assembler.drain_marks()
-    assembler.devices.drain()
+    assembler.workers.drain_executions()
     if not keeps_steps:
         assembler.drain_steps()
         assembler.drain_pauses()
 
 
-def recent(
+def read_recent_records(
     path: Path, assembler: Assembler | None = None, *, keeps_steps: bool = False
 ) -> list[RequestRecord]:
     """As `records`, but for what ended before the time that the tape is of: a flight recorder keeps that to explain others."""
-    began_at = file.began_at(path)
-    told = records(path, assembler, keeps_steps=keeps_steps)
+    began_at = file.read_began_at(path)
+    told = read_records(path, assembler, keeps_steps=keeps_steps)
     return [record for record in told if record.ended_at > began_at]
 
 
-def running(assembler: Assembler) -> list[int]:
+def running_since(assembler: Assembler) -> list[int]:
     """Since when each request runs that has not ended, as far as the tape tells."""
-    taken_up = [one for one in assembler.open.values() if one.is_running and not one.ended_at]
+    taken_up = [one for one in assembler.open_requests.values() if one.is_running and not one.ended_at]
     return [one.scheduled_at or one.arrived_at for one in taken_up]
 
 
-def described(record: RequestRecord) -> dict[str, Any]:
+def record_to_dict(record: RequestRecord) -> dict[str, Any]:
     """A request as plain data; lengths in ms."""
     steps = record.steps
     return {
@@ -110,16 +110,16 @@ def described(record: RequestRecord) -> dict[str, Any]:
         "died_in": record.died_in or None,
         "input_tokens": record.input_tokens,
         "output_tokens": record.output_tokens,
-        "stages": _lengths(record),
-        "blame_ms": {cause: length / 1e6 for cause, length in record.blame.causes.items()}
-        if record.blame
+        "stages": _stage_durations_ms(record),
+        "blame_ms": {cause: length / 1e6 for cause, length in record.breakdown.causes.items()}
+        if record.breakdown
         else {},
         "decode_steps": max(len(steps) - 1, 0) if steps is not None else 0,
         semconv.TELEMETRY_LOST: record.telemetry_lost,
     }
 
 
-def _lengths(record: RequestRecord) -> dict[str, float]:
+def _stage_durations_ms(record: RequestRecord) -> dict[str, float]:
     """ms per stage; a stage that was there several times is the sum."""
     lengths: dict[str, float] = {}
     for stage in record.stages:
@@ -129,22 +129,22 @@ def _lengths(record: RequestRecord) -> dict[str, float]:
 
 def _print_starts(assembler: Assembler, horizon: int) -> None:
     """The servers that had started by then, before the requests they served."""
-    from otel_infer.export.console import start_line
+    from otel_infer.export.console import format_start
 
-    for start in assembler.started(horizon):
-        print(start_line(start))
-
-
-def _line(record: RequestRecord) -> str:
-    from otel_infer.export.console import line
-
-    return line(record)
+    for start in assembler.drain_starts(horizon):
+        print(format_start(start))
 
 
-def _send(path: Path) -> int:
+def _format_record(record: RequestRecord) -> str:
+    from otel_infer.export.console import format_request
+
+    return format_request(record)
+
+
+def _export_recording(path: Path) -> int:
     from otel_infer import _clock
-    from otel_infer._bootstrap.install import resource
-    from otel_infer.ringbuffer.merged_reader import Rings
+    from otel_infer._bootstrap.install import detect_resource
+    from otel_infer.ringbuffer.merged_reader import MergedReader
     from otel_infer.sidecar.main import make_pipeline
 
     # Of then and there, nothing of here and now.
@@ -153,20 +153,20 @@ def _send(path: Path) -> int:
             enabled="on", tape="", request_log="", gpu_metrics="off", metrics_port=""
         )
     )
-    pipeline = make_pipeline(settings, resource(), Rings(), show=False)
+    pipeline = make_pipeline(settings, detect_resource(), MergedReader(), show=False)
     horizon = 0
-    for passage in file.read(path):
+    for passage in file.read_batches(path):
         horizon = passage.horizon
-        pipeline.assembler.feed(passage.said)
-        pipeline.conclude(horizon)
-        for sink in pipeline.sinks:
+        pipeline.assembler.feed_events(passage.recorded_events)
+        pipeline.export_requests(horizon)
+        for sink in pipeline.exporters:
             sink.flush(horizon)
         if pipeline.sender is not None:
-            pipeline.sender.flush(SEND_S)  # a tape is read faster than it can be sent
-    pipeline.settle(horizon)
-    pipeline.flush(SEND_S)
-    pipeline.wake(_clock.now(), final=True)
-    pipeline.close(SEND_S)
+            pipeline.sender.flush(SEND_TIMEOUT_S)  # a tape is read faster than it can be sent
+    pipeline.export_without_grace(horizon)
+    pipeline.flush(SEND_TIMEOUT_S)
+    pipeline.run_cycle(_clock.now(), final=True)
+    pipeline.close(SEND_TIMEOUT_S)
     sender = pipeline.sender
     if sender is None:
         print("otel-infer replay: OTEL_TRACES_EXPORTER is none, nothing was sent", file=sys.stderr)

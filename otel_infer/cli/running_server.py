@@ -23,11 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", metavar="PID", help="of several servers, the one with this process")
 
 
-def chosen(rings: str | None, server: str | None) -> Path:
+def find_server_folder(rings: str | None, server: str | None) -> Path:
     """The folder of the server that is meant; raises `NoTape` unless there is exactly one."""
     given = rings or environment.from_env().rings
     looked_in = Path(given) if given else directory.BASE
-    found = {folder: directory.writers(folder) for folder in directory.served(looked_in)}
+    found = {
+        folder: directory.list_writer_pids(folder) for folder in directory.find_served_folders(looked_in)
+    }
     if server is not None:
         found = {
             folder: pids
@@ -38,29 +40,32 @@ def chosen(rings: str | None, server: str | None) -> Path:
         return next(iter(found))
     if not found:
         whose = f" of a server with process {server}" if server is not None else ""
-        raise dump_request.NoTape(
+        raise dump_request.DumpFailed(
             f"no sidecar{whose} is at work below {looked_in}; it starts with the first request of an instrumented "
             "server, and there is none in in-process mode"
         )
-    lines = [f"  --server {_name(folder, pids)}   {_command(pids)}" for folder, pids in found.items()]
-    raise dump_request.NoTape("several servers run here, choose one:\n" + "\n".join(lines))
+    lines = [
+        f"  --server {_server_label(folder, pids)}   {_read_command_line(pids)}"
+        for folder, pids in found.items()
+    ]
+    raise dump_request.DumpFailed("several servers run here, choose one:\n" + "\n".join(lines))
 
 
 @contextlib.contextmanager
-def window(folder: Path) -> Iterator[Path]:
+def open_dump(folder: Path) -> Iterator[Path]:
     """A tape of what the sidecar of this folder holds, there until the block ends; raises `NoTape`."""
-    told = dump_request.ask(folder)
+    told = dump_request.request_dump(folder)
     try:
         yield told
     finally:
         told.unlink(missing_ok=True)
 
 
-def _name(folder: Path, pids: Sequence[int]) -> str:
+def _server_label(folder: Path, pids: Sequence[int]) -> str:
     return str(pids[0]) if pids else folder.name.partition("-")[0]
 
 
-def _command(pids: Sequence[int]) -> str:
+def _read_command_line(pids: Sequence[int]) -> str:
     """What runs under the first of these, as far as can be seen from here."""
     try:
         said = Path(f"/proc/{pids[0]}/cmdline").read_bytes() if pids else b""

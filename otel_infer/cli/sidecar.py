@@ -11,10 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-from otel_infer._bootstrap.install import resource
+from otel_infer._bootstrap.install import detect_resource
 from otel_infer.config import environment
 from otel_infer.ringbuffer import directory
-from otel_infer.ringbuffer.writer import RingRefused
+from otel_infer.ringbuffer.writer import RingUnavailable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,24 +25,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves the folder until a signal comes."""
-    from otel_infer.sidecar.main import Sidecar, log_to
-    from otel_infer.sidecar.malloc import share_one
+    from otel_infer.sidecar.main import Sidecar, configure_logging
+    from otel_infer.sidecar.malloc import use_single_arena
 
     settings = environment.from_env(environment.child_environment(enabled="on"))
     if settings.log:
-        log_to(settings.log)
-    share_one()
+        configure_logging(settings.log)
+    use_single_arena()
     try:
-        folder = directory.rings_folder(Path(arguments.rings))
-        lock = directory.Lock(folder / directory.SIDECAR_LOCK)
+        folder = directory.resolve_rings_folder(Path(arguments.rings))
+        lock = directory.FileLock(folder / directory.SIDECAR_LOCK)
         taken = lock.acquire()
-    except (RingRefused, OSError) as reason:
+    except (RingUnavailable, OSError) as reason:
         print(f"otel-infer sidecar: {reason}", file=sys.stderr)
         return 2
     if not taken:
         print(f"otel-infer sidecar: {folder} already has a sidecar", file=sys.stderr)
         return 2
-    sidecar = Sidecar(lock, settings, resource(), show=arguments.show, stays=True)
+    sidecar = Sidecar(lock, settings, detect_resource(), show=arguments.show, stays=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sidecar.stop())
     sidecar.run()

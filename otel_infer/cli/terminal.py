@@ -17,7 +17,7 @@ from rich.text import Text
 from otel_infer import semconv
 from otel_infer.assembly.engine.device_steps import BY_EVENT
 from otel_infer.assembly.records.request import RequestRecord, Stage
-from otel_infer.export.console import milliseconds
+from otel_infer.export.console import format_duration
 from otel_infer.export.spans.tree import request_name
 from otel_infer.ringbuffer import events
 
@@ -34,7 +34,7 @@ COLOURS = {
 }
 
 
-def console() -> Console:
+def make_console() -> Console:
     """Where to print; piped, a line stays one line, however long."""
     here = Console(highlight=False)
     return here if here.is_terminal else Console(highlight=False, width=PIPED_WIDTH, no_color=True)
@@ -45,9 +45,11 @@ def stages_table(records: Sequence[RequestRecord]) -> Table:
     by_name: dict[str, list[Stage]] = {}
     for stage in [stage for record in records for stage in record.stages]:
         by_name.setdefault(stage.name, []).append(stage)
-    on_gpu = {name: gpu for name, stages in by_name.items() if (gpu := [*map(_on_gpu, stages)]) and any(gpu)}
+    on_gpu = {
+        name: gpu for name, stages in by_name.items() if (gpu := [*map(_gpu_time, stages)]) and any(gpu)
+    }
     more = ("GPU p50", "GPU p99", "held back") if on_gpu else ()
-    table = _table(
+    table = _make_table(
         "where the time went", "stage", "requests", "p50", "p95", "p99", "max", "share of all time", *more
     )
     total = sum(record.duration_ns for record in records) or 1
@@ -55,34 +57,34 @@ def stages_table(records: Sequence[RequestRecord]) -> Table:
     for name in ordered + sorted(set(by_name) - set(ordered)):
         lengths = [stage.ended_at - stage.started_at for stage in by_name[name]]
         share = f"{100 * sum(lengths) / total:.1f} %"
-        row = [name, str(len(lengths)), *_quantiles(lengths), milliseconds(max(lengths)), share]
+        row = [name, str(len(lengths)), *_format_quantiles(lengths), format_duration(max(lengths)), share]
         table.add_row(*row, *(_gpu_columns(on_gpu.get(name, [])) if more else ()))
     return table
 
 
 def device_line(records: Sequence[RequestRecord]) -> str:
     """By whose clock, and how sure that is."""
-    stages = [stage for record in records for stage in record.stages if _on_gpu(stage)]
+    stages = [stage for record in records for stage in record.stages if _gpu_time(stage)]
     if not stages:
         return "no GPU was timed: all times are the host's"
-    steps = sum(int(_number(stage, semconv.DEVICE_STEPS)) for stage in stages)
-    bound = max(_number(stage, semconv.DEVICE_ERROR) for stage in stages)
+    steps = sum(int(_get_number(stage, semconv.DEVICE_STEPS)) for stage in stages)
+    bound = max(_get_number(stage, semconv.DEVICE_CLOCK_ERROR) for stage in stages)
     return (
         f"GPU: {steps} spans between marks on its streams, each instant within ±{bound * 1e6:.0f} µs; "
         "of a stage with steps that were not marked, in proportion"
     )
 
 
-def _on_gpu(stage: Stage) -> tuple[int, str] | None:
+def _gpu_time(stage: Stage) -> tuple[int, str] | None:
     """How long a GPU was at it, ns, and what held it back."""
     if stage.attributes.get(semconv.DEVICE_METHOD) != BY_EVENT:
         return None
-    timed, steps = _number(stage, semconv.DEVICE_STEPS), _number(stage, semconv.DEVICE_STEPS_ALL)
-    length = _number(stage, semconv.DEVICE_DURATION) * 1e9 / max(timed, 1) * max(steps, 1)
-    return round(length), str(stage.attributes.get(semconv.DEVICE_LIMIT, ""))
+    timed, steps = _get_number(stage, semconv.DEVICE_STEPS), _get_number(stage, semconv.DEVICE_STEPS_ALL)
+    length = _get_number(stage, semconv.DEVICE_DURATION) * 1e9 / max(timed, 1) * max(steps, 1)
+    return round(length), str(stage.attributes.get(semconv.DEVICE_BOTTLENECK, ""))
 
 
-def _number(stage: Stage, key: str) -> float:
+def _get_number(stage: Stage, key: str) -> float:
     value = stage.attributes.get(key, 0)
     return float(value) if isinstance(value, (int, float)) else 0.0
 
@@ -91,7 +93,7 @@ def _gpu_columns(stages: Sequence[tuple[int, str] | None]) -> tuple[str, ...]:
     known = [stage for stage in stages if stage is not None]
     if not known:
         return "", "", ""
-    p50, _, p99 = _quantiles([length for length, _ in known])
+    p50, _, p99 = _format_quantiles([length for length, _ in known])
     ((limit, _),) = Counter(limit for _, limit in known).most_common(1)
     return p50, p99, limit
 
@@ -100,7 +102,7 @@ def latency_table(records: Sequence[RequestRecord]) -> Table:
     """TTFT, time between tokens, end to end; of successful requests."""
     good = [record for record in records if record.outcome == events.OK]
     gaps = np.concatenate([[], *(record.gaps_ns() for record in good)])
-    table = _table("what the reader felt", "latency", "values", "p50", "p95", "p99", "max")
+    table = _make_table("what the reader felt", "latency", "values", "p50", "p95", "p99", "max")
     rows: tuple[tuple[str, Any], ...] = (
         ("time to first token", [record.ttft_ns for record in good if record.ttft_ns]),
         ("between tokens", gaps),
@@ -108,20 +110,22 @@ def latency_table(records: Sequence[RequestRecord]) -> Table:
     )
     for name, values in rows:
         if len(values):
-            table.add_row(name, str(len(values)), *_quantiles(values), milliseconds(int(np.max(values))))
+            table.add_row(
+                name, str(len(values)), *_format_quantiles(values), format_duration(int(np.max(values)))
+            )
     return table
 
 
-def waterfall(record: RequestRecord, width: int = 64) -> Iterable[Text]:
+def render_waterfall(record: RequestRecord, width: int = 64) -> Iterable[Text]:
     """One request: a line per stage on a common scale, and a strip with one bar per decode step."""
-    head = f"{request_name(record)}  trace {record.trace_id.hex()}  {milliseconds(record.duration_ns)}"
+    head = f"{request_name(record)}  trace {record.trace_id.hex()}  {format_duration(record.duration_ns)}"
     yield Text(f"{head}  {record.input_tokens} → {record.output_tokens} tokens", style="bold")
     for stage in record.stages:
-        yield _bar(record, stage, width)
-    yield from _strip(record, width)
+        yield _render_stage(record, stage, width)
+    yield from _render_steps(record, width)
 
 
-def _bar(record: RequestRecord, stage: Stage, width: int) -> Text:
+def _render_stage(record: RequestRecord, stage: Stage, width: int) -> Text:
     scale = width / max(record.duration_ns, 1)
     begin = min(int((stage.started_at - record.arrived_at) * scale), width - 1)
     length = max(round((stage.ended_at - stage.started_at) * scale), 1)
@@ -129,10 +133,10 @@ def _bar(record: RequestRecord, stage: Stage, width: int) -> Text:
     bar = " " * begin + "█" * length + " " * (width - begin - length)
     line = Text(f"  {stage.name[:14]:<14} ")
     line.append(bar, COLOURS.get(stage.name, "white"))
-    return line.append(f" {milliseconds(stage.ended_at - stage.started_at):>8}")
+    return line.append(f" {format_duration(stage.ended_at - stage.started_at):>8}")
 
 
-def _strip(record: RequestRecord, width: int) -> Iterable[Text]:
+def _render_steps(record: RequestRecord, width: int) -> Iterable[Text]:
     """Every decode step as a bar; height is its length, red where it is over twice the median."""
     if record.steps is None or len(record.steps) < 2:
         return
@@ -140,7 +144,7 @@ def _strip(record: RequestRecord, width: int) -> Iterable[Text]:
     lengths = (rows.ended_at - rows.started_at)[1:]
     others = rows.others_prefill_tokens[1:]
     median, longest = float(np.median(lengths)), int(lengths.max())
-    caption = f"{len(lengths)} decode steps, one bar each: median {milliseconds(median)}, longest {milliseconds(longest)}"
+    caption = f"{len(lengths)} decode steps, one bar each: median {format_duration(median)}, longest {format_duration(longest)}"
     if others.max() > 0:
         caption += "; ▲ = somebody else's prompt was in the same step"
     yield Text("  " + caption)
@@ -157,11 +161,11 @@ def _strip(record: RequestRecord, width: int) -> Iterable[Text]:
             yield marks
 
 
-def _quantiles(values: Sequence[int]) -> list[str]:
-    return [milliseconds(value) for value in np.percentile(np.array(values), QUANTILES).tolist()]
+def _format_quantiles(values: Sequence[int]) -> list[str]:
+    return [format_duration(value) for value in np.percentile(np.array(values), QUANTILES).tolist()]
 
 
-def _table(title: str, *columns: str) -> Table:
+def _make_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")

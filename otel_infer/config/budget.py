@@ -9,19 +9,19 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _CPU, _MEMORY = re.compile(r"cpu=(\d+)%"), re.compile(r"memory=(\d+)(KiB|MiB|GiB)")
 
 
-class Allowance(NamedTuple):
+class OverheadBudget(NamedTuple):
     """`cpu`: of one core, 1 = all of it. `memory`: bytes."""
 
-    cpu: float
-    memory: int
+    cpu_cores: float
+    memory_bytes: int
 
 
-DEFAULT = Allowance(0.25, 256 << 20)
+DEFAULT_BUDGET = OverheadBudget(0.25, 256 << 20)
 
 
-def parse(text: str) -> Allowance:
+def parse_budget(text: str) -> OverheadBudget:
     """Like `cpu=25%,memory=256MiB`; what is left out is the default. Raises `ValueError` with what is accepted."""
-    cpu, memory = DEFAULT
+    cpu, memory = DEFAULT_BUDGET
     for part in text.split(","):
         by_cpu, by_memory = _CPU.fullmatch(part.strip()), _MEMORY.fullmatch(part.strip())
         if by_cpu and int(by_cpu[1]):
@@ -30,4 +30,4 @@ def parse(text: str) -> Allowance:
             memory = int(by_memory[1]) * _UNITS[by_memory[2]]
         else:
             raise ValueError(f"like cpu=25%,memory=256MiB (in KiB, MiB, GiB), not {part.strip()!r}")
-    return Allowance(cpu, memory)
+    return OverheadBudget(cpu, memory)

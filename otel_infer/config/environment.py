@@ -12,14 +12,20 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from otel_infer.config import tenancy
-from otel_infer.config.settings import SETTINGS, BadSetting, _choice, _milliseconds, _names
+from otel_infer.config.settings import (
+    SETTINGS,
+    InvalidSetting,
+    _choice_parser,
+    _parse_milliseconds,
+    _parse_names,
+)
 
-_protocol = _choice("http/protobuf", "grpc")
-_STANDARD: dict[str, Callable[[str], Any]] = {
-    "OTEL_EXPORTER_OTLP_PROTOCOL": _protocol,
-    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": _protocol,
-    "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": _protocol,
-    "OTEL_METRIC_EXPORT_INTERVAL": _milliseconds,
+_parse_protocol = _choice_parser("http/protobuf", "grpc")
+_STANDARD_PARSERS: dict[str, Callable[[str], Any]] = {
+    "OTEL_EXPORTER_OTLP_PROTOCOL": _parse_protocol,
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": _parse_protocol,
+    "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": _parse_protocol,
+    "OTEL_METRIC_EXPORT_INTERVAL": _parse_milliseconds,
 }
 """Standard variables of which we do not take every value."""
 _DISABLED_NAMES = ("otel_infer", "*")
@@ -59,16 +65,16 @@ class Config:
     traces_exporter: str = "otlp"
     metrics_exporter: str = "otlp"
     endpoint: str = ""
-    spans_to: str = ""
-    metrics_to: str = ""
+    traces_endpoint: str = ""
+    metrics_endpoint: str = ""
     traces_protocol: str = "http/protobuf"
     metrics_protocol: str = "http/protobuf"
     traces_compression: str = ""
     service_name: str = ""
     excluded_urls: str = ""
-    metric_interval_ms: int = 10_000
+    metric_export_interval_ms: int = 10_000
     temporality: str = "cumulative"
-    exponential: bool = False
+    exponential_histograms: bool = False
     exemplars: bool = True
     sampler: str = "parentbased_always_on"
     sampler_argument: str = ""
@@ -77,7 +83,7 @@ class Config:
     @property
     def exports(self) -> bool:
         """Whether anything is to be sent anywhere."""
-        sends = self.sends_spans or self.sends_metrics
+        sends = self.exports_spans or self.exports_metrics
         kept_here = bool(
             self.console
             or self.request_log
@@ -86,32 +92,32 @@ class Config:
             or self.dump_port
             or self.scrape_address
         )
-        return not self.switched_off and (sends or kept_here)
+        return not self.is_disabled and (sends or kept_here)
 
     @property
-    def switched_off(self) -> bool:
+    def is_disabled(self) -> bool:
         """Whether somebody said no."""
         off = self.enabled in ("off", "0", "false") or self.sdk_disabled
         return off or any(name in _DISABLED_NAMES for name in self.disabled_integrations)
 
     @property
-    def sends_spans(self) -> bool:
+    def exports_spans(self) -> bool:
         """Whether spans leave over OTLP."""
         return self._has_destination and self.traces_exporter == "otlp"
 
     @property
-    def sends_metrics(self) -> bool:
+    def exports_metrics(self) -> bool:
         """Whether metrics leave over OTLP."""
         return self._has_destination and self.metrics_exporter == "otlp"
 
     @property
     def scrape_address(self) -> str:
         """Where metrics may be scraped; empty if nowhere."""
-        return "" if self.switched_off else self.metrics_port
+        return "" if self.is_disabled else self.metrics_port
 
     @property
     def _has_destination(self) -> bool:
-        return not self.switched_off and (self.enabled in ("on", "1", "true") or bool(self.endpoint))
+        return not self.is_disabled and (self.enabled in ("on", "1", "true") or bool(self.endpoint))
 
     @property
     def ratio_sampling(self) -> bool:
@@ -119,7 +125,7 @@ class Config:
         return "ratio" in self.sampler
 
 
-def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
+def _read_standard(environ: Mapping[str, str]) -> dict[str, Any]:
     """The standard variables, each with its standard meaning and default (but for the export interval)."""
 
     def get(*names: str, default: str = "") -> str:
@@ -129,16 +135,16 @@ def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
     aggregation = get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION")
     return {
         "sdk_disabled": get("OTEL_SDK_DISABLED").lower() == "true",
-        "disabled_integrations": _names(get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS")),
-        "traces_exporter": _exporter(get("OTEL_TRACES_EXPORTER", default="otlp")),
-        "metrics_exporter": _exporter(get("OTEL_METRICS_EXPORTER", default="otlp")),
+        "disabled_integrations": _parse_names(get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS")),
+        "traces_exporter": _parse_exporter(get("OTEL_TRACES_EXPORTER", default="otlp")),
+        "metrics_exporter": _parse_exporter(get("OTEL_METRICS_EXPORTER", default="otlp")),
         "endpoint": get(
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
             "OTEL_EXPORTER_OTLP_ENDPOINT",
             "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
         ),
-        "spans_to": get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
-        "metrics_to": get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        "traces_endpoint": get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        "metrics_endpoint": get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         "traces_protocol": get(
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol, default="http/protobuf"
         ).lower(),
@@ -148,11 +154,11 @@ def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
         "traces_compression": get(
             "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "OTEL_EXPORTER_OTLP_COMPRESSION"
         ).lower(),
-        "service_name": _service_name(get("OTEL_SERVICE_NAME"), get("OTEL_RESOURCE_ATTRIBUTES")),
+        "service_name": _find_service_name(get("OTEL_SERVICE_NAME"), get("OTEL_RESOURCE_ATTRIBUTES")),
         "excluded_urls": get("OTEL_PYTHON_OTEL_INFER_EXCLUDED_URLS", "OTEL_PYTHON_EXCLUDED_URLS"),
-        "metric_interval_ms": int(get("OTEL_METRIC_EXPORT_INTERVAL", default="10000")),
+        "metric_export_interval_ms": int(get("OTEL_METRIC_EXPORT_INTERVAL", default="10000")),
         "temporality": get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", default="cumulative").lower(),
-        "exponential": "exponential" in aggregation,
+        "exponential_histograms": "exponential" in aggregation,
         "exemplars": get("OTEL_METRICS_EXEMPLAR_FILTER", default="trace_based").lower() != "always_off",
         "sampler": get("OTEL_TRACES_SAMPLER", default="parentbased_always_on").lower(),
         "sampler_argument": get("OTEL_TRACES_SAMPLER_ARG"),
@@ -161,12 +167,12 @@ def _standard(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _exporter(text: str) -> str:
+def _parse_exporter(text: str) -> str:
     """`otlp` if it is among the exporters asked for (`otlp_proto_http` and `otlp_proto_grpc` count), else `none`."""
-    return "otlp" if any(name.startswith("otlp") for name in _names(text.lower())) else "none"
+    return "otlp" if any(name.startswith("otlp") for name in _parse_names(text.lower())) else "none"
 
 
-def _service_name(name: str, attributes: str) -> str:
+def _find_service_name(name: str, attributes: str) -> str:
     if name:
         return name
     pairs = (pair.partition("=") for pair in attributes.split(","))
@@ -176,62 +182,64 @@ def _service_name(name: str, attributes: str) -> str:
 def from_env(environ: Mapping[str, str] | None = None) -> Config:
     """The configuration of this process; raises `BadSetting` for the first value that is not accepted."""
     environ = os.environ if environ is None else environ
-    for variable, parse in _STANDARD.items():
-        _parsed(variable, parse, environ)
-    values = _standard(environ)
+    for variable, parse in _STANDARD_PARSERS.items():
+        _parse_variable(variable, parse, environ)
+    values = _read_standard(environ)
     for name, setting in SETTINGS.items():
         if environ.get(setting.variable, "").strip():
-            values[name] = _parsed(setting.variable, setting.parse, environ)
-    key = tenancy.hash_key(values.get("tenant_hash_key", ""))
-    values["tenants"] = tuple(tenancy.told(name, key) for name in values.get("tenants", ()))
-    return _scrapable(Config(**values))
+            values[name] = _parse_variable(setting.variable, setting.parse, environ)
+    key = tenancy.derive_hash_key(values.get("tenant_hash_key", ""))
+    values["tenants"] = tuple(tenancy.sanitize_tenant(name, key) for name in values.get("tenants", ()))
+    return _check_scrapable(Config(**values))
 
 
-def _scrapable(settings: Config) -> Config:
+def _check_scrapable(settings: Config) -> Config:
     """Whoever scrapes needs sums since the beginning, and buckets with bounds; raises `BadSetting` where OTLP asks for others."""
-    if not settings.scrape_address or (settings.temporality == "cumulative" and not settings.exponential):
+    if not settings.scrape_address or (
+        settings.temporality == "cumulative" and not settings.exponential_histograms
+    ):
         return settings
-    if settings.sends_metrics:
-        raise BadSetting(
+    if settings.exports_metrics:
+        raise InvalidSetting(
             f"{SETTINGS['metrics_port'].variable}={settings.metrics_port!r}: expected cumulative sums and explicit buckets, "
             "not what OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE or "
             "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION asks for"
         )
-    return replace(settings, temporality="cumulative", exponential=False)
+    return replace(settings, temporality="cumulative", exponential_histograms=False)
 
 
-def _parsed(variable: str, parse: Callable[[str], Any], environ: Mapping[str, str]) -> Any:
+def _parse_variable(variable: str, parse: Callable[[str], Any], environ: Mapping[str, str]) -> Any:
     """The value of a variable, None where it is not set; raises `BadSetting`."""
     text = environ.get(variable, "").strip()
     try:
         return parse(text) if text else None
     except ValueError as expected:
-        raise BadSetting(f"{variable}={text!r}: expected {expected}") from None
+        raise InvalidSetting(f"{variable}={text!r}: expected {expected}") from None
 
 
-def from_env_leniently(environ: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
+def from_env_or_defaults(environ: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
     """As `from_env`, for the user's server: bad values fall back to their defaults, and are said."""
     remaining = dict(os.environ if environ is None else environ)
     complaints: list[str] = []
-    for variable, parse in {**{s.variable: s.parse for s in SETTINGS.values()}, **_STANDARD}.items():
+    for variable, parse in {**{s.variable: s.parse for s in SETTINGS.values()}, **_STANDARD_PARSERS}.items():
         try:
-            _parsed(variable, parse, remaining)
-        except BadSetting as bad:
+            _parse_variable(variable, parse, remaining)
+        except InvalidSetting as bad:
             complaints.append(f"{bad}; using the default")
             del remaining[variable]
     try:
         return from_env(remaining), complaints
-    except BadSetting as bad:
+    except InvalidSetting as bad:
         del remaining[SETTINGS["metrics_port"].variable]
         return from_env(remaining), [*complaints, f"{bad}; nothing can be scraped"]
 
 
-def to_plain(settings: Config) -> dict[str, Any]:
+def to_json_dict(settings: Config) -> dict[str, Any]:
     """For JSON, to a process of ours: all but the key, which only the server needs."""
     return {**asdict(settings), "tenant_hash_key": ""}
 
 
-def from_plain(values: Mapping[str, Any]) -> Config:
+def from_json_dict(values: Mapping[str, Any]) -> Config:
     """The configuration that a parent process read, as it came through JSON."""
     plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return Config(**plain)
@@ -243,21 +251,21 @@ def export_to_children(**values: str) -> None:
         os.environ[SETTINGS[name].variable] = value
 
 
-def forget_rings(folder: str) -> None:
+def unset_ringbuffer_dir(folder: str) -> None:
     """Takes back what was exported for children, if it is still ours."""
     variable = SETTINGS["rings"].variable
     if os.environ.get(variable) == folder:
         del os.environ[variable]
 
 
-def hand_on_start(ids: str) -> None:
+def export_startup_ids(ids: str) -> None:
     """Leaves the ids of a server's start, in hex, to the processes that this one will start."""
-    os.environ[_START] = ids
+    os.environ[_STARTUP_IDS] = ids
 
 
-def start_handed_on() -> str:
+def inherited_startup_ids() -> str:
     """The ids that the process which started this one left; empty if it left none."""
-    return os.environ.get(_START, "")
+    return os.environ.get(_STARTUP_IDS, "")
 
 
 def grafana_token() -> str:
@@ -275,7 +283,7 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **{SETTINGS[name].variable: value for name, value in changes.items()}}
 
 
-def python_path(environ: Mapping[str, str], first: str) -> str:
+def prepend_python_path(environ: Mapping[str, str], first: str) -> str:
     """PYTHONPATH with `first` in front of what it holds."""
     return os.pathsep.join([first, *filter(None, [environ.get("PYTHONPATH", "")])])
 
@@ -284,8 +292,8 @@ assert set(SETTINGS) <= {field.name for field in fields(Config)}
 
 
 SIDECAR_GUARD = "OTEL_INFER_SIDECAR"
-_START = "OTEL_INFER_START"
-_NOT_FOR_THE_SIDECAR = (
+_STARTUP_IDS = "OTEL_INFER_START"
+_SIDECAR_EXCLUDED = (
     "LD_PRELOAD",
     "LD_AUDIT",
     "CUDA_INJECTION64_PATH",
@@ -295,10 +303,10 @@ _NOT_FOR_THE_SIDECAR = (
 
 
 # mallopt(3): columns come and go in the same sizes; without this they are given back and mapped anew each time.
-_KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 20), "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
+_MALLOC_DEFAULTS = {"MALLOC_TRIM_THRESHOLD_": str(8 << 20), "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 
 
-_PATHS = {
+_PATH_VARIABLES = {
     f"OTEL_EXPORTER_OTLP_{signal}{what}"
     for signal in ("", "TRACES_", "METRICS_")
     for what in ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
@@ -308,13 +316,13 @@ _PATHS = {
 def sidecar_environment() -> dict[str, str]:
     """The environment of the sidecar: ours, but nothing is injected into it and it instruments nothing."""
     ours = (SETTINGS[name].variable for name in ("tenant_hash_key", "tenants"))  # it is told what it needs
-    left_out = {*_NOT_FOR_THE_SIDECAR, *ours}
+    left_out = {*_SIDECAR_EXCLUDED, *ours}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    for name in _PATHS & kept.keys():  # its working directory is another
+    for name in _PATH_VARIABLES & kept.keys():  # its working directory is another
         kept[name] = os.path.abspath(kept[name]) if kept[name] else ""
     return {
         SIDECAR_GUARD: "1",
-        **_KEEPS_MEMORY,
+        **_MALLOC_DEFAULTS,
         **kept,
         "OTEL_INFER_ENABLED": "off",
         "CUDA_VISIBLE_DEVICES": "",

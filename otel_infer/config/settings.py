@@ -11,7 +11,7 @@ from otel_infer.config import slo as objectives
 from otel_infer.config import tenancy
 
 
-class BadSetting(ValueError):
+class InvalidSetting(ValueError):
     """A variable has a value that it does not accept."""
 
 
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
     parse: Callable[[str], Any]
 
 
-def _choice(*accepted: str) -> Callable[[str], str]:
+def _choice_parser(*accepted: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in accepted:
             raise ValueError("one of " + ", ".join(accepted))
@@ -33,7 +33,7 @@ def _choice(*accepted: str) -> Callable[[str], str]:
     return parse
 
 
-def _switch(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     known = {
         "1": True,
         "true": True,
@@ -49,46 +49,46 @@ def _switch(text: str) -> bool:
     return known[text.lower()]
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdigit():
         raise ValueError("a whole number, 0 or more")
     return int(text)
 
 
-def _percent(text: str) -> int:
+def _parse_percent(text: str) -> int:
     if not text.isdigit() or int(text) > 100:
         raise ValueError("a whole number from 0 to 100")
     return int(text)
 
 
-def _as_written(parse: Callable[[str], Any]) -> Callable[[str], str]:
+def _validated_text(parse: Callable[[str], Any]) -> Callable[[str], str]:
     """Checked here, and kept as text for whoever reads it again in another process."""
 
-    def checked(text: str) -> str:
+    def check_text(text: str) -> str:
         parse(text)
         return text
 
-    return checked
+    return check_text
 
 
-def _milliseconds(text: str) -> int:
+def _parse_milliseconds(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise ValueError("a whole number of milliseconds, 1 or more")
     return int(text)
 
 
-def _path(text: str) -> str:
+def _parse_path(text: str) -> str:
     """Absolute: the sidecar and the server's children are elsewhere."""
     return os.path.abspath(text)
 
 
-def _log(text: str) -> str:
+def _parse_log_target(text: str) -> str:
     """A file, or where the server says things."""
     words = {"off": "", STDERR: STDERR}
-    return words[text.lower()] if text.lower() in words else _path(text)
+    return words[text.lower()] if text.lower() in words else _parse_path(text)
 
 
-def _address(text: str) -> str:
+def _parse_address(text: str) -> str:
     """`PORT`, or `ADDRESS:PORT`."""
     address, _, port = text.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536 or (":" in text and not address):
@@ -96,7 +96,7 @@ def _address(text: str) -> str:
     return text
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _parse_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -109,42 +109,42 @@ SETTINGS: dict[str, Setting] = {
         "auto",
         "`on`: record and export, to the default endpoint if none is named; `off`: do nothing; `auto`: on if an OTLP "
         "endpoint is configured, or what needs none: console, request log, tape, dumps, metrics port",
-        _choice("auto", "on", "off", "1", "0", "true", "false"),
+        _choice_parser("auto", "on", "off", "1", "0", "true", "false"),
     ),
     "mode": Setting(
         "OTEL_INFER_MODE",
         "auto",
         "`sidecar`: a process of its own reads and exports; `in-process`: a thread of the server does, costlier; "
         "`auto`: sidecar where one can be had",
-        _choice("auto", "sidecar", "in-process"),
+        _choice_parser("auto", "sidecar", "in-process"),
     ),
     "steps": Setting(
         "OTEL_INFER_STEPS",
         "auto",
         "decode-step spans: `all`, `auto` (inside the budget), `off` (no request has a reason to be kept then, and the request "
         "log is empty)",
-        _choice("all", "auto", "off"),
+        _choice_parser("all", "auto", "off"),
     ),
     "device_timing": Setting(
         "OTEL_INFER_DEVICE_TIMING",
         "auto",
         "time GPUs by events on their streams, in some 0.3 % of the time: `auto`; `off`: the host's clock alone",
-        _choice("auto", "off"),
+        _choice_parser("auto", "off"),
     ),
     "gpu_metrics": Setting(
         "OTEL_INFER_GPU_METRICS",
         "on",
         "the state of NVIDIA GPUs every 5 s, as NVML has it: `on`, `off`",
-        _switch,
+        _parse_bool,
     ),
     "step_budget": Setting(
-        "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans a second and server, in `auto`", _count
+        "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans a second and server, in `auto`", _parse_count
     ),
     "budget": Setting(
         "OTEL_INFER_BUDGET",
         "cpu=25%,memory=256MiB",
         "what the sidecar may take, of one core and of memory: above it, it makes fewer step spans",
-        _as_written(governor.parse),
+        _validated_text(governor.parse_budget),
     ),
     "slo": Setting(
         "OTEL_INFER_SLO",
@@ -152,85 +152,85 @@ SETTINGS: dict[str, Setting] = {
         "what a request may take at most: `ttft=1s,itl=200ms,tpot=50ms,e2e=30s,queue=500ms`, for a model or route apart "
         "after `;`: `model:NAME ttft=3s`; the steps of one that took longer are kept. Who ended waiting for a token has waited so "
         "long; who was stopped by its client has no `e2e`",
-        _as_written(objectives.parse),
+        _validated_text(objectives.parse_objectives),
     ),
     "slow_percent": Setting(
         "OTEL_INFER_SLOW_PERCENT",
         "5",
         "of the requests of each size, so many percent count as slow, and their steps are kept; `0`: none",
-        _percent,
+        _parse_percent,
     ),
     "keep_unsampled": Setting(
         "OTEL_INFER_KEEP_UNSAMPLED",
         "off",
         "export requests whose context says not sampled, marked `infer.unsampled`; a `tracer_provider` of one's own keeps to its sampler",
-        _switch,
+        _parse_bool,
     ),
     "rings": Setting(
         "OTEL_INFER_RINGS",
         "",
         "folder on tmpfs for the shared memory of one server; by default a private one under /dev/shm",
-        _path,
+        _parse_path,
     ),
-    "console": Setting("OTEL_INFER_CONSOLE", "off", "print one line for each finished request", _switch),
+    "console": Setting("OTEL_INFER_CONSOLE", "off", "print one line for each finished request", _parse_bool),
     "request_log": Setting(
         "OTEL_INFER_REQUEST_LOG",
         "",
         "file, or `stderr`: one JSON line for each request that is kept for a reason of its own, with its trace id, stages and "
         "where its time went; at most 10 a second",
-        _log,
+        _parse_log_target,
     ),
     "tape": Setting(
         "OTEL_INFER_TAPE",
         "",
         "file to save all facts to, for `otel-infer replay`; one that is there already is kept beside it, numbered",
-        _path,
+        _parse_path,
     ),
     "dump_on_slo": Setting(
         "OTEL_INFER_DUMP_ON_SLO",
         "",
         "folder: when 3 requests miss objectives (`OTEL_INFER_SLO`) within 10 s, the sidecar writes a tape of the last 120 s "
         "into it; at most one a minute, of a breach that lasts ever fewer, and the newest 20 stay",
-        _path,
+        _parse_path,
     ),
     "dump_port": Setting(
         "OTEL_INFER_DUMP_PORT",
         "",
         "port, on loopback unless it is ADDRESS:PORT: `POST /dump`, by an Alertmanager say, has the sidecar write such a tape",
-        _address,
+        _parse_address,
     ),
     "metrics_port": Setting(
         "OTEL_INFER_METRICS_PORT",
         "",
         "port, on loopback unless it is ADDRESS:PORT: `GET /metrics`, for Prometheus to scrape: the same names and labels as over "
         "OTLP, with exemplars; one server a port; not beside metrics over OTLP that are `delta`, `lowmemory` or exponential",
-        _address,
+        _parse_address,
     ),
     "integrations": Setting(
         "OTEL_INFER_INTEGRATIONS",
         "",
         "comma-separated: only these integrations; by default all that are found",
-        _names,
+        _parse_names,
     ),
     "latency_attributes": Setting(
         "OTEL_INFER_LATENCY_ATTRIBUTES",
         "off",
         "also put the `gen_ai.latency.*` attributes of vLLM and SGLang on the request span, with vLLM's meaning",
-        _switch,
+        _parse_bool,
     ),
     "response_headers": Setting(
         "OTEL_INFER_RESPONSE_HEADERS",
         "off",
         "tell HTTP clients in the response: `traceresponse` (ids of the trace and of the server's span) and `Server-Timing` "
         "(ms from arrival to response start), which `otel_infer.instrumentation.httpx` reads",
-        _switch,
+        _parse_bool,
     ),
     "tenant": Setting(
         "OTEL_INFER_TENANT",
         "",
         "whose a request is, as `infer.tenant`: `header:NAME` of the HTTP request (or of `otel_infer.request`), `baggage:KEY`, or `lora`, the adapter's "
         "name (vLLM's); cut to 64 characters",
-        _as_written(tenancy.source),
+        _validated_text(tenancy.parse_tenant_source),
     ),
     "tenant_hash_key": Setting(
         "OTEL_INFER_TENANT_HASH_KEY",
@@ -243,7 +243,7 @@ SETTINGS: dict[str, Setting] = {
         "",
         "comma-separated, at most 50: the tenants that metrics name; every other is `_OTHER`. With a hash key their names "
         "are written here all the same, and metrics have the hashes",
-        tenancy.tenants,
+        tenancy.parse_tenants,
     ),
     "traffic_class": Setting(
         "OTEL_INFER_TRAFFIC_CLASS",
@@ -251,10 +251,10 @@ SETTINGS: dict[str, Setting] = {
         "which requests are `batch` and which `interactive`, as `infer.traffic.class`: `header:NAME` says one of the two, "
         "and without it `route:/v1/batches=batch` does (that path and below, `{…}` is any one segment; the first that fits); "
         "comma-separated; whatever else is `interactive`",
-        _as_written(tenancy.traffic_classes),
+        _validated_text(tenancy.parse_traffic_rules),
     ),
     "log": Setting(
-        "OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", _path
+        "OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", _parse_path
     ),
 }
 """Field of `Config` → its variable. The table in the docs is generated from this."""

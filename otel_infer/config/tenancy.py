@@ -15,70 +15,72 @@ from typing import NamedTuple
 HEADER, BAGGAGE, LORA = "header", "baggage", "lora"
 MAX_TENANTS = 50
 """Tenants that metrics may name."""
-MAX_LENGTH = 64
+MAX_TENANT_LENGTH = 64
 """Characters of a tenant's name; the rest is cut."""
 HASH_BYTES = 8
 
-INTERACTIVE, BATCH = CLASSES = ("interactive", "batch")
+INTERACTIVE, BATCH = TRAFFIC_CLASSES = ("interactive", "batch")
 SHORT, MEDIUM, LONG = "short", "medium", "long"
 UNKNOWN = "unknown"
-MEDIUM_FROM, LONG_FROM = 256, 2048
+MEDIUM_MIN_TOKENS, LONG_MIN_TOKENS = 256, 2048
 """Tokens of a prompt."""
-_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-_TRAFFIC = "header:NAME and route:/PATH=interactive or route:/PATH=batch, comma-separated"
+_HTTP_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_TRAFFIC_SYNTAX = "header:NAME and route:/PATH=interactive or route:/PATH=batch, comma-separated"
 
 
-class Source(NamedTuple):
+class TenantSource(NamedTuple):
     """Where the tenant of a request is found: `header`, `baggage` or `lora`, and under which name."""
 
     kind: str
     name: str = ""
 
 
-class Traffic(NamedTuple):
+class TrafficClassRules(NamedTuple):
     """How a request tells its class: by a header (lower case; empty: by none), else by its path."""
 
     header: str = ""
     routes: tuple[tuple[re.Pattern[str], str], ...] = ()
 
-    def of(self, header: str | None, path: str) -> str:
+    def classify_request(self, header: str | None, path: str) -> str:
         """The class of a request with this header (None: without it); the first route that fits decides."""
         if header is not None:
             return BATCH if header.strip().lower() == BATCH else INTERACTIVE
         return next((named for pattern, named in self.routes if pattern.match(path)), INTERACTIVE)
 
 
-class Wanted(NamedTuple):
+class CallerSettings(NamedTuple):
     """What is to be found out of each request; None: not that. `key`: tenants are told as their hash with it."""
 
-    tenant: Source | None = None
-    key: bytes = b""
-    traffic: Traffic | None = None
+    tenant_source: TenantSource | None = None
+    tenant_hash_key: bytes = b""
+    traffic_rules: TrafficClassRules | None = None
 
 
-NOTHING = Wanted()
+NO_CALLER_SETTINGS = CallerSettings()
 
 
-def wanted(tenant: str, key: str, traffic: str) -> Wanted:
+def parse_caller_settings(tenant: str, key: str, traffic: str) -> CallerSettings:
     """From the settings as they were written; raises `ValueError` with what is accepted."""
     if not tenant and not traffic:
-        return NOTHING
-    return Wanted(
-        source(tenant) if tenant else None, hash_key(key), traffic_classes(traffic) if traffic else None
+        return NO_CALLER_SETTINGS
+    return CallerSettings(
+        parse_tenant_source(tenant) if tenant else None,
+        derive_hash_key(key),
+        parse_traffic_rules(traffic) if traffic else None,
     )
 
 
-def source(text: str) -> Source:
+def parse_tenant_source(text: str) -> TenantSource:
     """Where tenants are found; raises `ValueError` with what is accepted."""
     kind, separator, name = text.partition(":")
     if kind == LORA and not separator:
-        return Source(LORA)
-    if kind not in (HEADER, BAGGAGE) or not _TOKEN.fullmatch(name):
+        return TenantSource(LORA)
+    if kind not in (HEADER, BAGGAGE) or not _HTTP_TOKEN.fullmatch(name):
         raise ValueError("header:NAME, baggage:KEY or lora")
-    return Source(kind, name.lower() if kind == HEADER else name)
+    return TenantSource(kind, name.lower() if kind == HEADER else name)
 
 
-def tenants(text: str) -> tuple[str, ...]:
+def parse_tenants(text: str) -> tuple[str, ...]:
     """The tenants that metrics may name; raises `ValueError` if they are too many."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if len(names) > MAX_TENANTS:
@@ -86,51 +88,51 @@ def tenants(text: str) -> tuple[str, ...]:
     return names
 
 
-def traffic_classes(text: str) -> Traffic:
+def parse_traffic_rules(text: str) -> TrafficClassRules:
     """By what requests are classified; raises `ValueError` with what is accepted."""
     header, routes = "", []
     for part in filter(None, map(str.strip, text.split(","))):
         kind, _, rule = part.partition(":")
         path, _, named = rule.rpartition("=")
-        if kind == HEADER and not header and _TOKEN.fullmatch(rule):
+        if kind == HEADER and not header and _HTTP_TOKEN.fullmatch(rule):
             header = rule.lower()
-        elif kind == "route" and path.startswith("/") and named in CLASSES:
-            routes.append((_below(path), named))
+        elif kind == "route" and path.startswith("/") and named in TRAFFIC_CLASSES:
+            routes.append((_compile_route(path), named))
         else:
-            raise ValueError(f"{_TRAFFIC}, not {part!r}")
-    return Traffic(header, tuple(routes))
+            raise ValueError(f"{_TRAFFIC_SYNTAX}, not {part!r}")
+    return TrafficClassRules(header, tuple(routes))
 
 
-def _below(path: str) -> re.Pattern[str]:
+def _compile_route(path: str) -> re.Pattern[str]:
     """Fits this path and what is below it; a segment in braces stands for any one."""
     segments = path.rstrip("/").split("/")
     return re.compile(
-        "/".join("[^/]+" if _is_open(one) else re.escape(one) for one in segments) + r"(?:/|\Z)"
+        "/".join("[^/]+" if _is_placeholder(one) else re.escape(one) for one in segments) + r"(?:/|\Z)"
     )
 
 
-def _is_open(segment: str) -> bool:
+def _is_placeholder(segment: str) -> bool:
     return segment.startswith("{") and segment.endswith("}")
 
 
-def hash_key(text: str) -> bytes:
+def derive_hash_key(text: str) -> bytes:
     """The key for `told`, of any text; empty for none."""
     return hashlib.sha256(text.encode()).digest() if text else b""
 
 
-def told(name: str, key: bytes) -> str:
+def sanitize_tenant(name: str, key: bytes) -> str:
     """A tenant's name as it may be written down."""
     if key and name:
         return hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=HASH_BYTES, key=key).hexdigest()
-    return "".join(letter if letter.isprintable() else "?" for letter in name[:MAX_LENGTH])
+    return "".join(letter if letter.isprintable() else "?" for letter in name[:MAX_TENANT_LENGTH])
 
 
-def class_of(traffic_class: object, prompt_tokens: int) -> str:
+def request_class(traffic_class: object, prompt_tokens: int) -> str:
     """The traffic class where one was said, else the size of the prompt: `short`, `medium`, `long`; `unknown` for 0."""
-    if traffic_class in CLASSES:
+    if traffic_class in TRAFFIC_CLASSES:
         return str(traffic_class)
     if prompt_tokens <= 0:
         return UNKNOWN
-    if prompt_tokens < MEDIUM_FROM:
+    if prompt_tokens < MEDIUM_MIN_TOKENS:
         return SHORT
-    return MEDIUM if prompt_tokens < LONG_FROM else LONG
+    return MEDIUM if prompt_tokens < LONG_MIN_TOKENS else LONG

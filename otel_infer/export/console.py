@@ -13,7 +13,7 @@ from otel_infer.export.spans import startup, tree
 from otel_infer.ringbuffer import events
 
 
-def milliseconds(ns: float) -> str:
+def format_duration(ns: float) -> str:
     """`0.4 ms`, `12 ms`, `3.2 s`: as many digits as say something."""
     value = ns / 1e6
     if value >= 9_999.5:
@@ -21,42 +21,54 @@ def milliseconds(ns: float) -> str:
     return f"{value:.1f} ms" if value < 9.95 else f"{value:.0f} ms"
 
 
-def line(record: RequestRecord) -> str:
+def format_request(record: RequestRecord) -> str:
     """What a person wants to know of one request at a glance."""
     outcome = {events.OK: "ok", events.ERROR: "error", events.ABORTED: "aborted"}[record.outcome]
     where = f"in {record.died_in}" if record.died_in else ""
     if said := " ".join(filter(None, (record.error_type, where))):
         outcome += f" ({said})"
     stages = " · ".join(
-        f"{stage.name} {milliseconds(stage.ended_at - stage.started_at)}"
+        f"{stage.name} {format_duration(stage.ended_at - stage.started_at)}"
         for stage in record.stages
         if stage.name in semconv.STAGES or stage.ended_at - stage.started_at > 0
     )
-    parts = [record.trace_id.hex()[:8], tree.request_name(record), outcome, milliseconds(record.duration_ns)]
+    parts = [
+        record.trace_id.hex()[:8],
+        tree.request_name(record),
+        outcome,
+        format_duration(record.duration_ns),
+    ]
     if record.first_token_at:
-        parts.append(f"first token {milliseconds(record.ttft_ns)}")
+        parts.append(f"first token {format_duration(record.ttft_ns)}")
     if record.output_tokens:
         parts.append(f"{record.input_tokens} → {record.output_tokens} tokens")
-    if record.blame is not None and record.operation and record.duration_ns:
-        top = record.blame.top
-        parts.append(f"{100 * record.blame.causes[top] / record.duration_ns:.0f} % {top.replace('_', ' ')}")
+    if record.breakdown is not None and record.operation and record.duration_ns:
+        top = record.breakdown.top_cause
+        parts.append(
+            f"{100 * record.breakdown.causes[top] / record.duration_ns:.0f} % {top.replace('_', ' ')}"
+        )
     return f"{'  '.join(parts)}  [{stages}]"
 
 
-def start_line(record: StartRecord) -> str:
+def format_start(record: StartRecord) -> str:
     """What a start spent its time on, at a glance."""
     outcome = f"ready by {record.ready_by}"
     if record.error_type:
         where = f" in {record.died_in}" if record.died_in else ""
         outcome = f"error ({record.error_type}{where})"
     phases = " · ".join(
-        f"{phase.name} {milliseconds(phase.ended_at - phase.started_at)}" for phase in record.phases
+        f"{phase.name} {format_duration(phase.ended_at - phase.started_at)}" for phase in record.phases
     )
-    parts = [record.trace_id.hex()[:8], startup.name_of(record), outcome, milliseconds(record.duration_ns)]
+    parts = [
+        record.trace_id.hex()[:8],
+        startup.start_name(record),
+        outcome,
+        format_duration(record.duration_ns),
+    ]
     return f"{'  '.join(parts)}  [{phases}]"
 
 
-def has_room(out: Any) -> bool:
+def is_writable(out: Any) -> bool:
     """Whether a line goes there at once: a terminal that is paused, or a pipe that nobody reads, would keep us from the rings."""
     try:
         return bool(select.select((), (out.fileno(),), (), 0)[1])
@@ -70,17 +82,17 @@ class Console:
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stderr
 
-    def request(self, record: RequestRecord) -> None:
+    def on_request(self, record: RequestRecord) -> None:
         """Prints one request."""
-        self._print(line(record))
+        self._print_line(format_request(record))
 
-    def start(self, record: StartRecord) -> None:
+    def on_start(self, record: StartRecord) -> None:
         """Prints one start."""
-        self._print(start_line(record))
+        self._print_line(format_start(record))
 
-    def _print(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         """A closed terminal is no reason to stop."""
-        if not has_room(self._out):
+        if not is_writable(self._out):
             return
         try:
             self._out.write(text + "\n")

@@ -13,13 +13,13 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-CLIENT_S, CLOSE_S = 5.0, 1.0
+CLIENT_TIMEOUT_S, CLOSE_TIMEOUT_S = 5.0, 1.0
 
 
-class Server(HTTPServer):
+class BackgroundServer(HTTPServer):
     """Serves in a thread of its own until it is closed. `owner` is whom the handlers serve for."""
 
-    def __init__(self, address: tuple[str, int], handler: type[Handler], owner: Any) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[HttpHandler], owner: Any) -> None:
         self.owner = owner
         super().__init__(address, handler)
 
@@ -31,7 +31,7 @@ class Server(HTTPServer):
         """Lets go of the port; whoever is being answered is waited for no longer than `CLOSE_S`."""
         stopping = threading.Thread(target=self.shutdown, daemon=True)
         stopping.start()
-        stopping.join(CLOSE_S)
+        stopping.join(CLOSE_TIMEOUT_S)
         self.server_close()
 
     def server_bind(self) -> None:
@@ -46,11 +46,11 @@ class Server(HTTPServer):
         log.debug("a request to %s broke", self.server_port, exc_info=True)
 
 
-class _Server6(Server):
+class _Ipv6BackgroundServer(BackgroundServer):
     address_family = AF_INET6
 
 
-class _InTime(io.RawIOBase):
+class _DeadlineReader(io.RawIOBase):
     """What comes from a connection within so many seconds; raises `TimeoutError` then."""
 
     def __init__(self, connection: socket, seconds: float) -> None:
@@ -67,11 +67,11 @@ class _InTime(io.RawIOBase):
         return self._connection.recv_into(buffer)
 
 
-class Handler(BaseHTTPRequestHandler):
+class HttpHandler(BaseHTTPRequestHandler):
     """Answers in one piece and says nothing of who it is, nor to a log of who asked."""
 
-    server: Server
-    timeout = CLIENT_S
+    server: BackgroundServer
+    timeout = CLIENT_TIMEOUT_S
     server_version = "otel_infer"
     sys_version = ""
 
@@ -79,16 +79,16 @@ class Handler(BaseHTTPRequestHandler):
         """All that is asked has to be there in time, however slowly it comes: others wait."""
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_InTime(self.connection, CLIENT_S))
+        self.rfile = io.BufferedReader(_DeadlineReader(self.connection, CLIENT_TIMEOUT_S))
 
-    def asked_for(self) -> str:
+    def path_without_query(self) -> str:
         """The path, without what follows it."""
         return self.path.partition("?")[0]
 
-    def answer(self, status: int, kind: str, content: bytes, **headers: str) -> None:
+    def send_content(self, status: int, kind: str, content: bytes, **headers: str) -> None:
         """The whole answer; underscores in the names of `headers` stand for hyphens."""
         self.close_connection = True
-        self.connection.settimeout(CLIENT_S)
+        self.connection.settimeout(CLIENT_TIMEOUT_S)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
@@ -102,12 +102,14 @@ class Handler(BaseHTTPRequestHandler):
         """Silent: what is asked of us is not for a log."""
 
 
-def serve(address: str, handler: type[Handler], owner: Any, name: str) -> Server:
+def start_server(address: str, handler: type[HttpHandler], owner: Any, name: str) -> BackgroundServer:
     """A server at `PORT` or `ADDRESS:PORT`, running; raises `OSError` where it cannot be had."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or LOOPBACK
     try:
-        server = (_Server6 if ":" in host else Server)((host, int(port)), handler, owner)
+        server = (_Ipv6BackgroundServer if ":" in host else BackgroundServer)(
+            (host, int(port)), handler, owner
+        )
     except (OverflowError, UnicodeError) as reason:
         raise OSError(str(reason)) from None
     try:

@@ -31,25 +31,25 @@ class Device(Protocol):
     index: int
     tick_ns: int
 
-    def event(self) -> Any:
+    def create_event(self) -> Any:
         """A new event with timing; it exists on the device when it is recorded for the first time."""
 
-    def stream(self) -> Any:
+    def current_stream(self) -> Any:
         """The stream that the calling thread launches on now."""
 
-    def idle_stream(self) -> Any:
+    def create_idle_stream(self) -> Any:
         """A new stream that nobody else launches on."""
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Whether what the calling thread launches now goes into a graph, and is not run."""
 
-    def adopt_thread(self) -> None:
+    def prepare_thread(self) -> None:
         """Makes the calling thread one that may ask the device while another thread captures."""
 
-    def occupy(self, stream: Any) -> bool:
+    def occupy_stream(self, stream: Any) -> bool:
         """Keeps an idle stream busy for about a ms, on one of the device's many processors; False where that cannot be."""
 
-    def stamp(self, event: Any, stream: Any) -> tuple[int, int] | None:
+    def record_and_poll(self, event: Any, stream: Any) -> tuple[int, int] | None:
         """Records an event on an idle stream: host time before it and after it was seen done; None if that took too long."""
 
 
@@ -63,37 +63,37 @@ class TorchDevice:
         self.index, self.kind = index, kind
         self._module = getattr(torch, kind)
         classes: Any = sys.modules[f"torch.{kind}.streams"]
-        self._event, self._stream = classes.Event, classes.Stream
-        self._current = getattr(torch._C, f"_{kind}_getCurrentStream")
+        self._event_class, self._stream_class = classes.Event, classes.Stream
+        self._get_current_stream = getattr(torch._C, f"_{kind}_getCurrentStream")
         self._streams: dict[Any, Any] = {}
         never: Callable[[], bool] = bool
-        self.capturing = getattr(torch._C, f"_{kind}_isCurrentStreamCapturing", never)
-        self._driver = _driver() if kind == "cuda" and torch.version.cuda else None
+        self.is_capturing = getattr(torch._C, f"_{kind}_isCurrentStreamCapturing", never)
+        self._driver = _load_driver() if kind == "cuda" and torch.version.cuda else None
 
-    def event(self) -> Any:
-        return self._event(enable_timing=True)
+    def create_event(self) -> Any:
+        return self._event_class(enable_timing=True)
 
-    def stream(self) -> Any:
+    def current_stream(self) -> Any:
         # torch's own `current_stream` makes a new object each time, at several µs.
-        told = self._current(self.index)
+        told = self._get_current_stream(self.index)
         stream = self._streams.get(told)
         if stream is None:
             number, index, kind = told
-            stream = self._streams[told] = self._stream(
+            stream = self._streams[told] = self._stream_class(
                 stream_id=number, device_index=index, device_type=kind
             )
         return stream
 
-    def idle_stream(self) -> Any:
-        return self._stream(self.index, priority=-1)
+    def create_idle_stream(self) -> Any:
+        return self._stream_class(self.index, priority=-1)
 
-    def adopt_thread(self) -> None:
+    def prepare_thread(self) -> None:
         self._module.set_device(self.index)
         if self._driver is not None:
             mode = ctypes.c_int(_THREAD_LOCAL)
             self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
-    def occupy(self, stream: Any) -> bool:
+    def occupy_stream(self, stream: Any) -> bool:
         sleep = getattr(self._module, "_sleep", None)
         if sleep is None:
             return False
@@ -101,16 +101,16 @@ class TorchDevice:
             sleep(OCCUPY_CYCLES)
         return True
 
-    def stamp(self, event: Any, stream: Any) -> tuple[int, int] | None:
+    def record_and_poll(self, event: Any, stream: Any) -> tuple[int, int] | None:
         if self._driver is None:
-            return _stamped(lambda: event.record(stream), event.query)
+            return _time_event(lambda: event.record(stream), event.query)
         # The driver is called with the GIL held: torch gives it up to record, and has it back when the engine lets go.
         known, queue = ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(stream.cuda_stream)
         record, query = self._driver.cuEventRecord, self._driver.cuEventQuery
-        return _stamped(lambda: record(known, queue), lambda: query(known) == 0)
+        return _time_event(lambda: record(known, queue), lambda: query(known) == 0)
 
 
-def _stamped(record: Callable[[], object], query: Callable[[], bool]) -> tuple[int, int] | None:
+def _time_event(record: Callable[[], object], query: Callable[[], bool]) -> tuple[int, int] | None:
     before = _clock.now()
     if record():  # the driver's status; torch has none and raises
         return None
@@ -120,14 +120,14 @@ def _stamped(record: Callable[[], object], query: Callable[[], bool]) -> tuple[i
     return before, _clock.now()
 
 
-def _driver() -> Any:
+def _load_driver() -> Any:
     """libcuda, called with the GIL held; None where it cannot be had."""
     with contextlib.suppress(OSError):
         return ctypes.PyDLL("libcuda.so.1")
     return None
 
 
-def current() -> TorchDevice | None:
+def current_device() -> TorchDevice | None:
     """The device that the calling thread launches on; None where nobody uses one, or none that we can time."""
     torch: Any = sys.modules.get("torch")
     for kind in ("cuda", "xpu"):

@@ -10,55 +10,55 @@ import os
 import threading
 import time
 
-PATIENCE_S = 0.1
+MAX_WAIT_S = 0.1
 """Whoever asks a device lets go within µs; a capture does not wait for longer than this."""
 
-open_now = 0
+open_captures = 0
 """Captures that are going on."""
-begun = 0
+capture_count = 0
 """Captures that there were, so far."""
-_asking = 0
-_changing = threading.Lock()
+_active_queries = 0
+_lock = threading.Lock()
 
 
-def begin() -> None:
+def begin_capture() -> None:
     """A capture is about to begin: nobody asks a device from here on."""
-    global open_now, begun
-    with _changing:
-        open_now, begun = open_now + 1, begun + 1
-    until = time.monotonic() + PATIENCE_S
-    while _asking and time.monotonic() < until:
+    global open_captures, capture_count
+    with _lock:
+        open_captures, capture_count = open_captures + 1, capture_count + 1
+    until = time.monotonic() + MAX_WAIT_S
+    while _active_queries and time.monotonic() < until:
         time.sleep(0)
 
 
-def end() -> None:
+def end_capture() -> None:
     """It is over, or did not begin."""
-    global open_now
-    with _changing:
-        open_now = max(open_now - 1, 0)
+    global open_captures
+    with _lock:
+        open_captures = max(open_captures - 1, 0)
 
 
-def ask() -> bool:
+def try_begin_query() -> bool:
     """Whether a device may be asked now; if so no capture begins until `asked`."""
-    global _asking
-    with _changing:
-        if open_now:
+    global _active_queries
+    with _lock:
+        if open_captures:
             return False
-        _asking += 1
+        _active_queries += 1
         return True
 
 
-def asked() -> None:
+def end_query() -> None:
     """The device has answered."""
-    global _asking
-    with _changing:
-        _asking -= 1
+    global _active_queries
+    with _lock:
+        _active_queries -= 1
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """In a forked child nobody asks, whoever was about to."""
-    global _changing, _asking, open_now
-    _changing, _asking, open_now = threading.Lock(), 0, 0
+    global _lock, _active_queries, open_captures
+    _lock, _active_queries, open_captures = threading.Lock(), 0, 0
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_after_fork)

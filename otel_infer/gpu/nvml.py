@@ -6,10 +6,10 @@ import contextlib
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-DRIVER = Path("/proc/driver/nvidia/version")
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 """There where the kernel has the driver, also inside a container that was not given its library."""
 
-Status = Literal["ready", "no driver", "no library", "no permission", "no package", "broken"]
+NvmlStatus = Literal["ready", "no driver", "no library", "no permission", "no package", "broken"]
 
 
 class NvmlState(NamedTuple):
@@ -19,13 +19,13 @@ class NvmlState(NamedTuple):
     nvidia-ml-py is not installed; "broken", anything else, which `reason` names.
     """
 
-    status: Status
+    status: NvmlStatus
     driver: str = ""
     devices: tuple[str, ...] = ()
     reason: str = ""
 
 
-def state() -> NvmlState:
+def query_state() -> NvmlState:
     """Asks NVML once, and lets go of it again; never raises."""
     try:
         import pynvml
@@ -34,25 +34,27 @@ def state() -> NvmlState:
     try:
         pynvml.nvmlInit()
     except Exception as refusal:
-        return _refused(pynvml, refusal)
+        return _state_from_error(pynvml, refusal)
     try:
-        return NvmlState("ready", text(pynvml.nvmlSystemGetDriverVersion()), _devices(pynvml))
+        return NvmlState(
+            "ready", decode_text(pynvml.nvmlSystemGetDriverVersion()), _list_device_names(pynvml)
+        )
     except Exception as refusal:
-        return _refused(pynvml, refusal)
+        return _state_from_error(pynvml, refusal)
     finally:
         with contextlib.suppress(Exception):
             pynvml.nvmlShutdown()
 
 
-def _devices(pynvml: Any) -> tuple[str, ...]:
+def _list_device_names(pynvml: Any) -> tuple[str, ...]:
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    return tuple(text(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
+    return tuple(decode_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
 
 
-def _refused(pynvml: Any, refusal: Exception) -> NvmlState:
+def _state_from_error(pynvml: Any, refusal: Exception) -> NvmlState:
     code = getattr(refusal, "value", None)
     if code == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-        return NvmlState("no library" if DRIVER.exists() else "no driver")
+        return NvmlState("no library" if DRIVER_FILE.exists() else "no driver")
     if code == pynvml.NVML_ERROR_DRIVER_NOT_LOADED:
         return NvmlState("no driver")
     if code == pynvml.NVML_ERROR_NO_PERMISSION:
@@ -60,6 +62,6 @@ def _refused(pynvml: Any, refusal: Exception) -> NvmlState:
     return NvmlState("broken", reason=f"{type(refusal).__name__}: {refusal}")
 
 
-def text(said: str | bytes) -> str:
+def decode_text(said: str | bytes) -> str:
     """What NVML says; older bindings answer with bytes."""
     return said.decode("utf-8", "replace") if isinstance(said, bytes) else said

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from otel_infer import _clock
-from otel_infer.gpu.nvml import text
+from otel_infer.gpu.nvml import decode_text
 from otel_infer.ringbuffer.events import GpuClocksThrottled
 
 
@@ -30,21 +30,21 @@ class GpuReading(NamedTuple):
     name: str
     number: int
     parent: str
-    what: str
-    of: str
+    quantity: str
+    label: str
     value: float
 
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 5.0
-MOST_REMEMBERED = 120
+POLL_INTERVAL_S = 5.0
+MAX_PENDING_EVENTS = 120
 """Events that wait to be recorded."""
-MOST_EVENTS = 64
+MAX_XID_EVENTS = 64
 """Of one device, that are taken at once."""
 STALE_S = 30.0
 """A driver that has not answered for so long says nothing any more."""
-REASONS = {
+THROTTLE_REASONS = {
     "power_cap": 0x4,
     "hw_slowdown": 0x8,
     "sync_boost": 0x10,
@@ -53,13 +53,13 @@ REASONS = {
     "power_brake": 0x80,
 }
 """Why clocks are lower than they could be (nvml.h, nvmlClocksEventReasons); idle and set clocks are no reasons."""
-SLOWING = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "power_brake"})
+SLOWING_REASONS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "power_brake"})
 """Those that come and go with heat and supply. The others are how a GPU that is busy runs all day."""
-UNITS = {"sm": 2, "tensor": 5, "dram": 10}
+GPM_UNITS = {"sm": 2, "tensor": 5, "dram": 10}
 """Of GPM: nvmlGpmMetricId_t."""
 
 
-class Gpu(NamedTuple):
+class NvmlDevice(NamedTuple):
     """A GPU, or a MIG device of the `parent`."""
 
     handle: Any
@@ -69,16 +69,16 @@ class Gpu(NamedTuple):
     parent: str = ""
 
 
-class Readings:
+class NvmlReader:
     """Asks NVML; never raises. `wanted`: the server's CUDA_VISIBLE_DEVICES, None where it may use all. `unsupported`: (UUID, what)
     that is not asked again."""
 
     def __init__(self, wanted: str | None = None) -> None:
-        self._wanted = wanted
+        self._visible_devices = wanted
         self._nvml: Any = None
-        self._devices: list[Gpu] = []
-        self._samples: dict[str, list[Any]] = {}
-        self._events: dict[str, Any] = {}
+        self._devices: list[NvmlDevice] = []
+        self._gpm_samples: dict[str, list[Any]] = {}
+        self._event_sets: dict[str, Any] = {}
         self._xid_counts: Counter[tuple[str, int]] = Counter()
         self.unsupported: set[tuple[str, str]] = set()
         self.driver = ""
@@ -89,8 +89,8 @@ class Readings:
             import pynvml
 
             pynvml.nvmlInit()
-            self._nvml, self.driver = pynvml, text(pynvml.nvmlSystemGetDriverVersion())
-            self._devices = [device for device in self._found() if self._is_wanted(device)]
+            self._nvml, self.driver = pynvml, decode_text(pynvml.nvmlSystemGetDriverVersion())
+            self._devices = [device for device in self._find_gpus() if self._is_visible(device)]
         except Exception as refusal:  # no driver, no library, no permission
             log.debug("no GPU metrics: %s", refusal)
             return False
@@ -103,62 +103,62 @@ class Readings:
             with contextlib.suppress(Exception):
                 nvml.nvmlShutdown()
 
-    def read(self) -> list[GpuReading]:
+    def read_all(self) -> list[GpuReading]:
         """All values that there are now."""
         found: list[GpuReading] = []
         for device in self._devices:
-            for what, ask in self._asked(device).items():
+            for what, ask in self._select_queries(device).items():
                 key = device.uuid, what
                 if key in self.unsupported:
                     continue
                 try:
                     found += [GpuReading(*device[1:], what, of, value) for of, value in ask(device.handle)]
                 except Exception as refusal:
-                    self._failed(key, refusal)
+                    self._record_failure(key, refusal)
         return found
 
-    def _asked(self, device: Gpu) -> dict[str, Callable[[Any], Iterator[tuple[str, float]]]]:
+    def _select_queries(self, device: NvmlDevice) -> dict[str, Callable[[Any], Iterator[tuple[str, float]]]]:
         if device.parent:
-            return {"memory": self._memory}
+            return {"memory": self._read_memory}
         return {
-            "utilization": self._utilization,
-            "memory": self._memory,
+            "utilization": self._read_utilization,
+            "memory": self._read_memory,
             "power": lambda handle: iter([("", self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000)]),
             "energy": lambda handle: iter(
                 [("", self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)]
             ),
             "temperature": lambda handle: iter([("", self._nvml.nvmlDeviceGetTemperature(handle, 0))]),
-            "throttled": self._throttled,
-            "errors": self._errors,
-            "activity": lambda handle: self._activity(handle, device.uuid),
-            "xids": lambda handle: self._xids(handle, device.uuid),
+            "throttled": self._read_throttle_reasons,
+            "errors": self._read_ecc_errors,
+            "activity": lambda handle: self._read_activity(handle, device.uuid),
+            "xids": lambda handle: self._read_xid_errors(handle, device.uuid),
         }
 
-    def _utilization(self, handle: Any) -> Iterator[tuple[str, float]]:
+    def _read_utilization(self, handle: Any) -> Iterator[tuple[str, float]]:
         yield "general", self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
 
-    def _memory(self, handle: Any) -> Iterator[tuple[str, float]]:
+    def _read_memory(self, handle: Any) -> Iterator[tuple[str, float]]:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         yield "used", memory.used
         yield "total", memory.total
 
-    def _throttled(self, handle: Any) -> Iterator[tuple[str, float]]:
+    def _read_throttle_reasons(self, handle: Any) -> Iterator[tuple[str, float]]:
         bits = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-        for reason, bit in REASONS.items():
+        for reason, bit in THROTTLE_REASONS.items():
             yield reason, float(bool(bits & bit))
 
-    def _errors(self, handle: Any) -> Iterator[tuple[str, float]]:
+    def _read_ecc_errors(self, handle: Any) -> Iterator[tuple[str, float]]:
         for kind, number in (("corrected", 0), ("uncorrected", 1)):
             yield kind, self._nvml.nvmlDeviceGetTotalEccErrors(handle, number, 0)
 
-    def _xids(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
+    def _read_xid_errors(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
         """What its driver called critical since we look, by its number (docs.nvidia.com/deploy/xid-errors)."""
         nvml = self._nvml
-        if uuid not in self._events:
-            self._events[uuid] = self._registered(handle)
-        for _ in range(MOST_EVENTS):
+        if uuid not in self._event_sets:
+            self._event_sets[uuid] = self._register_events(handle)
+        for _ in range(MAX_XID_EVENTS):
             try:
-                event = nvml.nvmlEventSetWait_v2(self._events[uuid], 0)
+                event = nvml.nvmlEventSetWait_v2(self._event_sets[uuid], 0)
             except nvml.NVMLError:  # there is none; or the device is lost, of which the last one told
                 break
             self._xid_counts[uuid, int(event.eventData)] += 1
@@ -166,7 +166,7 @@ class Readings:
             if whose == uuid:
                 yield f"xid_{number}", count
 
-    def _registered(self, handle: Any) -> Any:
+    def _register_events(self, handle: Any) -> Any:
         nvml = self._nvml
         events = nvml.nvmlEventSetCreate()
         try:
@@ -176,36 +176,39 @@ class Readings:
             raise
         return events
 
-    def _activity(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
+    def _read_activity(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
         """Between this sample and the one before."""
         nvml = self._nvml
         if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-        samples = self._samples.setdefault(uuid, [])
+        samples = self._gpm_samples.setdefault(uuid, [])
         fresh = nvml.nvmlGpmSampleAlloc() if len(samples) < 2 else samples.pop(0)
         nvml.nvmlGpmSampleGet(handle, fresh)
         samples.append(fresh)
         if len(samples) < 2:
             return
         asked = nvml.c_nvmlGpmMetricsGet_t()
-        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(UNITS)
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(GPM_UNITS)
         asked.sample1, asked.sample2 = samples
-        for place, number in enumerate(UNITS.values()):
+        for place, number in enumerate(GPM_UNITS.values()):
             asked.metrics[place].metricId = number
         nvml.nvmlGpmMetricsGet(asked)
-        for place, unit in enumerate(UNITS):
+        for place, unit in enumerate(GPM_UNITS):
             if asked.metrics[place].nvmlReturn == nvml.NVML_SUCCESS:
                 yield unit, asked.metrics[place].value / 100
 
-    def _found(self) -> Iterator[Gpu]:
+    def _find_gpus(self) -> Iterator[NvmlDevice]:
         nvml = self._nvml
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid, name = text(nvml.nvmlDeviceGetUUID(handle)), text(nvml.nvmlDeviceGetName(handle))
-            yield Gpu(handle, uuid, name, index)
-            yield from self._instances(handle, uuid, name, index)
+            uuid, name = (
+                decode_text(nvml.nvmlDeviceGetUUID(handle)),
+                decode_text(nvml.nvmlDeviceGetName(handle)),
+            )
+            yield NvmlDevice(handle, uuid, name, index)
+            yield from self._find_mig_devices(handle, uuid, name, index)
 
-    def _instances(self, handle: Any, parent: str, name: str, index: int) -> Iterator[Gpu]:
+    def _find_mig_devices(self, handle: Any, parent: str, name: str, index: int) -> Iterator[NvmlDevice]:
         """Its MIG devices; most GPUs cannot have any."""
         nvml = self._nvml
         with contextlib.suppress(Exception):
@@ -214,19 +217,21 @@ class Readings:
             for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
                 with contextlib.suppress(Exception):  # that place is empty
                     instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                    yield Gpu(instance, text(nvml.nvmlDeviceGetUUID(instance)), f"{name} MIG", index, parent)
+                    yield NvmlDevice(
+                        instance, decode_text(nvml.nvmlDeviceGetUUID(instance)), f"{name} MIG", index, parent
+                    )
 
-    def _is_wanted(self, device: Gpu) -> bool:
+    def _is_visible(self, device: NvmlDevice) -> bool:
         """By CUDA_VISIBLE_DEVICES: UUIDs, or numbers (as NVML counts, by bus; CUDA's own order is the same for equal GPUs)."""
-        if self._wanted is None:
+        if self._visible_devices is None:
             return True
-        names = [name.strip() for name in self._wanted.split(",")]
+        names = [name.strip() for name in self._visible_devices.split(",")]
         ids = (device.uuid, device.parent)
         return str(device.number) in names or any(
             name and any(one.startswith(name) for one in ids) for name in names
         )
 
-    def _failed(self, key: tuple[str, str], refusal: Exception) -> None:
+    def _record_failure(self, key: tuple[str, str], refusal: Exception) -> None:
         nvml, code = self._nvml, getattr(refusal, "value", None)
         final = (
             nvml.NVML_ERROR_NOT_SUPPORTED,
@@ -238,20 +243,20 @@ class Readings:
         log.debug("%s of %s is not to be had: %s", key[1], key[0], refusal)
 
 
-class Poller(threading.Thread):
+class NvmlPoller(threading.Thread):
     """Reads every 5 s, on a thread of its own: a driver may take its time."""
 
-    def __init__(self, wanted: str | None = None, every_s: float = EVERY_S) -> None:
+    def __init__(self, wanted: str | None = None, every_s: float = POLL_INTERVAL_S) -> None:
         super().__init__(name="otel_infer-nvml", daemon=True)
-        self._readings, self._every = Readings(wanted), every_s
-        self._over = threading.Event()
+        self._reader, self._interval_s = NvmlReader(wanted), every_s
+        self._stopping = threading.Event()
         self._latest: tuple[int, list[GpuReading]] = 0, []
-        self._events: deque[GpuClocksThrottled] = deque(maxlen=MOST_REMEMBERED)
+        self._pending_events: deque[GpuClocksThrottled] = deque(maxlen=MAX_PENDING_EVENTS)
 
     @property
     def driver(self) -> str:
         """Its version."""
-        return self._readings.driver
+        return self._reader.driver
 
     @property
     def latest(self) -> list[GpuReading]:
@@ -260,24 +265,26 @@ class Poller(threading.Thread):
         return readings if _clock.now() - at < STALE_S * 1e9 else []
 
     def run(self) -> None:
-        is_open = self._readings.open()
+        is_open = self._reader.open()
         while is_open:
-            self.note(_clock.now(), self._readings.read())
-            is_open = not self._over.wait(self._every)
-        self._readings.close()
+            self.record_readings(_clock.now(), self._reader.read_all())
+            is_open = not self._stopping.wait(self._interval_s)
+        self._reader.close()
 
-    def note(self, at: int, readings: list[GpuReading]) -> None:
+    def record_readings(self, at: int, readings: list[GpuReading]) -> None:
         """These were read at this instant."""
         self._latest = at, readings
-        held = {one.of for one in readings if one.what == "throttled" and one.value}
+        held = {one.label for one in readings if one.quantity == "throttled" and one.value}
         if held:
-            until = at + int(self._every * 1e9)
-            self._events.append(GpuClocksThrottled(at, until, ",".join(sorted(held)), bool(held & SLOWING)))
+            until = at + int(self._interval_s * 1e9)
+            self._pending_events.append(
+                GpuClocksThrottled(at, until, ",".join(sorted(held)), bool(held & SLOWING_REASONS))
+            )
 
     def drain_events(self) -> list[GpuClocksThrottled]:
         """Returns what was seen of throttled clocks since the last call."""
-        return [self._events.popleft() for _ in range(len(self._events))]
+        return [self._pending_events.popleft() for _ in range(len(self._pending_events))]
 
     def stop(self) -> None:
         """Ends it, soon."""
-        self._over.set()
+        self._stopping.set()

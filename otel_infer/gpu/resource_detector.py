@@ -16,7 +16,7 @@ class GpuResourceDetector(ResourceDetector):
 
     def detect(self) -> Resource:
         """Asks once; never raises."""
-        state = nvml.state()
+        state = nvml.query_state()
         if state.status != "ready" or not state.devices:
             return Resource.get_empty()
         return Resource(

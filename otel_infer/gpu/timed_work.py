@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from otel_infer.gpu.timeline import Timed
+from otel_infer.gpu.timeline import DeviceInterval
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.events import told_ns
+from otel_infer.ringbuffer.events import encode_ns
 from otel_infer.ringbuffer.recorder import recorder
 
 
 class StepWork:
     """A step of an engine in process `pid`, or the part of it that the worker of this rank does. `log`: as in `StepExecuted`."""
 
-    __slots__ = ("_of",)
+    __slots__ = ("_step_ids",)
 
     def __init__(self, engine: str, pid: int, rank: int, step: int, log: int) -> None:
-        self._of = engine, pid, rank, step, log
+        self._step_ids = engine, pid, rank, step, log
 
-    def on_device(self, timed: Timed) -> None:
+    def on_device(self, timed: DeviceInterval) -> None:
         started_at, ended_at, launched, queued, gap, bound = timed
-        lengths = told_ns(launched), told_ns(queued), told_ns(gap), told_ns(bound)
-        recorder.stated(events.StepTimed(ended_at, started_at, *self._of, *lengths))
+        lengths = encode_ns(launched), encode_ns(queued), encode_ns(gap), encode_ns(bound)
+        recorder.record_process(events.StepTimed(ended_at, started_at, *self._step_ids, *lengths))
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
-        recorder.stated(events.StepExecuted(launched_at, begun_at, *self._of))
+        recorder.record_process(events.StepExecuted(launched_at, begun_at, *self._step_ids))
 
 
 class StageWork:
@@ -33,12 +33,12 @@ class StageWork:
     def __init__(self, stage: str, *handles: int) -> None:
         self._stage, self._handles = stage, handles
 
-    def on_device(self, timed: Timed) -> None:
+    def on_device(self, timed: DeviceInterval) -> None:
         started_at, ended_at, *lengths, bound = timed
-        launched, queued = map(told_ns, lengths[:2])
-        fact = events.StageTimed(ended_at, started_at, self._stage, launched, queued, told_ns(bound))
+        launched, queued = map(encode_ns, lengths[:2])
+        fact = events.StageTimed(ended_at, started_at, self._stage, launched, queued, encode_ns(bound))
         for handle in self._handles:
-            recorder.state(handle, fact)
+            recorder.record(handle, fact)
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
         """The stage itself says that."""

@@ -18,18 +18,18 @@ from operator import itemgetter
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.instrumentor import Integration
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer.recorder import recorder
 
 CAUSE = "gc"
-LONG_NS = 1_000_000
+MIN_PAUSE_NS = 1_000_000
 """Of shorter ones there are thousands, and nobody waits for them."""
 
-integration = Integration("interpreter", "python", (gc.__name__,))  # built in: to import it costs nothing
+integration = Instrumentor("interpreter", "python", (gc.__name__,))  # built in: to import it costs nothing
 
 
-class _Collections(defaultdict[str, int]):
+class _GcPauseRecorder(defaultdict[str, int]):
     """The collector calls `getattr(this, phase, info)`: so the phases are properties, and one of them is all C.
 
     A key that is missing becomes the instant at which it was asked for.
@@ -43,23 +43,23 @@ class _Collections(defaultdict[str, int]):
     @property
     def start(self) -> None:
         """A collection begins."""
-        self.say()
+        self.record_last_pause()
         self._started_at = _clock.now()
 
     stop = property(itemgetter("stopped_at"))
 
-    def say(self) -> None:
+    def record_last_pause(self) -> None:
         """States the last collection, if it is over and was long; once, whoever asks."""
         started_at, stopped_at = self._started_at, self.pop("stopped_at", 0)
-        if started_at and stopped_at - started_at > LONG_NS and self._hook.alive:
+        if started_at and stopped_at - started_at > MIN_PAUSE_NS and self._hook.alive:
             try:
-                recorder.paused(CAUSE, started_at, stopped_at)
+                recorder.record_pause(CAUSE, started_at, stopped_at)
             except Exception as exc:
-                self._hook.fail(exc)
+                self._hook.mark_failed(exc)
 
 
-@integration.listener("gc:callbacks")
-def collections(hook: Hook) -> Callable[..., Any]:
-    seen = _Collections(hook)
-    recorder.overdue[CAUSE] = seen.say
+@integration.add_callback("gc:callbacks")
+def make_gc_callback(hook: Hook) -> Callable[..., Any]:
+    seen = _GcPauseRecorder(hook)
+    recorder.deferred_recorders[CAUSE] = seen.record_last_pause
     return functools.partial(getattr, seen)

@@ -14,39 +14,39 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from otel_infer.instrumentation.hooks.instrumentor import Integration
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.hooks.suppression import claimed
-from otel_infer.instrumentation.hooks.thread_context import Carried
+from otel_infer.instrumentation.hooks.suppression import torch_suppressed
+from otel_infer.instrumentation.hooks.thread_context import ThreadContext
 from otel_infer.tracing import start as ingress
 
-POOLS = ("concurrent.futures.thread", "anyio._backends._asyncio", "multiprocessing.pool")
+POOL_MODULES = ("concurrent.futures.thread", "anyio._backends._asyncio", "multiprocessing.pool")
 """Modules whose threads, or what these run, take jobs."""
 
-integration = Integration("threads", "python", ("threading",))
+integration = Instrumentor("threads", "python", ("threading",))
 
 
-@integration.step_hook("threading:Thread.start")
-def start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def start(self: Any) -> Any:
-        if hook.alive and (claimed.get() or ingress.current() is not None):
+@integration.patch_hot_path("threading:Thread.start")
+def start_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def start_with_context(self: Any) -> Any:
+        if hook.alive and (torch_suppressed.get() or ingress.current_request() is not None):
             try:
-                if not _takes_jobs(self):
-                    _lend(self)
+                if not _is_pool_worker(self):
+                    _propagate_context(self)
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return original(self)
 
-    return start
+    return start_with_context
 
 
-def _lend(thread: Any) -> None:
+def _propagate_context(thread: Any) -> None:
     """What is ours here goes along with a thread that is about to start."""
-    carried = Carried(starts=True)
-    thread.run = functools.partial(_run, thread, "run" in vars(thread), thread.run, carried)
+    carried = ThreadContext(starts=True)
+    thread.run = functools.partial(_run_in_context, thread, "run" in vars(thread), thread.run, carried)
 
 
-def _run(thread: Any, is_own: bool, run: Callable[[], Any], carried: Carried) -> None:
+def _run_in_context(thread: Any, is_own: bool, run: Callable[[], Any], carried: ThreadContext) -> None:
     """The thread's `run` has its place again first: it may call itself, and ours would keep the thread alive."""
     if is_own:
         thread.run = run
@@ -55,22 +55,22 @@ def _run(thread: Any, is_own: bool, run: Callable[[], Any], carried: Carried) ->
     carried.run(run)
 
 
-def _is_elsewhere(pool: Any) -> bool:
+def _is_interpreter_pool(pool: Any) -> bool:
     """Whether its jobs are pickled for other interpreters, which what is carried cannot be."""
     return any(one.__module__ == "concurrent.futures.interpreter" for one in type(pool).__mro__)
 
 
-def _takes_jobs(thread: Any) -> bool:
+def _is_pool_worker(thread: Any) -> bool:
     target = getattr(thread, "_target", None)
-    return type(thread).__module__ in POOLS or getattr(target, "__module__", None) in POOLS
+    return type(thread).__module__ in POOL_MODULES or getattr(target, "__module__", None) in POOL_MODULES
 
 
-@integration.step_hook("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
-def submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        wanted = hook.alive and (claimed.get() or ingress.current() is not None)
-        if wanted and not _is_elsewhere(self):
-            return original(self, Carried().run, fn, *args, **kwargs)
+@integration.patch_hot_path("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
+def submit_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def submit_with_context(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        wanted = hook.alive and (torch_suppressed.get() or ingress.current_request() is not None)
+        if wanted and not _is_interpreter_pool(self):
+            return original(self, ThreadContext().run, fn, *args, **kwargs)
         return original(self, fn, *args, **kwargs)
 
-    return submit
+    return submit_with_context

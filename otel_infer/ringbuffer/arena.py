@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Protocol
 
 from otel_infer.ringbuffer import layout
-from otel_infer.ringbuffer.layout import Sizes
+from otel_infer.ringbuffer.layout import RingSizes
 
 MAX_TOTAL_BYTES = 16 << 20
 """Of all rings of one server."""
 MAX_SHARE_OF_FREE = 4
-MAX_SHARE_OF_LEFT = 14
+MAX_SHARE_OF_REMAINING = 14
 """Three rings of full size, then ever smaller ones: 33 processes with a ring of requests and one of steps each."""
-SMALLEST = 5
-SMALLEST_BYTES = Sizes().shrunk(SMALLEST - 1).steps_bytes
+SIZE_CLASSES = 5
+MIN_RING_BYTES = RingSizes().scale_down(SIZE_CLASSES - 1).steps_bytes
 """No ring is smaller than it would be at this size."""
 _SUFFIXES = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)
 
 
-class RingRefused(Exception):
+class RingUnavailable(Exception):
     """No shared memory to be had; the message says where, why, and what to change."""
 
 
@@ -38,15 +38,15 @@ class Arena(Protocol):
         """Zeroed, writable, prefaulted memory of exactly `size` bytes; raises `RingRefused`."""
         ...
 
-    def fits(self, size: int) -> bool:
+    def can_allocate(self, size: int) -> bool:
         """Whether so many more bytes stay inside what we allow ourselves."""
         ...
 
-    def left(self) -> int:
+    def remaining_bytes(self) -> int:
         """How many bytes of what we allow ourselves are not used."""
         ...
 
-    def is_there(self) -> bool:
+    def is_visible(self) -> bool:
         """Whether a reader that comes now would find the rings."""
         ...
 
@@ -63,27 +63,27 @@ class FileArena:
         self._descriptors: list[int] = []
         self._paths: list[Path] = []
 
-    def fits(self, size: int) -> bool:
+    def can_allocate(self, size: int) -> bool:
         """At most 16 MiB in all, and at most a quarter of what the file system has free.
 
         Of the 16 MiB a ring takes a small share of what is left, so that whoever comes later finds some; the smallest take the
         last of it.
         """
-        left = self.left()
-        share = max(left // MAX_SHARE_OF_LEFT, SMALLEST_BYTES)
+        left = self.remaining_bytes()
+        share = max(left // MAX_SHARE_OF_REMAINING, MIN_RING_BYTES)
         try:
             free = os.statvfs(self.directory)
         except OSError as refusal:
-            raise RingRefused(f"{self.directory}: {refusal.strerror}") from None
+            raise RingUnavailable(f"{self.directory}: {refusal.strerror}") from None
         available = free.f_bavail * free.f_frsize
         return size <= min(left, share, available // MAX_SHARE_OF_FREE)
 
-    def left(self) -> int:
+    def remaining_bytes(self) -> int:
         try:
             with os.scandir(self.directory) as entries:
                 return MAX_TOTAL_BYTES - sum(map(_ring_bytes, entries))
         except OSError as refusal:
-            raise RingRefused(f"{self.directory}: {refusal.strerror}") from None
+            raise RingUnavailable(f"{self.directory}: {refusal.strerror}") from None
 
     def allocate(self, name: str, size: int) -> mmap.mmap:
         path = self.directory / name
@@ -91,7 +91,7 @@ class FileArena:
         try:
             descriptor = os.open(path, flags, 0o600)
         except OSError as refusal:
-            raise RingRefused(f"{path}: {refusal.strerror}") from None
+            raise RingUnavailable(f"{path}: {refusal.strerror}") from None
         try:
             os.posix_fallocate(descriptor, 0, size)
             # The lock dies with the writer, whatever kills it; the descriptor must stay the only one of this file.
@@ -100,12 +100,12 @@ class FileArena:
         except OSError as refusal:
             os.close(descriptor)
             path.unlink(missing_ok=True)
-            raise RingRefused(f"{path}: {refusal.strerror}") from None
+            raise RingUnavailable(f"{path}: {refusal.strerror}") from None
         self._descriptors.append(descriptor)
         self._paths.append(path)
         return memory
 
-    def is_there(self) -> bool:
+    def is_visible(self) -> bool:
         return all(path.exists() for path in self._paths)
 
     def close(self) -> None:
@@ -118,45 +118,45 @@ class MemoryArena:
     """Rings in this process's own memory, for the in-process mode; the reader is handed the buffers."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[str, mmap.mmap]] = []
+        self._rings: list[tuple[str, mmap.mmap]] = []
 
     @property
     def buffers(self) -> list[tuple[str, mmap.mmap]]:
         """Name and memory of each ring that can be read: its writer may still be about to write its header."""
         length = len(layout.MAGIC_BYTES)
-        return [(name, memory) for name, memory in self._made if memory[:length] == layout.MAGIC_BYTES]
+        return [(name, memory) for name, memory in self._rings if memory[:length] == layout.MAGIC_BYTES]
 
-    def fits(self, size: int) -> bool:
-        return size <= self.left()
+    def can_allocate(self, size: int) -> bool:
+        return size <= self.remaining_bytes()
 
-    def left(self) -> int:
-        return MAX_TOTAL_BYTES - sum(len(memory) for _, memory in self._made)
+    def remaining_bytes(self) -> int:
+        return MAX_TOTAL_BYTES - sum(len(memory) for _, memory in self._rings)
 
     def allocate(self, name: str, size: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size)
-        self._made.append((name, memory))
+        self._rings.append((name, memory))
         return memory
 
-    def is_there(self) -> bool:
+    def is_visible(self) -> bool:
         return True
 
     def close(self) -> None:
         """Nothing to release: the reader lives in the same process."""
 
 
-def fitting(arena: Arena, size_of: Callable[[Sizes], int]) -> Sizes:
+def choose_sizes(arena: Arena, size_of: Callable[[RingSizes], int]) -> RingSizes:
     """The largest sizes that fit; raises `RingRefused` when even the smallest do not."""
-    for halvings in range(SMALLEST):
-        sizes = Sizes().shrunk(halvings)
-        if arena.fits(size_of(sizes)):
+    for halvings in range(SIZE_CLASSES):
+        sizes = RingSizes().scale_down(halvings)
+        if arena.can_allocate(size_of(sizes)):
             return sizes
-    smallest = size_of(Sizes().shrunk(SMALLEST - 1))
-    if arena.left() < smallest:
-        raise RingRefused(
+    smallest = size_of(RingSizes().scale_down(SIZE_CLASSES - 1))
+    if arena.remaining_bytes() < smallest:
+        raise RingUnavailable(
             f"the {MAX_TOTAL_BYTES >> 20} MiB that one server's rings may take are used up "
             "(give some of its processes another folder: OTEL_INFER_RINGS)"
         )
-    raise RingRefused(
+    raise RingUnavailable(
         f"less than {smallest * MAX_SHARE_OF_FREE >> 10} KiB of shared memory is free "
         "(Docker: --shm-size, pod: emptyDir Memory)"
     )

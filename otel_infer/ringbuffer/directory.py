@@ -27,72 +27,72 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from otel_infer.ringbuffer import layout
-from otel_infer.ringbuffer.writer import RingRefused
+from otel_infer.ringbuffer.writer import RingUnavailable
 
 BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
-SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What says nothing of the file: this process, or the machine, has no more of something."""
-STARTING = "starting"
-INSTANCE, SERVICE = "instance", "service"
-DUMP = "dump-"
-ASKED, DUMPED, REFUSED, DUMP_PART = ".asked", ".tape", ".refused", ".part"
-_DUMP = re.compile(r"dump-[0-9a-f]{16}\.(asked|tape|refused|part)")
+STARTING_FILE = "starting"
+INSTANCE_FILE, SERVICE_FILE = "instance", "service"
+DUMP_PREFIX = "dump-"
+DUMP_REQUESTED, DUMP_DONE, DUMP_FAILED, DUMP_PART = ".asked", ".tape", ".refused", ".part"
+_DUMP_PATTERN = re.compile(r"dump-[0-9a-f]{16}\.(asked|tape|refused|part)")
 ABANDONED_S = 3600.0
-PATIENCE_S = 10.0
-_OURS = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING, INSTANCE, SERVICE))
-_RINGS = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
+START_TIMEOUT_S = 10.0
+_SERVER_FILES = frozenset((OWNER_LOCK, SIDECAR_LOCK, STARTING_FILE, INSTANCE_FILE, SERVICE_FILE))
+_RING_SUFFIXES = frozenset((layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS))
 _FLOCK = struct.Struct("hhqqi")
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
 
 
-def user_folder(base: Path = BASE) -> Path:
+def ensure_user_folder(base: Path = BASE) -> Path:
     """This user's folder; raises `RingRefused` where it cannot be had, or belongs to somebody else."""
-    return private_folder(base / _name_of_user())
+    return ensure_private_folder(base / _user_folder_name())
 
 
-def private_folder(folder: Path) -> Path:
+def ensure_private_folder(folder: Path) -> Path:
     """A folder of this module's own naming, 0700, made if it is not there; raises `RingRefused` if it is not ours."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as refusal:
-        raise RingRefused(f"{folder}: {refusal.strerror}") from None
+        raise RingUnavailable(f"{folder}: {refusal.strerror}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise RingRefused(f"{folder}: belongs to somebody else")
+        raise RingUnavailable(f"{folder}: belongs to somebody else")
     if found.st_mode & 0o077:
         folder.chmod(0o700)
     return folder
 
 
-def new_server_folder(base: Path = BASE) -> Path:
+def create_server_folder(base: Path = BASE) -> Path:
     """A fresh folder for one server; raises `RingRefused` also where `base` is not on tmpfs."""
     if not is_tmpfs(base):
-        raise RingRefused(f"{base} is not on tmpfs")
+        raise RingUnavailable(f"{base} is not on tmpfs")
     token = f"{os.getpid()}-{secrets.token_hex(4)}"
-    return private_folder(user_folder(base) / token)
+    return ensure_private_folder(ensure_user_folder(base) / token)
 
 
-def rings_folder(given: Path) -> Path:
+def resolve_rings_folder(given: Path) -> Path:
     """The private folder in, or below, a folder that somebody named; raises `RingRefused` as `new_server_folder` does.
 
     A folder that others may use, such as a volume or /dev/shm itself, is left as it is: ours is then inside it.
     """
     given = Path(os.path.realpath(given))
     if not is_tmpfs(given):
-        raise RingRefused(f"{given} is not on tmpfs")
+        raise RingUnavailable(f"{given} is not on tmpfs")
     try:
         given.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = given.stat()
     except OSError as refusal:
-        raise RingRefused(f"{given}: {refusal.strerror}") from None
+        raise RingUnavailable(f"{given}: {refusal.strerror}") from None
     if found.st_uid == os.getuid() and not found.st_mode & 0o077:
         return given
-    return user_folder(given)
+    return ensure_user_folder(given)
 
 
-class Lock:
+class FileLock:
     """A file lock that lives as long as this object or its process. Held once per file and process."""
 
     def __init__(self, path: Path) -> None:
@@ -112,17 +112,17 @@ class Lock:
         self._descriptor = descriptor
         return True
 
-    def is_ours(self) -> bool:
+    def ensure_held(self) -> bool:
         """Whether we hold what others see under this name; where the folder was made anew, after taking it there."""
         try:
-            if self._descriptor >= 0 and self._is_there():
+            if self._descriptor >= 0 and self._is_same_file():
                 return True
             self.release()
             return self.acquire()
         except OSError:
             return False
 
-    def _is_there(self) -> bool:
+    def _is_same_file(self) -> bool:
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except FileNotFoundError:
@@ -141,33 +141,33 @@ def is_held(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as refusal:
-        return refusal.errno in SHORT
+        return refusal.errno in RESOURCE_ERRNOS
     try:
-        return _lock_on(descriptor)[0] != fcntl.F_UNLCK
+        return _query_lock(descriptor)[0] != fcntl.F_UNLCK
     except OSError:
         return True
     finally:
         os.close(descriptor)
 
 
-def holder(descriptor: int) -> int:
+def find_lock_holder(descriptor: int) -> int:
     """The pid of whoever holds the lock of this file, as seen from here; 0: nobody, or nobody that can be seen."""
     try:
-        kind, _, _, _, pid = _lock_on(descriptor)
+        kind, _, _, _, pid = _query_lock(descriptor)
     except OSError:
         return 0
     return max(pid, 0) if kind != fcntl.F_UNLCK else 0
 
 
-def _lock_on(descriptor: int) -> tuple[int, ...]:
+def _query_lock(descriptor: int) -> tuple[int, ...]:
     """A `struct flock`. Asking, where trying to take it would keep the one from having it who is just about to."""
     wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     return _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
 
 
-def claim(folder: Path) -> bool:
+def claim_sidecar_start(folder: Path) -> bool:
     """Whether it is for this process to start the sidecar: not while one that another has started is on its way."""
-    starting = folder / STARTING
+    starting = folder / STARTING_FILE
     try:
         if starting.exists() and not is_starting(folder):
             starting.unlink(missing_ok=True)
@@ -175,31 +175,31 @@ def claim(folder: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as refusal:
-        return refusal.errno not in SHORT
+        return refusal.errno not in RESOURCE_ERRNOS
     return True
 
 
 def is_starting(folder: Path) -> bool:
     """Whether a sidecar was started here that may still take its lock, whoever started it."""
     try:
-        return time.time() - (folder / STARTING).stat().st_mtime <= PATIENCE_S
+        return time.time() - (folder / STARTING_FILE).stat().st_mtime <= START_TIMEOUT_S
     except OSError:
         return False
 
 
-def dead_servers(folder: Path) -> Iterator[tuple[Path, Lock]]:
+def claim_dead_servers(folder: Path) -> Iterator[tuple[Path, FileLock]]:
     """Folders beside `folder` whose server and sidecar are gone, each with its sidecar lock, now ours.
 
     There are none beside a folder that somebody named: what lies there is not ours.
     """
-    if folder.parent.name != _name_of_user():
+    if folder.parent.name != _user_folder_name():
         return
     try:
         siblings = sorted(path for path in folder.parent.iterdir() if path != folder and path.is_dir())
     except OSError:
         return
     for sibling in siblings:
-        lock = Lock(sibling / SIDECAR_LOCK)
+        lock = FileLock(sibling / SIDECAR_LOCK)
         try:
             if not _is_abandoned(sibling) or not lock.acquire():
                 continue
@@ -210,12 +210,12 @@ def dead_servers(folder: Path) -> Iterator[tuple[Path, Lock]]:
 
 def is_dump(name: str) -> bool:
     """Whether a file of this name belongs to a tape that somebody asked for."""
-    return _DUMP.fullmatch(name) is not None
+    return _DUMP_PATTERN.fullmatch(name) is not None
 
 
-def served(folders: Path) -> list[Path]:
+def find_served_folders(folders: Path) -> list[Path]:
     """The folder itself, or those in it, where a sidecar is at work now; for this user and those in `otel_infer-UID`."""
-    candidates = [folders, folders / _name_of_user()]
+    candidates = [folders, folders / _user_folder_name()]
     for folder in list(candidates):
         try:
             found = sorted(path for path in folder.iterdir() if path.is_dir())
@@ -226,28 +226,28 @@ def served(folders: Path) -> list[Path]:
     return [folder for folder in dict.fromkeys(candidates) if is_held(folder / SIDECAR_LOCK)]
 
 
-def writers(folder: Path) -> list[int]:
+def list_writer_pids(folder: Path) -> list[int]:
     """The pids in the names of this folder's rings: of the server's processes, as they see themselves."""
     names = sorted(path.name.partition("-")[0] for path in folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
     return [int(name) for name in names if name.isdigit()]
 
 
-def remove(folder: Path) -> None:
+def remove_server_folder(folder: Path) -> None:
     """Removes what is ours in a folder where no writer lives, and the folder unless somebody named it."""
     try:
         found = list(folder.iterdir())
-        if any(path.suffix in _RINGS and is_held(path) for path in found):
+        if any(path.suffix in _RING_SUFFIXES and is_held(path) for path in found):
             return
         for path in found:
-            if path.suffix in _RINGS or path.name in _OURS or is_dump(path.name):
+            if path.suffix in _RING_SUFFIXES or path.name in _SERVER_FILES or is_dump(path.name):
                 path.unlink(missing_ok=True)
-        if _name_of_user() in folder.parts[:-1]:
+        if _user_folder_name() in folder.parts[:-1]:
             folder.rmdir()
     except OSError:
         pass
 
 
-def _name_of_user() -> str:
+def _user_folder_name() -> str:
     return f"otel_infer-{os.getuid()}"
 
 

@@ -39,13 +39,13 @@ W_LOST = 8
 """Facts the writer could not state, of whomever they were; of a step ring: what was longer than the ring takes."""
 W_ERRORS = 9
 """Probes of this process that raised."""
-W_KEYFRAME_ASKED = 10
+W_KEYFRAME_REQUESTED = 10
 """Written by the reader: counts its requests for a keyframe."""
 W_UNRECORDED = 11
 """Requests and engines that there was no room for; what is recorded is whole."""
-W_CONCLUDED_AT = 13
+W_PROCESSED_UNTIL = 13
 """Written by the reader: what ended well before this instant was handed on; the next reader does not hand it on again."""
-W_FLUSH_ASKED = 14
+W_FLUSH_REQUESTED = 14
 """Written by the writer: counts its requests to have everything sent."""
 W_FLUSH_DONE = 15
 """Written by the reader: the last such request that it fulfilled."""
@@ -91,12 +91,12 @@ RECORD_MAX = 0xFFFF
 PAD_CODE = 0
 
 
-def record(cells: int) -> struct.Struct:
+def record_struct(cells: int) -> struct.Struct:
     """A record of so many cells: counter, length, code, body (zero-padded), counter."""
     return struct.Struct(f"<QHBx{max(cells * CELL_BYTES - RECORD_OVERHEAD, 0)}sQ")
 
 
-class Sizes(NamedTuple):
+class RingSizes(NamedTuple):
     """How big the rings of one process are: cells (64 B), live slots (80 B), strings (128 B), step cells (64 B)."""
 
     cells: int = 8192
@@ -104,9 +104,9 @@ class Sizes(NamedTuple):
     strings: int = 1024
     step_cells: int = 16384
 
-    def shrunk(self, halvings: int) -> Sizes:
+    def scale_down(self, halvings: int) -> RingSizes:
         """The same proportions, 2^halvings times smaller."""
-        return Sizes(*(size >> halvings for size in self))
+        return RingSizes(*(size >> halvings for size in self))
 
     @property
     def requests_bytes(self) -> int:
@@ -117,23 +117,23 @@ class Sizes(NamedTuple):
         return PAGE + self.step_cells * CELL_BYTES
 
 
-class RequestsMap(NamedTuple):
+class RequestFileOffsets(NamedTuple):
     """Byte offsets inside a `.requests` file."""
 
     ring: int
-    live: int
+    live_table: int
     strings: int
     end: int
 
 
-def requests_map(cells: int, live_slots: int, strings: int) -> RequestsMap:
+def request_offsets(cells: int, live_slots: int, strings: int) -> RequestFileOffsets:
     """The offsets that follow from the sizes in the header."""
     live = PAGE + cells * CELL_BYTES
     table = live + live_slots * LIVE_BYTES
-    return RequestsMap(PAGE, live, table, table + strings * STRING_BYTES)
+    return RequestFileOffsets(PAGE, live, table, table + strings * STRING_BYTES)
 
 
-def boot_id() -> str:
+def read_boot_id() -> str:
     """This boot of this kernel; rings of another boot are garbage. Empty where the kernel does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -31,25 +31,25 @@ class RingNotReady(Exception):
     """The file is a ring that its writer has not finished yet."""
 
 
-class NotARing(Exception):
+class InvalidRing(Exception):
     """The memory does not hold a ring of this layout version; the message says why."""
 
 
-class Header:
+class RingHeader:
     """The header page of a ring file."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         if len(memory) < layout.PAGE:
-            raise NotARing("shorter than a header")
+            raise InvalidRing("shorter than a header")
         self.words: Words = np.frombuffer(memory, np.uint64, layout.HEADER_WORDS)
         magic = int(self.words[layout.W_MAGIC])
         if not magic:
             raise RingNotReady("its writer has not finished it")
         if magic != layout.MAGIC:
-            raise NotARing("not a ring")
+            raise InvalidRing("not a ring")
         version = int(self.words[layout.W_VERSION])
         if version != layout.VERSION:
-            raise NotARing(
+            raise InvalidRing(
                 f"layout version {version}, this reader knows {layout.VERSION}: use one otel-infer version"
             )
         (length,) = layout.TEXT_LENGTH.unpack_from(memory, layout.TEXT_OFFSET)
@@ -57,7 +57,7 @@ class Header:
         try:
             self.text: dict[str, Any] = json.loads(memory[begin : begin + min(length, layout.TEXT_MAX)])
         except ValueError as broken:
-            raise NotARing("header text is broken") from broken
+            raise InvalidRing("header text is broken") from broken
         self.pid = int(self.words[layout.W_PID])
         self.cells = int(self.words[layout.W_CELLS])
 
@@ -66,14 +66,14 @@ class RequestReader:
     """Reads the request ring, live table and string table of one process."""
 
     def __init__(self, memory: mmap.mmap, ring: int) -> None:
-        self.header = Header(memory)
+        self.header = RingHeader(memory)
         self.ring = ring
         self._memory = memory
         cells = self.header.cells
         slots, strings = int(self.header.words[layout.W_LIVE_SLOTS]), int(self.header.words[layout.W_STRINGS])
-        self._offsets = layout.requests_map(cells, slots, strings)
+        self._offsets = layout.request_offsets(cells, slots, strings)
         if cells < 1 or self._offsets.end > len(memory):
-            raise NotARing("sizes in the header exceed the file")
+            raise InvalidRing("sizes in the header exceed the file")
         words = np.frombuffer(memory, np.uint64, cells * 8, layout.PAGE)
         self._cells: Words = words.reshape(cells, 8)
         self._slots = slots
@@ -83,19 +83,19 @@ class RequestReader:
         self._complete = 0
         self._hole_wakes = 0
         self._pending: dict[int, tuple[int, dict[int, bytes]]] = {}
-        self._taken_over = int(self.header.words[layout.W_CONCLUDED_AT]) > 0
+        self._taken_over = int(self.header.words[layout.W_PROCESSED_UNTIL]) > 0
         self._lost_by_writer = int(self.header.words[layout.W_LOST]) if self._taken_over else 0
         self.lost = self.torn = 0
-        self._told = 0, 0
+        self._reported = 0, 0
         self._has_hole = False
-        self._taken_at = 0
-        self.filled = 0.0
+        self._latest_event_at = 0
+        self.fill_ratio = 0.0
         """The share of the ring that was written between the last two polls."""
 
-    def poll(self, now: int, final: bool = False) -> Iterator[events.RingFact]:
+    def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
         """What is new and was complete at the previous poll; `final`: everything that is complete now."""
-        newest = self._newest()
-        self.filled = (newest - self._complete) / self.header.cells
+        newest = self._find_newest()
+        self.fill_ratio = (newest - self._complete) / self.header.cells
         upto, self._complete = (newest if final else min(self._complete, newest)), newest
         # A quarter of the ring is left to the writer, who may be overtaking us while we copy.
         oldest = newest - self.header.cells + self.header.cells // 4
@@ -103,35 +103,37 @@ class RequestReader:
         if skips:  # what was before us was most likely read by the reader before us
             self.lost += 0 if self._taken_over and not self._next else oldest - self._next
             self._next, self._has_hole = oldest, True
-        found = self._take(upto, final)
+        found = self._read_cells(upto, final)
         by_writer = int(self.header.words[layout.W_LOST])
         self.lost += by_writer - self._lost_by_writer
         self._lost_by_writer = by_writer
-        yield from self._losses(found, now, final)
+        yield from self._yield_losses(found, now, final)
         yield from found
         if found:
-            self._taken_at = max(self._taken_at, found[-1].fact.at)
+            self._latest_event_at = max(self._latest_event_at, found[-1].event.at)
 
-    def is_fuller(self, share: float) -> bool:
+    def is_filled_above(self, share: float) -> bool:
         """Whether more than this share of the ring was written since the last poll; a look at one cell."""
         counter = self._complete + max(int(share * self.header.cells), 1)
         return int(self._cells[counter % self.header.cells, 0]) > counter
 
-    def _losses(self, found: list[events.RingFact], now: int, final: bool) -> Iterator[events.RingFact]:
+    def _yield_losses(
+        self, found: list[events.RecordedEvent], now: int, final: bool
+    ) -> Iterator[events.RecordedEvent]:
         """What was lost since it was told last. A hole is told of with what came after it, and as before that: requests that end
         later are concluded by the time."""
-        (lost, torn), has_hole = self._told, self._has_hole
+        (lost, torn), has_hole = self._reported, self._has_hole
         if (self.lost, self.torn) == (lost, torn) and not has_hole:
             return
         if has_hole and not found and not final:
             return
-        at = max(self._taken_at, found[0].fact.at) if has_hole and found else now
-        self._told, self._has_hole = (self.lost, self.torn), False
-        yield events.RingFact(self.ring, 0, events.FactsLost(at, self.lost - lost, self.torn - torn))
+        at = max(self._latest_event_at, found[0].event.at) if has_hole and found else now
+        self._reported, self._has_hole = (self.lost, self.torn), False
+        yield events.RecordedEvent(self.ring, 0, events.EventsLost(at, self.lost - lost, self.torn - torn))
 
-    def live(self) -> Iterator[tuple[int, events.LiveRecovered]]:
+    def read_live_requests(self) -> Iterator[tuple[int, events.LiveRecovered]]:
         """(handle, arrival) of every request in flight."""
-        base, size = self._offsets.live, layout.LIVE_BYTES
+        base, size = self._offsets.live_table, layout.LIVE_BYTES
         table = self._memory[base : base + self._slots * size]
         for slot in range(self._slots):
             fields = layout.LIVE.unpack_from(table, slot * size)
@@ -139,7 +141,7 @@ class RequestReader:
             if handle and handle == again:
                 yield handle, events.LiveRecovered(at, wall_at, trace, span, parent, flags)
 
-    def text_of(self, index: int) -> str:
+    def get_string(self, index: int) -> str:
         """The string with this id, or `_OTHER` where the table does not hold it."""
         known = self._strings.get(index)
         if known is None:
@@ -157,7 +159,7 @@ class RequestReader:
         del self._cells, self.header.words
         self._memory = mmap.mmap(-1, 1)
 
-    def _newest(self) -> int:
+    def _find_newest(self) -> int:
         """The newest counter there is; of more than a window of cells that nobody wrote, those after are not seen yet."""
         begin, count = self._next, len(self._window)
         while True:
@@ -169,8 +171,8 @@ class RequestReader:
                 return int(self._cells[:, ::7].max())
             begin = newest
 
-    def _take(self, upto: int, final: bool) -> list[events.RingFact]:
-        found: list[events.RingFact] = []
+    def _read_cells(self, upto: int, final: bool) -> list[events.RecordedEvent]:
+        found: list[events.RecordedEvent] = []
         if upto <= self._next:
             return found
         counters = np.arange(self._next + 1, upto + 1, dtype=np.uint64)
@@ -192,14 +194,14 @@ class RequestReader:
                 continue
             self._next += 1
             self._hole_wakes = 0
-            self._decode(found, *cell)
+            self._decode_cell(found, *cell)
         if self._pending:
             self._expire_pending()
         return found
 
-    def _decode(
+    def _decode_cell(
         self,
-        found: list[events.RingFact],
+        found: list[events.RecordedEvent],
         counter: int,
         code: int,
         part: int,
@@ -211,18 +213,20 @@ class RequestReader:
         if code == layout.VOID_CODE:
             return
         if parts > 1:
-            whole = self._join(counter, part, parts, body)
+            whole = self._join_parts(counter, part, parts, body)
             if whole is None:
                 return
             body = whole
         try:
-            said = events.unpack_request(code, body, self.text_of)
+            said = events.unpack_request(code, body, self.get_string)
         except (ValueError, TypeError, IndexError, struct.error):
             self.torn += 1
             return
-        found += [events.made(events.RingFact, (self.ring, handle, fact)) for fact in events.told_apart(said)]
+        found += [
+            events.make_tuple(events.RecordedEvent, (self.ring, handle, fact)) for fact in events.expand(said)
+        ]
 
-    def _join(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
+    def _join_parts(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:
         first, piece = layout.PART.unpack(body)
         seen = self._pending.setdefault(first, (counter, {}))[1]
         seen[part] = piece

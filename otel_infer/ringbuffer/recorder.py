@@ -17,20 +17,20 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.batch_writer import Handles, StepLog
+from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import Arena, RequestWriter, RingRefused
+from otel_infer.ringbuffer.writer import Arena, RequestWriter, RingUnavailable
 
 log = logging.getLogger("otel_infer")
 
 SERVER = "server"
 """A process that may stand for its server: one of its others may be that of an engine alone."""
 CHECK_NS = 1_000_000_000
-RESTATE_NS = 60 * CHECK_NS
+REPEAT_NS = 60 * CHECK_NS
 """What holds for long is said again: a reader that was started again finds the first telling overwritten."""
-MAX_STARTUP = 128
+MAX_STARTUP_EVENTS = 128
 """Facts of the start that are kept for the rings to come."""
-MAX_STEP_LOGS = 12
+MAX_STEP_RINGS = 12
 """Step rings of one process; engines beyond it run unrecorded, and are counted."""
 
 
@@ -43,27 +43,27 @@ class Recorder:
     def __init__(self) -> None:
         self.active = False
         self.role = SERVER
-        self._role: Callable[[], str] = lambda: SERVER
+        self._detect_role: Callable[[], str] = lambda: SERVER
         self.requests: RequestWriter | None = None
         self.arena: Arena | None = None
         self._make_arena: Callable[[], Arena] | None = None
-        self._refused: Callable[[str], Arena | None] = lambda reason: None
-        self._tend: Callable[[], None] = lambda: None
-        self._tended_at = self._restated_at = 0
-        self._names = itertools.count(1)
-        self._free_logs: dict[str, deque[StepLog]] = {}
-        self._logs: list[StepLog] = []
-        self._no_more_logs = False
-        self._said: dict[str, events.HooksReported] = {}
-        self._born: Callable[[], events.ProcessStarted | None] = lambda: None
-        self._startup: list[Any] = []
+        self._get_fallback_arena: Callable[[str], Arena | None] = lambda reason: None
+        self._ensure_reader: Callable[[], None] = lambda: None
+        self._maintained_at = self._repeated_at = 0
+        self._ring_numbers = itertools.count(1)
+        self._free_batch_writers: dict[str, deque[BatchWriter]] = {}
+        self._batch_writers: list[BatchWriter] = []
+        self._is_step_recording_full = False
+        self._hook_reports: dict[str, events.HooksReported] = {}
+        self._get_process_start: Callable[[], events.ProcessStarted | None] = lambda: None
+        self._startup_events: list[Any] = []
         self._lost_before = 0
-        self._making = threading.Lock()
-        self._maker = 0
-        self._complained = False
-        self.overdue: dict[str, Callable[[], None]] = {}
+        self._make_lock = threading.Lock()
+        self._making_thread = 0
+        self._is_loss_logged = False
+        self.deferred_recorders: dict[str, Callable[[], None]] = {}
         """Each says what could not be said when it happened, before a request ends that it may concern."""
-        os.register_at_fork(after_in_child=self.forget)
+        os.register_at_fork(after_in_child=self.reset_after_fork)
 
     def start(
         self,
@@ -79,28 +79,33 @@ class Recorder:
         somebody reads. `refused` is told why there is no shared memory and may give another arena. `role` says what this
         process is in its server, and `born` how it began, or None where that is nobody's business; asked when there are rings.
         """
-        self._make_arena, self._tend, self._refused, self._role = make_arena, tend, refused, role
-        self._born = born
-        self._said.clear()
-        self._startup.clear()
+        self._make_arena, self._ensure_reader, self._get_fallback_arena, self._detect_role = (
+            make_arena,
+            tend,
+            refused,
+            role,
+        )
+        self._get_process_start = born
+        self._hook_reports.clear()
+        self._startup_events.clear()
         self.active = True
 
     def stop(self) -> None:
         """No more facts; the rings' locks are released, so that the reader finishes."""
         self.active = False
         arena, self.arena, self.requests = self.arena, None, None
-        self._forget_logs()
+        self._retire_batch_writers()
         if arena is not None:
             arena.close()
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child: the parent's rings are not ours to write."""
-        self._making, self._maker = threading.Lock(), 0
+        self._make_lock, self._making_thread = threading.Lock(), 0
         self._lost_before = 0
-        self._startup.clear()
-        self._let_go()
+        self._startup_events.clear()
+        self._drop_rings()
 
-    def renew(self) -> None:
+    def discard_rings(self) -> None:
         """The rings are nobody's any more (their folder was removed): the next fact makes others.
 
         What was in flight is lost, and counted there.
@@ -108,192 +113,198 @@ class Recorder:
         if self.requests is not None:
             self._lost_before += self.requests.in_flight
         arena = self.arena
-        self._let_go()
+        self._drop_rings()
         if arena is not None:
             arena.close()
 
-    def _let_go(self) -> None:
+    def _drop_rings(self) -> None:
         self.requests = self.arena = None
-        self._tended_at = 0
-        self._forget_logs()
+        self._maintained_at = 0
+        self._retire_batch_writers()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, arrived: events.RequestArrived) -> int:
+    def open_request(self, arrived: events.RequestArrived) -> int:
         """States an arrival and returns the handle; 0 where it could not be recorded."""
         if not self.active:
             return 0
         try:
-            if self.requests is not None and arrived.at - self._tended_at > CHECK_NS:
-                self._look_after(arrived.at)
-            writer = self.requests or self._make()
-            return writer.open(arrived) if writer is not None else 0
+            if self.requests is not None and arrived.at - self._maintained_at > CHECK_NS:
+                self._run_maintenance(arrived.at)
+            writer = self.requests or self._make_rings()
+            return writer.open_request(arrived) if writer is not None else 0
         except Exception as broken:  # the request goes on without us
-            self._broke(broken)
+            self._report_lost_event(broken)
             return 0
 
-    def _look_after(self, at: int) -> None:
-        self._tended_at = at
-        self._tend()
-        if at - self._restated_at > RESTATE_NS:
-            self._restated_at = at
-            for said in list(self._said.values()):  # another thread may bind hooks just now
-                self.stated(said._replace(at=at))
+    def _run_maintenance(self, at: int) -> None:
+        self._maintained_at = at
+        self._ensure_reader()
+        if at - self._repeated_at > REPEAT_NS:
+            self._repeated_at = at
+            for said in list(self._hook_reports.values()):  # another thread may bind hooks just now
+                self.record_process(said._replace(at=at))
 
-    def state(self, handle: int, fact: Any) -> None:
+    def record(self, handle: int, fact: Any) -> None:
         """States a fact about a request."""
         writer = self.requests
         if writer is not None and handle:
             try:
-                writer.state(handle, fact)
+                writer.write_event(handle, fact)
             except Exception as broken:  # the request goes on without us
-                self._broke(broken)
+                self._report_lost_event(broken)
 
-    def close(self, handle: int, ended: events.RequestEnded | events.ExchangeEnded) -> None:
+    def close_request(self, handle: int, ended: events.RequestEnded | events.ExchangeEnded) -> None:
         """States the end of a request and frees its slot."""
         writer = self.requests
         if writer is not None and handle:
             try:
-                if self.overdue:
-                    for say in list(self.overdue.values()):
+                if self.deferred_recorders:
+                    for say in list(self.deferred_recorders.values()):
                         say()
-                writer.close(handle, ended)
+                writer.close_request(handle, ended)
             except Exception as broken:  # the request goes on without us
-                self._broke(broken)
+                self._report_lost_event(broken)
 
-    def paused(self, cause: str, started_at: int, ended_at: int) -> None:
+    def record_pause(self, cause: str, started_at: int, ended_at: int) -> None:
         """States that this process was held up; nothing where nobody records."""
-        self.stated(events.PauseSeen(ended_at, started_at, cause))
+        self.record_process(events.PauseSeen(ended_at, started_at, cause))
 
-    def marked(self, mark: str, since: int, at: int, count: int) -> None:
+    def count(self, mark: str, since: int, at: int, count: int) -> None:
         """States that something happened so many times; nothing where nobody records."""
-        self.stated(events.MarkSeen(at, since, mark, count))
+        self.record_process(events.MarkSeen(at, since, mark, count))
 
-    def stated(self, fact: Any) -> None:
+    def record_process(self, fact: Any) -> None:
         """States a fact of this process, and of no request; nothing where nobody records."""
         writer = self.requests
         if writer is not None:
             try:
-                writer.state(0, fact)
+                writer.write_event(0, fact)
             except Exception as broken:  # whoever was held up already is not to be stopped as well
-                self._broke(broken)
+                self._report_lost_event(broken)
 
-    def startup(self, fact: Any) -> None:
+    def record_startup(self, fact: Any) -> None:
         """States a fact of how this process gets ready; kept until there are rings, so that it starts nothing."""
         if not self.active:
             return
-        if len(self._startup) < MAX_STARTUP:
-            self._startup.append(fact)
-        self.stated(fact)
+        if len(self._startup_events) < MAX_STARTUP_EVENTS:
+            self._startup_events.append(fact)
+        self.record_process(fact)
 
-    def _broke(self, broken: Exception) -> None:
+    def _report_lost_event(self, broken: Exception) -> None:
         if self.requests is not None:
             self.requests.words[layout.W_LOST] += 1
-        if not self._complained:
-            self._complained = True
+        if not self._is_loss_logged:
+            self._is_loss_logged = True
             where = traceback.extract_tb(broken.__traceback__)[-1]
             log.error("a fact is lost: %s at %s:%s", type(broken).__name__, where.filename, where.lineno)
 
     def report_hooks(self, integration: str, active: int, total: int) -> None:
         """Says how many hooks are bound; kept until there are rings, so that it starts nothing by itself."""
-        said = self._said[integration] = events.HooksReported(_clock.now(), integration, active, total)
-        self.stated(said)
+        said = self._hook_reports[integration] = events.HooksReported(
+            _clock.now(), integration, active, total
+        )
+        self.record_process(said)
 
-    def ensure(self) -> bool:
+    def ensure_rings(self) -> bool:
         """Makes the rings now (an engine was imported); False where there are none to be had."""
         if not self.active:
             return False
         try:
-            made = self.requests is not None or self._make() is not None
+            made = self.requests is not None or self._make_rings() is not None
             if made:
-                self._tend()
+                self._ensure_reader()
             return made
         except Exception as broken:  # it would be the user's import that fails
-            self._broke(broken)
+            self._report_lost_event(broken)
             return False
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def step_log(self, engine: str) -> StepLog | None:
+    def acquire_batch_writer(self, engine: str) -> BatchWriter | None:
         """A step log for one engine thread to write to, until it gives it back; None = run unrecorded."""
         if not self.active:
             return None
-        free = self._free_logs.get(engine)
+        free = self._free_batch_writers.get(engine)
         if free:
             try:
-                return free.popleft().handed_over()
+                return free.popleft().assign_to_thread()
             except IndexError:
                 pass
-        if self._no_more_logs or (self.requests is None and self._make() is None) or self.arena is None:
+        if (
+            self._is_step_recording_full
+            or (self.requests is None and self._make_rings() is None)
+            or self.arena is None
+        ):
             return None
         try:
-            if len(self._logs) >= MAX_STEP_LOGS:
-                raise RingRefused(f"more than {MAX_STEP_LOGS} engines")
-            number = next(self._names)
+            if len(self._batch_writers) >= MAX_STEP_RINGS:
+                raise RingUnavailable(f"more than {MAX_STEP_RINGS} engines")
+            number = next(self._ring_numbers)
             writer = StepWriter(self.arena, f"{self._prefix}-{number}", engine)
-        except RingRefused as refusal:
+        except RingUnavailable as refusal:
             # Asked again at every step, it would be refused at every step.
-            self._no_more_logs = True
+            self._is_step_recording_full = True
             if self.requests is not None:
                 self.requests.words[layout.W_UNRECORDED] += 1
             log.warning("steps of %s are not recorded: %s", engine, refusal)
             return None
-        made = StepLog(writer, Handles(), number)
-        self._logs.append(made)
-        return made.handed_over()
+        made = BatchWriter(writer, HandleTable(), number)
+        self._batch_writers.append(made)
+        return made.assign_to_thread()
 
-    def give_back(self, engine: str, log: StepLog) -> None:
+    def release_batch_writer(self, engine: str, log: BatchWriter) -> None:
         """This thread is done with the log; the next one may go on with it."""
         if log.alive:
-            log.idle()
+            log.clear_batch()
             log.handles.clear()
             # The next one on this thread goes on with this one: the steps of a request are easier told from one log.
-            self._free_logs.setdefault(engine, deque()).appendleft(log)
+            self._free_batch_writers.setdefault(engine, deque()).appendleft(log)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _make(self) -> RequestWriter | None:
+    def _make_rings(self) -> RequestWriter | None:
         """This process's rings, made by the first that comes; the others wait. Nothing for what we do meanwhile."""
-        if self._make_arena is None or self._maker == threading.get_ident():
+        if self._make_arena is None or self._making_thread == threading.get_ident():
             return None
-        with self._making:
+        with self._make_lock:
             if self.requests is not None or not self.active:
                 return self.requests
-            self._maker = threading.get_ident()
+            self._making_thread = threading.get_ident()
             try:
-                made = self._use(self._make_arena)
+                made = self._create_writer(self._make_arena)
             finally:
-                self._maker = 0
+                self._making_thread = 0
         if made is not None:
-            self._tend()
+            self._ensure_reader()
         # Whoever tends may have given them up, if nobody can be started who reads them.
-        return self.requests if made is None or self.requests is made else self._make()
+        return self.requests if made is None or self.requests is made else self._make_rings()
 
-    def _use(self, make_arena: Callable[[], Arena]) -> RequestWriter | None:
-        self._prefix, self.role = f"{os.getpid()}-{_clock.now():x}", self._role()
+    def _create_writer(self, make_arena: Callable[[], Arena]) -> RequestWriter | None:
+        self._prefix, self.role = f"{os.getpid()}-{_clock.now():x}", self._detect_role()
         try:
             arena = make_arena()
             writer = RequestWriter(arena, self._prefix, self.role)
-        except RingRefused as refusal:
-            other = self._refused(str(refusal))
+        except RingUnavailable as refusal:
+            other = self._get_fallback_arena(str(refusal))
             if other is None:
                 self.active = False
                 return None
             arena, writer = other, RequestWriter(other, self._prefix, self.role)
-        for said in (self._born(), *self._startup, *self._said.values()):
+        for said in (self._get_process_start(), *self._startup_events, *self._hook_reports.values()):
             if said is not None:
-                writer.state(0, said)
+                writer.write_event(0, said)
         writer.words[layout.W_UNRECORDED] += self._lost_before
-        self._lost_before, self._restated_at = 0, _clock.now()
+        self._lost_before, self._repeated_at = 0, _clock.now()
         self.arena, self.requests = arena, writer
         return writer
 
-    def _forget_logs(self) -> None:
-        for log in self._logs:
-            log.retire()
-        self._logs.clear()
-        self._free_logs.clear()
-        self._no_more_logs = False
+    def _retire_batch_writers(self) -> None:
+        for log in self._batch_writers:
+            log.detach_ring()
+        self._batch_writers.clear()
+        self._free_batch_writers.clear()
+        self._is_step_recording_full = False
 
 
 recorder = Recorder()

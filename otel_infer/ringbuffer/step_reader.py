@@ -10,18 +10,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.reader import Header, NotARing, Words
+from otel_infer.ringbuffer.reader import InvalidRing, RingHeader, Words
 
 
 class StepReader:
     """Reads the step ring of one engine thread. `taken_over`: another reader was there before."""
 
     def __init__(self, memory: mmap.mmap, ring: int, taken_over: bool = False) -> None:
-        self.header = Header(memory)
+        self.header = RingHeader(memory)
         self.ring = ring
         self._memory = memory
         if layout.PAGE + self.header.cells * layout.CELL_BYTES > len(memory):
-            raise NotARing("sizes in the header exceed the file")
+            raise InvalidRing("sizes in the header exceed the file")
         words = np.frombuffer(memory, np.uint64, self.header.cells * 8, layout.PAGE)
         self._heads: Words = words.reshape(self.header.cells, 8)[:, 0]
         self._next = 0
@@ -29,74 +29,80 @@ class StepReader:
         self._last_read = -1
         self._taken_over = taken_over
         self.lost = 0
-        self.filled = 0.0
+        self.fill_ratio = 0.0
         """The share of the ring that was written between the last two polls."""
-        self.ask_for_keyframe()
+        self.request_keyframe()
 
     @property
     def engine(self) -> str:
         """The engine's name, as the writer said it."""
         return str(self.header.text.get("engine", ""))
 
-    def ask_for_keyframe(self) -> None:
+    def request_keyframe(self) -> None:
         """Has the writer state the whole batch, as soon as it looks again."""
-        self.header.words[layout.W_KEYFRAME_ASKED] += np.uint64(1)
+        self.header.words[layout.W_KEYFRAME_REQUESTED] += np.uint64(1)
 
-    def poll(self, now: int, final: bool = False) -> Iterator[events.RingFact]:
+    def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
         """What is new and was complete at the previous poll; `final`: everything that is complete now."""
         if final:
-            self._complete = self._scan(self._complete)
+            self._complete = self._scan_complete(self._complete)
         while self._next < self._complete:
             before = self._next
-            yield from self._taken()
+            yield from self._read_records()
             if self._next == before:
-                yield self._resynced(now)
+                yield self._skip_to_safe_record(now)
                 break
-        if self._overrun():
-            yield self._resynced(now)
+        if self._is_overrun():
+            yield self._skip_to_safe_record(now)
         before = max(self._complete, self._next)
-        self._complete = self._scan(before)
-        self.filled = (self._complete - before) / self.header.cells
+        self._complete = self._scan_complete(before)
+        self.fill_ratio = (self._complete - before) / self.header.cells
 
     def close(self) -> None:
         """Lets go of the memory."""
         del self._heads, self.header.words
         self._memory = mmap.mmap(-1, 1)
 
-    def _overrun(self) -> bool:
+    def _is_overrun(self) -> bool:
         """Whether the writer has lapped us: a younger record is complete while ours is not.
 
         Records are overwritten in the order in which they were written, so while the last one that was read is there,
         nothing after it is gone: no need to search the ring.
         """
         is_first_unwritten = self._next == 0 and self._heads[0] == 0
-        if is_first_unwritten or any(self._shape(at) is not None for at in (self._next, self._last_read)):
+        if is_first_unwritten or any(
+            self._parse_record_head(at) is not None for at in (self._next, self._last_read)
+        ):
             return False
-        return self._newest() > self._next
+        return self._find_newest() > self._next
 
-    def _starts(self) -> list[int]:
+    def _find_record_starts(self) -> list[int]:
         """Counters at which a record may begin, oldest first; bodies can look like heads, so check each."""
         heads = self._heads.astype(np.int64)
         cells = self.header.cells
         own = np.flatnonzero((heads > 0) & ((heads - 1) % cells == np.arange(cells)))
         return list(np.sort(heads[own] - 1).tolist())
 
-    def _newest(self) -> int:
-        return next((c for c in reversed(self._starts()) if self._shape(c) is not None), -1)
+    def _find_newest(self) -> int:
+        return next(
+            (c for c in reversed(self._find_record_starts()) if self._parse_record_head(c) is not None), -1
+        )
 
-    def _scan(self, counter: int) -> int:
+    def _scan_complete(self, counter: int) -> int:
         """The counter up to which records are complete now."""
         while True:
-            record = self._shape(counter)
+            record = self._parse_record_head(counter)
             if record is None:
                 return counter
             counter += record[0]
 
-    def _shape(self, counter: int) -> tuple[int, int, int] | None:
+    def _parse_record_head(self, counter: int) -> tuple[int, int, int] | None:
         position = counter % self.header.cells
-        return _shape(self._memory, layout.PAGE + (position << 6), counter, self.header.cells - position)
+        return _parse_record_head(
+            self._memory, layout.PAGE + (position << 6), counter, self.header.cells - position
+        )
 
-    def _taken(self) -> Iterator[events.RingFact]:
+    def _read_records(self) -> Iterator[events.RecordedEvent]:
         """Goes on to what is complete, or to the end of the memory, or to before a record that is not what it should be.
 
         All of it is copied at once. Records are overwritten in the order in which they were written: if the first one is
@@ -104,13 +110,13 @@ class StepReader:
         """
         position = self._next % self.header.cells
         begin, cells = layout.PAGE + (position << 6), self._complete - self._next
-        first = self._shape(self._next)
+        first = self._parse_record_head(self._next)
         copy = self._memory[begin : begin + (min(cells, self.header.cells - position) << 6)]
-        if first is None or self._shape(self._next) != first:
+        if first is None or self._parse_record_head(self._next) != first:
             return
         at = 0
         while at < len(copy):
-            shape = _shape(copy, at, self._next, len(copy) - at >> 6)
+            shape = _parse_record_head(copy, at, self._next, len(copy) - at >> 6)
             if shape is None:
                 return
             cells, code, length = shape
@@ -120,26 +126,30 @@ class StepReader:
                     fact = events.unpack_step(code, body)
                 except (ValueError, struct.error):
                     return
-                yield events.made(events.RingFact, (self.ring, 0, fact))
+                yield events.make_tuple(events.RecordedEvent, (self.ring, 0, fact))
             self._last_read = self._next
             self._next += cells
             at += cells << 6
 
-    def _resynced(self, now: int) -> events.RingFact:
+    def _skip_to_safe_record(self, now: int) -> events.RecordedEvent:
         """Goes on at the oldest record that is safe from being overwritten, and says what was skipped."""
         cells = self.header.cells
-        starts = [counter for counter in self._starts() if self._shape(counter) is not None]
+        starts = [
+            counter for counter in self._find_record_starts() if self._parse_record_head(counter) is not None
+        ]
         newest = starts[-1] if starts else self._next
         safe = max(newest - cells + cells // 4, self._next + 1)
         resumed = next((counter for counter in starts if counter >= safe), max(newest, self._next + 1))
         lost = 0 if self._taken_over and not self._next else resumed - self._next
         self.lost += lost
         self._next = self._complete = resumed
-        self.ask_for_keyframe()
-        return events.RingFact(self.ring, 0, events.StepsLost(now, lost))
+        self.request_keyframe()
+        return events.RecordedEvent(self.ring, 0, events.StepsLost(now, lost))
 
 
-def _shape(memory: mmap.mmap | bytes, begin: int, counter: int, room: int) -> tuple[int, int, int] | None:
+def _parse_record_head(
+    memory: mmap.mmap | bytes, begin: int, counter: int, room: int
+) -> tuple[int, int, int] | None:
     """(cells, code, length) of the record at this counter, or None unless both ends are there, within `room` cells."""
     head, length, code = layout.RECORD_HEAD.unpack_from(memory, begin)
     if head != counter + 1 or length < layout.RECORD_OVERHEAD:

@@ -7,24 +7,24 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.arena import Arena, fitting
-from otel_infer.ringbuffer.layout import Sizes
+from otel_infer.ringbuffer.arena import Arena, choose_sizes
+from otel_infer.ringbuffer.layout import RingSizes
 from otel_infer.ringbuffer.writer import write_header
 
-MOST_WORDS = 64
+MAX_CHANGE_WORDS = 64
 """Of a small change: positions of those who left, handles of newcomers, and (position, tokens) of those who get several."""
 
 # A fact that says "the same again": the counts that are 0 are padding, which is written as 0 for nothing.
-state_unchanged = struct.Struct("<QIqQ8x5IQ").pack_into
-state_one_each = struct.Struct("<QIqQ8xI16xQ").pack_into
+pack_unchanged = struct.Struct("<QIqQ8x5IQ").pack_into
+pack_single_tokens = struct.Struct("<QIqQ8xI16xQ").pack_into
 # Length and code of a record of one cell, as the one number that lies there.
-SCHEDULED, DONE = (
+SCHEDULED_WORD, DONE_WORD = (
     int.from_bytes(struct.pack("<HBx", layout.CELL_BYTES, code), "little")
     for code in (events.SCHEDULED_CODE, events.DONE_CODE)
 )
 
 
-class Change(NamedTuple):
+class ChangeLayout(NamedTuple):
     """How a change of so many words is written by one call: its cell or cells, whose fields are the counts and load, then the
     change itself."""
 
@@ -34,17 +34,17 @@ class Change(NamedTuple):
     cells: int
 
 
-def _change(words: int) -> Change:
+def _make_change_layout(words: int) -> ChangeLayout:
     fields = f"{events.SCHEDULED_HEAD.format[1:]}{4 * words}s"
     length = struct.calcsize(f"<QI{fields}Q")
     cells = -(-length // layout.CELL_BYTES)
     record = struct.Struct(f"<QI{fields}{cells * layout.CELL_BYTES - length}xQ")
-    return Change(record.pack_into, events.SCHEDULED_CODE << 16 | length, cells)
+    return ChangeLayout(record.pack_into, events.SCHEDULED_CODE << 16 | length, cells)
 
 
-CHANGES = tuple(_change(words) for words in range(MOST_WORDS + 1))
+CHANGE_LAYOUTS = tuple(_make_change_layout(words) for words in range(MAX_CHANGE_WORDS + 1))
 """By the number of words."""
-_RECORDS = tuple(layout.record(cells) for cells in range(64))
+_RECORD_STRUCTS = tuple(layout.record_struct(cells) for cells in range(64))
 
 
 class StepWriter:
@@ -53,48 +53,48 @@ class StepWriter:
     `cell`: how many cells were written; `offset`: where the next lies, at most `last`.
     """
 
-    def __init__(self, arena: Arena, name: str, engine: str, sizes: Sizes | None = None) -> None:
-        sizes = sizes or fitting(arena, lambda s: s.steps_bytes)
+    def __init__(self, arena: Arena, name: str, engine: str, sizes: RingSizes | None = None) -> None:
+        sizes = sizes or choose_sizes(arena, lambda s: s.steps_bytes)
         self.memory = arena.allocate(name + layout.SUFFIX_STEPS, sizes.steps_bytes)
         self.words = write_header(self.memory, sizes._replace(cells=sizes.step_cells), {"engine": engine})
-        self.cell = 0
-        self.offset, self.last = layout.PAGE, layout.PAGE + (sizes.step_cells - 1) * layout.CELL_BYTES
-        self._longest = min(layout.RECORD_MAX, sizes.step_cells // 4 * layout.CELL_BYTES)
+        self.cells_written = 0
+        self.offset, self.last_offset = layout.PAGE, layout.PAGE + (sizes.step_cells - 1) * layout.CELL_BYTES
+        self._max_record_bytes = min(layout.RECORD_MAX, sizes.step_cells // 4 * layout.CELL_BYTES)
 
-    def write(self, code: int, body: bytes) -> None:
+    def write_record(self, code: int, body: bytes) -> None:
         """States one step fact; a body that no ring of this size can hold is counted as lost."""
         length = len(body) + layout.RECORD_OVERHEAD
-        if length > self._longest:
+        if length > self._max_record_bytes:
             self.words[layout.W_LOST] += 1
             return
         cells = (length + 63) >> 6
-        record = _RECORDS[cells] if cells < len(_RECORDS) else layout.record(cells)
-        offset = self.place(cells)
-        counter = self.cell - cells + 1
+        record = _RECORD_STRUCTS[cells] if cells < len(_RECORD_STRUCTS) else layout.record_struct(cells)
+        offset = self.reserve_cells(cells)
+        counter = self.cells_written - cells + 1
         # One call: it zeroes the record first and stores the counter at its end last.
         record.pack_into(self.memory, offset, counter, length, code, body, counter)
 
-    def place(self, cells: int) -> int:
+    def reserve_cells(self, cells: int) -> int:
         """The offset of the next record, of so many cells, which lie in one piece; `cell` counts them already."""
         offset = self.offset
         behind = offset + (cells << 6)
-        if behind > self.last:
-            return self._place_at_the_end(offset, cells)
+        if behind > self.last_offset:
+            return self._reserve_at_end(offset, cells)
         self.offset = behind
-        self.cell += cells
+        self.cells_written += cells
         return offset
 
-    def _place_at_the_end(self, offset: int, cells: int) -> int:
+    def _reserve_at_end(self, offset: int, cells: int) -> int:
         behind = offset + (cells << 6)
-        if behind > self.last + layout.CELL_BYTES:
-            self._pad(offset)
+        if behind > self.last_offset + layout.CELL_BYTES:
+            self._pad_to_end(offset)
             offset, behind = layout.PAGE, layout.PAGE + (cells << 6)
-        self.offset = behind if behind <= self.last else layout.PAGE
-        self.cell += cells
+        self.offset = behind if behind <= self.last_offset else layout.PAGE
+        self.cells_written += cells
         return offset
 
-    def _pad(self, offset: int) -> None:
-        counter, end = self.cell + 1, self.last + layout.CELL_BYTES
+    def _pad_to_end(self, offset: int) -> None:
+        counter, end = self.cells_written + 1, self.last_offset + layout.CELL_BYTES
         layout.RECORD_HEAD.pack_into(self.memory, offset, counter, layout.RECORD_OVERHEAD, layout.PAD_CODE)
         layout.RECORD_TAIL.pack_into(self.memory, end - layout.RECORD_TAIL.size, counter)
-        self.cell += (end - offset) // layout.CELL_BYTES
+        self.cells_written += (end - offset) // layout.CELL_BYTES

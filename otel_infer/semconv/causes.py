@@ -14,7 +14,7 @@ CAUSE_DECODE = "decode"
 CAUSE_BATCHING = "batching"
 CAUSE_INTERFERENCE = "interference"
 CAUSE_PREEMPTION = "preemption"
-CAUSE_HOST = "host_bubble"
+CAUSE_HOST_BUBBLE = "host_bubble"
 CAUSE_TRANSFER = "transfer"
 CAUSE_APPLICATION = "application"
 CAUSE_DETOKENIZE = "detokenize"
@@ -23,17 +23,17 @@ CAUSE_GC = "gc"
 CAUSE_COMPILE = "compile"
 CAUSE_CAPTURE = "capture"
 CAUSE_EVENT_LOOP = "event_loop"
-CAUSE_FIRST_USE = "first_use"
+CAUSE_WARMUP = "first_use"
 CAUSE_THROTTLED = "throttled"
 CAUSE_GPU_THROTTLED = "gpu_throttled"
 CAUSE_STARVED = "starved"
-CAUSE_FAULTS = "page_faults"
+CAUSE_PAGE_FAULTS = "page_faults"
 CAUSE_BLOCKED = "blocked"
 CAUSE_PAUSE = "pause"
 CAUSE_UNEXPLAINED = "unexplained"
 PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_CAPTURE, CAUSE_THROTTLED)
 """Those that hold up a whole process; any other such cause is a `pause`."""
-LOOP_CAUSES = (CAUSE_EVENT_LOOP,)
+EVENT_LOOP_CAUSES = (CAUSE_EVENT_LOOP,)
 """Those that hold up the event loop alone: the engine, on a thread of its own, goes on."""
 CAUSES: dict[str, str] = {
     CAUSE_INGRESS: "first byte in to handed over to the engine",
@@ -48,7 +48,7 @@ CAUSES: dict[str, str] = {
     CAUSE_BATCHING: "what the tokens of the sequences beside it added to its steps",
     CAUSE_INTERFERENCE: "what the prompts of other requests added to its steps, and steps it was left out of",
     CAUSE_PREEMPTION: "put back, waited, and computed again",
-    CAUSE_HOST: "between two steps of the engine; where a device is timed, all the time it had nothing to do in between",
+    CAUSE_HOST_BUBBLE: "between two steps of the engine; where a device is timed, all the time it had nothing to do in between",
     CAUSE_TRANSFER: "to and from the device",
     CAUSE_APPLICATION: "stages the application named itself, and the time between two generations of one request",
     CAUSE_DETOKENIZE: "tokens to text, after the last token",
@@ -56,12 +56,12 @@ CAUSES: dict[str, str] = {
     CAUSE_GC: "garbage collection",
     CAUSE_COMPILE: "torch compiling",
     CAUSE_CAPTURE: "torch capturing a CUDA graph",
-    CAUSE_FIRST_USE: "what a step took longer since it was the first of its engine, or of its size",
+    CAUSE_WARMUP: "what a step took longer since it was the first of its engine, or of its size",
     CAUSE_EVENT_LOOP: "the event loop was kept from going on: by a call that blocks it, or for want of a core or of the GIL",
     CAUSE_THROTTLED: "the CPU quota was used up",
     CAUSE_GPU_THROTTLED: "what steps took longer while a GPU's clocks were held down",
     CAUSE_STARVED: "the engine's thread could have run and had no CPU",
-    CAUSE_FAULTS: "the kernel mapped memory to the engine's thread, page by page",
+    CAUSE_PAGE_FAULTS: "the kernel mapped memory to the engine's thread, page by page",
     CAUSE_BLOCKED: "the engine's thread waited, for a lock, the GIL, a disk or the device",
     CAUSE_PAUSE: "something else that held up the process",
     CAUSE_UNEXPLAINED: "nobody saw",

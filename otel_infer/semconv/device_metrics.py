@@ -20,7 +20,7 @@ from otel_infer.semconv.attributes import (
     LOSS_REASON,
     THROTTLE_REASON,
 )
-from otel_infer.semconv.metrics import COUNTER, GAUGE, UP_DOWN, Metric
+from otel_infer.semconv.metrics import COUNTER, GAUGE, UP_DOWN_COUNTER, Metric
 
 _GPU = (HW_ID, HW_NAME, HW_TYPE, HW_MODEL, HW_VENDOR, HW_DRIVER_VERSION, HW_PARENT)
 GPU_UTILIZATION = Metric(
@@ -31,9 +31,9 @@ GPU_UTILIZATION = Metric(
     (*_GPU, GPU_TASK),
 )
 GPU_MEMORY_USAGE = Metric(
-    "hw.gpu.memory.usage", UP_DOWN, "By", "Memory of the GPU in use, by whomever.", _GPU
+    "hw.gpu.memory.usage", UP_DOWN_COUNTER, "By", "Memory of the GPU in use, by whomever.", _GPU
 )
-GPU_MEMORY_LIMIT = Metric("hw.gpu.memory.limit", UP_DOWN, "By", "Memory of the GPU.", _GPU)
+GPU_MEMORY_LIMIT = Metric("hw.gpu.memory.limit", UP_DOWN_COUNTER, "By", "Memory of the GPU.", _GPU)
 GPU_MEMORY_UTILIZATION = Metric(
     "hw.gpu.memory.utilization", GAUGE, "1", "Memory in use / memory there is.", _GPU
 )
@@ -52,7 +52,7 @@ GPU_ERRORS = Metric(
 )
 ECC_ERRORS = ("corrected", "uncorrected")
 """Of the GPU's memory, as ERROR_TYPE."""
-BEGUN_ELSEWHERE: dict[Metric, tuple[str, ...]] = {GPU_ENERGY: (), GPU_ERRORS: ECC_ERRORS}
+PREEXISTING_COUNTERS: dict[Metric, tuple[str, ...]] = {GPU_ENERGY: (), GPU_ERRORS: ECC_ERRORS}
 """Counters that have counted for longer than we are here; where only some of a counter have, which ones."""
 GPU_THROTTLED = Metric(
     "infer.gpu.throttled",
@@ -71,7 +71,7 @@ GPU_ACTIVITY = Metric(
 )
 SELF_HOOKS = Metric(
     "infer.self.hooks",
-    UP_DOWN,
+    UP_DOWN_COUNTER,
     "{hook}",
     "Hooks of each integration, where its library is in use: bound (active) or not (missing).",
     (INTEGRATION, HOOK_STATE),
@@ -83,7 +83,7 @@ SELF_LOST = Metric(
     "Telemetry that did not arrive, by reason: facts overwritten or torn, requests there was no room for, step spans over budget, spans refused.",
     (LOSS_REASON,),
 )
-SELF_LEFT_OUT = Metric(
+SELF_STEPS_DROPPED = Metric(
     "infer.self.steps.left_out",
     COUNTER,
     "{span}",
@@ -102,4 +102,4 @@ SELF_SHARE = Metric(
     "Share of the step spans that may be made, so that the sidecar stays inside OTEL_INFER_BUDGET; 1 = all.",
 )
 SELF_CPU = Metric("infer.self.cpu.time", COUNTER, "s", "CPU time of the sidecar.", (CPU_MODE,))
-SELF_MEMORY = Metric("infer.self.memory.usage", UP_DOWN, "By", "Resident memory of the sidecar.")
+SELF_MEMORY = Metric("infer.self.memory.usage", UP_DOWN_COUNTER, "By", "Resident memory of the sidecar.")

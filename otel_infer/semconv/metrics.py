@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from otel_infer.semconv.attributes import (
-    BLAME_CAUSE,
     CLOCK,
     ENGINE,
     ERROR_TYPE,
     HW_ID,
+    INTERFERENCE_CLASS,
+    INTERFERENCE_WAITING_CLASS,
     KEEP_REASON,
-    MARK,
+    LATENCY_CAUSE,
+    MARK_NAME,
     MEMORY_KIND,
-    OFFENDER_CLASS,
     OPERATION_NAME,
     PAUSE_CAUSE,
     PROCESS_PID,
@@ -28,7 +29,6 @@ from otel_infer.semconv.attributes import (
     TENANT,
     TOKEN_TYPE,
     TRAFFIC_CLASS,
-    VICTIM_CLASS,
     WAIT_REASON,
     WORKER_RANK,
 )
@@ -51,7 +51,7 @@ STAGE_BOUNDS = (
 )  # fmt: skip
 BATCH_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
-HISTOGRAM, COUNTER, UP_DOWN, GAUGE = "histogram", "counter", "updowncounter", "gauge"
+HISTOGRAM, COUNTER, UP_DOWN_COUNTER, GAUGE = "histogram", "counter", "updowncounter", "gauge"
 
 
 class Metric(NamedTuple):
@@ -110,12 +110,12 @@ STAGE_DURATION = Metric(
     (STAGE, CLOCK, *_REQUEST),
     STAGE_BOUNDS,
 )
-BLAME_DURATION = Metric(
+LATENCY_DURATION = Metric(
     "infer.blame.duration",
     COUNTER,
     "s",
     "Time of finished requests by what it went into; the causes of a request sum to its duration.",
-    (BLAME_CAUSE, *_REQUEST, *_CALLER),
+    (LATENCY_CAUSE, *_REQUEST, *_CALLER),
 )
 INTERFERENCE_DURATION = Metric(
     "infer.interference.duration",
@@ -123,15 +123,15 @@ INTERFERENCE_DURATION = Metric(
     "s",
     "Time that prompts of other requests (offender) took from finished ones (victim), by the class of each: interactive, "
     "batch, else by prompt: short (under 256 tokens), medium, long (from 2048), unknown; in sum, the cause interference.",
-    (OFFENDER_CLASS, VICTIM_CLASS),
+    (INTERFERENCE_CLASS, INTERFERENCE_WAITING_CLASS),
 )
-BLAME_SLOW_DURATION = Metric(
+LATENCY_SLOW_DURATION = Metric(
     "infer.blame.slow.duration",
     COUNTER,
     "s",
     "The part of infer.blame.duration that is of slow requests: those that missed an objective (OTEL_INFER_SLO), or are among "
     "the slowest of their size (OTEL_INFER_SLOW_PERCENT).",
-    (BLAME_CAUSE, *_REQUEST, *_CALLER),
+    (LATENCY_CAUSE, *_REQUEST, *_CALLER),
 )
 REQUEST_OBJECTIVES = Metric(
     "infer.request.objectives",
@@ -158,35 +158,35 @@ REQUEST_KEPT = Metric(
 )
 REQUEST_ACTIVE = Metric(
     "infer.request.active",
-    UP_DOWN,
+    UP_DOWN_COUNTER,
     "{request}",
     "Requests in flight: queued (no engine has taken them up yet) or running, as all are where there is no engine.",
     (REQUEST_STATE,),
 )
 ENGINE_WAITING = Metric(
     "infer.engine.waiting",
-    UP_DOWN,
+    UP_DOWN_COUNTER,
     "{request}",
     "Requests that an engine's scheduler knows and has not scheduled, by what they wait for: room in the batch or in the KV "
     "cache (capacity); to be allowed at all: a grammar that is compiled (grammar), KV blocks that come from elsewhere "
     "(kv_transfer), more of their prompt (input), something else (other).",
     (WAIT_REASON,),
 )
-TOKENS = Metric(
+REQUEST_TOKENS = Metric(
     "infer.request.tokens",
     COUNTER,
     "{token}",
     "Tokens of finished requests: of their prompts (input) and made for them (output).",
     (TOKEN_TYPE, *_REQUEST, *_CALLER),
 )
-DRAFTED = Metric(
+DRAFTED_TOKENS = Metric(
     "infer.speculative.tokens.drafted",
     COUNTER,
     "{token}",
     "Tokens guessed ahead for finished requests (speculative decoding).",
     _REQUEST,
 )
-ACCEPTED = Metric(
+ACCEPTED_TOKENS = Metric(
     "infer.speculative.tokens.accepted",
     COUNTER,
     "{token}",
@@ -227,7 +227,7 @@ DEVICE_ATTRIBUTED = Metric(
 )
 DEVICE_MEMORY = Metric(
     "infer.device.memory.usage",
-    UP_DOWN,
+    UP_DOWN_COUNTER,
     "By",
     "Memory of a device as a process of the server has it: allocated, reserved, active and inactive_split by torch's allocator, "
     "and of what is reserved, what CUDA graphs and the application's own pools have to themselves (private_pools); free by the "
@@ -236,7 +236,7 @@ DEVICE_MEMORY = Metric(
 )
 PINNED_MEMORY = Metric(
     "infer.pinned_memory.usage",
-    UP_DOWN,
+    UP_DOWN_COUNTER,
     "By",
     "Page-locked memory of the host that torch's allocator holds in a process of the server.",
     (PROCESS_PID,),
@@ -289,7 +289,7 @@ MARKS = Metric(
     "What may have held up a process, of unknown length: the CUDA allocator freed what it kept and asked again "
     "(allocator_retry), or had no more memory (allocator_oom); the engine had steps of nothing (empty_step), or one that only "
     "keeps step with its peers (dummy_batch).",
-    (MARK,),
+    (MARK_NAME,),
 )
 STARTUP_DURATION = Metric(
     "infer.startup.duration",
@@ -299,8 +299,8 @@ STARTUP_DURATION = Metric(
     (STARTUP_PHASE, READY_BY, ERROR_TYPE),
     STAGE_BOUNDS,
 )
-KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN, "{block}", "KV-cache blocks in use.", _ENGINE)
-KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN, "{block}", "KV-cache blocks there are.", _ENGINE)
+KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN_COUNTER, "{block}", "KV-cache blocks in use.", _ENGINE)
+KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN_COUNTER, "{block}", "KV-cache blocks there are.", _ENGINE)
 KV_BLOCK_SIZE = Metric(
     "infer.kv_cache.block.size",
     GAUGE,
@@ -336,5 +336,5 @@ KV_EVICTIONS = Metric(
     "Blocks that the prefix cache gave up for others.",
 )
 KV_UTILIZATION = Metric("infer.kv_cache.utilization", GAUGE, "1", "KV-cache usage / limit, 0 to 1.", _ENGINE)
-KV_OF_ENGINE = (KV_USAGE, KV_LIMIT, KV_BLOCK_SIZE, KV_HEADROOM, KV_UTILIZATION)
+ENGINE_KV_METRICS = (KV_USAGE, KV_LIMIT, KV_BLOCK_SIZE, KV_HEADROOM, KV_UTILIZATION)
 """What an engine says with its steps, and nobody says of one that is gone."""

@@ -12,20 +12,20 @@ import re
 from otel_infer import semconv
 
 _UNITS = {"s": "seconds", "By": "bytes", "W": "watts", "J": "joules", "Cel": "celsius"}
-_NOT_IN_LABELS = re.compile(r"[^a-zA-Z0-9_]")
+_INVALID_LABEL_CHARS = re.compile(r"[^a-zA-Z0-9_]")
 TOTAL, BUCKET, SUM, COUNT = "_total", "_bucket", "_sum", "_count"
 STAGE_BUDGET = "otel_infer:stage_budget:seconds"
 """Recorded by the rules of `otel-infer alerts build`: what each stage may take, where that was said."""
 
 
-def family(metric: semconv.Metric) -> str:
+def family_name(metric: semconv.Metric) -> str:
     """The name of all its series, without what they end in by their kind."""
     words = metric.name.replace(".", "_").split("_")
-    unit = unit_of(metric)
+    unit = unit_suffix(metric)
     return "_".join([*words, unit] if unit and unit not in words else words)
 
 
-def unit_of(metric: semconv.Metric) -> str:
+def unit_suffix(metric: semconv.Metric) -> str:
     """The suffix for its unit; empty where it has none (`{token}` is a remark and no unit). Raises KeyError for a unit that is
     not in the table."""
     if metric.unit.startswith("{"):
@@ -35,15 +35,15 @@ def unit_of(metric: semconv.Metric) -> str:
     return _UNITS[metric.unit]
 
 
-def series(metric: semconv.Metric) -> tuple[str, ...]:
+def series_names(metric: semconv.Metric) -> tuple[str, ...]:
     """The names under which it can be queried, the one that is counted or shown first."""
-    name = family(metric)
+    name = family_name(metric)
     if metric.instrument == semconv.HISTOGRAM:
         return name + BUCKET, name + SUM, name + COUNT
     return (name + TOTAL if metric.instrument == semconv.COUNTER else name,)
 
 
-def label(attribute: str) -> str:
+def label_name(attribute: str) -> str:
     """What an attribute is called as a label."""
-    name = _NOT_IN_LABELS.sub("_", attribute)
+    name = _INVALID_LABEL_CHARS.sub("_", attribute)
     return f"key_{name}" if name[:1].isdigit() else name

@@ -26,20 +26,20 @@ EVENT_MARK = "infer.mark"
 """On the request span: something happened to the process, maybe while the request was there; for how long is not known."""
 EVENT_OUT_OF_MEMORY = "infer.out_of_memory"
 """On the request span: a device had no room for what the request asked for; bytes wanted, free, and in all."""
-SPAN_START = "server start"
+SPAN_SERVER_START = "server start"
 """A trace of its own for each server, with those of its engine and workers in it, from its beginning until it was ready."""
-SPAN_PART_START = {"engine": "engine start", "worker": "worker start"}
+SPAN_PROCESS_START = {"engine": "engine start", "worker": "worker start"}
 """By role: processes that a server starts; their spans are below the server's."""
 SPAN_IMPORTS = "imports"
 SPAN_WEIGHTS = "weights"
-SPAN_WARM_UP = "warm-up"
+SPAN_WARMUP = "warm-up"
 SPAN_COMPILE = "compile"
 SPAN_CAPTURE = "capture"
 SPAN_READY = "ready"
-PHASES = {
+STARTUP_PHASES = {
     SPAN_IMPORTS: "process began → the last library that was waited for was imported",
     SPAN_WEIGHTS: "a model was loaded, from wherever its weights lay",
-    SPAN_WARM_UP: "an engine tried its model: with compilation and captures, where it does that",
+    SPAN_WARMUP: "an engine tried its model: with compilation and captures, where it does that",
     SPAN_COMPILE: "torch compiled, for a warm-up",
     SPAN_CAPTURE: "CUDA graphs were captured, for a warm-up",
     SPAN_READY: "the application's own startup: its lifespan until it said that it takes requests, or the start of its engine",
@@ -54,7 +54,7 @@ EVENT_IMPORTED = "infer.imported"
 SPAN_HTTP = "HTTP"
 STAGE_DETOKENIZE = "detokenize"
 """No span: a part of postprocess, and a stage to the metrics."""
-STAGES_INSIDE = (SPAN_FETCH_MEDIA, SPAN_PREPARE_MEDIA, SPAN_GRAMMAR, SPAN_KV_TRANSFER, STAGE_DETOKENIZE)
+NESTED_STAGES = (SPAN_FETCH_MEDIA, SPAN_PREPARE_MEDIA, SPAN_GRAMMAR, SPAN_KV_TRANSFER, STAGE_DETOKENIZE)
 """Those that lie in others: tokenize, queue, postprocess."""
 STAGES = (
     SPAN_INGRESS,

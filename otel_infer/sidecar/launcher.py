@@ -13,40 +13,40 @@ from otel_infer.config import environment
 from otel_infer.config.environment import Config
 from otel_infer.config.settings import STDERR
 
-NAME = "otel_infer-sidecar"
+PROCESS_NAME = "otel_infer-sidecar"
 _BOOT = (
     "import sys, json; boot = json.load(sys.stdin); sys.path += [p for p in boot['path'] if p not in sys.path]; "
     "from otel_infer.sidecar.main import main; main(boot)"
 )
 
 
-FIRST_WAIT_NS = 1_000_000_000
-LONGEST_WAIT_NS = 60_000_000_000
+INITIAL_BACKOFF_NS = 1_000_000_000
+MAX_BACKOFF_NS = 60_000_000_000
 
 
-class CannotStart(Exception):
+class SidecarStartError(Exception):
     """No child process can be started here; the message says why."""
 
 
-class Restarts:
+class RestartBackoff:
     """When a sidecar that ended may be started again: soon, but ever later while each one ends soon."""
 
     def __init__(self) -> None:
         self._started_at = 0
-        self._wait_ns = 0
+        self._backoff_ns = 0
 
     def is_due(self, now: int) -> bool:
         """Whether it is time (monotonic ns)."""
-        return now - self._started_at >= self._wait_ns
+        return now - self._started_at >= self._backoff_ns
 
-    def started(self, now: int) -> None:
+    def record_start(self, now: int) -> None:
         """One was started."""
-        calm = not self._started_at or now - self._started_at > LONGEST_WAIT_NS
-        self._wait_ns = FIRST_WAIT_NS if calm else min(2 * self._wait_ns, LONGEST_WAIT_NS)
+        calm = not self._started_at or now - self._started_at > MAX_BACKOFF_NS
+        self._backoff_ns = INITIAL_BACKOFF_NS if calm else min(2 * self._backoff_ns, MAX_BACKOFF_NS)
         self._started_at = now
 
 
-def sidecar(
+def start_sidecar(
     folder: Path, settings: Config, resource: dict[str, Any], *, show: bool = False
 ) -> subprocess.Popen[bytes]:
     """Starts the sidecar of the server whose rings are in `folder`; raises `CannotStart`.
@@ -56,7 +56,7 @@ def sidecar(
     """
     boot = {
         "folder": str(folder),
-        "config": environment.to_plain(settings),
+        "config": environment.to_json_dict(settings),
         "resource": resource,
         "path": [os.path.abspath(entry) for entry in sys.path if entry],
         "show": show,
@@ -65,7 +65,7 @@ def sidecar(
     child: subprocess.Popen[bytes] | None = None
     try:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-c", _BOOT, NAME],
+            [sys.executable, "-I", "-c", _BOOT, PROCESS_NAME],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=None if says else subprocess.DEVNULL,
@@ -81,5 +81,5 @@ def sidecar(
         if child is not None:  # it ended before it was told what to do
             child.kill()
             child.wait()
-        raise CannotStart(str(reason)) from None
+        raise SidecarStartError(str(reason)) from None
     return child

@@ -13,26 +13,26 @@ from collections.abc import Callable
 
 import numpy as np
 
-EVERY_NS = 5_000_000_000
+TRIM_INTERVAL_NS = 5_000_000_000
 M_ARENA_MAX = -8
 """As malloc.h has it."""
-NUMPY_SIZES, NUMPY_KEEPS = range(1, 1024), 7
+NUMPY_CACHE_SIZES, NUMPY_CACHE_DEPTH = range(1, 1024), 7
 
 
-def share_one() -> None:
+def use_single_arena() -> None:
     """Has threads that are begun from now on take memory from the same heap: what one of them gave back, another takes."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
-def take_small_blocks() -> None:
+def fill_numpy_cache() -> None:
     """Has numpy take at once, and beside each other, what it keeps in the end."""
-    for size in NUMPY_SIZES:
-        arrays = [np.empty(size, np.uint8) for _ in range(NUMPY_KEEPS)]
+    for size in NUMPY_CACHE_SIZES:
+        arrays = [np.empty(size, np.uint8) for _ in range(NUMPY_CACHE_DEPTH)]
         del arrays  # to where the next ones of this size come from
 
 
-class Heap:
+class MallocTrimmer:
     """Gives back what is free, once in a while. `trim`: how."""
 
     def __init__(self, trim: Callable[[int], object] | None = None) -> None:
@@ -42,8 +42,8 @@ class Heap:
             with contextlib.suppress(AttributeError, OSError, TypeError):
                 self._trim = ctypes.CDLL(None).malloc_trim
 
-    def look(self, now: int) -> None:
+    def tick(self, now: int) -> None:
         """At this instant (monotonic ns)."""
         if now >= self._due_at and self._trim is not None:
-            self._due_at = now + EVERY_NS
+            self._due_at = now + TRIM_INTERVAL_NS
             self._trim(0)

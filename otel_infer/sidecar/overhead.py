@@ -5,25 +5,25 @@ Requests, stages and metrics are never shed, and nothing in the server changes: 
 
 from __future__ import annotations
 
-from otel_infer.config.budget import Allowance
+from otel_infer.config.budget import OverheadBudget
 
 WINDOW_NS = 5_000_000_000
 """How long CPU is averaged before anything is decided; a burst is not a state."""
-SHED, REGAINED = 0.7, 1.25
-CALM = 0.8
+DECREASE_FACTOR, INCREASE_FACTOR = 0.7, 1.25
+RECOVERY_LOAD = 0.8
 """Below this part of what it may take, detail comes back."""
-LEAST = 0.01
+MIN_SHARE = 0.01
 
 
-class Governor:
+class OverheadGovernor:
     """Says which share of the step spans may be made, 1 = all."""
 
-    def __init__(self, allowed: Allowance) -> None:
-        self._allowed = allowed
+    def __init__(self, allowed: OverheadBudget) -> None:
+        self._budget = allowed
         self._since, self._cpu_before = 0, 0
         self.share = 1.0
 
-    def observe(self, now: int, cpu: int, memory: int) -> float:
+    def update_share(self, now: int, cpu: int, memory: int) -> float:
         """`now`, and `cpu` used so far, in ns; `memory` held now, bytes. The share from now on."""
         if not self._since:
             self._since, self._cpu_before = now, cpu
@@ -31,9 +31,9 @@ class Governor:
             return self.share
         used = (cpu - self._cpu_before) / (now - self._since)
         self._since, self._cpu_before = now, cpu
-        load = max(used / self._allowed.cpu, memory / self._allowed.memory)
+        load = max(used / self._budget.cpu_cores, memory / self._budget.memory_bytes)
         if load > 1:
-            self.share = max(self.share * SHED, LEAST)
-        elif load < CALM:
-            self.share = min(self.share * REGAINED, 1.0)
+            self.share = max(self.share * DECREASE_FACTOR, MIN_SHARE)
+        elif load < RECOVERY_LOAD:
+            self.share = min(self.share * INCREASE_FACTOR, 1.0)
         return self.share

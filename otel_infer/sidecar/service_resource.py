@@ -18,30 +18,30 @@ from otel_infer.ringbuffer.events import Value
 log = logging.getLogger(__name__)
 
 
-class Service:
+class ServiceResource:
     """The server whose rings are in `folder`. `resource`: what its process told of it; the name comes in when it is known."""
 
     def __init__(self, folder: Path, resource: Mapping[str, Value]) -> None:
         self._folder = folder
-        instance = _read(folder / directory.INSTANCE)
+        instance = _read_text(folder / directory.INSTANCE_FILE)
         if not instance:
             instance = str(resource.get(semconv.SERVICE_INSTANCE_ID) or uuid.uuid4())
-            _write(folder / directory.INSTANCE, instance)
+            _write_text(folder / directory.INSTANCE_FILE, instance)
         self.resource = {**resource, semconv.SERVICE_INSTANCE_ID: instance}
-        name = _read(folder / directory.SERVICE)
+        name = _read_text(folder / directory.SERVICE_FILE)
         if name:
             self.resource.setdefault(semconv.SERVICE_NAME, name)
-        self._remembered = name
+        self._saved_name = name
 
-    def remember(self) -> None:
+    def save(self) -> None:
         """Its name, once there is one: for a sidecar that takes over, and for the one of another server that finds it dead."""
         name = str(self.resource.get(semconv.SERVICE_NAME, ""))
-        if name and name != self._remembered:
-            self._remembered = name
-            _write(self._folder / directory.SERVICE, name)
+        if name and name != self._saved_name:
+            self._saved_name = name
+            _write_text(self._folder / directory.SERVICE_FILE, name)
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Empty where there is none; a full disk makes it an empty one."""
     try:
         return path.read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _write(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     try:
         path.touch(mode=0o600)
         path.write_text(text, encoding="utf-8")

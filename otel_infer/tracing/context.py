@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 _runtime: Any = getattr(otel_context, "_RUNTIME_CONTEXT", otel_context)
 _variable: Any = getattr(_runtime, "_current_context", None)
 if type(_runtime) is ContextVarsRuntimeContext and _variable is not None:
-    here, attach, _detach = _variable.get, _variable.set, _variable.reset
+    current_context, attach, _detach = _variable.get, _variable.set, _variable.reset
 else:  # one that OTEL_PYTHON_CONTEXT names
-    here, attach, _detach = _runtime.get_current, _runtime.attach, _runtime.detach
+    current_context, attach, _detach = _runtime.get_current, _runtime.attach, _runtime.detach
 
 
 def detach(token: Any) -> None:
@@ -32,27 +32,27 @@ def detach(token: Any) -> None:
         pass
 
 
-def innermost() -> object:
+def current_span() -> object:
     """The span that is current, if any."""
-    return here().get(SPAN_KEY)
+    return current_context().get(SPAN_KEY)
 
 
-def span_in(around: Context) -> trace.SpanContext:
+def span_context(around: Context) -> trace.SpanContext:
     """What this context says of its span; an invalid one if it has none."""
     span: Any = around.get(SPAN_KEY)
     return trace.INVALID_SPAN_CONTEXT if span is None else span.get_span_context()
 
 
-_broken: set[type] = set()
+_logged_types: set[type] = set()
 
 
-def told_by(headers: Mapping[str, str], around: Context) -> Context:
+def extract(headers: Mapping[str, str], around: Context) -> Context:
     """This context with what OTEL_PROPAGATORS find in the headers, which are anybody's: what they break on costs the parent alone."""
     try:
         return propagate.extract(headers, around)
     except Exception as exc:
-        if type(exc) not in _broken:  # its text may be what the client sent
-            _broken.add(type(exc))
+        if type(exc) not in _logged_types:  # its text may be what the client sent
+            _logged_types.add(type(exc))
             log.warning(
                 "a propagator broke on a request's headers (%s): such requests have no parent",
                 type(exc).__name__,

@@ -17,56 +17,56 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span
 
-MARK = "otel-infer-request"
+REQUEST_HEADER = "otel-infer-request"
 """Beside the standard headers, which another instrumentation below us may have made its own."""
 
 
-def headers(request: request_span.LiveRequest) -> dict[str, str]:
+def inject(request: request_span.RequestSpan) -> dict[str, str]:
     """What a request takes along, to be understood by `part` and by whoever knows W3C's (and OTEL_PROPAGATORS)."""
     context = request.get_span_context()
     return {
         **request_span.to_headers(request),
-        MARK: format_trace_id(context.trace_id) + format_span_id(context.span_id),
+        REQUEST_HEADER: format_trace_id(context.trace_id) + format_span_id(context.span_id),
     }
 
 
-class Part:
+class RequestFragment:
     """The part of a request that is in this process, since `began_at`. `left`: how many of its sequences are."""
 
-    __slots__ = ("began_at", "handle", "left", "packed", "span_id")
+    __slots__ = ("began_at", "handle", "packed", "sequences", "span_id")
 
     def __init__(self, handle: int, span_id: bytes, began_at: int) -> None:
-        self.handle, self.span_id, self.began_at, self.left = handle, span_id, began_at, 0
+        self.handle, self.span_id, self.began_at, self.sequences = handle, span_id, began_at, 0
         self.packed = handle.to_bytes(4, "little")
 
-    def state(self, fact: Any) -> None:
+    def record_event(self, fact: Any) -> None:
         """States a fact about the request."""
-        recorder.state(self.handle, fact)
+        recorder.record(self.handle, fact)
 
 
-_parts: dict[bytes, Part] = {}
+_fragments: dict[bytes, RequestFragment] = {}
 """By span id: the sequences of one request are of one part."""
 if hasattr(os, "register_at_fork"):  # a child has rings of its own
-    os.register_at_fork(after_in_child=_parts.clear)
+    os.register_at_fork(after_in_child=_fragments.clear)
 
 
-def part(carried: Mapping[str, str] | None) -> Part | None:
+def join_request(carried: Mapping[str, str] | None) -> RequestFragment | None:
     """The part of the request that came along with these headers, with one more sequence; None if they say of none."""
-    ids = _ids(carried.get(MARK, "")) if carried else None
+    ids = _parse_ids(carried.get(REQUEST_HEADER, "")) if carried else None
     if ids is None or not recorder.active:
         return None
-    found = _parts.get(ids[16:])
+    found = _fragments.get(ids[16:])
     if found is None:
-        now, wall_at = _clock.wall_pair()
+        now, wall_at = _clock.read_clocks()
         arrived = events.RequestArrived(
             now, wall_at, ids[:16], ids[16:], bytes(8), bytes(8), events.JOINED, "", "", "", ""
         )
-        found = _parts[ids[16:]] = Part(recorder.open(arrived), ids[16:], now)
-    found.left += 1
+        found = _fragments[ids[16:]] = RequestFragment(recorder.open_request(arrived), ids[16:], now)
+    found.sequences += 1
     return found
 
 
-def _ids(mark: str) -> bytes | None:
+def _parse_ids(mark: str) -> bytes | None:
     """Trace id and span id; None for what is no mark of ours."""
     try:
         ids = bytes.fromhex(mark)
@@ -75,9 +75,9 @@ def _ids(mark: str) -> bytes | None:
     return ids if len(ids) == 24 else None
 
 
-def left(of: Part) -> None:
+def release(of: RequestFragment) -> None:
     """One of its sequences is not here any more."""
-    of.left -= 1
-    if of.left <= 0 and _parts.get(of.span_id) is of:
-        del _parts[of.span_id]
-        recorder.close(of.handle, events.RequestEnded(_clock.now(), events.OK, "", 0, 0, 0, 0))
+    of.sequences -= 1
+    if of.sequences <= 0 and _fragments.get(of.span_id) is of:
+        del _fragments[of.span_id]
+        recorder.close_request(of.handle, events.RequestEnded(_clock.now(), events.OK, "", 0, 0, 0, 0))

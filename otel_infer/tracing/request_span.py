@@ -18,54 +18,54 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import context
 from otel_infer.tracing.context import detach as detach
-from otel_infer.tracing.pending_spans import Unclaimed, end
-from otel_infer.tracing.span_ids import ByIds, Limits, Opened, Opener
+from otel_infer.tracing.pending_spans import PendingProviderSpans, end_spans
+from otel_infer.tracing.span_ids import LazySpanIds, Limits, SpanFactory, SpanIds
 
-_KEY = otel_context.create_key("otel_infer-request")
-_NOTHING = Context()
+_REQUEST_KEY = otel_context.create_key("otel_infer-request")
+_EMPTY_CONTEXT = Context()
 
 
-class LiveRequest(trace.Span):
+class RequestSpan(trace.Span):
     """A request in flight: a live span for everybody else, and for integrations the place where its facts are stated.
 
     All `*_at` are monotonic ns; 0 = not yet.
     """
 
     # What most requests never change costs none of them a store.
-    ended = named = tokenizing = False
+    ended = is_named = tokenizing = False
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
     detokenize_ns = 0
-    _keys: set[str] | None = None
-    _events = _links = 0
-    _failed = _seen = False
-    _engine_failed = _id = _response_id = ""
-    _name = ("", "", "")
+    _attribute_keys: set[str] | None = None
+    _event_count = _link_count = 0
+    _has_error_status = _is_context_read = False
+    _engine_error = _request_id = _response_id = ""
+    _operation_names = ("", "", "")
     _context: SpanContext | None = None
 
     def __init__(
-        self, opened: Opened | ByIds, handle: int, arrived_at: int, owner: str, around: Context
+        self, opened: SpanIds | LazySpanIds, handle: int, arrived_at: int, owner: str, around: Context
     ) -> None:
         """`around`: what `attach` starts from; the caller's baggage lies in it.
 
         `tokenizing`: an engine does, and says so itself. `has_server`: the SERVER span above it is ours. `has_news`: the next piece of the response may be the first, or the
         first with a token.
         """
-        self._opened, self.around = opened, around
-        self.inner = opened.inner
+        self._span_ids, self.around = opened, around
+        self.provider_spans = opened.provider_spans
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
         self.has_server = opened.has_server
         self.chunks = self.send_wait_ns = 0
-        self.has_news = True
+        self.inspect_next_chunk = True
 
     @property
     def server(self) -> SpanContext | None:
         """Of the SERVER span above it, where that is ours."""
-        return self._opened.server
+        return self._span_ids.server
 
     @property
-    def _room(self) -> Limits:
-        return opener.limits if opener is not None else Limits()
+    def _limits(self) -> Limits:
+        return span_factory.limits if span_factory is not None else Limits()
 
     @property
     def packed(self) -> bytes:
@@ -74,64 +74,66 @@ class LiveRequest(trace.Span):
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def state(self, fact: Any) -> None:
+    def record_event(self, fact: Any) -> None:
         """States a fact about this request."""
-        recorder.state(self.handle, fact)
+        recorder.record(self.handle, fact)
 
-    def stage(self, name: str, started_at: int, items: int = 0) -> None:
+    def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
         """A stage of this name is over."""
-        recorder.state(self.handle, events.StageEnded(_clock.now(), started_at, name, items))
+        recorder.record(self.handle, events.StageEnded(_clock.now(), started_at, name, items))
 
-    def submitted(self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0) -> None:
+    def record_submitted(
+        self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0
+    ) -> None:
         """Handed over to the engine."""
         self.engine = engine
-        said = events.count(sequences), events.count(input_tokens), events.count(max_tokens)
-        recorder.state(self.handle, events.RequestSubmitted(_clock.now(), *said, engine))
+        said = events.clamp_count(sequences), events.clamp_count(input_tokens), events.clamp_count(max_tokens)
+        recorder.record(self.handle, events.RequestSubmitted(_clock.now(), *said, engine))
 
-    def name(self, operation: str = "", provider: str = "", model: str = "") -> None:
+    def set_operation(self, operation: str = "", provider: str = "", model: str = "") -> None:
         """What became known after arrival: operation, provider (engine), served model. Said once: a thousand inputs of one request
         would fill the ring."""
         name = operation, provider, model
-        if name != self._name:
-            self._name = name
-            self._say_known(
+        if name != self._operation_names:
+            self._operation_names = name
+            self._record_attributes(
                 *zip((semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL), name)
             )
 
-    def known_as(self, request_id: str) -> None:
+    def set_request_id(self, request_id: str) -> None:
         """How the engine calls it. Said once, as the name."""
-        if request_id != self._id:
-            self._id = request_id
-            self.say(semconv.REQUEST_ID, request_id)
+        if request_id != self._request_id:
+            self._request_id = request_id
+            self.record_attribute(semconv.REQUEST_ID, request_id)
 
-    def answers_as(self, response_id: str) -> None:
+    def set_response_id(self, response_id: str) -> None:
         """How its client calls the answer (`chatcmpl-…`). Said once, as the name."""
         if response_id != self._response_id:
             self._response_id = response_id
-            self.say(semconv.RESPONSE_ID, response_id)
+            self.record_attribute(semconv.RESPONSE_ID, response_id)
 
-    def asked(self, tenant: str, traffic_class: str) -> None:
+    def set_caller(self, tenant: str, traffic_class: str) -> None:
         """Who asks, and whether somebody waits for it."""
-        self._say_known((semconv.TENANT, tenant), (semconv.TRAFFIC_CLASS, traffic_class))
+        self._record_attributes((semconv.TENANT, tenant), (semconv.TRAFFIC_CLASS, traffic_class))
 
-    def _say_known(self, *said: tuple[str, str]) -> None:
+    def _record_attributes(self, *said: tuple[str, str]) -> None:
         for key, value in said:
             if value:
-                self.say(key, value)
+                self.record_attribute(key, value)
 
-    def say(self, key: str, value: events.Value) -> None:
+    def record_attribute(self, key: str, value: events.Value) -> None:
         """An attribute of ours on the request span, outside the limits of user code."""
-        recorder.state(self.handle, events.AttributeSet(_clock.now(), key, value))
+        recorder.record(self.handle, events.AttributeSet(_clock.now(), key, value))
 
-    def failed(self, error_type: str) -> None:
+    def set_engine_error(self, error_type: str) -> None:
         """The engine failed it; whoever closes it will say so. Empty: a later attempt did not fail."""
-        self._engine_failed = error_type and (self._engine_failed or error_type)
+        self._engine_error = error_type and (self._engine_error or error_type)
 
-    def token_reached(self) -> None:
+    def record_token_reached(self) -> None:
         """A token reached the side of the server that talks to the reader."""
         if not self.tokens_reached:
-            self.tokens_reached = self.has_news = True
-            recorder.state(self.handle, events.TokenReached(_clock.now()))
+            self.tokens_reached = self.inspect_next_chunk = True
+            recorder.record(self.handle, events.TokenReached(_clock.now()))
 
     def close(
         self,
@@ -146,49 +148,52 @@ class LiveRequest(trace.Span):
         if self.ended:
             return
         self.ended = True
-        self.around = _NOTHING  # in it may be the request before, which a connection's reader has kept
-        if self.inner is not None:  # where a provider records, user code says it to that one's span
-            self.set_status(getattr(self.inner[1], "status", None))
-        if self._engine_failed and outcome != events.ABORTED:  # what was made of it says less
-            outcome, error_type = events.ERROR, self._engine_failed
-        elif self._failed and outcome == events.OK:
+        self.around = _EMPTY_CONTEXT  # in it may be the request before, which a connection's reader has kept
+        if self.provider_spans is not None:  # where a provider records, user code says it to that one's span
+            self.set_status(getattr(self.provider_spans[1], "status", None))
+        if self._engine_error and outcome != events.ABORTED:  # what was made of it says less
+            outcome, error_type = events.ERROR, self._engine_error
+        elif self._has_error_status and outcome == events.OK:
             outcome, error_type = events.ERROR, semconv.OTHER
         at = at or _clock.now()
         said = at, outcome, error_type, status_code, self.chunks, self.send_wait_ns, self.detokenize_ns
-        if not (self.has_server or self._seen or self.engine or self.inner) and self._opened.parent:
-            self._withdraw()
+        if (
+            not (self.has_server or self._is_context_read or self.engine or self.provider_spans)
+            and self._span_ids.parent
+        ):
+            self._use_parent_context()
         if http:
-            recorder.close(self.handle, tuple.__new__(events.ExchangeEnded, (*said, route, http)))
+            recorder.close_request(self.handle, tuple.__new__(events.ExchangeEnded, (*said, route, http)))
         else:
-            recorder.close(self.handle, tuple.__new__(events.RequestEnded, said))
-        if not self.handle and self.inner is not None:  # nobody will hear of it
-            end(self.inner)
+            recorder.close_request(self.handle, tuple.__new__(events.RequestEnded, said))
+        if not self.handle and self.provider_spans is not None:  # nobody will hear of it
+            end_spans(self.provider_spans)
 
-    def _withdraw(self) -> None:
+    def _use_parent_context(self) -> None:
         """Whoever asks from now on, in a task that outlives the request, is told of the span above."""
-        own, self._context = self._context, self._opened.parent or self._context
-        if self._seen:  # another thread has asked just now
+        own, self._context = self._context, self._span_ids.parent or self._context
+        if self._is_context_read:  # another thread has asked just now
             self._context = own
         else:
-            self.state(events.SpanUnseen(_clock.now()))
+            self.record_event(events.SpanUnseen(_clock.now()))
 
-    def __deepcopy__(self, memo: Any) -> LiveRequest:
+    def __deepcopy__(self, memo: Any) -> RequestSpan:
         """Engines copy their own objects, which may carry this one: it stays one request."""
         return self
 
     # ── the API's span ───────────────────────────────────────────────────────────────────────────────────────────
 
     def get_span_context(self) -> SpanContext:
-        self._seen = True
-        if self.ended and (known := lent.get()) is not None and known[0] is self:
+        self._is_context_read = True
+        if self.ended and (known := thread_owner.get()) is not None and known[0] is self:
             return trace.INVALID_SPAN_CONTEXT  # a thread that was started in it works for others by now
-        return self.known_context()
+        return self.own_span_context()
 
-    def known_context(self) -> SpanContext:
+    def own_span_context(self) -> SpanContext:
         """Its own, wherever this is asked."""
         known = self._context
         if known is None:
-            known = self._context = self._opened.request
+            known = self._context = self._span_ids.request
         return known
 
     def is_recording(self) -> bool:
@@ -196,14 +201,14 @@ class LiveRequest(trace.Span):
 
     def set_attribute(self, key: str, value: types.AttributeValue) -> None:
         if self.is_recording() and _is_key(key) and self._has_room_for(key):
-            self.say(key, self._room.cut(value))
+            self.record_attribute(key, self._limits.truncate_value(value))
 
     def _has_room_for(self, key: str) -> bool:
         """What has a value may get another one, however many there are."""
-        keys = self._keys
+        keys = self._attribute_keys
         if keys is None:
-            keys = self._keys = set()
-        if key not in keys and len(keys) >= self._room.attributes:
+            keys = self._attribute_keys = set()
+        if key not in keys and len(keys) >= self._limits.attributes:
             return False
         keys.add(key)
         return True
@@ -213,32 +218,36 @@ class LiveRequest(trace.Span):
             self.set_attribute(key, value)
 
     def add_event(self, name: str, attributes: types.Attributes = None, timestamp: int | None = None) -> None:
-        if self.is_recording() and self._events < self._room.events:
-            self._events += 1
-            at = max(_monotonic(timestamp), self.arrived_at)  # before that nobody knows the request
-            self.state(events.EventAdded(at, str(name), self._limited(attributes)))
+        if self.is_recording() and self._event_count < self._limits.events:
+            self._event_count += 1
+            at = max(_wall_to_monotonic(timestamp), self.arrived_at)  # before that nobody knows the request
+            self.record_event(events.SpanEventAdded(at, str(name), self._limit_attributes(attributes)))
 
     def add_link(self, context: SpanContext, attributes: types.Attributes = None) -> None:
-        if self.is_recording() and context.is_valid and self._links < self._room.links:
-            self._links += 1
+        if self.is_recording() and context.is_valid and self._link_count < self._limits.links:
+            self._link_count += 1
             at, span_id = _clock.now(), context.span_id.to_bytes(8, "big")
-            self.state(events.SpanLinked(at, context.trace_id.to_bytes(16, "big"), span_id))
+            self.record_event(events.SpanLinked(at, context.trace_id.to_bytes(16, "big"), span_id))
             if attributes:
-                self.state(events.LinkDescribed(at, span_id.hex(), self._limited(attributes)))
+                self.record_event(events.LinkDescribed(at, span_id.hex(), self._limit_attributes(attributes)))
 
-    def _limited(self, attributes: types.Attributes) -> dict[str, events.Value]:
-        return {key: self._room.cut(value) for key, value in (attributes or {}).items() if _is_key(key)}
+    def _limit_attributes(self, attributes: types.Attributes) -> dict[str, events.Value]:
+        return {
+            key: self._limits.truncate_value(value)
+            for key, value in (attributes or {}).items()
+            if _is_key(key)
+        }
 
     def update_name(self, name: str) -> None:
         if self.is_recording():
-            self.state(events.NameUpdated(_clock.now(), str(name)))
+            self.record_event(events.NameUpdated(_clock.now(), str(name)))
 
     def set_status(self, status: Any, description: str | None = None) -> None:
         code = getattr(status, "status_code", status)
         if code is trace.StatusCode.ERROR:
-            self._failed = True
+            self._has_error_status = True
         elif code is trace.StatusCode.OK:
-            self._failed, self._engine_failed = False, ""
+            self._has_error_status, self._engine_error = False, ""
 
     def record_exception(
         self,
@@ -257,32 +266,32 @@ class LiveRequest(trace.Span):
 
     def attach(self) -> Any:
         """Makes the request current here; give the token to `detach`."""
-        span = self if self.inner is None else self.inner[1]
-        return context.attach(Context({**self.around, _KEY: self, context.SPAN_KEY: span}))
+        span = self if self.provider_spans is None else self.provider_spans[1]
+        return context.attach(Context({**self.around, _REQUEST_KEY: self, context.SPAN_KEY: span}))
 
 
-Lent = tuple[LiveRequest, object]
-lent: ContextVar[Lent | None] = ContextVar("otel_infer-lent", default=None)
+ThreadOwner = tuple[RequestSpan, object]
+thread_owner: ContextVar[ThreadOwner | None] = ContextVar("otel_infer-lent", default=None)
 """The request that a thread was started in, and the span that was current there."""
 
-opener: Opener | None = None
+span_factory: SpanFactory | None = None
 """Set by the composition root."""
 
 
-unclaimed = Unclaimed()
+pending_provider_spans = PendingProviderSpans()
 """A provider's live spans of requests that are recorded."""
 
 
-def to_headers(request: LiveRequest) -> dict[str, str]:
+def to_headers(request: RequestSpan) -> dict[str, str]:
     """What to hand to another process so that it can be a child of this request."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier, trace.set_span_in_context(NonRecordingSpan(request.get_span_context())))
     return carrier
 
 
-def _monotonic(wall_at: Any) -> int:
+def _wall_to_monotonic(wall_at: Any) -> int:
     """The instant of a wall clock's ns; now, for what is none or has yet to come."""
-    now, wall_now = _clock.wall_pair()
+    now, wall_now = _clock.read_clocks()
     try:
         return min(now - (wall_now - operator.index(wall_at)), now)
     except TypeError:

@@ -13,11 +13,11 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
 from otel_infer.ringbuffer.events import OWN_SERVER_SPAN, REMOTE_PARENT, SAMPLED
-from otel_infer.tracing.pending_spans import Inner
+from otel_infer.tracing.pending_spans import ProviderSpans
 
 _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 _NO_ID = bytes(8)
-_SAMPLING = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
+_SAMPLING_FIELD = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
 
 
 class Limits(NamedTuple):
@@ -28,22 +28,22 @@ class Limits(NamedTuple):
     links: int = 128
     length: int | None = None
 
-    def cut(self, value: Any) -> Any:
+    def truncate_value(self, value: Any) -> Any:
         """The value of an attribute, as long as it may be."""
         if isinstance(value, str):
             return value[: self.length]
         if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [self.cut(item) for item in value]
+            return [self.truncate_value(item) for item in value]
         return value
 
 
-class Opened(NamedTuple):
+class SpanIds(NamedTuple):
     """The identity of a new request."""
 
     request: SpanContext
     server: SpanContext | None
     parent: SpanContext | None
-    inner: Inner | None
+    provider_spans: ProviderSpans | None
 
     @property
     def trace_state(self) -> trace.TraceState:
@@ -77,15 +77,15 @@ class Opened(NamedTuple):
 Caller = bytes
 """The span of another process that a request is below, where nothing but a `traceparent` says so: version, trace id, span id
 and flags of it as 26 bytes; empty: there is none."""
-NOBODY: Caller = b""
+NO_CALLER: Caller = b""
 
 
-class ByIds:
+class LazySpanIds:
     """The identity of a new request whose ids are all that decides it. Contexts of the API are made of them when somebody
     asks, which for most requests nobody does. `above`: the span that it is below, or that its SERVER span is."""
 
-    __slots__ = ("_above", "flags", "has_server", "ids", "trace_state")
-    inner = None
+    __slots__ = ("_parent", "flags", "has_server", "ids", "trace_state")
+    provider_spans = None
 
     def __init__(
         self,
@@ -101,54 +101,56 @@ class ByIds:
             self.ids, self.flags = (trace_id, spans[:8], parent_id, spans[8:]), flags | OWN_SERVER_SPAN
         else:
             self.ids, self.flags = (trace_id, spans[:8], parent_id, _NO_ID), flags
-        self.has_server, self._above, self.trace_state = own_server, above, trace_state
+        self.has_server, self._parent, self.trace_state = own_server, above, trace_state
 
     @property
     def request(self) -> SpanContext:
         """The request span's."""
-        return self._own(self.ids[1])
+        return self._make_context(self.ids[1])
 
     @property
     def server(self) -> SpanContext | None:
         """The SERVER span's."""
-        return self._own(self.ids[3]) if self.has_server else None
+        return self._make_context(self.ids[3]) if self.has_server else None
 
     @property
     def parent(self) -> SpanContext | None:
         """Of what is above it."""
-        above = self._above
-        return context_of(above) if isinstance(above, bytes) else above
+        above = self._parent
+        return caller_to_span_context(above) if isinstance(above, bytes) else above
 
-    def _own(self, span_id: bytes) -> SpanContext:
+    def _make_context(self, span_id: bytes) -> SpanContext:
         ids = int.from_bytes(self.ids[0], "big"), int.from_bytes(span_id, "big")
         flags = _SAMPLED if self.flags & SAMPLED else _NOT_SAMPLED
         return SpanContext(*ids, False, flags, self.trace_state)
 
 
-def below(caller: Caller, sampler: Constant) -> ByIds:
+def ids_from_caller(caller: Caller, sampler: ConstantSampler) -> LazySpanIds:
     """Below a SERVER span of ours, and that below the caller."""
     if not caller:
-        flags = SAMPLED if sampler.root else 0
-        return ByIds(_random_ids(), _NO_ID, flags, True)
-    flags = SAMPLED if sampler.samples(True, caller[25]) else 0
-    return ByIds(caller[1:17], caller[17:25], flags | REMOTE_PARENT, True, caller)
+        flags = SAMPLED if sampler.root_sampled else 0
+        return LazySpanIds(_random_ids(), _NO_ID, flags, True)
+    flags = SAMPLED if sampler.is_sampled(True, caller[25]) else 0
+    return LazySpanIds(caller[1:17], caller[17:25], flags | REMOTE_PARENT, True, caller)
 
 
-def within(above: SpanContext, sampler: Constant, own_server: bool) -> ByIds:
+def ids_from_parent(above: SpanContext, sampler: ConstantSampler, own_server: bool) -> LazySpanIds:
     """Below the span that is current, if it is one."""
     # A context is a tuple by its type, and each of its properties a call.
     trace_id, span_id, is_remote, trace_flags, trace_state, is_valid = above
-    flags = SAMPLED if sampler.samples(is_valid, trace_flags) else 0
+    flags = SAMPLED if sampler.is_sampled(is_valid, trace_flags) else 0
     if not is_valid:
-        return ByIds(_random_ids(), _NO_ID, flags, own_server)
+        return LazySpanIds(_random_ids(), _NO_ID, flags, own_server)
     if is_remote:
         flags |= REMOTE_PARENT
     # Whether any other is empty is a call to find out.
     state = None if trace_state is trace.DEFAULT_TRACE_STATE else trace_state
-    return ByIds(trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big"), flags, own_server, above, state)
+    return LazySpanIds(
+        trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big"), flags, own_server, above, state
+    )
 
 
-def context_of(caller: Caller) -> SpanContext | None:
+def caller_to_span_context(caller: Caller) -> SpanContext | None:
     """The caller's span as a context of the API; None: there is none."""
     if not caller:
         return None
@@ -156,88 +158,88 @@ def context_of(caller: Caller) -> SpanContext | None:
     return SpanContext(*ids, True, TraceFlags(caller[25]))
 
 
-class Opener(Protocol):
+class SpanFactory(Protocol):
     """Makes identities: from the SDK's sampler and id generator, or from a user's provider."""
 
     limits: Limits
 
-    def open(
+    def create_span(
         self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
-    ) -> Opened | ByIds:
+    ) -> SpanIds | LazySpanIds:
         """A request span named `name`, below a server span of ours if `own_server`; `above` is the span in `parent`."""
         ...
 
-    def below(self, caller: Caller) -> ByIds | None:
+    def create_from_caller(self, caller: Caller) -> LazySpanIds | None:
         """A request span below a server span of ours below this caller; None where ids alone do not decide that."""
         ...
 
-    def ids(self) -> tuple[bytes, bytes]:
+    def generate_ids(self) -> tuple[bytes, bytes]:
         """Trace and span id of a trace that nobody else begins."""
         ...
 
 
-class IdOpener:
+class SdkSpanFactory:
     """Identities by the SDK's sampler and id generator, as configured by the standard variables."""
 
     def __init__(self, sampler: Any, ids: Any, limits: Limits) -> None:
-        self._sampler, self._ids, self.limits = sampler, ids, limits
-        self._constant = _constant(sampler)
-        self._is_plain = _are_random(ids)
+        self._sampler, self._id_generator, self.limits = sampler, ids, limits
+        self._constant_sampler = _to_constant_sampler(sampler)
+        self._has_random_ids = _is_random_generator(ids)
 
-    def open(
+    def create_span(
         self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
-    ) -> Opened | ByIds:
-        constant = self._constant
-        if constant is not None and self._is_plain:
-            return within(above, constant, own_server)
-        trace_id = above.trace_id if above.is_valid else self._ids.generate_trace_id()
+    ) -> SpanIds | LazySpanIds:
+        constant = self._constant_sampler
+        if constant is not None and self._has_random_ids:
+            return ids_from_parent(above, constant, own_server)
+        trace_id = above.trace_id if above.is_valid else self._id_generator.generate_trace_id()
         kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
         result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)
         sampled, state = result.decision.is_sampled(), result.trace_state
         flags = _SAMPLED if sampled else _NOT_SAMPLED
 
-        new = self._ids.generate_span_id
+        new = self._id_generator.generate_span_id
         request = SpanContext(trace_id, new(), False, flags, state)
         server = SpanContext(trace_id, new(), False, flags, state) if own_server else None
-        return Opened(request, server, above if above.is_valid else None, None)
+        return SpanIds(request, server, above if above.is_valid else None, None)
 
-    def below(self, caller: Caller) -> ByIds | None:
-        constant = self._constant
-        if constant is None or not self._is_plain:
+    def create_from_caller(self, caller: Caller) -> LazySpanIds | None:
+        constant = self._constant_sampler
+        if constant is None or not self._has_random_ids:
             return None
-        return below(caller, constant)
+        return ids_from_caller(caller, constant)
 
-    def ids(self) -> tuple[bytes, bytes]:
-        trace_id, span_id = self._ids.generate_trace_id(), self._ids.generate_span_id()
+    def generate_ids(self) -> tuple[bytes, bytes]:
+        trace_id, span_id = self._id_generator.generate_trace_id(), self._id_generator.generate_span_id()
         return trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big")
 
 
-class Constant(NamedTuple):
+class ConstantSampler(NamedTuple):
     """A sampler that asks for nothing but its parent's flag, or not even for that. `root`: for who has no parent."""
 
-    root: bool
-    follows: bool
+    root_sampled: bool
+    follows_parent: bool
 
-    def samples(self, has_parent: bool, flags: int) -> bool:
+    def is_sampled(self, has_parent: bool, flags: int) -> bool:
         """Whether the child of a span with these flags is sampled, if it has one."""
-        return bool(flags & TraceFlags.SAMPLED) if self.follows and has_parent else self.root
+        return bool(flags & TraceFlags.SAMPLED) if self.follows_parent and has_parent else self.root_sampled
 
 
-def _constant(sampler: Any) -> Constant | None:
+def _to_constant_sampler(sampler: Any) -> ConstantSampler | None:
     """What this one decides, if it is one of those that the standard variables name without an argument: known without
     the dozen calls that asking it takes."""
     from opentelemetry.sdk.trace import sampling
 
     known = (
-        (sampling.DEFAULT_ON, Constant(True, True)),
-        (sampling.DEFAULT_OFF, Constant(False, True)),
-        (sampling.ALWAYS_ON, Constant(True, False)),
-        (sampling.ALWAYS_OFF, Constant(False, False)),
+        (sampling.DEFAULT_ON, ConstantSampler(True, True)),
+        (sampling.DEFAULT_OFF, ConstantSampler(False, True)),
+        (sampling.ALWAYS_ON, ConstantSampler(True, False)),
+        (sampling.ALWAYS_OFF, ConstantSampler(False, False)),
     )
     return next((constant for one, constant in known if one is sampler), None)
 
 
-def _are_random(ids: Any) -> bool:
+def _is_random_generator(ids: Any) -> bool:
     """Whether these are the ids of the SDK's own generator: what it makes by two calls and more, one makes as well."""
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
@@ -245,18 +247,18 @@ def _are_random(ids: Any) -> bool:
 
 
 # Not the one that applications seed: servers with the same seed would have the same traces.
-_chance = random.Random()
+_rng = random.Random()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_chance.seed)
+    os.register_at_fork(after_in_child=_rng.seed)
 
 
 def _random_ids() -> bytes:
     """One id of a trace, or two of spans."""
-    ids = _chance.getrandbits(128).to_bytes(16, "big")
+    ids = _rng.getrandbits(128).to_bytes(16, "big")
     return _random_ids() if _NO_ID in ids else ids
 
 
-class ProviderOpener:
+class ProviderSpanFactory:
     """Identities of spans that a user's provider starts; they are ended when the request has been assembled."""
 
     limits = Limits(1 << 30, 1 << 30, 1 << 30)
@@ -264,19 +266,21 @@ class ProviderOpener:
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
 
-    def open(self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int) -> Opened:
+    def create_span(
+        self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
+    ) -> SpanIds:
         server = None
         if own_server:
             server = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=wall_at)
             parent = trace.set_span_in_context(server, parent)
         span = self._tracer.start_span(name, parent, SpanKind.INTERNAL, start_time=wall_at)
         own = server.get_span_context() if server is not None else None
-        return Opened(span.get_span_context(), own, above if above.is_valid else None, (server, span))
+        return SpanIds(span.get_span_context(), own, above if above.is_valid else None, (server, span))
 
-    def below(self, caller: Caller) -> ByIds | None:
+    def create_from_caller(self, caller: Caller) -> LazySpanIds | None:
         return None
 
-    def ids(self) -> tuple[bytes, bytes]:
+    def generate_ids(self) -> tuple[bytes, bytes]:
         """To tell it by: the provider gives it others when it is written."""
         return os.urandom(16), os.urandom(8)
 
@@ -285,5 +289,5 @@ def sampling_state(state: trace.TraceState) -> str:
     """Of a `tracestate` what says how it was sampled (specification of OpenTelemetry, "TraceState handling"): counts are
     scaled up by it. What vendors put beside it is theirs, and is passed on but not exported."""
     said = (state.get("ot") or "").split(";")
-    kept = [part for part in said if _SAMPLING.fullmatch(part)]
+    kept = [part for part in said if _SAMPLING_FIELD.fullmatch(part)]
     return f"ot={';'.join(kept)}" if kept else ""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -82,7 +82,7 @@ def _series(ask: Ask, target: Mapping[str, Any], span: Span, points: int) -> Ite
     step = float(times[1] - times[0])
     found = ask.get(
         "query_range",
-        query=asked(target["expr"], span.window),
+        query=resolve_variables(target["expr"], span.window),
         start=f"{span.start:.3f}",
         end=f"{span.end + step / 2:.3f}",
         step=f"{step:.3f}",
@@ -105,7 +105,7 @@ def _name(legend: str, labels: Mapping[str, str]) -> str:
 
 def _exemplars(ask: Ask, target: Mapping[str, Any], span: Span) -> list[Exemplar]:
     """The largest, and of the others as many as can be told apart; none from who keeps none."""
-    query = asked(target["expr"], span.window)
+    query = resolve_variables(target["expr"], span.window)
     try:
         said = ask.get("query_exemplars", query=query, start=f"{span.start:.3f}", end=f"{span.end:.3f}")
     except ValueError:
@@ -126,7 +126,7 @@ def _rows(ask: Ask, panel: Mapping[str, Any], span: Span) -> list[dict[str, str 
     merged: dict[tuple[str, ...], dict[str, str | float]] = {}
     names, labels = columns(panel), labels_of(panel)
     for target in panel["targets"]:
-        query = asked(target["expr"], span.window)
+        query = resolve_variables(target["expr"], span.window)
         for one in ask.get("query", query=query, time=f"{span.end:.3f}")["result"]:
             key = tuple(one["metric"].get(label, "") for label in labels)
             row = merged.setdefault(key, {names[label]: said for label, said in zip(labels, key)})

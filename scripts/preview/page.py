@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from otel_infer.cli.report.html_helpers import safe
-from otel_infer.monitoring.dashboards.dashboard import asked
-from otel_infer.monitoring.dashboards.panels import WHOLE
+from otel_infer.cli.report.html_helpers import escape_text
+from otel_infer.monitoring.dashboards.dashboard import resolve_variables
+from otel_infer.monitoring.dashboards.panels import GRID_COLUMNS
 from scripts.preview.answers import Answer, Ask, Span, answer, default
 from scripts.preview.cells import heatmap, is_blank, states
 from scripts.preview.lines import lines
@@ -17,7 +17,7 @@ from scripts.preview.tiles import elsewhere, said, table, tile
 
 PREVIEW = "preview, not Grafana"
 COLUMN, UNIT, GAP, EDGE, HEAD, FEET = 54.0, 34.0, 8.0, 12.0, 104.0, 34.0
-WIDTH = WHOLE * COLUMN + 2 * EDGE
+WIDTH = GRID_COLUMNS * COLUMN + 2 * EDGE
 MOST_ELSEWHERE = 3
 """Units of height of a panel over the whole width of which nothing can be shown here."""
 ELSEWHERE = {
@@ -44,7 +44,7 @@ def drawn(board: Mapping[str, Any], ask: Ask, span: Span) -> str:
     placed = list(layout(board))
     height = max(one.box.bottom for one in placed) + FEET
     parts = [_row(one) if one.panel["type"] == "row" else _panel(one, ask, span) for one in placed]
-    title = safe(f"{board['title']} ({PREVIEW})", 200)
+    title = escape_text(f"{board['title']} ({PREVIEW})", 200)
     size = f'width="{px(WIDTH)}" height="{px(height)}" viewBox="0 0 {px(WIDTH)} {px(height)}"'
     letters = f'font-family="{FONT}" font-size="{SIZE}" fill="{GREY}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {letters} role="img" aria-label="{title}">'
@@ -72,7 +72,7 @@ def _tops(panels: Sequence[Mapping[str, Any]]) -> list[float]:
     heights = [UNIT] * max(one["gridPos"]["y"] + one["gridPos"]["h"] for one in panels)
     for one in panels:
         place = one["gridPos"]
-        if is_elsewhere(one) and place["w"] == WHOLE:
+        if is_elsewhere(one) and place["w"] == GRID_COLUMNS:
             for line in range(place["y"] + MOST_ELSEWHERE, place["y"] + place["h"]):
                 heights[line] = 0.0
     tops = [HEAD]
@@ -95,8 +95,8 @@ def _panel(placed: Placed, ask: Ask, span: Span) -> str:
     panel, box = placed
     inside = Box(0, 0, box.width, box.height)
     frame = rect(Box(0.5, 0.5, box.width - 1, box.height - 1), "#fff", stroke="#dfe2e7", rx=4)
-    title = asked(str(panel["title"]), span.window)
-    about = safe(str(panel["description"]).replace("\n\n", " ").replace("**", ""), 600)
+    title = resolve_variables(str(panel["title"]), span.window)
+    about = escape_text(str(panel["description"]).replace("\n\n", " ").replace("**", ""), 600)
     room = box.width - 24
     head = text(12, 20, title, room, 12, fill=INK, font_weight="600")
     where = f'x="{px(box.left)}" y="{px(box.top)}" width="{px(box.width)}" height="{px(box.height)}"'

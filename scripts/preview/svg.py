@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 from xml.sax.saxutils import quoteattr
 
-from otel_infer.cli.report.html_helpers import safe
+from otel_infer.cli.report.html_helpers import escape_text
 
 INK, GREY, FAINT, LINE = "#24292e", "#5f6774", "#8d95a1", "#e6e9ee"
 NAMED = {
@@ -100,7 +100,7 @@ def attributes(of: Mapping[str, object]) -> str:
 
 def text(x: float, y: float, said: str, width: float, size: float = SIZE, **more: object) -> str:
     """One line, no wider than `width`."""
-    kept = safe(cut(said, width, size), 400)
+    kept = escape_text(cut(said, width, size), 400)
     sized = {} if size == SIZE else {"font_size": size}
     return f'<text x="{px(x)}" y="{px(y)}"{attributes({**sized, **more})}>{kept}</text>' if kept else ""
 

@@ -53,7 +53,7 @@ def test_what_is_read_is_never_off_by_more_than_a_bucket() -> None:
         histogram = ExponentialHistogram()
         for value in values:
             histogram.record(value)
-        point = histogram.point({}, 0, 0)
+        point = histogram.make_point({}, 0, 0)
         allowed = quantiles.base_of(point.scale) * (1 + 1e-9)
         for q in (0.5, 0.9, 0.99, 0.999):
             read = quantiles.exponential(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from otel_infer.cli.alerts import as_text
+from otel_infer.cli.alerts import rules_to_yaml
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
 from tests.stack.tools import tool
 
@@ -179,7 +179,7 @@ def firing(alert: str, at: str, count: int | None) -> dict[str, Any]:
 
 def about(alert: str) -> dict[str, Any]:
     """The group of this alert, without other causes, evaluated once a minute."""
-    for group in burn_rate_rules.groups(slo_spec.DEFAULT)["groups"]:
+    for group in burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)["groups"]:
         if any(rule.get("alert") == f"OtelInfer{alert}" for rule in group["rules"]):
             kept = [
                 rule
@@ -191,7 +191,7 @@ def about(alert: str) -> dict[str, Any]:
 
 
 def ran(folder: Path, alert: str, tests: list[dict[str, Any]]) -> None:
-    (folder / "rules.yml").write_text(as_text(about(alert)))
+    (folder / "rules.yml").write_text(rules_to_yaml(about(alert)))
     file = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}
     (folder / "tests.yml").write_text(yaml.safe_dump(file, sort_keys=False))
     done = subprocess.run(
@@ -312,7 +312,7 @@ def test_the_watchdog_fires_always(tmp_path: Path) -> None:
 def test_every_alert_is_tried() -> None:
     alerts = {
         rule["alert"].removeprefix("OtelInfer")
-        for group in burn_rate_rules.groups(slo_spec.DEFAULT)["groups"]
+        for group in burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)["groups"]
         for rule in group["rules"]
         if "alert" in rule
     }
@@ -320,7 +320,9 @@ def test_every_alert_is_tried() -> None:
 
 
 def test_promtool_finds_the_rules_in_order(tmp_path: Path) -> None:
-    (tmp_path / "rules.yml").write_text(as_text(burn_rate_rules.groups(slo_spec.DEFAULT)))
+    (tmp_path / "rules.yml").write_text(
+        rules_to_yaml(burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC))
+    )
     done = subprocess.run(
         [tool("promtool"), "check", "rules", "--lint=all", "--lint-fatal", "rules.yml"],
         cwd=tmp_path, capture_output=True, text=True,

@@ -15,16 +15,16 @@ import pytest
 import yaml
 
 from otel_infer import cli, semconv
-from otel_infer.cli.alerts import as_text
+from otel_infer.cli.alerts import rules_to_yaml
 from otel_infer.monitoring import dashboards
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
-from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 from otel_infer.semconv import prometheus
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "dashboards"
-BOARDS = dashboards.built()
-NAMES = {name: metric for metric in semconv.METRICS for name in prometheus.series(metric)}
+BOARDS = dashboards.build_dashboards()
+NAMES = {name: metric for metric in semconv.METRICS for name in prometheus.series_names(metric)}
 HISTOGRAM_ENDINGS = (prometheus.BUCKET, prometheus.SUM, prometheus.COUNT)
 DATASOURCES = ("${datasource}", "${tempo}")
 
@@ -70,7 +70,7 @@ def test_the_files_are_those_that_this_release_makes() -> None:
     assert cli.main(["dashboards", "build", "--check", str(FOLDER)]) == 0
     assert {path.name for path in FOLDER.glob("*.json")} == BOARDS.keys()
     made = (FOLDER / "alerts" / "otel-infer.rules.yml").read_text(encoding="utf-8")
-    assert as_text(burn_rate_rules.groups(slo_spec.DEFAULT)) == made
+    assert rules_to_yaml(burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)) == made
 
 
 RENAMING = """
@@ -104,7 +104,9 @@ def test_a_metric_that_is_renamed_makes_the_check_fail_and_name_each_file() -> N
     for metric in semconv.METRICS:
         status, printed = said[metric.name]
         using = [
-            name for name, text in texts.items() if re.search(rf"\b{prometheus.family(metric)}(_|\b)", text)
+            name
+            for name, text in texts.items()
+            if re.search(rf"\b{prometheus.family_name(metric)}(_|\b)", text)
         ]
         assert (status, len(using)) == (bool(using), printed.count("not what this release makes")), (
             metric.name
@@ -118,11 +120,11 @@ def test_a_metric_that_is_renamed_makes_the_check_fail_and_name_each_file() -> N
 @each_panel
 def test_every_question_is_about_series_and_labels_that_we_emit(name: str, panel: dict[str, Any]) -> None:
     for expr in exprs(panel):
-        for found in selectors(promql_parser.parse(asked(expr, "5m"))):
+        for found in selectors(promql_parser.parse(resolve_variables(expr, "5m"))):
             if found.name == prometheus.STAGE_BUDGET:
                 continue
             metric = NAMES[found.name]
-            labels = {"job", "instance", *map(prometheus.label, metric.attributes)}
+            labels = {"job", "instance", *map(prometheus.label_name, metric.attributes)}
             assert {one.name for one in found.matchers.matchers} <= labels | {"le"}, expr
             assert {"job", "instance"} <= {one.name for one in found.matchers.matchers}, expr
 
@@ -159,7 +161,7 @@ def test_what_is_stacked_counts_no_time_twice() -> None:
     ]
     assert stacked
     for expr in stacked:
-        assert all(name in expr for name in semconv.STAGES_INSIDE)
+        assert all(name in expr for name in semconv.NESTED_STAGES)
 
 
 @each_panel
@@ -183,7 +185,7 @@ def test_every_metric_is_on_a_dashboard_or_it_is_said_why_not() -> None:
         for board in BOARDS.values()
         for panel in panels(board)
         for expr in exprs(panel)
-        for found in selectors(promql_parser.parse(asked(expr, "5m")))
+        for found in selectors(promql_parser.parse(resolve_variables(expr, "5m")))
         if found.name in NAMES
     }
     assert {metric.name for metric in semconv.METRICS} - shown == set(NOT_SHOWN)
@@ -240,7 +242,8 @@ def test_a_dashboard_is_not_too_much_to_look_at(name: str, board: dict[str, Any]
 def test_links_lead_to_dashboards_that_there_are() -> None:
     uids = {board["uid"] for board in BOARDS.values()}
     targets = re.findall(
-        r"/d/([\w-]+)", json.dumps(BOARDS) + json.dumps(burn_rate_rules.groups(slo_spec.DEFAULT))
+        r"/d/([\w-]+)",
+        json.dumps(BOARDS) + json.dumps(burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)),
     )
     assert set(targets) <= uids
 
@@ -251,7 +254,7 @@ RULES = [
     pytest.param(
         rule, id=f"{rule.get('alert') or rule['record']} {rule.get('labels', {}).get('long', '')}".strip()
     )
-    for group in burn_rate_rules.groups(slo_spec.DEFAULT)["groups"]
+    for group in burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)["groups"]
     for rule in group["rules"]
 ]
 RECORDED = {param.values[0]["record"] for param in RULES if "record" in param.values[0]}
@@ -262,7 +265,7 @@ def test_every_rule_asks_for_series_and_labels_that_there_are(rule: dict[str, An
     for found in selectors(promql_parser.parse(rule["expr"])):
         if found.name in RECORDED:
             continue
-        labels = {"le", *map(prometheus.label, NAMES[found.name].attributes)}
+        labels = {"le", *map(prometheus.label_name, NAMES[found.name].attributes)}
         assert {one.name for one in found.matchers.matchers} <= labels
 
 
@@ -277,5 +280,5 @@ def test_every_alert_says_who_is_woken_and_what_to_do(rule: dict[str, Any]) -> N
 
 
 def test_the_rules_are_yaml_that_says_the_same() -> None:
-    made = burn_rate_rules.groups(slo_spec.DEFAULT)
-    assert yaml.safe_load(as_text(made)) == made
+    made = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)
+    assert yaml.safe_load(rules_to_yaml(made)) == made

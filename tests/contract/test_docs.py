@@ -29,8 +29,10 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 SERIES = {
-    name for metric in semconv.METRICS for name in (*prometheus.series(metric), prometheus.family(metric))
-} | {prometheus.label(attribute) for metric in semconv.METRICS for attribute in metric.attributes}
+    name
+    for metric in semconv.METRICS
+    for name in (*prometheus.series_names(metric), prometheus.family_name(metric))
+} | {prometheus.label_name(attribute) for metric in semconv.METRICS for attribute in metric.attributes}
 """What Prometheus calls our metrics and their labels."""
 GRAFANA, PROMETHEUS = "http://localhost:3000", "http://localhost:9090"
 """As pages name them."""
@@ -59,7 +61,7 @@ def test_every_command_of_ours_in_a_page_is_one_that_we_take(page: Path) -> None
         if words[:1] == ["make"]:
             assert words[1] in targets, line
         elif words[:1] == ["otel-infer"]:
-            cli.parser().parse_args(words[1:])
+            cli.build_parser().parse_args(words[1:])
 
 
 def options(one: argparse.ArgumentParser) -> Iterator[str]:
@@ -73,14 +75,14 @@ def options(one: argparse.ArgumentParser) -> Iterator[str]:
 
 def test_the_page_of_commands_has_every_option_that_we_take() -> None:
     said = set(re.findall(r"-[\w-]+", (ROOT / "docs" / "commands.md").read_text()))
-    assert set(options(cli.parser())) <= said
+    assert set(options(cli.build_parser())) <= said
 
 
 def test_the_help_of_alerts_says_all_that_is_promised_without_a_file() -> None:
-    for one in slo_spec.DEFAULT.objectives:
+    for one in slo_spec.DEFAULT_SPEC.objectives:
         length = f"within {one.within:g} s" if one.within > 1 else f"within {one.within * 1000:g} ms"
         assert not one.within or length in str(alerts.__doc__)
-    assert {one.share for one in slo_spec.DEFAULT.objectives if one.within} == {0.99}
+    assert {one.share for one in slo_spec.DEFAULT_SPEC.objectives if one.within} == {0.99}
 
 
 def anchors(page: Path) -> set[str]:
@@ -121,20 +123,20 @@ def promises() -> str:
 
 def test_the_example_of_promises_has_all_that_can_be_said() -> None:
     said = yaml.safe_load(promises())
-    assert said.keys() == set(slo_spec.Spec._fields)
-    assert {key for one in said["objectives"] for key in one} == set(slo_spec.Objective._fields)
-    assert len(slo_spec.spec(said).objectives) == len(said["objectives"])
+    assert said.keys() == set(slo_spec.SloSpec._fields)
+    assert {key for one in said["objectives"] for key in one} == set(slo_spec.SloObjective._fields)
+    assert len(slo_spec.parse_spec(said).objectives) == len(said["objectives"])
 
 
 def test_every_alert_has_a_headline_where_its_link_leads() -> None:
     alerts = {
         rule["alert"]
-        for group in burn_rate_rules.groups(slo_spec.DEFAULT)["groups"]
+        for group in burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)["groups"]
         for rule in group["rules"]
         if "alert" in rule
     }
     assert {
-        burn_rate_rules.anchor(alert.removeprefix(burn_rate_rules.PREFIX)) for alert in alerts
+        burn_rate_rules.runbook_anchor(alert.removeprefix(burn_rate_rules.ALERT_PREFIX)) for alert in alerts
     } <= anchors(ROOT / "docs" / "alerts.md")
 
 

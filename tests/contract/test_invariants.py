@@ -38,8 +38,8 @@ from otel_infer.instrumentation import asgi
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers import continuous_batching
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.batch_writer import Handles, StepLog
-from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
+from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import Recorder, recorder
 from otel_infer.ringbuffer.step_writer import StepWriter
 from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
@@ -113,9 +113,9 @@ class Engine:
 """
 INTEGRATION = """
 import functools, os
-from otel_infer.instrumentation.hooks.instrumentor import Integration
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 
-integration = Integration("stub", "stub-engine", ("stublib",), is_engine=True)
+integration = Instrumentor("stub", "stub-engine", ("stublib",), is_engine=True)
 PROBED = ("generate", "stream", "agenerate", "astream")
 
 def probe(call):
@@ -265,24 +265,24 @@ def test_3_stating_a_fact_makes_no_system_call_and_takes_no_lock() -> None:
         pytest.skip("the clock is a system call on this machine")
     recording, arena = Recorder(), MemoryArena()
     recording.start(lambda: arena, lambda: None, lambda reason: None)
-    log = recording.step_log("toy")
+    log = recording.acquire_batch_writer("toy")
     assert log is not None
 
     def state_everything(times: int = 200) -> None:
         members = ["sequence"]
         for number in range(times):
             at = _clock.now()
-            handle = recording.open(_arrival(at))
-            recording.state(handle, events.RequestSubmitted(at, 1, 8, 8, "toy"))
-            recording.state(handle, events.StageEnded(at, at, "tokenize", number))
-            recording.state(handle, events.AttributeSet(at, "key", "value " * 20))
-            log.handles.bind("sequence", handle)
-            log.done(log.scheduled(members, size_of_nothing, b"", 1, 2, 1, 0), size=1)
-            log.done(log.scheduled(members, members, b"\1\0\0\0"), b"\1\0\0\0", 1)
-            recording.close(handle, events.RequestEnded(at, events.OK, "", 200, 1, 0, 0))
+            handle = recording.open_request(_arrival(at))
+            recording.record(handle, events.RequestSubmitted(at, 1, 8, 8, "toy"))
+            recording.record(handle, events.StageEnded(at, at, "tokenize", number))
+            recording.record(handle, events.AttributeSet(at, "key", "value " * 20))
+            log.handles.bind_handle("sequence", handle)
+            log.write_done(log.write_scheduled(members, size_of_nothing, b"", 1, 2, 1, 0), size=1)
+            log.write_done(log.write_scheduled(members, members, b"\1\0\0\0"), b"\1\0\0\0", 1)
+            recording.close_request(handle, events.RequestEnded(at, events.OK, "", 200, 1, 0, 0))
 
     size_of_nothing: tuple[str, ...] = ()
-    recording._tended_at = 1 << 62  # somebody looks after the sidecar once a second, which is no fact
+    recording._maintained_at = 1 << 62  # somebody looks after the sidecar once a second, which is no fact
     state_everything(5000)  # longer than the rings, so that nothing is new any more
     assert _survives(state_everything)
     recording.stop()
@@ -330,23 +330,23 @@ def _arrival(at: int, trace: int = 1) -> events.RequestArrived:
 
 
 def test_3_rings_never_grow_and_what_is_lost_is_counted_and_marked() -> None:
-    arena, rings, assembler = MemoryArena(), Rings(), Assembler()
+    arena, rings, assembler = MemoryArena(), MergedReader(), Assembler()
     writer = RequestWriter(arena, "1-a", "server")
-    rings.add(*arena.buffers[0], 1)
+    rings.add_ring(*arena.buffers[0], 1)
     size = len(writer.memory)
-    marked = writer.open(_arrival(10))
-    assembler.feed([*rings.poll(100), *rings.poll(150)])
+    marked = writer.open_request(_arrival(10))
+    assembler.feed_events([*rings.poll(100), *rings.poll(150)])
     for number in range(50_000):
-        writer.state(marked, events.StageEnded(200, 150, "a stage", number))
+        writer.write_event(marked, events.StageEnded(200, 150, "a stage", number))
     for number in range(10_000):
-        writer.open(_arrival(300, number + 2))
-    writer.close(marked, events.RequestEnded(400, events.OK, "", 200, 0, 0, 0))
+        writer.open_request(_arrival(300, number + 2))
+    writer.close_request(marked, events.RequestEnded(400, events.OK, "", 200, 0, 0, 0))
     assert len(writer.memory) == size
     assert len(arena.buffers) == 1
-    assembler.feed(rings.poll(500, final=True))
-    (record,) = assembler.concluded(1 << 60)
+    assembler.feed_events(rings.poll(500, final=True))
+    (record,) = assembler.drain_records(1 << 60)
     assert record.telemetry_lost
-    assert assembler.facts_lost >= 50_000 - layout.Sizes().cells
+    assert assembler.events_lost >= 50_000 - layout.RingSizes().cells
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -398,13 +398,13 @@ def test_4_a_step_is_one_scheduled_and_one_done_and_no_bytecode_runs_per_token_o
 def _of_own_list(size: int) -> list[int]:
     """Instructions of an unchanged step, of one with a join and a leave, and of a keyframe."""
     arena = MemoryArena()
-    log = StepLog(StepWriter(arena, "1-a-1", "toy"), Handles())
+    log = BatchWriter(StepWriter(arena, "1-a-1", "toy"), HandleTable())
     members = [f"sequence {number}" for number in range(size)]
     for number, member in enumerate([*members, *(f"newcomer {number}" for number in range(3))]):
-        log.handles.bind(member, number)
+        log.handles.bind_handle(member, number)
 
     def step(batch: list[str], *left: str) -> Callable[[], None]:
-        return lambda: log.done(log.scheduled(batch, left), size=len(batch))
+        return lambda: log.write_done(log.write_scheduled(batch, left), size=len(batch))
 
     everybody = members
     counts = [opcodes(step(members)), opcodes(step(list(members)))]
@@ -425,32 +425,35 @@ def _of_transformers(size: int) -> list[int]:
         cache = Thing(num_blocks=64, get_num_free_blocks=lambda: 32)
         scheduler = Thing(cache=cache, active_requests={1: 1}, waiting_requests={}, _requests_to_fork=[])
         hook = Hook("a test")
-        schedule = continuous_batching._scheduling(lambda self: (futures, None, len(futures)), hook)
+        schedule = continuous_batching._wrap_schedule_batch(lambda self: (futures, None, len(futures)), hook)
 
         def step() -> list[int]:
             scheduled = opcodes(lambda: schedule(scheduler))
-            return [scheduled, opcodes(lambda: continuous_batching._batches_of(scheduler).done(futures[0]))]
+            return [
+                scheduled,
+                opcodes(lambda: continuous_batching._get_tracker(scheduler).record_done(futures[0])),
+            ]
 
         counts = [*step(), *step(), *step(), *step()]
         leaving = futures[0].state
-        counts.append(opcodes(lambda: continuous_batching._batches_of(scheduler).gone(leaving)))
+        counts.append(opcodes(lambda: continuous_batching._get_tracker(scheduler).remove_sequence(leaving)))
         futures = [*futures[1:], Future(size)]
         counts += step()
         assert hook.alive
         assert _said_of_steps(arena) == {events.StepScheduled: 5, events.StepDone: 5}
         return counts
     finally:
-        continuous_batching._release()
+        continuous_batching._close_trackers()
         recorder.stop()
 
 
 def _said_of_steps(arena: MemoryArena) -> dict[type, int]:
-    rings = Rings()
+    rings = MergedReader()
     requests = RequestWriter(MemoryArena(), "1-a", "server")
-    rings.add("1-a.requests", requests.memory, 1)
+    rings.add_ring("1-a.requests", requests.memory, 1)
     for name, memory in arena.buffers:
-        rings.add("1-a-1.steps" if name.endswith(layout.SUFFIX_STEPS) else name, memory, 1)
-    kinds = [type(one.fact) for one in rings.poll(1, final=True)]
+        rings.add_ring("1-a-1.steps" if name.endswith(layout.SUFFIX_STEPS) else name, memory, 1)
+    kinds = [type(one.event) for one in rings.poll(1, final=True)]
     return {kind: kinds.count(kind) for kind in (events.StepScheduled, events.StepDone)}
 
 
@@ -464,7 +467,9 @@ assert Engine.__dict__["step"].__wrapped__.__code__.co_filename.endswith("stubli
 assert type(Engine.__dict__["generate"]) is not types.FunctionType  # a probe, which takes all call shapes
 """
     run(script, stub, **receiver.environ)
-    assert isinstance(continuous_batching._scheduling(lambda self: None, Hook("a test")), FunctionType)
+    assert isinstance(
+        continuous_batching._wrap_schedule_batch(lambda self: None, Hook("a test")), FunctionType
+    )
 
 
 # ── holding on and letting go ────────────────────────────────────────────────────────────────────────────────────
@@ -540,11 +545,11 @@ from pathlib import Path
 from otel_infer.export.sampling import tail_sampler as keeper
 from otel_infer.cli import replay
 from otel_infer.export.spans import tree
-keep = keeper.Keeper("auto", 2000, False, False)
-for record in replay.records(Path(sys.argv[1])):
-    said = replay.described(record)
+keep = keeper.TailSampler("auto", 2000, False, False)
+for record in replay.read_records(Path(sys.argv[1])):
+    said = replay.record_to_dict(record)
     said["steps"] = None if record.steps is None else record.steps.table.tolist()
-    said["spans"] = [str(span) for span in tree.spans_of(record, keep.decide(record))]
+    said["spans"] = [str(span) for span in tree.build_request_spans(record, keep.decide(record))]
     print(json.dumps(said))
 """
 
@@ -580,7 +585,9 @@ def test_7_the_assembler_gives_the_same_records_for_the_same_facts_in_any_proces
 
 
 def test_8_every_name_on_the_wire_is_in_semconv(tmp_path: Path, receiver: Recording) -> None:
-    names = {value for value in vars(semconv).values() if isinstance(value, str)} | {*semconv.BLAME.values()}
+    names = {value for value in vars(semconv).values() if isinstance(value, str)} | {
+        *semconv.LATENCY_BY_CAUSE.values()
+    }
     metrics = {metric.name: metric for metric in semconv.METRICS}
     with Toy(tmp_path / "log", {**receiver.environ, "OTEL_INFER_LATENCY_ATTRIBUTES": "on"}) as toy:
         replies = [toy.chat(tokens=5), toy.chat(fail="on purpose"), toy.chat()]
@@ -619,8 +626,8 @@ def test_8_what_looks_like_a_name_of_ours_or_of_the_conventions_anywhere_in_the_
 def test_8_every_query_of_a_dashboard_or_an_alert_uses_only_those_names() -> None:
     files = [path for path in (ROOT / "dashboards").rglob("*") if path.suffix in (".json", ".yml")]
     assert files
-    known = {name for metric in semconv.METRICS for name in prometheus.series(metric)}
-    known |= {prometheus.label(name) for metric in semconv.METRICS for name in metric.attributes}
+    known = {name for metric in semconv.METRICS for name in prometheus.series_names(metric)}
+    known |= {prometheus.label_name(name) for metric in semconv.METRICS for name in metric.attributes}
     used = {name for path in files for name in re.findall(r"\b(?:infer|gen_ai)_[a-z_]+", path.read_text())}
     assert used <= known
 
@@ -918,11 +925,11 @@ WHO = Config(tenant="header:host", tenants=("acme",), traffic_class="header:host
 @pytest.mark.parametrize("config", [Config(), WHO], ids=["nobody is asked who asks", "tenants are asked for"])
 def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(config: Config) -> None:
     """Models, paths, methods, query strings, tenants and error types that a client makes up."""
-    caller.wanted = tenancy.wanted(config.tenant, "", config.traffic_class)
-    arena, rings = MemoryArena(), Rings()
-    request_span.opener = span_ids.IdOpener(*_standard_sampling(), span_ids.Limits())
+    caller.caller_settings = tenancy.parse_caller_settings(config.tenant, "", config.traffic_class)
+    arena, rings = MemoryArena(), MergedReader()
+    request_span.span_factory = span_ids.SdkSpanFactory(*_standard_sampling(), span_ids.Limits())
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
-    pipeline = Pipeline(config, rings, [], None, {}, COUNTED, _clock.wall_pair()[1])
+    pipeline = Pipeline(config, rings, [], None, {}, COUNTED, _clock.read_clocks()[1])
     try:
         app = asgi.wrap(_Echo())
         asyncio.run(_drive(app, [("POST", "/v1/chat", "toy")], pipeline, arena))
@@ -930,7 +937,7 @@ def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(con
         asked = [(_random(), f"/{_random()}", _random()) for _ in range(10_000)]
         asyncio.run(_drive(app, asked, pipeline, arena))
         assert pipeline.requests == 10_001
-        assert pipeline.losses()["facts_overwritten"] == 0
+        assert pipeline.count_losses()["facts_overwritten"] == 0
         after = _series(pipeline)
         grown = {name: len(series) - len(before.get(name, ())) for name, series in after.items()}
         assert all(more <= 3 for more in grown.values()), grown
@@ -938,9 +945,9 @@ def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(con
         assert not values & {name for request in asked for name in request}
         assert ("_OTHER" in values, "interactive" in values) == (True, config is WHO)
     finally:
-        caller.wanted = tenancy.NOTHING
+        caller.caller_settings = tenancy.NO_CALLER_SETTINGS
         recorder.stop()
-        request_span.opener = None
+        request_span.span_factory = None
 
 
 def _standard_sampling() -> tuple[Any, Any]:
@@ -979,10 +986,10 @@ async def _drive(app: Any, asked: list[tuple[str, str, str]], pipeline: Pipeline
         await app(scope, receive, send)
         if number % 200 == 0 or number == len(asked) - 1:
             for name, memory in arena.buffers:
-                pipeline.rings.add(name, memory, _clock.now())
-            pipeline.wake(_clock.now())
-            pipeline.wake(_clock.now())
-    pipeline.wake(_clock.now(), final=True)
+                pipeline.rings.add_ring(name, memory, _clock.now())
+            pipeline.run_cycle(_clock.now())
+            pipeline.run_cycle(_clock.now())
+    pipeline.run_cycle(_clock.now(), final=True)
 
 
 def _random() -> str:
@@ -991,7 +998,7 @@ def _random() -> str:
 
 def _series(pipeline: Pipeline) -> dict[str, set[Any]]:
     """The attribute sets of each metric."""
-    collected = pipeline.metrics.collect(_clock.wall_pair()[1])
+    collected = pipeline.metrics.collect(_clock.read_clocks()[1])
     metrics = collected.resource_metrics[0].scope_metrics[0].metrics
     return {m.name: {tuple(sorted(p.attributes.items())) for p in m.data.data_points} for m in metrics}
 

@@ -160,8 +160,10 @@ def test_every_setting_of_ours_is_one_that_we_have_and_its_value_one_that_we_tak
 
 
 def test_every_metric_and_label_that_a_query_asks_for_is_one_that_we_send() -> None:
-    names = {name for metric in semconv.METRICS for name in prometheus.series(metric)}
-    labels = {prometheus.label(attribute) for metric in semconv.METRICS for attribute in metric.attributes}
+    names = {name for metric in semconv.METRICS for name in prometheus.series_names(metric)}
+    labels = {
+        prometheus.label_name(attribute) for metric in semconv.METRICS for attribute in metric.attributes
+    }
     labels |= {"le", "namespace"}
     queries = [query["query"] for source in _datasources() for query in _trace_queries(source)]
     queries += [trigger["metadata"]["query"] for trigger in _one("ScaledObject")["spec"]["triggers"]]
@@ -173,8 +175,8 @@ def test_every_metric_and_label_that_a_query_asks_for_is_one_that_we_send() -> N
             assert name in names, query
             for label, value in re.findall(r'([a-z_]+)="([^"]*)"', selectors):
                 assert label in labels, query
-                if label == prometheus.label(semconv.REQUEST_STATE):
-                    assert value in Assembler().active(), query
+                if label == prometheus.label_name(semconv.REQUEST_STATE):
+                    assert value in Assembler().count_active(), query
         for grouped in re.findall(r"\bby \(([^)]*)\)", query):
             assert set(grouped.split(", ")) <= labels, query
 
@@ -190,7 +192,7 @@ def test_the_commands_and_links_of_the_pages_lead_somewhere(page: Path) -> None:
             if word.startswith("examples/") or word.endswith(".yml"):
                 assert (ROOT / word).exists(), line
         if "otel-infer" in words:
-            cli.parser().parse_args(words[len(words) - words[::-1].index("otel-infer") :])
+            cli.build_parser().parse_args(words[len(words) - words[::-1].index("otel-infer") :])
 
 
 # ── compose ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -334,9 +336,9 @@ def test_tail_sampling_keeps_every_request_that_has_a_reason_of_its_own() -> Non
     assert sorted(kept["values"]) == sorted(
         {*semconv.KEEP_REASONS} - ordinary - {semconv.KEEP_REASON_UNSAMPLED}
     )
-    assert {*tail_sampler.NOTABLE} < {*kept["values"]}
+    assert {*tail_sampler.PRIORITY_REASONS} < {*kept["values"]}
     assert policies["starts-and-checks"]["span"] == [
-        f'span.name == "{name}"' for name in (semconv.SPAN_START, semconv.SPAN_DOCTOR)
+        f'span.name == "{name}"' for name in (semconv.SPAN_SERVER_START, semconv.SPAN_DOCTOR)
     ]
 
 
@@ -346,7 +348,7 @@ def test_tail_sampling_waits_longer_than_we_hold_a_request_back() -> None:
         float(sampling[name].removesuffix("s"))
         for name in ("decision_wait_after_root_received", "decision_wait")
     ]
-    assert tail_sampler.HELD_NS / 1e9 + 5 < waits[0] < waits[1]
+    assert tail_sampler.MAX_HOLD_NS / 1e9 + 5 < waits[0] < waits[1]
 
 
 def test_the_first_tier_deals_out_traces_by_id_to_the_second_which_samples() -> None:
@@ -429,8 +431,8 @@ def test_a_page_asks_the_flight_recorder_soon_enough_for_what_it_holds() -> None
 
 
 def test_a_page_silences_what_may_be_its_cause_and_never_that_telemetry_is_missing() -> None:
-    alerts = {burn_rate_rules.PREFIX + cause.name for cause in cause_alerts.CAUSES}
-    severities = {cause.severity for cause in cause_alerts.CAUSES}
+    alerts = {burn_rate_rules.ALERT_PREFIX + cause.name for cause in cause_alerts.CAUSE_ALERTS}
+    severities = {cause.severity for cause in cause_alerts.CAUSE_ALERTS}
     inhibitions = read(STACK / "alertmanager.yml")["inhibit_rules"]
     for rule in inhibitions:
         assert 'severity = "page"' in rule["source_matchers"]
@@ -439,7 +441,7 @@ def test_a_page_silences_what_may_be_its_cause_and_never_that_telemetry_is_missi
         assert set(matchers["alertname !~"].split("|")) <= alerts
         assert "OtelInferTelemetryDropping" in matchers["alertname !~"]
         assert "job" in rule["equal"]
-    model = prometheus.label(semconv.REQUEST_MODEL)
+    model = prometheus.label_name(semconv.REQUEST_MODEL)
     assert [model in rule["equal"] for rule in inhibitions] == [True, False]
     assert f'{model} = ""' in inhibitions[1]["target_matchers"]
 
@@ -489,7 +491,7 @@ def test_an_exemplar_leads_to_the_trace_and_every_datasource_that_is_named_is_th
 def test_a_rate_covers_as_long_as_metrics_take_to_come() -> None:
     (source,) = [source for source in _datasources() if source["type"] == "prometheus"]
     environ = services(COMPOSE)["server"]["environment"]
-    interval = from_env({name: str(value) for name, value in environ.items()}).metric_interval_ms
+    interval = from_env({name: str(value) for name, value in environ.items()}).metric_export_interval_ms
     assert source["jsonData"]["timeInterval"] == f"{interval // 1000}s"
     assert read(STACK / "prometheus.yml")["global"]["scrape_interval"] == f"{interval // 1000}s"
 
@@ -676,7 +678,7 @@ def test_the_operator_injects_into_the_server_and_sends_to_the_gateway() -> None
 
 def test_server_and_sidecar_share_the_rings_in_memory_as_one_user() -> None:
     (sidecar,) = _sidecar()["initContainers"]
-    arguments = cli.parser().parse_args(sidecar["command"][1:])
+    arguments = cli.build_parser().parse_args(sidecar["command"][1:])
     rings = settings_of_pods()["OTEL_INFER_RINGS"]
     assert sidecar["command"][0] == "otel-infer"
     assert arguments.rings == rings

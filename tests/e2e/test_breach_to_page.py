@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from otel_infer.analysis.diagnosis.symptoms import COMPLAINTS
+from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS
 from otel_infer.cli.report import command as report
 from otel_infer.sidecar.recording import file
 from tests.support.breach import OBJECTIVES, Breach, breached
@@ -48,8 +48,8 @@ def written(breach: Breach) -> Path:
 
 def test_a_breach_writes_a_tape_of_itself_and_of_the_minute_before(breach: Breach) -> None:
     assert len(breach.frozen) >= 3
-    assert file.head(breach.tape)["by"] == "slo" and file.head(breach.tape)["slo"] == OBJECTIVES
-    told = report.read(breach.tape)
+    assert file.read_header(breach.tape)["by"] == "slo" and file.read_header(breach.tape)["slo"] == OBJECTIVES
+    told = report.read_recording(breach.tape)
     by_trace = {record.trace_id.hex(): record for record in told.records}
     assert {*breach.ordinary, *breach.frozen} <= set(by_trace)
     breached_at = min(by_trace[trace_id].ended_at for trace_id in breach.frozen)
@@ -91,7 +91,7 @@ def test_the_page_opens_without_a_network_and_shows_the_breach_first_and_the_min
     explained = json.loads(command("explain", str(breach.tape), "--json"))
     (verdict,) = page.all("h2", id="verdict")
     assert verdict["data-verdict"] == explained["verdict"] == "stutter"
-    assert page.text("verdict").endswith(COMPLAINTS["stutter"].happens)
+    assert page.text("verdict").endswith(SYMPTOMS["stutter"].happens)
     rows = [row["id"] for row in page.all("tr") if "detail" in row.get("class", "").split()]
     traces = [re.search(r"trace ([0-9a-f]{32})", page.text(row))[1] for row in rows]  # type: ignore[index]
     assert set(traces[: len(breach.frozen)]) == set(breach.frozen)

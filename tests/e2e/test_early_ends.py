@@ -265,7 +265,7 @@ def test_its_trace_names_its_stage_and_why_and_it_is_counted_once__a_request(
     for span in (request, http_server):
         said = span["status"], span["attributes"].get(semconv.ERROR_TYPE, "")
         assert said == (expected.status, expected.error_type)
-    assert request["attributes"][semconv.DIED_IN] == stage
+    assert request["attributes"][semconv.FAILED_STAGE] == stage
     below = [name for name, span in spans.items() if span["parent_span_id"] == request["span_id"]]
     assert below == [*STAGES[: STAGES.index(stage) + 1]]
     assert spans[stage]["end"] == request["end"]

@@ -97,7 +97,7 @@ def played(
         server.process.send_signal(signal.SIGINT)  # once: the second one would cut the flush short
         assert server.process.wait(30) == 0, server.said()
     assert all(answer.status == 200 for answer in answers)
-    records = {record.trace_id.hex(): record for record in replay.records(tape)}
+    records = {record.trace_id.hex(): record for record in replay.read_records(tape)}
     assert set(records) == {answer.trace_id for answer in answers}, server.said()
     assert "Traceback" not in server.said()
     return answers, records
@@ -105,7 +105,7 @@ def played(
 
 def lines(record: RequestRecord, answer: Answer) -> list[str]:
     """The spans below the client's, indented; asserts that every parent contains its children."""
-    spans = tree.spans_of(record, tail_sampler.Decision(True, 1000, "sampled"))
+    spans = tree.build_request_spans(record, tail_sampler.Decision(True, 1000, "sampled"))
     by_id = {span.span_id: span for span in spans}
     found = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
@@ -121,18 +121,18 @@ def lines(record: RequestRecord, answer: Answer) -> list[str]:
 
 def one_after_the_other(record: RequestRecord, *names: str) -> None:
     """The stages do not overlap, and the last ones touch."""
-    stages = [record.stage(name) for name in names]
+    stages = [record.find_stage(name) for name in names]
     for before, after in itertools.pairwise(stages):
         assert before is not None and after is not None
         assert before.ended_at <= after.started_at, (before.name, after.name)
-    queue, prefill, decode = (record.stage(name) for name in ("queue", "prefill", "decode"))
+    queue, prefill, decode = (record.find_stage(name) for name in ("queue", "prefill", "decode"))
     assert queue is not None and prefill is not None and decode is not None
     assert queue.ended_at == prefill.started_at and prefill.ended_at == decode.started_at
 
 
 def every_token_has_its_step(record: RequestRecord, tokens: int) -> None:
     """Decode steps are the tokens after the first, each inside `decode`."""
-    decode = record.stage(semconv.SPAN_DECODE)
+    decode = record.find_stage(semconv.SPAN_DECODE)
     assert decode is not None and record.steps is not None
     assert record.output_tokens == tokens
     assert int(record.steps.tokens.sum()) == tokens
@@ -195,7 +195,7 @@ def test_the_database_is_as_long_as_the_look_up_was(
     answers, records = loop
     late = []
     for answer in answers:
-        stage = records[answer.trace_id].stage("database")
+        stage = records[answer.trace_id].find_stage("database")
         assert stage is not None
         late.append((stage.ended_at - stage.started_at) / 1e9 - answer.events[0]["database_s"])
     assert min(late) >= -0.001
@@ -243,7 +243,7 @@ def test_the_loop_runs_without_a_web_server_too(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environ(), timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "5 answers, 90 tokens\n"
-    records = list(replay.records(tape))
+    records = list(replay.read_records(tape))
     assert sorted(record.output_tokens for record in records) == [16, 17, 18, 19, 20]
     for record in records:
         assert stages_of(record) == LOOP_STAGES[1:-1]
@@ -318,7 +318,7 @@ def test_embeddings_are_the_forward_of_an_encoder_that_no_engine_claims(
             "    forward",
             "    postprocess",
         ]
-        one = record.stage("forward")
+        one = record.find_stage("forward")
         assert one is not None and one.attributes == {semconv.ITEMS: size}
         assert (record.provider, record.outcome, record.output_tokens) == ("torch", OK, 0)
         assert len(answer.events[0]["data"]) == size

@@ -90,7 +90,7 @@ def test_a_server_killed_under_load_leaves_no_request_untold(
     assert 3 <= len(died) <= 7
     assert all(span in died for span in cut_off)
     assert {span["attributes"]["error.type"] for span in died} == {"process_died"}
-    assert {span["attributes"][semconv.DIED_IN] for span in died} <= {"prefill", "decode", "queue"}
+    assert {span["attributes"][semconv.FAILED_STAGE] for span in died} <= {"prefill", "decode", "queue"}
     assert {span["status"] for span in died} == {2}
     assert_nothing_came_twice(receiver)
     assert counted(receiver) == len(done) + len(died)

@@ -202,7 +202,7 @@ def test_a_signal_writes_a_tape_into_a_private_folder(tmp_path: Path, receiver: 
         assert folder.stat().st_mode & 0o777 == 0o700
         assert path.stat().st_mode & 0o777 == 0o600
         assert set(traces(path)) == {reply.trace_id}
-        assert file.head(path)["by"] == "signal"
+        assert file.read_header(path)["by"] == "signal"
         assert toy.chat().status == 200
         assert toy.sidecars() == [sidecar]
         toy.stop()
@@ -233,7 +233,7 @@ def test_a_breach_writes_one_tape_with_the_breach_in_it_and_what_came_before(
         assert written(folder) == [path]  # one a minute
         assert len(tapes(folder)) == 20  # the oldest made room
         toy.stop()
-    assert file.head(path)["by"] == "slo"
+    assert file.read_header(path)["by"] == "slo"
 
 
 @pytest.mark.parametrize("flags", ["01", "00"], ids=["sampled", "not sampled"])
@@ -247,7 +247,7 @@ def test_a_breach_just_before_the_end_is_written_all_the_same(
         toy.state()
         toy.stop()
     (path,) = tapes(folder)
-    assert file.head(path)["slo"] == "e2e=1ms"
+    assert file.read_header(path)["slo"] == "e2e=1ms"
     assert set(traces(path)) == {reply.trace_id for reply in replies}
 
 

@@ -142,9 +142,9 @@ import otel_infer
 from otel_infer.sidecar import launcher as launch
 
 def refuse(*_, **__):
-    raise launch.CannotStart("no more processes")
+    raise launch.SidecarStartError("no more processes")
 
-launch.sidecar = refuse
+launch.start_sidecar = refuse
 otel_infer.instrument()
 with otel_infer.request("chat"):
     pass
@@ -450,8 +450,8 @@ import sys, otel_infer
 otel_infer.instrument()
 with otel_infer.request("chat", model="toy"):
     pass
-from otel_infer._bootstrap.install import wiring
-print(wiring.folder)
+from otel_infer._bootstrap.install import installation
+print(installation.folder)
 sys.exit(not otel_infer.flush(20))
 """
     mark = tmp_path.name

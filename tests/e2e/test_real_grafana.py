@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.monitoring.grafana.client import FOLDER, Grafana, Refused
+from otel_infer.monitoring.grafana.client import FOLDER, GrafanaClient, GrafanaError
 from tests.unit.monitoring.grafana.test_client import board, group, rule
 
 URL, TOKEN = os.environ.get("GRAFANA_URL", ""), os.environ.get("GRAFANA_TOKEN", "")
@@ -26,13 +26,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def grafana() -> Grafana:
+def grafana() -> GrafanaClient:
     pytest.importorskip("grafana_client", reason="grafana-client is not installed")
-    return Grafana(URL, TOKEN)
+    return GrafanaClient(URL, TOKEN)
 
 
 @pytest.fixture
-def uid(grafana: Grafana) -> Iterator[str]:
+def uid(grafana: GrafanaClient) -> Iterator[str]:
     """Of a dashboard that is removed again."""
     chosen = f"otel-infer-test-{uuid.uuid4().hex[:8]}"
     yield chosen
@@ -41,15 +41,15 @@ def uid(grafana: Grafana) -> Iterator[str]:
 
 
 @pytest.fixture
-def title(grafana: Grafana) -> Iterator[str]:
+def title(grafana: GrafanaClient) -> Iterator[str]:
     """Of a rule group whose rules are removed again."""
     chosen = f"otel-infer test {uuid.uuid4().hex[:8]}"
     yield chosen
-    for one in (grafana._group(chosen) or {"rules": []})["rules"]:
+    for one in (grafana._read_rule_group(chosen) or {"rules": []})["rules"]:
         grafana._api.alertingprovisioning.delete_alertrule(one["uid"])
 
 
-def test_a_push_is_there_and_a_second_one_changes_nothing(grafana: Grafana, uid: str) -> None:
+def test_a_push_is_there_and_a_second_one_changes_nothing(grafana: GrafanaClient, uid: str) -> None:
     boards = {uid: board(uid)}
     foretold = grafana.push_dashboards(boards, "otel-infer", dry_run=True)
     assert {} == grafana.pull_dashboards([uid])
@@ -59,40 +59,40 @@ def test_a_push_is_there_and_a_second_one_changes_nothing(grafana: Grafana, uid:
     assert ["unchanged"] == [one.action for one in grafana.push_dashboards(boards, "otel-infer")]
 
 
-def test_what_changed_is_named_and_pushed(grafana: Grafana, uid: str) -> None:
+def test_what_changed_is_named_and_pushed(grafana: GrafanaClient, uid: str) -> None:
     grafana.push_dashboards({uid: board(uid)}, "otel-infer")
     changed = {uid: board(uid, refresh="30s")}
-    assert [("refresh",)] == [one.paths for one in grafana.diff_dashboards(changed)]
+    assert [("refresh",)] == [one.differing_paths for one in grafana.diff_dashboards(changed)]
     assert ["updated"] == [one.action for one in grafana.push_dashboards(changed, "otel-infer")]
 
 
-def test_what_is_not_ours_is_refused(grafana: Grafana, uid: str) -> None:
+def test_what_is_not_ours_is_refused(grafana: GrafanaClient, uid: str) -> None:
     grafana.push_dashboards({uid: board(uid, tags=["theirs"])}, "otel-infer")
-    with pytest.raises(Refused, match="not ours"):
+    with pytest.raises(GrafanaError, match="not ours"):
         grafana.push_dashboards({uid: board(uid)}, "otel-infer")
     assert ["updated"] == [
         one.action for one in grafana.push_dashboards({uid: board(uid)}, "otel-infer", force=True)
     ]
 
 
-def test_what_was_saved_meanwhile_is_not_overwritten(grafana: Grafana, uid: str) -> None:
+def test_what_was_saved_meanwhile_is_not_overwritten(grafana: GrafanaClient, uid: str) -> None:
     grafana.push_dashboards({uid: board(uid)}, "otel-infer")
-    read_before = grafana._planned(uid, board(uid, refresh="30s"), force=False)
+    read_before = grafana._plan_save(uid, board(uid, refresh="30s"), force=False)
     grafana.push_dashboards({uid: board(uid, refresh="1m")}, "otel-infer")
-    with pytest.raises(Refused, match="look, and push again"):
-        grafana._save(read_before)
+    with pytest.raises(GrafanaError, match="look, and push again"):
+        grafana._save_dashboard(read_before)
 
 
-def test_v2_json_is_refused(grafana: Grafana, uid: str) -> None:
+def test_v2_json_is_refused(grafana: GrafanaClient, uid: str) -> None:
     if int(grafana.version.partition(".")[0] or 0) < 13:
         pytest.skip(f"Grafana {grafana.version} takes v2 JSON for a classic dashboard")
-    with pytest.raises(Refused, match="only classic dashboard JSON"):
+    with pytest.raises(GrafanaError, match="only classic dashboard JSON"):
         grafana.push_dashboards({uid: board(uid, elements={}, layout={})}, "otel-infer")
 
 
 def test_a_wrong_token_is_refused() -> None:
-    with pytest.raises(Refused, match="GRAFANA_TOKEN"):
-        Grafana(URL, "glsa_no_such_token").datasources()
+    with pytest.raises(GrafanaError, match="GRAFANA_TOKEN"):
+        GrafanaClient(URL, "glsa_no_such_token").select_datasources()
 
 
 def ours(prometheus: str, title: str, **changed: Any) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def ours(prometheus: str, title: str, **changed: Any) -> dict[str, Any]:
     return group(one, title=title)
 
 
-def test_rules_are_there_and_a_second_push_changes_nothing(grafana: Grafana, title: str) -> None:
-    uid = grafana.datasources().prometheus.uid
+def test_rules_are_there_and_a_second_push_changes_nothing(grafana: GrafanaClient, title: str) -> None:
+    uid = grafana.select_datasources().prometheus.uid
     rules = [ours(uid, title)]
     foretold = grafana.push_rules(rules, "otel-infer", dry_run=True)
     assert foretold == grafana.push_rules(rules, "otel-infer")
@@ -114,6 +114,6 @@ def test_rules_are_there_and_a_second_push_changes_nothing(grafana: Grafana, tit
     ]
 
 
-def test_the_folder_is_known_by_its_uid(grafana: Grafana, uid: str) -> None:
+def test_the_folder_is_known_by_its_uid(grafana: GrafanaClient, uid: str) -> None:
     grafana.push_dashboards({uid: board(uid)}, "otel-infer")
-    assert FOLDER == grafana._dashboard(uid)["meta"]["folderUid"]  # type: ignore[index]
+    assert FOLDER == grafana._read_dashboard(uid)["meta"]["folderUid"]  # type: ignore[index]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from otel_infer.cli import main
-from otel_infer.cli.report.command import read
+from otel_infer.cli.report.command import read_recording
 from otel_infer.ringbuffer import events
 from tests.support.browser import CHROMIUM, WHY_NONE, dumped
 from tests.support.pages import Page
@@ -45,7 +45,7 @@ def report_of(path: Path, folder: Path) -> tuple[Path, str]:
     """The page of a tape, and the fragment that opens its slowest request."""
     out = folder / "out.html"
     assert main(["report", str(path), "--out", str(out)]) == 0
-    slowest = max(read(path).records, key=lambda record: record.duration_ns)
+    slowest = max(read_recording(path).records, key=lambda record: record.duration_ns)
     return out, f"r-{slowest.span_id.hex()}"
 
 
@@ -72,8 +72,8 @@ def test_names_that_are_markup_load_nothing_and_run_nothing(
     name = f'</script><script>{script}</script><img src={server}/i onerror="{script}"><link rel=stylesheet href={server}/c>'
     served, asked = stutter(20)
     said = [
-        one._replace(fact=one.fact._replace(model=name))
-        if isinstance(one.fact, events.RequestArrived)
+        one._replace(event=one.event._replace(model=name))
+        if isinstance(one.event, events.RequestArrived)
         else one
         for one in served.facts(asked)
     ]
@@ -117,7 +117,7 @@ def test_requests_are_sorted_by_a_column_and_steps_are_read_with_the_arrow_keys(
     text = out.read_text().replace("Content-Security-Policy", "x")
     out.write_text(text.replace("</body>", acts))
     page = Page(dumped(out.as_uri(), tmp_path)[0])
-    records = sorted(read(tmp_path / "a.tape").records, key=lambda record: -record.input_tokens)
+    records = sorted(read_recording(tmp_path / "a.tape").records, key=lambda record: -record.input_tokens)
     details = [row for row in page.all("tr") if "detail" in row.get("class", "").split()]
     assert [row["id"] for row in details][:5] == [f"r-{record.span_id.hex()}" for record in records[:5]]
     assert "opened" in details[0]["class"] and page.all("th", **{"aria-sort": "descending"})

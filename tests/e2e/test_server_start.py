@@ -21,7 +21,7 @@ def start_of(receiver: OtlpReceiver) -> tuple[dict[str, Any], list[dict[str, Any
     """The root of the only start, and what is in its trace besides."""
 
     def roots() -> list[dict[str, Any]]:
-        return [span for span in receiver.spans if span["name"] == semconv.SPAN_START]
+        return [span for span in receiver.spans if span["name"] == semconv.SPAN_SERVER_START]
 
     assert receiver.wait_for(lambda it: bool(roots()), 30), "no start has arrived"
     time.sleep(1.0)
@@ -92,7 +92,7 @@ def test_an_application_that_cannot_start_is_a_start_that_failed(tiny_llama: Pat
             Server(command, port, tmp_path / "log", receiver.environ).start()
         root, phases = start_of(receiver)
     assert root["status"] == 2
-    assert (root["attributes"][semconv.DIED_IN], root["attributes"][semconv.ERROR_TYPE]) == (
+    assert (root["attributes"][semconv.FAILED_STAGE], root["attributes"][semconv.ERROR_TYPE]) == (
         "ready",
         "OSError",
     )
@@ -113,7 +113,7 @@ def test_a_server_that_is_killed_while_it_loads_has_a_start_that_failed(tmp_path
         root, phases = start_of(receiver)
     assert root["status"] == 2
     assert root["attributes"][semconv.ERROR_TYPE] == "process_died"
-    assert root["attributes"][semconv.DIED_IN] == "weights"
+    assert root["attributes"][semconv.FAILED_STAGE] == "weights"
     assert [span["name"] for span in phases] == ["imports"]
 
 

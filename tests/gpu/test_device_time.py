@@ -23,7 +23,9 @@ pytestmark = pytest.mark.gpu
 def recording() -> Iterator[Recording]:
     torch.cuda.init()
     recording = Recording()
-    installed = [one for one in registry.load() if one.name in ("transformers", "cuda", "torch")]
+    installed = [
+        one for one in registry.load_instrumentors() if one.name in ("transformers", "cuda", "torch")
+    ]
     for integration in installed:
         integration.install()
     assert cuda_graphs.integration.status.state == "active", cuda_graphs.integration.status.drift
@@ -40,7 +42,7 @@ def timed_from_now_on() -> None:
     while (
         timing._thread.slot is None or timing._thread.slot.timeline is None
     ) and time.monotonic() < deadline:
-        timing._thread.looked_at = 0
+        timing._thread.checked_at = 0
         timing.begin()
         time.sleep(0.05)
     assert timing._thread.slot is not None
@@ -54,7 +56,7 @@ def test_a_stage_is_timed_on_the_device_that_the_host_only_launches_for(recordin
             torch.cuda._sleep(100_000_000)  # some 50 ms, of which the host sees nothing
         torch.cuda.synchronize()
     (record,) = recording.records()
-    stage = record.stage("embed")
+    stage = record.find_stage("embed")
     assert stage is not None
     assert stage.ended_at - stage.started_at < 10_000_000
     assert 0.03 < float(stage.attributes["infer.device.duration"]) < 0.1
@@ -72,7 +74,7 @@ def test_prefill_and_decode_of_generate_are_timed_step_by_step(
     for _ in range(2):  # the first is cold
         model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False)
     record = recording.records()[-1]
-    prefill, decode = record.stage("prefill"), record.stage("decode")
+    prefill, decode = record.find_stage("prefill"), record.find_stage("decode")
     assert prefill is not None
     assert decode is not None
     assert prefill.attributes["infer.device.method"] == "event"
@@ -102,7 +104,7 @@ def test_a_model_that_keeps_the_device_busy_is_not_said_to_be_held_back_by_launc
     ids = torch.ones((1, 16), dtype=torch.long, device="cuda")
     for _ in range(2):  # the first is cold
         model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False)
-    decode = recording.records()[-1].stage("decode")
+    decode = recording.records()[-1].find_stage("decode")
     assert decode is not None
     assert decode.attributes["infer.device.method"] == "event"
     launched, span = (float(decode.attributes[f"infer.device.{name}"]) for name in ("launch", "duration"))
@@ -131,9 +133,9 @@ def test_steps_of_continuous_batching_are_timed_on_the_stream_of_their_own(
             time.sleep(1.2)  # the tender has been by
     finally:
         manager.stop(block=True, timeout=30)
-    records = [record for record in recording.records() if record.stage("decode") is not None]
+    records = [record for record in recording.records() if record.find_stage("decode") is not None]
     assert len(records) == 16
-    decode = records[-1].stage("decode")
+    decode = records[-1].find_stage("decode")
     assert decode is not None
     assert decode.attributes["infer.device.method"] == "event", decode.attributes
     assert decode.attributes["infer.device.limit"] in (

@@ -31,7 +31,7 @@ def recording() -> Iterator[Recording]:
     recording.stop()
 
 
-def opened() -> request_span.LiveRequest:
+def opened() -> request_span.RequestSpan:
     request = start.open_request("POST", owner="test")
     assert request is not None
     return request
@@ -68,7 +68,7 @@ def test_a_graph_that_is_captured_holds_up_who_is_in_flight_and_its_replay_nobod
 def test_an_allocation_that_was_retried_and_one_that_failed_are_marks(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "EVERY_NS", 0)
+    monkeypatch.setattr(memory, "SAMPLE_INTERVAL_NS", 0)
     opened().close()
     recording.records()
     torch.cuda.empty_cache()
@@ -97,11 +97,11 @@ def test_an_allocation_that_was_retried_and_one_that_failed_are_marks(
 
 
 def test_a_look_at_the_allocator_is_cheap_and_does_not_wait_for_the_device(recording: Recording) -> None:
-    watched = memory.Allocator(lambda *said: None, now=iter(range(0, 1 << 60, 1 << 40)).__next__)
+    watched = memory.AllocatorCounters(lambda *said: None, now=iter(range(0, 1 << 60, 1 << 40)).__next__)
     torch.cuda._sleep(2_000_000_000)  # about a second of work in the queue
     began = _clock.now()
     for _ in range(100):
-        watched.look()
+        watched.record_increments()
     taken = _clock.now() - began
     is_busy = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

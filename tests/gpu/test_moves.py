@@ -14,7 +14,7 @@ from otel_infer import semconv
 from otel_infer.analysis.attribution import request as blame
 from otel_infer.assembly.engine.device_steps import BY_EVENT
 from otel_infer.assembly.records.request import RequestRecord, Stage
-from otel_infer.gpu.memory import Memory
+from otel_infer.gpu.memory import DeviceMemorySampler
 from otel_infer.instrumentation import registry
 from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.ringbuffer import events
@@ -35,7 +35,7 @@ CYCLES_A_MS = 1_800_000
 def recording() -> Iterator[Recording]:
     torch.cuda.init()
     recording = Recording()
-    installed = [one for one in registry.load() if one.name in ("transformers", "cuda")]
+    installed = [one for one in registry.load_instrumentors() if one.name in ("transformers", "cuda")]
     for integration in installed:
         integration.install()
     yield recording
@@ -50,7 +50,7 @@ def inputs_moved(recording: Recording, tensor: Any) -> Stage:
         transformers.BatchEncoding({"input_ids": tensor}).to("cuda")
         torch.cuda.synchronize()
     record = recording.records()[-1]
-    moved = record.stage(semconv.SPAN_H2D)
+    moved = record.find_stage(semconv.SPAN_H2D)
     assert moved is not None
     return moved
 
@@ -116,7 +116,7 @@ def test_the_cache_of_a_generate_is_as_large_as_what_it_has_torch_hold(tiny_llam
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
-    size = kv_cache.bytes_of(cache)
+    size = kv_cache.cache_bytes(cache)
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     assert size == 2 * layers * heads * model.config.head_dim * 600 * 4 * 4
     assert size <= held < 1.2 * size + MIB
@@ -138,7 +138,7 @@ def test_a_request_says_how_much_memory_was_free_and_what_its_cache_took(
         time.sleep(1.3)  # memory is looked at once a second, from the first request on
     for record in found[1:]:
         assert all(0 < free < total for free in record.memory_free), record.memory_free
-        decode = record.stage(semconv.SPAN_DECODE)
+        decode = record.find_stage(semconv.SPAN_DECODE)
         assert decode is not None
         assert int(decode.attributes[semconv.KV_SIZE]) > 0
     before, after = found[1].memory_free[0], found[2].memory_free[0]
@@ -151,7 +151,7 @@ def test_what_is_page_locked_and_what_pools_hold_is_said_where_torch_says_it() -
     with torch.cuda.use_mem_pool(pool):
         held = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
     said: list[events.MemorySeen] = []
-    Memory(torch.cuda.current_device(), said.append).look()
+    DeviceMemorySampler(torch.cuda.current_device(), said.append).record_sample()
     (seen,) = said
     assert seen.pinned >= kept.nbytes or seen.pinned == -1
     assert seen.private_pools >= held.nbytes or seen.private_pools == -1
@@ -175,7 +175,7 @@ def held_up(recording: Recording, pause_s: float) -> RequestRecord:
         request.finished(output_tokens=40)
     time.sleep(0.3)  # what the device said is read by then
     (record,) = recording.records()
-    blame.assign([record])
+    blame.attribute_latency([record])
     return record
 
 
@@ -185,8 +185,10 @@ def test_what_the_device_had_nothing_to_do_in_is_blamed_on_the_host(recording: R
     usual = held_up(recording, 0)
     held = held_up(recording, 0.060)
     for record in (usual, held):
-        decode = record.stage(semconv.SPAN_DECODE)
+        decode = record.find_stage(semconv.SPAN_DECODE)
         assert decode is not None
         assert decode.attributes[semconv.DEVICE_METHOD] == BY_EVENT
-    added = held.blame.causes.get(semconv.CAUSE_HOST, 0) - usual.blame.causes.get(semconv.CAUSE_HOST, 0)
-    assert 0.8 * 60e6 < added < 1.2 * 60e6, (usual.blame.causes, held.blame.causes)
+    added = held.breakdown.causes.get(semconv.CAUSE_HOST_BUBBLE, 0) - usual.breakdown.causes.get(
+        semconv.CAUSE_HOST_BUBBLE, 0
+    )
+    assert 0.8 * 60e6 < added < 1.2 * 60e6, (usual.breakdown.causes, held.breakdown.causes)

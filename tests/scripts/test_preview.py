@@ -12,16 +12,18 @@ from xml.etree import ElementTree
 import pytest
 
 from otel_infer.monitoring import dashboards
-from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 from scripts.preview import answers, lines, page, svg, units
 
 PAGE = Path(__file__).parents[2] / "docs" / "dashboards.md"
 SVG = "{http://www.w3.org/2000/svg}"
 SPAN = answers.Span(1_800_000_000.0, 1_800_000_600.0, "20s")
-NAMES = {board.name: board for board in (make() for make in dashboards.BOARDS)}
+NAMES = {board.name: board for board in (make() for make in dashboards.DASHBOARD_BUILDERS)}
 BOUNDS = ("0.001", "0.01", "0.1", "1.0", "2.5", "+Inf")
 MOST_BYTES = 300_000
-each_board = pytest.mark.parametrize("board", dashboards.built().values(), ids=dashboards.built())
+each_board = pytest.mark.parametrize(
+    "board", dashboards.build_dashboards().values(), ids=dashboards.build_dashboards()
+)
 
 
 class Canned:
@@ -162,16 +164,16 @@ def test_a_panel_without_data_says_what_the_dashboard_has_it_say(board: dict[str
             assert "Not drawn" in said
         else:
             assert f"{said} ".count(panel["fieldConfig"]["defaults"]["noValue"]) == 1
-        assert svg.cut(asked(panel["title"], "20s"), 1000) in said
+        assert svg.cut(resolve_variables(panel["title"], "20s"), 1000) in said
 
 
 def test_what_prometheus_refuses_is_said() -> None:
-    text = page.drawn(dashboards.built()["overview.json"], Refusing(), SPAN)
+    text = page.drawn(dashboards.build_dashboards()["overview.json"], Refusing(), SPAN)
     assert sum("parse error: <it> & that" in " ".join(words(one)) for one in pictures(text).values()) > 10
 
 
 def test_thresholds_colour_a_tile() -> None:
-    board = dashboards.built()["overview.json"]
+    board = dashboards.build_dashboards()["overview.json"]
     (failed,) = [one for one in every_panel(board) if one["title"] == "Failed"]
     colours = {}
     for share in (0.0, 0.02, 0.5):
@@ -184,14 +186,14 @@ def test_thresholds_colour_a_tile() -> None:
 
 
 def test_a_legend_has_the_labels_that_a_series_carries() -> None:
-    board = dashboards.built()["anatomy.json"]
+    board = dashboards.build_dashboards()["anatomy.json"]
     (stages,) = [one for one in every_panel(board) if one["title"] == "p99 of each stage"]
     said = words(pictures(page.drawn(board, Canned(3, "stage"), SPAN))[stages["id"]])
     assert {"stage-0", "stage-1", "stage-2"} <= set(said)
 
 
 def test_more_series_than_are_drawn_are_counted() -> None:
-    board = dashboards.built()["anatomy.json"]
+    board = dashboards.build_dashboards()["anatomy.json"]
     (stages,) = [one for one in every_panel(board) if one["title"] == "p99 of each stage"]
     panel = pictures(page.drawn(board, Canned(99, "stage"), SPAN))[stages["id"]]
     told = sum(said.startswith("stage-") for said in words(panel))
@@ -201,7 +203,7 @@ def test_more_series_than_are_drawn_are_counted() -> None:
 
 
 def test_what_is_missing_is_a_gap() -> None:
-    board = dashboards.built()["decode.json"]
+    board = dashboards.build_dashboards()["decode.json"]
     (steps,) = [one for one in every_panel(board) if one["title"] == "Steps"]
     panel = pictures(page.drawn(board, Canned(), SPAN))[steps["id"]]
     drawn = [one.attrib["d"] for one in panel.iter(f"{SVG}path") if one.attrib.get("stroke-width") == "1.4"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from otel_infer.cli.prometheus_check import Asking
+from otel_infer.cli.prometheus_check import PrometheusClient
 from tests.stack.tools import tool
 from tests.support.served import free_port
 
@@ -65,7 +65,7 @@ class Prometheus(Running):
         options += ["--enable-feature=exemplar-storage", "--web.enable-lifecycle"]
         address = f"--web.listen-address=127.0.0.1:{port}"
         super().__init__([tool("prometheus"), *options, address], port, folder / "prometheus.log")
-        self.ask = Asking(self.url)
+        self.ask = PrometheusClient(self.url)
 
     def _configure(self, targets: Mapping[str, int]) -> None:
         jobs = [

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from otel_infer.cli.alerts import as_text
+from otel_infer.cli.alerts import rules_to_yaml
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
 from tests.stack.load import Load, chats, loop
 from tests.stack.processes import Prometheus
@@ -108,7 +108,11 @@ def running(folder: Path, model: Path) -> Iterator[Stack]:
             server.start(READY_S)
         written = folder / "rules.yml"
         written.write_text(
-            as_text(burn_rate_rules.groups(slo_spec.DEFAULT._replace(windows=slo_spec.DEMO, minimum=5)))
+            rules_to_yaml(
+                burn_rate_rules.build_rule_groups(
+                    slo_spec.DEFAULT_SPEC._replace(windows=slo_spec.DEMO_WINDOWS, minimum=5)
+                )
+            )
         )
         prometheus = Prometheus(folder, targets, [written], every="5s")
         ending.callback(prometheus.stop)

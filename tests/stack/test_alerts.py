@@ -12,10 +12,10 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from otel_infer import semconv
-from otel_infer.cli.alerts import as_text
+from otel_infer.cli.alerts import rules_to_yaml
 from otel_infer.monitoring import dashboards
 from otel_infer.monitoring.alerts import burn_rate_rules, slo_spec
-from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 from tests.stack.load import Load, post
 from tests.stack.processes import Alertmanager, Hook, Prometheus, until
 from tests.stack.running import loop_server, scraped
@@ -25,8 +25,8 @@ from tests.support.otlp_receiver import OtlpReceiver, ok, status
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 
 JOB, WITHIN = "toy", 0.5
-SPEC = slo_spec.DEFAULT._replace(
-    windows=slo_spec.DEMO,
+SPEC = slo_spec.DEFAULT_SPEC._replace(
+    windows=slo_spec.DEMO_WINDOWS,
     minimum=20,
     grafana="https://grafana.example",
     runbooks="https://docs.example/alerts",
@@ -50,7 +50,7 @@ class Site(NamedTuple):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     tool("alertmanager")
     folder = tmp_path_factory.mktemp("alerts")
-    (folder / "rules.yml").write_text(as_text(burn_rate_rules.groups(SPEC)))
+    (folder / "rules.yml").write_text(rules_to_yaml(burn_rate_rules.build_rule_groups(SPEC)))
     with OtlpReceiver() as receiver, ExitStack() as running:
         target, environ = scraped(receiver, OTEL_INFER_GPU_METRICS="off")
         server = loop_server(folder / "server.log", environ, **SERVER)
@@ -112,7 +112,7 @@ def _leads_to_the_request(site: Site) -> None:
     }  # fmt: skip
     assert alert["annotations"]["runbook_url"] == "https://docs.example/alerts#otelinferttftbudgetburn"
     link = urlsplit(alert["annotations"]["dashboard_url"])
-    (board,) = [one for one in dashboards.built().values() if link.path == f"/d/{one['uid']}"]
+    (board,) = [one for one in dashboards.build_dashboards().values() if link.path == f"/d/{one['uid']}"]
     chosen = {key.removeprefix("var-"): value for key, (value,) in parse_qs(link.query).items()}
 
     def slow_ones() -> set[str]:
@@ -134,7 +134,7 @@ def _exemplars(
     ]
     now = time.time()
     said = prometheus.ask.get(
-        "query_exemplars", query=asked(expr, "30s", **chosen), start=f"{now - 300}", end=f"{now}"
+        "query_exemplars", query=resolve_variables(expr, "30s", **chosen), start=f"{now - 300}", end=f"{now}"
     )
     return [
         (one["labels"]["trace_id"], float(one["value"])) for series in said for one in series["exemplars"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from otel_infer.monitoring import dashboards
-from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 from tests.stack.load import Load, loop
 from tests.stack.processes import Prometheus, until
 from tests.stack.running import loop_server, scraped
@@ -74,11 +74,13 @@ def seen(prometheus: Prometheus, panel: Panel) -> dict[str, float]:
     """By server: what its panel shows."""
     (expr,) = [
         target["expr"]
-        for one in dashboards.built()[panel.file]["panels"]
+        for one in dashboards.build_dashboards()[panel.file]["panels"]
         for target in (one.get("targets", ()) if one["title"] == panel.title else ())
         if target["legendFormat"] == panel.legend
     ]
-    return {name: prometheus.value(asked(expr, WINDOW, job=name), **panel.labels) for name in SERVERS}
+    return {
+        name: prometheus.value(resolve_variables(expr, WINDOW, job=name), **panel.labels) for name in SERVERS
+    }
 
 
 @pytest.mark.parametrize("fault", PANELS)

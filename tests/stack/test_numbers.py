@@ -15,7 +15,7 @@ import pytest
 
 from otel_infer import semconv
 from otel_infer.monitoring import dashboards
-from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 from tests.stack.load import Load, post
 from tests.stack.processes import Prometheus, until
 from tests.stack.running import loop_server, scraped
@@ -60,7 +60,7 @@ QUESTIONS = (
 def question(one: Asked, legend: str) -> str:
     (expr,) = [
         target["expr"]
-        for panel in dashboards.built()[one.file]["panels"]
+        for panel in dashboards.build_dashboards()[one.file]["panels"]
         for target in (panel.get("targets", ()) if panel["title"] == one.title else ())
         if target["legendFormat"] == legend
     ]
@@ -113,7 +113,7 @@ def _compared(prometheus: Prometheus, spans: list[dict[str, Any]]) -> None:
         exact = [value for span in spans if (value := one.exact(span)) is not None]
         assert len(exact) > 100, one.title
         for legend, q in (("p50", 0.5), ("p99", 0.99)):
-            answer = prometheus.value(asked(question(one, legend), "60s"))
+            answer = prometheus.value(resolve_variables(question(one, legend), "60s"))
             true = float(np.quantile(exact, q, method="inverted_cdf"))
             width = max(_width(one.metric, true), _width(one.metric, answer))
             print(

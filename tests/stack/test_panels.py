@@ -14,7 +14,7 @@ import yaml
 from otel_infer import semconv
 from otel_infer.cli import main
 from otel_infer.monitoring import dashboards
-from otel_infer.monitoring.dashboards.dashboard import asked
+from otel_infer.monitoring.dashboards.dashboard import resolve_variables
 from otel_infer.semconv import prometheus
 from tests.stack.running import Stack
 from tests.support.otlp_receiver import OtlpReceiver
@@ -28,7 +28,7 @@ MOST_WAIVED, FEWEST = 10, 0.9
 
 def panels() -> Iterator[tuple[str, list[str]]]:
     """Dashboard and title of each panel that asks Prometheus, and its questions."""
-    for file, board in dashboards.built().items():
+    for file, board in dashboards.build_dashboards().items():
         row = ""
         for top in board["panels"]:
             row = top["title"] if top["type"] == "row" else row
@@ -40,7 +40,7 @@ def panels() -> Iterator[tuple[str, list[str]]]:
 
 def found(stack: Stack, expr: str) -> list[float]:
     """The finite values of the last minute, of all series."""
-    courses = stack.prometheus.course(asked(expr, WINDOW), LOOK_BACK_S)
+    courses = stack.prometheus.course(resolve_variables(expr, WINDOW), LOOK_BACK_S)
     return [value for course in courses for value in course if math.isfinite(value)]
 
 
@@ -73,16 +73,16 @@ def test_the_command_says_which_panels_have_data(stack: Stack, capsys: Any) -> N
 
 
 def test_what_is_scraped_has_the_names_and_labels_that_otlp_gives(stack: Stack) -> None:
-    ours = {name: metric for metric in semconv.METRICS for name in prometheus.series(metric)}
-    for name in stack.prometheus.ask.names() & ours.keys():
-        allowed = {"__name__", "job", "instance", "le", *map(prometheus.label, ours[name].attributes)}
+    ours = {name: metric for metric in semconv.METRICS for name in prometheus.series_names(metric)}
+    for name in stack.prometheus.ask.fetch_series_names() & ours.keys():
+        allowed = {"__name__", "job", "instance", "le", *map(prometheus.label_name, ours[name].attributes)}
         for labels in stack.prometheus.ask.get("series", **{"match[]": name}):
             assert labels.keys() <= allowed, labels
             assert not {key for key in labels if key.startswith("exported_")}
 
 
 def test_an_exemplar_of_the_ttft_p99_names_a_trace_that_was_sent(stack: Stack) -> None:
-    board = dashboards.built()["overview.json"]
+    board = dashboards.build_dashboards()["overview.json"]
     (panel,) = [
         one
         for one in board["panels"]
@@ -91,7 +91,7 @@ def test_an_exemplar_of_the_ttft_p99_names_a_trace_that_was_sent(stack: Stack) -
     (target,) = [one for one in panel["targets"] if one["exemplar"]]
     now = time.time()
     said = stack.prometheus.ask.get(
-        "query_exemplars", query=asked(target["expr"], WINDOW), start=f"{now - 60}", end=f"{now}"
+        "query_exemplars", query=resolve_variables(target["expr"], WINDOW), start=f"{now - 60}", end=f"{now}"
     )
     named = {one["labels"]["trace_id"] for series in said for one in series["exemplars"]}
     assert named

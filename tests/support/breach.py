@@ -123,7 +123,7 @@ def _frozen(client: _Client, server: Server) -> list[str]:
 def _stopped(server: Server) -> Iterator[None]:
     assert server.process is not None
     (rings,) = Path(f"/dev/shm/otel_infer-{os.getuid()}").glob(f"{server.process.pid}-*")
-    pids = directory.writers(rings)
+    pids = directory.list_writer_pids(rings)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:

@@ -27,7 +27,7 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         device = self._device
         device.called("record")
-        self.in_graph = device.is_capturing
+        self.in_graph = device.in_capture
         if not self.in_graph:
             self.at = stream.reached(device.now() + device.launch_ns)
             stream.free_at += device.mark_ns
@@ -90,7 +90,7 @@ class FakeDevice:
         self.mark_ns = mark_ns
         self._offset, self._time = offset_ns, 10**9
         self.calls: Counter[str] = Counter()
-        self.is_capturing = self.was_broken = self.is_lost = False
+        self.in_capture = self.was_broken = self.is_lost = False
         self.main = FakeStream()
 
     # ── the host ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,7 +124,7 @@ class FakeDevice:
     def asked(self, name: str) -> None:
         """A question that breaks a capture."""
         self.called(name)
-        if self.is_capturing:
+        if self.in_capture:
             self.was_broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -132,28 +132,28 @@ class FakeDevice:
         """The device's own clock at this instant of the host's."""
         return int(self._offset + at * (1 + self.drift)) // self.tick_ns * self.tick_ns
 
-    def event(self) -> FakeEvent:
+    def create_event(self) -> FakeEvent:
         self.calls["event"] += 1
         return FakeEvent(self)
 
-    def stream(self) -> FakeStream:
+    def current_stream(self) -> FakeStream:
         return self.main
 
-    def idle_stream(self) -> FakeStream:
+    def create_idle_stream(self) -> FakeStream:
         return FakeStream()
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         self.calls["capturing"] += 1
-        return self.is_capturing
+        return self.in_capture
 
-    def adopt_thread(self) -> None:
+    def prepare_thread(self) -> None:
         self.calls["adopt"] += 1
 
-    def occupy(self, stream: FakeStream) -> bool:
+    def occupy_stream(self, stream: FakeStream) -> bool:
         self.launch(1_000_000, stream)
         return True
 
-    def stamp(self, event: Any, stream: FakeStream) -> tuple[int, int] | None:
+    def record_and_poll(self, event: Any, stream: FakeStream) -> tuple[int, int] | None:
         before = self.now()
         event.record(stream)
         while not event.query():

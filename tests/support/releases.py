@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from otel_infer.instrumentation.hooks.instrumentor import Integration
-from otel_infer.instrumentation.hooks.patch import Patch, StepHook
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch
 
 FOLDER = "OTEL_INFER_TEST_RELEASES"
 BEGIN, END = "<!-- from here on written by tests/support/releases.py -->", "<!-- to here -->"
@@ -45,7 +45,7 @@ class Library:
     """
 
     name: str
-    integration: Integration
+    integration: Instrumentor
     releases: tuple[str, ...]
     relies: Mapping[str, tuple[str, ...]]
     obtain: Callable[[str, str, Path], Path | None]
@@ -56,7 +56,7 @@ class Library:
         return Path(__file__).parents[2] / "docs" / f"support-{self.name}.md"
 
     @property
-    def hooks(self) -> list[Patch | StepHook]:
+    def hooks(self) -> list[FunctionPatch | HotPathPatch]:
         """Every hook, one for each target."""
         found = [hook for part in self.integration._parts.values() for hook in part.hooks]
         return list({(hook.part, hook.target): hook for hook in found}.values())
@@ -214,7 +214,7 @@ def _body(read: Read, target: str) -> list[ast.stmt] | None:
     return body
 
 
-def binds(hook: Patch | StepHook, read: Read) -> str:
+def binds(hook: FunctionPatch | HotPathPatch, read: Read) -> str:
     """BINDS, LACKS, or why not."""
     path, _, name = hook.target.rpartition(".")
     body = _body(read, path)
@@ -314,7 +314,7 @@ def tables(library: Library, found: Matrix) -> str:
     return "\n".join([*lines, ""])
 
 
-def _part(marks: dict[str, str], of: list[Patch | StepHook]) -> str:
+def _part(marks: dict[str, str], of: list[FunctionPatch | HotPathPatch]) -> str:
     said = [marks[hook.target] for hook in of]
     if set(said) - {BINDS, LACKS}:
         return "drifted"

@@ -66,25 +66,25 @@ class ReplayedDevice:
         """What the next stamp finds."""
         self._stamp = anchor
 
-    def event(self) -> ReplayedEvent:
+    def create_event(self) -> ReplayedEvent:
         return ReplayedEvent(self)
 
-    def stream(self) -> str:
+    def current_stream(self) -> str:
         return "main"
 
-    def idle_stream(self) -> str:
+    def create_idle_stream(self) -> str:
         return "idle"
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return False
 
-    def adopt_thread(self) -> None:
+    def prepare_thread(self) -> None:
         pass
 
-    def occupy(self, stream: Any) -> bool:
+    def occupy_stream(self, stream: Any) -> bool:
         return True
 
-    def stamp(self, event: ReplayedEvent, stream: Any) -> tuple[int, int] | None:
+    def record_and_poll(self, event: ReplayedEvent, stream: Any) -> tuple[int, int] | None:
         if self._stamp is None:
             return None
         low, high, event.ms = self._stamp

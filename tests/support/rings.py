@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from otel_infer import _clock
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.ringbuffer.writer import MemoryArena
 from otel_infer.tracing import request_span, span_ids
@@ -19,27 +19,27 @@ class Recording:
 
     def __init__(self) -> None:
         self.arena = MemoryArena()
-        self._rings, self._assembler = Rings(), Assembler()
-        request_span.opener = span_ids.IdOpener(ALWAYS_ON, RandomIdGenerator(), span_ids.Limits())
+        self._rings, self._assembler = MergedReader(), Assembler()
+        request_span.span_factory = span_ids.SdkSpanFactory(ALWAYS_ON, RandomIdGenerator(), span_ids.Limits())
         recorder.start(lambda: self.arena, lambda: None, lambda reason: None)
 
     def records(self) -> list[RequestRecord]:
         """The requests that ended since the last call, in the order of their ends."""
         now = _clock.now()
         for name, memory in self.arena.buffers:
-            self._rings.add(name, memory, now)
-        self._assembler.feed(self._rings.poll(now, final=True))
-        return self._assembler.concluded(now + GRACE_NS)
+            self._rings.add_ring(name, memory, now)
+        self._assembler.feed_events(self._rings.poll(now, final=True))
+        return self._assembler.drain_records(now + GRACE_NS)
 
     @property
     def in_flight(self) -> int:
         """Requests that were opened and not closed, as of the last `records`."""
-        return len(self._assembler.open)
+        return len(self._assembler.open_requests)
 
     def stop(self) -> None:
         """No more facts are taken."""
         recorder.stop()
-        request_span.opener = None
+        request_span.span_factory = None
 
 
 def stages_of(record: RequestRecord) -> list[str]:

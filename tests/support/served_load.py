@@ -44,16 +44,19 @@ class Served:
 
     def records(self, asked: list[Asked]) -> list[RequestRecord]:
         assembler = Assembler()
-        assembler.feed(self.facts(asked))
-        records = assembler.concluded(LATER)
-        request.assign(records)
+        assembler.feed_events(self.facts(asked))
+        records = assembler.drain_records(LATER)
+        request.attribute_latency(records)
         return records
 
-    def facts(self, asked: list[Asked]) -> list[events.RingFact]:
-        draw, said = random.Random(self.seed), [events.RingFact(10, 0, events.EngineSeen(0, 1, 1, "toy"))]
+    def facts(self, asked: list[Asked]) -> list[events.RecordedEvent]:
+        draw, said = (
+            random.Random(self.seed),
+            [events.RecordedEvent(10, 0, events.EngineSeen(0, 1, 1, "toy"))],
+        )
         for since, length in self.frozen:
             paused = events.PauseSeen(round((since + length) * MS), round(since * MS), "event_loop")
-            said.append(events.RingFact(1, 0, paused))
+            said.append(events.RecordedEvent(1, 0, paused))
         coming = sorted(range(len(asked)), key=lambda i: asked[i].at + asked[i].before_ms)
         for i, one in enumerate(asked):
             self._arrives(said, i + 1, one)
@@ -84,7 +87,7 @@ class Served:
             step += 1
             prompts = tuple((running.index(i), asked[i].prompt) for i in running if i in fresh)
             now = [i + 1 for i in running]
-            said.append(events.RingFact(10, 0, events.StepScheduled(
+            said.append(events.RecordedEvent(10, 0, events.StepScheduled(
                 round(at * MS), step, True, len(now), (), tuple(now), prompts, 0, 0, len(now), len(queue)
             )))  # fmt: skip
             cost = self.base + self.each * len(now) + self.prompt_token * sum(n for _, n in prompts)
@@ -93,36 +96,38 @@ class Served:
             while pauses and pauses[0][0] < until:
                 since, length = pauses.pop(0)
                 since = max(since, at)
-                said.append(events.RingFact(1, 0, events.PauseSeen(
+                said.append(events.RecordedEvent(1, 0, events.PauseSeen(
                     round((since + length) * MS), round(since * MS), "gc"
                 )))  # fmt: skip
                 until += length
             at = until
-            said.append(events.RingFact(10, 0, events.StepDone(round(at * MS), step, (), 0)))
+            said.append(events.RecordedEvent(10, 0, events.StepDone(round(at * MS), step, (), 0)))
             fresh.clear()
             for i in list(running):
                 left[i] -= 1
                 if left[i] == 0:
                     running.remove(i)
                     end = round((at + 0.3) * MS)
-                    said.append(events.RingFact(1, i + 1, events.EngineFinished(round(at * MS), "stop", 0)))
                     said.append(
-                        events.RingFact(
+                        events.RecordedEvent(1, i + 1, events.EngineFinished(round(at * MS), "stop", 0))
+                    )
+                    said.append(
+                        events.RecordedEvent(
                             1, i + 1, events.RequestEnded(end, events.OK, "", 200, asked[i].tokens, 0, 0)
                         )
                     )
             members = now
         assert members is not None
-        return sorted(said, key=lambda fact: fact.fact.at)
+        return sorted(said, key=lambda fact: fact.event.at)
 
     @staticmethod
-    def _arrives(said: list[events.RingFact], handle: int, one: Asked) -> None:
+    def _arrives(said: list[events.RecordedEvent], handle: int, one: Asked) -> None:
         at, until = round(one.at * MS), round((one.at + one.before_ms) * MS)
         ids = handle.to_bytes(16, "big")
-        said.append(events.RingFact(1, handle, events.RequestArrived(
+        said.append(events.RecordedEvent(1, handle, events.RequestArrived(
             at, at, ids, ids[8:], bytes(8), bytes(8), events.SAMPLED, "chat", "toy", "toy", "POST"
         )))  # fmt: skip
-        said.append(events.RingFact(1, handle, events.StageEnded(until, at, "ingress", 0)))
+        said.append(events.RecordedEvent(1, handle, events.StageEnded(until, at, "ingress", 0)))
         said.append(
-            events.RingFact(1, handle, events.RequestSubmitted(until, 1, one.prompt, one.tokens, "toy"))
+            events.RecordedEvent(1, handle, events.RequestSubmitted(until, 1, one.prompt, one.tokens, "toy"))
         )

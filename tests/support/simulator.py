@@ -18,7 +18,7 @@ from otel_infer import _clock
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import batch_writer, events, layout, merged_reader
-from otel_infer.ringbuffer.batch_writer import Handles, StepLog
+from otel_infer.ringbuffer.batch_writer import BatchWriter, HandleTable
 from otel_infer.ringbuffer.step_reader import StepReader
 from otel_infer.ringbuffer.step_writer import StepWriter
 from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
@@ -104,19 +104,19 @@ class DatedReader(StepReader):
 
     _last_at = 0
 
-    def poll(self, now: int, final: bool = False) -> Iterator[events.RingFact]:
+    def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
         for said in super().poll(now, final):
-            if isinstance(said.fact, events.StepsLost):
-                said = said._replace(fact=said.fact._replace(at=self._last_at))
-            self._last_at = said.fact.at
+            if isinstance(said.event, events.StepsLost):
+                said = said._replace(event=said.event._replace(at=self._last_at))
+            self._last_at = said.event.at
             yield said
 
 
 class Simulator:
     """`depth`: steps in flight. `sizes`: of the rings."""
 
-    def __init__(self, depth: int, sizes: layout.Sizes | None = None) -> None:
-        sizes = sizes or layout.Sizes(cells=8192, live_slots=256, strings=64, step_cells=1024)
+    def __init__(self, depth: int, sizes: layout.RingSizes | None = None) -> None:
+        sizes = sizes or layout.RingSizes(cells=8192, live_slots=256, strings=64, step_cells=1024)
         self.now, self.depth = 1_000_000_000_000, depth
         self._clocks = [
             mock.patch.object(_clock, "now", new=self._read_clock),
@@ -126,19 +126,21 @@ class Simulator:
             one.start()
         self.arena = MemoryArena()
         self.writer = RequestWriter(self.arena, "sim", "server", sizes)
-        self.log = StepLog(StepWriter(self.arena, "sim-1", "toy", sizes), Handles())
-        self.log.pack = lambda members: b"".join(m.request.handle.to_bytes(4, "little") for m in members)
+        self.log = BatchWriter(StepWriter(self.arena, "sim-1", "toy", sizes), HandleTable())
+        self.log.pack_handles = lambda members: b"".join(
+            m.request.handle.to_bytes(4, "little") for m in members
+        )
         self.requests: list[Request] = []
         self.waiting: deque[Stream] = deque()
         self.running: list[Stream] = []
         self.left: list[Stream] = []
         self.flights: deque[Flight] = deque()
-        self.rings, self.assembler = merged_reader.Rings(), Assembler()
+        self.rings, self.assembler = merged_reader.MergedReader(), Assembler()
         with mock.patch.object(merged_reader, "StepReader", DatedReader):
             for name, memory in self.arena.buffers:
-                self.rings.add(name, memory, self.now)
+                self.rings.add_ring(name, memory, self.now)
         self.records: list[RequestRecord] = []
-        self.said: list[events.RingFact] = []
+        self.said: list[events.RecordedEvent] = []
 
     def _read_clock(self) -> int:
         return self.now
@@ -176,8 +178,8 @@ class Simulator:
         self.now += 1000
         said = self.rings.poll(self.now, final)
         self.said += said
-        self.assembler.feed(said)
-        self.records += self.assembler.concluded(self.rings.horizon + (GRACE_NS if final else 0))
+        self.assembler.feed_events(said)
+        self.records += self.assembler.drain_records(self.rings.horizon + (GRACE_NS if final else 0))
 
     def _happen(self, tick: Tick) -> None:
         for sequences, prompt, output in tick.arrivals:
@@ -194,9 +196,9 @@ class Simulator:
         arrived = events.RequestArrived(
             self.now, self.now, ids, ids[8:], bytes(8), bytes(8), events.SAMPLED, "chat", "toy", "m", "chat m"
         )
-        request = Request(number, self.writer.open(arrived))
+        request = Request(number, self.writer.open_request(arrived))
         submitted = events.RequestSubmitted(self.now + 1, sequences, prompt, output, "toy")
-        self.writer.state(request.handle, submitted)
+        self.writer.write_event(request.handle, submitted)
         request.sequences = [Stream(request, prompt, output) for _ in range(sequences)]
         self.requests.append(request)
         self.waiting += request.sequences
@@ -209,7 +211,7 @@ class Simulator:
         recompute = recompute or computing or sequence.generated == 0
         kind = "recompute" if recompute else "offload"
         sequence.request.preemptions += 1
-        self.writer.state(sequence.request.handle, events.RequestPreempted(self.now, kind))
+        self.writer.write_event(sequence.request.handle, events.RequestPreempted(self.now, kind))
         self._leave(sequence, told)
         sequence.epoch += 1
         if recompute:
@@ -234,7 +236,7 @@ class Simulator:
 
     def _end(self, request: Request, outcome: int, error: str) -> None:
         request.ended_at = self.now
-        self.writer.close(request.handle, events.RequestEnded(self.now, outcome, error, 0, 0, 0, 0))
+        self.writer.close_request(request.handle, events.RequestEnded(self.now, outcome, error, 0, 0, 0, 0))
         self.now += 1
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +262,7 @@ class Simulator:
             flying.append((sequence, sequence.epoch, sequence.prompt_left == 0, is_prompt))
             sequence.request.scheduled_at = sequence.request.scheduled_at or self.now
         column = array("I", numbers).tobytes() if set(numbers) != {1} else b""
-        step = self.log.scheduled(members, self.left, column)
+        step = self.log.write_scheduled(members, self.left, column)
         self.left = []
         self.flights.append(Flight(step, flying, prompts, tick.speculate))
         self.now += 1
@@ -290,7 +292,7 @@ class Simulator:
                 )
                 request.done_at[flight.step] = self.now
         column = array("I", tokens).tobytes() if set(tokens) != {1} else b""
-        self.log.done(flight.step, column, len(tokens), discarded)
+        self.log.write_done(flight.step, column, len(tokens), discarded)
         self.now += 1
         self._finish(flight)
 
@@ -308,7 +310,7 @@ class Simulator:
             if sequence.gone and sequence in self.running:
                 self._leave(sequence, told=True)
                 finished = events.EngineFinished(self.now, "length", sequence.generated)
-                self.writer.state(sequence.request.handle, finished)
+                self.writer.write_event(sequence.request.handle, finished)
         for request in {sequence.request: None for sequence, *_ in flight.members}:
             if not request.ended_at and all(s.gone for s in request.sequences):
                 self._end(request, events.OK, "")

@@ -6,7 +6,7 @@ from typing import Any
 
 from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.process import StartRecord
-from otel_infer.export.spans.exporter import SpanSink
+from otel_infer.export.spans.exporter import OtlpSpanExporter
 from otel_infer.ringbuffer import events
 from tests.support.otlp_messages import decoded
 from tests.support.story import BASE, LATER, PROCESS, WALL, Batches, Story, ids, ns
@@ -46,15 +46,15 @@ class Starting(Story):
 
     def starts(self) -> list[StartRecord]:
         assembler = Assembler()
-        assembler.feed(self.in_order())
-        return assembler.started(LATER)
+        assembler.feed_events(self.in_order())
+        return assembler.drain_starts(LATER)
 
     def start_spans(self) -> list[dict[str, Any]]:
         """As a receiver decodes them."""
         batches = Batches()
-        sink = SpanSink(batches, False)  # type: ignore[arg-type]
+        sink = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
         for record in self.starts():
-            sink.start(record)
+            sink.export_start(record)
         sink.flush(0)
         return [span for body in batches.bodies() for span in decoded("traces", body)]
 

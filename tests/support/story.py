@@ -25,7 +25,7 @@ from otel_infer.assembly.assembler import Assembler
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export import otlp
 from otel_infer.export.sampling import tail_sampler
-from otel_infer.export.spans.exporter import Batch, SpanSink, encoded_identity
+from otel_infer.export.spans.exporter import OtlpSpanExporter, SpanBatch, encode_resource_and_scope
 from otel_infer.ringbuffer import events
 from tests.support.otlp_messages import decoded
 
@@ -81,13 +81,13 @@ class Story:
     """Everything that a server says."""
 
     def __init__(self, process: int = PROCESS) -> None:
-        self.said: list[events.RingFact] = []
+        self.said: list[events.RecordedEvent] = []
         self._handles = iter(range(1, 1 << 20))
         self._engines: dict[int, _Engine] = {}
         self.engine(process=process)
 
     def tell(self, ring: int, handle: int, fact: Any) -> None:
-        self.said.append(events.RingFact(ring, handle, fact))
+        self.said.append(events.RecordedEvent(ring, handle, fact))
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,7 +164,7 @@ class Story:
         detokenize: float = 0,
     ) -> None:
         """`status` is 200 of what ends well over HTTP, unless told otherwise."""
-        http = any(s.handle == who.handle and isinstance(s.fact, events.HttpDescribed) for s in self.said)
+        http = any(s.handle == who.handle and isinstance(s.event, events.HttpDescribed) for s in self.said)
         code = status if status is not None else 200 if http and outcome == events.OK else 0
         waits = (round(send_wait * MS), round(detokenize * MS))
         self.state(who, events.RequestEnded(ns(at), outcome, error, code, chunks, *waits))
@@ -274,14 +274,14 @@ class Story:
 
     # ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def in_order(self) -> list[events.RingFact]:
+    def in_order(self) -> list[events.RecordedEvent]:
         """What was said, as the rings hand it out."""
-        return sorted(self.said, key=lambda said: said.fact.at)
+        return sorted(self.said, key=lambda said: said.event.at)
 
     def records(self) -> list[RequestRecord]:
         assembler = Assembler()
-        assembler.feed(self.in_order())
-        return assembler.concluded(LATER)
+        assembler.feed_events(self.in_order())
+        return assembler.drain_records(LATER)
 
     def record(self, who: Who | None = None) -> RequestRecord:
         """Of this request, or of the only one."""
@@ -289,7 +289,9 @@ class Story:
         (found,) = [record for record in self.records() if span_id in (None, record.span_id)]
         return found
 
-    def spans(self, keeps: tail_sampler.Keeper | None = None, latency: bool = False) -> list[dict[str, Any]]:
+    def spans(
+        self, keeps: tail_sampler.TailSampler | None = None, latency: bool = False
+    ) -> list[dict[str, Any]]:
         """Every span as a receiver decodes it."""
         return exported(self.records(), keeps, latency)
 
@@ -300,7 +302,7 @@ class Story:
         (span,) = found
         return span
 
-    def tree(self, who: Who | None = None, keeps: tail_sampler.Keeper | None = None) -> str:
+    def tree(self, who: Who | None = None, keeps: tail_sampler.TailSampler | None = None) -> str:
         """The spans of a request, or of all."""
         trace_id = ids(who.name)[0].hex() if who is not None else None
         return drawn(span for span in self.spans(keeps) if trace_id in (None, span["trace_id"]))
@@ -320,15 +322,18 @@ class Batches:
     """Takes what a sink hands over, in the place of a `Sender`."""
 
     def __init__(self) -> None:
-        self.taken: list[Batch] = []
+        self.taken: list[SpanBatch] = []
         self.lost: Counter[str] = Counter()
 
-    def put(self, batch: Batch) -> None:
+    def put(self, batch: SpanBatch) -> None:
         self.taken.append(batch)
 
     def bodies(self) -> list[bytes]:
         """What would be sent."""
-        return [b"".join(otlp.envelope(*encoded_identity({}), batch.parts)) for batch in self.taken]
+        return [
+            b"".join(otlp.build_export_request(*encode_resource_and_scope({}), batch.parts))
+            for batch in self.taken
+        ]
 
 
 class Uncollected:
@@ -350,16 +355,16 @@ COUNTED: Any = Uncollected()
 
 
 def exported(
-    records: Iterable[RequestRecord], keeps: tail_sampler.Keeper | None = None, latency: bool = False
+    records: Iterable[RequestRecord], keeps: tail_sampler.TailSampler | None = None, latency: bool = False
 ) -> list[dict[str, Any]]:
     """The spans of records as a receiver of their OTLP bytes decodes them; every step, unless `keeps` says otherwise."""
     batches = Batches()
-    keeps = keeps or tail_sampler.Keeper("all", 0, keep_unsampled=False, ratio=False)
-    sink = SpanSink(batches, latency)  # type: ignore[arg-type]
+    keeps = keeps or tail_sampler.TailSampler("all", 0, keep_unsampled=False, ratio=False)
+    sink = OtlpSpanExporter(batches, latency)  # type: ignore[arg-type]
     for record in records:
-        decision = keeps.decide(record)
+        decision = keeps.make_decision(record)
         if decision.export:
-            sink.request(record, decision)
+            sink.export_request(record, decision)
     sink.flush(0)
     return [span for body in batches.bodies() for span in decoded("traces", body)]
 
@@ -370,14 +375,14 @@ _WORDS = {
     semconv.STEP_ID: "step {}",
     semconv.STEP_TOKENS: "{} tokens",
     semconv.BATCH_SIZE: "batch {}",
-    semconv.OTHERS_PREFILL_TOKENS: "others' prompt {}",
+    semconv.INTERFERENCE_PREFILL_TOKENS: "others' prompt {}",
     semconv.ITEMS: "{} items",
     semconv.SEQUENCES: "{} sequences",
     semconv.PREEMPTIONS: "{} preemptions",
     semconv.STEPS_DISCARDED: "{} discarded",
-    semconv.STEPS_LEFT_OUT: "{} left out",
+    semconv.STEPS_DROPPED: "{} left out",
     semconv.ERROR_TYPE: "{}",
-    semconv.DIED_IN: "died in {}",
+    semconv.FAILED_STAGE: "died in {}",
     semconv.TELEMETRY_LOST: "telemetry lost",
     semconv.UNSAMPLED: "unsampled",
 }

@@ -39,7 +39,7 @@ def main() -> None:
     cuda = ModuleType("torch.cuda")
     cuda.is_initialized, cuda.current_device = lambda: True, lambda: 0  # type: ignore[attr-defined]
     sys.modules["torch.cuda"] = torch.cuda = cuda  # type: ignore[assignment]
-    timing._find = lambda: device  # the seam that finds CUDA's current device
+    timing._find_device = lambda: device  # the seam that finds CUDA's current device
     for _ in range(12):
         decode(device, 16, slow_from=16)
     decode(device, 40, slow_from=10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from otel_infer.cli.demo.model import make_demo_model, make_tokenizer, save
+from otel_infer.cli.demo.model import make_demo_model, make_tokenizer, save_model
 
 
 def make_model(folder: Path) -> Path:
@@ -30,7 +30,7 @@ def make_encoder(folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = BertModel(config).eval()
-    save(folder, model, tokenizer)
+    save_model(folder, model, tokenizer)
     return folder
 
 

@@ -137,12 +137,12 @@ def spawn(body: dict[str, Any]) -> dict[str, Any]:
 
 def state(body: dict[str, Any]) -> dict[str, Any]:
     """What the server knows of itself."""
-    from otel_infer._bootstrap.install import wiring
+    from otel_infer._bootstrap.install import installation
     from otel_infer.ringbuffer.recorder import recorder
 
     return {
         "pid": os.getpid(),
-        "folder": str(wiring.folder or ""),
+        "folder": str(installation.folder or ""),
         "active": recorder.active,
         "arena": type(recorder.arena).__name__,
         "threads": sorted(thread.name for thread in threading.enumerate()),

@@ -48,7 +48,7 @@ def test_a_test_sees_the_stages_of_its_own_server() -> None:
     with capture() as captured:
         assert answer("why") == "WHY"
         (request,) = captured.requests()
-        rerank = request.stage("rerank")
+        rerank = request.find_stage("rerank")
         assert rerank is not None and rerank.ended_at - rerank.started_at >= 2_000_000
         assert (request.input_tokens, request.output_tokens, request.model) == (8, 3, "tiny")
         assert captured.tree() == TREE
@@ -103,7 +103,7 @@ def test_nothing_is_recorded_before_and_after() -> None:
         assert recorder.active
     answer("after")
     assert captured.requests() == []
-    assert (recorder.active, recorder.requests, request_span.opener) == (False, None, None)
+    assert (recorder.active, recorder.requests, request_span.span_factory) == (False, None, None)
 
 
 def test_a_capture_in_a_capture_is_a_mistake_and_says_so() -> None:

@@ -126,7 +126,7 @@ def test_requests_in_an_engine_core_that_is_killed_are_reported(
     for request in arrived(receiver, *[answer.trace_id for answer in answers]):
         attributes = request["attributes"]
         assert attributes[semconv.ERROR_TYPE] in ("EngineDeadError", "process_died")
-        assert attributes[semconv.DIED_IN] == "decode"
+        assert attributes[semconv.FAILED_STAGE] == "decode"
         assert len(steps_of(receiver, request["trace_id"])) > 20
     assert_nothing_came_twice(receiver)
     assert server.process is not None

@@ -66,4 +66,4 @@ def test_a_picture_is_fetched_and_prepared_in_stages_of_the_request(url: str) ->
         (request,) = captured.requests()
     names = [stage.name for stage in request.stages]
     assert names == [semconv.SPAN_FETCH_MEDIA, semconv.SPAN_PREPARE_MEDIA]
-    assert request.blame is not None and request.blame.causes[semconv.CAUSE_MEDIA] > 0
+    assert request.breakdown is not None and request.breakdown.causes[semconv.CAUSE_MEDIA] > 0

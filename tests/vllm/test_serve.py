@@ -41,8 +41,10 @@ def the(spans: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def test_one_trace_tells_how_all_processes_got_ready(server: Server, receiver: OtlpReceiver) -> None:
-    assert receiver.wait_for(lambda it: [span for span in it.spans if span["name"] == semconv.SPAN_START])
-    (root,) = [span for span in receiver.spans if span["name"] == semconv.SPAN_START]
+    assert receiver.wait_for(
+        lambda it: [span for span in it.spans if span["name"] == semconv.SPAN_SERVER_START]
+    )
+    (root,) = [span for span in receiver.spans if span["name"] == semconv.SPAN_SERVER_START]
     spans = [span for span in receiver.spans if span["trace_id"] == root["trace_id"]]
     drawn = tree(spans, "")
     assert sorted(drawn) == sorted(
@@ -94,7 +96,7 @@ def test_a_streamed_request_is_one_tree_over_all_processes(server: Server, recei
     timed = the(spans, "decode")["attributes"]
     assert timed[semconv.DEVICE_METHOD] == "host"  # there is no device here, and nothing is claimed of one
     assert timed[semconv.DEVICE_STEPS] == timed[semconv.DEVICE_STEPS_ALL] == 7
-    assert not {semconv.DEVICE_LIMIT, semconv.DEVICE_ERROR} & timed.keys()
+    assert not {semconv.DEVICE_BOTTLENECK, semconv.DEVICE_CLOCK_ERROR} & timed.keys()
     assert not [span for span in spans if semconv.DEVICE_SPAN in span["attributes"]]
 
 
@@ -194,7 +196,7 @@ def died(receiver: OtlpReceiver, answer: Answer, stage: str) -> list[dict[str, A
     """The trace of a request that its client left in this stage."""
     spans = spans_of(receiver, answer)
     attributes = the(spans, "chat tiny")["attributes"]
-    assert attributes[semconv.DIED_IN] == stage, tree(spans, answer.parent_id)
+    assert attributes[semconv.FAILED_STAGE] == stage, tree(spans, answer.parent_id)
     assert attributes["gen_ai.response.finish_reasons"] == ["abort"]
     assert attributes[semconv.ERROR_TYPE] == semconv.ERROR_CLIENT_DISCONNECT
     assert all(span["parent_span_id"] for span in spans)

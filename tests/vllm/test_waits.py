@@ -48,7 +48,7 @@ def test_blocks_that_come_from_elsewhere_are_a_stage_of_the_queue_and_to_blame_f
     assert queue["start"] <= fetched["start"] < fetched["end"] <= queue["end"]
     assert fetched["end"] - fetched["start"] >= TAKES_S * 1e9
     blamed = stage(spans, "text_completion tiny")["attributes"]
-    assert blamed[semconv.BLAME[semconv.CAUSE_KV_TRANSFER]] >= TAKES_S
+    assert blamed[semconv.LATENCY_BY_CAUSE[semconv.CAUSE_KV_TRANSFER]] >= TAKES_S
     assert blamed[semconv.USAGE_OUTPUT_TOKENS] == 4
 
 

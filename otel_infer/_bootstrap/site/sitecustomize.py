@@ -7,7 +7,7 @@ import os
 import sys
 
 
-def _next_sitecustomize() -> None:
+def _run_next_sitecustomize() -> None:
     """Runs the `sitecustomize` that ours hides, if there is one."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
@@ -21,7 +21,7 @@ def _next_sitecustomize() -> None:
         spec.loader.exec_module(module)
 
 
-def _instrument() -> None:
+def _instrument_process() -> None:
     arguments = " ".join(getattr(sys, "orig_argv", ()))
     if "OTEL_INFER_SIDECAR" in os.environ or "multiprocessing.resource_tracker" in arguments:
         return
@@ -37,10 +37,10 @@ def _instrument() -> None:
 
 
 try:
-    _next_sitecustomize()
+    _run_next_sitecustomize()
 except Exception as reason:
     print(f"otel_infer: another sitecustomize failed: {type(reason).__name__}: {reason}", file=sys.stderr)
 try:
-    _instrument()
+    _instrument_process()
 except Exception as reason:
     print(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}", file=sys.stderr)

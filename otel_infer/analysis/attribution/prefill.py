@@ -7,33 +7,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from otel_infer import semconv
-from otel_infer.analysis.attribution.decode import MOST_INTERFERED, NOTHING, StepsBlame
-from otel_infer.analysis.attribution.step_columns import away
-from otel_infer.assembly.records.intervals import outside
+from otel_infer.analysis.attribution.decode import EMPTY_BREAKDOWN, MAX_INTERFERED_STEPS, StepBreakdown
+from otel_infer.analysis.attribution.step_columns import inactive_intervals
+from otel_infer.assembly.records.intervals import uncovered_length
 from otel_infer.assembly.records.request import PrefillStep, RequestRecord
 
 Causes = dict[str, int]
-_HELD = (semconv.CAUSE_STARVED, semconv.CAUSE_FAULTS)
+_THREAD_DELAY_CAUSES = (semconv.CAUSE_STARVED, semconv.CAUSE_PAGE_FAULTS)
 
 
-def divided(record: RequestRecord) -> StepsBlame:
+def divide_prefill(record: RequestRecord) -> StepBreakdown:
     """The chunks of its prompt: shared with others' prompts by tokens; between them, others ran or the host was busy."""
-    chunks = _chunks(record)
+    chunks = _prefill_chunks(record)
     if not chunks:
-        return NOTHING
+        return EMPTY_BREAKDOWN
     parts: Causes = defaultdict(int)
     interfered: list[tuple[int, int]] = []
-    per_sequence = record.costs.per_sequence if record.costs is not None else 0.0
+    per_sequence = record.cost_model.per_sequence if record.cost_model is not None else 0.0
     again, before = 0, None
-    pauses = away(record)
-    extra = _computed_again(record, chunks) if record.preempted_at else 0
+    pauses = inactive_intervals(record)
+    extra = _recomputed_tokens(record, chunks) if record.preempted_at else 0
     for chunk in chunks:
         began = chunk.started_at
-        if before is not None or chunk.behind_until:
-            if before is not None and not again and _preempted(record, before, chunk):
+        if before is not None or chunk.previous_ended_at:
+            if before is not None and not again and _was_preempted_between(record, before, chunk):
                 again, extra = extra, 0
-            began = _waited(record, chunk, before, pauses, parts, interfered)
-        length = _unusual(record, chunk, outside(pauses, began, chunk.ended_at), began, parts)
+            began = _attribute_wait(record, chunk, before, pauses, parts, interfered)
+        length = _attribute_delays(
+            record, chunk, uncovered_length(pauses, began, chunk.ended_at), began, parts
+        )
         mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
         others, repeated = chunk.others_prefill_tokens, min(again, chunk.tokens)
         theirs = (length - mates) * others // max(chunk.tokens + others, 1)
@@ -45,18 +47,18 @@ def divided(record: RequestRecord) -> StepsBlame:
         parts[semconv.CAUSE_PREFILL] += length - mates - theirs - lost
         interfered.append((chunk.step, theirs))
         before = chunk
-    return StepsBlame(parts, interfered)
+    return StepBreakdown(parts, interfered)
 
 
-def _chunks(record: RequestRecord) -> list[PrefillStep]:
+def _prefill_chunks(record: RequestRecord) -> list[PrefillStep]:
     """With the one that it did not see the end of."""
-    cut = record.cut_step
+    cut = record.interrupted_step
     if cut is None or record.first_token_at or not cut.tokens:
         return record.prefill_steps
     return [*record.prefill_steps, cut]
 
 
-def _computed_again(record: RequestRecord, chunks: Sequence[PrefillStep]) -> int:
+def _recomputed_tokens(record: RequestRecord, chunks: Sequence[PrefillStep]) -> int:
     """Tokens of its prompt that were computed more than once, since it was put back."""
     tokens = sum([chunk.tokens for chunk in chunks])
     return (
@@ -66,11 +68,11 @@ def _computed_again(record: RequestRecord, chunks: Sequence[PrefillStep]) -> int
     )
 
 
-def _preempted(record: RequestRecord, before: PrefillStep, chunk: PrefillStep) -> bool:
+def _was_preempted_between(record: RequestRecord, before: PrefillStep, chunk: PrefillStep) -> bool:
     return any(before.started_at <= at <= chunk.started_at for at in record.preempted_at)
 
 
-def _waited(
+def _attribute_wait(
     record: RequestRecord,
     chunk: PrefillStep,
     before: PrefillStep | None,
@@ -80,45 +82,51 @@ def _waited(
 ) -> int:
     """Gives away the time before a chunk; when its own began, which is when the step before it was done."""
     since = chunk.started_at if before is None else before.ended_at
-    began = max(chunk.started_at, chunk.behind_until, since)
-    length = outside(pauses, since, began)
+    began = max(chunk.started_at, chunk.previous_ended_at, since)
+    length = uncovered_length(pauses, since, began)
     if not length:
         return began
-    if before is not None and _preempted(record, before, chunk):
+    if before is not None and _was_preempted_between(record, before, chunk):
         cause = semconv.CAUSE_PREEMPTION
     elif before is not None and any(
-        before.started_at < at <= chunk.started_at for _, at, _ in record.absences
+        before.started_at < at <= chunk.started_at for _, at, _ in record.generation_gaps
     ):
         cause = semconv.CAUSE_SCHEDULER_QUEUE
     elif before is not None and chunk.step - before.step == 1:
-        cause = semconv.CAUSE_HOST
+        cause = semconv.CAUSE_HOST_BUBBLE
     else:
         cause = semconv.CAUSE_INTERFERENCE
         if before is None:
-            parts[semconv.CAUSE_BATCHING] += (usual := _without_prompts(record, chunk, length))
+            parts[semconv.CAUSE_BATCHING] += (usual := _cost_without_prompts(record, chunk, length))
             length -= usual
-        steps = range(chunk.step - 1 if before is None else before.step + 1, chunk.step)[:MOST_INTERFERED]
+        steps = range(chunk.step - 1 if before is None else before.step + 1, chunk.step)[
+            :MAX_INTERFERED_STEPS
+        ]
         interfered += [(step, length // len(steps)) for step in steps]
     parts[cause] += length
     return began
 
 
-def _without_prompts(record: RequestRecord, chunk: PrefillStep, length: int) -> int:
+def _cost_without_prompts(record: RequestRecord, chunk: PrefillStep, length: int) -> int:
     """Of a wait for the step before: what that would have taken had there been no prompts in it."""
-    if record.costs is None or not chunk.behind_prompts:
+    if record.cost_model is None or not chunk.previous_prompt_tokens:
         return length
-    return min(length, int(record.costs.base + record.costs.per_sequence * chunk.batch_size))
+    return min(length, int(record.cost_model.base + record.cost_model.per_sequence * chunk.batch_size))
 
 
-def _unusual(record: RequestRecord, chunk: PrefillStep, length: int, began: int, parts: Causes) -> int:
+def _attribute_delays(
+    record: RequestRecord, chunk: PrefillStep, length: int, began: int, parts: Causes
+) -> int:
     """Gives away what of the `length` of a chunk has a reason of its own; the rest, ns."""
-    if record.first_use is not None:
+    if record.warmup_steps is not None:
         tokens = chunk.tokens + chunk.others_prefill_tokens
-        first = record.first_use.over(chunk.step, length, chunk.batch_size, tokens)
-        parts[semconv.CAUSE_FIRST_USE] += first
+        first = record.warmup_steps.excess_time(chunk.step, length, chunk.batch_size, tokens)
+        parts[semconv.CAUSE_WARMUP] += first
         length -= first
-    if record.strain is not None:
-        for cause, held in zip(_HELD, record.strain.held(began, chunk.ended_at)):
+    if record.thread_delays is not None:
+        for cause, held in zip(
+            _THREAD_DELAY_CAUSES, record.thread_delays.delay_in_interval(began, chunk.ended_at)
+        ):
             held = min(held, length)
             parts[cause] += held
             length -= held

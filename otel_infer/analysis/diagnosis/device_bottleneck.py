@@ -11,31 +11,33 @@ from otel_infer.assembly.engine import device_steps
 from otel_infer.assembly.records.request import RequestRecord
 
 
-class Words(NamedTuple):
+class BottleneckAdvice(NamedTuple):
     """What it means, and what to change."""
 
     means: str
     change: str
 
 
-_LESS_WORK = (
+_REDUCE_GPU_WORK = (
     "a faster GPU, smaller or quantized weights, or another replica: the host is not what holds it up"
 )
-LIMITS = {
-    device_steps.GPU_BOUND: Words("the device is at work", _LESS_WORK),
-    device_steps.LAUNCH_BOUND: Words(
+BOTTLENECK_ADVICE = {
+    device_steps.GPU_BOUND: BottleneckAdvice("the device is at work", _REDUCE_GPU_WORK),
+    device_steps.LAUNCH_BOUND: BottleneckAdvice(
         "launching its kernels takes as long as they run",
         "CUDA graphs or torch.compile, larger batches, a faster core for the engine's thread",
     ),
-    device_steps.HOST_STALLED: Words(
+    device_steps.HOST_STALLED: BottleneckAdvice(
         "between two steps it waits for the host",
         "see what the engine's thread does between its steps (py-spy), or schedule one step ahead",
     ),
-    device_steps.BACK_PRESSURED: Words("the host waits for room in the device's queue", _LESS_WORK),
+    device_steps.BACK_PRESSURED: BottleneckAdvice(
+        "the host waits for room in the device's queue", _REDUCE_GPU_WORK
+    ),
 }
 
 
-class DeviceLimit(NamedTuple):
+class DeviceBottleneck(NamedTuple):
     """`requests` of the `timed` ones had this as the limit of this stage: more than had any other."""
 
     stage: str
@@ -44,19 +46,19 @@ class DeviceLimit(NamedTuple):
     timed: int
 
     @property
-    def words(self) -> Words:
+    def advice(self) -> BottleneckAdvice:
         """What that means, and what to change."""
-        return LIMITS[self.limit]
+        return BOTTLENECK_ADVICE[self.limit]
 
 
-def device_limits(records: Sequence[RequestRecord]) -> list[DeviceLimit]:
+def find_device_bottlenecks(records: Sequence[RequestRecord]) -> list[DeviceBottleneck]:
     """Of each stage of which a device said so, those with most of its time first; nothing where none was timed."""
     limits: dict[str, Counter[str]] = {}
     spent: defaultdict[str, float] = defaultdict(float)
     for stage in [stage for record in records for stage in record.stages]:
-        limit, duration = map(stage.attributes.get, (semconv.DEVICE_LIMIT, semconv.DEVICE_DURATION))
+        limit, duration = map(stage.attributes.get, (semconv.DEVICE_BOTTLENECK, semconv.DEVICE_DURATION))
         if limit and isinstance(duration, float):
             limits.setdefault(stage.name, Counter())[str(limit)] += 1
             spent[stage.name] += duration
-    found = [DeviceLimit(name, *most.most_common(1)[0], most.total()) for name, most in limits.items()]
+    found = [DeviceBottleneck(name, *most.most_common(1)[0], most.total()) for name, most in limits.items()]
     return sorted(found, key=lambda one: -spent[one.stage])

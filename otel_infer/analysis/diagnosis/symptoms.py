@@ -7,7 +7,7 @@ from typing import NamedTuple
 from otel_infer import semconv
 
 
-class Complaint(NamedTuple):
+class Symptom(NamedTuple):
     """A row of the table: how people say it, what happens, what to change first."""
 
     said: str
@@ -15,38 +15,38 @@ class Complaint(NamedTuple):
     change: str
 
 
-COMPLAINTS = {
-    "before_the_engine": Complaint(
+SYMPTOMS = {
+    "before_the_engine": Symptom(
         "slow even for tiny prompts",
         "time goes before inference starts",
         "look at what runs before the engine: body reads, tokenizing, look-ups; make them fewer, nearer, or concurrent",
     ),
-    "queueing": Complaint(
+    "queueing": Symptom(
         "fine locally, bad in production",
         "requests wait for their turn at any time of the load",
         "limit concurrency where requests come in, give the engine a larger batch or another replica, separate traffic",
     ),
-    "prefill": Complaint(
+    "prefill": Symptom(
         "nothing for a while, then fast",
         "prompts are expensive",
         "shorten or cap prompts, switch the prefix cache on, prefill in smaller batches",
     ),
-    "stutter": Complaint(
+    "stutter": Symptom(
         "starts, then freezes or stutters",
         "decode is interrupted",
         "find out what stops the process: other work on its cores, a lock, a slow disk",
     ),
-    "peak": Complaint(
+    "peak": Symptom(
         "explodes at peak hours",
         "for a time more is accepted than served",
         "shed or spread load at the peak, scale up earlier, shorten the queue's limit",
     ),
-    "big_and_small": Complaint(
+    "big_and_small": Symptom(
         "big customers slow down small ones",
         "light requests wait behind heavy ones",
         "serve heavy requests apart, or limit how many of them run at once; priorities for short ones",
     ),
-    "batching": Complaint(
+    "batching": Symptom(
         "cheap batch mode is fine, live is slow",
         "batches are made large, or waited for, at the cost of each request",
         "batch only where nobody waits: no batching delay and a smaller batch for live traffic",
@@ -54,7 +54,7 @@ COMPLAINTS = {
 }
 
 
-_BY_CAUSE = {
+_CHANGE_BY_CAUSE = {
     semconv.CAUSE_MEDIA: "have media fetched by the client or from nearby, smaller, and processed by more API servers",
     semconv.CAUSE_GRAMMAR: "simpler schemas, and the same ones again: compiled grammars are kept; one of each before serving",
     semconv.CAUSE_KV_TRANSFER: "a faster way for KV blocks, or compute short prompts where they arrive",
@@ -63,19 +63,19 @@ _BY_CAUSE = {
     semconv.CAUSE_GC: "gc.freeze() once the server is warm, a higher threshold, fewer objects that live long",
     semconv.CAUSE_COMPILE: "warm up all shapes before the first request",
     semconv.CAUSE_CAPTURE: "capture the graphs of all batch sizes before the first request",
-    semconv.CAUSE_FIRST_USE: "run a batch and a prompt of each size once, before the server says that it is ready",
+    semconv.CAUSE_WARMUP: "run a batch and a prompt of each size once, before the server says that it is ready",
     semconv.CAUSE_THROTTLED: "raise the CPU quota of the container",
     semconv.CAUSE_GPU_THROTTLED: "cool the GPU, and look at its power supply (nvidia-smi -q -d PERFORMANCE)",
     semconv.CAUSE_STARVED: "more cores, or fewer threads and processes on them (OMP_NUM_THREADS, workers, neighbours)",
-    semconv.CAUSE_FAULTS: "keep freed memory: MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ at 1 GiB, or jemalloc",
+    semconv.CAUSE_PAGE_FAULTS: "keep freed memory: MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ at 1 GiB, or jemalloc",
     semconv.CAUSE_BLOCKED: (
         "find what it waits for (py-spy dump): a lock, other threads' work that holds the GIL, a slow disk, or the device"
     ),
-    semconv.CAUSE_HOST: "see what the engine's thread does between its steps (py-spy): callbacks, detokenizing, sending",
+    semconv.CAUSE_HOST_BUBBLE: "see what the engine's thread does between its steps (py-spy): callbacks, detokenizing, sending",
     semconv.CAUSE_EVENT_LOOP: "take what blocks the event loop off it: `def` instead of `async def`, or asyncio.to_thread",
 }
 """What to change first where streams are interrupted, or the first token is late, by what does it."""
-_IN_ITS_ROW = {
+_CHANGE_BY_SYMPTOM_AND_CAUSE = {
     (
         "prefill",
         semconv.CAUSE_INTERFERENCE,
@@ -98,5 +98,5 @@ class Finding(NamedTuple):
     @property
     def change(self) -> str:
         """What to change first."""
-        usual = _BY_CAUSE.get(self.cause, COMPLAINTS[self.complaint].change)
-        return _IN_ITS_ROW.get((self.complaint, self.cause), usual)
+        usual = _CHANGE_BY_CAUSE.get(self.cause, SYMPTOMS[self.complaint].change)
+        return _CHANGE_BY_SYMPTOM_AND_CAUSE.get((self.complaint, self.cause), usual)

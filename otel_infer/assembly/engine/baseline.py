@@ -4,50 +4,54 @@ from __future__ import annotations
 
 import numpy as np
 
-from otel_infer.assembly.engine.step_cost import StepCosts, of_steps
+from otel_infer.assembly.engine.step_cost import StepCostModel, cost_model_from_steps
 from otel_infer.assembly.engine.step_table import StepTable
-from otel_infer.assembly.engine.thread_delays import Strain
-from otel_infer.assembly.engine.warmup import Firsts, FirstUse
+from otel_infer.assembly.engine.thread_delays import ThreadDelays
+from otel_infer.assembly.engine.warmup import WarmupSteps, WarmupTracker
 
 FIT_FIRST, FIT_EVERY, FIT_OVER = 16, 256, 1024
 """What a step costs is estimated anew when there are twice as many steps, then every so often, from so many."""
-LOOKED_OVER = 512
+RESOLVE_STEPS = 512
 """Steps among which those are found that were in a look at their thread."""
 
 
-class Learned:
+class EngineBaseline:
     """Of the engine whose steps are in `table`. `seen`: kinds of steps it had on other threads as well (`Firsts`)."""
 
     def __init__(self, table: StepTable, seen: set[int] | None = None) -> None:
-        self.strain = Strain()
-        self.firsts = Firsts(seen)
+        self.thread_delays = ThreadDelays()
+        self.warmup = WarmupTracker(seen)
         self._table = table
-        self._costs: StepCosts | None = None
+        self._cost_model: StepCostModel | None = None
         self._fit_due = FIT_FIRST
 
-    def done(self, at: int) -> None:
+    def record_step_end(self, at: int) -> None:
         """A step ended."""
-        if at >= self.strain.due:
-            self.strain.settle(self._table.latest(LOOKED_OVER), self.costs())
+        if at >= self.thread_delays.due:
+            self.thread_delays.resolve_samples(self._table.latest_steps(RESOLVE_STEPS), self.get_cost_model())
 
-    def settle(self) -> None:
+    def resolve_pending(self) -> None:
         """Nothing more is to come of the steps that are done: what is known of the thread counts for them."""
-        if self.strain.waits:
-            self.strain.settle(self._table.latest(LOOKED_OVER), self.costs(), final=True)
+        if self.thread_delays.has_pending:
+            self.thread_delays.resolve_samples(
+                self._table.latest_steps(RESOLVE_STEPS), self.get_cost_model(), final=True
+            )
 
-    def costs(self) -> StepCosts | None:
+    def get_cost_model(self) -> StepCostModel | None:
         """What a step without prompts costs; the same for the same facts before it."""
         last = self._table.last
         if last >= self._fit_due:
-            table = self._table.latest(FIT_OVER)
-            held = sum(self.strain.counted(np.maximum(table[1, 1:], table[2, :-1]), table[2, 1:]))
+            table = self._table.latest_steps(FIT_OVER)
+            held = sum(
+                self.thread_delays.delays_in_intervals(np.maximum(table[1, 1:], table[2, :-1]), table[2, 1:])
+            )
             # Where each step has prompts, what those without one cost before is the best that is known.
-            self._costs = of_steps(table, held) or self._costs
-            self.firsts.learn(table, self._costs)
+            self._cost_model = cost_model_from_steps(table, held) or self._cost_model
+            self.warmup.learn_prompt_costs(table, self._cost_model)
             self._fit_due = last + min(last, FIT_EVERY)
-        return self._costs
+        return self._cost_model
 
-    def known(self) -> tuple[StepCosts | None, FirstUse | None]:
+    def get_model_and_warmup(self) -> tuple[StepCostModel | None, WarmupSteps | None]:
         """What a step costs, and which were the first of their kind."""
-        costs = self.costs()
-        return costs, self.firsts.known(costs)
+        costs = self.get_cost_model()
+        return costs, self.warmup.get_warmup_steps(costs)

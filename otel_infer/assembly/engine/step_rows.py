@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class StepRows:
+class RequestSteps:
     """The steps that delivered tokens to one request, in order. `table`: numpy int64, one line per column (6, steps).
 
     `started_at`, `ended_at`: the step scheduled, its tokens known. `tokens`: delivered to this request.
@@ -17,12 +17,12 @@ class StepRows:
     with the request (`Absence`): that is no gap between tokens.
     """
 
-    __slots__ = ("_number", "apart", "device", "table")
+    __slots__ = ("_count", "device", "gap_rows", "table")
     STEP, STARTED_AT, ENDED_AT, TOKENS, BATCH_SIZE, OTHERS_PREFILL_TOKENS = range(6)
 
     def __init__(self, table: Any, device: Any = None, apart: tuple[int, ...] = ()) -> None:
-        self.table, self.device, self.apart = table, device, apart
-        self._number: int = table.shape[1]
+        self.table, self.device, self.gap_rows = table, device, apart
+        self._count: int = table.shape[1]
 
     step = property(lambda self: self.table[0])
     started_at = property(lambda self: self.table[1])
@@ -32,15 +32,15 @@ class StepRows:
     others_prefill_tokens = property(lambda self: self.table[5])
 
     def __len__(self) -> int:
-        return self._number
+        return self._count
 
-    def take(self, selection: Any) -> StepRows:
+    def select_rows(self, selection: Any) -> RequestSteps:
         """The rows of a slice (as a view), a mask or an index array; what lay between them is not known of these."""
-        return StepRows(self.table[:, selection], None if self.device is None else self.device[selection])
+        return RequestSteps(self.table[:, selection], None if self.device is None else self.device[selection])
 
-    def copy(self) -> StepRows:
+    def copy(self) -> RequestSteps:
         """With a table of its own."""
-        return StepRows(self.table.copy(), self.device, self.apart)
+        return RequestSteps(self.table.copy(), self.device, self.gap_rows)
 
 
 class StepSummary(NamedTuple):
@@ -54,7 +54,7 @@ class StepSummary(NamedTuple):
     p50: float
     p95: float
     longest: int
-    slowest: int
+    slowest_step: int
     batch_size_max: int
     gaps: int
     gaps_total: int
@@ -62,12 +62,12 @@ class StepSummary(NamedTuple):
 
 
 NO_STEPS = StepSummary(0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
-TOGETHER = 32768
+STEPS_PER_BATCH = 32768
 """Steps that are worked on at once: numpy's price per call is hardly felt, and more would only take more memory."""
 _LENGTH_BITS = 44  # of a step: up to 4.8 hours
 
 
-def gaps_of(tables: Sequence[StepRows], with_holes: Sequence[bool]) -> tuple[Any, Any]:
+def compute_token_gaps(tables: Sequence[RequestSteps], with_holes: Sequence[bool]) -> tuple[Any, Any]:
     """The time between each two steps that delivered tokens, ns, and whose it is; a hole where steps were lost is none."""
     counts = np.array([rows.table.shape[1] for rows in tables])
     owner = np.repeat(np.arange(len(counts)), counts)
@@ -76,45 +76,45 @@ def gaps_of(tables: Sequence[StepRows], with_holes: Sequence[bool]) -> tuple[Any
     if any(with_holes):
         step = np.concatenate([rows.step for rows in tables])
         counted &= ~np.array(with_holes)[owner[1:]] | (step[1:] - step[:-1] == 1)
-    if apart := _apart(tables, np.cumsum(counts) - counts):
+    if apart := _locate_gap_rows(tables, np.cumsum(counts) - counts):
         counted[np.array(apart) - 1] = False
     return (ended[1:] - ended[:-1])[counted], owner[1:][counted]
 
 
-def _apart(tables: Sequence[StepRows], begins: Any) -> list[int]:
+def _locate_gap_rows(tables: Sequence[RequestSteps], begins: Any) -> list[int]:
     """Those rows in the table of all."""
-    return [int(begin) + row for rows, begin in zip(tables, begins) for row in rows.apart]
+    return [int(begin) + row for rows, begin in zip(tables, begins) for row in rows.gap_rows]
 
 
-def since_before(column: Any) -> Any:
+def diff_from_previous(column: Any) -> Any:
     """How much more each number is than the one before it; the first, than 0."""
     differences = column.copy()
     differences[1:] -= column[:-1]
     return differences
 
 
-def summarized(tables: Sequence[StepRows | None], with_holes: Sequence[bool]) -> list[StepSummary]:
+def summarize_steps(tables: Sequence[RequestSteps | None], with_holes: Sequence[bool]) -> list[StepSummary]:
     """A summary of each; numpy's price per call is paid once for all."""
     some = [i for i, rows in enumerate(tables) if rows is not None and len(rows) > 1]
     summaries = [NO_STEPS] * len(tables)
     if some:
         rows = [tables[i] for i in some]
-        found = _summarized(rows, np.array([with_holes[i] for i in some]))  # type: ignore[arg-type]
+        found = _summarize_tables(rows, np.array([with_holes[i] for i in some]))  # type: ignore[arg-type]
         for i, summary in zip(some, found):
             summaries[i] = summary
     return summaries
 
 
-def _summarized(tables: list[StepRows], with_holes: Any) -> list[StepSummary]:
+def _summarize_tables(tables: list[RequestSteps], with_holes: Any) -> list[StepSummary]:
     """Of tables with two rows or more each. The first row of each is no decode step: its columns are emptied."""
     counts = np.array([rows.table.shape[1] for rows in tables])
     begins = np.cumsum(counts) - counts
     step, started, ended, _, size, _ = np.concatenate([rows.table for rows in tables], axis=1)
     lengths = ended - started
-    gaps = since_before(ended)
+    gaps = diff_from_previous(ended)
     if with_holes.any():
-        gaps[np.repeat(with_holes, counts) & (since_before(step) != 1)] = -1
-    if apart := _apart(tables, begins):
+        gaps[np.repeat(with_holes, counts) & (diff_from_previous(step) != 1)] = -1
+    if apart := _locate_gap_rows(tables, begins):
         gaps[apart] = -1
     lengths[begins] = size[begins] = 0
     gaps[begins] = -1
@@ -123,7 +123,7 @@ def _summarized(tables: list[StepRows], with_holes: Any) -> list[StepSummary]:
     is_longest[begins] = False
     hits = np.flatnonzero(is_longest)
     slowest = step[hits[np.searchsorted(hits, begins)]]
-    p50, p95 = _percentiles(lengths, begins, counts, (50, 95))
+    p50, p95 = _compute_percentiles(lengths, begins, counts, (50, 95))
     seen = np.add.reduceat(gaps >= 0, begins, dtype=np.int64)
     np.maximum(gaps, 0, out=gaps)
     columns = (
@@ -133,7 +133,7 @@ def _summarized(tables: list[StepRows], with_holes: Any) -> list[StepSummary]:
     return list(map(StepSummary, *(column.tolist() for column in columns)))
 
 
-def _percentiles(lengths: Any, begins: Any, counts: Any, percents: tuple[int, ...]) -> list[Any]:
+def _compute_percentiles(lengths: Any, begins: Any, counts: Any, percents: tuple[int, ...]) -> list[Any]:
     """Of each table's lengths but the first, which is 0; between neighbours in proportion, as `numpy.percentile` has it."""
     owner = np.repeat(np.arange(len(counts)) << _LENGTH_BITS, counts)
     ordered = np.sort(owner | np.minimum(lengths, (1 << _LENGTH_BITS) - 1))  # one sort for all

@@ -31,7 +31,7 @@ class StepTable:
         """The oldest step that is remembered."""
         return self.last - CAPACITY + 1
 
-    def begin(self, fact: events.StepScheduled, prompt_tokens: int) -> None:
+    def begin_step(self, fact: events.StepScheduled, prompt_tokens: int) -> None:
         """A step, with so many tokens of prompts in it."""
         at, step, _, size, _, _, of_some, kv_used, kv_total, _, _ = fact
         i = step % CAPACITY
@@ -41,34 +41,34 @@ class StepTable:
         self._kv[i] = kv_used / kv_total if kv_total else _NAN
         self.last = step
 
-    def end(self, step: int, at: int) -> None:
+    def end_step(self, step: int, at: int) -> None:
         """This step is done."""
         i = step % CAPACITY
         if self._step[i] == step:
             self._ended[i] = at
 
-    def correct(self, step: int, fewer: int) -> None:
+    def subtract_prompt_tokens(self, step: int, fewer: int) -> None:
         """It turned out that there were so many tokens of prompts fewer in this step."""
         self._prefill[step % CAPACITY] -= fewer
 
-    def columns(self, first: int, last: int) -> list[Any]:
+    def get_columns(self, first: int, last: int) -> list[Any]:
         """The steps from `first` to `last`, all remembered or missing, as views with the lines of `StepRows`."""
         begin, end = first % CAPACITY, last % CAPACITY + 1
         if begin < end:
             return [self._table[:, begin:end]]
         return [self._table[:, begin:], self._table[:, :end]]
 
-    def latest(self, most: int) -> Any:
+    def latest_steps(self, most: int) -> Any:
         """The last steps, as one table."""
-        return np.concatenate(self.columns(max(self.last - most, 1), self.last), axis=1)
+        return np.concatenate(self.get_columns(max(self.last - most, 1), self.last), axis=1)
 
-    def got(self, step: int, tokens: int) -> None:
+    def raise_computed_tokens(self, step: int, tokens: int) -> None:
         """So many came out of it: at least as many were computed, whatever was said of that."""
         i = step % CAPACITY
         if self._step[i] == step:
             self._computed[i] = max(self._computed[i], tokens)
 
-    def computed(self, steps: Any) -> Any:
+    def computed_tokens(self, steps: Any) -> Any:
         """Tokens that were computed in each of these steps, of all requests; 0 = no longer remembered."""
         at = np.asarray(steps) % CAPACITY
         return np.where(self._table[0, at] == steps, self._table[3, at], 0)
@@ -78,12 +78,12 @@ class StepTable:
         i = step % CAPACITY
         return self._ended[i] if self._step[i] == step else 0
 
-    def ended(self, steps: Any) -> Any:
+    def end_times(self, steps: Any) -> Any:
         """When each of these steps was done; 0 = not yet, or no longer remembered."""
         at = np.asarray(steps) % CAPACITY
         return np.where(self._table[0, at] == steps, self._table[2, at], 0)
 
-    def kv_at(self, step: int) -> float:
+    def kv_usage_at(self, step: int) -> float:
         """KV utilisation when this step was scheduled; NaN where it is not known."""
         i = step % CAPACITY
         return self._kv[i] if self._step[i] == step else float("nan")

@@ -7,13 +7,13 @@ from typing import NamedTuple
 from otel_infer.config import tenancy
 
 
-class Prefiller(NamedTuple):
+class PrefillInStep(NamedTuple):
     """A request that had so many tokens of its prompt in a step, and its class (`callers.class_of`) as known by then."""
 
     trace_id: bytes
     span_id: bytes
     tokens: int
-    named: str = tenancy.UNKNOWN
+    traffic_class: str = tenancy.UNKNOWN
 
 
 class Execution(NamedTuple):

@@ -8,11 +8,11 @@ from operator import itemgetter
 from typing import Any
 
 _NEVER = 1 << 63
-Free = list[tuple[int, int]]
+FreeIntervals = list[tuple[int, int]]
 """Begin and end of what nobody has, ns, in order."""
 
 
-def take_out(free: Free, begin: int, end: int) -> tuple[Free, int]:
+def subtract_interval(free: FreeIntervals, begin: int, end: int) -> tuple[FreeIntervals, int]:
     """What is free after this interval was given away, and how much of it was."""
     if begin >= end:
         return free, 0
@@ -31,14 +31,16 @@ def take_out(free: Free, begin: int, end: int) -> tuple[Free, int]:
     return left, taken
 
 
-def inside(free: Free, busy: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
+def intersect_intervals(
+    free: FreeIntervals, busy: Sequence[tuple[Any, ...]]
+) -> Iterator[tuple[int, int, Any]]:
     """The parts of these that are free, and what stands behind the begin and end of each, in order. An instant is of the one that
     ends first: what lies inside another is its own.
 
     However many there are, each is looked at once.
     """
     at = 0
-    for since, until, named in _apart(busy):
+    for since, until, named in _flatten_overlaps(busy):
         while at < len(free) and free[at][0] < until:
             begin, end = free[at]
             if max(since, begin) < min(until, end):
@@ -48,7 +50,7 @@ def inside(free: Free, busy: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, i
             at += 1
 
 
-def _apart(busy: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
+def _flatten_overlaps(busy: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
     going: list[tuple[int, int, Any]] = []
     at = 0
     for number, (since, until, named) in enumerate(
@@ -65,7 +67,7 @@ def _apart(busy: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
         heapq.heappush(going, (until, number, named))
 
 
-def without(free: Free, busy: Sequence[tuple[Any, ...]]) -> Free:
+def subtract_intervals(free: FreeIntervals, busy: Sequence[tuple[Any, ...]]) -> FreeIntervals:
     """What is free after these, which are in order and do not overlap, were given away."""
     left, at = [], 0
     for begin, end in free:
@@ -82,7 +84,7 @@ def without(free: Free, busy: Sequence[tuple[Any, ...]]) -> Free:
     return left
 
 
-def outside(busy: Iterable[tuple[Any, ...]], begin: int, end: int) -> int:
+def uncovered_length(busy: Iterable[tuple[Any, ...]], begin: int, end: int) -> int:
     """How much of an interval, ns, is in none of these, each of which begins with its own begin and end; they may overlap."""
     free = max(end - begin, 0)
     for since, until, *_ in sorted(busy, key=itemgetter(0)):

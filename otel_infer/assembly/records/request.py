@@ -11,12 +11,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from otel_infer import semconv
-from otel_infer.assembly.engine.step_cost import StepCosts
-from otel_infer.assembly.engine.step_rows import StepRows, StepSummary, gaps_of, summarized
+from otel_infer.assembly.engine.step_cost import StepCostModel
+from otel_infer.assembly.engine.step_rows import (
+    RequestSteps,
+    StepSummary,
+    compute_token_gaps,
+    summarize_steps,
+)
 from otel_infer.assembly.engine.thread_delays import KnownDelays
-from otel_infer.assembly.engine.types import Prefiller
-from otel_infer.assembly.engine.warmup import FirstUse
-from otel_infer.assembly.records.intervals import outside
+from otel_infer.assembly.engine.types import PrefillInStep
+from otel_infer.assembly.engine.warmup import WarmupSteps
+from otel_infer.assembly.records.intervals import uncovered_length
 from otel_infer.assembly.records.process import Mark, Pause
 from otel_infer.config import tenancy
 from otel_infer.ringbuffer.events import OK, Value
@@ -56,20 +61,20 @@ class PrefillStep(NamedTuple):
     tokens: int
     batch_size: int
     others_prefill_tokens: int = 0
-    behind_until: int = 0
-    behind_prompts: int = 0
+    previous_ended_at: int = 0
+    previous_prompt_tokens: int = 0
 
 
-class Offender(NamedTuple):
+class Interferer(NamedTuple):
     """A request whose prompt held up another, for how long (ns), and its class."""
 
     trace_id: bytes
     span_id: bytes
     length: int
-    named: str = tenancy.UNKNOWN
+    traffic_class: str = tenancy.UNKNOWN
 
 
-class Blame(NamedTuple):
+class LatencyBreakdown(NamedTuple):
     """Where the time of a request went: ns by cause (none of them 0), and who interfered most.
 
     `classes`: the interference by class of those who caused it; they sum to it. `streaming`: what of the causes was between its
@@ -77,18 +82,18 @@ class Blame(NamedTuple):
     """
 
     causes: Mapping[str, int]
-    offender: Offender | None
-    classes: tuple[tuple[str, int], ...] = ()
+    interferer: Interferer | None
+    interference_by_class: tuple[tuple[str, int], ...] = ()
     streaming: Mapping[str, int] = MappingProxyType({})
-    stalled_by: Offender | None = None
+    stalled_by: Interferer | None = None
 
     @property
-    def top(self) -> str:
+    def top_cause(self) -> str:
         """The cause with the most time; empty if the request took none."""
         return max(self.causes, key=self.causes.__getitem__, default="")
 
 
-class Absence(NamedTuple):
+class GenerationGap(NamedTuple):
     """The engine had done all that it was asked for, until it was asked again. `scheduled_at`: when it took that up; 0 = not seen."""
 
     since: int
@@ -138,17 +143,17 @@ class RequestRecord:
     device_share: int = 0
     device_idle: Any = field(default=None, compare=False)
     memory_free: tuple[int, int, int] = (0, 0, 0)
-    throttled: str = ""
-    throttled_at: tuple[tuple[int, int], ...] = ()
+    gpu_throttled: str = ""
+    gpu_throttled_at: tuple[tuple[int, int], ...] = ()
     prefill_steps: list[PrefillStep] = field(default_factory=list)
-    cut_step: PrefillStep | None = None
-    later_prompts: dict[int, int] = field(default_factory=dict)
-    is_split: bool = False
-    absences: tuple[Absence, ...] = ()
-    at_once: int = 0
-    stride: int = 1
-    steps: StepRows | None = None
-    steps_forgotten: int = 0
+    interrupted_step: PrefillStep | None = None
+    later_prefill_tokens: dict[int, int] = field(default_factory=dict)
+    is_multi_engine: bool = False
+    generation_gaps: tuple[GenerationGap, ...] = ()
+    concurrent_sequences: int = 0
+    step_stride: int = 1
+    steps: RequestSteps | None = None
+    steps_evicted: int = 0
     discarded: int = 0
     first_token_at: int = 0
     last_token_at: int = 0
@@ -173,14 +178,14 @@ class RequestRecord:
     received_at: int = 0
     preempted_at: tuple[int, ...] = ()
     detokenize_ns: int = 0
-    costs: StepCosts | None = None
-    first_use: FirstUse | None = None
-    strain: KnownDelays | None = field(default=None, compare=False)
-    prefillers: Mapping[int, Sequence[Prefiller]] | None = None
-    blame: Blame | None = None
+    cost_model: StepCostModel | None = None
+    warmup_steps: WarmupSteps | None = None
+    thread_delays: KnownDelays | None = field(default=None, compare=False)
+    prefills_by_step: Mapping[int, Sequence[PrefillInStep]] | None = None
+    breakdown: LatencyBreakdown | None = None
     events: list[UserEvent] = field(default_factory=list)
     links: list[UserLink] = field(default_factory=list)
-    start: tuple[bytes, bytes] | None = None
+    start_ids: tuple[bytes, bytes] | None = None
     span_name: str = ""
     tracestate: str = ""
     ring: int = 0
@@ -209,10 +214,10 @@ class RequestRecord:
             return self.summary.gaps_total
         if not 0 < self.first_token_at < self.last_token_at:
             return 0
-        return outside(self.absences, self.first_token_at, self.last_token_at)
+        return uncovered_length(self.generation_gaps, self.first_token_at, self.last_token_at)
 
     @property
-    def left_waiting_ns(self) -> int:
+    def final_wait_ns(self) -> int:
         """How long nothing had come when it was given up, or failed, in the middle of its stream; 0 = it was not."""
         if self.outcome == OK or self.died_in != semconv.SPAN_DECODE or not self.last_token_at:
             return 0
@@ -224,31 +229,31 @@ class RequestRecord:
 
         Where facts were lost, a request may seem to wait from one step to a much later one: that gap was never seen.
         """
-        rows, at_once = self.steps, max(self.at_once or self.sequences, 1)
-        if rows is not None and (self.telemetry_lost or self.steps_forgotten):
+        rows, at_once = self.steps, max(self.concurrent_sequences or self.sequences, 1)
+        if rows is not None and (self.telemetry_lost or self.steps_evicted):
             seen = (rows.step[1:] - rows.step[:-1] == 1) | (not self.telemetry_lost)
-            seen[[row - 1 for row in rows.apart]] = False
+            seen[[row - 1 for row in rows.gap_rows]] = False
             return int(rows.tokens[1:][seen].sum()) / at_once
-        firsts = len(self.absences) + 1
+        firsts = len(self.generation_gaps) + 1
         is_seen = self.decode_ns if rows is None else self.summary.gaps
         return self.output_tokens / at_once - firsts if is_seen else 0
 
     def gaps_ns(self) -> Any:
         """The time between each two steps that delivered tokens, as a column; a hole where steps were lost is none."""
-        return () if self.steps is None else gaps_of([self.steps], [self.telemetry_lost])[0]
+        return () if self.steps is None else compute_token_gaps([self.steps], [self.telemetry_lost])[0]
 
     @property
     def summary(self) -> StepSummary:
         """What its decode steps come to."""
         if self._summary is None:
-            (self._summary,) = summarized([self.steps], [self.telemetry_lost])
+            (self._summary,) = summarize_steps([self.steps], [self.telemetry_lost])
         return self._summary
 
     @summary.setter
     def summary(self, summary: StepSummary) -> None:
         self._summary = summary
 
-    def stage(self, name: str) -> Stage | None:
+    def find_stage(self, name: str) -> Stage | None:
         """The first stage of this name."""
         for stage in self.stages:
             if stage.name == name:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from otel_infer import semconv
-from otel_infer.assembly.engine.step_cost import StepCosts
-from otel_infer.assembly.engine.step_log import Run, StepLog
-from otel_infer.assembly.engine.types import Prefiller
-from otel_infer.assembly.engine.warmup import FirstUse
+from otel_infer.assembly.engine.step_cost import StepCostModel
+from otel_infer.assembly.engine.step_log import EngineStepLog, StepRun
+from otel_infer.assembly.engine.types import PrefillInStep
+from otel_infer.assembly.engine.warmup import WarmupSteps
 from otel_infer.assembly.records.process import Mark, Pause
 from otel_infer.assembly.records.request import UserEvent, UserLink
 from otel_infer.config import tenancy
@@ -21,11 +21,11 @@ from otel_infer.ringbuffer import events as facts
 
 MAX_STAGES = 256
 """Stages of one request that are remembered."""
-GIVEN_UP = {"abort": facts.ABORTED, "error": facts.ERROR}
+OUTCOME_BY_REASON = {"abort": facts.ABORTED, "error": facts.ERROR}
 """What a request came to whose sequences all ended for this reason, though its response ended well."""
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """What one step computed of the request's prompt. `size`: of the batch."""
 
     at: int
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class OpenRequest:
     """What is known of a request so far. Instants are 0 until they are seen.
 
     `steps_lost`: steps are missing that it may have been in, so no later step is known to be its first.
@@ -50,7 +50,7 @@ class Request:
     ring: int
     handle: int
     arrived: facts.RequestArrived
-    parts: list[tuple[int, int]] = field(default_factory=list)
+    fragments: list[tuple[int, int]] = field(default_factory=list)
     ended: facts.RequestEnded | None = None
     submitted: facts.RequestSubmitted | None = None
     received_at: int = 0
@@ -65,7 +65,7 @@ class Request:
     drafts: list[facts.TokensDrafted] = field(default_factory=list)
     stages: list[facts.StageEnded | facts.BytesMoved] = field(default_factory=list)
     cache: list[facts.CacheHeld] = field(default_factory=list)
-    timed: list[facts.StageTimed] = field(default_factory=list)
+    timed_stages: list[facts.StageTimed] = field(default_factory=list)
     attributes: dict[str, facts.Value] = field(default_factory=dict)
     events: list[UserEvent] = field(default_factory=list)
     links: list[UserLink] = field(default_factory=list)
@@ -75,22 +75,22 @@ class Request:
     recovered: bool = False
     telemetry_lost: bool = False
     steps_lost: bool = False
-    touch_lost: bool = False
+    early_events_lost: bool = False
     is_prefilling: bool = True
-    resumed: dict[StepLog, int] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
-    present: dict[StepLog, tuple[int, int]] = field(default_factory=dict)
-    deltas: dict[StepLog, dict[int, int]] = field(default_factory=dict)
-    chunks: dict[StepLog, dict[int, Chunk]] = field(default_factory=dict)
+    known_from: dict[EngineStepLog, int] = field(default_factory=dict)
+    runs: list[StepRun] = field(default_factory=list)
+    current_runs: dict[EngineStepLog, tuple[int, int]] = field(default_factory=dict)
+    token_deltas: dict[EngineStepLog, dict[int, int]] = field(default_factory=dict)
+    chunks: dict[EngineStepLog, dict[int, PromptChunk]] = field(default_factory=dict)
     discarded: int = 0
-    asked: list[tuple[int, int]] = field(default_factory=list)
+    submissions: list[tuple[int, int]] = field(default_factory=list)
     concluded_at: int = 0
-    is_end_seen: bool = True
+    is_end_observed: bool = True
     pauses: tuple[Pause, ...] = ()
     marks: tuple[Mark, ...] = ()
-    start: tuple[bytes, bytes] | None = None
-    costs: StepCosts | None = None
-    first_use: FirstUse | None = None
+    start_ids: tuple[bytes, bytes] | None = None
+    cost_model: StepCostModel | None = None
+    warmup_steps: WarmupSteps | None = None
 
     @property
     def arrived_at(self) -> int:
@@ -103,9 +103,9 @@ class Request:
         if self.ended is not None and self.ended.outcome != facts.OK:
             return self.ended.outcome
         if len(self.finished) == 1:
-            return GIVEN_UP.get(self.finished[0].reason, facts.OK)
+            return OUTCOME_BY_REASON.get(self.finished[0].reason, facts.OK)
         reasons = {fact.reason for fact in self.finished}
-        return GIVEN_UP.get(reasons.pop(), facts.OK) if len(reasons) == 1 else facts.OK
+        return OUTCOME_BY_REASON.get(reasons.pop(), facts.OK) if len(reasons) == 1 else facts.OK
 
     @property
     def ended_at(self) -> int:
@@ -118,23 +118,23 @@ class Request:
         return max(self.submitted.sequences, 1) if self.submitted is not None else 1
 
     @property
-    def steps(self) -> int:
+    def step_count(self) -> int:
         """In how many it took part by the time it left."""
         return sum([last - first + 1 for _, first, last, _ in self.runs])
 
     @property
     def is_running(self) -> bool:
         """Whether a step or the engine has taken it up."""
-        return bool(self.scheduled_at or self.present or self.runs)
+        return bool(self.scheduled_at or self.current_runs or self.runs)
 
     @property
     def may_prefill_again(self) -> bool:
         """Whether a sequence that joins now with several tokens can be a prompt, though it seems to have a token."""
         return self.steps_lost or self.sequences > 1
 
-    def take(self, fact: Any) -> bool:
+    def apply_event(self, fact: Any) -> bool:
         """A fact about this request; unknown ones are ignored. False for one that makes no sense: some are user code's."""
-        handler = _TAKES.get(type(fact))
+        handler = _HANDLERS.get(type(fact))
         try:
             if handler is not None:
                 handler(self, fact)
@@ -142,88 +142,90 @@ class Request:
             return False
         return True
 
-    def lose_facts(self) -> None:
+    def mark_events_lost(self) -> None:
         """Facts of its process are missing before this instant."""
         self.telemetry_lost = True
-        self.touch_lost = self.touch_lost or not (self.stages or self.submitted or self.scheduled_at)
+        self.early_events_lost = self.early_events_lost or not (
+            self.stages or self.submitted or self.scheduled_at
+        )
 
-    def lose_end(self) -> None:
+    def mark_end_lost(self) -> None:
         """It is over, and nobody saw when."""
-        self.lose_facts()
-        self.is_end_seen = False
+        self.mark_events_lost()
+        self.is_end_observed = False
 
-    def lose_steps(self, since: int = 0) -> None:
+    def mark_steps_lost(self, since: int = 0) -> None:
         """Steps that it may have been in are missing before this instant; what was seen from `since` on came after."""
         self.telemetry_lost = self.steps_lost = True
         if 0 < since <= self.scheduled_at:
             self.scheduled_at = 0
         if 0 < since <= self.first_step_done_at:
             self.first_step_done_at = 0
-        self.resumed = {log: first for log, (first, _) in self.present.items()}
+        self.known_from = {log: first for log, (first, _) in self.current_runs.items()}
         self.is_prefilling = False
 
     # ── said by the step log ─────────────────────────────────────────────────────────────────────────────────────
 
-    def take_part(self, log: StepLog, step: int, sequences: int) -> int:
+    def update_membership(self, log: EngineStepLog, step: int, sequences: int) -> int:
         """So many sequences of it are in the batch from `step` on; returns how many there were."""
-        first, before = self.present.get(log, (step, 0))
+        first, before = self.current_runs.get(log, (step, 0))
         if sequences != before:
             if before and first < step:
-                self.runs.append(Run(log, first, step - 1, before))
-            self.present.pop(log, None)
+                self.runs.append(StepRun(log, first, step - 1, before))
+            self.current_runs.pop(log, None)
             if sequences:
-                self.present[log] = (step, sequences)
-                self.resumed.setdefault(log, step)
+                self.current_runs[log] = (step, sequences)
+                self.known_from.setdefault(log, step)
         return before
 
-    def schedule(self, log: StepLog, step: int, at: int, tokens: int, size: int) -> None:
+    def record_prefill(self, log: EngineStepLog, step: int, at: int, tokens: int, size: int) -> None:
         """So many tokens of the prompt are in this step; 0 takes back what was said before."""
         if not self.steps_lost:
             self.scheduled_at = self.scheduled_at or at
         chunks = self.chunks.setdefault(log, {})
         if tokens:
-            chunks[step] = Chunk(at, tokens, size)
+            chunks[step] = PromptChunk(at, tokens, size)
         else:
             chunks.pop(step, None)
 
-    def prefiller(self, tokens: int) -> Prefiller:
+    def build_prefill_in_step(self, tokens: int) -> PrefillInStep:
         """It has so many tokens of its prompt in a step. Where nobody said how long that is, it is what was seen by now."""
         prompt = self.submitted.input_tokens if self.submitted is not None else 0
         prompt = prompt or sum(chunk.tokens for chunks in self.chunks.values() for chunk in chunks.values())
-        named = tenancy.class_of(self.attributes.get(semconv.TRAFFIC_CLASS), prompt)
-        return Prefiller(self.arrived.trace_id, self.arrived.span_id, tokens, named)
+        named = tenancy.request_class(self.attributes.get(semconv.TRAFFIC_CLASS), prompt)
+        return PrefillInStep(self.arrived.trace_id, self.arrived.span_id, tokens, named)
 
-    def deliver(self, log: StepLog, step: int, tokens: int, discarded: bool) -> None:
+    def record_tokens(self, log: EngineStepLog, step: int, tokens: int, discarded: bool) -> None:
         """One of its sequences got so many tokens, and not one, in this step."""
-        deltas = self.deltas.setdefault(log, {})
+        deltas = self.token_deltas.setdefault(log, {})
         deltas[step] = deltas.get(step, 0) + tokens - 1
         self.discarded += discarded
 
-    def first_token(self, at: int) -> None:
+    def record_first_token(self, at: int) -> None:
         """A sequence got its first token, or the first one after its KV was lost."""
         if not self.steps_lost:
             self.first_step_done_at = self.first_step_done_at or at
         self.is_prefilling = False
 
-    def is_last(self, log: StepLog, step: int) -> bool:
+    def is_last(self, log: EngineStepLog, step: int) -> bool:
         """Whether the last step that is known to have delivered something is the last one that did."""
-        return not self.steps_lost or step >= self.resumed.get(log, step + 1)
+        return not self.steps_lost or step >= self.known_from.get(log, step + 1)
 
-    def leave(self, at: int) -> None:
+    def close_at(self, at: int) -> None:
         """Nothing that happens after this instant belongs to it, and no more facts will come."""
         self.concluded_at = at
-        for log, (first, sequences) in self.present.items():
+        for log, (first, sequences) in self.current_runs.items():
             if first <= log.table.last:
-                self.runs.append(Run(log, first, log.table.last, sequences))
-        self.present = {}
+                self.runs.append(StepRun(log, first, log.table.last, sequences))
+        self.current_runs = {}
         if self.runs:
             for log in {run.log for run in self.runs}:
-                log.settle()
-            self.costs, self.first_use = self.runs[-1].log.learned.known()
-        if self.ended is not None and not self.is_end_seen:
-            self.ended = self.ended._replace(at=min(self.ended.at, self._seen_until()))
+                log.resolve_pending()
+            self.cost_model, self.warmup_steps = self.runs[-1].log.baseline.get_model_and_warmup()
+        if self.ended is not None and not self.is_end_observed:
+            self.ended = self.ended._replace(at=min(self.ended.at, self._last_observed_at()))
 
-    def _seen_until(self) -> int:
+    def _last_observed_at(self) -> int:
         """The last instant at which something is known to have happened to it."""
         facts_seen = (self.arrived, *self.finished, *self.stages, *self.events)
         instants = [fact.at for fact in (*facts_seen, self.submitted) if fact is not None]
@@ -233,37 +235,37 @@ class Request:
 
     # ── said of the request ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _http(self, fact: facts.HttpDescribed) -> None:
+    def _set_http_attributes(self, fact: facts.HttpDescribed) -> None:
         said = zip((semconv.HTTP_REQUEST_METHOD, semconv.URL_SCHEME, semconv.HTTP_ROUTE), fact[1:])
         self.attributes.update((key, value) for key, value in said if value)
 
-    def _timed(self, fact: facts.StageTimed) -> None:
-        if len(self.timed) < MAX_STAGES:
-            self.timed.append(fact)
+    def _add_timed_stage(self, fact: facts.StageTimed) -> None:
+        if len(self.timed_stages) < MAX_STAGES:
+            self.timed_stages.append(fact)
 
-    def _cache(self, fact: facts.CacheHeld) -> None:
+    def _add_cache_size(self, fact: facts.CacheHeld) -> None:
         self.cache[1:] = [fact]  # the first and the last
 
-    def _stage(self, fact: facts.StageEnded | facts.BytesMoved) -> None:
+    def _add_stage(self, fact: facts.StageEnded | facts.BytesMoved) -> None:
         if len(self.stages) < MAX_STAGES:
             self.stages.append(fact)
 
-    def _preempted(self, fact: facts.RequestPreempted) -> None:
+    def _add_preemption(self, fact: facts.RequestPreempted) -> None:
         self.preempted.append(fact)
         # If its KV is gone, the next steps it is in compute prompt and output over again.
         if fact.kind == "recompute":
             self.is_prefilling = True
-            for log, (_, sequences) in self.present.items():
+            for log, (_, sequences) in self.current_runs.items():
                 if sequences == 1:
-                    log.prefill_again(dict(self.parts).get(log.process, self.handle))
+                    log.restart_prefill(dict(self.fragments).get(log.process, self.handle))
 
-    def _submitted(self, fact: facts.RequestSubmitted) -> None:
+    def _add_submission(self, fact: facts.RequestSubmitted) -> None:
         said = self.submitted
-        if fact.sequences and len(self.asked) < MAX_STAGES:
-            self.asked.append((fact.at, fact.sequences))
+        if fact.sequences and len(self.submissions) < MAX_STAGES:
+            self.submissions.append((fact.at, fact.sequences))
         elif fact.sequences:
-            at, sequences = self.asked[-1]
-            self.asked[-1] = at, sequences + fact.sequences
+            at, sequences = self.submissions[-1]
+            self.submissions[-1] = at, sequences + fact.sequences
         if said is None:
             self.submitted = fact
         else:  # of several prompts
@@ -274,53 +276,53 @@ class Request:
             )
 
 
-def _once(name: str) -> Callable[[Request, Any], None]:
-    def note(request: Request, fact: Any) -> None:
+def _first_time_setter(name: str) -> Callable[[OpenRequest, Any], None]:
+    def set_first_time(request: OpenRequest, fact: Any) -> None:
         if not getattr(request, name):
             setattr(request, name, fact.at)
 
-    return note
+    return set_first_time
 
 
-def _event(request: Request, fact: facts.EventAdded) -> None:
+def _add_span_event(request: OpenRequest, fact: facts.SpanEventAdded) -> None:
     request.events.append(UserEvent(fact.at, fact.name, dict(fact.attributes)))
 
 
-def _link_described(request: Request, fact: facts.LinkDescribed) -> None:
+def _describe_link(request: OpenRequest, fact: facts.LinkDescribed) -> None:
     for link in reversed(request.links):
         if link.span_id.hex() == fact.span_id:
             link.attributes.update(fact.attributes)
             return
 
 
-def _refused(request: Request, fact: facts.MemoryRefused) -> None:
+def _add_out_of_memory(request: OpenRequest, fact: facts.MemoryRefused) -> None:
     names = semconv.MEMORY_WANTED, semconv.MEMORY_LIMIT, semconv.MEMORY_FREE
     sizes: dict[str, facts.Value] = dict(zip(names, (fact.wanted, fact.limit, fact.free)))
     request.events.append(UserEvent(fact.at, semconv.EVENT_OUT_OF_MEMORY, sizes))
 
 
 # One table for all: bound to each request, it would tie a request to itself, to be found by the garbage collector alone.
-_TAKES: dict[type, Callable[[Request, Any], None]] = {
-    facts.StageEnded: Request._stage,
-    facts.BytesMoved: Request._stage,
-    facts.CacheHeld: Request._cache,
-    facts.StageTimed: Request._timed,
-    facts.RequestSubmitted: Request._submitted,
-    facts.RequestReceived: _once("received_at"),
-    facts.RequestScheduled: _once("scheduled_at"),
-    facts.TokenReached: _once("token_reached_at"),
-    facts.FirstTokenSent: _once("first_sent_at"),
-    facts.ResponseStarted: _once("response_started_at"),
+_HANDLERS: dict[type, Callable[[OpenRequest, Any], None]] = {
+    facts.StageEnded: OpenRequest._add_stage,
+    facts.BytesMoved: OpenRequest._add_stage,
+    facts.CacheHeld: OpenRequest._add_cache_size,
+    facts.StageTimed: OpenRequest._add_timed_stage,
+    facts.RequestSubmitted: OpenRequest._add_submission,
+    facts.RequestReceived: _first_time_setter("received_at"),
+    facts.RequestScheduled: _first_time_setter("scheduled_at"),
+    facts.TokenReached: _first_time_setter("token_reached_at"),
+    facts.FirstTokenSent: _first_time_setter("first_sent_at"),
+    facts.ResponseStarted: _first_time_setter("response_started_at"),
     facts.EngineFinished: lambda request, fact: request.finished.append(fact),
-    facts.RequestPreempted: Request._preempted,
+    facts.RequestPreempted: OpenRequest._add_preemption,
     facts.PrefixRead: lambda request, fact: request.prefixes.append(fact),
     facts.TokensDrafted: lambda request, fact: request.drafts.append(fact),
     facts.AttributeSet: lambda request, fact: request.attributes.__setitem__(fact.key, fact.value),
-    facts.EventAdded: _event,
-    facts.MemoryRefused: _refused,
+    facts.SpanEventAdded: _add_span_event,
+    facts.MemoryRefused: _add_out_of_memory,
     facts.SpanLinked: lambda request, fact: request.links.append(UserLink(fact.trace_id, fact.span_id, {})),
-    facts.LinkDescribed: _link_described,
-    facts.HttpDescribed: Request._http,
+    facts.LinkDescribed: _describe_link,
+    facts.HttpDescribed: OpenRequest._set_http_attributes,
     facts.SpanUnseen: lambda request, fact: setattr(request, "unseen", True),
     facts.NameUpdated: lambda request, fact: setattr(request, "span_name", fact.name),
     facts.StateCarried: lambda request, fact: setattr(request, "tracestate", fact.tracestate),

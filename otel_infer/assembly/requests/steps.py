@@ -12,34 +12,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otel_infer.assembly.engine.step_log import StepLog
-from otel_infer.assembly.engine.step_rows import StepRows
+from otel_infer.assembly.engine.step_log import EngineStepLog
+from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.assembly.requests.open_request import Request
+from otel_infer.assembly.requests.open_request import OpenRequest
 from otel_infer.ringbuffer import events
 
 _EMPTY = np.empty((6, 0), np.int64)
 _NEVER = 1 << 62
 
 
-class Part(NamedTuple):
+class DeliveredSteps(NamedTuple):
     """Steps that delivered something to a request. `forgotten`: how many more there were, that nobody remembers.
 
     `is_last_known`: whether the last of them is the last there was. `tokens`: of all of them; `ended_at`: of the last.
     """
 
-    rows: StepRows
-    forgotten: int
+    rows: RequestSteps
+    evicted: int
     is_last_known: bool
     tokens: int
     ended_at: int
 
 
-class _Piece(NamedTuple):
+class _RunSegment(NamedTuple):
     """Steps of one request in one run that are all remembered, or missing. They are `at`..`end` in the table of all."""
 
     owner: int
-    log: StepLog
+    log: EngineStepLog
     first: int
     last: int
     sequences: int
@@ -47,30 +47,30 @@ class _Piece(NamedTuple):
     end: int
 
 
-def steps_of(
-    requests: Sequence[Request], records: Sequence[RequestRecord], first_at: Sequence[int]
-) -> list[Part]:
+def collect_steps(
+    requests: Sequence[OpenRequest], records: Sequence[RequestRecord], first_at: Sequence[int]
+) -> list[DeliveredSteps]:
     """The part of each request; `first_at`: when it had its first token, as far as is known, or else 0."""
-    pieces, forgotten = _pieces(requests)
+    pieces, forgotten = _split_runs(requests)
     if not pieces:
-        return [Part(StepRows(_EMPTY), lost, False, 0, 0) for lost in forgotten]
-    columns = [part for piece in pieces for part in piece.log.table.columns(piece.first, piece.last)]
+        return [DeliveredSteps(RequestSteps(_EMPTY), lost, False, 0, 0) for lost in forgotten]
+    columns = [part for piece in pieces for part in piece.log.table.get_columns(piece.first, piece.last)]
     table = np.concatenate(columns, axis=1)
     counts = np.array([piece.end - piece.at for piece in pieces])
-    seen = _adopted(table, pieces, counts, requests)
-    known = _known(table, pieces, seen, requests)
+    seen = _fill_request_columns(table, pieces, counts, requests)
+    known = _find_known_ends(table, pieces, seen, requests)
     owner = np.repeat(np.array([piece.owner for piece in pieces]), counts)
-    table, owner = _inside(table, owner, seen, _limits(requests, records, first_at))
+    table, owner = _clip_to_requests(table, owner, seen, _build_limits(requests, records, first_at))
     bounds = np.searchsorted(owner, np.arange(len(requests) + 1))
-    tokens = np.diff(np.append(0, np.cumsum(table[StepRows.TOKENS]))[bounds])
-    last = np.append(0, table[StepRows.ENDED_AT])[bounds[1:]]
+    tokens = np.diff(np.append(0, np.cumsum(table[RequestSteps.TOKENS]))[bounds])
+    last = np.append(0, table[RequestSteps.ENDED_AT])[bounds[1:]]
     each = zip(bounds.tolist(), bounds[1:].tolist(), forgotten, known, tokens.tolist(), last.tolist())
-    return [Part(StepRows(table[:, begin:end]), *of_it) for begin, end, *of_it in each]
+    return [DeliveredSteps(RequestSteps(table[:, begin:end]), *of_it) for begin, end, *of_it in each]
 
 
-def _pieces(requests: Sequence[Request]) -> tuple[list[_Piece], list[int]]:
+def _split_runs(requests: Sequence[OpenRequest]) -> tuple[list[_RunSegment], list[int]]:
     """The runs of all requests, request by request, and how many steps of each are no longer remembered."""
-    pieces: list[_Piece] = []
+    pieces: list[_RunSegment] = []
     forgotten = [0] * len(requests)
     at = 0
     for owner, request in enumerate(requests):
@@ -79,43 +79,47 @@ def _pieces(requests: Sequence[Request]) -> tuple[list[_Piece], list[int]]:
             forgotten[owner] += min(first, last + 1) - begin
             if first <= last:
                 end = at + last - first + 1
-                pieces.append(_Piece(owner, log, first, last, sequences, at, end))
+                pieces.append(_RunSegment(owner, log, first, last, sequences, at, end))
                 at = end
     return pieces, forgotten
 
 
-def _adopted(table: Any, pieces: list[_Piece], counts: Any, requests: Sequence[Request]) -> Any:
+def _fill_request_columns(
+    table: Any, pieces: list[_RunSegment], counts: Any, requests: Sequence[OpenRequest]
+) -> Any:
     """Writes into the table what is each request's own; returns which rows delivered something to it."""
-    table[StepRows.TOKENS] = np.repeat(np.array([piece.sequences for piece in pieces]), counts)
+    table[RequestSteps.TOKENS] = np.repeat(np.array([piece.sequences for piece in pieces]), counts)
     more: dict[int, int] = {}
     own: dict[int, int] = {}
-    said: dict[tuple[int, StepLog], tuple[list[int], list[int]]] = {}
+    said: dict[tuple[int, EngineStepLog], tuple[list[int], list[int]]] = {}
     for owner, log, first, last, _, at, _ in pieces:
-        deltas, chunks = requests[owner].deltas.get(log, {}), requests[owner].chunks.get(log, {})
+        deltas, chunks = requests[owner].token_deltas.get(log, {}), requests[owner].chunks.get(log, {})
         if not (deltas or chunks):
             continue
         if (owner, log) not in said:  # its runs may be as many as its steps
             said[owner, log] = sorted(deltas), sorted(chunks)
         of_deltas, of_chunks = said[owner, log]
-        for step in _between(of_deltas, first, last):
+        for step in _steps_between(of_deltas, first, last):
             more[at + step - first] = deltas[step]
-        for step in _between(of_chunks, first, last):
+        for step in _steps_between(of_chunks, first, last):
             own[at + step - first] = -chunks[step].tokens
-    for line, changes in ((StepRows.TOKENS, more), (StepRows.OTHERS_PREFILL_TOKENS, own)):
+    for line, changes in ((RequestSteps.TOKENS, more), (RequestSteps.OTHERS_PREFILL_TOKENS, own)):
         if changes:
             table[line, list(changes)] += np.array(list(changes.values()))
     # Where a step is missing, its place holds an older one.
     firsts = np.repeat(np.array([piece.first for piece in pieces]), counts)
-    seen: Any = (table[StepRows.TOKENS] > 0) & (table[StepRows.STEP] >= firsts)
-    seen &= table[StepRows.ENDED_AT] > 0
+    seen: Any = (table[RequestSteps.TOKENS] > 0) & (table[RequestSteps.STEP] >= firsts)
+    seen &= table[RequestSteps.ENDED_AT] > 0
     return seen
 
 
-def _between(steps: list[int], first: int, last: int) -> list[int]:
+def _steps_between(steps: list[int], first: int, last: int) -> list[int]:
     return steps[bisect_left(steps, first) : bisect_right(steps, last)]
 
 
-def _known(table: Any, pieces: list[_Piece], seen: Any, requests: Sequence[Request]) -> list[bool]:
+def _find_known_ends(
+    table: Any, pieces: list[_RunSegment], seen: Any, requests: Sequence[OpenRequest]
+) -> list[bool]:
     """Whether the last step that is known to have delivered something to a request is the last one that did."""
     known = [False] * len(requests)
     some = np.logical_or.reduceat(seen, [piece.at for piece in pieces]).tolist()
@@ -125,12 +129,14 @@ def _known(table: Any, pieces: list[_Piece], seen: Any, requests: Sequence[Reque
             known[piece.owner] = True
         elif is_some:
             # A later run of the same engine has the last word.
-            steps = table[StepRows.STEP, piece.at : piece.end][seen[piece.at : piece.end]]
+            steps = table[RequestSteps.STEP, piece.at : piece.end][seen[piece.at : piece.end]]
             known[piece.owner] = request.is_last(piece.log, int(steps[-1]))
     return known
 
 
-def _limits(requests: Sequence[Request], records: Sequence[RequestRecord], first_at: Sequence[int]) -> Any:
+def _build_limits(
+    requests: Sequence[OpenRequest], records: Sequence[RequestRecord], first_at: Sequence[int]
+) -> Any:
     """Lines: when each request arrived, ended, had its first token; before when its steps were begun, by when they were done.
 
     Nobody is given a token that is not known yet, so where a success ended before its last step was told to be done, that
@@ -144,25 +150,25 @@ def _limits(requests: Sequence[Request], records: Sequence[RequestRecord], first
     return np.array(limits).T
 
 
-def _inside(table: Any, owner: Any, seen: Any, limits: Any) -> tuple[Any, Any]:
+def _clip_to_requests(table: Any, owner: Any, seen: Any, limits: Any) -> tuple[Any, Any]:
     """The steps of which the reader could have had something, with what of them lies inside the request.
 
     A step that was scheduled before the first token (two are in flight) is this request's from there on.
     """
-    arrived, ended, first, begun, done = _of_each(limits, owner)
-    started_at, ended_at = table[StepRows.STARTED_AT], table[StepRows.ENDED_AT]
+    arrived, ended, first, begun, done = _repeat_per_step(limits, owner)
+    started_at, ended_at = table[RequestSteps.STARTED_AT], table[RequestSteps.ENDED_AT]
     inside = seen & (started_at < begun) & (ended_at > arrived) & (ended_at <= done)
     if not inside.all():
         table, owner = table.compress(inside, axis=1), owner[inside]
-        arrived, ended, first = _of_each(limits[:3], owner)
-        started_at, ended_at = table[StepRows.STARTED_AT], table[StepRows.ENDED_AT]
+        arrived, ended, first = _repeat_per_step(limits[:3], owner)
+        started_at, ended_at = table[RequestSteps.STARTED_AT], table[RequestSteps.ENDED_AT]
     np.minimum(ended_at, ended, out=ended_at)
     np.maximum(started_at, arrived, out=started_at)
     same = owner[1:] == owner[:-1]
     # Of several engines, in the order in which they were done.
     if (same & (ended_at[1:] < ended_at[:-1])).any():
         table = table[:, np.lexsort((ended_at, owner))]
-        started_at, ended_at = table[StepRows.STARTED_AT], table[StepRows.ENDED_AT]
+        started_at, ended_at = table[RequestSteps.STARTED_AT], table[RequestSteps.ENDED_AT]
     is_before = ended_at <= first
     np.maximum(started_at, first, out=started_at, where=~is_before)
     # Where the first step is not known, the first token is: those before it are no decode steps.
@@ -173,7 +179,7 @@ def _inside(table: Any, owner: Any, seen: Any, limits: Any) -> tuple[Any, Any]:
     return table.compress(kept, axis=1), owner[kept]
 
 
-def _of_each(lines: Any, owner: Any) -> Any:
+def _repeat_per_step(lines: Any, owner: Any) -> Any:
     """A number of each request for every of its steps. `owner` is in order."""
     bounds = np.searchsorted(owner, np.arange(lines.shape[1] + 1))
     return np.repeat(lines, np.diff(bounds), axis=1)

@@ -28,7 +28,7 @@ from otel_infer.config import environment
 
 READY_S = 180.0
 STOP_S = 20.0
-NEEDS = 'the demo needs torch and transformers: pip install "otel-infer[demo]"'
+INSTALL_HINT = 'the demo needs torch and transformers: pip install "otel-infer[demo]"'
 PROGRAM = "otel-infer"
 
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The whole demo; 0 if every request was answered and its trace is there."""
     for module in ("torch", "transformers", "tokenizers", "fastapi", "uvicorn"):
         if not _is_installed(module):
-            print(f"otel-infer demo: {module} is missing; {NEEDS}", file=sys.stderr)
+            print(f"otel-infer demo: {module} is missing; {INSTALL_HINT}", file=sys.stderr)
             return 2
     tape = os.path.abspath(arguments.tape)
     with tempfile.TemporaryDirectory(prefix="otel-infer-demo-") as folder:
@@ -62,7 +62,7 @@ class Demo:
         from otel_infer.cli import terminal
 
         self.arguments, self.folder, self.tape = arguments, folder, tape
-        self.console = terminal.console()
+        self.console = terminal.make_console()
         if arguments.json:
             self.console.file = sys.stderr
         self.port = _free_port()
@@ -74,30 +74,32 @@ class Demo:
         from otel_infer.cli.demo.model import make_demo_model
 
         began = time.monotonic()
-        self.say("making a tiny Llama (random weights, nothing is downloaded) …")
+        self.print_progress("making a tiny Llama (random weights, nothing is downloaded) …")
         make_demo_model(self.model)
         with contextlib.suppress(OSError):
             os.unlink(self.tape)
         changes = {"enabled": "on", "tape": self.tape, "response_headers": "on"}
         self.supervisor = Supervisor(environment.from_env(environment.child_environment(**changes)))
-        self.say(f"starting transformers serve with continuous batching on 127.0.0.1:{self.port} …")
+        self.print_progress(
+            f"starting transformers serve with continuous batching on 127.0.0.1:{self.port} …"
+        )
         log = self.folder / "server.log"
-        status = self.supervisor.start(self.command(), changes, log=log, **SERVER_VARIABLES)
+        status = self.supervisor.start(self.server_command(), changes, log=log, **SERVER_VARIABLES)
         if status is not None:
             return status
         try:
             if not self.wait_until_ready():
-                self.say(f"the server did not get ready; its last words:\n{_tail(log)}")
+                self.print_progress(f"the server did not get ready; its last words:\n{_read_tail(log)}")
                 return 1
-            self.say(f"ready after {time.monotonic() - began:.0f} s")
-            observed = self.load()
+            self.print_progress(f"ready after {time.monotonic() - began:.0f} s")
+            observed = self.apply_load()
             if self.arguments.serve:
-                self.serve()
+                self.serve_until_interrupted()
         finally:
             self.supervisor.stop(STOP_S)
-        return self.show(observed)
+        return self.print_results(observed)
 
-    def command(self) -> list[str]:
+    def server_command(self) -> list[str]:
         """`transformers serve`, as a person would start it."""
         beside = Path(sys.executable).parent / "transformers"
         program = str(beside) if beside.exists() else shutil.which("transformers") or "transformers"
@@ -110,22 +112,22 @@ class Demo:
     def wait_until_ready(self) -> bool:
         """Until the server answers; False if it died or took too long."""
         assert self.supervisor is not None
-        return answers(f"http://127.0.0.1:{self.port}", self.supervisor.alive, READY_S)
+        return wait_until_healthy(f"http://127.0.0.1:{self.port}", self.supervisor.is_alive, READY_S)
 
-    def load(self) -> list[Any]:
+    def apply_load(self) -> list[Any]:
         """Warms up, then drives concurrent streams of mixed lengths, with a progress bar."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        from otel_infer.cli.demo.load_client import drive
+        from otel_infer.cli.demo.load_client import run_load
 
         base, model = f"http://127.0.0.1:{self.port}", str(self.model)
-        self.say("warming up …")
-        drive(base, model, requests=2, concurrency=2, output_lengths=(8,), seed=1)
+        self.print_progress("warming up …")
+        run_load(base, model, requests=2, concurrency=2, output_lengths=(8,), seed=1)
         total = None if self.arguments.seconds else self.arguments.requests
         columns = (TextColumn("loading"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
             task = progress.add_task("", total=total)
-            return drive(
+            return run_load(
                 base,
                 model,
                 requests=total,
@@ -134,47 +136,51 @@ class Demo:
                 on_done=lambda _: progress.advance(task),
             )
 
-    def serve(self) -> None:
+    def serve_until_interrupted(self) -> None:
         """Until Ctrl-C."""
-        self.say(f"serving on http://127.0.0.1:{self.port}/v1 (model {self.model}); Ctrl-C ends it")
+        self.print_progress(
+            f"serving on http://127.0.0.1:{self.port}/v1 (model {self.model}); Ctrl-C ends it"
+        )
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            while self.supervisor is not None and self.supervisor.alive():
+            while self.supervisor is not None and self.supervisor.is_alive():
                 time.sleep(0.5)
         except KeyboardInterrupt:
             pass
 
-    def show(self, observed: list[Any]) -> int:
+    def print_results(self, observed: list[Any]) -> int:
         """Tables, the slowest request, and what to do next."""
         from otel_infer.cli import replay, terminal
 
         wanted = {one.trace_id for one in observed}
-        records = [record for record in replay.records(Path(self.tape)) if record.trace_id.hex() in wanted]
+        records = [
+            record for record in replay.read_records(Path(self.tape)) if record.trace_id.hex() in wanted
+        ]
         failed = [one for one in observed if one.error]
         for one in failed[:3]:
-            self.say(f"a request failed: {one.error}")
+            self.print_progress(f"a request failed: {one.error}")
         if not records:
-            self.say("no request was recorded; `otel-infer doctor` says why")
+            self.print_progress("no request was recorded; `otel-infer doctor` says why")
             return 1
         if self.arguments.json:
-            print(json.dumps([replay.described(record) for record in records]))
+            print(json.dumps([replay.record_to_dict(record) for record in records]))
         else:
             self.console.print(terminal.stages_table(records), terminal.device_line(records), "")
             self.console.print(terminal.latency_table(records), "")
             slowest = max(records, key=lambda record: record.duration_ns)
             self.console.print("[bold]the slowest request")
-            for line in terminal.waterfall(slowest):
+            for line in terminal.render_waterfall(slowest):
                 self.console.print(line)
-            self.next_steps(records)
+            self.print_next_steps(records)
         missing = len(wanted) - len(records)
         if missing:
-            self.say(f"{missing} of {len(wanted)} requests have no trace")
+            self.print_progress(f"{missing} of {len(wanted)} requests have no trace")
         return 1 if failed or missing else 0
 
-    def next_steps(self, records: list[RequestRecord]) -> None:
+    def print_next_steps(self, records: list[RequestRecord]) -> None:
         """What a newcomer does next."""
         steps = sum(len(record.steps) - 1 for record in records if record.steps is not None)
-        program = called()
+        program = find_program()
         self.console.print(f"\n{len(records)} requests and {steps} decode steps, all on {self.tape}")
         self.console.print(
             f"what to change first:       {program} explain {self.tape}\n"
@@ -184,7 +190,7 @@ class Demo:
             markup=False,
         )
 
-    def say(self, text: str) -> None:
+    def print_progress(self, text: str) -> None:
         """A line about the progress."""
         self.console.print(text, markup=False)
 
@@ -192,7 +198,7 @@ class Demo:
 SERVER_VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def answers(url: str, alive: Callable[[], bool], timeout: float) -> bool:
+def wait_until_healthy(url: str, alive: Callable[[], bool], timeout: float) -> bool:
     """Waits until the server at this address is healthy; False if it died or that took more than `timeout` s."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and alive():
@@ -204,7 +210,7 @@ def answers(url: str, alive: Callable[[], bool], timeout: float) -> bool:
     return False
 
 
-def called() -> str:
+def find_program() -> str:
     """This program as it can be called from here: by its name where that finds it, else by its path."""
     beside, found = Path(sys.executable).with_name(PROGRAM), shutil.which(PROGRAM)
     if not beside.exists() or (found is not None and beside.samefile(found)):
@@ -230,7 +236,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _tail(path: Path, lines: int = 15) -> str:
+def _read_tail(path: Path, lines: int = 15) -> str:
     try:
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
     except OSError:

@@ -23,7 +23,7 @@ WORDS = (
 
 
 @dataclass(slots=True)
-class Observed:
+class RequestResult:
     """One request as its client saw it. `_at` are `time.perf_counter_ns()` instants, `_ns` lengths."""
 
     prompt_words: int
@@ -58,7 +58,7 @@ class Observed:
         return self.ended_at - self.started_at
 
 
-def drive(
+def run_load(
     base_url: str,
     model: str,
     *,
@@ -68,10 +68,10 @@ def drive(
     prompt_lengths: Sequence[int] = (16, 64, 256),
     output_lengths: Sequence[int] = (16, 32, 64),
     seed: int = 0,
-    on_done: Callable[[Observed], None] | None = None,
+    on_done: Callable[[RequestResult], None] | None = None,
     traceparent: bool = True,
     timeout_s: float = 120.0,
-) -> list[Observed]:
+) -> list[RequestResult]:
     """Stream chat completions from `concurrency` clients at once; return every request in the order they ended.
 
     Stops after `requests`, or starts no more after `seconds`, whichever comes first; one of them is given. Prompts are so
@@ -81,18 +81,18 @@ def drive(
     """
     if requests is None and seconds is None:
         raise ValueError("give requests, seconds or both: nothing would end the drive")
-    plan = _plan(prompt_lengths, output_lengths, seed, traceparent)
+    plan = _generate_requests(prompt_lengths, output_lengths, seed, traceparent)
     deadline = None if seconds is None else time.perf_counter() + seconds
-    turn, stop, done = threading.Lock(), threading.Event(), list[Observed]()
+    turn, stop, done = threading.Lock(), threading.Event(), list[RequestResult]()
 
-    def one_client() -> None:
-        client = _Client(base_url, model, timeout_s, stop)
+    def run_client() -> None:
+        client = _ChatClient(base_url, model, timeout_s, stop)
         while not stop.is_set() and (deadline is None or time.perf_counter() < deadline):
             with turn:
                 index, prompt, observed = next(plan)
             if requests is not None and index >= requests:
                 break
-            client.ask(prompt, observed)
+            client.send_request(prompt, observed)
             with turn:
                 done.append(observed)
                 if on_done is not None:
@@ -100,7 +100,7 @@ def drive(
         client.close()
 
     with ThreadPoolExecutor(concurrency, thread_name_prefix="client") as clients:
-        running = [clients.submit(one_client) for _ in range(concurrency)]
+        running = [clients.submit(run_client) for _ in range(concurrency)]
         try:
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
@@ -110,19 +110,19 @@ def drive(
     return done
 
 
-def _plan(
+def _generate_requests(
     prompt_lengths: Sequence[int], output_lengths: Sequence[int], seed: int, traceparent: bool
-) -> Iterator[tuple[int, str, Observed]]:
+) -> Iterator[tuple[int, str, RequestResult]]:
     """Requests without end: index, prompt, and what is known of it before it starts."""
     chance, index = random.Random(seed), 0
     while True:
         words, tokens = chance.choice(prompt_lengths), chance.choice(output_lengths)
         prompt = " ".join(chance.choices(WORDS, k=words))
-        yield index, prompt, Observed(words, tokens, secrets.token_hex(16) if traceparent else None)
+        yield index, prompt, RequestResult(words, tokens, secrets.token_hex(16) if traceparent else None)
         index += 1
 
 
-class _Client:
+class _ChatClient:
     """One connection, kept alive over its requests as a browser or SDK keeps it."""
 
     def __init__(self, base_url: str, model: str, timeout_s: float, stop: threading.Event) -> None:
@@ -133,7 +133,7 @@ class _Client:
         self._model = model
         self._stop = stop
 
-    def ask(self, prompt: str, observed: Observed) -> None:
+    def send_request(self, prompt: str, observed: RequestResult) -> None:
         """Send one request and read its answer to the end into `observed`."""
         body = {
             "model": self._model,
@@ -149,13 +149,13 @@ class _Client:
         observed.started_unix_ns, observed.started_at = time.time_ns(), time.perf_counter_ns()
         try:
             self._connection.request("POST", self._path, payload, headers)
-            self._read(self._connection.getresponse(), observed)
+            self._read_stream(self._connection.getresponse(), observed)
         except (OSError, http.client.HTTPException, ValueError) as error:
             observed.error = f"{type(error).__name__}: {error}"
             self._connection.close()
         observed.ended_at = time.perf_counter_ns()
 
-    def _read(self, response: http.client.HTTPResponse, observed: Observed) -> None:
+    def _read_stream(self, response: http.client.HTTPResponse, observed: RequestResult) -> None:
         observed.status = response.status
         if response.status != 200:
             observed.error = f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}"

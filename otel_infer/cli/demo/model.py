@@ -16,7 +16,7 @@ SEED = 0
 VOCABULARY = 2048
 POSITIONS = 4096
 CORPUS_BYTES = 1_500_000
-SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<unk>", "<mask>")
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<unk>", "<mask>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -50,12 +50,12 @@ def make_demo_model(folder: Path, *, layers: int = 4, hidden: int = 256) -> Path
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = LlamaForCausalLM(config).eval()
-    _speak_plainly(model, tokenizer)
-    save(folder, model, tokenizer)
+    _suppress_tokens(model, tokenizer)
+    save_model(folder, model, tokenizer)
     return folder
 
 
-def save(folder: Path, model: Any, tokenizer: Any) -> None:
+def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
     """Write both into `folder` without transformers' progress bar, which would draw over ours."""
     from transformers.utils import logging
 
@@ -79,11 +79,11 @@ def make_tokenizer() -> Any:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_corpus(), trainer)
+    bpe.train_from_iterator(_read_corpus(), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token="<pad>",
@@ -96,7 +96,7 @@ def make_tokenizer() -> Any:
     )
 
 
-def _corpus() -> Iterator[str]:
+def _read_corpus() -> Iterator[str]:
     """Python's own library as text: on every machine, and words enough for 2,000 merges."""
     yield PROSE * 50
     left = CORPUS_BYTES
@@ -108,7 +108,7 @@ def _corpus() -> Iterator[str]:
             return
 
 
-def _speak_plainly(model: Any, tokenizer: Any) -> None:
+def _suppress_tokens(model: Any, tokenizer: Any) -> None:
     """Keep the model from ending and from emitting half a character.
 
     Spreading the logits and zeroing a token's row puts that token some three deviations below the best ones.
@@ -117,7 +117,7 @@ def _speak_plainly(model: Any, tokenizer: Any) -> None:
 
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     half = [token for token, text in enumerate(texts) if not text.isprintable() or "\ufffd" in text]
-    unspeakable = half + list(range(len(SPECIAL)))
+    unspeakable = half + list(range(len(SPECIAL_TOKENS)))
     with torch.no_grad():
         model.lm_head.weight.mul_(10)
         model.lm_head.weight[unspeakable] = 0

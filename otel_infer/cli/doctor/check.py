@@ -23,7 +23,7 @@ class Check(NamedTuple):
     do: str = ""
 
 
-def masked(text: str, environ: Mapping[str, str]) -> str:
+def mask_secrets(text: str, environ: Mapping[str, str]) -> str:
     """The text without credentials in URLs, without their queries, and without the values of configured headers."""
     for name, headers in environ.items():
         if name.startswith("OTEL_") and name.endswith("_HEADERS"):

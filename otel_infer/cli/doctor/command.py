@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from otel_infer.cli.doctor.check import Check, masked
-from otel_infer.config.environment import child_environment, from_env_leniently
+from otel_infer.cli.doctor.check import Check, mask_secrets
+from otel_infer.config.environment import child_environment, from_env_or_defaults
 
-Look = Callable[[], list[Check]]
-WIDTH = 26
+CheckFunction = Callable[[], list[Check]]
+NAME_WIDTH = 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,50 +37,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Looks at everything; 1 if something failed."""
-    page = _Json() if arguments.json else _Terminal() if sys.stdout.isatty() else _Lines()
+    page = _JsonReport() if arguments.json else _TerminalReport() if sys.stdout.isatty() else _PlainReport()
     environ = child_environment()
     checks: list[Check] = []
-    for about, look in looks(environ, arguments.imports):
-        with page.watching(about):
-            found = looked(about, look)
+    for about, look in iter_checks(environ, arguments.imports):
+        with page.show_progress(about):
+            found = run_check(about, look)
         for check in found:
-            shown = check._replace(found=masked(check.found, environ), do=masked(check.do, environ))
+            shown = check._replace(
+                found=mask_secrets(check.found, environ), do=mask_secrets(check.do, environ)
+            )
             checks.append(shown)
-            page.show(shown)
-    page.end(checks)
-    return 0 if is_well(checks) else 1
+            page.add_check(shown)
+    page.finish_report(checks)
+    return 0 if is_healthy(checks) else 1
 
 
-def is_well(checks: list[Check]) -> bool:
+def is_healthy(checks: list[Check]) -> bool:
     """Whether nothing failed."""
     return all(check.state != "fail" for check in checks)
 
 
-def looks(environ: dict[str, str], imports: bool) -> Iterator[tuple[str, Look]]:
+def iter_checks(environ: dict[str, str], imports: bool) -> Iterator[tuple[str, CheckFunction]]:
     """(what it is about, what looks at it), in order; each is done before the next is asked for."""
     from otel_infer.cli.doctor import environment, exporter, instrumentations
     from otel_infer.cli.doctor import shared_memory as memory
     from otel_infer.gpu import nvml
 
-    settings, _ = from_env_leniently(environ)
+    settings, _ = from_env_or_defaults(environ)
     refused = ""
 
-    def shared_memory() -> list[Check]:
+    def check_shared_memory() -> list[Check]:
         nonlocal refused
-        check, refused = memory.shared_memory(settings)
+        check, refused = memory.check_shared_memory(settings)
         return [check]
 
-    yield "versions", lambda: [environment.versions()]
-    yield "configuration", lambda: [environment.configuration(environ)]
-    yield "integrations", lambda: instrumentations.integrations(settings, imports)
-    yield "exporter", lambda: exporter.exporter(settings, environ)
-    yield "shared memory", shared_memory
-    yield "sidecar", lambda: [memory.sidecar(settings, refused)]
-    yield "leftovers", lambda: [memory.leftovers(settings)]
-    yield "gpu", lambda: [environment.gpu(nvml.state())]
+    yield "versions", lambda: [environment.check_versions()]
+    yield "configuration", lambda: [environment.check_configuration(environ)]
+    yield "integrations", lambda: instrumentations.check_instrumentations(settings, imports)
+    yield "exporter", lambda: exporter.check_exporter(settings, environ)
+    yield "shared memory", check_shared_memory
+    yield "sidecar", lambda: [memory.check_sidecar(settings, refused)]
+    yield "leftovers", lambda: [memory.check_leftovers(settings)]
+    yield "gpu", lambda: [environment.check_gpu(nvml.query_state())]
 
 
-def looked(about: str, look: Look) -> list[Check]:
+def run_check(about: str, look: CheckFunction) -> list[Check]:
     """What `look` found; a check that breaks is a finding, and the others go on."""
     try:
         return look()
@@ -89,55 +91,57 @@ def looked(about: str, look: Look) -> list[Check]:
         return [Check(about, "fail", found, "tell us, with the line above and `otel-infer --version`")]
 
 
-def _summary(checks: list[Check]) -> str:
+def _format_summary(checks: list[Check]) -> str:
     states = Counter(check.state for check in checks)
     failed, warned = states["fail"], states["warn"]
     return f"{states['ok']} ok, {warned} to look at, {failed} failed"
 
 
-class _Page(Protocol):
+class _DoctorReport(Protocol):
     """Where findings are shown."""
 
-    def watching(self, about: str) -> AbstractContextManager[Any]:
+    def show_progress(self, about: str) -> AbstractContextManager[Any]:
         """Shows what is being looked at."""
 
-    def show(self, check: Check) -> None: ...
+    def add_check(self, check: Check) -> None: ...
 
-    def end(self, checks: list[Check]) -> None: ...
+    def finish_report(self, checks: list[Check]) -> None: ...
 
 
-class _Json:
+class _JsonReport:
     """All at once, when all is known."""
 
-    def watching(self, about: str) -> AbstractContextManager[Any]:
+    def show_progress(self, about: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def show(self, check: Check) -> None:
+    def add_check(self, check: Check) -> None:
         pass
 
-    def end(self, checks: list[Check]) -> None:
-        print(json.dumps({"checks": [check._asdict() for check in checks], "ok": is_well(checks)}, indent=2))
+    def finish_report(self, checks: list[Check]) -> None:
+        print(
+            json.dumps({"checks": [check._asdict() for check in checks], "ok": is_healthy(checks)}, indent=2)
+        )
 
 
-class _Lines:
+class _PlainReport:
     """For a file or a pipe: a line for each finding, one more where there is something to do."""
 
-    def watching(self, about: str) -> AbstractContextManager[Any]:
+    def show_progress(self, about: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def show(self, check: Check) -> None:
-        print(f"{check.state:<6}{check.name:<{WIDTH}}{check.found}", flush=True)
+    def add_check(self, check: Check) -> None:
+        print(f"{check.state:<6}{check.name:<{NAME_WIDTH}}{check.found}", flush=True)
         if check.do:
-            print(f"{'':<6}{'':<{WIDTH}}do: {check.do}", flush=True)
+            print(f"{'':<6}{'':<{NAME_WIDTH}}do: {check.do}", flush=True)
 
-    def end(self, checks: list[Check]) -> None:
-        print(_summary(checks))
+    def finish_report(self, checks: list[Check]) -> None:
+        print(_format_summary(checks))
 
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-class _Terminal:
+class _TerminalReport:
     """For a person: coloured, wrapped, and saying what is being looked at."""
 
     def __init__(self) -> None:
@@ -145,15 +149,15 @@ class _Terminal:
 
         self._console = Console(highlight=False)
 
-    def watching(self, about: str) -> AbstractContextManager[Any]:
+    def show_progress(self, about: str) -> AbstractContextManager[Any]:
         return self._console.status(f"{about} …")
 
-    def show(self, check: Check) -> None:
+    def add_check(self, check: Check) -> None:
         from rich.table import Table
         from rich.text import Text
 
         row = Table.grid(padding=(0, 2))
-        for width in (4, WIDTH - 2, None):
+        for width in (4, NAME_WIDTH - 2, None):
             row.add_column(width=width, overflow="fold")
         said = Text(check.found)
         if check.do:
@@ -161,5 +165,5 @@ class _Terminal:
         row.add_row(Text(check.state, _COLOURS[check.state]), check.name, said)
         self._console.print(row)
 
-    def end(self, checks: list[Check]) -> None:
-        self._console.print(_summary(checks), style="green" if is_well(checks) else "bold red")
+    def finish_report(self, checks: list[Check]) -> None:
+        self._console.print(_format_summary(checks), style="green" if is_healthy(checks) else "bold red")

@@ -13,25 +13,25 @@ from otel_infer.cli.doctor.check import Check
 from otel_infer.config import environment
 from otel_infer.config.environment import Config
 from otel_infer.instrumentation import registry
-from otel_infer.instrumentation.hooks.instrumentor import Integration
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 
-LIMIT_S = 120.0
+PROBE_TIMEOUT_S = 120.0
 
 
-def integrations(settings: Config, imports: bool) -> list[Check]:
+def check_instrumentations(settings: Config, imports: bool) -> list[Check]:
     """One check for each integration, and one for engines as such."""
     if imports:
         environ = environment.child_environment(enabled="off")
-        found, trouble = probe_process.ask(
-            "instrumentations", {"excluded_urls": settings.excluded_urls}, environ, LIMIT_S
+        found, trouble = probe_process.run_in_subprocess(
+            "instrumentations", {"excluded_urls": settings.excluded_urls}, environ, PROBE_TIMEOUT_S
         )
     else:
-        found, trouble = list(answers({"excluded_urls": settings.excluded_urls, "imports": False})), ""
-    checks = [finding(seen, is_off(seen["name"], settings)) for seen in found]
-    return [*checks, _broke_off(len(found), trouble) if trouble else engine(found)]
+        found, trouble = list(run_probe({"excluded_urls": settings.excluded_urls, "imports": False})), ""
+    checks = [check_instrumentor(seen, is_disabled(seen["name"], settings)) for seen in found]
+    return [*checks, _report_aborted_import(len(found), trouble) if trouble else check_engine(found)]
 
 
-def is_off(name: str, settings: Config) -> bool:
+def is_disabled(name: str, settings: Config) -> bool:
     """Whether the configuration leaves this integration out."""
     listed = not settings.integrations or name in settings.integrations
     return not listed or bool({name, f"otel_infer_{name}"} & set(settings.disabled_integrations))
@@ -40,34 +40,36 @@ def is_off(name: str, settings: Config) -> bool:
 # ── in the other process ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def answers(told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def run_probe(told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What is bound of each integration, after its library was imported unless that is not wanted."""
-    registry.configure(Config(excluded_urls=told["excluded_urls"]), lambda integration: None)
-    for integration in registry.load():
+    registry.configure_instrumentors(Config(excluded_urls=told["excluded_urls"]), lambda integration: None)
+    for integration in registry.load_instrumentors():
         refused: dict[str, str] = {}
         if told.get("imports", True) and integration.status.state != "absent":
             integration.install()
-            refused = {name: why for name in _modules(integration) if (why := _imported(name))}
+            refused = {
+                name: why for name in _hooked_modules(integration) if (why := _find_import_error(name))
+            }
         yield {
             **integration.status.__dict__,
             "engine": integration.is_engine,
-            "parts": _parts(integration, refused),
-            "unlisted": integration.plugins if _leaves_us_out(os.environ.get(integration.plugins)) else "",
+            "parts": _describe_parts(integration, refused),
+            "unlisted": integration.plugins if _omits_otel_infer(os.environ.get(integration.plugins)) else "",
         }
 
 
-def _leaves_us_out(plugins: str | None) -> bool:
+def _omits_otel_infer(plugins: str | None) -> bool:
     """Whether a list of plugins is without us; where there is no list all are loaded."""
     return plugins is not None and "otel_infer" not in plugins.split(",")
 
 
-def _modules(integration: Integration) -> list[str]:
+def _hooked_modules(integration: Instrumentor) -> list[str]:
     """All that it hooks in, once each, in the order in which it names them; without hooks, what it watches."""
     hooked = [hook.module for part in integration._parts.values() for hook in part.hooks]
     return list(dict.fromkeys(hooked or integration.modules))
 
 
-def _imported(name: str) -> str:
+def _find_import_error(name: str) -> str:
     """Why a module cannot be imported; nothing if it can, or if this release has none of that name."""
     try:
         importlib.import_module(name)
@@ -76,14 +78,16 @@ def _imported(name: str) -> str:
         return "" if own else f"there is no module {missing.name}"
     except BaseException as broken:  # whatever an import may do, SystemExit included
         said = str(broken).strip().splitlines()
-        return f"{type(broken).__name__}: {said[0][: probe_process.LONGEST] if said else ''}".rstrip(": ")
+        return f"{type(broken).__name__}: {said[0][: probe_process.MAX_REASON_CHARS] if said else ''}".rstrip(
+            ": "
+        )
     return ""
 
 
-def _parts(integration: Integration, refused: Mapping[str, str]) -> list[dict[str, Any]]:
+def _describe_parts(integration: Instrumentor, refused: Mapping[str, str]) -> list[dict[str, Any]]:
     parts = []
     for part in integration._parts.values():
-        state, drift = integration._view(part)
+        state, drift = integration._resolve_part_state(part)
         why = next((refused[hook.module] for hook in part.hooks if hook.module in refused), "")
         active = sum(hook.active for hook in part.hooks)
         parts.append(
@@ -94,7 +98,7 @@ def _parts(integration: Integration, refused: Mapping[str, str]) -> list[dict[st
                 "refused": why,
                 "where": integration.where.get(part.name, ""),
                 "hooks_active": active,
-                "hooks_total": 0 if state == "absent" else part.expected(),
+                "hooks_total": 0 if state == "absent" else part.count_expected(),
             }
         )
     return parts
@@ -103,7 +107,7 @@ def _parts(integration: Integration, refused: Mapping[str, str]) -> list[dict[st
 # ── what to say of it ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def finding(seen: Mapping[str, Any], off: bool) -> Check:
+def check_instrumentor(seen: Mapping[str, Any], off: bool) -> Check:
     """One integration as a check."""
     name = f"integration {seen['name']}"
     if off:
@@ -113,8 +117,8 @@ def finding(seen: Mapping[str, Any], off: bool) -> Check:
     which = f"{seen['distribution']} {seen['version']}" if seen["version"] else seen["distribution"]
     bound = f"{seen['hooks_active']} of {seen['hooks_total']} hooks bound"
     if seen["state"] == "drifted":
-        said = f"{which}: drifted, {bound}{_by_process(seen)}; {_loss(seen)}"
-        return Check(name, "fail", said, _against_drift(seen))
+        said = f"{which}: drifted, {bound}{_hooks_by_process(seen)}; {_describe_drift(seen)}"
+        return Check(name, "fail", said, _drift_remedy(seen))
     broken = sorted({part["refused"] for part in seen["parts"] if part["refused"]})
     if seen["state"] == "waiting" and broken:
         do = f"run `{sys.executable} -c 'import {seen['name']}'`: it fails without us, too"
@@ -125,10 +129,12 @@ def finding(seen: Mapping[str, Any], off: bool) -> Check:
         return Check(name, "warn", found, do)
     if not seen["hooks_total"]:
         return Check(name, "ok", f"{which}: nothing to hook")
-    return Check(name, "ok", f"{which}: {seen['state']}, {bound}{_by_process(seen)}{_unbound(seen)}")
+    return Check(
+        name, "ok", f"{which}: {seen['state']}, {bound}{_hooks_by_process(seen)}{_describe_unbound(seen)}"
+    )
 
 
-def engine(found: list[dict[str, Any]]) -> Check:
+def check_engine(found: list[dict[str, Any]]) -> Check:
     """Whether there is any engine at all."""
     supported = [seen["distribution"] for seen in found if _is_engine(seen)]
     present = [seen["distribution"] for seen in found if _is_engine(seen) and seen["state"] != "absent"]
@@ -143,7 +149,7 @@ def _is_engine(seen: Mapping[str, Any]) -> bool:
     return bool(seen["engine"])
 
 
-def _loss(seen: Mapping[str, Any]) -> str:
+def _describe_drift(seen: Mapping[str, Any]) -> str:
     """What drifted, why, and what is not recorded for it."""
     drifted = [part for part in seen["parts"] if part["state"] == "drifted"]
     why = "; ".join(str(part["drift"]) for part in drifted)
@@ -153,7 +159,7 @@ def _loss(seen: Mapping[str, Any]) -> str:
     return f"{why}. {lost} {verb} not recorded; {'everything else is' if rest else 'the server runs on all the same'}"
 
 
-def _by_process(seen: Mapping[str, Any]) -> str:
+def _hooks_by_process(seen: Mapping[str, Any]) -> str:
     """How many of how many in each process, where the library has several."""
     bound: dict[str, tuple[int, int]] = {}
     for part in seen["parts"]:
@@ -164,12 +170,12 @@ def _by_process(seen: Mapping[str, Any]) -> str:
     return f" ({said})" if said else ""
 
 
-def _against_drift(seen: Mapping[str, Any]) -> str:
+def _drift_remedy(seen: Mapping[str, Any]) -> str:
     library = seen["distribution"]
     return f"{sys.executable} -m pip install -U otel-infer; if that is no help, install another release of {library}"
 
 
-def _unbound(seen: Mapping[str, Any]) -> str:
+def _describe_unbound(seen: Mapping[str, Any]) -> str:
     """The parts that wait, and what for."""
     waiting = [part for part in seen["parts"] if part["state"] == "waiting" and seen["state"] == "active"]
     said = [
@@ -181,7 +187,7 @@ def _unbound(seen: Mapping[str, Any]) -> str:
     return "".join(f"; {one}" for one in said)
 
 
-def _broke_off(after: int, trouble: str) -> Check:
+def _report_aborted_import(after: int, trouble: str) -> Check:
     names = list(registry.BUILTIN)
     name = names[after] if after < len(names) else "another distribution's"
     do = f"run `{sys.executable} -c 'import {name}'`: if that is no better, the trouble is not ours; else --no-imports"

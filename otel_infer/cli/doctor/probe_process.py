@@ -17,19 +17,21 @@ from otel_infer.config import environment
 
 _BOOT = (
     "import sys, json; boot = json.load(sys.stdin); sys.path[:] = boot['path']; "
-    "from otel_infer.cli.doctor.probe_process import answer; answer(boot)"
+    "from otel_infer.cli.doctor.probe_process import run_child_probe; run_child_probe(boot)"
 )
-LONGEST = 200
+MAX_REASON_CHARS = 200
 
 
-class Answers(NamedTuple):
+class ProbeResult(NamedTuple):
     """What was answered before it ended, and what went wrong, if anything did."""
 
     lines: list[dict[str, Any]]
-    trouble: str
+    error: str
 
 
-def ask(what: str, told: Mapping[str, Any], environ: Mapping[str, str], limit: float) -> Answers:
+def run_in_subprocess(
+    what: str, told: Mapping[str, Any], environ: Mapping[str, str], limit: float
+) -> ProbeResult:
     """Runs `answers(told)` of the module `what` beside this one, for at most `limit` s."""
     boot = {"what": what, "told": dict(told), "path": [os.path.abspath(entry) for entry in sys.path]}
     guarded = {**environ, environment.SIDECAR_GUARD: "1"}  # nothing instruments it at its start
@@ -43,13 +45,13 @@ def ask(what: str, told: Mapping[str, Any], environ: Mapping[str, str], limit: f
             check=False,
         )
     except subprocess.TimeoutExpired as late:
-        return Answers(_read(late.stdout or b""), f"took longer than {limit:.0f} s")
+        return ProbeResult(_parse_lines(late.stdout or b""), f"took longer than {limit:.0f} s")
     except OSError as refusal:
-        return Answers([], f"cannot be started: {refusal.strerror}")
-    return Answers(_read(done.stdout), _trouble(done.returncode, done.stderr))
+        return ProbeResult([], f"cannot be started: {refusal.strerror}")
+    return ProbeResult(_parse_lines(done.stdout), _describe_failure(done.returncode, done.stderr))
 
 
-def answer(boot: Mapping[str, Any]) -> None:
+def run_child_probe(boot: Mapping[str, Any]) -> None:
     """What the other process does."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
@@ -59,16 +61,18 @@ def answer(boot: Mapping[str, Any]) -> None:
     os._exit(0)  # what an engine does when its process ends is not ours to wait for
 
 
-def _read(output: bytes) -> list[dict[str, Any]]:
+def _parse_lines(output: bytes) -> list[dict[str, Any]]:
     """The whole lines; a process that was killed may have left half of one."""
     whole, _, _ = output.rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _trouble(status: int, errors: bytes) -> str:
+def _describe_failure(status: int, errors: bytes) -> str:
     if status < 0:
         return f"was ended by signal {-status}"
     said = errors.decode("utf-8", "replace").strip().splitlines()
     return (
-        f"ended with status {status}: {said[-1][:LONGEST] if said else 'no reason given'}" if status else ""
+        f"ended with status {status}: {said[-1][:MAX_REASON_CHARS] if said else 'no reason given'}"
+        if status
+        else ""
     )

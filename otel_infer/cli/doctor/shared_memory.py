@@ -11,39 +11,39 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from otel_infer._bootstrap.install import resource
+from otel_infer._bootstrap.install import detect_resource
 from otel_infer.cli.doctor.check import Check, State
-from otel_infer.cli.doctor.probe_process import LONGEST
+from otel_infer.cli.doctor.probe_process import MAX_REASON_CHARS
 from otel_infer.config.environment import Config
 from otel_infer.ringbuffer import directory, layout
-from otel_infer.ringbuffer.layout import Sizes
+from otel_infer.ringbuffer.layout import RingSizes
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingRefused, fitting
+from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingUnavailable, choose_sizes
 from otel_infer.sidecar import launcher
 
 RINGS = "OTEL_INFER_RINGS"
-MORE = f"give it more: Docker --shm-size=256m; Kubernetes an emptyDir with medium: Memory, a folder of it as {RINGS}"
+MORE_MEMORY_HINT = f"give it more: Docker --shm-size=256m; Kubernetes an emptyDir with medium: Memory, a folder of it as {RINGS}"
 SUFFIXES = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)
-START_S, READ_S, END_S, LOOK_S = 20.0, 10.0, 15.0, 0.05
+START_S, READ_S, END_S, POLL_S = 20.0, 10.0, 15.0, 0.05
 
 
-def shared_memory(settings: Config) -> tuple[Check, str]:
+def check_shared_memory(settings: Config) -> tuple[Check, str]:
     """Allocates what one server needs, and gives it back. The second answer: why there is none, or nothing."""
     base = Path(settings.rings or directory.BASE)
     try:
-        with scratch(settings) as folder:
-            shrunk, free = _allocate(folder)
-    except (RingRefused, OSError) as refusal:
-        return _none(settings, base, str(refusal)), str(refusal)
-    found = f"{base} on tmpfs, {free >> 20} MiB free; mode: {in_process(settings, '') or 'sidecar'}"
+        with scratch_folder(settings) as folder:
+            shrunk, free = _allocate_rings(folder)
+    except (RingUnavailable, OSError) as refusal:
+        return _report_no_memory(settings, base, str(refusal)), str(refusal)
+    found = f"{base} on tmpfs, {free >> 20} MiB free; mode: {describe_fallback(settings, '') or 'sidecar'}"
     if shrunk > 1:
         return Check(
-            "shared memory", "warn", f"{found}; rings fit only at 1/{shrunk} of their size", MORE
+            "shared memory", "warn", f"{found}; rings fit only at 1/{shrunk} of their size", MORE_MEMORY_HINT
         ), ""
     return Check("shared memory", "ok", f"{found}; rings fit at full size"), ""
 
 
-def in_process(settings: Config, refused: str) -> str:
+def describe_fallback(settings: Config, refused: str) -> str:
     """What is done instead of a sidecar, and why; empty where there is one. `refused`: why there is no memory."""
     if settings.mode == "in-process":
         return "in-process, since OTEL_INFER_MODE=in-process"
@@ -57,7 +57,7 @@ def in_process(settings: Config, refused: str) -> str:
 
 
 @contextlib.contextmanager
-def scratch(settings: Config) -> Iterator[Path]:
+def scratch_folder(settings: Config) -> Iterator[Path]:
     """A server's folder where servers have theirs, gone afterwards; raises `RingRefused`.
 
     It has a parent of its own, since a sidecar takes over what dead servers left beside its folder.
@@ -67,50 +67,50 @@ def scratch(settings: Config) -> Iterator[Path]:
         if settings.rings:
             given = Path(settings.rings)
             for path in reversed([path for path in (given, *given.parents) if not path.exists()]):
-                undo.callback(_forget_if_empty, path)
-            base = directory.rings_folder(given)
-            undo.callback(_forget_if_empty, _home(base))
-        outer = directory.new_server_folder(base)
-        undo.callback(directory.remove, outer)
-        folder = directory.private_folder(outer / "server")
-        undo.callback(directory.remove, folder)
+                undo.callback(_remove_if_empty, path)
+            base = directory.resolve_rings_folder(given)
+            undo.callback(_remove_if_empty, _user_folder(base))
+        outer = directory.create_server_folder(base)
+        undo.callback(directory.remove_server_folder, outer)
+        folder = directory.ensure_private_folder(outer / "server")
+        undo.callback(directory.remove_server_folder, folder)
         yield folder
 
 
-def _home(base: Path) -> Path:
+def _user_folder(base: Path) -> Path:
     """This user's folder, whether it is there or not."""
     return base / f"otel_infer-{os.getuid()}"
 
 
-def _forget_if_empty(folder: Path) -> None:
+def _remove_if_empty(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
-def _allocate(folder: Path) -> tuple[int, int]:
+def _allocate_rings(folder: Path) -> tuple[int, int]:
     """(how much smaller than they should be the rings are, bytes free before)."""
     arena = FileArena(folder)
     free = os.statvfs(folder)
     try:
-        cells = Sizes().cells // fitting(arena, lambda sizes: sizes.requests_bytes).cells
+        cells = RingSizes().cells // choose_sizes(arena, lambda sizes: sizes.requests_bytes).cells
         RequestWriter(arena, "doctor", "doctor")
-        steps = Sizes().step_cells // fitting(arena, lambda sizes: sizes.steps_bytes).step_cells
+        steps = RingSizes().step_cells // choose_sizes(arena, lambda sizes: sizes.steps_bytes).step_cells
         StepWriter(arena, "doctor-1", "doctor")
     finally:
         arena.close()
     return max(cells, steps), free.f_bavail * free.f_frsize
 
 
-def _none(settings: Config, base: Path, reason: str) -> Check:
-    found = f"none: {reason}; mode: {in_process(settings, reason)}"
+def _report_no_memory(settings: Config, base: Path, reason: str) -> Check:
+    found = f"none: {reason}; mode: {describe_fallback(settings, reason)}"
     if settings.mode == "in-process":
         return Check("shared memory", "ok", found)
     return Check(
-        "shared memory", "fail" if settings.mode == "sidecar" else "warn", found, _remedy(reason, base)
+        "shared memory", "fail" if settings.mode == "sidecar" else "warn", found, _find_remedy(reason, base)
     )
 
 
-def _remedy(reason: str, base: Path) -> str:
+def _find_remedy(reason: str, base: Path) -> str:
     if "not on tmpfs" in reason:
         return f"unset {RINGS}, or set it to a folder on tmpfs, such as /dev/shm/NAME"
     if "belongs to somebody else" in reason:
@@ -118,31 +118,31 @@ def _remedy(reason: str, base: Path) -> str:
     if "are used up" in reason:
         return f"give some of the server's processes another folder on tmpfs: {RINGS}"
     if "is free" in reason or "No space" in reason:
-        return MORE
+        return MORE_MEMORY_HINT
     return f"let user {os.getuid()} write to {base}, or set {RINGS} to a folder on tmpfs where it may"
 
 
 # ── the sidecar ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sidecar(settings: Config, refused: str) -> Check:
+def check_sidecar(settings: Config, refused: str) -> Check:
     """Starts a real one on rings of its own, and sees it take them, read them and leave. It exports nothing."""
-    instead = in_process(settings, refused)
+    instead = describe_fallback(settings, refused)
     if instead:
         lacking = refused and settings.mode != "in-process"
         state: State = "ok" if not lacking else "fail" if settings.mode == "sidecar" else "warn"
         return Check(
             "sidecar", state, f"not started: {instead}", "first do what shared memory says" if lacking else ""
         )
-    for folder in _named(settings):
+    for folder in _configured_folders(settings):
         if any(directory.is_held(folder / lock) for lock in (directory.SIDECAR_LOCK, directory.OWNER_LOCK)):
             return Check("sidecar", "ok", f"one reads {folder} already")
     began = time.monotonic()
     try:
-        with scratch(settings) as folder:
-            trouble = _tried(folder, settings)
-    except launcher.CannotStart as reason:
-        found = f"it cannot be started: {reason}; mode: {in_process(settings, str(reason))}"
+        with scratch_folder(settings) as folder:
+            trouble = _try_sidecar(folder, settings)
+    except launcher.SidecarStartError as reason:
+        found = f"it cannot be started: {reason}; mode: {describe_fallback(settings, str(reason))}"
         do = "let this user start processes, or set OTEL_INFER_MODE=in-process"
         return Check("sidecar", "fail" if settings.mode == "sidecar" else "warn", found, do)
     if not trouble:
@@ -151,7 +151,7 @@ def sidecar(settings: Config, refused: str) -> Check:
     return Check("sidecar", "fail", trouble, do)
 
 
-def _tried(folder: Path, settings: Config) -> str:
+def _try_sidecar(folder: Path, settings: Config) -> str:
     """What went wrong with a sidecar here; nothing if nothing did. Raises `launch.CannotStart`."""
     diary = folder.parent / "log"
     nowhere = dataclasses.replace(
@@ -161,58 +161,60 @@ def _tried(folder: Path, settings: Config) -> str:
     arena = FileArena(folder)
     words = RequestWriter(arena, "doctor", "doctor").words
     try:
-        child = launcher.sidecar(folder, dataclasses.replace(nowhere, log=str(diary)), resource())
+        child = launcher.start_sidecar(
+            folder, dataclasses.replace(nowhere, log=str(diary)), detect_resource()
+        )
         try:
-            trouble = _lived(child, folder, words, arena)
+            trouble = _watch_sidecar(child, folder, words, arena)
         finally:
             if child.poll() is None:
                 child.kill()
             child.wait()
-        return trouble and f"{trouble}{_last_line(diary)}"
+        return trouble and f"{trouble}{_read_last_line(diary)}"
     finally:
         arena.close()
         diary.unlink(missing_ok=True)
 
 
-def _last_line(diary: Path) -> str:
+def _read_last_line(diary: Path) -> str:
     """What it said last, if it came so far as to say something."""
     lines = diary.read_text("utf-8", "replace").strip().splitlines() if diary.exists() else []
-    return f": {lines[-1][:LONGEST]}" if lines else ""
+    return f": {lines[-1][:MAX_REASON_CHARS]}" if lines else ""
 
 
-def _lived(child: subprocess.Popen[bytes], folder: Path, words: memoryview, arena: FileArena) -> str:
-    def ended() -> bool:
+def _watch_sidecar(child: subprocess.Popen[bytes], folder: Path, words: memoryview, arena: FileArena) -> str:
+    def has_ended() -> bool:
         return child.poll() is not None
 
-    if not _until(lambda: directory.is_held(folder / directory.SIDECAR_LOCK) or ended(), START_S):
+    if not _wait_until(lambda: directory.is_held(folder / directory.SIDECAR_LOCK) or has_ended(), START_S):
         return f"it did not take its lock within {START_S:.0f} s"
-    words[layout.W_FLUSH_ASKED] = 1
-    if not _until(lambda: words[layout.W_FLUSH_DONE] == 1 or ended(), READ_S):
+    words[layout.W_FLUSH_REQUESTED] = 1
+    if not _wait_until(lambda: words[layout.W_FLUSH_DONE] == 1 or has_ended(), READ_S):
         return f"it did not read within {READ_S:.0f} s"
-    if ended():
+    if has_ended():
         return f"it ended at once, with status {child.returncode}"
     arena.close()
-    if not _until(ended, END_S):
+    if not _wait_until(has_ended, END_S):
         return f"it did not leave within {END_S:.0f} s of the last writer"
     return f"it ended with status {child.returncode}" if child.returncode else ""
 
 
-def _until(done: Callable[[], bool], within: float) -> bool:
+def _wait_until(done: Callable[[], bool], within: float) -> bool:
     deadline = time.monotonic() + within
     while not done():
         if time.monotonic() > deadline:
             return False
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return True
 
 
 # ── leftovers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def leftovers(settings: Config) -> Check:
+def check_leftovers(settings: Config) -> Check:
     """Rings of dead servers. Only looked at: the next sidecar beside them that sends tells what was in flight."""
-    home = _home(directory.BASE)
-    dead = [folder for folder in (*_folders(home), *_named(settings)) if _is_dead(folder)]
+    home = _user_folder(directory.BASE)
+    dead = [folder for folder in (*_list_folders(home), *_configured_folders(settings)) if _is_dead(folder)]
     if not dead:
         return Check("leftovers", "ok", f"none in {settings.rings or home}")
     rings = [path for folder in dead for path in folder.iterdir() if path.suffix in SUFFIXES]
@@ -223,13 +225,13 @@ def leftovers(settings: Config) -> Check:
     return Check("leftovers", "warn", found, do)
 
 
-def _named(settings: Config) -> list[Path]:
+def _configured_folders(settings: Config) -> list[Path]:
     """Where the rings of a server may lie for which the configuration names a folder."""
     given = Path(settings.rings)
-    return [given, _home(given)] if settings.rings else []
+    return [given, _user_folder(given)] if settings.rings else []
 
 
-def _folders(home: Path) -> list[Path]:
+def _list_folders(home: Path) -> list[Path]:
     try:
         return sorted(path for path in home.iterdir() if path.is_dir())
     except OSError:

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 
-TAIL = 0.1
+SLOWEST_SHARE = 0.1
 
 
-class BadSpans(ValueError):
+class InvalidSpanFile(ValueError):
     """The file is not one of spans that we can read; the message says why."""
 
 
-class Felt(NamedTuple):
+class ClientRequest(NamedTuple):
     """One request at its reader's end; ns, 0 = there was none."""
 
     trace_id: str
@@ -33,7 +33,7 @@ class Felt(NamedTuple):
     first_token: int
 
 
-class Outside(NamedTuple):
+class ClientLatency(NamedTuple):
     """How long readers waited, for the first token or, where there is none, for all of it; ms. `requests`: known at both ends.
 
     `share`: of what the slowest tenth of them waited, the part outside of this server, 0 to 1. `to_first_token`: of how many
@@ -49,7 +49,7 @@ class Outside(NamedTuple):
     share: float
     to_first_token: int
 
-    def sentence(self) -> str:
+    def to_sentence(self) -> str:
         until = "to the end"
         if self.to_first_token:
             until = "to the first token"
@@ -62,37 +62,43 @@ class Outside(NamedTuple):
         )
 
 
-def read(path: Path) -> list[Felt]:
+def read_client_requests(path: Path) -> list[ClientRequest]:
     """The spans of our client in a file; raises `BadSpans`, or `OSError`."""
     try:
-        found = [felt for said in _objects(path.read_text("utf-8")) for felt in _spans(said)]
+        found = [felt for said in _decode_objects(path.read_text("utf-8")) for felt in _parse_spans(said)]
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as reason:
-        raise BadSpans(f"{path}: no OTLP JSON, nor what ConsoleSpanExporter writes: {reason!r}") from None
+        raise InvalidSpanFile(
+            f"{path}: no OTLP JSON, nor what ConsoleSpanExporter writes: {reason!r}"
+        ) from None
     if not found:
-        raise BadSpans(f"{path}: no span of otel_infer.instrumentation.httpx is in it")
+        raise InvalidSpanFile(f"{path}: no span of otel_infer.instrumentation.httpx is in it")
     return found
 
 
-def outside(records: Sequence[RequestRecord], felt: Sequence[Felt]) -> Outside | None:
+def compare_latency(records: Sequence[RequestRecord], felt: Sequence[ClientRequest]) -> ClientLatency | None:
     """What the requests come to that are known at both ends; None if there is none."""
     import numpy as np
 
-    joined = list(_joined(records, felt))
-    pairs = [_waited(record, one) for record, one in joined]
+    joined = list(_match_requests(records, felt))
+    pairs = [_paired_durations(record, one) for record, one in joined]
     if not pairs:
         return None
     to_first_token = sum(_has_first_token(record, one) for record, one in joined)
     theirs, ours = np.array(pairs, float).T / 1e6
     more = np.maximum(theirs - ours, 0)
-    slowest = np.argsort(theirs, kind="stable")[-max(round(len(theirs) * TAIL), 1) :]
+    slowest = np.argsort(theirs, kind="stable")[-max(round(len(theirs) * SLOWEST_SHARE), 1) :]
     felt_p50, felt_p95 = np.percentile(theirs, (50, 95)).tolist()
     more_p50, more_p95 = np.percentile(more, (50, 95)).tolist()
     share = float(more[slowest].sum() / max(theirs[slowest].sum(), 1e-9))
     server_p95 = float(np.percentile(ours, 95))
-    return Outside(len(pairs), felt_p50, felt_p95, server_p95, more_p50, more_p95, share, to_first_token)
+    return ClientLatency(
+        len(pairs), felt_p50, felt_p95, server_p95, more_p50, more_p95, share, to_first_token
+    )
 
 
-def _joined(records: Sequence[RequestRecord], felt: Sequence[Felt]) -> Iterator[tuple[RequestRecord, Felt]]:
+def _match_requests(
+    records: Sequence[RequestRecord], felt: Sequence[ClientRequest]
+) -> Iterator[tuple[RequestRecord, ClientRequest]]:
     """By the span that called; where another's server span lies between, by the trace, if it has one of each."""
     by_span = {(one.trace_id, one.span_id): one for one in felt}
     calls, served = Counter(one.trace_id for one in felt), Counter(r.trace_id.hex() for r in records)
@@ -105,12 +111,12 @@ def _joined(records: Sequence[RequestRecord], felt: Sequence[Felt]) -> Iterator[
             yield record, found
 
 
-def _has_first_token(record: RequestRecord, felt: Felt) -> bool:
+def _has_first_token(record: RequestRecord, felt: ClientRequest) -> bool:
     """Whether both ends know when it came."""
     return bool(felt.first_token and record.ttft_ns)
 
 
-def _waited(record: RequestRecord, felt: Felt) -> tuple[int, int]:
+def _paired_durations(record: RequestRecord, felt: ClientRequest) -> tuple[int, int]:
     if _has_first_token(record, felt):
         return felt.first_token, record.ttft_ns
     return felt.duration, record.duration_ns
@@ -119,7 +125,7 @@ def _waited(record: RequestRecord, felt: Felt) -> tuple[int, int]:
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _objects(text: str) -> Iterator[Any]:
+def _decode_objects(text: str) -> Iterator[Any]:
     """JSON objects one after the other, on one line each or not."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
@@ -130,7 +136,7 @@ def _objects(text: str) -> Iterator[Any]:
         yield said
 
 
-def _spans(said: Any) -> Iterator[Felt]:
+def _parse_spans(said: Any) -> Iterator[ClientRequest]:
     if "resourceSpans" in said:
         scopes = [scope for one in said["resourceSpans"] for scope in one.get("scopeSpans", ())]
         for span in (span for scope in scopes for span in scope.get("spans", ())):
@@ -138,19 +144,21 @@ def _spans(said: Any) -> Iterator[Felt]:
                 one["key"]: next(iter(one["value"].values()), None) for one in span.get("attributes", ())
             }
             length = int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"])
-            yield from _felt(span["traceId"], span["spanId"], length, pairs)
+            yield from _parse_client_span(span["traceId"], span["spanId"], length, pairs)
     elif "context" in said:
         begin, end = (
             datetime.fromisoformat(said[key].replace("Z", "+00:00")) for key in ("start_time", "end_time")
         )
         trace_id, span_id = (said["context"][key].removeprefix("0x") for key in ("trace_id", "span_id"))
-        yield from _felt(
+        yield from _parse_client_span(
             trace_id, span_id, round((end - begin).total_seconds() * 1e9), said["attributes"] or {}
         )
 
 
-def _felt(trace_id: str, span_id: str, duration: int, attributes: dict[str, Any]) -> Iterator[Felt]:
+def _parse_client_span(
+    trace_id: str, span_id: str, duration: int, attributes: dict[str, Any]
+) -> Iterator[ClientRequest]:
     """Ours if it says when the headers were there."""
-    if semconv.CLIENT_HEADERS in attributes:
-        first_token = round(float(attributes.get(semconv.CLIENT_FIRST_TOKEN, 0)) * 1e9)
-        yield Felt(trace_id.lower(), span_id.lower(), duration, first_token)
+    if semconv.CLIENT_TIME_TO_HEADERS in attributes:
+        first_token = round(float(attributes.get(semconv.CLIENT_TIME_TO_FIRST_TOKEN, 0)) * 1e9)
+        yield ClientRequest(trace_id.lower(), span_id.lower(), duration, first_token)

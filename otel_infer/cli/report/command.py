@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from otel_infer.sidecar.recording import file
 
 if TYPE_CHECKING:
-    from otel_infer.cli.report.summary import Told, View
+    from otel_infer.cli.report.summary import RecordingContents, ReportView
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,51 +34,56 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes a page, and a trace if asked for; 2 where the tape cannot be read or a file not be written."""
     from otel_infer.cli.report import page as report_page
     from otel_infer.cli.report import perfetto
-    from otel_infer.cli.report.summary import view
+    from otel_infer.cli.report.summary import build_view
 
     source = Path(arguments.tape)
     page = Path(arguments.out or f"{source.stem}.html")
     trace = Path(arguments.perfetto) if arguments.perfetto else None
     try:
-        told = read(source)
-        seen = view(told)
-        _write(page, report_page.rendered(seen, source.name), source)
+        told = read_recording(source)
+        seen = build_view(told)
+        _write_file(page, report_page.render_page(seen, source.name), source)
         if trace is not None:
-            _write(trace, perfetto.rendered(told), source)
-    except (file.BadTape, OSError) as reason:
+            _write_file(trace, perfetto.render_trace(told), source)
+    except (file.InvalidRecording, OSError) as reason:
         print(f"otel-infer report: {reason}", file=sys.stderr)
         return 2
-    for path, said in ((page, _said(seen)), (trace, "open it in ui.perfetto.dev or chrome://tracing")):
+    for path, said in (
+        (page, _summarise_report(seen)),
+        (trace, "open it in ui.perfetto.dev or chrome://tracing"),
+    ):
         if path is not None:
             print(f"{path}  {path.stat().st_size / 1024:.0f} KiB  {said}")
     return 0
 
 
-def read(path: Path) -> Told:
+def read_recording(path: Path) -> RecordingContents:
     """Everything that a tape tells of its time; raises as `tape.read` does."""
     from otel_infer.assembly.assembler import Assembler
-    from otel_infer.cli.replay import recent, running
-    from otel_infer.cli.report.summary import Told
+    from otel_infer.cli.replay import read_recent_records, running_since
+    from otel_infer.cli.report.summary import RecordingContents
 
     assembler = Assembler()
-    promised = file.promised(path)
-    told = recent(path, assembler, keeps_steps=True)
+    promised = file.read_objectives(path)
+    told = read_recent_records(path, assembler, keeps_steps=True)
     inferences = [record for record in told if record.operation]
-    began = file.began_at(path)
-    arrived = [request.arrived_at for request in assembler.open.values() if request.submitted]
+    began = file.read_began_at(path)
+    arrived = [request.arrived_at for request in assembler.open_requests.values() if request.submitted]
     unfinished = sorted(max(at, began) for at in arrived)
     steps = [step for step in assembler.drain_steps() if step.ended_at > began]
     pauses = [pause for pause in assembler.drain_pauses() if pause.ended_at > began]
     elsewhere = len(told) - len(inferences)
-    return Told(inferences, steps, pauses, unfinished, elsewhere, promised, began, running(assembler))
+    return RecordingContents(
+        inferences, steps, pauses, unfinished, elsewhere, promised, began, running_since(assembler)
+    )
 
 
-def _write(path: Path, text: str, source: Path) -> None:
+def _write_file(path: Path, text: str, source: Path) -> None:
     if path.exists() and path.samefile(source):
         raise OSError(f"{path} is the tape itself")
     path.write_text(text, encoding="utf-8")
 
 
-def _said(seen: View) -> str:
-    requests = f"{len(seen.told.records)} requests, {len(seen.shown)} of them one by one"
+def _summarise_report(seen: ReportView) -> str:
+    requests = f"{len(seen.recording.records)} requests, {len(seen.shown)} of them one by one"
     return f"{seen.diagnosis.verdict}; {requests}"

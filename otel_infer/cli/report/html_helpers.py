@@ -10,9 +10,9 @@ from itertools import accumulate
 from typing import Any
 
 from otel_infer import semconv
-from otel_infer.export.console import milliseconds
+from otel_infer.export.console import format_duration
 
-MOST_BYTES = 120
+MAX_TEXT_BYTES = 120
 """Of any text that came from a server, as it stands in the page."""
 COLOURS = {
     semconv.CAUSE_INGRESS: "#7fb2e5",
@@ -27,7 +27,7 @@ COLOURS = {
     semconv.CAUSE_BATCHING: "#b0d99f",
     semconv.CAUSE_INTERFERENCE: "#ee7f6b",
     semconv.CAUSE_PREEMPTION: "#e29a63",
-    semconv.CAUSE_HOST: "#c2b3a3",
+    semconv.CAUSE_HOST_BUBBLE: "#c2b3a3",
     semconv.CAUSE_TRANSFER: "#a8b3a0",
     semconv.CAUSE_APPLICATION: "#8ec9e8",
     semconv.CAUSE_DETOKENIZE: "#9bd8cf",
@@ -35,7 +35,7 @@ COLOURS = {
     semconv.CAUSE_GC: "#b79be0",
     semconv.CAUSE_COMPILE: "#cdb8ec",
     semconv.CAUSE_CAPTURE: "#c3a4e8",
-    semconv.CAUSE_FIRST_USE: "#d9a8c4",
+    semconv.CAUSE_WARMUP: "#d9a8c4",
     semconv.CAUSE_EVENT_LOOP: "#a9a3ea",
     semconv.CAUSE_THROTTLED: "#9d8fd6",
     semconv.CAUSE_GPU_THROTTLED: "#8fa0e0",
@@ -53,7 +53,7 @@ STEP_COLOUR = COLOURS[semconv.CAUSE_INGRESS]
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
-def safe(said: object, most: int = MOST_BYTES) -> str:
+def escape_text(said: object, most: int = MAX_TEXT_BYTES) -> str:
     """Text for any place in a page, an attribute's value among them: short, on one line, no markup."""
     text = _UNPRINTABLE.sub("�", str(said))[: most + 1]
     escaped = html.escape(text, quote=True)
@@ -64,44 +64,44 @@ def safe(said: object, most: int = MOST_BYTES) -> str:
     return html.escape(text[:letters], quote=True) + "…"
 
 
-def data(value: Any) -> str:
+def json_for_script(value: Any) -> str:
     """JSON that can stand in a script element, whatever it says."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def anchor(span_id: bytes) -> str:
+def request_anchor(span_id: bytes) -> str:
     """What a request is called inside the page."""
     return f"r-{span_id.hex()}"
 
 
-def linked(trace_id: bytes, span_id: bytes, shown: bool) -> str:
+def link_request(trace_id: bytes, span_id: bytes, shown: bool) -> str:
     """The beginning of a trace id; a link where the request is in the page."""
     text = f"<code>{trace_id.hex()[:8]}</code>"
-    return f'<a href="#{anchor(span_id)}">{text}</a>' if shown else text
+    return f'<a href="#{request_anchor(span_id)}">{text}</a>' if shown else text
 
 
-def share(part: float) -> str:
+def format_share(part: float) -> str:
     """`41.6 %`."""
     return f"{100 * part:.1f} %"
 
 
-def swatch(colour: str) -> str:
+def colour_swatch(colour: str) -> str:
     """A spot of colour beside its name."""
     return f'<i class="spot" style="background:{colour}"></i>'
 
 
-def number(value: float, text: str | None = None) -> str:
+def number_cell(value: float, text: str | None = None) -> str:
     """A cell by which a table can be sorted."""
-    return f'<td class="n" data-v="{value:g}">{safe(f"{value:,.0f}") if text is None else text}</td>'
+    return f'<td class="n" data-v="{value:g}">{escape_text(f"{value:,.0f}") if text is None else text}</td>'
 
 
-def length(ns: float) -> str:
+def duration_cell(ns: float) -> str:
     """A cell with a length."""
-    return f'<td class="n" data-v="{ns:.0f}">{milliseconds(ns) if ns else "–"}</td>'
+    return f'<td class="n" data-v="{ns:.0f}">{format_duration(ns) if ns else "–"}</td>'
 
 
-def table(caption: str, heads: Iterable[str], rows: Iterable[str], name: str = "") -> str:
+def render_table(caption: str, heads: Iterable[str], rows: Iterable[str], name: str = "") -> str:
     """A real table; a head that begins with `#` is of numbers. Cells and caption are markup already."""
     columns = "".join(
         f'<th scope="col" class="n">{head[1:]}</th>'
@@ -116,7 +116,7 @@ def table(caption: str, heads: Iterable[str], rows: Iterable[str], name: str = "
     )
 
 
-def stacked(parts: Iterable[tuple[str, float]]) -> str:
+def render_cause_bar(parts: Iterable[tuple[str, float]]) -> str:
     """One bar of causes; those with room carry their names, all of them are in the table beside."""
     boxes = []
     for cause, part in parts:
@@ -124,6 +124,6 @@ def stacked(parts: Iterable[tuple[str, float]]) -> str:
             text = f"{cause.replace('_', ' ')} {100 * part:.0f} %" if part >= 0.09 else ""
             colour = COLOURS.get(cause, COLOURS[semconv.CAUSE_UNEXPLAINED])
             boxes.append(
-                f'<span style="flex:{part:.4f} 0 0;background:{colour}" title="{safe(cause)} {share(part)}">{safe(text)}</span>'
+                f'<span style="flex:{part:.4f} 0 0;background:{colour}" title="{escape_text(cause)} {format_share(part)}">{escape_text(text)}</span>'
             )
     return f'<div class="stack" aria-hidden="true">{"".join(boxes)}</div>'

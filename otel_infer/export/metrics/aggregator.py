@@ -18,13 +18,20 @@ from otel_infer import semconv
 from otel_infer._version import VERSION
 from otel_infer.assembly.engine.types import Execution, StepRecord
 from otel_infer.assembly.records.process import Mark, Pause, StartRecord
-from otel_infer.assembly.records.request import Blame, RequestRecord
+from otel_infer.assembly.records.request import LatencyBreakdown, RequestRecord
 from otel_infer.config import tenancy
 from otel_infer.export.metrics import engine_steps, request_counters
-from otel_infer.export.metrics.counters import CUMULATIVE, DELTA, FirstCome, Numbers, Set, renew
-from otel_infer.export.metrics.histograms import Histograms, Key, Label, Source
-from otel_infer.export.metrics.inter_token_latency import Gaps
-from otel_infer.export.metrics.request_counters import count_missed, count_slow
+from otel_infer.export.metrics.counters import (
+    CUMULATIVE,
+    DELTA,
+    CardinalityLimit,
+    NumberSeries,
+    SetValue,
+    replace_values,
+)
+from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key, Label
+from otel_infer.export.metrics.inter_token_latency import InterTokenLatency
+from otel_infer.export.metrics.request_counters import count_objectives, count_slow_causes
 from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.events import Value
@@ -32,10 +39,10 @@ from otel_infer.ringbuffer.events import Value
 MAX_MODELS = 50
 MAX_NAMES = 64
 
-REST_NS = 1_000_000_000
+KV_IDLE_NS = 1_000_000_000
 
 
-class MetricsSink:
+class MetricsAggregator:
     """Counts finished requests and engine steps.
 
     `temporality`: `cumulative`, `delta` or `lowmemory`. `resource` is read at each collection, so it may still
@@ -56,152 +63,156 @@ class MetricsSink:
         promises: bool = False,
     ) -> None:
         self._resource = resource
-        self._promises = promises
+        self._has_objectives = promises
         self.is_delta = temporality in ("delta", "lowmemory")  # the same, but for observable counters
-        self._stepped_at = 0
-        self._exemplars = exemplars
+        self._last_step_at = 0
+        self._exemplars_enabled = exemplars
         self._started_at = self._collected_at = started_at_unix_ns
         self._histograms = {
-            metric.name: Histograms(metric, exponential)
+            metric.name: HistogramSeries(metric, exponential)
             for metric in semconv.METRICS
             if metric.instrument == semconv.HISTOGRAM
         }
-        self._numbers = {
-            metric.name: Numbers(metric) for metric in semconv.METRICS if metric.name not in self._histograms
+        self._number_series = {
+            metric.name: NumberSeries(metric)
+            for metric in semconv.METRICS
+            if metric.name not in self._histograms
         }
-        self._gaps = Gaps(self._histograms[semconv.INTER_TOKEN_LATENCY.name])
-        self._blamed: dict[Key, dict[str, int]] = {}
-        self._served: set[str] = set()
-        self._operations, self._providers = FirstCome(MAX_MODELS), FirstCome(MAX_MODELS)
-        self._stages, self._errors = FirstCome(MAX_NAMES), FirstCome(MAX_NAMES)
-        self._causes = FirstCome(MAX_NAMES)
+        self._inter_token_latency = InterTokenLatency(self._histograms[semconv.INTER_TOKEN_LATENCY.name])
+        self._cause_totals: dict[Key, dict[str, int]] = {}
+        self._served_models: set[str] = set()
+        self._operations, self._providers = CardinalityLimit(MAX_MODELS), CardinalityLimit(MAX_MODELS)
+        self._stages, self._errors = CardinalityLimit(MAX_NAMES), CardinalityLimit(MAX_NAMES)
+        self._causes = CardinalityLimit(MAX_NAMES)
         self._tenants, self._traffic_classes = tenants, traffic_classes
 
-    def serve(self, model: str) -> None:
+    def allow_model(self, model: str) -> None:
         """This model is served, so metrics may name it; the first 50 are. Every other model is `_OTHER`."""
-        if model and len(self._served) < MAX_MODELS:
-            self._served.add(model)
+        if model and len(self._served_models) < MAX_MODELS:
+            self._served_models.add(model)
 
-    def kept(self, record: RequestRecord, decision: Decision) -> None:
+    def add_decision(self, record: RequestRecord, decision: Decision) -> None:
         """Counts why a request was kept, or that it was not; what it missed; where the time of a slow one went."""
-        self._numbers[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
-        if not (record.generative and record.operation and (self._promises or decision.slow)):
+        self._number_series[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
+        if not (record.generative and record.operation and (self._has_objectives or decision.slow)):
             return  # a POST that reached no engine keeps no promise
-        who = (*self._who(record), *self._caller(record))
-        if self._promises:
-            count_missed(self._numbers, record, decision, who)
-        if decision.slow and record.blame is not None:
-            count_slow(self._numbers, record.blame, who)
+        who = (*self._make_request_key(record), *self._make_caller_key(record))
+        if self._has_objectives:
+            count_objectives(self._number_series, record, decision, who)
+        if decision.slow and record.breakdown is not None:
+            count_slow_causes(self._number_series, record.breakdown, who)
 
-    def request(self, record: RequestRecord, *, exported: bool) -> None:
+    def add_request(self, record: RequestRecord, *, exported: bool) -> None:
         """Counts a finished request, kept or not; only an exported one becomes an exemplar."""
-        who, caller = self._who(record), self._caller(record)
-        source = _source(record) if exported and self._exemplars else None
+        who, caller = self._make_request_key(record), self._make_caller_key(record)
+        source = _source_of_request(record) if exported and self._exemplars_enabled else None
         error_type = record.error_type or (semconv.OTHER if record.outcome == events.ERROR else "")
-        error = self._errors.admit(error_type) if error_type else None
-        self._record(semconv.REQUEST_DURATION, (*who, error, *caller), record.duration_ns, source)
-        self._count_stages(record, who, source)
+        error = self._errors.admit_label(error_type) if error_type else None
+        self._record_duration(semconv.REQUEST_DURATION, (*who, error, *caller), record.duration_ns, source)
+        self._record_stages(record, who, source)
         if not record.generative:
             return
-        request_counters.count(self._numbers, record, who, caller)
+        request_counters.count_usage(self._number_series, record, who, caller)
         if record.outcome == events.ABORTED:
-            key = (self._stages.admit(record.died_in), error, *who, *caller)
-            self._record(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
-        if record.blame is not None and record.operation:
-            self._count_blame(record, record.blame, (*who, *caller))
+            key = (self._stages.admit_label(record.died_in), error, *who, *caller)
+            self._record_duration(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
+        if record.breakdown is not None and record.operation:
+            self._count_breakdown(record, record.breakdown, (*who, *caller))
         if record.preemptions:
-            self._numbers[semconv.REQUEST_PREEMPTIONS.name].add(who, record.preemptions)
-        self._count_tokens(record, (*who, *caller), source)
+            self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(who, record.preemptions)
+        self._record_token_latency(record, (*who, *caller), source)
 
-    def steps(self, records: Sequence[StepRecord]) -> None:
+    def add_steps(self, records: Sequence[StepRecord]) -> None:
         """Counts engine steps, and takes over the KV usage that each engine said last."""
         groups: dict[Key, list[StepRecord]] = {}
         latest: dict[Key, StepRecord] = {}
         for record in records:
-            self._stepped_at = max(self._stepped_at, record.ended_at)
+            self._last_step_at = max(self._last_step_at, record.ended_at)
             engine = (record.engine or None, record.pid)
             groups.setdefault((record.kind, *engine), []).append(record)
             if record.kv_total:
                 latest[engine] = record
         for key, group in groups.items():
-            engine_steps.count(self._histograms, self._numbers, key[0], key[1:], group)
+            engine_steps.record_steps(self._histograms, self._number_series, key[0], key[1:], group)
         for key, record in latest.items():
-            self._numbers[semconv.KV_USAGE.name].set(key, record.kv_used)
-            self._numbers[semconv.KV_LIMIT.name].set(key, record.kv_total)
-            self._numbers[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
+            self._number_series[semconv.KV_USAGE.name].set(key, record.kv_used)
+            self._number_series[semconv.KV_LIMIT.name].set(key, record.kv_total)
+            self._number_series[semconv.KV_UTILIZATION.name].set(key, record.kv_used / record.kv_total)
             if record.block_tokens:
                 free = (record.kv_total - record.kv_used) * record.block_tokens
-                self._numbers[semconv.KV_BLOCK_SIZE.name].set(key, record.block_tokens)
-                self._numbers[semconv.KV_HEADROOM.name].set(key, free / max(record.running, 1))
+                self._number_series[semconv.KV_BLOCK_SIZE.name].set(key, record.block_tokens)
+                self._number_series[semconv.KV_HEADROOM.name].set(key, free / max(record.running, 1))
 
-    def executions(self, executions: Sequence[Execution]) -> None:
+    def add_executions(self, executions: Sequence[Execution]) -> None:
         """Counts what workers took for steps."""
-        engine_steps.count_executions(self._histograms, executions)
+        engine_steps.record_executions(self._histograms, executions)
 
-    def pauses(self, pauses: Sequence[Pause]) -> None:
+    def add_pauses(self, pauses: Sequence[Pause]) -> None:
         """Counts what held up a process; what holds up several is counted for each."""
         for pause in pauses:
-            key = (self._causes.admit(pause.cause),)
-            self._record(semconv.PAUSES, key, pause.ended_at - pause.started_at, None)
+            key = (self._causes.admit_label(pause.cause),)
+            self._record_duration(semconv.PAUSES, key, pause.ended_at - pause.started_at, None)
 
-    def marks(self, marks: Sequence[Mark]) -> None:
+    def add_marks(self, marks: Sequence[Mark]) -> None:
         """Counts what happened to processes."""
         for mark in marks:
             if mark.name == semconv.MARK_EVICTION:
-                self._numbers[semconv.KV_EVICTIONS.name].add((), mark.times)
+                self._number_series[semconv.KV_EVICTIONS.name].add((), mark.times)
             else:
                 name = mark.name if mark.name in semconv.MARK_NAMES else semconv.OTHER
-                self._numbers[semconv.MARKS.name].add((name,), mark.times)
+                self._number_series[semconv.MARKS.name].add((name,), mark.times)
 
-    def start(self, record: StartRecord, *, exported: bool) -> None:
+    def add_start(self, record: StartRecord, *, exported: bool) -> None:
         """Counts the start of a process: each phase, which may have been there several times, and the whole. Only one that is
         exported under its own ids becomes an exemplar."""
-        source = Source(*_numbers(record.trace_id, record.span_id), record.ended_at + record.wall_offset)
-        is_named = exported and self._exemplars
-        error = self._errors.admit(record.error_type) if record.error_type else None
+        source = ExemplarSource(
+            *_ids_to_ints(record.trace_id, record.span_id), record.ended_at + record.wall_offset
+        )
+        is_named = exported and self._exemplars_enabled
+        error = self._errors.admit_label(record.error_type) if record.error_type else None
         lengths: Counter[Label] = Counter({semconv.STARTUP_TOTAL: record.duration_ns})
         for phase in record.phases:
-            lengths[self._stages.admit(phase.name)] += phase.ended_at - phase.started_at
+            lengths[self._stages.admit_label(phase.name)] += phase.ended_at - phase.started_at
         for name, length in lengths.items():
             key = (name, record.ready_by or None, error)
-            self._record(semconv.STARTUP_DURATION, key, length, source if is_named else None)
+            self._record_duration(semconv.STARTUP_DURATION, key, length, source if is_named else None)
 
-    def engines(self, living: Collection[tuple[str, int]]) -> None:
+    def retain_engines(self, living: Collection[tuple[str, int]]) -> None:
         """These (engine, pid) are there: nothing uses the KV cache of any other."""
         keys = {(engine or None, pid) for engine, pid in living}
-        for metric in semconv.KV_OF_ENGINE:
-            self._numbers[metric.name].retain(keys)
+        for metric in semconv.ENGINE_KV_METRICS:
+            self._number_series[metric.name].retain_keys(keys)
 
-    def rest(self, now: int) -> None:
+    def reset_idle_kv_usage(self, now: int) -> None:
         """Nobody is in flight: where no step was taken for a while, nothing is in a KV cache."""
-        if now - self._stepped_at > REST_NS:
+        if now - self._last_step_at > KV_IDLE_NS:
             for metric in (semconv.KV_USAGE, semconv.KV_UTILIZATION):
-                self._numbers[metric.name].reset()
-            self._numbers[semconv.KV_HEADROOM.name].retain(())
+                self._number_series[metric.name].reset_values()
+            self._number_series[semconv.KV_HEADROOM.name].retain_keys(())
 
-    def set(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
+    def set_value(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
         """The value of a gauge or an up-down counter, or the total of a counter, from now on."""
-        self._numbers[metric.name].say(attributes, value)
+        self._number_series[metric.name].set_for_attributes(attributes, value)
 
-    def renew(self, metrics: Collection[semconv.Metric], say: Callable[[Set], None]) -> None:
+    def replace_values(self, metrics: Collection[semconv.Metric], say: Callable[[SetValue], None]) -> None:
         """Sets what `say` says; of these metrics, what it does not say is of things that are gone."""
-        renew(self._numbers, metrics, say)
+        replace_values(self._number_series, metrics, say)
 
-    def add(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
+    def add_value(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
         """Adds to a counter or an up-down counter."""
-        numbers = self._numbers[metric.name]
-        numbers.add(numbers.key(attributes), value)
+        numbers = self._number_series[metric.name]
+        numbers.add(numbers.make_key(attributes), value)
 
     def collect(self, now_unix_ns: int) -> export.MetricsData:
         """All data points there are; where it is delta, those of the time since the last collection."""
-        self._gaps.count()
-        self._add_blamed()
+        self._inter_token_latency.record_pending()
+        self._flush_cause_totals()
         metrics = []
         for metric in semconv.METRICS:
-            series = self._histograms.get(metric.name) or self._numbers[metric.name]
+            series = self._histograms.get(metric.name) or self._number_series[metric.name]
             delta = self.is_delta and metric.instrument in (semconv.HISTOGRAM, semconv.COUNTER)
             since = min(self._collected_at, now_unix_ns) if delta else self._started_at
-            data = series.data(DELTA if delta else CUMULATIVE, since, now_unix_ns)
+            data = series.collect_data(DELTA if delta else CUMULATIVE, since, now_unix_ns)
             if data is not None:
                 name, meaning, unit = metric.name, metric.description, metric.unit
                 metrics.append(export.Metric(name=name, description=meaning, unit=unit, data=data))
@@ -215,16 +226,16 @@ class MetricsSink:
         resource = export.ResourceMetrics(resource=Resource(named), scope_metrics=[scope], schema_url="")
         return export.MetricsData(resource_metrics=[resource])
 
-    def _who(self, record: RequestRecord) -> Key:
+    def _make_request_key(self, record: RequestRecord) -> Key:
         """What every metric of requests carries: operation, provider, model."""
-        model = record.model if record.model in self._served else semconv.OTHER
+        model = record.model if record.model in self._served_models else semconv.OTHER
         return (
-            self._operations.admit(record.operation),
-            self._providers.admit(record.provider),
+            self._operations.admit_label(record.operation),
+            self._providers.admit_label(record.provider),
             model if record.model else None,
         )
 
-    def _caller(self, record: RequestRecord) -> Key:
+    def _make_caller_key(self, record: RequestRecord) -> Key:
         """A tenant that may be named, and the traffic class; nothing where nobody asked for either."""
         tenant = traffic = None
         if self._tenants is not None:
@@ -235,65 +246,69 @@ class MetricsSink:
             traffic = tenancy.BATCH if batch else tenancy.INTERACTIVE
         return (tenant, traffic) if tenant or traffic else ()
 
-    def _record(self, metric: semconv.Metric, key: Key, length_ns: float, source: Source | None) -> None:
-        self._histograms[metric.name].at(key).record(length_ns / 1e9, source)
+    def _record_duration(
+        self, metric: semconv.Metric, key: Key, length_ns: float, source: ExemplarSource | None
+    ) -> None:
+        self._histograms[metric.name].get_or_create(key).record(length_ns / 1e9, source)
 
-    def _count_stages(self, record: RequestRecord, who: Key, source: Source | None) -> None:
+    def _record_stages(self, record: RequestRecord, who: Key, source: ExemplarSource | None) -> None:
         points = self._histograms[semconv.STAGE_DURATION.name]
         for name, started_at, ended_at, attributes in record.stages:
-            key = (self._stages.admit(name), semconv.CLOCK_HOST, *who)
-            points.at(key).record((ended_at - started_at) / 1e9, source)
+            key = (self._stages.admit_label(name), semconv.CLOCK_HOST, *who)
+            points.get_or_create(key).record((ended_at - started_at) / 1e9, source)
             if name == semconv.SPAN_POSTPROCESS:
-                detokenize = attributes.get(semconv.DETOKENIZE)
+                detokenize = attributes.get(semconv.DETOKENIZE_DURATION)
                 if isinstance(detokenize, (int, float)):
-                    points.at((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
+                    points.get_or_create((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
         if record.device_share:
-            attributed = self._numbers[semconv.DEVICE_ATTRIBUTED.name]
-            attributed.add((*who, *self._caller(record)), record.device_share / 1e9)
+            attributed = self._number_series[semconv.DEVICE_ATTRIBUTED.name]
+            attributed.add((*who, *self._make_caller_key(record)), record.device_share / 1e9)
         for name, length in record.device_ns:
-            points.at((self._stages.admit(name), semconv.CLOCK_DEVICE, *who)).record(length / 1e9, source)
+            points.get_or_create((self._stages.admit_label(name), semconv.CLOCK_DEVICE, *who)).record(
+                length / 1e9, source
+            )
 
-    def _count_blame(self, record: RequestRecord, blame: Blame, who: Key) -> None:
-        spent = self._blamed.setdefault(who, {})
+    def _count_breakdown(self, record: RequestRecord, blame: LatencyBreakdown, who: Key) -> None:
+        spent = self._cause_totals.setdefault(who, {})
         for cause, length in blame.causes.items():
             spent[cause] = spent.get(cause, 0) + length
-        if blame.classes:
+        if blame.interference_by_class:
             prompt = record.input_tokens or sum(chunk.tokens for chunk in record.prefill_steps)
-            victim = tenancy.class_of(record.attributes.get(semconv.TRAFFIC_CLASS), prompt)
-            held_up = self._numbers[semconv.INTERFERENCE_DURATION.name]
-            for offender, length in blame.classes:
+            victim = tenancy.request_class(record.attributes.get(semconv.TRAFFIC_CLASS), prompt)
+            held_up = self._number_series[semconv.INTERFERENCE_DURATION.name]
+            for offender, length in blame.interference_by_class:
                 held_up.add((offender, victim), length / 1e9)
 
-    def _add_blamed(self) -> None:
+    def _flush_cause_totals(self) -> None:
         """What requests were blamed for since the last collection, in s."""
-        spent = self._numbers[semconv.BLAME_DURATION.name]
-        for who, causes in self._blamed.items():
+        spent = self._number_series[semconv.LATENCY_DURATION.name]
+        for who, causes in self._cause_totals.items():
             for cause, length in causes.items():
                 spent.add((cause, *who), length / 1e9)
-        self._blamed = {}
+        self._cause_totals = {}
 
-    def _count_tokens(self, record: RequestRecord, who: Key, source: Source | None) -> None:
+    def _record_token_latency(self, record: RequestRecord, who: Key, source: ExemplarSource | None) -> None:
         if record.outcome == events.ERROR:
             return
         if record.summary.gaps:
-            self._gaps.add(who, record, source)
+            self._inter_token_latency.add_request(who, record, source)
         if record.outcome != events.OK:
             return
         if record.ttft_ns:
-            self._record(semconv.TIME_TO_FIRST_TOKEN, who, record.ttft_ns, source)
+            self._record_duration(semconv.TIME_TO_FIRST_TOKEN, who, record.ttft_ns, source)
         tokens = record.tokens_after_first
         if tokens > 0:
-            self._record(semconv.TIME_PER_OUTPUT_TOKEN, who, record.decode_ns / tokens, source)
+            self._record_duration(semconv.TIME_PER_OUTPUT_TOKEN, who, record.decode_ns / tokens, source)
 
 
-def _source(record: RequestRecord) -> Source | None:
+def _source_of_request(record: RequestRecord) -> ExemplarSource | None:
     """The span that stands for this request in a trace: its own, or the server's if it was no inference."""
     span_id = record.span_id if record.operation else record.server_span_id or record.span_id
     if not any(record.trace_id) or not any(span_id):
         return None
     ended_at = record.ended_at + record.wall_offset
-    return Source(*_numbers(record.trace_id, span_id), ended_at)
+    return ExemplarSource(*_ids_to_ints(record.trace_id, span_id), ended_at)
 
 
-def _numbers(trace_id: bytes, span_id: bytes) -> tuple[int, int]:
+def _ids_to_ints(trace_id: bytes, span_id: bytes) -> tuple[int, int]:
     return int.from_bytes(trace_id, "big"), int.from_bytes(span_id, "big")

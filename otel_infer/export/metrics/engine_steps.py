@@ -8,13 +8,13 @@ import numpy as np
 
 from otel_infer import semconv
 from otel_infer.assembly.engine.types import Execution, StepRecord
-from otel_infer.export.metrics.counters import Numbers
-from otel_infer.export.metrics.histograms import Histograms, Key, Label
+from otel_infer.export.metrics.counters import NumberSeries
+from otel_infer.export.metrics.histograms import HistogramSeries, Key, Label
 
 
-def count(
-    histograms: Mapping[str, Histograms],
-    numbers: Mapping[str, Numbers],
+def record_steps(
+    histograms: Mapping[str, HistogramSeries],
+    numbers: Mapping[str, NumberSeries],
     kind: Label,
     engine: Key,
     group: Sequence[StepRecord],
@@ -22,9 +22,9 @@ def count(
     """Adds steps of one kind and one engine."""
     lengths = np.array([record.ended_at - record.started_at for record in group]) / 1e9
     sizes = np.array([record.size for record in group], float)
-    durations = histograms[semconv.STEP_DURATION.name].at((kind, semconv.CLOCK_HOST, *engine))
+    durations = histograms[semconv.STEP_DURATION.name].get_or_create((kind, semconv.CLOCK_HOST, *engine))
     durations.record_many(np.sort(lengths))
-    histograms[semconv.STEP_BATCH_SIZE.name].at((kind, *engine)).record_many(np.sort(sizes))
+    histograms[semconv.STEP_BATCH_SIZE.name].get_or_create((kind, *engine)).record_many(np.sort(sizes))
     tokens = numbers[semconv.STEP_TOKENS_TOTAL.name]
     for of, number in (
         (semconv.STEP_PREFILL, sum(record.prefill_tokens for record in group)),
@@ -34,7 +34,7 @@ def count(
             tokens.add((of, *engine), number)
 
 
-def count_executions(histograms: Mapping[str, Histograms], executions: Sequence[Execution]) -> None:
+def record_executions(histograms: Mapping[str, HistogramSeries], executions: Sequence[Execution]) -> None:
     """Adds what workers took, as many times as each stands for."""
     groups: dict[tuple[str, Key], list[int]] = {}
     for engine, pid, rank, length, on_device, queued, gap, steps, gaps in executions:
@@ -48,4 +48,4 @@ def count_executions(histograms: Mapping[str, Histograms], executions: Sequence[
             if waited >= 0:
                 groups.setdefault((metric.name, (rank, *of)), []).extend([waited] * times)
     for (name, key), lengths in groups.items():
-        histograms[name].at(key).record_many(np.sort(np.array(lengths) / 1e9))
+        histograms[name].get_or_create(key).record_many(np.sort(np.array(lengths) / 1e9))

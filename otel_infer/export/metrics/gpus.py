@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from otel_infer import semconv
-from otel_infer.export.metrics.counters import Set
+from otel_infer.export.metrics.counters import SetValue
 from otel_infer.gpu.nvml_poller import GpuReading
 from otel_infer.ringbuffer.events import MemorySeen, Value
 
-_PLAIN = {
+_PLAIN_METRICS = {
     ("utilization", "general"): semconv.GPU_UTILIZATION,
     ("memory", "used"): semconv.GPU_MEMORY_USAGE,
     ("memory", "total"): semconv.GPU_MEMORY_LIMIT,
@@ -17,34 +17,38 @@ _PLAIN = {
     ("energy", ""): semconv.GPU_ENERGY,
     ("temperature", ""): semconv.GPU_TEMPERATURE,
 }
-_BY = {
+_KEYED_METRICS = {
     "throttled": (semconv.GPU_THROTTLED, semconv.THROTTLE_REASON),
     "errors": (semconv.GPU_ERRORS, semconv.ERROR_TYPE),
     "xids": (semconv.GPU_ERRORS, semconv.ERROR_TYPE),
     "activity": (semconv.GPU_ACTIVITY, semconv.GPU_UNIT),
 }
-NOW = tuple(
+STATE_METRICS = tuple(
     metric
-    for metric in (*_PLAIN.values(), *(metric for metric, _ in _BY.values()), semconv.GPU_MEMORY_UTILIZATION)
+    for metric in (
+        *_PLAIN_METRICS.values(),
+        *(metric for metric, _ in _KEYED_METRICS.values()),
+        semconv.GPU_MEMORY_UTILIZATION,
+    )
     if metric.instrument != semconv.COUNTER
 )
 """What `say` sets of GPUs that are there now."""
-MEMORY = semconv.DEVICE_MEMORY, semconv.PINNED_MEMORY
+MEMORY_METRICS = semconv.DEVICE_MEMORY, semconv.PINNED_MEMORY
 """What `say_memory` sets of processes that are there now."""
 
 
-def say(readings: Iterable[GpuReading], driver: str, set_value: Set) -> None:
+def set_gpu_metrics(readings: Iterable[GpuReading], driver: str, set_value: SetValue) -> None:
     """Sets every value."""
     used: dict[str, dict[str, float]] = {}
     for reading in readings:
         uuid, _, _, _, what, of, value = reading
-        who = _who(reading, driver)
-        plain = _PLAIN.get((what, of))
+        who = _attributes_of_device(reading, driver)
+        plain = _PLAIN_METRICS.get((what, of))
         if plain is not None:
             task = {semconv.GPU_TASK: of} if plain is semconv.GPU_UTILIZATION else {}
             set_value(plain, {**who, **task}, value)
         else:
-            metric, key = _BY[what]
+            metric, key = _KEYED_METRICS[what]
             set_value(metric, {**who, key: of}, value)
         if what == "memory":
             both = used.setdefault(uuid, {})
@@ -53,7 +57,7 @@ def say(readings: Iterable[GpuReading], driver: str, set_value: Set) -> None:
                 set_value(semconv.GPU_MEMORY_UTILIZATION, who, both["used"] / both["total"])
 
 
-def _who(device: GpuReading, driver: str) -> dict[str, Value]:
+def _attributes_of_device(device: GpuReading, driver: str) -> dict[str, Value]:
     said: dict[str, Value] = {
         semconv.HW_ID: device.uuid,
         semconv.HW_NAME: f"GPU {device.number}",
@@ -65,7 +69,7 @@ def _who(device: GpuReading, driver: str) -> dict[str, Value]:
     return {**said, semconv.HW_PARENT: device.parent} if device.parent else said
 
 
-def say_memory(seen: Iterable[tuple[int, MemorySeen]], set_value: Set) -> None:
+def set_memory_metrics(seen: Iterable[tuple[int, MemorySeen]], set_value: SetValue) -> None:
     """Sets what processes (pid) say of their devices."""
     for pid, fact in seen:
         _, uuid, allocated, reserved, active, split, free, total, pools, pinned = fact

@@ -37,7 +37,7 @@ Key = tuple[Label, ...]
 OVERFLOW_KEY: Key = (semconv.METRIC_OVERFLOW,)
 
 
-class Source(NamedTuple):
+class ExemplarSource(NamedTuple):
     """Where a value comes from: an exported span, and when its request ended (unix ns)."""
 
     trace_id: int
@@ -45,7 +45,7 @@ class Source(NamedTuple):
     at: int
 
 
-def _nowhere(position: int) -> None:
+def _no_source(position: int) -> None:
     """Comes from no span."""
 
 
@@ -56,9 +56,9 @@ class Histogram:
         self.count = 0
         self.sum = 0.0
         self.min, self.max = math.inf, -math.inf
-        self._exemplars: dict[int, tuple[float, Source]] = {}
+        self._exemplars: dict[int, tuple[float, ExemplarSource]] = {}
 
-    def record(self, value: float, source: Source | None = None) -> None:
+    def record(self, value: float, source: ExemplarSource | None = None) -> None:
         """Counts one value."""
         if not 0 <= value < math.inf:
             return
@@ -68,11 +68,11 @@ class Histogram:
             self.min = value
         if value > self.max:
             self.max = value
-        bucket = self._count_one(value)
+        bucket = self._count_value(value)
         if source is not None:
             self._exemplars[bucket] = (value, source)
 
-    def record_many(self, values: Any, source: Callable[[int], Source | None] = _nowhere) -> None:
+    def record_many(self, values: Any, source: Callable[[int], ExemplarSource | None] = _no_source) -> None:
         """Counts a sorted numpy array of values; the largest in each bucket may become its exemplar.
 
         `source`: of the value at a position.
@@ -91,11 +91,11 @@ class Histogram:
             if known is not None:
                 self._exemplars[bucket] = (float(values[largest]), known)
 
-    def point(self, attributes: Mapping[str, Value], started_at: int, now: int) -> Any:
+    def make_point(self, attributes: Mapping[str, Value], started_at: int, now: int) -> Any:
         """The SDK's data point for all values since `started_at`; instants in unix ns."""
         raise NotImplementedError
 
-    def _count_one(self, value: float) -> int:
+    def _count_value(self, value: float) -> int:
         """Counts it and says in which bucket."""
         raise NotImplementedError
 
@@ -103,14 +103,16 @@ class Histogram:
         """Counts them; (bucket, position of the largest value in it) of every bucket that was touched."""
         raise NotImplementedError
 
-    def _fields(self, attributes: Mapping[str, Value], started_at: int, now: int) -> dict[str, Any]:
+    def _make_point_fields(
+        self, attributes: Mapping[str, Value], started_at: int, now: int
+    ) -> dict[str, Any]:
         """What both kinds of points say."""
         fields: dict[str, Any] = {"count": self.count, "sum": self.sum, "min": self.min, "max": self.max}
         fields.update(attributes=attributes, start_time_unix_nano=started_at, time_unix_nano=now)
         if Exemplar is not None:
             # By time: a native histogram of Prometheus refuses an exemplar older than the one before it.
             latest = sorted(self._exemplars.values(), key=lambda exemplar: exemplar[1].at)
-            fields["exemplars"] = [_exemplar(value, source) for value, source in latest]
+            fields["exemplars"] = [_make_exemplar(value, source) for value, source in latest]
         return fields
 
 
@@ -122,15 +124,17 @@ class ExplicitHistogram(Histogram):
         self._bounds, self._edges = bounds, np.array(bounds)
         self._counts = [0] * (len(bounds) + 1)
 
-    def point(self, attributes: Mapping[str, Value], started_at: int, now: int) -> export.HistogramDataPoint:
+    def make_point(
+        self, attributes: Mapping[str, Value], started_at: int, now: int
+    ) -> export.HistogramDataPoint:
         """With one count more than there are bounds."""
         return export.HistogramDataPoint(
             bucket_counts=tuple(self._counts),
             explicit_bounds=self._bounds,
-            **self._fields(attributes, started_at, now),
+            **self._make_point_fields(attributes, started_at, now),
         )
 
-    def _count_one(self, value: float) -> int:
+    def _count_value(self, value: float) -> int:
         bucket = bisect_left(self._bounds, value)
         self._counts[bucket] += 1
         return bucket
@@ -147,7 +151,7 @@ class ExplicitHistogram(Histogram):
         return touched
 
 
-_ZERO = -(1 << 62)
+_ZERO_BUCKET = -(1 << 62)
 """The bucket of zeroes, beside the exponential ones."""
 
 
@@ -160,43 +164,43 @@ class ExponentialHistogram(Histogram):
     def __init__(self) -> None:
         super().__init__()
         self._scale = MAX_SCALE
-        self._zeroes = 0
+        self._zero_count = 0
         self._offset = 0
         self._counts: list[int] = []
 
-    def point(
+    def make_point(
         self, attributes: Mapping[str, Value], started_at: int, now: int
     ) -> export.ExponentialHistogramDataPoint:
         """Neither its first nor its last bucket is empty."""
         return export.ExponentialHistogramDataPoint(
             scale=self._scale if self._counts else 0,
-            zero_count=self._zeroes,
+            zero_count=self._zero_count,
             positive=export.Buckets(offset=self._offset, bucket_counts=tuple(self._counts)),
             negative=export.Buckets(offset=0, bucket_counts=()),
             flags=0,
-            **self._fields(attributes, started_at, now),
+            **self._make_point_fields(attributes, started_at, now),
         )
 
-    def _count_one(self, value: float) -> int:
+    def _count_value(self, value: float) -> int:
         if value == 0:
-            self._zeroes += 1
-            return _ZERO
-        index = index_of(value, self._scale)
-        while not self._made_room(index, index):
-            index = index_of(value, self._scale)
+            self._zero_count += 1
+            return _ZERO_BUCKET
+        index = bucket_of_value(value, self._scale)
+        while not self._make_room(index, index):
+            index = bucket_of_value(value, self._scale)
         self._counts[index - self._offset] += 1
         return index
 
     def _count_sorted(self, values: Any) -> Iterable[tuple[int, int]]:
         zeroes = int(values.searchsorted(0.0, "right"))
-        self._zeroes += zeroes
-        touched = [(_ZERO, zeroes - 1)] if zeroes else []
+        self._zero_count += zeroes
+        touched = [(_ZERO_BUCKET, zeroes - 1)] if zeroes else []
         positive = values[zeroes:]
         if len(positive) == 0:
             return touched
-        indexes = indexes_of(positive, self._scale)
-        while not self._made_room(int(indexes.min()), int(indexes.max())):
-            indexes = indexes_of(positive, self._scale)
+        indexes = buckets_of_values(positive, self._scale)
+        while not self._make_room(int(indexes.min()), int(indexes.max())):
+            indexes = buckets_of_values(positive, self._scale)
         last = np.append(np.flatnonzero(indexes[1:] != indexes[:-1]), len(indexes) - 1)
         before = -1
         for index, end in zip(indexes[last].tolist(), last.tolist()):
@@ -205,7 +209,7 @@ class ExponentialHistogram(Histogram):
             before = end
         return touched
 
-    def _made_room(self, low: int, high: int) -> bool:
+    def _make_room(self, low: int, high: int) -> bool:
         """Whether there is room for these indexes now; if not, the scale has fallen and they are void."""
         if self._counts:
             low, high = min(low, self._offset), max(high, self._offset + len(self._counts) - 1)
@@ -213,7 +217,7 @@ class ExponentialHistogram(Histogram):
         while (high >> fall) - (low >> fall) >= MAX_BUCKETS:
             fall += 1
         if fall:
-            self._downscale(fall)
+            self._reduce_scale(fall)
             return False
         if self._counts:
             self._counts[:0] = [0] * (self._offset - low)
@@ -221,7 +225,7 @@ class ExponentialHistogram(Histogram):
         self._offset = low
         return True
 
-    def _downscale(self, fall: int) -> None:
+    def _reduce_scale(self, fall: int) -> None:
         counts, offset, exemplars = self._counts, self._offset, self._exemplars
         self._scale -= fall
         self._offset = offset >> fall
@@ -230,53 +234,56 @@ class ExponentialHistogram(Histogram):
             self._counts[(index >> fall) - self._offset] += count
         self._exemplars = {}
         for index, exemplar in sorted(exemplars.items(), key=lambda item: item[1][1].at):
-            self._exemplars[index if index == _ZERO else index >> fall] = exemplar
+            self._exemplars[index if index == _ZERO_BUCKET else index >> fall] = exemplar
 
 
-class Histograms:
+class HistogramSeries:
     """The points of a histogram metric."""
 
     def __init__(self, metric: semconv.Metric, exponential: bool) -> None:
         self._metric, self._exponential = metric, exponential
-        self._points: dict[Key, Histogram] = {}
+        self._histograms: dict[Key, Histogram] = {}
 
-    def at(self, key: Key) -> Histogram:
+    def get_or_create(self, key: Key) -> Histogram:
         """The histogram with these attributes, made when first asked for."""
-        known = self._points.get(key)
+        known = self._histograms.get(key)
         if known is not None:
             return known
-        if len(self._points) >= MAX_SERIES:
+        if len(self._histograms) >= MAX_SERIES:
             key = OVERFLOW_KEY
         new = ExponentialHistogram() if self._exponential else ExplicitHistogram(self._metric.bounds)
-        return self._points.setdefault(key, new)
+        return self._histograms.setdefault(key, new)
 
-    def data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
+    def collect_data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
         """The SDK's data of this metric, or None if nothing was counted. Delta begins anew."""
-        counted = [(key, histogram) for key, histogram in self._points.items() if histogram.count]
-        points = [histogram.point(attributes_of(self._metric, key), since, now) for key, histogram in counted]
+        counted = [(key, histogram) for key, histogram in self._histograms.items() if histogram.count]
+        points = [
+            histogram.make_point(key_to_attributes(self._metric, key), since, now)
+            for key, histogram in counted
+        ]
         if temporality is export.AggregationTemporality.DELTA:
-            self._points = {}
+            self._histograms = {}
         if not points:
             return None
         form = export.ExponentialHistogram if self._exponential else export.Histogram
         return form(data_points=points, aggregation_temporality=temporality)
 
 
-def attributes_of(metric: semconv.Metric, key: Key) -> dict[str, Any]:
+def key_to_attributes(metric: semconv.Metric, key: Key) -> dict[str, Any]:
     """The attributes of the point with this key."""
     if key is OVERFLOW_KEY:
         return {semconv.METRIC_OVERFLOW: True}
     return {name: value for name, value in zip(metric.attributes, key) if value is not None}
 
 
-def _exemplar(value: float, source: Source) -> Exemplar:
+def _make_exemplar(value: float, source: ExemplarSource) -> Exemplar:
     trace_id, span_id, at = source
     return Exemplar(
         filtered_attributes={}, value=value, time_unix_nano=at, span_id=span_id, trace_id=trace_id
     )
 
 
-def index_of(value: float, scale: int) -> int:
+def bucket_of_value(value: float, scale: int) -> int:
     """The bucket of a positive value, as the SDK has it: by its logarithm, but exact for powers of two."""
     value = max(value, sys.float_info.min)
     mantissa, exponent = math.frexp(value)
@@ -289,7 +296,7 @@ def index_of(value: float, scale: int) -> int:
     return min(index, (sys.float_info.max_exp << scale) - 1)
 
 
-def indexes_of(values: Any, scale: int) -> Any:
+def buckets_of_values(values: Any, scale: int) -> Any:
     """`index_of` for a numpy array, as int64.
 
     The logarithms of numpy and of the C library may differ in the last bits, so what lies that near to the edge
@@ -305,5 +312,5 @@ def indexes_of(values: Any, scale: int) -> Any:
     indexes = np.where(powers, (exponents << scale) - 1, np.floor(exact).astype(np.int64))
     unsure = ~powers & (np.abs(exact - np.rint(exact)) <= 8 * np.spacing(np.abs(exact)))
     for i in np.flatnonzero(unsure):
-        indexes[i] = index_of(float(values[i]), scale)
+        indexes[i] = bucket_of_value(float(values[i]), scale)
     return np.minimum(indexes, (sys.float_info.max_exp << scale) - 1)

@@ -13,35 +13,35 @@ from typing import Any
 from otel_infer import semconv
 from otel_infer.semconv import prometheus
 
-OPEN = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-PLAIN = "text/plain; version=0.0.4; charset=utf-8"
-_METRICS = {metric.name: metric for metric in semconv.METRICS}
+OPENMETRICS_CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+TEXT_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_METRIC_BY_NAME = {metric.name: metric for metric in semconv.METRICS}
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-_KINDS = {semconv.HISTOGRAM: "histogram", semconv.COUNTER: "counter"}
+_TYPE_BY_INSTRUMENT = {semconv.HISTOGRAM: "histogram", semconv.COUNTER: "counter"}
 
 
-def text(data: Any, *, is_open: bool) -> bytes:
+def render_metrics(data: Any, *, is_open: bool) -> bytes:
     """The SDK's `MetricsData`, which holds one resource."""
     lines: list[str] = []
     for of_resource in data.resource_metrics:
-        lines += _target(of_resource.resource.attributes, is_open)
+        lines += _render_target_info(of_resource.resource.attributes, is_open)
         for scope in of_resource.scope_metrics:
             for metric in scope.metrics:
-                lines += _family(_METRICS[metric.name], metric.data.data_points, is_open)
+                lines += _render_family(_METRIC_BY_NAME[metric.name], metric.data.data_points, is_open)
     if is_open:
         lines.append("# EOF")
     return ("\n".join(lines) + "\n").encode()
 
 
-def _target(attributes: Mapping[str, Any], is_open: bool) -> list[str]:
+def _render_target_info(attributes: Mapping[str, Any], is_open: bool) -> list[str]:
     head = "# TYPE target info" if is_open else "# TYPE target_info gauge"
-    return [head, f"target_info{_labels(attributes)} 1"]
+    return [head, f"target_info{_render_labels(attributes)} 1"]
 
 
-def _family(metric: semconv.Metric, points: Any, is_open: bool) -> Iterator[str]:
-    name, unit = prometheus.family(metric), prometheus.unit_of(metric)
-    kind = _KINDS.get(metric.instrument, "gauge")
-    (first, *_) = prometheus.series(metric)
+def _render_family(metric: semconv.Metric, points: Any, is_open: bool) -> Iterator[str]:
+    name, unit = prometheus.family_name(metric), prometheus.unit_suffix(metric)
+    kind = _TYPE_BY_INSTRUMENT.get(metric.instrument, "gauge")
+    (first, *_) = prometheus.series_names(metric)
     # A counter's family has no suffix in OpenMetrics.
     named = name if is_open or kind == "histogram" else first
     yield f"# TYPE {named} {kind}"
@@ -50,39 +50,39 @@ def _family(metric: semconv.Metric, points: Any, is_open: bool) -> Iterator[str]
     yield f"# HELP {named} {metric.description.translate(_ESCAPES) if is_open else metric.description}"
     for point in points:
         if kind == "histogram":
-            yield from _histogram(name, point, is_open)
+            yield from _render_histogram(name, point, is_open)
         else:
-            yield f"{first}{_labels(point.attributes)} {point.value!r}"
+            yield f"{first}{_render_labels(point.attributes)} {point.value!r}"
 
 
-def _histogram(name: str, point: Any, is_open: bool) -> Iterator[str]:
+def _render_histogram(name: str, point: Any, is_open: bool) -> Iterator[str]:
     bounds, below = point.explicit_bounds, 0
     exemplars = getattr(point, "exemplars", ()) if is_open else ()  # points of SDK 1.27 have none
     found = {bisect_left(bounds, one.value): one for one in exemplars}
     edges = [*(repr(float(bound)) for bound in bounds), "+Inf"]
     for i, (edge, count) in enumerate(zip(edges, point.bucket_counts)):
         below += count
-        exemplar = _exemplar(found[i]) if i in found else ""
-        yield f"{name}{prometheus.BUCKET}{_labels(point.attributes, le=edge)} {below}{exemplar}"
-    yield f"{name}{prometheus.COUNT}{_labels(point.attributes)} {point.count}"
-    yield f"{name}{prometheus.SUM}{_labels(point.attributes)} {point.sum!r}"
+        exemplar = _render_exemplar(found[i]) if i in found else ""
+        yield f"{name}{prometheus.BUCKET}{_render_labels(point.attributes, le=edge)} {below}{exemplar}"
+    yield f"{name}{prometheus.COUNT}{_render_labels(point.attributes)} {point.count}"
+    yield f"{name}{prometheus.SUM}{_render_labels(point.attributes)} {point.sum!r}"
 
 
-def _labels(attributes: Mapping[str, Any], **more: str) -> str:
+def _render_labels(attributes: Mapping[str, Any], **more: str) -> str:
     said: dict[str, str] = {}
     for key, value in attributes.items():
-        name = prometheus.label(key)
+        name = prometheus.label_name(key)
         # Two that have one name are joined, as Prometheus' OTLP receiver does.
-        said[name] = f"{said[name]};{_said(value)}" if name in said else _said(value)
+        said[name] = f"{said[name]};{_format_value(value)}" if name in said else _format_value(value)
     said.update(more)
     inside = ",".join(f'{key}="{value.translate(_ESCAPES)}"' for key, value in said.items())
     return f"{{{inside}}}" if inside else ""
 
 
-def _said(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _exemplar(one: Any) -> str:
+def _render_exemplar(one: Any) -> str:
     ids = f'trace_id="{one.trace_id:032x}",span_id="{one.span_id:016x}"'
     return f" # {{{ids}}} {one.value!r} {one.time_unix_nano / 1e9:.3f}"

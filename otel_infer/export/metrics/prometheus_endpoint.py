@@ -15,14 +15,14 @@ from otel_infer.export.metrics import openmetrics
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 4.0
+SCRAPE_TIMEOUT_S = 4.0
 """How long a scrape waits; Prometheus itself gives up after 10 s."""
-TRY_NS = 2_000_000_000
+BIND_RETRY_NS = 2_000_000_000
 """Between two tries to have the port."""
-PATH = "/metrics"
+METRICS_PATH = "/metrics"
 
 
-class Scrape:
+class ScrapeEndpoint:
     """The endpoint, and what is asked of it. `address`: `PORT` or `ADDRESS:PORT`.
 
     The port may be somebody else's for now: the last sidecar's of a server that was started again, say.
@@ -32,35 +32,35 @@ class Scrape:
         self._address = address
         self._condition = threading.Condition()
         self._data: Any = None
-        self._is_wanted = self._is_closed = False
-        self._server: http_server.Server | None = None
-        self._tried_at = 0
+        self._is_pending = self._is_closed = False
+        self._server: http_server.BackgroundServer | None = None
+        self._bind_tried_at = 0
 
-    def is_wanted(self, now: int) -> bool:
+    def has_pending_scrape(self, now: int) -> bool:
         """Whether somebody waits for what is counted; by the thread that counts. Listens, where it does not yet."""
-        if self._server is None and (not self._tried_at or now - self._tried_at > TRY_NS):
-            self._listen(now)
-        return self._is_wanted
+        if self._server is None and (not self._bind_tried_at or now - self._bind_tried_at > BIND_RETRY_NS):
+            self._start_listening(now)
+        return self._is_pending
 
-    def _listen(self, now: int) -> None:
-        is_first, self._tried_at = not self._tried_at, now
+    def _start_listening(self, now: int) -> None:
+        is_first, self._bind_tried_at = not self._bind_tried_at, now
         try:
-            self._server = http_server.serve(self._address, _Handler, self, "otel_infer scrape")
+            self._server = http_server.start_server(self._address, _ScrapeHandler, self, "otel_infer scrape")
         except OSError as reason:
             if is_first:
                 log.error("no metrics to scrape at %s: %s", self._address, reason)
 
-    def put(self, data: Any) -> None:
+    def publish_metrics(self, data: Any) -> None:
         """What is counted as of now; by the thread that counts."""
         with self._condition:
-            self._data, self._is_wanted = data, False
+            self._data, self._is_pending = data, False
             self._condition.notify_all()
 
-    def collected(self) -> Any:
+    def wait_for_metrics(self) -> Any:
         """What is counted as of now, or None where nobody answers."""
         with self._condition:
-            self._data, self._is_wanted = None, True
-            self._condition.wait_for(lambda: self._data is not None or self._is_closed, ANSWER_S)
+            self._data, self._is_pending = None, True
+            self._condition.wait_for(lambda: self._data is not None or self._is_closed, SCRAPE_TIMEOUT_S)
             return self._data
 
     def close(self) -> None:
@@ -72,21 +72,21 @@ class Scrape:
             self._server.close()
 
 
-class _Handler(http_server.Handler):
+class _ScrapeHandler(http_server.HttpHandler):
     def do_GET(self) -> None:
-        if self.asked_for() != PATH:
-            self.answer(404, "text/plain", b"GET /metrics\n")
+        if self.path_without_query() != METRICS_PATH:
+            self.send_content(404, "text/plain", b"GET /metrics\n")
             return
-        data = self.server.owner.collected()
+        data = self.server.owner.wait_for_metrics()
         if data is None:
-            self.answer(503, "text/plain", b"nothing was collected in time\n")
+            self.send_content(503, "text/plain", b"nothing was collected in time\n")
             return
         is_open = "application/openmetrics-text" in self.headers.get("Accept", "")
-        content = openmetrics.text(data, is_open=is_open)
-        kind = openmetrics.OPEN if is_open else openmetrics.PLAIN
+        content = openmetrics.render_metrics(data, is_open=is_open)
+        kind = openmetrics.OPENMETRICS_CONTENT_TYPE if is_open else openmetrics.TEXT_CONTENT_TYPE
         if "gzip" in self.headers.get("Accept-Encoding", ""):
-            self.answer(200, kind, gzip.compress(content, 1), Content_Encoding="gzip")
+            self.send_content(200, kind, gzip.compress(content, 1), Content_Encoding="gzip")
         else:
-            self.answer(200, kind, content)
+            self.send_content(200, kind, content)
 
     do_HEAD = do_GET

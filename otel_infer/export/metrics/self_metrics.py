@@ -6,11 +6,11 @@ import resource
 from collections import Counter
 
 from otel_infer import semconv
-from otel_infer.assembly.process_state import Processes
-from otel_infer.export.metrics.counters import Set
+from otel_infer.assembly.process_state import ProcessState
+from otel_infer.export.metrics.counters import SetValue
 
 
-def resident() -> int:
+def read_resident_bytes() -> int:
     """Bytes of memory that this process holds now; the most it ever held where that cannot be read."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as said:
@@ -19,21 +19,21 @@ def resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def say_usage(set_value: Set) -> None:
+def set_self_usage(set_value: SetValue) -> None:
     """Sets CPU time and memory."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     set_value(semconv.SELF_CPU, {semconv.CPU_MODE: "user"}, usage.ru_utime)
     set_value(semconv.SELF_CPU, {semconv.CPU_MODE: "system"}, usage.ru_stime)
-    set_value(semconv.SELF_MEMORY, {}, resident())
+    set_value(semconv.SELF_MEMORY, {}, read_resident_bytes())
 
 
-OF_PROCESSES = (semconv.ENGINE_WAITING, semconv.SELF_HOOKS)
+PROCESS_METRICS = (semconv.ENGINE_WAITING, semconv.SELF_HOOKS)
 
 
-def say_processes(processes: Processes, set_value: Set) -> None:
+def set_process_metrics(processes: ProcessState, set_value: SetValue) -> None:
     """Sets how many requests wait in engines, by reason, and how many hooks of each integration are bound and how many are
     not, over all processes."""
-    for reason, count in processes.waiting().items():
+    for reason, count in processes.count_waiting().items():
         set_value(semconv.ENGINE_WAITING, {semconv.WAIT_REASON: reason}, count)
     hooks: Counter[tuple[str, str]] = Counter()
     for (_, integration), (active, total) in processes.hooks.items():

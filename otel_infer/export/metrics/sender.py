@@ -11,55 +11,55 @@ from opentelemetry.sdk.metrics import export
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 8
+MAX_PENDING = 8
 """Deltas that wait for one that is being sent; what is counted after them is carried along by a later one."""
 
 
-class MetricsOutlet(threading.Thread):
+class MetricsSender(threading.Thread):
     """Sends collected metrics by the SDK's exporter, one collection after the other. What is collected now and then is so only
     when it is free, since the next one says it all again (cumulative) or carries it along (delta); for a flush, and at the end,
     one waits."""
 
     def __init__(self, protocol: str) -> None:
         super().__init__(name="otel_infer-metrics", daemon=True)
-        self._exporter = metric_exporter(protocol)
+        self._exporter = make_metric_exporter(protocol)
         self._condition = threading.Condition()
-        self._waiting: deque[Any] = deque()
-        self._busy = self._closing = self._owes = False
-        self.failed = 0
+        self._pending: deque[Any] = deque()
+        self._busy = self._closing = self._has_refused = False
+        self.failed_exports = 0
 
     @property
-    def free(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether all that was handed over has been sent."""
-        return not self._waiting and not self._busy
+        return not self._pending and not self._busy
 
-    def takes(self, *, behind: bool) -> bool:
+    def can_accept(self, *, behind: bool) -> bool:
         """Whether it takes a collection now, or, if one may wait `behind` others, has room for it."""
-        takes = len(self._waiting) < MOST_WAITING if behind else self.free
-        self._owes = (self._owes or behind) and not takes
+        takes = len(self._pending) < MAX_PENDING if behind else self.is_idle
+        self._has_refused = (self._has_refused or behind) and not takes
         return takes
 
     def put(self, data: Any, *, is_delta: bool) -> None:
         """Hands over one collection. It takes the place of those that still wait, unless they are deltas."""
         with self._condition:
             if not is_delta:
-                self._waiting.clear()
-            self._waiting.append(data)
+                self._pending.clear()
+            self._pending.append(data)
             self._condition.notify_all()
 
     def run(self) -> None:
         while True:
             with self._condition:
-                while not self._waiting and not self._closing:
+                while not self._pending and not self._closing:
                     self._condition.wait()
-                if not self._waiting:
+                if not self._pending:
                     return
-                data, self._busy = self._waiting.popleft(), True
+                data, self._busy = self._pending.popleft(), True
             try:
                 result = self._exporter.export(data)
-                self.failed += getattr(result, "name", "SUCCESS") != "SUCCESS"
+                self.failed_exports += getattr(result, "name", "SUCCESS") != "SUCCESS"
             except Exception:  # an exporter's bug must not end the thread
-                self.failed += 1
+                self.failed_exports += 1
                 log.warning("metrics were not exported", exc_info=True)
             with self._condition:
                 self._busy = False
@@ -69,7 +69,7 @@ class MetricsOutlet(threading.Thread):
         """Waits until all that was handed over has been sent or given up; False if `timeout` s were not enough, or there was no
         room for what should have been handed over."""
         with self._condition:
-            return self._condition.wait_for(lambda: self.free, timeout) and not self._owes
+            return self._condition.wait_for(lambda: self.is_idle, timeout) and not self._has_refused
 
     def close(self, timeout: float) -> None:
         """Sends what is left, for at most `timeout` s."""
@@ -80,7 +80,7 @@ class MetricsOutlet(threading.Thread):
             self._condition.notify_all()
 
 
-def metric_exporter(protocol: str) -> export.MetricExporter:
+def make_metric_exporter(protocol: str) -> export.MetricExporter:
     """The SDK's OTLP exporter: `grpc`, or HTTP for anything else; it reads all its settings itself."""
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter

@@ -8,33 +8,33 @@ Refuses: clocks, names of its own (they come from `semconv` through the caller),
 
 from otel_infer.export.otlp.span_encoder import (
     Encoded,
-    Event,
-    Link,
-    Recurring,
+    SharedAttributes,
     Span,
+    SpanEvent,
+    SpanLink,
+    build_export_request,
     encode_resource,
     encode_scope,
     encode_span,
-    envelope,
-    gzip1,
+    gzip_parts,
 )
-from otel_infer.export.otlp.step_encoder import StepColumns, StepEncoder, StepOwners, step_span_ids
+from otel_infer.export.otlp.step_encoder import StepColumns, StepEncoder, StepOwners, derive_step_span_ids
 from otel_infer.ringbuffer.events import Value as AttributeValue
 
 __all__ = [
     "AttributeValue",
     "Encoded",
-    "Event",
-    "Link",
-    "Recurring",
+    "SharedAttributes",
     "Span",
+    "SpanEvent",
+    "SpanLink",
     "StepColumns",
     "StepEncoder",
     "StepOwners",
+    "build_export_request",
+    "derive_step_span_ids",
     "encode_resource",
     "encode_scope",
     "encode_span",
-    "envelope",
-    "gzip1",
-    "step_span_ids",
+    "gzip_parts",
 ]

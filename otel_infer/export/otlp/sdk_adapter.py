@@ -15,16 +15,16 @@ from importlib import import_module, metadata
 from types import ModuleType
 from typing import Any
 
-_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-_CREDENTIALS = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"
-_REHEARSAL = b"rehearsal"
+_EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_CREDENTIAL_PROVIDER_ENV = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"
+_TEST_BODY = b"rehearsal"
 
 
-class SeamDrift(RuntimeError):
+class IncompatibleSdk(RuntimeError):
     """The installed exporter no longer has what we send bytes through; says which release and what is missing."""
 
 
-class Ready:
+class EncodedBatch:
     """An encoded batch where exporters expect spans (their number) and where they expect a message (its bytes)."""
 
     def __init__(self, body: bytes, count: int) -> None:
@@ -39,61 +39,61 @@ class Ready:
     SerializeToString = SerializePartialToString
 
 
-def http_exporter(compression: str, session: Any) -> Any:
+def make_http_exporter(compression: str, session: Any) -> Any:
     """The SDK's exporter, taking `Ready` batches, sending with this `requests.Session`; `compression`: `none` or
     `deflate`. Raises ImportError and `SeamDrift`."""
-    module = _exporter_module("http")
-    _let_ready_batches_pass(module)
+    module = _import_exporter("http")
+    _patch_encode_spans(module)
     names = import_module("opentelemetry.exporter.otlp.proto.http").Compression
-    _rehearse_http(functools.partial(module.OTLPSpanExporter, compression=names.NoCompression))
+    _check_http_exporter(functools.partial(module.OTLPSpanExporter, compression=names.NoCompression))
     return module.OTLPSpanExporter(compression=names(compression), session=session)
 
 
-def http_session() -> Any:
+def make_http_session() -> Any:
     """The `requests.Session` of the user's credential provider, which only newer releases know, else a new one."""
-    load = getattr(_exporter_module("http"), "_load_session_from_envvar", None)
-    return (load(_CREDENTIALS) if load else None) or import_module("requests").Session()
+    load = getattr(_import_exporter("http"), "_load_session_from_envvar", None)
+    return (load(_CREDENTIAL_PROVIDER_ENV) if load else None) or import_module("requests").Session()
 
 
-def grpc_exporter(compression: str, called: Callable[[Callable[[], bytes]], bytes]) -> Any:
+def make_grpc_exporter(compression: str, called: Callable[[Callable[[], bytes]], bytes]) -> Any:
     """The SDK's exporter, taking `Ready` batches; `compression`: `none`, `gzip` or `deflate`. `called` is handed every
     single call, to make it and return its answer. Raises ImportError and `SeamDrift`."""
-    module = _exporter_module("grpc")
+    module = _import_exporter("grpc")
     names = import_module("grpc").Compression
-    _rehearse_grpc(module)
+    _check_grpc_exporter(module)
     chosen = {"none": names.NoCompression, "gzip": names.Gzip, "deflate": names.Deflate}[compression]
-    return _ready_exporter(module, functools.partial(_Stub, called))(compression=chosen)
+    return _make_exporter_class(module, functools.partial(_BytesStub, called))(compression=chosen)
 
 
-class _Stub:
+class _BytesStub:
     """In the place of the generated stub, whose serializer wants a message: sends bytes as they are."""
 
     def __init__(self, called: Callable[[Callable[[], bytes]], bytes], channel: Any) -> None:
-        self._called = called
-        self._call = channel.unary_unary(_EXPORT)
+        self._interceptor = called
+        self._call = channel.unary_unary(_EXPORT_METHOD)
 
     def Export(self, request: bytes, **options: Any) -> bytes:  # noqa: N802
-        return self._called(functools.partial(self._call, request, **options))
+        return self._interceptor(functools.partial(self._call, request, **options))
 
 
-def _ready_exporter(module: ModuleType, make_stub: Callable[[Any], Any]) -> Any:
+def _make_exporter_class(module: ModuleType, make_stub: Callable[[Any], Any]) -> Any:
     """The exporter's class, sending what is ready through stubs of ours."""
 
-    class ReadyExporter(module.OTLPSpanExporter):  # type: ignore[misc, name-defined]
+    class EncodedBatchExporter(module.OTLPSpanExporter):  # type: ignore[misc, name-defined]
         # Old releases read a class attribute; newer ones first set it on the instance, and are not heard.
         _stub = property(lambda self: make_stub, lambda self, generated: None)
 
-        def _translate_data(self, data: Ready) -> bytes:
+        def _translate_data(self, data: EncodedBatch) -> bytes:
             return data.body
 
-    return ReadyExporter
+    return EncodedBatchExporter
 
 
-def _let_ready_batches_pass(module: ModuleType) -> None:
+def _patch_encode_spans(module: ModuleType) -> None:
     """Once in a process, for all exporters in it: real spans are encoded as before."""
     encode = getattr(module, "encode_spans", None)
     if encode is None:
-        raise _drift("http", "its module trace_exporter has no `encode_spans`")
+        raise _make_incompatible_error("http", "its module trace_exporter has no `encode_spans`")
     if hasattr(encode, "lets_ready_batches_pass"):
         return
 
@@ -105,7 +105,7 @@ def _let_ready_batches_pass(module: ModuleType) -> None:
     module.encode_spans = encode_or_pass  # type: ignore[attr-defined]
 
 
-def _rehearse_http(make: Callable[..., Any]) -> None:
+def _check_http_exporter(make: Callable[..., Any]) -> None:
     """Exports to a session that sends nothing."""
     requests = import_module("requests")
     session, came_out = requests.Session(), []
@@ -119,10 +119,10 @@ def _rehearse_http(make: Callable[..., Any]) -> None:
     # No trust in the environment: no proxies and no .netrc are looked up.
     session.send, session.trust_env = send, False
     make = functools.partial(make, endpoint="http://rehearsal.invalid", session=session)
-    _rehearse("http", make, came_out, "`export` calls no `encode_spans`, or takes no `session`")
+    _check_exporter("http", make, came_out, "`export` calls no `encode_spans`, or takes no `session`")
 
 
-def _rehearse_grpc(module: ModuleType) -> None:
+def _check_grpc_exporter(module: ModuleType) -> None:
     """Exports to a stub that sends nothing; a channel connects at its first call only."""
     came_out: list[bytes] = []
 
@@ -130,36 +130,38 @@ def _rehearse_grpc(module: ModuleType) -> None:
         def Export(self, request: bytes, **options: Any) -> None:  # noqa: N802
             came_out.append(request)
 
-    make = functools.partial(_ready_exporter(module, lambda channel: Stub()), insecure=True)
+    make = functools.partial(_make_exporter_class(module, lambda channel: Stub()), insecure=True)
     make = functools.partial(make, endpoint="http://rehearsal.invalid")
-    _rehearse("grpc", make, came_out, "`export` uses no `_translate_data`, or no `_stub`")
+    _check_exporter("grpc", make, came_out, "`export` uses no `_translate_data`, or no `_stub`")
 
 
-def _rehearse(protocol: str, make: Callable[[], Any], came_out: list[bytes], missing: str) -> None:
+def _check_exporter(protocol: str, make: Callable[[], Any], came_out: list[bytes], missing: str) -> None:
     try:
         exporter = make()
-        exporter.export(Ready(_REHEARSAL, 0))
+        exporter.export(EncodedBatch(_TEST_BODY, 0))
         exporter.shutdown()
     except Exception as error:
-        raise _drift(protocol, f"{missing} ({type(error).__name__}: {error})") from error
-    if came_out != [_REHEARSAL]:
-        raise _drift(protocol, missing)
+        raise _make_incompatible_error(protocol, f"{missing} ({type(error).__name__}: {error})") from error
+    if came_out != [_TEST_BODY]:
+        raise _make_incompatible_error(protocol, missing)
 
 
-def _exporter_module(protocol: str) -> ModuleType:
+def _import_exporter(protocol: str) -> ModuleType:
     try:
         return import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter")
     except ImportError as error:
-        raise ImportError(f"sending OTLP over {protocol} needs {_package(protocol)}: {error}") from error
+        raise ImportError(
+            f"sending OTLP over {protocol} needs {_package_of_protocol(protocol)}: {error}"
+        ) from error
 
 
-def _package(protocol: str) -> str:
+def _package_of_protocol(protocol: str) -> str:
     return f"opentelemetry-exporter-otlp-proto-{protocol}"
 
 
-def _drift(protocol: str, missing: str) -> SeamDrift:
+def _make_incompatible_error(protocol: str, missing: str) -> IncompatibleSdk:
     try:
-        release = metadata.version(_package(protocol))
+        release = metadata.version(_package_of_protocol(protocol))
     except metadata.PackageNotFoundError:
         release = "(release unknown)"
-    return SeamDrift(f"{_package(protocol)} {release} cannot send ready bytes: {missing}")
+    return IncompatibleSdk(f"{_package_of_protocol(protocol)} {release} cannot send ready bytes: {missing}")

@@ -18,41 +18,41 @@ try:  # the same format for a tenth of the CPU
 except ImportError:
     import zlib as deflate
 
-_U64 = 0xFFFF_FFFF_FFFF_FFFF
-_SMALL = tuple(bytes((value,)) for value in range(128))
+_U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_SMALL_VARINTS = tuple(bytes((value,)) for value in range(128))
 _GZIP_CONTAINER = 31
 _DOUBLE, _FIXED64 = struct.Struct("<d"), struct.Struct("<Q")
-_NONE: Mapping[str, AttributeValue] = MappingProxyType({})
+_NO_ATTRIBUTES: Mapping[str, AttributeValue] = MappingProxyType({})
 Encoded = Union[bytes, memoryview]
 """A part of a message, as it is sent."""
 
 
-class Event(NamedTuple):
+class SpanEvent(NamedTuple):
     """Something that happened in a span; `at`: unix ns."""
 
     at: int
     name: str
-    attributes: Mapping[str, AttributeValue] = _NONE
+    attributes: Mapping[str, AttributeValue] = _NO_ATTRIBUTES
 
 
-class Link(NamedTuple):
+class SpanLink(NamedTuple):
     """To another span, by its ids (16 and 8 bytes)."""
 
     trace_id: bytes
     span_id: bytes
-    attributes: Mapping[str, AttributeValue] = _NONE
+    attributes: Mapping[str, AttributeValue] = _NO_ATTRIBUTES
 
 
-class Recurring(dict[str, AttributeValue]):
+class SharedAttributes(dict[str, AttributeValue]):
     """Attributes that many spans have in common: whoever has them holds the same object, which is encoded once."""
 
     @cached_property
     def encoded(self) -> bytes:
         """As fields of a span."""
-        return _attributes(9, self)
+        return _encode_attributes(9, self)
 
 
-_NOTHING = Recurring()
+_NO_SHARED = SharedAttributes()
 
 
 class Span(NamedTuple):
@@ -69,28 +69,28 @@ class Span(NamedTuple):
     kind: int
     start: int
     end: int
-    attributes: Mapping[str, AttributeValue] = _NONE
-    events: Sequence[Event] = ()
-    links: Sequence[Link] = ()
+    attributes: Mapping[str, AttributeValue] = _NO_ATTRIBUTES
+    events: Sequence[SpanEvent] = ()
+    links: Sequence[SpanLink] = ()
     status: int = 0
     trace_state: str = ""
     flags: int = 0
-    lengths: Mapping[str, float] = _NONE  # type: ignore[assignment]
-    recurring: Recurring = _NOTHING
+    durations: Mapping[str, float] = _NO_ATTRIBUTES  # type: ignore[assignment]
+    shared: SharedAttributes = _NO_SHARED
 
     @property
-    def said(self) -> dict[str, AttributeValue]:
+    def all_attributes(self) -> dict[str, AttributeValue]:
         """All its attributes."""
-        return {**self.lengths, **self.recurring, **self.attributes}
+        return {**self.durations, **self.shared, **self.attributes}
 
 
-def varint(value: int) -> bytes:
+def encode_varint(value: int) -> bytes:
     """Canonical; a negative number is its two's complement in 64 bits."""
     if 0 <= value < 128:
-        return _SMALL[value]
+        return _SMALL_VARINTS[value]
     if 128 <= value < 1 << 14:
         return bytes((value & 127 | 128, value >> 7))
-    value &= _U64
+    value &= _U64_MASK
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -100,104 +100,116 @@ def varint(value: int) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _head(number: int, length: int) -> bytes:
+def _encode_prefix(number: int, length: int) -> bytes:
     """Tag and length; the same few hundred recur in every span."""
-    return varint(number << 3 | 2) + varint(length)
+    return encode_varint(number << 3 | 2) + encode_varint(length)
 
 
-def field(number: int, payload: bytes) -> bytes:
+def encode_field(number: int, payload: bytes) -> bytes:
     """A length-delimited field, there even if empty."""
-    return _head(number, len(payload)) + payload
+    return _encode_prefix(number, len(payload)) + payload
 
 
-def string(number: int, text: str) -> bytes:
+def encode_string(number: int, text: str) -> bytes:
     """A string field, left out if empty as proto3 does."""
-    return _bytes(number, _utf8(text))
+    return _encode_bytes(number, _encode_utf8(text))
 
 
-def number(tag: int, value: int) -> bytes:
+def encode_number(tag: int, value: int) -> bytes:
     """A varint field, left out if 0."""
-    return varint(tag << 3) + varint(value) if value else b""
+    return encode_varint(tag << 3) + encode_varint(value) if value else b""
 
 
-def _bytes(number: int, payload: bytes) -> bytes:
-    return field(number, payload) if payload else b""
+def _encode_bytes(number: int, payload: bytes) -> bytes:
+    return encode_field(number, payload) if payload else b""
 
 
-def _fixed64(number: int, value: int) -> bytes:
-    return _SMALL[number << 3 | 1] + _FIXED64.pack(value & _U64) if value else b""
+def _encode_fixed64(number: int, value: int) -> bytes:
+    return _SMALL_VARINTS[number << 3 | 1] + _FIXED64.pack(value & _U64_MASK) if value else b""
 
 
-def _utf8(text: str) -> bytes:
+def _encode_utf8(text: str) -> bytes:
     """Lone surrogates become `?`: a string that is not UTF-8 makes receivers refuse the whole batch."""
     return text.encode("utf-8", "replace")
 
 
-def _any_value(value: object) -> bytes:
+def _encode_any_value(value: object) -> bytes:
     """What no kind of AnyValue holds, an integer past 64 bits among them, is sent as its text."""
     match value:
         case str():
-            return field(1, _utf8(value))
+            return encode_field(1, _encode_utf8(value))
         case bool() | np.bool_():
             return b"\x10\x01" if value else b"\x10\x00"
         case int() | np.integer():
             whole = int(value)
-            return b"\x18" + varint(whole) if -1 << 63 <= whole < 1 << 63 else field(1, str(whole).encode())
+            return (
+                b"\x18" + encode_varint(whole)
+                if -1 << 63 <= whole < 1 << 63
+                else encode_field(1, str(whole).encode())
+            )
         case float() | np.floating():
             return b"\x21" + _DOUBLE.pack(value)
         case bytes():
-            return field(7, value)
+            return encode_field(7, value)
         case Sequence():
-            return field(5, b"".join(field(1, _any_value(item)) for item in value))
+            return encode_field(5, b"".join(encode_field(1, _encode_any_value(item)) for item in value))
         case None:
             return b""
-    return field(1, _utf8(str(value)))
+    return encode_field(1, _encode_utf8(str(value)))
 
 
 @lru_cache(maxsize=1024)
-def key(name: str) -> bytes:
+def encode_key(name: str) -> bytes:
     """The key field of a KeyValue; names recur in every span."""
-    return string(1, name)
+    return encode_string(1, name)
 
 
-def _attributes(number: int, attributes: Mapping[str, AttributeValue]) -> bytes:
+def _encode_attributes(number: int, attributes: Mapping[str, AttributeValue]) -> bytes:
     """Repeated KeyValue fields; what recurs in every request is remembered."""
     parts: list[bytes] = []
     for name, value in attributes.items():
         kind = type(value)
         if kind is float:
-            parts += _before_double(number, name), _DOUBLE.pack(value)
+            parts += _encode_double_prefix(number, name), _DOUBLE.pack(value)
         elif kind is str or kind is bool:
-            parts.append(_recurring(number, name, value))
+            parts.append(_encode_cached(number, name, value))
         elif kind is int and 0 <= value < 1 << 63:  # type: ignore[operator]
-            whole = varint(value)  # type: ignore[arg-type]
-            parts += _before_whole(number, name, len(whole)), whole
+            whole = encode_varint(value)  # type: ignore[arg-type]
+            parts += _encode_integer_prefix(number, name, len(whole)), whole
         else:
-            parts.append(field(number, key(name) + field(2, _any_value(value))))
+            parts.append(encode_field(number, encode_key(name) + encode_field(2, _encode_any_value(value))))
     return b"".join(parts)
 
 
 @lru_cache(maxsize=1024)
-def _before_double(number: int, name: str) -> bytes:
-    return field(number, key(name) + field(2, b"\x21" + bytes(8)))[:-8]
+def _encode_double_prefix(number: int, name: str) -> bytes:
+    return encode_field(number, encode_key(name) + encode_field(2, b"\x21" + bytes(8)))[:-8]
 
 
 @lru_cache(maxsize=4096)
-def _before_whole(number: int, name: str, width: int) -> bytes:
-    return field(number, key(name) + field(2, b"\x18" + bytes(width)))[:-width]
+def _encode_integer_prefix(number: int, name: str, width: int) -> bytes:
+    return encode_field(number, encode_key(name) + encode_field(2, b"\x18" + bytes(width)))[:-width]
 
 
 @lru_cache(maxsize=256, typed=True)
-def _recurring(number: int, name: str, value: AttributeValue) -> bytes:
-    return field(number, key(name) + field(2, _any_value(value)))
+def _encode_cached(number: int, name: str, value: AttributeValue) -> bytes:
+    return encode_field(number, encode_key(name) + encode_field(2, _encode_any_value(value)))
 
 
-def _event(event: Event) -> bytes:
-    return field(11, _fixed64(1, event.at) + string(2, event.name) + _attributes(3, event.attributes))
+def _encode_event(event: SpanEvent) -> bytes:
+    return encode_field(
+        11,
+        _encode_fixed64(1, event.at) + encode_string(2, event.name) + _encode_attributes(3, event.attributes),
+    )
 
 
-def _link(link: Link) -> bytes:
-    return field(13, _bytes(1, link.trace_id) + _bytes(2, link.span_id) + _attributes(4, link.attributes))
+def _encode_link(link: SpanLink) -> bytes:
+    return encode_field(
+        13,
+        _encode_bytes(1, link.trace_id)
+        + _encode_bytes(2, link.span_id)
+        + _encode_attributes(4, link.attributes),
+    )
 
 
 def encode_span(span: Span) -> bytes:
@@ -207,39 +219,50 @@ def encode_span(span: Span) -> bytes:
         attributes, events, links, status, state, flags, lengths, recurring,
     ) = span  # fmt: skip
     if trace_id and span_id and start > 0 < end and not state:
-        layout = _layout(name, kind, bool(parent), tuple(lengths))
+        layout = _make_layout(name, kind, bool(parent), tuple(lengths))
         ids = (trace_id, span_id, parent) if parent else (trace_id, span_id)
-        parts = [layout.filled(*ids, start, end, *lengths.values())]
+        parts = [layout.fill_holes(*ids, start, end, *lengths.values())]
     else:
-        parts = [_unusual(span)]
+        parts = [_encode_without_layout(span)]
     if recurring:
         parts.append(recurring.encoded)
     if attributes:
-        parts.append(_attributes(9, attributes))
+        parts.append(_encode_attributes(9, attributes))
     if events or links:
-        parts += [*map(_event, events), *map(_link, links)]
+        parts += [*map(_encode_event, events), *map(_encode_link, links)]
     if status:
-        parts.append(field(15, number(3, status)))
+        parts.append(encode_field(15, encode_number(3, status)))
     if flags:
         parts.append(b"\x85\x01" + struct.pack("<I", flags))
-    return field(2, b"".join(parts))
+    return encode_field(2, b"".join(parts))
 
 
-def _unusual(span: Span) -> bytes:
+def _encode_without_layout(span: Span) -> bytes:
     """Of a span that is in no layout what would be: ids, name, instants and lengths."""
     trace_id, span_id, parent, name, kind, start, end = span[:7]
-    ids = _bytes(1, trace_id) + _bytes(2, span_id) + string(3, span.trace_state) + _bytes(4, parent)
-    return ids + _named(name, kind) + _fixed64(7, start) + _fixed64(8, end) + _attributes(9, span.lengths)
+    ids = (
+        _encode_bytes(1, trace_id)
+        + _encode_bytes(2, span_id)
+        + encode_string(3, span.trace_state)
+        + _encode_bytes(4, parent)
+    )
+    return (
+        ids
+        + _encode_name_and_kind(name, kind)
+        + _encode_fixed64(7, start)
+        + _encode_fixed64(8, end)
+        + _encode_attributes(9, span.durations)
+    )
 
 
-class _Layout:
+class _SpanLayout:
     """What stands before each hole of some bytes, and the form (of `struct`) of what fills it."""
 
     def __init__(self, holes: Sequence[tuple[bytes, str]]) -> None:
         self._parts: list[Any] = [part for before, _ in holes for part in (before, None)]
         self._pack = struct.Struct("<" + "".join(f"{len(before)}s{form}" for before, form in holes)).pack
 
-    def filled(self, *values: Any) -> bytes:
+    def fill_holes(self, *values: Any) -> bytes:
         """With a value in each hole."""
         parts = self._parts.copy()
         parts[1::2] = values
@@ -247,37 +270,37 @@ class _Layout:
 
 
 @lru_cache(maxsize=1024)
-def _layout(name: str, kind: int, has_parent: bool, lengths: tuple[str, ...]) -> _Layout:
+def _make_layout(name: str, kind: int, has_parent: bool, lengths: tuple[str, ...]) -> _SpanLayout:
     """Of the spans of this name that have these lengths; they differ in ids and numbers only."""
     holes = [(b"\x0a\x10", "16s"), (b"\x12\x08", "8s"), (b"\x22\x08", "8s")][: 3 if has_parent else 2]
-    holes += [(_named(name, kind) + b"\x39", "Q"), (b"\x41", "Q")]
-    return _Layout(holes + [(_before_double(9, length), "d") for length in lengths])
+    holes += [(_encode_name_and_kind(name, kind) + b"\x39", "Q"), (b"\x41", "Q")]
+    return _SpanLayout(holes + [(_encode_double_prefix(9, length), "d") for length in lengths])
 
 
 @lru_cache(maxsize=1024)
-def _named(name: str, kind: int) -> bytes:
-    return string(5, name) + number(6, kind)
+def _encode_name_and_kind(name: str, kind: int) -> bytes:
+    return encode_string(5, name) + encode_number(6, kind)
 
 
 def encode_resource(attributes: Mapping[str, AttributeValue]) -> bytes:
     """The resource, for `envelope`."""
-    return field(1, _attributes(1, attributes))
+    return encode_field(1, _encode_attributes(1, attributes))
 
 
 def encode_scope(name: str, version: str, schema_url: str = "") -> bytes:
     """The instrumentation scope and the schema of its spans, for `envelope`."""
-    return field(1, string(1, name) + string(2, version)) + string(3, schema_url)
+    return encode_field(1, encode_string(1, name) + encode_string(2, version)) + encode_string(3, schema_url)
 
 
-def envelope(resource: bytes, scope: bytes, spans: Sequence[Encoded]) -> list[Encoded]:
+def build_export_request(resource: bytes, scope: bytes, spans: Sequence[Encoded]) -> list[Encoded]:
     """An ExportTraceServiceRequest, in parts, of already encoded ones; each of `spans` may hold any number of spans."""
     length = sum(map(len, spans))
-    inner = b"\x12" + varint(len(scope) + length) + scope
-    outer = b"\x0a" + varint(len(resource) + len(inner) + length) + resource
+    inner = b"\x12" + encode_varint(len(scope) + length) + scope
+    outer = b"\x0a" + encode_varint(len(resource) + len(inner) + length) + resource
     return [outer + inner, *spans]
 
 
-def gzip1(parts: Sequence[Encoded]) -> bytes:
+def gzip_parts(parts: Sequence[Encoded]) -> bytes:
     """All parts as one gzip member, level 1; the same bytes each time, for it has no time stamp."""
     stream = deflate.compressobj(1, deflate.DEFLATED, _GZIP_CONTAINER)
     return b"".join([*map(stream.compress, parts), stream.flush()])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from otel_infer.export.otlp.span_encoder import field, key, number, string
+from otel_infer.export.otlp.span_encoder import encode_field, encode_key, encode_number, encode_string
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ class StepColumns(NamedTuple):
     others_prefill_tokens: Ints
     device_span: Ints
 
-    def taken(self, rows: npt.NDArray[np.intp]) -> StepColumns:
+    def select_rows(self, rows: npt.NDArray[np.intp]) -> StepColumns:
         """These rows, in this order."""
         columns: list[Any] = [column[rows] for column in self]
         return StepColumns(*columns)
@@ -48,10 +48,10 @@ class StepOwners(NamedTuple):
     request_span_id: Bytes
 
 
-_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
+_GOLDEN_GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of splitmix64: each input has its own output, and every bit depends on every bit."""
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58_476D_1CE4_E5B9)
@@ -61,36 +61,36 @@ def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values
 
 
-def step_span_ids(request_span_id: Bytes, step: Ints) -> Bytes:
+def derive_step_span_ids(request_span_id: Bytes, step: Ints) -> Bytes:
     """Span ids (n, 8) that follow from the request's span id and the step, so that a resend carries the same ones.
 
     Different for all steps of a request; the same on any machine; never zero.
     """
-    return _step_ids(_seeds(request_span_id), step).view(np.uint8).reshape(-1, 8)
+    return _derive_step_ids(_hash_request_ids(request_span_id), step).view(np.uint8).reshape(-1, 8)
 
 
-def _seeds(request_span_id: Bytes) -> npt.NDArray[np.uint64]:
-    return _mixed(np.ascontiguousarray(request_span_id).view("<u8").ravel().astype(np.uint64))
+def _hash_request_ids(request_span_id: Bytes) -> npt.NDArray[np.uint64]:
+    return _mix_bits(np.ascontiguousarray(request_span_id).view("<u8").ravel().astype(np.uint64))
 
 
-def _step_ids(seeds: npt.NDArray[np.uint64], step: Ints) -> npt.NDArray[np.uint64]:
-    ids = _mixed(seeds + step.astype(np.int64).view(np.uint64) * _STEP)
+def _derive_step_ids(seeds: npt.NDArray[np.uint64], step: Ints) -> npt.NDArray[np.uint64]:
+    ids = _mix_bits(seeds + step.astype(np.int64).view(np.uint64) * _GOLDEN_GAMMA)
     if not ids.all():
-        ids[ids == 0] = _STEP
+        ids[ids == 0] = _GOLDEN_GAMMA
     return ids.astype("<u8", copy=False)
 
 
-def _width(values: Ints) -> int:
+def _varint_width(values: Ints) -> int:
     """Bytes of the longest varint among these; 0 where there are none."""
     if not len(values):
         return 0
     return max(1, -(-int(values.view(np.uint64).max()).bit_length() // 7))
 
 
-def _padded(values: Ints, width: int) -> Rows:
+def _pad_varints(values: Ints, width: int) -> Rows:
     """Varints of exactly `width` bytes each, every one a single item."""
     if width > 4:
-        return _padded_bytes(values, width).view(f"V{width}").ravel()
+        return _pad_long_varints(values, width).view(f"V{width}").ravel()
     rest = values.astype("<u4")
     out = rest & np.uint32(127)
     for place in range(1, width):
@@ -100,7 +100,7 @@ def _padded(values: Ints, width: int) -> Rows:
     return out.view(one)["varint"]  # type: ignore[no-any-return]
 
 
-def _padded_bytes(values: Ints, width: int) -> Bytes:
+def _pad_long_varints(values: Ints, width: int) -> Bytes:
     out = np.empty((len(values), width), np.uint8)
     rest = values.view(np.uint64)
     for place in range(width):
@@ -110,14 +110,14 @@ def _padded_bytes(values: Ints, width: int) -> Bytes:
     return out
 
 
-def _request_major(columns: StepColumns, owners: int) -> StepColumns:
+def _sort_by_request(columns: StepColumns, owners: int) -> StepColumns:
     """Stable: rows of one request keep their order. Neighbours with the same ids compress to half the bytes."""
     owner = columns.owner
     if bool((owner[1:] >= owner[:-1]).all()):
         return columns
     # numpy sorts 16-bit integers by radix, several times faster.
     order = np.argsort(owner.astype(np.uint16) if owners <= 1 << 16 else owner, kind="stable")
-    return columns.taken(order)
+    return columns.select_rows(order)
 
 
 class StepEncoder:
@@ -130,9 +130,9 @@ class StepEncoder:
     def __init__(
         self, name: str, step_key: str, batch_key: str, tokens_key: str, prefill_key: str, device_key: str
     ) -> None:
-        self._name_and_kind = string(5, name) + number(6, _INTERNAL)
+        self._name_and_kind = encode_string(5, name) + encode_number(6, _INTERNAL)
         self._templates: dict[tuple[int, ...], tuple[bytes, np.dtype[Any]]] = {}
-        self._keys = {
+        self._wire_names = {
             "step": step_key,
             "batch_size": batch_key,
             "tokens": tokens_key,
@@ -140,21 +140,24 @@ class StepEncoder:
             "device_span": device_key,
         }
 
-    def encode(self, columns: StepColumns, owners: StepOwners) -> tuple[bytes | memoryview, int]:
+    def encode_steps(self, columns: StepColumns, owners: StepOwners) -> tuple[bytes | memoryview, int]:
         """All rows as entries of `ScopeSpans`, request by request, and how many there are."""
         count = len(columns.owner)
         if not count:
             return b"", 0
         numbers: list[Any] = [np.asarray(column, np.int64) for column in columns[1:]]
-        columns = _request_major(StepColumns(columns.owner, *numbers), len(owners.trace_id))
+        columns = _sort_by_request(StepColumns(columns.owner, *numbers), len(owners.trace_id))
         several, mixed, timed = (
             columns.tokens != 1,
             columns.others_prefill_tokens > 0,
             columns.device_span > 0,
         )
-        step, batch = _width(columns.step), _width(columns.batch_size)
-        tokens, prefill = _width(columns.tokens), _width(np.maximum(columns.others_prefill_tokens, 0))
-        device = _width(np.maximum(columns.device_span, 0)) if timed.any() else 0
+        step, batch = _varint_width(columns.step), _varint_width(columns.batch_size)
+        tokens, prefill = (
+            _varint_width(columns.tokens),
+            _varint_width(np.maximum(columns.others_prefill_tokens, 0)),
+        )
+        device = _varint_width(np.maximum(columns.device_span, 0)) if timed.any() else 0
         shape = several | mixed.view(np.uint8) << 1
         if device:
             shape |= timed.view(np.uint8) << 2
@@ -163,25 +166,27 @@ class StepEncoder:
             at = np.flatnonzero(shape == one)
             if len(at):
                 widths = (step, batch, tokens * (one & 1), prefill * (one >> 1 & 1), device * (one >> 2))
-                of_shape = columns.taken(at) if len(at) < count else columns
-                shapes.append((at, self._rows(of_shape, owners, widths)))
-        return _interleaved(shapes, count), count
+                of_shape = columns.select_rows(at) if len(at) < count else columns
+                shapes.append((at, self._build_rows(of_shape, owners, widths)))
+        return _interleave_rows(shapes, count), count
 
-    def _rows(self, columns: StepColumns, owners: StepOwners, widths: tuple[int, ...]) -> Rows:
+    def _build_rows(self, columns: StepColumns, owners: StepOwners, widths: tuple[int, ...]) -> Rows:
         """Rows of one shape: those attributes whose width is not 0."""
         known = self._templates.get(widths)
         if known is None:  # widths are few: each is at most 10
-            known = self._templates[widths] = self._template(widths)
+            known = self._templates[widths] = self._build_template(widths)
         counts = np.diff(columns.owner.searchsorted(np.arange(len(owners.trace_id) + 1, dtype=np.uint32)))
-        rows = _repeated(*known, owners, counts)
-        rows["span_id"] = _step_ids(_seeds(owners.request_span_id).repeat(counts), columns.step)
+        rows = _repeat_per_owner(*known, owners, counts)
+        rows["span_id"] = _derive_step_ids(
+            _hash_request_ids(owners.request_span_id).repeat(counts), columns.step
+        )
         rows["start"], rows["end"] = columns.start, columns.end
-        for name, column, width in zip(self._keys, columns[3:], widths):
+        for name, column, width in zip(self._wire_names, columns[3:], widths):
             if width:
-                rows[name] = _padded(column, width)
+                rows[name] = _pad_varints(column, width)
         return rows
 
-    def _template(self, widths: Sequence[int]) -> tuple[bytes, np.dtype[Any]]:
+    def _build_template(self, widths: Sequence[int]) -> tuple[bytes, np.dtype[Any]]:
         """A row with zeros in its holes, and a type that says where the holes are."""
         holes = [
             ("trace_id", b"\x0a\x10", "(16,)u1"),
@@ -190,21 +195,21 @@ class StepEncoder:
             ("start", self._name_and_kind + b"\x39", "<i8"),
             ("end", b"\x41", "<i8"),
         ]
-        for (name, wire_name), width in zip(self._keys.items(), widths):
+        for (name, wire_name), width in zip(self._wire_names.items(), widths):
             if width:
-                attribute = field(9, key(wire_name) + field(2, b"\x18" + bytes(width)))
+                attribute = encode_field(9, encode_key(wire_name) + encode_field(2, b"\x18" + bytes(width)))
                 holes.append((name, attribute[:-width], f"V{width}"))
         names, befores, formats = zip(*holes)
         lengths = [np.dtype(form).itemsize for form in formats]
         body = b"".join(before + bytes(length) for before, length in zip(befores, lengths))
-        row = field(2, body)
+        row = encode_field(2, body)
         ends = len(row) - len(body) + np.cumsum(lengths) + np.cumsum([len(before) for before in befores])
         offsets = [int(end) - length for end, length in zip(ends, lengths)]
         layout: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": len(row)}
         return row, np.dtype(layout)
 
 
-def _repeated(
+def _repeat_per_owner(
     template: bytes, holes: np.dtype[Any], owners: StepOwners, counts: npt.NDArray[np.intp]
 ) -> Rows:
     """So many rows for each owner, with what all of them share: cheaper than as columns."""
@@ -214,7 +219,7 @@ def _repeated(
     return of_owners.view(f"V{holes.itemsize}").repeat(counts).view(holes)
 
 
-def _interleaved(shapes: Sequence[tuple[npt.NDArray[np.intp], Rows]], count: int) -> memoryview:
+def _interleave_rows(shapes: Sequence[tuple[npt.NDArray[np.intp], Rows]], count: int) -> memoryview:
     """Rows of different lengths, each at its place (`shapes`: places and rows), as one run of bytes."""
     if len(shapes) == 1:
         return shapes[0][1].view(np.uint8).data

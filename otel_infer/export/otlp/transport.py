@@ -11,16 +11,16 @@ import ssl
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from otel_infer.export.otlp import Encoded, gzip1, sdk_adapter
-from otel_infer.export.otlp.sdk_adapter import SeamDrift
+from otel_infer.export.otlp import Encoded, gzip_parts, sdk_adapter
+from otel_infer.export.otlp.sdk_adapter import IncompatibleSdk
 
-__all__ = ["GrpcTransport", "HttpTransport", "SeamDrift", "Sent", "Transport", "transport"]
+__all__ = ["GrpcTransport", "HttpTransport", "IncompatibleSdk", "SendResult", "Transport", "make_transport"]
 
 HTTP, GRPC = "http/protobuf", "grpc"
 
-_MESSAGE_LENGTH = 100
+_MAX_MESSAGE_LENGTH = 100
 _NOT_SENT = "not sent"
-_FAILURES: tuple[tuple[type[BaseException], str], ...] = (
+_REASON_BY_ERROR: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionRefusedError, "connection refused"),
     (ConnectionResetError, "connection reset"),
     (BrokenPipeError, "connection reset"),
@@ -30,7 +30,7 @@ _FAILURES: tuple[tuple[type[BaseException], str], ...] = (
 )
 
 
-class Sent(NamedTuple):
+class SendResult(NamedTuple):
     """How many spans of a batch the receiver took, how many not, and why not or what it warned of.
 
     What stands before the first colon of `reason` is one of a few dozen texts ("connection refused", "HTTP 401",
@@ -45,7 +45,7 @@ class Sent(NamedTuple):
 class Transport(Protocol):
     """Where batches go. For one thread; `shutdown` may be called from another."""
 
-    def send_spans(self, parts: Sequence[Encoded], count: int) -> Sent:
+    def send_spans(self, parts: Sequence[Encoded], count: int) -> SendResult:
         """Sends an uncompressed ExportTraceServiceRequest, in parts, of `count` spans. Blocks while the exporter retries, at most
         its timeout (10 s unless configured; old releases of the SDK up to a minute). Never raises."""
 
@@ -53,7 +53,7 @@ class Transport(Protocol):
         """Ends a retry that is waiting, and closes connections. What is sent later is rejected."""
 
 
-def transport(protocol: str, compression: str = "") -> Transport:
+def make_transport(protocol: str, compression: str = "") -> Transport:
     """A transport for `http/protobuf` or `grpc`, configured by the environment as the SDK's exporter would be.
 
     `compression`: what the user asked for, `none`, `gzip` or `deflate`; anything else is gzip, at level 1 over HTTP.
@@ -66,17 +66,17 @@ def transport(protocol: str, compression: str = "") -> Transport:
     raise ValueError(f"OTLP protocol {protocol!r}: expected {HTTP} or {GRPC}")
 
 
-class _Outcome:
+class _ExportOutcome:
     """What the last attempt of an export came to: each attempt overwrites the one before."""
 
     def __init__(self) -> None:
         self.accepted, self.rejected = False, 0
         self.reason: str | None = _NOT_SENT
 
-    def failed(self, reason: str) -> None:
+    def record_failure(self, reason: str) -> None:
         self.accepted, self.rejected, self.reason = False, 0, reason
 
-    def took(self, response: bytes) -> None:
+    def record_response(self, response: bytes) -> None:
         """The receiver took the batch; `response` is an ExportTraceServiceResponse, or else nothing we know."""
         self.accepted, self.rejected, self.reason = True, 0, None
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
@@ -87,7 +87,7 @@ class _Outcome:
             return
         self.rejected = partial.rejected_spans
         if partial.rejected_spans or partial.error_message:
-            message = partial.error_message[:_MESSAGE_LENGTH]
+            message = partial.error_message[:_MAX_MESSAGE_LENGTH]
             self.reason = f"partial success: {message}" if message else "partial success"
 
 
@@ -97,33 +97,33 @@ class _SdkTransport:
     _exporter: Any
 
     def __init__(self) -> None:
-        self._outcome = _Outcome()
-        self._shut = False
+        self._outcome = _ExportOutcome()
+        self._is_shut_down = False
 
-    def send_spans(self, parts: Sequence[Encoded], count: int) -> Sent:
+    def send_spans(self, parts: Sequence[Encoded], count: int) -> SendResult:
         """See `Transport`."""
-        if self._shut:
-            return Sent(0, count, "shut down")
+        if self._is_shut_down:
+            return SendResult(0, count, "shut down")
         outcome = self._outcome
-        outcome.failed(_NOT_SENT)
+        outcome.record_failure(_NOT_SENT)
         try:
-            self._exporter.export(sdk_adapter.Ready(self._packed(parts), count))
+            self._exporter.export(sdk_adapter.EncodedBatch(self._build_body(parts), count))
         except Exception as error:
             # Old releases let connection errors out, which the outcome has by then.
             if outcome.reason == _NOT_SENT:
-                outcome.failed(_short(error))
+                outcome.record_failure(_describe_error(error))
         if not outcome.accepted:
-            return Sent(0, count, outcome.reason)
+            return SendResult(0, count, outcome.reason)
         rejected = min(max(outcome.rejected, 0), count)
-        return Sent(count - rejected, rejected, outcome.reason)
+        return SendResult(count - rejected, rejected, outcome.reason)
 
     def shutdown(self) -> None:
         """See `Transport`."""
-        if not self._shut:
-            self._shut = True
+        if not self._is_shut_down:
+            self._is_shut_down = True
             self._exporter.shutdown()
 
-    def _packed(self, parts: Sequence[Encoded]) -> bytes:
+    def _build_body(self, parts: Sequence[Encoded]) -> bytes:
         return b"".join(parts)
 
 
@@ -132,32 +132,32 @@ class HttpTransport(_SdkTransport):
 
     def __init__(self, compression: str = "") -> None:
         super().__init__()
-        self._gzip = compression not in ("none", "deflate")
-        session = sdk_adapter.http_session()
-        self._exporter = sdk_adapter.http_exporter("none" if self._gzip else compression, session)
-        if self._gzip:
+        self._uses_gzip = compression not in ("none", "deflate")
+        session = sdk_adapter.make_http_session()
+        self._exporter = sdk_adapter.make_http_exporter("none" if self._uses_gzip else compression, session)
+        if self._uses_gzip:
             session.headers["Content-Encoding"] = "gzip"
-        self._send = session.send
+        self._session_send = session.send
         # Around `send` and no response hook, for hooks do not see a connection fail.
-        session.send = self._watched
+        session.send = self._send_and_record
 
-    def _packed(self, parts: Sequence[Encoded]) -> bytes:
-        return gzip1(parts) if self._gzip else super()._packed(parts)
+    def _build_body(self, parts: Sequence[Encoded]) -> bytes:
+        return gzip_parts(parts) if self._uses_gzip else super()._build_body(parts)
 
-    def _watched(self, request: Any, **options: Any) -> Any:
+    def _send_and_record(self, request: Any, **options: Any) -> Any:
         # Old exporters follow redirects, and a page to log in at would be an acceptance.
         options["allow_redirects"] = False
         try:
-            response = self._send(request, **options)
+            response = self._session_send(request, **options)
             content = response.content
         except Exception as error:
-            self._outcome.failed(_short(error))
+            self._outcome.record_failure(_describe_error(error))
             raise
         # The exporter takes a redirect for a success.
         if 200 <= response.status_code < 300:
-            self._outcome.took(content)
+            self._outcome.record_response(content)
         else:
-            self._outcome.failed(f"HTTP {response.status_code}")
+            self._outcome.record_failure(f"HTTP {response.status_code}")
         return response
 
 
@@ -167,29 +167,29 @@ class GrpcTransport(_SdkTransport):
     def __init__(self, compression: str = "") -> None:
         super().__init__()
         chosen = compression if compression in ("none", "deflate") else "gzip"
-        self._exporter = sdk_adapter.grpc_exporter(chosen, self._watched)
+        self._exporter = sdk_adapter.make_grpc_exporter(chosen, self._send_and_record)
 
-    def _watched(self, call: Callable[[], bytes]) -> bytes:
+    def _send_and_record(self, call: Callable[[], bytes]) -> bytes:
         try:
             response = call()
         except Exception as error:
             code = getattr(error, "code", None)
-            self._outcome.failed(code().name if callable(code) else _short(error))
+            self._outcome.record_failure(code().name if callable(code) else _describe_error(error))
             raise
-        self._outcome.took(response)
+        self._outcome.record_response(response)
         return response
 
 
-def _short(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """What went wrong, without the message: it may hold addresses and credentials."""
-    for cause in _causes(error):
-        for kind, reason in _FAILURES:
+    for cause in _iter_causes(error):
+        for kind, reason in _REASON_BY_ERROR:
             if isinstance(cause, kind):
                 return reason
     return type(error).__name__
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _iter_causes(error: BaseException) -> Iterator[BaseException]:
     """The error and what is behind it, outermost first; urllib3 hides causes in `reason`, requests in `args`."""
     seen = [error]
     for each in seen:

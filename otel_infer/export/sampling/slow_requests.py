@@ -13,15 +13,15 @@ from ddsketch import DDSketch
 
 from otel_infer.assembly.records.request import RequestRecord
 
-FEWEST = 40
+MIN_REQUESTS = 40
 """Requests of a class before any of it can be called slow."""
-RENEWED = 4096
-LOOKED_UP_EVERY = 16
+MAX_SKETCH_REQUESTS = 4096
+UPDATE_EVERY = 16
 MAX_CLASSES = 128
 ACCURACY = 0.01
 
 
-class _Measure:
+class _SlowThreshold:
     """One length of the requests of a class."""
 
     def __init__(self) -> None:
@@ -34,30 +34,32 @@ class _Measure:
         slow = length > self._limit
         self._sketch.add(length)
         self._count += 1
-        if self._count >= FEWEST and self._count % LOOKED_UP_EVERY == 0:
+        if self._count >= MIN_REQUESTS and self._count % UPDATE_EVERY == 0:
             self._limit = (self._sketch.get_quantile_value(1 - share) or 0) * (1 + ACCURACY)
-            if self._count >= RENEWED:
+            if self._count >= MAX_SKETCH_REQUESTS:
                 self._sketch, self._count = DDSketch(ACCURACY), 0
         return slow
 
 
-class Slowest:
+class SlowRequestDetector:
     """`share` of the requests of each size, 0 to 1; 0 = none."""
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._classes: OrderedDict[tuple[int, int], tuple[_Measure, _Measure]] = OrderedDict()
+        self._size_classes: OrderedDict[tuple[int, int], tuple[_SlowThreshold, _SlowThreshold]] = (
+            OrderedDict()
+        )
 
-    def has(self, record: RequestRecord) -> bool:
+    def is_slow(self, record: RequestRecord) -> bool:
         """Whether this request is one of them; it counts for those after it."""
         if not self._share:
             return False
         size = record.input_tokens.bit_length(), record.output_tokens.bit_length()
-        measures = self._classes.get(size)
+        measures = self._size_classes.get(size)
         if measures is None:
-            measures = self._classes[size] = _Measure(), _Measure()
-            if len(self._classes) > MAX_CLASSES:
-                self._classes.popitem(last=False)
-        self._classes.move_to_end(size)
+            measures = self._size_classes[size] = _SlowThreshold(), _SlowThreshold()
+            if len(self._size_classes) > MAX_CLASSES:
+                self._size_classes.popitem(last=False)
+        self._size_classes.move_to_end(size)
         slow = measures[0].is_slow(record.duration_ns, self._share)
         return bool(record.ttft_ns and measures[1].is_slow(record.ttft_ns, self._share)) or slow

@@ -15,11 +15,11 @@ from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import slo
 from otel_infer.config.slo import Objectives
-from otel_infer.export.sampling.slow_requests import Slowest
+from otel_infer.export.sampling.slow_requests import SlowRequestDetector
 from otel_infer.ringbuffer import events
 
-STEPS_PER_TRACE = 1000
-TRACES_REMEMBERED = 4096
+MAX_STEPS_PER_TRACE = 1000
+MAX_TRACES = 4096
 BURST_SECONDS = 10
 """At low load everything is kept: unused budget of so many seconds may be spent at once."""
 RESERVED_SHARE = 0.25
@@ -27,14 +27,14 @@ RESERVED_SHARE = 0.25
 BASELINE_SHARE = 0.125
 """So much more, for ordinary ones to compare them with."""
 
-HELD_NS = 30_000_000_000
-HELD_REQUESTS = 2000
+MAX_HOLD_NS = 30_000_000_000
+MAX_HELD_REQUESTS = 2000
 """A finished request without steps waits so long, at most so many do, for one that it held up to end and name it."""
-NAMED = 4096
-BASELINE_NS = 10_000_000_000
+MAX_INTERFERERS = 4096
+BASELINE_INTERVAL_NS = 10_000_000_000
 """Where there is no room for ordinary requests, one of each size is kept so often, to compare the slow ones with."""
 
-NOTABLE = (
+PRIORITY_REASONS = (
     semconv.KEEP_REASON_ERROR,
     semconv.KEEP_REASON_ABORTED,
     semconv.KEEP_REASON_PREEMPTED,
@@ -59,14 +59,14 @@ class Decision(NamedTuple):
     slow: bool = False
 
 
-class Kept(NamedTuple):
+class SampledRequest(NamedTuple):
     """A request whose decision is final."""
 
     record: RequestRecord
     decision: Decision
 
 
-class Keeper:
+class TailSampler:
     """`mode`: `all`, `auto` or `off`; `budget`: step spans a second, in `auto`; `ratio`: the sampler is a ratio.
 
     `slow_share`: of the requests of each size, how many count as slow, 0 to 1. `share`: of the step spans that it would keep,
@@ -83,86 +83,91 @@ class Keeper:
         slow_share: float = 0.0,
     ) -> None:
         self._mode, self._budget, self._keep_unsampled, self._ratio = mode, budget, keep_unsampled, ratio
-        self._objectives, self._slowest = promised or Objectives(), Slowest(slow_share)
-        self._room = float(budget * BURST_SECONDS)
-        self._filled_at = 0
-        self._per_trace: OrderedDict[bytes, int] = OrderedDict()
-        self._held: OrderedDict[bytes, Kept] = OrderedDict()
-        self._named: OrderedDict[bytes, int] = OrderedDict()
-        self._baselines: dict[tuple[int, int], int] = {}
-        self.left_out: Counter[str] = Counter()
+        self._objectives, self._slow_detector = promised or Objectives(), SlowRequestDetector(slow_share)
+        self._budget_left = float(budget * BURST_SECONDS)
+        self._refilled_at = 0
+        self._steps_by_trace: OrderedDict[bytes, int] = OrderedDict()
+        self._held_requests: OrderedDict[bytes, SampledRequest] = OrderedDict()
+        self._pending_interferers: OrderedDict[bytes, int] = OrderedDict()
+        self._baseline_at: dict[tuple[int, int], int] = {}
+        self.dropped_steps: Counter[str] = Counter()
         self.share = 1.0
 
-    def exports(self, record: RequestRecord) -> bool:
+    def is_exported(self, record: RequestRecord) -> bool:
         """Whether request and stage spans leave at all: the caller's word, or the configuration's."""
         return not record.redundant and self._is_sampled(record)
 
     def _is_sampled(self, record: RequestRecord) -> bool:
         return record.sampled or self._keep_unsampled
 
-    def take(self, record: RequestRecord) -> list[Kept]:
+    def add(self, record: RequestRecord) -> list[SampledRequest]:
         """A finished request: what is decided by it, of itself and of one that waited to be named."""
-        decision = self.decide(record)
-        final = [Kept(record, decision)]
+        decision = self.make_decision(record)
+        final = [SampledRequest(record, decision)]
         if (
             decision.export
             and decision.reason == semconv.KEEP_REASON_NONE
             and self._mode == "auto"
             and record.steps
         ):
-            before = self._held.pop(record.span_id, None)
+            before = self._held_requests.pop(record.span_id, None)
             final = [before] if before is not None else []
-            self._held[record.span_id] = Kept(_apart(record), decision)
-        offender = record.blame.offender if record.blame is not None else None
-        if offender is not None and decision.reason in NOTABLE:
-            final += self._name(offender.span_id, record.ended_at)
-        return self._counted(final)
+            self._held_requests[record.span_id] = SampledRequest(_detach_steps(record), decision)
+        offender = record.breakdown.interferer if record.breakdown is not None else None
+        if offender is not None and decision.reason in PRIORITY_REASONS:
+            final += self._sample_interferer(offender.span_id, record.ended_at)
+        return self._count_dropped(final)
 
-    def release(self, now: int, oldest_live: int) -> list[Kept]:
+    def flush_held(self, now: int, oldest_live: int) -> list[SampledRequest]:
         """Those that nobody can name any more, or that have waited too long.
 
         `oldest_live`: when the oldest request in flight arrived; what ended before held up none of those, nor they it.
         """
-        for span_id in [span_id for span_id, at in self._named.items() if at < oldest_live]:
-            del self._named[span_id]
-        limit = max(now - HELD_NS, oldest_live)
-        gone = [span_id for span_id, kept in self._held.items() if kept.record.ended_at < limit]
-        gone += list(self._held)[: max(len(self._held) - HELD_REQUESTS, 0)]
-        return self._counted([self._held.pop(span_id) for span_id in dict.fromkeys(gone)])
+        for span_id in [span_id for span_id, at in self._pending_interferers.items() if at < oldest_live]:
+            del self._pending_interferers[span_id]
+        limit = max(now - MAX_HOLD_NS, oldest_live)
+        gone = [span_id for span_id, kept in self._held_requests.items() if kept.record.ended_at < limit]
+        gone += list(self._held_requests)[: max(len(self._held_requests) - MAX_HELD_REQUESTS, 0)]
+        return self._count_dropped([self._held_requests.pop(span_id) for span_id in dict.fromkeys(gone)])
 
-    def _counted(self, final: list[Kept]) -> list[Kept]:
+    def _count_dropped(self, final: list[SampledRequest]) -> list[SampledRequest]:
         """What is left out is counted when that is final: a counter never goes back."""
         for record, decision in final if self._mode != "off" else ():
-            chunks = _chunks(record)
-            left_out = chunks * (not decision.prefill_steps) + _steps(record) - decision.steps
+            chunks = _count_prefill_chunks(record)
+            left_out = chunks * (not decision.prefill_steps) + _count_decode_steps(record) - decision.steps
             if decision.export and left_out:
-                self.left_out[decision.reason] += left_out
+                self.dropped_steps[decision.reason] += left_out
         return final
 
-    def decide(self, record: RequestRecord) -> Decision:
+    def make_decision(self, record: RequestRecord) -> Decision:
         """The decision for a finished request as it looks now; spends its part of the budget."""
-        missed = missed_by(record, self._objectives)
-        is_slow = self._slowest.has(record)
-        export, steps, reason, prefill_steps, *_ = self._decided(record, missed, is_slow)
+        missed = find_missed_objectives(record, self._objectives)
+        is_slow = self._slow_detector.is_slow(record)
+        export, steps, reason, prefill_steps, *_ = self._decide_by_mode(record, missed, is_slow)
         return Decision(export, steps, reason, prefill_steps, missed, is_slow or bool(missed))
 
-    def _decided(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> Decision:
-        if not self.exports(record):
+    def _decide_by_mode(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> Decision:
+        if not self.is_exported(record):
             return Decision(
                 False,
                 0,
                 semconv.KEEP_REASON_NONE if self._is_sampled(record) else semconv.KEEP_REASON_UNSAMPLED,
             )
-        urgent = self._urgent(record, missed, is_slow)
+        urgent = self._find_priority_reason(record, missed, is_slow)
         if self._mode == "off":
             return Decision(True, 0, semconv.KEEP_REASON_NONE)
-        if self._mode == "all" and not urgent and _draw(record) >= self.share:
+        if self._mode == "all" and not urgent and _trace_to_fraction(record) >= self.share:
             return Decision(True, 0, semconv.KEEP_REASON_NONE)
         if self._mode == "all":
-            return Decision(True, _steps(record), urgent or semconv.KEEP_REASON_ALL, _chunks(record) > 0)
-        return self._granted(record, urgent)
+            return Decision(
+                True,
+                _count_decode_steps(record),
+                urgent or semconv.KEEP_REASON_ALL,
+                _count_prefill_chunks(record) > 0,
+            )
+        return self._grant_steps(record, urgent)
 
-    def _urgent(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> str:
+    def _find_priority_reason(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> str:
         """Why this is one of those that steps are kept for; empty for an ordinary one."""
         if record.outcome == events.ERROR:
             return semconv.KEEP_REASON_ERROR
@@ -174,113 +179,113 @@ class Keeper:
             return semconv.KEEP_REASON_PREEMPTED
         if is_slow:
             return semconv.KEEP_REASON_SLOW
-        return semconv.KEEP_REASON_OFFENDER if record.span_id in self._named else ""
+        return semconv.KEEP_REASON_INTERFERER if record.span_id in self._pending_interferers else ""
 
-    def _granted(self, record: RequestRecord, urgent: str) -> Decision:
-        chunks, steps = _chunks(record), _steps(record)
-        used = self._per_trace.get(record.trace_id, 0)
-        self._fill(record.ended_at)
-        if not urgent and self._room_for("") < steps and self._is_baseline(record):
+    def _grant_steps(self, record: RequestRecord, urgent: str) -> Decision:
+        chunks, steps = _count_prefill_chunks(record), _count_decode_steps(record)
+        used = self._steps_by_trace.get(record.trace_id, 0)
+        self._refill_budget(record.ended_at)
+        if not urgent and self._budget_for_reason("") < steps and self._claim_baseline(record):
             urgent = semconv.KEEP_REASON_BASELINE
-        room = max(min(STEPS_PER_TRACE - used, self._room_for(urgent)), 0)
+        room = max(min(MAX_STEPS_PER_TRACE - used, self._budget_for_reason(urgent)), 0)
         with_chunks = 0 < chunks <= room
         granted = min(steps, room - chunks * with_chunks)
         spent = granted + chunks * with_chunks
-        self._spend(record.trace_id, used, spent)
+        self._spend_budget(record.trace_id, used, spent)
         reason = urgent or (semconv.KEEP_REASON_SAMPLED if self._ratio else semconv.KEEP_REASON_BUDGET)
         if spent == 0 and chunks + steps > 0:
             reason = urgent or semconv.KEEP_REASON_NONE
         return Decision(True, granted, reason, with_chunks)
 
-    def _is_baseline(self, record: RequestRecord) -> bool:
+    def _claim_baseline(self, record: RequestRecord) -> bool:
         size = record.input_tokens.bit_length(), record.output_tokens.bit_length()
-        last = self._baselines.get(size)
-        if last is not None and record.ended_at - last < BASELINE_NS:
+        last = self._baseline_at.get(size)
+        if last is not None and record.ended_at - last < BASELINE_INTERVAL_NS:
             return False
-        self._baselines[size] = record.ended_at
+        self._baseline_at[size] = record.ended_at
         return True
 
-    def _name(self, span_id: bytes, at: int) -> list[Kept]:
+    def _sample_interferer(self, span_id: bytes, at: int) -> list[SampledRequest]:
         """Somebody who ended then was held up by this request: it is kept too, now or when it ends."""
-        held = self._held.pop(span_id, None)
+        held = self._held_requests.pop(span_id, None)
         if held is None:
-            self._named[span_id] = at
-            if len(self._named) > NAMED:
-                self._named.popitem(last=False)
+            self._pending_interferers[span_id] = at
+            if len(self._pending_interferers) > MAX_INTERFERERS:
+                self._pending_interferers.popitem(last=False)
             return []
         record, before = held
         return [
-            Kept(
+            SampledRequest(
                 record,
-                self._granted(record, semconv.KEEP_REASON_OFFENDER)._replace(
+                self._grant_steps(record, semconv.KEEP_REASON_INTERFERER)._replace(
                     missed=before.missed, slow=before.slow
                 ),
             )
         ]
 
-    def _fill(self, at: int) -> None:
+    def _refill_budget(self, at: int) -> None:
         """The budget comes back with time."""
-        if self._filled_at:
-            come = max(at - self._filled_at, 0) * self._budget * self.share / 1e9
-            self._room = min(self._budget * self.share * BURST_SECONDS, self._room + come)
-        self._filled_at = max(at, self._filled_at)
+        if self._refilled_at:
+            come = max(at - self._refilled_at, 0) * self._budget * self.share / 1e9
+            self._budget_left = min(self._budget * self.share * BURST_SECONDS, self._budget_left + come)
+        self._refilled_at = max(at, self._refilled_at)
 
-    def _room_for(self, reason: str) -> int:
+    def _budget_for_reason(self, reason: str) -> int:
         """How many step spans there is room for; whoever has no reason leaves what is reserved alone."""
         reserved = {"": RESERVED_SHARE + BASELINE_SHARE, semconv.KEEP_REASON_BASELINE: RESERVED_SHARE}.get(
             reason, 0.0
         )
-        return int(self._room - self._budget * self.share * BURST_SECONDS * reserved)
+        return int(self._budget_left - self._budget * self.share * BURST_SECONDS * reserved)
 
-    def _spend(self, trace_id: bytes, used: int, spent: int) -> None:
-        self._room -= spent
-        self._per_trace[trace_id] = used + spent
-        self._per_trace.move_to_end(trace_id)
-        while len(self._per_trace) > TRACES_REMEMBERED:
-            self._per_trace.popitem(last=False)
+    def _spend_budget(self, trace_id: bytes, used: int, spent: int) -> None:
+        self._budget_left -= spent
+        self._steps_by_trace[trace_id] = used + spent
+        self._steps_by_trace.move_to_end(trace_id)
+        while len(self._steps_by_trace) > MAX_TRACES:
+            self._steps_by_trace.popitem(last=False)
 
 
-def _steps(record: RequestRecord) -> int:
+def _count_decode_steps(record: RequestRecord) -> int:
     """How many decode steps could be spans: those that delivered tokens after the first one."""
-    if record.steps is None or record.stage(semconv.SPAN_DECODE) is None:
+    if record.steps is None or record.find_stage(semconv.SPAN_DECODE) is None:
         return 0
     return len(record.steps) - 1
 
 
-def _chunks(record: RequestRecord) -> int:
+def _count_prefill_chunks(record: RequestRecord) -> int:
     """How many chunks of the prompt could be spans; one alone is the prefill itself."""
     return len(record.prefill_steps) if len(record.prefill_steps) > 1 else 0
 
 
-def missed_by(record: RequestRecord, promised: Objectives) -> tuple[str, ...]:
+def find_missed_objectives(record: RequestRecord, promised: Objectives) -> tuple[str, ...]:
     """The objectives that a request did not meet, sampled or not."""
     route = str(record.attributes.get(semconv.HTTP_ROUTE, ""))
-    return promised.missed(record.model, route, _lengths(record)) if promised.sections else ()
+    return promised.find_missed(record.model, route, _measure_durations(record)) if promised.sections else ()
 
 
-def was_stopped(record: RequestRecord) -> bool:
+def is_client_cancelled(record: RequestRecord) -> bool:
     """Whether its client had it end, which is no fault of the server; what it waited for until then may be."""
-    return record.outcome == events.ABORTED and record.error_type in semconv.NOT_ERRORS
+    return record.outcome == events.ABORTED and record.error_type in semconv.NON_ERROR_TYPES
 
 
-def _lengths(record: RequestRecord) -> dict[str, int]:
+def _measure_durations(record: RequestRecord) -> dict[str, int]:
     """What objectives are about, ns; what a request does not have is not there, nor is the end of one that was stopped."""
     queued = [stage for stage in record.stages if stage.name == semconv.SPAN_QUEUE]
     lengths = {slo.QUEUE: sum(stage.ended_at - stage.started_at for stage in queued)}
-    if not was_stopped(record):
+    if not is_client_cancelled(record):
         lengths[slo.E2E] = record.duration_ns
     if record.ttft_ns:
         lengths[slo.TTFT] = record.ttft_ns
     if record.summary.gaps:
         lengths[slo.ITL] = record.summary.gap_max
-    for name, waited in _waited_in_vain(record):
+    for name, waited in _iter_unserved_waits(record):
         lengths[name] = max(lengths.get(name, 0), waited)
     if record.tokens_after_first > 0:
         lengths[slo.TPOT] = round(record.decode_ns / record.tokens_after_first)
     return lengths
 
 
-def _waited_in_vain(record: RequestRecord) -> Iterator[tuple[str, int]]:
+def _iter_unserved_waits(record: RequestRecord) -> Iterator[tuple[str, int]]:
     """For what token an engine let it wait when it ended otherwise than well, and how long (ns): it took longer than that."""
     if record.outcome == events.OK or record.telemetry_lost or not (record.generative and record.engine):
         return
@@ -288,16 +293,16 @@ def _waited_in_vain(record: RequestRecord) -> Iterator[tuple[str, int]]:
         return
     if record.died_in in (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL):
         yield slo.TTFT, record.duration_ns
-    elif record.left_waiting_ns:
-        yield slo.ITL, record.left_waiting_ns
+    elif record.final_wait_ns:
+        yield slo.ITL, record.final_wait_ns
 
 
-def _draw(record: RequestRecord) -> float:
+def _trace_to_fraction(record: RequestRecord) -> float:
     """0 to 1, the same for all requests of a trace."""
     return int.from_bytes(record.trace_id[:4], "big") / (1 << 32)
 
 
-def _apart(record: RequestRecord) -> RequestRecord:
+def _detach_steps(record: RequestRecord) -> RequestRecord:
     """Its steps are a part of the table of many; what waits is not to hold that."""
     if record.steps is not None:
         record.steps = record.steps.copy()

@@ -19,36 +19,36 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from otel_infer.instrumentation.asgi import event_loop_lag, response_headers
-from otel_infer.instrumentation.asgi.exchange import KEY, App, Exchange, Receive, Scope, Send
+from otel_infer.instrumentation.asgi.exchange import SCOPE_KEY, App, Exchange, Receive, Scope, Send
 from otel_infer.instrumentation.asgi.lifespan import Lifespan
 from otel_infer.instrumentation.asgi.parent_context import (
-    Door,
+    AsgiEntryPoint,
+    detach_all,
+    has_active_span,
     has_provider,
-    is_passed_over,
-    is_traced,
-    leave,
+    is_caller_in_other_trace,
 )
-from otel_infer.instrumentation.hooks.instrumentor import Integration
-from otel_infer.instrumentation.hooks.probe import Hook, Make
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
+from otel_infer.instrumentation.hooks.probe import Hook, WrapperFactory
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span
 
 MODULES = ("starlette.applications", "fastapi.routing", "uvicorn.config", "hypercorn.app_wrappers")
-CALL = ("scope", "receive", "send")
-LEFT_ALONE = frozenset(("GET", "HEAD", "OPTIONS", "DELETE", "TRACE", "CONNECT"))
+ASGI_PARAMETERS = ("scope", "receive", "send")
+IGNORED_METHODS = frozenset(("GET", "HEAD", "OPTIONS", "DELETE", "TRACE", "CONNECT"))
 
 log = logging.getLogger(__name__)
-integration = Integration("asgi", "starlette", MODULES)
+integration = Instrumentor("asgi", "starlette", MODULES)
 _excluded: tuple[re.Pattern[str], ...] = ()
 
 
-def configure(excluded_urls: str, tell_client: bool = False) -> None:
+def configure_asgi(excluded_urls: str, tell_client: bool = False) -> None:
     """Leaves requests alone in whose URL one of these comma-separated regular expressions is found.
 
     `tell_client`: responses say in headers whose span they are, and how long they took to start.
     """
     global _excluded
-    response_headers.wanted = tell_client
+    response_headers.enabled = tell_client
     kept = []
     for pattern in filter(None, map(str.strip, excluded_urls.split(","))):
         try:
@@ -60,14 +60,14 @@ def configure(excluded_urls: str, tell_client: bool = False) -> None:
 
 def wrap(app: App) -> App:
     """The ASGI application, watched, for a server that we do not hook. Wrapping twice watches once."""
-    return _front(app, Hook("otel_infer.instrumentation.asgi:wrap"))
+    return _wrap_app(app, Hook("otel_infer.instrumentation.asgi:wrap"))
 
 
-def _front(app: App, hook: Hook) -> App:
-    door = Door()
+def _wrap_app(app: App, hook: Hook) -> App:
+    door = AsgiEntryPoint()
 
-    async def front(scope: Scope, receive: Receive, send: Send) -> Any:
-        exchange = _arrive(scope, receive, send, hook, door)
+    async def traced_app(scope: Scope, receive: Receive, send: Send) -> Any:
+        exchange = _begin_exchange(scope, receive, send, hook, door)
         if exchange is not None:
             with exchange:
                 return await app(scope, exchange.receive, exchange.send)
@@ -75,150 +75,158 @@ def _front(app: App, hook: Hook) -> App:
             return await Lifespan(send, hook).run(app, scope, receive)
         return await app(scope, receive, send)
 
-    return front
+    return traced_app
 
 
-def _arrive(scope: Scope, receive: Receive, send: Send, hook: Hook, door: Door | None) -> Exchange | None:
+def _begin_exchange(
+    scope: Scope, receive: Receive, send: Send, hook: Hook, door: AsgiEntryPoint | None
+) -> Exchange | None:
     """The exchange that begins here; None if there is none to be watched, or it is watched already."""
     try:
         kind = scope.get("type")
-        if kind != "http" or scope.get("method") in LEFT_ALONE or KEY in scope:
+        if kind != "http" or scope.get("method") in IGNORED_METHODS or SCOPE_KEY in scope:
             if kind == "lifespan" and door is not None:
-                scope.setdefault(KEY, door)
+                scope.setdefault(SCOPE_KEY, door)
             return None
-        if not hook.alive or not recorder.active or request_span.opener is None:
+        if not hook.alive or not recorder.active or request_span.span_factory is None:
             return None
         exchange = Exchange(scope, receive, send, hook, door)
         if _excluded and _is_excluded(scope):
-            scope[KEY] = None
+            scope[SCOPE_KEY] = None
             return None
         if door is None:
-            exchange.deferred = has_provider() and not is_traced()
+            exchange.deferred = has_provider() and not has_active_span()
         else:
-            exchange.deferred = door.inside and (door.traced or has_provider())
-        scope[KEY] = exchange
+            exchange.deferred = door.reached_app and (door.has_tracer or has_provider())
+        scope[SCOPE_KEY] = exchange
         _watch_loop(door, exchange.arrived_at)
         return exchange
     except BaseException as exc:
-        hook.fail(exc)
+        hook.mark_failed(exc)
         return None
 
 
-def _fronting(attribute: str) -> Make:
+def _patch_app_attribute(attribute: str) -> WrapperFactory:
     """Puts a front before the application that an object holds under this name after the call."""
 
-    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def call_and_wrap_app(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
             try:
                 if hook.alive:
-                    setattr(self, attribute, _front(getattr(self, attribute), hook))
+                    setattr(self, attribute, _wrap_app(getattr(self, attribute), hook))
             except BaseException as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
             return result
 
-        return made
+        return call_and_wrap_app
 
-    return make
-
-
-integration.step_hook("uvicorn.config:Config.load", part="uvicorn")(_fronting("loaded_app"))
-integration.step_hook("hypercorn.app_wrappers:ASGIWrapper.__init__", part="hypercorn")(_fronting("app"))
+    return make_wrapper
 
 
-@integration.step_hook("starlette.applications:Starlette.__call__", reads=CALL, part="starlette")
-def _application(original: App, hook: Hook) -> App:
+integration.patch_hot_path("uvicorn.config:Config.load", part="uvicorn")(_patch_app_attribute("loaded_app"))
+integration.patch_hot_path("hypercorn.app_wrappers:ASGIWrapper.__init__", part="hypercorn")(
+    _patch_app_attribute("app")
+)
+
+
+@integration.patch_hot_path(
+    "starlette.applications:Starlette.__call__", reads=ASGI_PARAMETERS, part="starlette"
+)
+def _patch_application(original: App, hook: Hook) -> App:
     # A coroutine function, because servers look whether it is one.
-    async def called(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
-        seen = scope.get(KEY)
+    async def call_application(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
+        seen = scope.get(SCOPE_KEY)
         if seen is None:
-            exchange = _arrive(scope, receive, send, hook, None)
+            exchange = _begin_exchange(scope, receive, send, hook, None)
             if exchange is not None:
-                exchange.entered(self)
-                is_below = not exchange.deferred and is_traced()
-                exchange.ambient = is_below and not is_passed_over(scope)
+                exchange.enter_application(self)
+                is_below = not exchange.deferred and has_active_span()
+                exchange.ambient = is_below and not is_caller_in_other_trace(scope)
                 with exchange:
                     return await original(self, scope, exchange.receive, exchange.send)
             if scope.get("type") == "lifespan" and hook.alive and recorder.active:
                 return await Lifespan(send, hook).run(functools.partial(original, self), scope, receive)
             return await original(self, scope, receive, send)
-        tokens = seen.entered(self) if hook.alive and not seen.inside else ()
+        tokens = seen.enter_application(self) if hook.alive and not seen.reached_app else ()
         try:
             return await original(self, scope, receive, send)
         finally:
             if tokens:
-                leave(tokens)
+                detach_all(tokens)
 
-    return called
+    return call_application
 
 
-@integration.step_hook("starlette.routing:Router.__call__", reads=CALL, part="starlette")
-def _router(original: App, hook: Hook) -> App:
-    async def called(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
-        seen = scope.get(KEY)
+@integration.patch_hot_path("starlette.routing:Router.__call__", reads=ASGI_PARAMETERS, part="starlette")
+def _patch_router(original: App, hook: Hook) -> App:
+    async def call_router(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
+        seen = scope.get(SCOPE_KEY)
         if seen is None or not hook.alive:
             return await original(self, scope, receive, send)
-        tokens = seen.reached() if seen.deferred else ()
+        tokens = seen.enter_router() if seen.deferred else ()
         try:
             return await original(self, scope, receive, send)
         except Exception as exc:
-            seen.breaks(exc)
+            seen.record_route_error(exc)
             raise
         finally:
             if tokens:
-                leave(tokens)
+                detach_all(tokens)
 
-    return called
+    return call_router
 
 
-def _handling(note: Callable[[Exchange, Any, Scope], None]) -> Make:
+def _patch_route_handler(note: Callable[[Exchange, Any, Scope], None]) -> WrapperFactory:
     """Notes on the exchange what a route says of itself."""
 
-    def make(original: App, hook: Hook) -> App:
-        def handle(self: Any, scope: Scope, receive: Receive, send: Send) -> Awaitable[Any]:
-            seen = scope.get(KEY)
+    def make_wrapper(original: App, hook: Hook) -> App:
+        def handle_route(self: Any, scope: Scope, receive: Receive, send: Send) -> Awaitable[Any]:
+            seen = scope.get(SCOPE_KEY)
             if seen is not None and hook.alive:
                 try:
                     note(seen, self, scope)
                 except BaseException as exc:
-                    hook.fail(exc)
+                    hook.mark_failed(exc)
             return original(self, scope, receive, send)
 
-        return handle
+        return handle_route
 
-    return make
+    return make_wrapper
 
 
-def _note_route(exchange: Exchange, route: Any, scope: Scope) -> None:
+def _set_route(exchange: Exchange, route: Any, scope: Scope) -> None:
     exchange.route = route
 
 
-def _note_mount(exchange: Exchange, mount: Any, scope: Scope) -> None:
-    exchange.mounted += mount.path_format.removesuffix("/{path}")
+def _add_mount(exchange: Exchange, mount: Any, scope: Scope) -> None:
+    exchange.mount_path += mount.path_format.removesuffix("/{path}")
     exchange.route = None
 
 
-def _note_included(exchange: Exchange, route: Any, scope: Scope) -> None:
+def _set_included_route(exchange: Exchange, route: Any, scope: Scope) -> None:
     # From FastAPI 0.137 on, a route of an included router does not know its prefix.
     effective = scope.get("fastapi", {}).get("effective_route_context")
     exchange.route = effective if getattr(effective, "original_route", None) is route else route
 
 
 for _target, _note, _part in (
-    ("starlette.routing:Route.handle", _note_route, "starlette"),
-    ("starlette.routing:Mount.handle", _note_mount, "starlette"),
-    ("fastapi.routing:APIRoute.handle", _note_included, "fastapi"),
+    ("starlette.routing:Route.handle", _set_route, "starlette"),
+    ("starlette.routing:Mount.handle", _add_mount, "starlette"),
+    ("fastapi.routing:APIRoute.handle", _set_included_route, "fastapi"),
 ):
-    integration.step_hook(_target, reads=CALL, optional=True, part=_part)(_handling(_note))
+    integration.patch_hot_path(_target, reads=ASGI_PARAMETERS, optional=True, part=_part)(
+        _patch_route_handler(_note)
+    )
 
 
-def _watch_loop(door: Door | None, now: int) -> None:
+def _watch_loop(door: AsgiEntryPoint | None, now: int) -> None:
     """Has the event loop watched; a front asks for it once in a while, since the timer runs that long at least."""
     if door is None:
-        event_loop_lag.watch()
+        event_loop_lag.watch_event_loop()
     elif now > door.watched_until:
-        event_loop_lag.watch()
-        door.watched_until = now + event_loop_lag.EVERY_NS // 2
+        event_loop_lag.watch_event_loop()
+        door.watched_until = now + event_loop_lag.CHECK_INTERVAL_NS // 2
 
 
 def _is_excluded(scope: Scope) -> bool:

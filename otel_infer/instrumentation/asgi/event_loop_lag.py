@@ -18,47 +18,47 @@ from otel_infer import _clock
 from otel_infer.ringbuffer.recorder import recorder
 
 CAUSE = "event_loop"
-EVERY_NS = 50_000_000
-LONG_NS = 20_000_000
+CHECK_INTERVAL_NS = 50_000_000
+MIN_LAG_NS = 20_000_000
 """Of what is shorter, nobody says that the server has frozen."""
 
 
-class _Timer:
+class _LagTimer:
     """On one loop; runs until no request of this process is in flight."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         # An empty one: that of the request would keep the request alive.
         self._context = contextvars.Context()
-        self._set()
+        self._schedule_check()
 
-    def _set(self) -> None:
-        self._due_at = _clock.now() + EVERY_NS
-        self.loop.call_later(EVERY_NS / 1e9, self._run, context=self._context)
+    def _schedule_check(self) -> None:
+        self._due_at = _clock.now() + CHECK_INTERVAL_NS
+        self.loop.call_later(CHECK_INTERVAL_NS / 1e9, self._check_lag, context=self._context)
 
-    def _run(self) -> None:
+    def _check_lag(self) -> None:
         at = _clock.now()
-        if at - self._due_at > LONG_NS:
-            recorder.paused(CAUSE, self._due_at, at)
+        if at - self._due_at > MIN_LAG_NS:
+            recorder.record_pause(CAUSE, self._due_at, at)
         requests = recorder.requests
         if requests is not None and requests.in_flight:
-            self._set()
+            self._schedule_check()
         else:
-            _here.timer = None
+            _thread_timer.timer = None
 
 
-class _Here(threading.local):
+class _ThreadTimer(threading.local):
     """The timer of the loop that runs in this thread, if there is one."""
 
-    timer: _Timer | None = None
+    timer: _LagTimer | None = None
 
 
-_here = _Here()
+_thread_timer = _ThreadTimer()
 
 
-def watch() -> None:
+def watch_event_loop() -> None:
     """From now on, until no request is in flight, it is seen whether the loop that runs here is late."""
     loop = asyncio._get_running_loop()  # None where another library than asyncio has the loop
-    timer = _here.timer
+    timer = _thread_timer.timer
     if loop is not None and (timer is None or timer.loop is not loop):
-        _here.timer = _Timer(loop)
+        _thread_timer.timer = _LagTimer(loop)

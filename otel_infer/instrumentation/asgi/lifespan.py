@@ -17,7 +17,7 @@ class Lifespan:
         self._send, self._hook = send, hook
         self._started_at = _clock.now()
         self._failed = False
-        recorder.startup(events.PhaseBegan(self._started_at, events.READY))
+        recorder.record_startup(events.PhaseBegan(self._started_at, events.READY))
 
     async def run(self, call: App, scope: Scope, receive: Receive) -> None:
         """Calls the application."""
@@ -25,10 +25,10 @@ class Lifespan:
             await call(scope, receive, self.send)
         except BaseException as exc:
             if self._failed:
-                self._end(type(exc).__qualname__)
+                self._record_phase_end(type(exc).__qualname__)
             raise
         if self._failed:
-            self._end(events.OTHER)
+            self._record_phase_end(events.OTHER)
 
     async def send(self, message: Message) -> None:
         """The server's `send`, seen."""
@@ -37,13 +37,13 @@ class Lifespan:
             if kind == "lifespan.startup.failed":
                 self._failed = True
             elif kind == "lifespan.startup.complete":
-                self._end("")
+                self._record_phase_end("")
         except BaseException as exc:
-            self._hook.fail(exc)
+            self._hook.mark_failed(exc)
         await self._send(message)
 
-    def _end(self, error_type: str) -> None:
+    def _record_phase_end(self, error_type: str) -> None:
         ended = events.PhaseEnded(
             _clock.now(), self._started_at, events.READY, events.BY_LIFESPAN, "", error_type
         )
-        recorder.startup(ended)
+        recorder.record_startup(ended)

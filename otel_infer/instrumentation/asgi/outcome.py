@@ -11,7 +11,7 @@ TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # one and the same from Python 
 GATEWAY_TIMEOUT = 504
 
 
-def verdict(exc: BaseException | None, status: int, is_complete: bool) -> tuple[int, str]:
+def determine_outcome(exc: BaseException | None, status: int, is_complete: bool) -> tuple[int, str]:
     """Outcome and error type. `status`: 0 = nothing was sent. `is_complete`: the last byte was handed over."""
     if exc is None and is_complete and status < 500:
         return events.OK, ""
@@ -23,7 +23,7 @@ def verdict(exc: BaseException | None, status: int, is_complete: bool) -> tuple[
     return events.ERROR, events.OTHER if cut_short else str(status or 500)
 
 
-def only(exc: BaseException | None) -> BaseException | None:
+def unwrap_group(exc: BaseException | None) -> BaseException | None:
     """The one exception in a group of one, as a task group raises it."""
     inner = getattr(exc, "exceptions", None)
-    return only(inner[0]) if isinstance(inner, tuple) and len(inner) == 1 else exc
+    return unwrap_group(inner[0]) if isinstance(inner, tuple) and len(inner) == 1 else exc

@@ -10,21 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.tracing.request_span import LiveRequest
+from otel_infer.tracing.request_span import RequestSpan
 
 TRACE_RESPONSE, SERVER_TIMING = b"traceresponse", b"server-timing"
 
-wanted = False
+enabled = False
 """Set by `configure`; asked once per response."""
 
 
-def added(message: Any, request: LiveRequest) -> dict[str, Any]:
+def add_headers(message: Any, request: RequestSpan) -> dict[str, Any]:
     """A copy of the response's start message that says more; an application may send one and the same again."""
     headers = list(message.get("headers") or ())
     names = [name.lower() for name, _ in headers]
     if TRACE_RESPONSE not in names:
-        headers.append((TRACE_RESPONSE, _context(request)))
-    entry = _timing(_clock.now() - request.arrived_at)
+        headers.append((TRACE_RESPONSE, _format_traceresponse(request)))
+    entry = _format_server_timing(_clock.now() - request.arrived_at)
     if SERVER_TIMING in names:
         last = len(names) - 1 - names[::-1].index(SERVER_TIMING)
         name, said = headers[last]
@@ -34,11 +34,11 @@ def added(message: Any, request: LiveRequest) -> dict[str, Any]:
     return {**message, "headers": headers}
 
 
-def _context(request: LiveRequest) -> bytes:
+def _format_traceresponse(request: RequestSpan) -> bytes:
     """The server span if that is ours, else the request's."""
     context = request.server or request.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}".encode()
 
 
-def _timing(spent_ns: int) -> bytes:
+def _format_server_timing(spent_ns: int) -> bytes:
     return f'infer;dur={spent_ns / 1e6:.3f};desc="arrival to response start"'.encode()

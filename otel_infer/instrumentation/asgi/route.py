@@ -8,7 +8,7 @@ from typing import Any
 from otel_infer.ringbuffer import events
 
 
-def asked(scope: Mapping[str, Any], route: Any, root: str, mounted: str) -> tuple[int, str]:
+def encode_method_and_route(scope: Mapping[str, Any], route: Any, root: str, mounted: str) -> tuple[int, str]:
     """As `facts.ExchangeEnded` has it: method and scheme as one number, and the route; empty if there was none."""
     path = None
     if route is not None:
@@ -18,8 +18,8 @@ def asked(scope: Mapping[str, Any], route: Any, root: str, mounted: str) -> tupl
     template = root.rstrip("/") + mounted + path if isinstance(path, str) else ""
     method: Any = scope.get("method")
     scheme: Any = scope.get("scheme")
-    http = events.HTTP.get((method, scheme))
+    http = events.HTTP_CODES.get((method, scheme))
     if http is None:
         known = method if method in events.METHODS else events.OTHER
-        http = events.HTTP[known, scheme if scheme in events.SCHEMES else ""]
+        http = events.HTTP_CODES[known, scheme if scheme in events.SCHEMES else ""]
     return http, template

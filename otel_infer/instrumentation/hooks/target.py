@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-class Drift(Exception):
+class TargetMismatch(Exception):
     """The library no longer looks the way its integration was written for."""
 
     def __init__(self, target: str, reason: str) -> None:
@@ -23,25 +23,25 @@ Parameters = dict[str, tuple[int, Any]]
 """By name: the position (sys.maxsize if it has none) and the default (None if it has none)."""
 
 
-def resolve(module: str, path: str) -> tuple[Any, str, Any]:
+def resolve_target(module: str, path: str) -> tuple[Any, str, Any]:
     """Owner, name, what it holds; runs nobody's code. Raises LookupError with what is missing."""
     owner = sys.modules.get(module)
     if owner is None:
         raise LookupError(f"module {module} imported")
     *outer, name = path.split(".")
     for step in outer:
-        owner = _held(owner, step)
-    return owner, name, _held(owner, name)
+        owner = _lookup_attribute(owner, step)
+    return owner, name, _lookup_attribute(owner, name)
 
 
-def _held(owner: Any, name: str) -> Any:
+def _lookup_attribute(owner: Any, name: str) -> Any:
     for home in owner.__mro__ if isinstance(owner, type) else (owner,):
         if name in getattr(home, "__dict__", ()):
             return home.__dict__[name]
     raise LookupError(name)
 
 
-def _parameters(owner: Any, current: Any) -> Parameters:
+def _read_parameters(owner: Any, current: Any) -> Parameters:
     """What a caller may name, without `self` or `cls`; empty if the signature cannot be read."""
     function = current.__func__ if isinstance(current, (classmethod, staticmethod)) else current
     try:
@@ -60,7 +60,7 @@ def _parameters(owner: Any, current: Any) -> Parameters:
     return parameters
 
 
-def _lies_within(outer: Any, ours: Any) -> bool:
+def _calls_through(outer: Any, ours: Any) -> bool:
     """Whether calling `outer` still comes through `ours`, as far as wrappers tell."""
     for _ in range(100):  # a wrapper may say that it wraps itself
         if outer is ours or getattr(outer, "_self_parent", None) is ours:

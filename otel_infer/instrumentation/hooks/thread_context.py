@@ -9,31 +9,36 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from otel_infer.instrumentation.hooks.suppression import claimed, owned
+from otel_infer.instrumentation.hooks.suppression import loading_for_engine, torch_suppressed
 from otel_infer.tracing import context, request_span, start
 
 
-class Carried:
+class ThreadContext:
     """As it is where this is made. `starts`: for a thread that starts, which may outlive the current request."""
 
-    __slots__ = ("_around", "_ours")
+    __slots__ = ("_otel_context", "_variables")
 
     def __init__(self, *, starts: bool = False) -> None:
-        self._around = context.here()
-        self._ours: list[tuple[ContextVar[Any], Any]] = [
-            (variable, variable.get()) for variable in (claimed, owned)
+        self._otel_context = context.current_context()
+        self._variables: list[tuple[ContextVar[Any], Any]] = [
+            (variable, variable.get()) for variable in (torch_suppressed, loading_for_engine)
         ]
-        self._ours.append((request_span.lent, start.lend() if starts else request_span.lent.get()))
+        self._variables.append(
+            (
+                request_span.thread_owner,
+                start.capture_for_thread() if starts else request_span.thread_owner.get(),
+            )
+        )
 
-    def also(self, variable: ContextVar[Any], value: Any) -> Carried:
+    def add_variable(self, variable: ContextVar[Any], value: Any) -> ThreadContext:
         """With this, too."""
-        self._ours.append((variable, value))
+        self._variables.append((variable, value))
         return self
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls it with ours in the context that is current there."""
-        token = context.attach(self._around)
-        tokens = [(variable, variable.set(value)) for variable, value in self._ours]
+        token = context.attach(self._otel_context)
+        tokens = [(variable, variable.set(value)) for variable, value in self._variables]
         try:
             return fn(*args, **kwargs)
         finally:

@@ -31,7 +31,7 @@ from opentelemetry import trace
 
 from otel_infer import semconv
 from otel_infer._version import VERSION
-from otel_infer.instrumentation.httpx.client_span import Felt, begin
+from otel_infer.instrumentation.httpx.client_span import ClientRequestSpan, start_client_span
 
 if TYPE_CHECKING:
     from httpx import AsyncBaseTransport, BaseTransport, Request, Response
@@ -42,11 +42,11 @@ __all__ = ["AsyncTracedTransport", "TracedTransport", "instrument_client"]
 
 C = TypeVar("C")
 
-NEEDS = (
+NOT_A_CLIENT = (
     "instrument_client takes a Client or an AsyncClient of httpx or httpx2 (pip install 'otel-infer[client]'), such as you "
     "give to OpenAI(http_client=…)"
 )
-CHANGED = (
+UNSUPPORTED_HTTPX = (
     "this release of httpx keeps its transports elsewhere; make the client with transport=TracedTransport(…)"
 )
 
@@ -60,24 +60,24 @@ def instrument_client(client: C, tracer_provider: trace.TracerProvider | None = 
     asynchronous = hasattr(client, "aclose")
     call = "handle_async_request" if asynchronous else "handle_request"
     if not (asynchronous or hasattr(client, "close")) or not hasattr(client, "event_hooks"):
-        raise TypeError(f"{NEEDS}; this is a {type(client).__qualname__}")
+        raise TypeError(f"{NOT_A_CLIENT}; this is a {type(client).__qualname__}")
     held: Any = client
     main, mounts = getattr(client, "_transport", None), getattr(client, "_mounts", None)
     if not isinstance(mounts, dict):
-        raise TypeError(CHANGED)
+        raise TypeError(UNSUPPORTED_HTTPX)
     if not all(hasattr(inner, call) for inner in (main, *filter(None, mounts.values()))):
-        raise TypeError(CHANGED)
+        raise TypeError(UNSUPPORTED_HTTPX)
     around: Any = AsyncTracedTransport if asynchronous else TracedTransport
 
-    def traced(inner: Any) -> Any:
+    def wrap_transport(inner: Any) -> Any:
         return inner if inner is None or isinstance(inner, around) else around(inner, tracer_provider)
 
-    held._mounts = {pattern: traced(inner) for pattern, inner in mounts.items()}
-    held._transport = traced(main)
+    held._mounts = {pattern: wrap_transport(inner) for pattern, inner in mounts.items()}
+    held._transport = wrap_transport(main)
     return client
 
 
-def _tracer(provider: trace.TracerProvider | None) -> trace.Tracer:
+def _get_tracer(provider: trace.TracerProvider | None) -> trace.Tracer:
     return trace.get_tracer(f"{semconv.SCOPE}.client", VERSION, provider, semconv.SCHEMA_URL)
 
 
@@ -85,11 +85,11 @@ class TracedTransport(BaseTransport):
     """A transport of `httpx.Client` (`inner`) whose requests are CLIENT spans."""
 
     def __init__(self, inner: BaseTransport, tracer_provider: trace.TracerProvider | None = None) -> None:
-        self.inner, self._tracer = inner, _tracer(tracer_provider)
+        self.inner, self._tracer = inner, _get_tracer(tracer_provider)
 
     def handle_request(self, request: Request) -> Response:
         """What `inner` answers, its exceptions too."""
-        felt = begin(self._tracer, request)
+        felt = start_client_span(self._tracer, request)
         if felt is None:
             return self.inner.handle_request(request)
         token = otel_context.attach(felt.context)
@@ -100,7 +100,7 @@ class TracedTransport(BaseTransport):
             raise
         finally:
             otel_context.detach(token)
-        return _watched(response, felt, _Body, "SyncByteStream")
+        return _trace_response(response, felt, _TracedBody, "SyncByteStream")
 
     def close(self) -> None:
         """Closes `inner`."""
@@ -120,11 +120,11 @@ class AsyncTracedTransport(AsyncBaseTransport):
     def __init__(
         self, inner: AsyncBaseTransport, tracer_provider: trace.TracerProvider | None = None
     ) -> None:
-        self.inner, self._tracer = inner, _tracer(tracer_provider)
+        self.inner, self._tracer = inner, _get_tracer(tracer_provider)
 
     async def handle_async_request(self, request: Request) -> Response:
         """What `inner` answers, its exceptions too."""
-        felt = begin(self._tracer, request)
+        felt = start_client_span(self._tracer, request)
         if felt is None:
             return await self.inner.handle_async_request(request)
         token = otel_context.attach(felt.context)
@@ -135,7 +135,7 @@ class AsyncTracedTransport(AsyncBaseTransport):
             raise
         finally:
             otel_context.detach(token)
-        return _watched(response, felt, _AsyncBody, "AsyncByteStream")
+        return _trace_response(response, felt, _AsyncTracedBody, "AsyncByteStream")
 
     async def aclose(self) -> None:
         """Closes `inner`."""
@@ -152,52 +152,54 @@ class AsyncTracedTransport(AsyncBaseTransport):
 # ── the body ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _watched(response: Response, felt: Felt, body: type[_Body | _AsyncBody], base: str) -> Response:
+def _trace_response(
+    response: Response, felt: ClientRequestSpan, body: type[_TracedBody | _AsyncTracedBody], base: str
+) -> Response:
     """The response; its body is watched, unless it has been read already (a mock's, a cache's)."""
-    felt.answered(response)
+    felt.record_response(response)
     try:
         if response.is_closed:
             felt.end()
         else:
-            response.stream = _class(type(response.stream), body, base)(response.stream, felt)
+            response.stream = _make_body_class(type(response.stream), body, base)(response.stream, felt)
     except Exception as exc:
-        felt.give_up(exc)
+        felt.abort_span(exc)
     return response
 
 
-_classes: dict[tuple[type, type], Any] = {}
+_body_classes: dict[tuple[type, type], Any] = {}
 
 
-def _class(stream: type, body: type[_Body | _AsyncBody], base: str) -> Any:
+def _make_body_class(stream: type, body: type[_TracedBody | _AsyncTracedBody], base: str) -> Any:
     """A body that is also what this stream's library asks for: httpx and its successor have a class each."""
-    found = _classes.get((stream, body))
+    found = _body_classes.get((stream, body))
     if found is None:
         wanted = next(parent for parent in stream.__mro__ if parent.__name__ == base)
-        found = _classes[stream, body] = type("TracedBody", (body, wanted), {})
+        found = _body_classes[stream, body] = type("TracedBody", (body, wanted), {})
     return found
 
 
-class _Body:
+class _TracedBody:
     """A body that is read. No generator: one more of those would be one more that has to be closed."""
 
-    def __init__(self, inner: Any, felt: Felt) -> None:
-        self._inner, self._felt = inner, felt
+    def __init__(self, inner: Any, felt: ClientRequestSpan) -> None:
+        self._inner, self._span = inner, felt
 
     def __iter__(self) -> Iterator[bytes]:
-        return _Chunks(iter(self._inner), self._felt)
+        return _TracedChunks(iter(self._inner), self._span)
 
     def close(self) -> None:
         try:
             self._inner.close()
         except BaseException as exc:
-            self._felt.end(exc)
+            self._span.end(exc)
             raise
-        self._felt.close()
+        self._span.close()
 
 
-class _Chunks:
-    def __init__(self, inner: Iterator[bytes], felt: Felt) -> None:
-        self._next, self._felt = inner.__next__, felt
+class _TracedChunks:
+    def __init__(self, inner: Iterator[bytes], felt: ClientRequestSpan) -> None:
+        self._next, self._span = inner.__next__, felt
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -206,36 +208,36 @@ class _Chunks:
         try:
             chunk = self._next()
         except StopIteration:
-            self._felt.end()
+            self._span.end()
             raise
         except BaseException as exc:
-            self._felt.end(exc)
+            self._span.end(exc)
             raise
-        self._felt.received(chunk)
+        self._span.record_chunk(chunk)
         return chunk
 
 
-class _AsyncBody:
+class _AsyncTracedBody:
     """As `_Body`, for those who wait."""
 
-    def __init__(self, inner: Any, felt: Felt) -> None:
-        self._inner, self._felt = inner, felt
+    def __init__(self, inner: Any, felt: ClientRequestSpan) -> None:
+        self._inner, self._span = inner, felt
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        return _AsyncChunks(self._inner.__aiter__(), self._felt)
+        return _AsyncTracedChunks(self._inner.__aiter__(), self._span)
 
     async def aclose(self) -> None:
         try:
             await self._inner.aclose()
         except BaseException as exc:
-            self._felt.end(exc)
+            self._span.end(exc)
             raise
-        self._felt.close()
+        self._span.close()
 
 
-class _AsyncChunks:
-    def __init__(self, inner: AsyncIterator[bytes], felt: Felt) -> None:
-        self._next, self._felt = inner.__anext__, felt
+class _AsyncTracedChunks:
+    def __init__(self, inner: AsyncIterator[bytes], felt: ClientRequestSpan) -> None:
+        self._next, self._span = inner.__anext__, felt
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
@@ -244,10 +246,10 @@ class _AsyncChunks:
         try:
             chunk = await self._next()
         except StopAsyncIteration:
-            self._felt.end()
+            self._span.end()
             raise
         except BaseException as exc:
-            self._felt.end(exc)
+            self._span.end(exc)
             raise
-        self._felt.received(chunk)
+        self._span.record_chunk(chunk)
         return chunk

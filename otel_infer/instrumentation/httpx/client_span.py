@@ -15,127 +15,131 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from otel_infer import _clock, semconv
-from otel_infer.instrumentation.httpx.sse import Events
+from otel_infer.instrumentation.httpx.sse import SseParser
 
 if TYPE_CHECKING:
     from httpx import Request, Response
 
 KNOWN_METHODS = frozenset("CONNECT DELETE GET HEAD OPTIONS PATCH POST PUT QUERY TRACE".split())
-PORTS = {"http": 80, "https": 443}
-CANCELLED = ("CancelledError", "Cancelled")
+DEFAULT_PORTS = {"http": 80, "https": 443}
+CANCELLED_ERRORS = ("CancelledError", "Cancelled")
 """asyncio's and trio's."""
-SERVER_TIMING = "infer"
+SERVER_TIMING_ENTRY = "infer"
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 _now = _clock.now
 
 
-def begin(tracer: trace.Tracer, request: Request) -> Felt | None:
+def start_client_span(tracer: trace.Tracer, request: Request) -> ClientRequestSpan | None:
     """The span of a request that is about to be sent, which is told of it in its headers; None if nothing records it."""
     span: trace.Span = trace.INVALID_SPAN
     try:
         method = request.method if request.method in KNOWN_METHODS else semconv.OTHER
         name = semconv.SPAN_HTTP if method == semconv.OTHER else method
-        span = tracer.start_span(name, kind=trace.SpanKind.CLIENT, attributes=_target(method, request.url))
+        span = tracer.start_span(
+            name, kind=trace.SpanKind.CLIENT, attributes=_describe_target(method, request.url)
+        )
         context = trace.set_span_in_context(span)
         propagate.inject(request.headers, context)
-        return Felt(span, context) if span.is_recording() else None
+        return ClientRequestSpan(span, context) if span.is_recording() else None
     except Exception as exc:
-        _drop(span, exc)
+        _abort_span(span, exc)
         return None
 
 
-def _target(method: str, url: Any) -> dict[str, Any]:
+def _describe_target(method: str, url: Any) -> dict[str, Any]:
     """Where it goes: no query, no fragment, no credentials."""
     path = url.raw_path.partition(b"?")[0].decode("ascii")
     said = {
         semconv.HTTP_REQUEST_METHOD: method,
         semconv.SERVER_ADDRESS: url.host,
-        semconv.SERVER_PORT: url.port or PORTS.get(url.scheme),
+        semconv.SERVER_PORT: url.port or DEFAULT_PORTS.get(url.scheme),
         semconv.URL_FULL: f"{url.scheme}://{url.netloc.decode('ascii')}{path}",
     }
     return {key: value for key, value in said.items() if value}
 
 
-def _harmless(method: Callable[Concatenate[Felt, P], None]) -> Callable[Concatenate[Felt, P], None]:
+def _suppress_errors(
+    method: Callable[Concatenate[ClientRequestSpan, P], None],
+) -> Callable[Concatenate[ClientRequestSpan, P], None]:
     """Calls it while the request lasts; what it raises is not the reader's problem."""
 
-    def called(self: Felt, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self.over:
+    def call_safely(self: ClientRequestSpan, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.ended:
             return
         try:
             method(self, *args, **kwargs)
         except Exception as exc:
-            self.give_up(exc)
+            self.abort_span(exc)
 
-    return called
+    return call_safely
 
 
-class Felt:
+class ClientRequestSpan:
     """A request in flight, and its span. All `*_at` are monotonic ns; 0 = not yet."""
 
     def __init__(self, span: trace.Span, context: Context) -> None:
         self.span, self.context = span, context
-        self.over = False
-        self._events: Events | None = None
-        self._chunks = self._gaps = self._longest_ns = 0
+        self.ended = False
+        self._sse_parser: SseParser | None = None
+        self._chunk_count = self._gap_count = self._longest_gap_ns = 0
         self._first_byte_at = self._first_token_at = self._last_token_at = 0
         self._error_type = ""
         self._began_at = _now()
 
-    @_harmless
-    def answered(self, response: Response) -> None:
+    @_suppress_errors
+    def record_response(self, response: Response) -> None:
         """The headers of the response are there."""
         waited_ns, headers, status = _now() - self._began_at, response.headers, response.status_code
         said = {
             semconv.HTTP_RESPONSE_STATUS_CODE: status,
-            semconv.CLIENT_HEADERS: waited_ns / 1e9,
+            semconv.CLIENT_TIME_TO_HEADERS: waited_ns / 1e9,
         }
         server_ms = server_duration_ms(headers.get_list("server-timing"))
         # A longer one than we have waited is not of this response: a cache has kept it.
         if server_ms is not None and server_ms * 1e6 <= waited_ns:
-            said[semconv.CLIENT_SERVER] = server_ms / 1e3
-            said[semconv.CLIENT_NETWORK] = (waited_ns - server_ms * 1e6) / 1e9
+            said[semconv.CLIENT_SERVER_DURATION] = server_ms / 1e3
+            said[semconv.CLIENT_NETWORK_DURATION] = (waited_ns - server_ms * 1e6) / 1e9
         self.span.set_attributes(said)
         if status >= 400:
             self._error_type = str(status)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         encoded = headers.get("content-encoding", "identity").strip().lower() not in ("", "identity")
         if kind == "text/event-stream" and not encoded:
-            self._events = Events()
+            self._sse_parser = SseParser()
 
-    @_harmless
-    def received(self, chunk: bytes) -> None:
+    @_suppress_errors
+    def record_chunk(self, chunk: bytes) -> None:
         """A piece of the body is about to be handed to the reader."""
         at = _now()
         if not chunk:
             return
-        self._chunks += 1
+        self._chunk_count += 1
         self._first_byte_at = self._first_byte_at or at
-        if self._events is None or not self._events.bring_token(chunk):
+        if self._sse_parser is None or not self._sse_parser.scan_for_token(chunk):
             return
         if self._first_token_at:
-            self._gaps += 1
-            self._longest_ns = max(self._longest_ns, at - self._last_token_at)
+            self._gap_count += 1
+            self._longest_gap_ns = max(self._longest_gap_ns, at - self._last_token_at)
         else:
             self._first_token_at = at
         self._last_token_at = at
 
     def close(self) -> None:
         """The reader wants no more of it. Those who have seen that the events are over need not read on."""
-        self.end(None, closed=self._events is None or not self._events.over)
+        self.end(None, closed=self._sse_parser is None or not self._sse_parser.ended)
 
-    @_harmless
+    @_suppress_errors
     def end(self, exc: BaseException | None = None, closed: bool = False) -> None:
         """The last byte was read, or something raised, or the reader has `closed` it before; only the first time counts."""
-        self.over = True
+        self.ended = True
         if isinstance(exc, GeneratorExit):
             exc, closed = None, True
         if exc is not None:
             name = type(exc).__qualname__
-            self._error_type = semconv.ERROR_CANCELLED if name in CANCELLED else name
-        self.span.set_attributes(dict(self._summary()))
+            self._error_type = semconv.ERROR_CANCELLED if name in CANCELLED_ERRORS else name
+        self.span.set_attributes(dict(self._collect_attributes()))
         if closed:
             self.span.set_attribute(semconv.CLIENT_CLOSED_EARLY, True)
         if self._error_type:
@@ -143,20 +147,23 @@ class Felt:
             self.span.set_status(trace.StatusCode.ERROR)
         self.span.end()
 
-    def _summary(self) -> Iterable[tuple[str, Any]]:
+    def _collect_attributes(self) -> Iterable[tuple[str, Any]]:
         if self._first_byte_at:
-            yield semconv.CLIENT_FIRST_BYTE, (self._first_byte_at - self._began_at) / 1e9
-            yield semconv.CLIENT_CHUNKS, self._chunks
+            yield semconv.CLIENT_TIME_TO_FIRST_BYTE, (self._first_byte_at - self._began_at) / 1e9
+            yield semconv.CLIENT_CHUNKS, self._chunk_count
         if self._first_token_at:
-            yield semconv.CLIENT_FIRST_TOKEN, (self._first_token_at - self._began_at) / 1e9
-        if self._gaps:
-            yield semconv.CLIENT_ITL_MAX, self._longest_ns / 1e9
-            yield semconv.CLIENT_ITL_MEAN, (self._last_token_at - self._first_token_at) / self._gaps / 1e9
+            yield semconv.CLIENT_TIME_TO_FIRST_TOKEN, (self._first_token_at - self._began_at) / 1e9
+        if self._gap_count:
+            yield semconv.CLIENT_ITL_MAX, self._longest_gap_ns / 1e9
+            yield (
+                semconv.CLIENT_ITL_MEAN,
+                (self._last_token_at - self._first_token_at) / self._gap_count / 1e9,
+            )
 
-    def give_up(self, exc: Exception) -> None:
+    def abort_span(self, exc: Exception) -> None:
         """Code of ours, or of the tracer provider, has raised."""
-        self.over = True
-        _drop(self.span, exc)
+        self.ended = True
+        _abort_span(self.span, exc)
 
 
 def server_duration_ms(headers: Iterable[str]) -> float | None:
@@ -168,12 +175,12 @@ def server_duration_ms(headers: Iterable[str]) -> float | None:
     for entry in re.sub(r'"(?:[^"\\]|\\.)*"', '""', ",".join(headers)).split(","):
         name, *parameters = (part.strip() for part in entry.split(";"))
         for key, _, value in (parameter.partition("=") for parameter in parameters):
-            if name == SERVER_TIMING and key.strip().lower() == "dur":
-                found.append(_number(value.strip()))
+            if name == SERVER_TIMING_ENTRY and key.strip().lower() == "dur":
+                found.append(_parse_number(value.strip()))
     return max((number for number in found if number is not None), default=None)
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
@@ -181,13 +188,13 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) and number >= 0 else None
 
 
-_complained: set[str] = set()
+_logged_types: set[str] = set()
 
 
-def _drop(span: trace.Span, exc: Exception) -> None:
+def _abort_span(span: trace.Span, exc: Exception) -> None:
     kind = type(exc).__qualname__
-    if kind not in _complained:
-        _complained.add(kind)
+    if kind not in _logged_types:
+        _logged_types.add(kind)
         log.warning("a request of the client is not traced to its end: %s in code of ours", kind)
     try:
         span.end()

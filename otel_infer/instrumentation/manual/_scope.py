@@ -16,20 +16,20 @@ from otel_infer.gpu.timing import timing
 F = TypeVar("F", bound=Callable[..., Any])
 ENGINE = "custom"
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
-def failed(what: str, exc: Exception) -> None:
+def log_unrecorded(what: str, exc: Exception) -> None:
     """Something is left unrecorded, which is said once. Never the message: it may quote what it was given."""
-    if what not in _said:
-        _said.add(what)
+    if what not in _logged:
+        _logged.add(what)
         logging.getLogger("otel_infer").warning("%s is not recorded: %s", what, type(exc).__name__)
 
 
-class Scope(contextlib.AbstractContextManager[Any]):
+class TracedScope(contextlib.AbstractContextManager[Any]):
     """What is used as `with` and `async with`, and as a decorator of whatever kind of function."""
 
-    again: Callable[[], Scope]
+    new_scope: Callable[[], TracedScope]
     """Makes a new one like this, for one call of what is decorated."""
     attaches = False
     """Whether it is current in its context while it lasts."""
@@ -41,48 +41,50 @@ class Scope(contextlib.AbstractContextManager[Any]):
         self.__exit__(*how)
 
     def __call__(self, function: F) -> F:
-        again = self.again
+        again = self.new_scope
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-            return cast(F, functools.wraps(function)(_stream(again, function, self.attaches)))
+            return cast(F, functools.wraps(function)(_wrap_generator(again, function, self.attaches)))
         if inspect.iscoroutinefunction(function):
 
-            async def awaited(*args: Any, **kwargs: Any) -> Any:
+            async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
                 with again():
                     return await function(*args, **kwargs)
 
-            return cast(F, functools.wraps(function)(awaited))
+            return cast(F, functools.wraps(function)(async_wrapper))
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def sync_wrapper(*args: Any, **kwargs: Any) -> Any:
             with again():
                 return function(*args, **kwargs)
 
-        return cast(F, functools.wraps(function)(called))
+        return cast(F, functools.wraps(function)(sync_wrapper))
 
 
-def _stream(again: Callable[[], Scope], function: Callable[..., Any], attaches: bool) -> Callable[..., Any]:
+def _wrap_generator(
+    again: Callable[[], TracedScope], function: Callable[..., Any], attaches: bool
+) -> Callable[..., Any]:
     """A generator function in place of another: a stream stays a stream, also when it is closed early."""
     if inspect.isgeneratorfunction(function):
 
-        def generated(*args: Any, **kwargs: Any) -> Any:
+        def generator_wrapper(*args: Any, **kwargs: Any) -> Any:
             if not attaches:
                 with again():
                     return (yield from function(*args, **kwargs))
             # Its own, also between two items: whoever takes them may be at another stream by then.
             inside = contextvars.copy_context()
-            with _Within(inside, again()):
-                return (yield from _run_in(inside, function(*args, **kwargs)))
+            with _ContextScope(inside, again()):
+                return (yield from _run_in_context(inside, function(*args, **kwargs)))
 
-        return generated
+        return generator_wrapper
 
-    async def streamed(*args: Any, **kwargs: Any) -> Any:
+    async def async_generator_wrapper(*args: Any, **kwargs: Any) -> Any:
         items = function(*args, **kwargs)
         inside = contextvars.copy_context() if attaches else None
-        with again() if inside is None else _Within(inside, again()):
+        with again() if inside is None else _ContextScope(inside, again()):
             step = items.__anext__()
             try:
                 while True:
                     try:
-                        item = await _inside(inside, step)
+                        item = await _bind_context(inside, step)
                     except StopAsyncIteration:
                         return
                     try:
@@ -93,17 +95,17 @@ def _stream(again: Callable[[], Scope], function: Callable[..., Any], attaches: 
                         step = items.athrow(thrown)
             finally:
                 if not getattr(items, "ag_running", False):  # a loop that ends closes both of us at once
-                    await _inside(inside, items.aclose())
+                    await _bind_context(inside, items.aclose())
 
-    return streamed
+    return async_generator_wrapper
 
 
-def _inside(context: contextvars.Context | None, work: Awaitable[Any]) -> Awaitable[Any]:
+def _bind_context(context: contextvars.Context | None, work: Awaitable[Any]) -> Awaitable[Any]:
     """In that context, or where it is awaited."""
-    return work if context is None else _Inside(context, work)
+    return work if context is None else _ContextAwaitable(context, work)
 
 
-class _Inside:
+class _ContextAwaitable:
     """Something to be awaited, each step of it in a context, and not in that of whoever awaits."""
 
     def __init__(self, context: contextvars.Context, work: Awaitable[Any]) -> None:
@@ -111,13 +113,13 @@ class _Inside:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps: Any = self._work.__await__()
-        return (yield from _run_in(self._context, steps))
+        return (yield from _run_in_context(self._context, steps))
 
 
-class _Within(contextlib.AbstractContextManager[None]):
+class _ContextScope(contextlib.AbstractContextManager[None]):
     """A scope that is entered and left in a context, and not in that of whoever runs it."""
 
-    def __init__(self, context: contextvars.Context, scope: Scope) -> None:
+    def __init__(self, context: contextvars.Context, scope: TracedScope) -> None:
         self._context, self._scope = context, scope
 
     def __enter__(self) -> None:
@@ -127,7 +129,9 @@ class _Within(contextlib.AbstractContextManager[None]):
         self._context.run(self._scope.__exit__, *how)
 
 
-def _run_in(context: contextvars.Context, stream: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def _run_in_context(
+    context: contextvars.Context, stream: Generator[Any, Any, Any]
+) -> Generator[Any, Any, Any]:
     """As `yield from`, each step of the stream in this context."""
     step: Callable[[Any], Any] = stream.send
     said: Any = None
@@ -145,11 +149,11 @@ def _run_in(context: contextvars.Context, stream: Generator[Any, Any, Any]) -> G
             step, said = stream.throw, raised
 
 
-def device_of(gpu: object) -> Any:
+def resolve_device(gpu: object) -> Any:
     """What `gpu` of `stage` and `step` means, as a `torch.device`: `True` is the calling thread's current device, which need not be
     the one that it used first; anything else names it. None where no device is timed yet. Raises what torch does for what
     is no device."""
-    if not timing.is_by_device:
+    if not timing.is_device_timed:
         return None
     torch: Any = sys.modules["torch"]
     if gpu is not True:

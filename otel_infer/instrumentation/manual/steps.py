@@ -14,36 +14,36 @@ from typing import Any
 
 from otel_infer.gpu.timed_work import StepWork
 from otel_infer.gpu.timing import timing
-from otel_infer.instrumentation.hooks.suppression import claimed
-from otel_infer.instrumentation.manual._scope import ENGINE, device_of, failed
+from otel_infer.instrumentation.hooks.suppression import torch_suppressed
+from otel_infer.instrumentation.manual._scope import ENGINE, log_unrecorded, resolve_device
 from otel_infer.instrumentation.manual.requests import request
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.batch_writer import StepLog
+from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
 
-_packed_of = attrgetter("_packed")
-_ON_DEVICE = "a step's time on the device"
+_get_packed_handle = attrgetter("_packed")
+_DEVICE_TIME = "a step's time on the device"
 
 
-class _Loop:
+class _LoopWriter:
     """The step log of a thread, which goes back when the thread ends."""
 
-    def __init__(self, log: StepLog) -> None:
-        self.log, self.pid = log, os.getpid()
-        log.pack = lambda members: b"".join(map(_packed_of, members))
+    def __init__(self, log: BatchWriter) -> None:
+        self.writer, self.pid = log, os.getpid()
+        log.pack_handles = lambda members: b"".join(map(_get_packed_handle, members))
 
     def __del__(self) -> None:
         try:
-            recorder.give_back(ENGINE, self.log)
+            recorder.release_batch_writer(ENGINE, self.writer)
         except Exception:  # the interpreter may be half gone
             pass
 
 
-class _Loops(threading.local):
-    loop: _Loop | None = None
+class _ThreadLoop(threading.local):
+    loop: _LoopWriter | None = None
 
 
-_loops = _Loops()
+_thread_loop = _ThreadLoop()
 
 
 class step:  # noqa: N801 - used like a function
@@ -68,66 +68,72 @@ class step:  # noqa: N801 - used like a function
         gpu: object = False,
     ) -> None:
         self._gpu = gpu
-        self._begun: Any = None
+        self._timing_handle: Any = None
         self._batch, self._prompt_tokens = batch, prompt_tokens
         self._load = (kv_used, kv_total, waiting)
         self._members: list[request] = []
-        self._log: StepLog | None = None
-        self._number = 0
+        self._writer: BatchWriter | None = None
+        self._step_number = 0
         self._token: Token[bool] | None = None
         self.delivered: dict[request, int] = {}
 
     def __enter__(self) -> step:
-        self._token = claimed.set(True)
+        self._token = torch_suppressed.set(True)
         try:
-            log = self._own_log()
+            log = self._get_writer()
             if log is not None:
                 self._members = members = list(self._batch)
-                column = self._column(self._prompt_tokens, 1) if self._prompt_tokens else b""
-                used, total, waiting = map(events.count, self._load)
-                self._number = log.scheduled(members, (), column, used, total, len(members), waiting)
-                self._log = log
+                column = self._pack_column(self._prompt_tokens, 1) if self._prompt_tokens else b""
+                used, total, waiting = map(events.clamp_count, self._load)
+                self._step_number = log.write_scheduled(
+                    members, (), column, used, total, len(members), waiting
+                )
+                self._writer = log
         except Exception as exc:
-            if _loops.loop is not None:
-                _loops.loop.log.idle()  # half a change was made: what comes next is told whole
-            failed("a step", exc)
-        if self._gpu and self._log is not None:
+            if _thread_loop.loop is not None:
+                _thread_loop.loop.writer.clear_batch()  # half a change was made: what comes next is told whole
+            log_unrecorded("a step", exc)
+        if self._gpu and self._writer is not None:
             try:
-                self._begun = timing.begin(always=bool(self._prompt_tokens), on=device_of(self._gpu))
+                self._timing_handle = timing.begin(
+                    always=bool(self._prompt_tokens), on=resolve_device(self._gpu)
+                )
             except Exception as exc:
-                failed(_ON_DEVICE, exc)
+                log_unrecorded(_DEVICE_TIME, exc)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
         if self._token is not None:
             with contextlib.suppress(ValueError):  # it may end in another task than it began in
-                claimed.reset(self._token)
+                torch_suppressed.reset(self._token)
         self.launched()
         try:
-            if self._log is not None:
+            if self._writer is not None:
                 delivered, others = (self.delivered, 1) if error is None else ({}, 0)
-                column = self._column(delivered, others) if delivered or not others else b""
-                self._log.done(self._number, column, len(self._members))
+                column = self._pack_column(delivered, others) if delivered or not others else b""
+                self._writer.write_done(self._step_number, column, len(self._members))
         except Exception as exc:
-            failed("a step", exc)
+            log_unrecorded("a step", exc)
 
     def launched(self) -> None:
         """All of it is launched: what follows waits for the device."""
-        begun, self._begun = self._begun, None
-        loop = _loops.loop
-        if begun is not None and self._log is not None and loop is not None:
+        begun, self._timing_handle = self._timing_handle, None
+        loop = _thread_loop.loop
+        if begun is not None and self._writer is not None and loop is not None:
             try:
-                timing.end(begun, StepWork(ENGINE, loop.pid, 0, self._number, self._log.number))
+                timing.end(begun, StepWork(ENGINE, loop.pid, 0, self._step_number, self._writer.number))
             except Exception as exc:
-                failed(_ON_DEVICE, exc)
+                log_unrecorded(_DEVICE_TIME, exc)
 
-    def _column(self, tokens: Mapping[request, int], others: int) -> bytes:
-        return array("I", [events.count(tokens.get(member, others)) for member in self._members]).tobytes()
+    def _pack_column(self, tokens: Mapping[request, int], others: int) -> bytes:
+        return array(
+            "I", [events.clamp_count(tokens.get(member, others)) for member in self._members]
+        ).tobytes()
 
     @staticmethod
-    def _own_log() -> StepLog | None:
-        loop = _loops.loop
-        if loop is None or not loop.log.alive:
-            log = recorder.step_log(ENGINE)
-            _loops.loop = loop = _Loop(log) if log is not None else None
-        return loop.log if loop is not None else None
+    def _get_writer() -> BatchWriter | None:
+        loop = _thread_loop.loop
+        if loop is None or not loop.writer.alive:
+            log = recorder.acquire_batch_writer(ENGINE)
+            _thread_loop.loop = loop = _LoopWriter(log) if log is not None else None
+        return loop.writer if loop is not None else None

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.instrumentor import Integration
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer.recorder import recorder
 
 CAUSE = "compile"
 _HANDLER = "torch._dynamo.callback:CompilationCallbackHandler"
 
-integration = Integration("dynamo", "torch", ("torch._dynamo",))
+integration = Instrumentor("dynamo", "torch", ("torch._dynamo",))
 
 
 class _Compilation:
@@ -32,8 +32,8 @@ class _Compilation:
 _current = _Compilation()
 
 
-@integration.step_hook(f"{_HANDLER}.run_start_callbacks")
-def run_start_callbacks(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{_HANDLER}.run_start_callbacks")
+def patch_start_callbacks(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def run_start_callbacks(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
             _current.started_at = _clock.now()
@@ -42,12 +42,12 @@ def run_start_callbacks(original: Callable[..., Any], hook: Hook) -> Callable[..
     return run_start_callbacks
 
 
-@integration.step_hook(f"{_HANDLER}.run_end_callbacks")
-def run_end_callbacks(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{_HANDLER}.run_end_callbacks")
+def patch_end_callbacks(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def run_end_callbacks(self: Any, *args: Any, **kwargs: Any) -> Any:
         started_at, _current.started_at = _current.started_at, 0
         if hook.alive and started_at:
-            recorder.paused(CAUSE, started_at, _clock.now())
+            recorder.record_pause(CAUSE, started_at, _clock.now())
         return original(self, *args, **kwargs)
 
     return run_end_callbacks

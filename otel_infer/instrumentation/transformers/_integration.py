@@ -8,8 +8,8 @@ from typing import Any
 
 from opentelemetry import context as otel_context
 
-from otel_infer.instrumentation.hooks.engines import name_of
-from otel_infer.instrumentation.hooks.instrumentor import Integration
+from otel_infer.instrumentation.hooks.engines import strip_model_path
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.tracing import request_span
 from otel_infer.tracing import start as ingress
@@ -18,19 +18,19 @@ ENGINE = "transformers"
 CANCELLED = "_GenerationCancelled"
 """What a streamer raises to have `generate` stop."""
 
-integration = Integration("transformers", "transformers", ("transformers",), is_engine=True)
+integration = Instrumentor("transformers", "transformers", ("transformers",), is_engine=True)
 
-handed_over: ContextVar[bool] = ContextVar("otel_infer-handed-over", default=False)
+already_submitted: ContextVar[bool] = ContextVar("otel_infer-handed-over", default=False)
 """Whether what runs next was handed to the thread it runs on, which has been said already."""
 
 
 def model_name(model: Any) -> str:
     """The served name of a model: its hub id, or the folder's own name, never a path."""
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
-    return name_of(name) if name else type(model).__name__
+    return strip_model_path(name) if name else type(model).__name__
 
 
-def own_request(operation: str, model: Any) -> request_span.LiveRequest | None:
+def open_own_request(operation: str, model: Any) -> request_span.RequestSpan | None:
     """A request of its own, for work that no server's request is current for (offline use)."""
     name = model_name(model)
     return ingress.open_request(
@@ -38,21 +38,23 @@ def own_request(operation: str, model: Any) -> request_span.LiveRequest | None:
     )
 
 
-def name_request(request: request_span.LiveRequest, operation: str, model: Any) -> None:
+def name_request(request: request_span.RequestSpan, operation: str, model: Any) -> None:
     """Says on a server's request which model serves it, once."""
-    if not request.named:
-        request.named = True
-        request.name(operation=request.operation or operation, provider=ENGINE, model=model_name(model))
+    if not request.is_named:
+        request.is_named = True
+        request.set_operation(
+            operation=request.operation or operation, provider=ENGINE, model=model_name(model)
+        )
 
 
-def apart(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def wrap_in_empty_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """A step hook for what starts a thread that serves everybody: it belongs to no request, whoever happens to start it."""
 
-    def start(*args: Any, **kwargs: Any) -> Any:
+    def call_in_empty_context(*args: Any, **kwargs: Any) -> Any:
         token = otel_context.attach(otel_context.Context())
         try:
             return original(*args, **kwargs)
         finally:
             ingress.detach(token)
 
-    return start
+    return call_in_empty_context

@@ -12,33 +12,33 @@ from otel_infer.instrumentation.transformers._integration import ENGINE, integra
 from otel_infer.instrumentation.transformers.continuous_batching import CB, PART, current_loop
 
 
-@integration.step_hook(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
-def compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
+def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Launches forward and sampling on a stream of its own."""
 
-    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         batches = current_loop.latest
-        if batches is None or not batches.flights or not hook.alive:
+        if batches is None or not batches.in_flight or not hook.alive:
             return original(self, *args, **kwargs)
         begun = None
         try:
-            flight = batches.flights[-1]
+            flight = batches.in_flight[-1]
             io = self.inputs_and_outputs
             begun = timing.begin(
-                getattr(io, "compute_stream", None), not flight.plain, on=getattr(io, "device", None)
+                getattr(io, "compute_stream", None), not flight.decode_only, on=getattr(io, "device", None)
             )
         except Exception as exc:
-            hook.fail(exc)
+            hook.mark_failed(exc)
         try:
             result = original(self, *args, **kwargs)
         except BaseException:
-            timing.drop(begun or 0)
+            timing.cancel(begun or 0)
             raise
         if begun is not None:
             try:
-                timing.end(begun, StepWork(ENGINE, batches.pid, 0, flight.step, batches.log.number))
+                timing.end(begun, StepWork(ENGINE, batches.pid, 0, flight.step, batches.writer.number))
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return result
 
-    return compute
+    return compute_batch

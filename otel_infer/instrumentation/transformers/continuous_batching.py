@@ -19,12 +19,12 @@ from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
-from otel_infer.instrumentation.hooks.engines import Blocks
+from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.hooks.suppression import claiming
+from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.instrumentation.transformers._integration import ENGINE, integration
-from otel_infer.ringbuffer.batch_writer import StepLog
+from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
 
 CB = "transformers.generation.continuous_batching"
@@ -32,129 +32,152 @@ MANAGER = f"{CB}.continuous_api:ContinuousBatchingManager"
 PROCESSOR = f"{CB}.continuous_api:ContinuousBatchProcessor"
 SCHEDULER = f"{CB}.scheduler"
 PART = "continuous batching"
-UNKNOWN = bytes(4)
+UNKNOWN_HANDLE = bytes(4)
 
-_state_of = attrgetter("state")
-_packed_of = attrgetter("otel_infer_handle")
-_query_of = attrgetter("query_length")
-_scheduled_tokens_of = attrgetter("state.tokens_to_process")
-_new_token_of = attrgetter("has_new_token")
-_is_alive = attrgetter("log.alive")
+_get_state = attrgetter("state")
+_get_handle = attrgetter("otel_infer_handle")
+_get_query_length = attrgetter("query_length")
+_get_scheduled_tokens = attrgetter("state.tokens_to_process")
+_get_has_new_token = attrgetter("has_new_token")
+_is_alive = attrgetter("writer.alive")
 
 
-class _Flight:
+class _InFlightBatch:
     """A step between schedule and update. `column`: tokens delivered per member, empty = one each, but for `chunks`:
     positions of those who get none. `plain`: everybody in it decodes."""
 
-    __slots__ = ("chunks", "column", "first", "gone", "plain", "states", "step")
+    __slots__ = (
+        "chunk_positions",
+        "decode_only",
+        "first_future",
+        "removed_states",
+        "states",
+        "step",
+        "token_column",
+    )
 
     def __init__(
         self, step: int, first: Any, states: list[Any], column: bytes, chunks: tuple[int, ...], plain: bool
     ) -> None:
-        self.step, self.first, self.states, self.column, self.chunks = step, first, states, column, chunks
-        self.plain = plain
-        self.gone: tuple[Any, ...] = ()
+        self.step, self.first_future, self.states, self.token_column, self.chunk_positions = (
+            step,
+            first,
+            states,
+            column,
+            chunks,
+        )
+        self.decode_only = plain
+        self.removed_states: tuple[Any, ...] = ()
 
 
-class _Batches:
+class _BatchTracker:
     """The steps of one scheduler, on the thread that runs them."""
 
-    def __init__(self, log: StepLog, cache: Any) -> None:
-        self.log, self.pid = log, os.getpid()
-        self.over = False
-        self.left: list[Any] = []
-        self.flights: deque[_Flight] = deque(maxlen=8)
-        self.kv = kv_cache.blocks_of(cache)
-        self.blocks = Blocks(ENGINE, log.number, kv_cache.block_tokens(cache))
-        self.blocks.say()
-        log.pack = _pack
+    def __init__(self, log: BatchWriter, cache: Any) -> None:
+        self.writer, self.pid = log, os.getpid()
+        self.closed = False
+        self.removed: list[Any] = []
+        self.in_flight: deque[_InFlightBatch] = deque(maxlen=8)
+        self.read_kv_usage = kv_cache.make_usage_reader(cache)
+        self.blocks = KvBlockSizeRecorder(ENGINE, log.number, kv_cache.tokens_per_block(cache))
+        self.blocks.record_block_size()
+        log.pack_handles = _pack_handles
 
-    def scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
+    def record_scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
         active, size = scheduler.active_requests, len(futures)
-        used, total = self.kv()
+        used, total = self.read_kv_usage()
         plain = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
-        odd = _NOBODY if plain else _odd_ones(futures, query_tokens)
+        odd = _NO_PREFILLS if plain else _find_prefills(futures, query_tokens)
         queries = column = b""
         chunks: tuple[int, ...] = ()
         # Who is scheduled is active, and nobody is twice: as many as are active are all of them.
         if size == len(active) and odd is not None:
             states = list(active.values())
         else:
-            states = list(map(_state_of, futures))
+            states = list(map(_get_state, futures))
         if odd is None:
-            queries, column = _queries(futures), array("I", map(_new_token_of, futures)).tobytes()
-        several, unfinished = odd or _NOBODY
+            queries, column = (
+                _encode_scheduled_tokens(futures),
+                array("I", map(_get_has_new_token, futures)).tobytes(),
+            )
+        several, unfinished = odd or _NO_PREFILLS
         waiting = len(scheduler.waiting_requests)
-        step = self.log.scheduled(states, self.left, queries, used, total, len(active), waiting, several)
+        step = self.writer.write_scheduled(
+            states, self.removed, queries, used, total, len(active), waiting, several
+        )
         for state in unfinished:
-            chunks += (self.log.position(state),)
-        if self.left:
-            self.left = []
-            self.blocks.say()
-        self.flights.append(_Flight(step, futures[0], states, column, chunks, plain))
+            chunks += (self.writer.find_position(state),)
+        if self.removed:
+            self.removed = []
+            self.blocks.record_block_size()
+        self.in_flight.append(_InFlightBatch(step, futures[0], states, column, chunks, plain))
 
-    def done(self, first: Any) -> None:
+    def record_done(self, first: Any) -> None:
         """The tokens of the step with this first future are on the host; another scheduler's is unknown here."""
-        flights = self.flights
-        if flights[0].first is not first:
-            if not any(flight.first is first for flight in flights):
+        flights = self.in_flight
+        if flights[0].first_future is not first:
+            if not any(flight.first_future is first for flight in flights):
                 return
-            while flights[0].first is not first:  # the results of those before are never fetched
+            while flights[0].first_future is not first:  # the results of those before are never fetched
                 flights.popleft()
         flight = flights.popleft()
         if not flight.step:
             return
-        column, discarded = flight.column, 0
-        if flight.gone:
-            column, discarded = _discarding(flight)
-        elif flight.chunks:
-            self.log.done_except(flight.step, [(position, 0) for position in flight.chunks])
+        column, discarded = flight.token_column, 0
+        if flight.removed_states:
+            column, discarded = _discard_tokens(flight)
+        elif flight.chunk_positions:
+            self.writer.write_done_except(flight.step, [(position, 0) for position in flight.chunk_positions])
             return
-        self.log.done(flight.step, column, len(flight.states), discarded)
+        self.writer.write_done(flight.step, column, len(flight.states), discarded)
 
-    def gone(self, state: Any) -> None:
+    def remove_sequence(self, state: Any) -> None:
         """A sequence left the batch: whatever is still in flight for it will be discarded."""
-        self.left.append(state)
-        for flight in self.flights:
-            if not flight.step or _has(flight.gone, state) or not self._is_in(flight, state):
+        self.removed.append(state)
+        for flight in self.in_flight:
+            if (
+                not flight.step
+                or _contains_state(flight.removed_states, state)
+                or not self._is_in_batch(flight, state)
+            ):
                 continue
-            flight.gone += (state,)
+            flight.removed_states += (state,)
             # Nobody waits for it, and the library may not fetch it before the next arrival.
-            if len(flight.gone) == len(flight.states):
-                column, discarded = _discarding(flight)
-                self.log.done(flight.step, column, len(flight.states), discarded)
+            if len(flight.removed_states) == len(flight.states):
+                column, discarded = _discard_tokens(flight)
+                self.writer.write_done(flight.step, column, len(flight.states), discarded)
                 flight.step = 0
 
-    def _is_in(self, flight: _Flight, state: Any) -> bool:
+    def _is_in_batch(self, flight: _InFlightBatch, state: Any) -> bool:
         """The log finds a member of the batch that was stated last without looking at the others."""
-        if flight is self.flights[-1]:
-            return self.log.position(state) >= 0
-        return _has(flight.states, state)
+        if flight is self.in_flight[-1]:
+            return self.writer.find_position(state) >= 0
+        return _contains_state(flight.states, state)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Gives the log back; what was in flight is no step of whoever has it next."""
-        self.over = True
-        self.flights.clear()
-        recorder.give_back(ENGINE, self.log)
+        self.closed = True
+        self.in_flight.clear()
+        recorder.release_batch_writer(ENGINE, self.writer)
 
-    def idle(self) -> None:
+    def on_idle(self) -> None:
         """Nothing is active: let go of the last batch."""
-        if not self.flights:
-            self.left = []
-            self.log.idle()
-            self.blocks.say()
+        if not self.in_flight:
+            self.removed = []
+            self.writer.clear_batch()
+            self.blocks.record_block_size()
 
 
-def _has(states: Iterable[Any], state: Any) -> bool:
+def _contains_state(states: Iterable[Any], state: Any) -> bool:
     return any(map(is_, states, repeat(state)))
 
 
-def _discarding(flight: _Flight) -> tuple[bytes, int]:
-    column = array("I", flight.column or array("I", repeat(1, len(flight.states))).tobytes())
-    for position in flight.chunks:
+def _discard_tokens(flight: _InFlightBatch) -> tuple[bytes, int]:
+    column = array("I", flight.token_column or array("I", repeat(1, len(flight.states))).tobytes())
+    for position in flight.chunk_positions:
         column[position] = 0
     discarded = 0
-    for state in flight.gone:
+    for state in flight.removed_states:
         found = list(map(is_, flight.states, repeat(state)))
         if True in found and column[found.index(True)]:
             column[found.index(True)] = 0
@@ -162,12 +185,12 @@ def _discarding(flight: _Flight) -> tuple[bytes, int]:
     return column.tobytes(), discarded
 
 
-MOST_ODD = 16
-_Odd = tuple[Sequence[tuple[Any, int]], Sequence[Any]]
-_NOBODY: _Odd = (), ()
+MAX_PREFILLS = 16
+_Prefills = tuple[Sequence[tuple[Any, int]], Sequence[Any]]
+_NO_PREFILLS: _Prefills = (), ()
 
 
-def _odd_ones(futures: list[Any], query_tokens: int) -> _Odd | None:
+def _find_prefills(futures: list[Any], query_tokens: int) -> _Prefills | None:
     """Those who do not get one token for one: (state, tokens scheduled), and of these the states whose prompt is not done. Looked
     for at the end, where the scheduler puts whoever is in its prefill.
 
@@ -180,7 +203,7 @@ def _odd_ones(futures: list[Any], query_tokens: int) -> _Odd | None:
         queries, has_new_token = getattr(future, "query_length", 0), future.has_new_token
         if queries == 1 and has_new_token:
             break
-        if len(several) == MOST_ODD - 1:
+        if len(several) == MAX_PREFILLS - 1:
             return None
         several.append((future.state, queries))
         if not has_new_token:
@@ -189,119 +212,119 @@ def _odd_ones(futures: list[Any], query_tokens: int) -> _Odd | None:
     return None if surplus else (several, unfinished)
 
 
-def _queries(futures: list[Any]) -> bytes:
+def _encode_scheduled_tokens(futures: list[Any]) -> bytes:
     """Tokens scheduled per member."""
     try:
-        return array("I", map(_query_of, futures)).tobytes()
+        return array("I", map(_get_query_length, futures)).tobytes()
     except AttributeError:
-        return array("I", map(len, map(_scheduled_tokens_of, futures))).tobytes()
+        return array("I", map(len, map(_get_scheduled_tokens, futures))).tobytes()
 
 
-def _pack(states: Any) -> bytes:
+def _pack_handles(states: Any) -> bytes:
     try:
-        return b"".join(map(_packed_of, states))
+        return b"".join(map(_get_handle, states))
     except AttributeError:  # some began before we were here
-        return b"".join(getattr(state, "otel_infer_handle", UNKNOWN) for state in states)
+        return b"".join(getattr(state, "otel_infer_handle", UNKNOWN_HANDLE) for state in states)
 
 
-class _Loop(threading.local):
+class _BatchingLoop(threading.local):
     """`made`: what the loop on this thread has made; `latest`: of these, the one that was scheduled last."""
 
     def __init__(self) -> None:
-        self.made: list[_Batches] = []
-        self.latest: _Batches | None = None
+        self.trackers: list[_BatchTracker] = []
+        self.latest: _BatchTracker | None = None
 
 
-current_loop = _Loop()
+current_loop = _BatchingLoop()
 
 
-def _batches_of(scheduler: Any) -> _Batches | None:
-    batches: _Batches | None = getattr(scheduler, "_otel_infer_batches", None)
-    if batches is None or batches.over or not batches.log.alive:
-        log = recorder.step_log(ENGINE)
+def _get_tracker(scheduler: Any) -> _BatchTracker | None:
+    batches: _BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
+    if batches is None or batches.closed or not batches.writer.alive:
+        log = recorder.acquire_batch_writer(ENGINE)
         if log is None:
             return None
-        batches = scheduler._otel_infer_batches = _Batches(log, scheduler.cache)
-        current_loop.made = [*filter(_is_alive, current_loop.made), batches]
+        batches = scheduler._otel_infer_batches = _BatchTracker(log, scheduler.cache)
+        current_loop.trackers = [*filter(_is_alive, current_loop.trackers), batches]
     return batches
 
 
-def _told(scheduler: Any, state: Any) -> None:
+def _remove_from_batch(scheduler: Any, state: Any) -> None:
     """A sequence left the scheduler's batch."""
-    batches: _Batches | None = getattr(scheduler, "_otel_infer_batches", None)
-    if batches is not None and not batches.over:
-        batches.gone(state)
+    batches: _BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
+    if batches is not None and not batches.closed:
+        batches.remove_sequence(state)
         if not scheduler.active_requests:
-            batches.idle()
+            batches.on_idle()
 
 
 # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@integration.step_hook(f"{MANAGER}._run_generation_loop", optional=True, part=PART)
-def run_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{MANAGER}._run_generation_loop", optional=True, part=PART)
+def wrap_run_generation_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """A loop that ends gives its step log back."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_generation_loop(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         finally:
             try:
-                _release()
+                _close_trackers()
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
 
-    return run
+    return run_generation_loop
 
 
-def _release() -> None:
-    made, current_loop.made, current_loop.latest = current_loop.made, [], None
+def _close_trackers() -> None:
+    made, current_loop.trackers, current_loop.latest = current_loop.trackers, [], None
     for batches in made:
-        batches.end()
+        batches.close()
 
 
 for _target in (f"{MANAGER}._run_generation_loop", f"{PROCESSOR}.warmup"):
-    integration.step_hook(_target, optional=True, part=PART)(claiming)
+    integration.patch_hot_path(_target, optional=True, part=PART)(suppress_torch)
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _scheduling(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _wrap_schedule_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def schedule_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if hook.alive and recorder.active:
             try:
                 futures = result[0]
                 if futures:
-                    batches = _batches_of(self)
+                    batches = _get_tracker(self)
                     current_loop.latest = batches
                     if batches is not None:
-                        batches.scheduled(self, futures, result[2])
+                        batches.record_scheduled(self, futures, result[2])
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return result
 
     return schedule_batch
 
 
 for _class in ("FIFOScheduler", "PrefillFirstScheduler"):
-    integration.step_hook(f"{SCHEDULER}:{_class}.schedule_batch", part=PART)(_scheduling)
+    integration.patch_hot_path(f"{SCHEDULER}:{_class}.schedule_batch", part=PART)(_wrap_schedule_batch)
 
 
-@integration.step_hook(f"{CB}.input_outputs:ContinuousBatchingIOs.prepare_batch_update", part=PART)
-def prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{CB}.input_outputs:ContinuousBatchingIOs.prepare_batch_update", part=PART)
+def wrap_prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Here the tokens are on the host, and nobody has been given them yet."""
 
-    def prepare(self: Any) -> Any:
+    def prepare_batch_update(self: Any) -> Any:
         result = original(self)
         if hook.alive:
             try:
-                for batches in current_loop.made:
-                    if batches.flights and result[0]:
-                        batches.done(result[0][0])
+                for batches in current_loop.trackers:
+                    if batches.in_flight and result[0]:
+                        batches.record_done(result[0][0])
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return result
 
-    return prepare
+    return prepare_batch_update

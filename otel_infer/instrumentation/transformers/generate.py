@@ -20,73 +20,73 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Call, Hook
-from otel_infer.instrumentation.hooks.suppression import claiming
+from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.instrumentation.transformers._integration import (
     ENGINE,
-    handed_over,
+    already_submitted,
     integration,
     name_request,
-    own_request,
+    open_own_request,
 )
-from otel_infer.instrumentation.transformers.generation_arguments import setting, shape_of_prompt
-from otel_infer.instrumentation.transformers.generation_run import Run, thread
+from otel_infer.instrumentation.transformers.generation_arguments import get_setting, prompt_shape
+from otel_infer.instrumentation.transformers.generation_run import GenerationRun, thread_state
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import start
 
 _GENERATION = "transformers.generation.utils:GenerationMixin"
 OPERATION = "text_completion"
-LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
+DECODING_LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
 ENCODERS = ("_prepare_encoder_decoder_kwargs_for_generation", "_maybe_prepare_encoder_kwargs_for_generation")
 
-PIXELS = frozenset(("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches"))
+PIXEL_INPUTS = frozenset(("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches"))
 """As encoders of images and videos call what they look at."""
 
-_packed_of = attrgetter("packed")
+_get_packed = attrgetter("packed")
 
 
-@integration.step_hook(f"{_GENERATION}.generate", part="generate")
-def running(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{_GENERATION}.generate", part="generate")
+def wrap_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """A run is its thread's, and its request current, while the call lasts: the stream that it may return is read anywhere."""
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        outer, thread.run, thread.begun = thread.run, thread.begun, None
-        run = thread.run
+        outer, thread_state.run, thread_state.next_run = thread_state.run, thread_state.next_run, None
+        run = thread_state.run
         token = None
         try:
-            token = run.request.attach() if run is not None and run.own else None
+            token = run.request.attach() if run is not None and run.owns_request else None
             return original(*args, **kwargs)
         finally:
-            thread.run = outer
+            thread_state.run = outer
             if token is not None:
                 start.detach(token)
 
     return generate
 
 
-@integration.around(f"{_GENERATION}.generate", reads=("inputs", "generation_config"), part="generate")
-def generate(call: Call) -> Generator[None, Any, None]:
+@integration.patch_function(f"{_GENERATION}.generate", reads=("inputs", "generation_config"), part="generate")
+def trace_generate(call: Call) -> Generator[None, Any, None]:
     # A draft model's calls are inside the outer decode.
-    run = None if thread.run is not None or _is_paged(call) else _begin(call)
+    run = None if thread_state.run is not None or _is_paged(call) else _begin_generation(call)
     if run is None:
         yield
         return
-    thread.begun = run
+    thread_state.next_run = run
     try:
         result = yield
-        run.concludes(result)
+        run.record_result(result)
     except BaseException as exc:
-        run.fails(exc)
+        run.record_failure(exc)
         raise
     finally:
         # A run is in a cycle with itself, and a device's memory cannot wait for the garbage collector.
         run.cache = None
-        if run.log is not None:
-            recorder.give_back(ENGINE, run.log)
+        if run.writer is not None:
+            recorder.release_batch_writer(ENGINE, run.writer)
 
 
-integration.step_hook(f"{_GENERATION}.generate", part="generate")(claiming)
+integration.patch_hot_path(f"{_GENERATION}.generate", part="generate")(suppress_torch)
 
 
 def _is_paged(call: Call) -> bool:
@@ -94,152 +94,154 @@ def _is_paged(call: Call) -> bool:
     return bool(call.kwargs.get("cache_implementation") == "paged")
 
 
-def _begin(call: Call) -> Run | None:
-    request = start.current()
+def _begin_generation(call: Call) -> GenerationRun | None:
+    request = start.current_request()
     own = request is None
-    if own and handed_over.get():  # by one that has ended, and has told of it
+    if own and already_submitted.get():  # by one that has ended, and has told of it
         return None
-    rows, prompt = shape_of_prompt(call)
-    sequences = rows * (events.count(setting(call, "num_return_sequences")) or 1)
-    request = request or own_request(OPERATION, call.instance)
+    rows, prompt = prompt_shape(call)
+    sequences = rows * (events.clamp_count(get_setting(call, "num_return_sequences")) or 1)
+    request = request or open_own_request(OPERATION, call.instance)
     if request is None:
         return None
     if not own:
         name_request(request, OPERATION, call.instance)
-    if own or not handed_over.get():
-        request.submitted(ENGINE, sequences, prompt * rows, setting(call, "max_new_tokens"))
-    handed_over.set(False)
-    log = recorder.step_log(ENGINE)
+    if own or not already_submitted.get():
+        request.record_submitted(ENGINE, sequences, prompt * rows, get_setting(call, "max_new_tokens"))
+    already_submitted.set(False)
+    log = recorder.acquire_batch_writer(ENGINE)
     if log is not None:
-        log.pack = _pack
-    return Run(request, own, log, rows, prompt)
+        log.pack_handles = _pack_handles
+    return GenerationRun(request, own, log, rows, prompt)
 
 
-def _pack(runs: Any) -> bytes:
-    return b"".join(map(_packed_of, runs))
+def _pack_handles(runs: Any) -> bytes:
+    return b"".join(map(_get_packed, runs))
 
 
-def _loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _wrap_decoding_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     names = tuple(inspect.signature(original).parameters)
     names = names[names.index("input_ids") + 1 :]
 
-    def loop(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        run = thread.run
+    def run_decoding_loop(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        run = thread_state.run
         if run is not None and hook.alive:
             try:
                 given = dict(zip(names, args)) | kwargs
                 if given.get("generation_config") is not None:
-                    run.enter(self, input_ids, given)
+                    run.begin_loop(self, input_ids, given)
                 run.drafting = hook.target.endswith("._assisted_decoding")
                 # These ask the device for tokens or scores before they ask whether to go on.
                 run.has_waited = not hook.target.endswith("._sample") or given.get("streamer") is not None
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return original(self, input_ids, *args, **kwargs)
 
-    return loop
+    return run_decoding_loop
 
 
-for _name in LOOPS:
-    integration.step_hook(
+for _name in DECODING_LOOPS:
+    integration.patch_hot_path(
         f"{_GENERATION}.{_name}", reads=("input_ids", "generation_config"), part="generate"
-    )(_loop)
+    )(_wrap_decoding_loop)
 
 
-@integration.step_hook(
+@integration.patch_hot_path(
     f"{_GENERATION}._update_model_kwargs_for_generation", reads=("num_new_tokens",), part="generate"
 )
-def accept(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def update_model_kwargs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Assisted decoding says here how many tokens of its draft were right, and the one beyond; every loop, where its cache is."""
 
-    def accept(*args: Any, **kwargs: Any) -> Any:
-        run = thread.run
+    def update_model_kwargs(*args: Any, **kwargs: Any) -> Any:
+        run = thread_state.run
         if run is not None and run.drafting and hook.alive:
             try:
-                run.accepted = int(kwargs.get("num_new_tokens", 1))
+                run.accepted_tokens = int(kwargs.get("num_new_tokens", 1))
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         result = original(*args, **kwargs)
         if run is not None and hook.alive and type(result) is dict:
-            run.cache = kv_cache.among(result)
+            run.cache = kv_cache.find_cache(result)
         return result
 
-    return accept
+    return update_model_kwargs
 
 
-def _encoding(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _wrap_encoder(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """An encoder takes the prompt, or what the prompt shows: that is prefill, and no waiting."""
 
-    def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = thread.run
+    def prepare_encoder_kwargs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = thread_state.run
         if run is not None and hook.alive:
             try:
-                if self.config.is_encoder_decoder or _shows(self, (*args, *kwargs.values())):
-                    run.request.state(events.RequestScheduled(_clock.now()))
+                if self.config.is_encoder_decoder or _uses_vision_encoder(self, (*args, *kwargs.values())):
+                    run.request.record_event(events.RequestScheduled(_clock.now()))
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return original(self, *args, **kwargs)
 
-    return encode
+    return prepare_encoder_kwargs
 
 
-def _shows(model: Any, given: tuple[Any, ...]) -> bool:
+def _uses_vision_encoder(model: Any, given: tuple[Any, ...]) -> bool:
     """Whether there is something to see, and a model that looks at it before it reads."""
     supports = getattr(model, "_supports_mm_encoder_outputs", None)
-    has_pixels = any(isinstance(one, dict) and not PIXELS.isdisjoint(one) for one in given)
+    has_pixels = any(isinstance(one, dict) and not PIXEL_INPUTS.isdisjoint(one) for one in given)
     return has_pixels and supports is not None and bool(supports())
 
 
 for _name in ENCODERS:
-    integration.step_hook(f"{_GENERATION}.{_name}", optional=True, part="generate")(_encoding)
+    integration.patch_hot_path(f"{_GENERATION}.{_name}", optional=True, part="generate")(_wrap_encoder)
 
 
-@integration.step_hook(f"{_GENERATION}._prefill", optional=True, part="generate")
-def prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{_GENERATION}._prefill", optional=True, part="generate")
+def wrap_prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def prefill(*args: Any, **kwargs: Any) -> Any:
-        run = thread.run
+        run = thread_state.run
         if run is not None and run.stepping and hook.alive:
             try:
                 run.prefilled = True
-                run.scheduled(run.first)
+                run.begin_step(run.prefill_tokens)
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return original(*args, **kwargs)
 
     return prefill
 
 
-@integration.step_hook("transformers.generation.utils:StopCheck.__call__", optional=True, part="generate")
-def stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(
+    "transformers.generation.utils:StopCheck.__call__", optional=True, part="generate"
+)
+def wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """From 5.17 on, what a streamer is given and whether to go on is waited for here."""
 
-    def check(*args: Any, **kwargs: Any) -> Any:
-        run = thread.run
-        if run is not None and run.begun is not None and hook.alive:
+    def stop_check(*args: Any, **kwargs: Any) -> Any:
+        run = thread_state.run
+        if run is not None and run.timing_handle is not None and hook.alive:
             try:
-                run.launched()
+                run.mark_launched()
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return original(*args, **kwargs)
 
-    return check
+    return stop_check
 
 
-@integration.step_hook(f"{_GENERATION}._has_unfinished_sequences", part="generate")
-def has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{_GENERATION}._has_unfinished_sequences", part="generate")
+def wrap_has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def has_unfinished_sequences(*args: Any, **kwargs: Any) -> Any:
-        run = thread.run
-        if run is not None and run.begun is not None and hook.alive:
+        run = thread_state.run
+        if run is not None and run.timing_handle is not None and hook.alive:
             try:
-                run.launched(run.has_waited)  # this function waits for the device
+                run.mark_launched(run.has_waited)  # this function waits for the device
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         result = original(*args, **kwargs)
         if run is not None and run.stepping and hook.alive:
             try:
-                run.iterate(bool(result))
+                run.advance_iteration(bool(result))
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return result
 
     return has_unfinished_sequences

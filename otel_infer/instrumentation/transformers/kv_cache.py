@@ -10,56 +10,56 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span
 
-_PARTS = ("self_attention_cache", "cross_attention_cache")
+_SUBCACHES = ("self_attention_cache", "cross_attention_cache")
 """Of an `EncoderDecoderCache`."""
-_NAMES = ("cache", "past_key_values")
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What the library calls it among its arguments: since 5.24, and before."""
 
 
-def among(arguments: Mapping[str, Any]) -> Any:
+def find_cache(arguments: Mapping[str, Any]) -> Any:
     """The cache among these, or None."""
-    return next((cache for cache in map(arguments.get, _NAMES) if cache is not None), None)
+    return next((cache for cache in map(arguments.get, _CACHE_ARGUMENTS) if cache is not None), None)
 
 
-def say(request: request_span.LiveRequest, cache: Any) -> None:
+def record_size(request: request_span.RequestSpan, cache: Any) -> None:
     """States what it takes now, where that can be known: a cache may be anything that a model makes, and what is odd is no error."""
     try:
-        size = bytes_of(cache)
+        size = cache_bytes(cache)
     except Exception:
         return
     if size:
-        request.state(events.CacheHeld(_clock.now(), size))
+        request.record_event(events.CacheHeld(_clock.now(), size))
 
 
-def bytes_of(cache: Any) -> int:
+def cache_bytes(cache: Any) -> int:
     """The memory behind all tensors of all layers, wherever they lie, each piece once; 0 where it is none of the library's caches
     (transformers 5.5 to 5.24)."""
-    parts = [part for part in (getattr(cache, name, None) for name in _PARTS) if part is not None]
+    parts = [part for part in (getattr(cache, name, None) for name in _SUBCACHES) if part is not None]
     layers = [layer for part in parts or [cache] for layer in getattr(part, "layers", None) or ()]
-    return sum(dict([piece for layer in layers for piece in _pieces(vars(layer).values())]).values())
+    return sum(dict([piece for layer in layers for piece in _iter_storages(vars(layer).values())]).values())
 
 
-def tokens_of(cache: Any) -> int:
+def cached_tokens(cache: Any) -> int:
     """Tokens per row that it holds; 0 where nobody knows."""
     try:
-        return events.count(cache.get_seq_length())
+        return events.clamp_count(cache.get_seq_length())
     except Exception:
         return 0
 
 
-def _pieces(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
+def _iter_storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """Address and bytes. Quantized layers hold tensors in tuples, those with a state by name."""
     for value in values:
         if isinstance(value, (tuple, list)):
-            yield from _pieces(value)
+            yield from _iter_storages(value)
         elif isinstance(value, dict):
-            yield from _pieces(value.values())
+            yield from _iter_storages(value.values())
         elif getattr(value, "ndim", 0) and hasattr(value, "untyped_storage"):  # a number is bookkeeping
             storage = value.untyped_storage()
             yield storage.data_ptr(), storage.nbytes()
 
 
-def blocks_of(cache: Any) -> Callable[[], tuple[int, int]]:
+def make_usage_reader(cache: Any) -> Callable[[], tuple[int, int]]:
     """How many blocks this cache has in use, and in all: a look at its free lists, whatever the batch."""
     total = int(getattr(cache, "num_blocks", 0) or 0)
     if not total:
@@ -71,7 +71,7 @@ def blocks_of(cache: Any) -> Callable[[], tuple[int, int]]:
     return lambda: (total - int(free_blocks()), total)
 
 
-def block_tokens(cache: Any) -> int:
+def tokens_per_block(cache: Any) -> int:
     """What a block holds, as the cache says (up to 5.17) or its allocators do; 0 = neither."""
     allocators = list(getattr(cache, "cache_allocators", {}).values())
     said = [getattr(cache, "block_size", 0), *(getattr(one, "tokens_per_page", 0) for one in allocators)]

@@ -20,7 +20,7 @@ from otel_infer.instrumentation.transformers._integration import (
     ENGINE,
     integration,
     name_request,
-    own_request,
+    open_own_request,
 )
 from otel_infer.instrumentation.transformers.continuous_batching import (
     CB,
@@ -28,10 +28,10 @@ from otel_infer.instrumentation.transformers.continuous_batching import (
     PART,
     PROCESSOR,
     SCHEDULER,
-    UNKNOWN,
-    _told,
+    UNKNOWN_HANDLE,
+    _remove_from_batch,
 )
-from otel_infer.instrumentation.transformers.generation_arguments import length_of
+from otel_infer.instrumentation.transformers.generation_arguments import prompt_length
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
 
@@ -39,62 +39,62 @@ _STATE = f"{CB}.requests:RequestState"
 OPERATION = "text_completion"
 
 
-class _Handle(bytes):
+class _PackedHandle(bytes):
     """A handle as the step log writes it. It means something in this process only: elsewhere it is nobody's."""
 
-    def __deepcopy__(self, memo: Any) -> _Handle:
+    def __deepcopy__(self, memo: Any) -> _PackedHandle:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return bytes, (UNKNOWN,)
+        return bytes, (UNKNOWN_HANDLE,)
 
 
-class _Sequences:
+class _SequenceGroup:
     """The sequences of one `add_request`. `own`: the request is theirs, and ends with the last of them."""
 
-    __slots__ = ("left", "own", "packed", "request")
+    __slots__ = ("owns_request", "packed", "remaining", "request")
 
-    def __init__(self, request: request_span.LiveRequest, own: bool, left: int) -> None:
-        self.request, self.own, self.left = request, own, left
-        self.packed = _Handle(request.packed)
+    def __init__(self, request: request_span.RequestSpan, own: bool, left: int) -> None:
+        self.request, self.owns_request, self.remaining = request, own, left
+        self.packed = _PackedHandle(request.packed)
 
-    def __deepcopy__(self, memo: Any) -> _Sequences:
+    def __deepcopy__(self, memo: Any) -> _SequenceGroup:
         return self  # a fork belongs to the same request
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(None), ()  # the other ranks of a tensor-parallel group get copies of the states
 
-    def finished(self, state: Any, reason: str, error_type: str = "") -> None:
+    def finish_sequence(self, state: Any, reason: str, error_type: str = "") -> None:
         """One sequence is over, and with it those that would have forked off it."""
         before = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
         tokens = len(state.generated_tokens) + before
-        self.request.state(events.EngineFinished(_clock.now(), reason, tokens))
+        self.request.record_event(events.EngineFinished(_clock.now(), reason, tokens))
         if error_type:
-            self.request.failed(error_type)
-        self.left -= 1 + int(state.num_children or 0)
-        if self.own and self.left <= 0:
+            self.request.set_engine_error(error_type)
+        self.remaining -= 1 + int(state.num_children or 0)
+        if self.owns_request and self.remaining <= 0:
             self.request.close()
 
 
-class _Adding(threading.local):
+class _AddRequestState(threading.local):
     """Whose states this thread is making."""
 
-    sequences: _Sequences | None = None
+    group: _SequenceGroup | None = None
 
 
-_adding = _Adding()
+_adding = _AddRequestState()
 
 
 # ── the way in ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@integration.around(f"{MANAGER}.add_request", reads=("input_ids", "max_new_tokens"), part=PART)
-def add_request(call: Call) -> Generator[None, Any, None]:
+@integration.patch_function(f"{MANAGER}.add_request", reads=("input_ids", "max_new_tokens"), part=PART)
+def trace_add_request(call: Call) -> Generator[None, Any, None]:
     manager = call.instance
-    request = start.current()
+    request = start.current_request()
     own = request is None
     if getattr(manager, "is_tp_driver", True):
-        request = request or own_request(OPERATION, manager.model)
+        request = request or open_own_request(OPERATION, manager.model)
     if request is None or not getattr(manager, "is_tp_driver", True):
         yield
         return
@@ -103,9 +103,9 @@ def add_request(call: Call) -> Generator[None, Any, None]:
     limit = call["max_new_tokens"]
     if limit is None:
         limit = getattr(manager.generation_config, "max_new_tokens", None)
-    copies = events.count(getattr(manager, "num_return_sequences", 1)) or 1
-    request.submitted(ENGINE, copies, length_of(call["input_ids"]), limit)
-    _adding.sequences = _Sequences(request, own, copies)
+    copies = events.clamp_count(getattr(manager, "num_return_sequences", 1)) or 1
+    request.record_submitted(ENGINE, copies, prompt_length(call["input_ids"]), limit)
+    _adding.group = _SequenceGroup(request, own, copies)
     try:
         accepted = yield
     except BaseException as exc:
@@ -113,187 +113,187 @@ def add_request(call: Call) -> Generator[None, Any, None]:
             request.close(events.ERROR, type(exc).__qualname__)
         raise
     finally:
-        _adding.sequences = None
+        _adding.group = None
     if accepted is None and own:
         request.close(events.ERROR, "rejected")
 
 
-@integration.step_hook(f"{_STATE}.__post_init__", part=PART)
-def new_state(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{_STATE}.__post_init__", part=PART)
+def wrap_post_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def post_init(self: Any) -> None:
         original(self)
         if not hook.alive:
             return
         try:
-            sequences = self.otel_infer = _adding.sequences
-            self.otel_infer_handle = UNKNOWN if sequences is None else sequences.packed
+            sequences = self.otel_infer = _adding.group
+            self.otel_infer_handle = UNKNOWN_HANDLE if sequences is None else sequences.packed
             if sequences is not None:
-                sequences.request.known_as(str(self.request_id))
+                sequences.request.set_request_id(str(self.request_id))
         except Exception as exc:
-            hook.fail(exc)
+            hook.mark_failed(exc)
 
     return post_init
 
 
-@integration.step_hook(f"{_STATE}.fork", part=PART)
-def fork(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{_STATE}.fork", part=PART)
+def wrap_fork(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """One of the sequences to return: another state of the same request."""
 
     def fork(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = original(self, *args, **kwargs)
         if hook.alive:
             try:
-                _inherit(state, self)
+                _inherit_request(state, self)
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return state
 
     return fork
 
 
-@integration.step_hook(f"{_STATE}.create_equivalent_initial_request", part=PART)
-def same_again(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{_STATE}.create_equivalent_initial_request", part=PART)
+def wrap_create_equivalent(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """A soft reset, or a fork that did not fit; where the id stays the same, the sequence goes on in the new state."""
 
-    def create(self: Any) -> Any:
+    def create_equivalent(self: Any) -> Any:
         state = original(self)
         if hook.alive:
             try:
-                _inherit(state, self)
+                _inherit_request(state, self)
                 state.otel_infer_before, self.otel_infer_heir = self, state
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return state
 
-    return create
+    return create_equivalent
 
 
-def _inherit(state: Any, parent: Any) -> None:
+def _inherit_request(state: Any, parent: Any) -> None:
     state.otel_infer = getattr(parent, "otel_infer", None)
-    state.otel_infer_handle = getattr(parent, "otel_infer_handle", UNKNOWN)
+    state.otel_infer_handle = getattr(parent, "otel_infer_handle", UNKNOWN_HANDLE)
 
 
-@integration.step_hook(f"{SCHEDULER}:Scheduler.add_waiting_request", reads=("state",), part=PART)
-def add_waiting_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def add(self: Any, state: Any) -> Any:
+@integration.patch_hot_path(f"{SCHEDULER}:Scheduler.add_waiting_request", reads=("state",), part=PART)
+def wrap_add_waiting_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def add_waiting_request(self: Any, state: Any) -> Any:
         sequences = getattr(state, "otel_infer", None)
         if sequences is not None and hook.alive:
             try:
-                _waits(self, state, sequences.request)
+                _record_queued(self, state, sequences.request)
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return original(self, state)
 
-    return add
+    return add_waiting_request
 
 
-def _waits(scheduler: Any, state: Any, request: request_span.LiveRequest) -> None:
+def _record_queued(scheduler: Any, state: Any, request: request_span.RequestSpan) -> None:
     before = getattr(state, "otel_infer_before", None)
     state.otel_infer_before = None
     if before is not None and before.request_id == state.request_id:
-        _told(scheduler, before)
-        request.state(events.RequestPreempted(_clock.now(), "recompute"))
+        _remove_from_batch(scheduler, before)
+        request.record_event(events.RequestPreempted(_clock.now(), "recompute"))
     elif getattr(state, "is_cpu_offloaded", False):
-        _told(scheduler, state)
-        request.state(events.RequestPreempted(_clock.now(), "offload"))
+        _remove_from_batch(scheduler, state)
+        request.record_event(events.RequestPreempted(_clock.now(), "offload"))
     else:
-        request.state(events.RequestReceived(_clock.now()))
+        request.record_event(events.RequestReceived(_clock.now()))
 
 
 # ── the way out ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@integration.step_hook(f"{SCHEDULER}:Scheduler.finish_request", reads=("request_id",), part=PART)
-def finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def finish(self: Any, request_id: str) -> Any:
+@integration.patch_hot_path(f"{SCHEDULER}:Scheduler.finish_request", reads=("request_id",), part=PART)
+def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def finish_request(self: Any, request_id: str) -> Any:
         state = self.active_requests.get(request_id) if hook.alive else None
         result = original(self, request_id)
         if state is not None:
             try:
-                _told(self, state)
-                if state.status.name == "FINISHED" and not _goes_on(state):
-                    _finished(state, _reason(state))
+                _remove_from_batch(self, state)
+                if state.status.name == "FINISHED" and not _has_successor(state):
+                    _record_finished(state, _finish_reason(state))
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return result
 
-    return finish
+    return finish_request
 
 
-def _goes_on(state: Any) -> bool:
+def _has_successor(state: Any) -> bool:
     """Whether another state has taken over from this one."""
     heir = getattr(state, "otel_infer_heir", None)
     return heir is not None and bool(heir.request_id == state.request_id)
 
 
-def _reason(state: Any) -> str:
+def _finish_reason(state: Any) -> str:
     last = state.generated_tokens[-1:]
     return "stop" if last and last[0] in state._eos_token_ids else "length"
 
 
-@integration.step_hook(f"{SCHEDULER}:Scheduler.clear_cancelled_requests", part=PART)
-def clear_cancelled_requests(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def clear(self: Any) -> Any:
+@integration.patch_hot_path(f"{SCHEDULER}:Scheduler.clear_cancelled_requests", part=PART)
+def wrap_clear_cancelled_requests(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def clear_cancelled_requests(self: Any) -> Any:
         cancelled: list[Any] = []
         if self._requests_to_cancel and hook.alive:
             try:
-                cancelled = _known(self, tuple(self._requests_to_cancel))
+                cancelled = _find_states(self, tuple(self._requests_to_cancel))
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         result = original(self)
         if (result or cancelled) and hook.alive:
             try:
                 # Releases before 5.7 do not say whom they removed.
                 for state in cancelled if result is None else result:
-                    _told(self, state)
-                    _finished(state, "abort")
+                    _remove_from_batch(self, state)
+                    _record_finished(state, "abort")
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return result
 
-    return clear
+    return clear_cancelled_requests
 
 
-def _known(scheduler: Any, request_ids: tuple[Any, ...]) -> list[Any]:
+def _find_states(scheduler: Any, request_ids: tuple[Any, ...]) -> list[Any]:
     active, waiting = scheduler.active_requests, scheduler.waiting_requests
     found = [active.get(request_id) or waiting.get(request_id) for request_id in request_ids]
     return [state for state in found if state is not None]
 
 
-@integration.step_hook(f"{PROCESSOR}._handle_request_error", reads=("error", "state"), part=PART)
-def handle_request_error(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def handle(self: Any, error: Any, state: Any) -> Any:
+@integration.patch_hot_path(f"{PROCESSOR}._handle_request_error", reads=("error", "state"), part=PART)
+def wrap_handle_request_error(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def handle_request_error(self: Any, error: Any, state: Any) -> Any:
         result = original(self, error, state)
-        _failed(hook, state, error)
+        _record_failure(hook, state, error)
         return result
 
-    return handle
+    return handle_request_error
 
 
 _ROUTER = f"{CB}.continuous_api:OutputRouter"
 
 
-@integration.step_hook(f"{_ROUTER}.fail_and_deliver", reads=("state", "error"), optional=True, part=PART)
-def fail_and_deliver(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{_ROUTER}.fail_and_deliver", reads=("state", "error"), optional=True, part=PART)
+def wrap_fail_and_deliver(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Called by the one above, and alone where no processor could be made. Whoever is told may end the request at once."""
 
-    def deliver(self: Any, state: Any, error: Any) -> Any:
-        _failed(hook, state, error)
+    def fail_and_deliver(self: Any, state: Any, error: Any) -> Any:
+        _record_failure(hook, state, error)
         return original(self, state, error)
 
-    return deliver
+    return fail_and_deliver
 
 
-def _failed(hook: Hook, state: Any, error: Any) -> None:
+def _record_failure(hook: Hook, state: Any, error: Any) -> None:
     if hook.alive:
         try:
-            _finished(state, "error", type(error).__qualname__)
+            _record_finished(state, "error", type(error).__qualname__)
         except Exception as exc:
-            hook.fail(exc)
+            hook.mark_failed(exc)
 
 
-def _finished(state: Any, reason: str, error_type: str = "") -> None:
+def _record_finished(state: Any, reason: str, error_type: str = "") -> None:
     sequences = getattr(state, "otel_infer", None)
     if sequences is not None:
         state.otel_infer = None
-        sequences.finished(state, reason, error_type)
+        sequences.finish_sequence(state, reason, error_type)

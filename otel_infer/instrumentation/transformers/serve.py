@@ -12,13 +12,13 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.hooks.thread_context import Carried
+from otel_infer.instrumentation.hooks.thread_context import ThreadContext
 from otel_infer.instrumentation.transformers._integration import (
     CANCELLED,
     ENGINE,
-    apart,
-    handed_over,
+    already_submitted,
     integration,
+    wrap_in_empty_context,
 )
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
@@ -33,96 +33,100 @@ OPERATIONS = {
 """Of each handler: the operation, and what stands before the request's id in the answer's."""
 
 
-def _naming(operation: str, prefix: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
-    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _make_handler_wrapper(
+    operation: str, prefix: str
+) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
+    def wrap_handle_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         async def handle_request(self: Any, body: Any, request_id: str) -> Any:
-            request = start.current()
+            request = start.current_request()
             if request is not None and hook.alive:
                 try:
                     request.operation = operation
-                    request.answers_as(f"{prefix}{request_id}")
+                    request.set_response_id(f"{prefix}{request_id}")
                 except Exception as exc:
-                    hook.fail(exc)
+                    hook.mark_failed(exc)
             return await original(self, body, request_id)
 
         return handle_request
 
-    return make
+    return wrap_handle_request
 
 
-for _path, _said in OPERATIONS.items():
-    integration.step_hook(
+for _path, _arguments in OPERATIONS.items():
+    integration.patch_hot_path(
         f"{_SERVING}.{_path}.handle_request",
         reads=("body", "request_id"),
         optional=_path.startswith("completion:"),
         part=PART,
-    )(_naming(*_said))
+    )(_make_handler_wrapper(*_arguments))
 
 
-def _handing_over(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _wrap_manager_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Here the prompt's tokens are known; what is put into the thread's queue next is a closure."""
 
-    def hand_over(
+    def generate_with_manager(
         self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *rest: Any, **more: Any
     ) -> Any:
-        request = start.current()
+        request = start.current_request()
         if request is not None and hook.alive:
             try:
                 ids = inputs.get("input_ids")
                 tokens = int(ids.numel()) if ids is not None else 0
-                request.submitted(ENGINE, 1, tokens, gen_config.max_new_tokens)
+                request.record_submitted(ENGINE, 1, tokens, gen_config.max_new_tokens)
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return original(self, model, processor, inputs, gen_config, *rest, **more)
 
-    return hand_over
+    return generate_with_manager
 
 
 for _name in ("generate_streaming", "generate_non_streaming"):
-    integration.step_hook(
+    integration.patch_hot_path(
         f"{_SERVING}.utils:GenerateManager.{_name}",
         reads=("model", "processor", "inputs", "gen_config"),
         part=PART,
-    )(_handing_over)
+    )(_wrap_manager_generate)
 
 
-def _queueing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _wrap_submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def submit(self: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        request = start.current() if hook.alive else None
+        request = start.current_request() if hook.alive else None
         if request is None:
             return original(self, fn, *args, **kwargs)
         if not request.engine:
-            request.submitted(ENGINE)
-        return original(self, _carried(request, fn), *args, **kwargs)
+            request.record_submitted(ENGINE)
+        return original(self, _bind_to_request(request, fn), *args, **kwargs)
 
     return submit
 
 
-def _carried(request: request_span.LiveRequest, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _bind_to_request(request: request_span.RequestSpan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, run in the request's context; its start is when the engine took the request up."""
-    carried = Carried().also(handed_over, True)
+    carried = ThreadContext().add_variable(already_submitted, True)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        request.state(events.RequestReceived(_clock.now()))
+    def run_in_request(*args: Any, **kwargs: Any) -> Any:
+        request.record_event(events.RequestReceived(_clock.now()))
         return carried.run(fn, *args, **kwargs)
 
-    return run
+    return run_in_request
 
 
-integration.step_hook(f"{_SERVING}.utils:InferenceThread.__init__", part=PART)(apart)
+integration.patch_hot_path(f"{_SERVING}.utils:InferenceThread.__init__", part=PART)(wrap_in_empty_context)
 for _name in ("submit", "async_submit"):
-    integration.step_hook(f"{_SERVING}.utils:InferenceThread.{_name}", reads=("fn",), part=PART)(_queueing)
+    integration.patch_hot_path(f"{_SERVING}.utils:InferenceThread.{_name}", reads=("fn",), part=PART)(
+        _wrap_submit
+    )
 
 
-def _made_for(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+def _wrap_streamer_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def init_streamer(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self._otel_infer = start.current()
+        self._otel_infer = start.current_request()
 
-    return init
+    return init_streamer
 
 
-def _delivering(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Tokens become text here, one call per token: two clock readings and an addition."""
 
     def put(self: Any, value: Any) -> Any:
@@ -134,16 +138,16 @@ def _delivering(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             result = original(self, value)
         except Exception as exc:
             if type(exc).__name__ != CANCELLED:
-                request.failed(type(exc).__qualname__)
+                request.set_engine_error(type(exc).__qualname__)
             raise
         request.detokenize_ns += _clock.now() - started_at
         if not request.tokens_reached and self.total_tokens:  # the first `put` may be the prompt
-            request.token_reached()
+            request.record_token_reached()
         return result
 
     return put
 
 
 for _class in ("CBStreamer", "DirectStreamer"):
-    integration.step_hook(f"{_SERVING}.utils:{_class}.__init__", part=PART)(_made_for)
-    integration.step_hook(f"{_SERVING}.utils:{_class}.put", part=PART)(_delivering)
+    integration.patch_hot_path(f"{_SERVING}.utils:{_class}.__init__", part=PART)(_wrap_streamer_init)
+    integration.patch_hot_path(f"{_SERVING}.utils:{_class}.put", part=PART)(_wrap_streamer_put)

@@ -12,7 +12,12 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.transformers._integration import ENGINE, apart, integration, model_name
+from otel_infer.instrumentation.transformers._integration import (
+    ENGINE,
+    integration,
+    model_name,
+    wrap_in_empty_context,
+)
 from otel_infer.instrumentation.transformers.continuous_batching import MANAGER
 from otel_infer.instrumentation.transformers.continuous_batching import PART as BATCHING
 from otel_infer.ringbuffer import events
@@ -23,22 +28,22 @@ from otel_infer.tracing import start as ingress
 PART = "weights"
 
 
-class _Loading(threading.local):
+class _ModelLoading(threading.local):
     """Whether this thread is loading a model already: some are made of others."""
 
-    going_on = False
+    is_loading = False
 
 
-_loading = _Loading()
+_loading = _ModelLoading()
 
 
-@integration.step_hook("transformers.modeling_utils:PreTrainedModel.from_pretrained", part=PART)
-def from_pretrained(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def load(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if _loading.going_on or not hook.alive:
+@integration.patch_hot_path("transformers.modeling_utils:PreTrainedModel.from_pretrained", part=PART)
+def wrap_from_pretrained(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if _loading.is_loading or not hook.alive:
             return original(cls, *args, **kwargs)
-        started_at, request = _begin(hook)
-        _loading.going_on = True
+        started_at, request = _begin_loading(hook)
+        _loading.is_loading = True
         model, error_type = None, ""
         try:
             model = original(cls, *args, **kwargs)
@@ -47,50 +52,50 @@ def from_pretrained(original: Callable[..., Any], hook: Hook) -> Callable[..., A
             error_type = type(exc).__qualname__
             raise
         finally:
-            _loading.going_on = False
-            _end(hook, started_at, request, model, error_type)
+            _loading.is_loading = False
+            _end_loading(hook, started_at, request, model, error_type)
 
-    return load
+    return from_pretrained
 
 
-def _begin(hook: Hook) -> tuple[int, request_span.LiveRequest | None]:
+def _begin_loading(hook: Hook) -> tuple[int, request_span.RequestSpan | None]:
     started_at, request = _clock.now(), None
     try:
-        request = ingress.current()
+        request = ingress.current_request()
         if request is None:
-            recorder.startup(events.PhaseBegan(started_at, events.WEIGHTS))
+            recorder.record_startup(events.PhaseBegan(started_at, events.WEIGHTS))
     except BaseException as exc:
-        hook.fail(exc)
+        hook.mark_failed(exc)
     return started_at, request
 
 
-def _end(
-    hook: Hook, started_at: int, request: request_span.LiveRequest | None, model: Any, error_type: str
+def _end_loading(
+    hook: Hook, started_at: int, request: request_span.RequestSpan | None, model: Any, error_type: str
 ) -> None:
     try:
         if request is not None:
-            request.stage(events.WEIGHTS, started_at)
+            request.record_stage(events.WEIGHTS, started_at)
             return
         model = model[0] if isinstance(model, tuple) else model  # with `output_loading_info=True`
         name = "" if model is None else model_name(model)
         ended = events.PhaseEnded(_clock.now(), started_at, events.WEIGHTS, ENGINE, name, error_type)
-        recorder.startup(ended)
+        recorder.record_startup(ended)
     except BaseException as exc:
-        hook.fail(exc)
+        hook.mark_failed(exc)
 
 
-def _starting(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    begun = apart(original, hook)
+def _wrap_manager_start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    begun = wrap_in_empty_context(original, hook)
 
-    def start(*args: Any, **kwargs: Any) -> Any:
+    def start_manager(*args: Any, **kwargs: Any) -> Any:
         started_at = _clock.now()
         result = begun(*args, **kwargs)
-        if hook.alive and ingress.current() is None:
+        if hook.alive and ingress.current_request() is None:
             ended = events.PhaseEnded(_clock.now(), started_at, events.READY, events.BY_ENGINE, "", "")
-            recorder.startup(ended)
+            recorder.record_startup(ended)
         return result
 
-    return start
+    return start_manager
 
 
-integration.step_hook(f"{MANAGER}.start", optional=True, part=BATCHING)(_starting)
+integration.patch_hot_path(f"{MANAGER}.start", optional=True, part=BATCHING)(_wrap_manager_start)

@@ -13,56 +13,56 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._integration import integration
-from otel_infer.instrumentation.transformers.generation_run import thread
+from otel_infer.instrumentation.transformers.generation_run import thread_state
 from otel_infer.tracing import start
 
 _TOKENIZER = "transformers.tokenization_utils_base:PreTrainedTokenizerBase"
 _PROCESSOR = "transformers.processing_utils:ProcessorMixin"
 
 
-class _Inside(threading.local):
+class _TokenizerCall(threading.local):
     """Whether this thread is in a call that is being timed."""
 
     busy = False
 
 
-inside = _Inside()
+tokenizer_call = _TokenizerCall()
 
 
-def _tokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def tokenize(*args: Any, **kwargs: Any) -> Any:
-        request = start.current() if hook.alive and not inside.busy else None
+def _wrap_tokenize(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def tokenize_input(*args: Any, **kwargs: Any) -> Any:
+        request = start.current_request() if hook.alive and not tokenizer_call.busy else None
         if request is None or request.tokenizing:
             return original(*args, **kwargs)
         started_at = _clock.now()
-        inside.busy = True
+        tokenizer_call.busy = True
         try:
             result = original(*args, **kwargs)
         finally:
-            inside.busy = False
+            tokenizer_call.busy = False
         try:
-            request.stage("tokenize", started_at, _token_count(result))
+            request.record_stage("tokenize", started_at, _token_count(result))
         except Exception as exc:
-            hook.fail(exc)
+            hook.mark_failed(exc)
         return result
 
-    return tokenize
+    return tokenize_input
 
 
-def _detokenizing(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def detokenize(*args: Any, **kwargs: Any) -> Any:
-        request = start.current() if hook.alive and not inside.busy else None
+def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def decode_tokens(*args: Any, **kwargs: Any) -> Any:
+        request = start.current_request() if hook.alive and not tokenizer_call.busy else None
         if request is None:
             return original(*args, **kwargs)
         started_at = _clock.now()
-        inside.busy = True
+        tokenizer_call.busy = True
         try:
             return original(*args, **kwargs)
         finally:
-            inside.busy = False
+            tokenizer_call.busy = False
             request.detokenize_ns += _clock.now() - started_at
 
-    return detokenize
+    return decode_tokens
 
 
 def _token_count(result: Any) -> int:
@@ -76,21 +76,21 @@ def _token_count(result: Any) -> int:
 
 
 for _method in ("__call__", "apply_chat_template", "encode"):
-    integration.step_hook(f"{_TOKENIZER}.{_method}", part="tokenizer")(_tokenizing)
+    integration.patch_hot_path(f"{_TOKENIZER}.{_method}", part="tokenizer")(_wrap_tokenize)
 for _method in ("decode", "batch_decode"):
-    integration.step_hook(f"{_TOKENIZER}.{_method}", part="tokenizer")(_detokenizing)
-integration.step_hook(f"{_PROCESSOR}.apply_chat_template", part="processor")(_tokenizing)
+    integration.patch_hot_path(f"{_TOKENIZER}.{_method}", part="tokenizer")(_wrap_decode)
+integration.patch_hot_path(f"{_PROCESSOR}.apply_chat_template", part="processor")(_wrap_tokenize)
 
 
-@integration.step_hook("transformers.generation.streamers:TextStreamer.put", part="streamers")
-def put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path("transformers.generation.streamers:TextStreamer.put", part="streamers")
+def wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """The first `put` is the prompt."""
 
     def put(self: Any, value: Any) -> Any:
         result = original(self, value)
-        run = thread.run
+        run = thread_state.run
         if run is not None and run.iterations and hook.alive:
-            run.request.token_reached()
+            run.request.record_token_reached()
         return result
 
     return put

@@ -20,29 +20,29 @@ from otel_infer.tracing import start
 FETCH, PREPARE = "fetch media", "prepare media"
 
 
-def _stage(name: str) -> Generator[None, Any, None]:
-    request, started_at = start.current(), _clock.now()
+def _record_stage(name: str) -> Generator[None, Any, None]:
+    request, started_at = start.current_request(), _clock.now()
     try:
         yield
     finally:
         if request is not None:
-            request.stage(name, started_at)
+            request.record_stage(name, started_at)
 
 
-@integration.around(
+@integration.patch_function(
     "vllm.multimodal.media.connector:MediaConnector.load_from_url_async", optional=True, part=MEDIA
 )
-def fetch(call: Call) -> Generator[None, Any, None]:
+def trace_fetch_media(call: Call) -> Generator[None, Any, None]:
     """Once for each image, sound or film; several of a request at once."""
-    yield from _stage(FETCH)
+    yield from _record_stage(FETCH)
 
 
-@integration.around(
+@integration.patch_function(
     "vllm.renderers.base:BaseRenderer._process_tokens_async", reads=("prompt",), optional=True, part=MEDIA
 )
-def prepare(call: Call) -> Generator[None, Any, None]:
+def trace_prepare_media(call: Call) -> Generator[None, Any, None]:
     """A prompt of text alone is not prepared."""
     if not call["prompt"].get("multi_modal_data"):
         yield
         return
-    yield from _stage(PREPARE)
+    yield from _record_stage(PREPARE)

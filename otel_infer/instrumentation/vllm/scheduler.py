@@ -20,31 +20,31 @@ from operator import attrgetter
 from typing import Any
 
 from otel_infer import _clock
-from otel_infer.instrumentation.hooks.engines import Blocks
+from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.vllm import scheduler_waits
 from otel_infer.instrumentation.vllm._integration import (
-    DUMMIES,
+    DUMMY_BATCHES,
     ENGINE,
     EVICTIONS,
+    REPORT_INTERVAL_NS,
     SCHEDULER,
     STEPS,
-    TOLD_EVERY_NS,
     integration,
 )
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.batch_writer import StepLog
+from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
 
-CORE = "vllm.v1.engine.core:EngineCore"
-BLOCKS = "vllm.v1.core.block_pool:BlockPool"
+ENGINE_CORE = "vllm.v1.engine.core:EngineCore"
+BLOCK_POOL = "vllm.v1.core.block_pool:BlockPool"
 
-_id_of = attrgetter("request_id")
-_new_tokens_of = attrgetter("new_token_ids")
-_outputs_of = attrgetter("outputs")
+_get_request_id = attrgetter("request_id")
+_get_new_tokens = attrgetter("new_token_ids")
+_get_outputs = attrgetter("outputs")
 
 
-class Tally:
+class RateLimitedCounter:
     """Something that happens often: it is said how often at most once a second."""
 
     __slots__ = ("_mark", "_since", "count")
@@ -56,79 +56,83 @@ class Tally:
         """Once more."""
         self.count += 1
 
-    def look(self, at: int) -> None:
+    def flush_if_due(self, at: int) -> None:
         """States it, if the first of what was counted has been seen for long enough."""
         self._since = self._since or at
-        if at - self._since >= TOLD_EVERY_NS:
-            self.tell(at)
+        if at - self._since >= REPORT_INTERVAL_NS:
+            self.flush(at)
 
-    def tell(self, at: int) -> None:
+    def flush(self, at: int) -> None:
         """States what was not stated yet."""
         if self.count:
-            recorder.marked(self._mark, self._since or at, at, self.count)
+            recorder.count(self._mark, self._since or at, at, self.count)
         self._since = self.count = 0
 
 
-_evicted, _empty, _dummies = (
-    Tally(mark) for mark in (events.KV_EVICTION, events.EMPTY_STEP, events.DUMMY_BATCH)
+_evictions, _empty_steps, _dummy_batches = (
+    RateLimitedCounter(mark) for mark in (events.KV_EVICTION, events.EMPTY_STEP, events.DUMMY_BATCH)
 )
 
 
-class _Flight:
+class _InFlightStep:
     """A step between schedule and update."""
 
-    __slots__ = ("gone", "members", "output", "step")
+    __slots__ = ("discarded", "members", "output", "step")
 
     def __init__(self, step: int, output: Any, members: list[str]) -> None:
-        self.step, self.output, self.members, self.gone = step, output, members, 0
+        self.step, self.output, self.members, self.discarded = step, output, members, 0
 
 
-class Batches:
+class SchedulerSteps:
     """The steps of one scheduler."""
 
-    def __init__(self, log: StepLog, block_tokens: int) -> None:
-        self.log, self._pid = log, os.getpid()
-        self._blocks = Blocks(ENGINE, log.number, block_tokens)
-        self._blocks.say()
-        self.waits = scheduler_waits.Waits()
+    def __init__(self, log: BatchWriter, block_tokens: int) -> None:
+        self.writer, self._pid = log, os.getpid()
+        self._blocks = KvBlockSizeRecorder(ENGINE, log.number, block_tokens)
+        self._blocks.record_block_size()
+        self.waiting_reporter = scheduler_waits.WaitingReporter()
         self.drafts: dict[str, tuple[int, int]] = {}
-        self.left: list[str] = []
-        self.flights: deque[_Flight] = deque(maxlen=64)
+        self.removed: list[str] = []
+        self.in_flight: deque[_InFlightStep] = deque(maxlen=64)
 
-    def scheduled(self, scheduler: Any, output: Any) -> None:
+    def record_scheduled(self, scheduler: Any, output: Any) -> None:
         """A batch was composed; one of nothing is none."""
-        tokens, at, waiting = output.num_scheduled_tokens, _clock.now(), scheduler_waits.waiting(scheduler)
-        self.waits.look(scheduler, at, waiting)
+        tokens, at, waiting = (
+            output.num_scheduled_tokens,
+            _clock.now(),
+            scheduler_waits.count_waiting(scheduler),
+        )
+        self.waiting_reporter.on_scheduled(scheduler, at, waiting)
         if not tokens:
-            _empty.add()
-            _empty.look(at)
+            _empty_steps.add()
+            _empty_steps.flush_if_due(at)
             return
-        if _evicted.count:
-            _evicted.look(at)
+        if _evictions.count:
+            _evictions.flush_if_due(at)
         for new in output.scheduled_new_reqs:
-            _admitted(scheduler, new, at)
+            _record_admitted(scheduler, new, at)
         members = list(tokens)
         column = (
             b""
             if output.total_num_scheduled_tokens == len(members)
             else array("I", tokens.values()).tobytes()
         )
-        left, self.left = self.left, []
+        left, self.removed = self.removed, []
         if left:
-            self._blocks.say()
-        step = self.log.scheduled(members, left, column, *_load(scheduler), waiting)
+            self._blocks.record_block_size()
+        step = self.writer.write_scheduled(members, left, column, *_read_load(scheduler), waiting)
         output.otel_infer_step = self._pid, step  # for the workers
-        self.flights.append(_Flight(step, output, members))
+        self.in_flight.append(_InFlightStep(step, output, members))
 
-    def landed(self, output: Any) -> _Flight | None:
+    def pop_step(self, output: Any) -> _InFlightStep | None:
         """The step with this output is over; None for one that nobody saw scheduled."""
-        for flight in self.flights:
+        for flight in self.in_flight:
             if flight.output is output:
-                self.flights.remove(flight)
+                self.in_flight.remove(flight)
                 return flight
         return None
 
-    def drafted(self, flight: _Flight, scheduler: Any, sampled: Any) -> None:
+    def count_drafts(self, flight: _InFlightStep, scheduler: Any, sampled: Any) -> None:
         """What was guessed ahead in this step, and how much of it the model agreed with; who is gone meanwhile is not counted."""
         output, sampled_each = flight.output, getattr(scheduler, "num_sampled_tokens_per_step", 1)
         invalid = getattr(output, "num_invalid_spec_tokens", None) or {}
@@ -147,42 +151,42 @@ class Batches:
                 valid = len(drafted) - invalid.get(who, 0)
                 self.drafts[who] = before[0] + valid, before[1] + tokens - sampled_each
 
-    def done(self, flight: _Flight, at: int, outputs: list[Any]) -> None:
+    def record_done(self, flight: _InFlightStep, at: int, outputs: list[Any]) -> None:
         """`outputs`: what is about to be sent, with the tokens of each request."""
-        delivered = list(map(_id_of, outputs))
-        counts = list(map(len, map(_new_tokens_of, outputs)))
+        delivered = list(map(_get_request_id, outputs))
+        counts = list(map(len, map(_get_new_tokens, outputs)))
         if delivered == flight.members and counts.count(1) == len(counts):
-            self.log.done(flight.step, at=at)
+            self.writer.write_done(flight.step, at=at)
             return
         by_id = dict(zip(delivered, counts))
         column = array("I", map(by_id.get, flight.members, repeat(0))).tobytes()
-        self.log.done(flight.step, column, len(flight.members), flight.gone, at=at)
+        self.writer.write_done(flight.step, column, len(flight.members), flight.discarded, at=at)
 
-    def rest(self, scheduler: Any) -> None:
+    def on_idle(self, scheduler: Any) -> None:
         """If nothing runs any more: it may be long until the next batch, which is told whole."""
-        if not scheduler.running and not self.flights:
-            self.left = []
-            self.log.idle()
-            self._blocks.say()
+        if not scheduler.running and not self.in_flight:
+            self.removed = []
+            self.writer.clear_batch()
+            self._blocks.record_block_size()
             at = _clock.now()
-            _evicted.tell(at)
-            self.waits.idle(scheduler, at)
+            _evictions.flush(at)
+            self.waiting_reporter.on_idle(scheduler, at)
 
-    def leave(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """A request is no longer in the batch; what is in flight for it will be thrown away."""
-        self.left.append(request_id)
-        for flight in self.flights:
-            flight.gone += request_id in flight.output.num_scheduled_tokens
+        self.removed.append(request_id)
+        for flight in self.in_flight:
+            flight.discarded += request_id in flight.output.num_scheduled_tokens
 
 
-def _load(scheduler: Any) -> tuple[int, int, int]:
+def _read_load(scheduler: Any) -> tuple[int, int, int]:
     """KV blocks used and in all, requests running."""
     pool = scheduler.kv_cache_manager.block_pool
     total = pool.num_gpu_blocks - 1  # one is nobody's
     return total - pool.get_num_free_blocks(), total, len(scheduler.running)
 
 
-def _block_tokens(scheduler: Any) -> int:
+def _tokens_per_block(scheduler: Any) -> int:
     """Where layers differ in what they keep, blocks are of groups of them: on average, at the longest context (from 0.24 on)."""
     total = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
     groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
@@ -192,7 +196,7 @@ def _block_tokens(scheduler: Any) -> int:
     return int(getattr(scheduler, "block_size", 0))
 
 
-def _admitted(scheduler: Any, new: Any, at: int) -> None:
+def _record_admitted(scheduler: Any, new: Any, at: int) -> None:
     """What it had waited for, and what of its prompt was in the cache, blocks from elsewhere (a KV connector) included. Of a prompt
     that is streamed that is asked for its first piece alone."""
     request = scheduler.requests[new.req_id]
@@ -200,95 +204,97 @@ def _admitted(scheduler: Any, new: Any, at: int) -> None:
     if part is None or request.num_preemptions or getattr(request, "otel_infer_admitted", False):
         return
     request.otel_infer_admitted = True
-    scheduler_waits.over(request, part, at)
+    scheduler_waits.record_waits(request, part, at)
     if scheduler.kv_cache_manager.enable_caching and not request.skip_reading_prefix_cache:
-        part.state(events.PrefixRead(at, request.num_prompt_tokens, new.num_computed_tokens))
+        part.record_event(events.PrefixRead(at, request.num_prompt_tokens, new.num_computed_tokens))
 
 
-def batches_of(scheduler: Any) -> Batches | None:
+def get_scheduler_steps(scheduler: Any) -> SchedulerSteps | None:
     """The steps of this scheduler; None where nobody records."""
-    found: Batches | None = getattr(scheduler, "otel_infer_batches", None)
-    if found is None or not found.log.alive:
-        log = recorder.step_log(ENGINE)
+    found: SchedulerSteps | None = getattr(scheduler, "otel_infer_batches", None)
+    if found is None or not found.writer.alive:
+        log = recorder.acquire_batch_writer(ENGINE)
         if log is None:
             return None
-        found = scheduler.otel_infer_batches = Batches(log, _block_tokens(scheduler))
+        found = scheduler.otel_infer_batches = SchedulerSteps(log, _tokens_per_block(scheduler))
     return found
 
 
-def left_batch(scheduler: Any, request_id: str, is_over: bool) -> Batches | None:
+def remove_from_batch(scheduler: Any, request_id: str, is_over: bool) -> SchedulerSteps | None:
     """A request was freed, or preempted and comes back; the batches that it was in."""
-    batches: Batches | None = getattr(scheduler, "otel_infer_batches", None)
+    batches: SchedulerSteps | None = getattr(scheduler, "otel_infer_batches", None)
     if batches is not None:
-        batches.leave(request_id)
+        batches.remove_request(request_id)
         if is_over:
-            batches.log.handles.pop(request_id, None)
-        batches.rest(scheduler)
+            batches.writer.handles.pop(request_id, None)
+        batches.on_idle(scheduler)
     return batches
 
 
-@integration.step_hook(f"{SCHEDULER}.schedule", part=STEPS)
-def schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{SCHEDULER}.schedule", part=STEPS)
+def wrap_schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
         if hook.alive and recorder.active:
             try:
-                batches = batches_of(self)
+                batches = get_scheduler_steps(self)
                 if batches is not None:
-                    batches.scheduled(self, output)
+                    batches.record_scheduled(self, output)
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return output
 
     return schedule
 
 
-@integration.step_hook(
+@integration.patch_hot_path(
     f"{SCHEDULER}.update_from_output", reads=("scheduler_output", "model_runner_output"), part=STEPS
 )
-def update_from_output(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def update(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
+def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def update_from_output(
+        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         at, flight = _clock.now(), None
-        batches: Batches | None = getattr(self, "otel_infer_batches", None)
+        batches: SchedulerSteps | None = getattr(self, "otel_infer_batches", None)
         if batches is not None and hook.alive:
             try:
-                flight = batches.landed(scheduler_output)
+                flight = batches.pop_step(scheduler_output)
                 if flight is not None and scheduler_output.scheduled_spec_decode_tokens:
-                    batches.drafted(flight, self, model_runner_output)
+                    batches.count_drafts(flight, self, model_runner_output)
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         result = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         if flight is not None and batches is not None and hook.alive:
             try:
-                batches.done(flight, at, list(chain.from_iterable(map(_outputs_of, result.values()))))
-                batches.rest(self)
+                batches.record_done(flight, at, list(chain.from_iterable(map(_get_outputs, result.values()))))
+                batches.on_idle(self)
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return result
 
-    return update
+    return update_from_output
 
 
-@integration.step_hook(f"{BLOCKS}._maybe_evict_cached_block", part=EVICTIONS)
-def evict(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+@integration.patch_hot_path(f"{BLOCK_POOL}._maybe_evict_cached_block", part=EVICTIONS)
+def evict_cached_block(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """For every block that a request gets: told with a step."""
 
-    def evict(*args: Any, **kwargs: Any) -> Any:
+    def evict_cached_block(*args: Any, **kwargs: Any) -> Any:
         evicted = original(*args, **kwargs)
         if evicted:
-            _evicted.add()
+            _evictions.add()
         return evicted
 
-    return evict
+    return evict_cached_block
 
 
-@integration.step_hook(f"{CORE}.execute_dummy_batch", part=DUMMIES)
-def dummy_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def execute(*args: Any, **kwargs: Any) -> Any:
+@integration.patch_hot_path(f"{ENGINE_CORE}.execute_dummy_batch", part=DUMMY_BATCHES)
+def wrap_execute_dummy_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if hook.alive:
-            _dummies.add()
-            _dummies.look(_clock.now())
+            _dummy_batches.add()
+            _dummy_batches.flush_if_due(_clock.now())
         return result
 
-    return execute
+    return execute_dummy_batch

@@ -12,7 +12,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.hooks.suppression import owning
+from otel_infer.instrumentation.hooks.suppression import mark_engine_models
 from otel_infer.instrumentation.vllm._integration import (
     ENGINE,
     LOADING,
@@ -26,59 +26,63 @@ from otel_infer.ringbuffer.recorder import recorder
 
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
-IN_WORKER = PROCESSES["VllmWorker"]
+WORKER_ROLE = PROCESSES["VllmWorker"]
 
 
-def _phase(phase: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
+def _make_phase_wrapper(phase: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
     """A hook around a part of a worker's start."""
 
-    def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrap_phase(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        def run_phase(self: Any, *args: Any, **kwargs: Any) -> Any:
             started_at, error_type = _clock.now(), ""
-            recorder.startup(events.PhaseBegan(started_at, phase))
+            recorder.record_startup(events.PhaseBegan(started_at, phase))
             try:
                 return original(self, *args, **kwargs)
             except BaseException as exc:
                 error_type = type(exc).__qualname__
                 raise
             finally:
-                name = _model(self, hook)
-                recorder.startup(events.PhaseEnded(_clock.now(), started_at, phase, ENGINE, name, error_type))
-                if phase == events.WARM_UP and recorder.role == IN_WORKER:
-                    _tell_ready(error_type)
+                name = _worker_model_name(self, hook)
+                recorder.record_startup(
+                    events.PhaseEnded(_clock.now(), started_at, phase, ENGINE, name, error_type)
+                )
+                if phase == events.WARM_UP and recorder.role == WORKER_ROLE:
+                    _record_ready(error_type)
 
-        return call
+        return run_phase
 
-    return make
+    return wrap_phase
 
 
-def _model(worker: Any, hook: Hook) -> str:
+def _worker_model_name(worker: Any, hook: Hook) -> str:
     try:
         return model_name(worker.model_config)
     except Exception as exc:
-        hook.fail(exc)
+        hook.mark_failed(exc)
         return ""
 
 
-def _tell_ready(error_type: str = "") -> None:
+def _record_ready(error_type: str = "") -> None:
     at = _clock.now()
-    recorder.startup(events.PhaseEnded(at, at, events.READY, events.BY_ENGINE, "", error_type))
+    recorder.record_startup(events.PhaseEnded(at, at, events.READY, events.BY_ENGINE, "", error_type))
 
 
-integration.step_hook(f"{WORKER}.load_model", part=LOADING)(_phase(events.WEIGHTS))
-integration.step_hook(f"{WORKER}.load_model", part=LOADING)(owning)
-integration.step_hook(f"{WORKER}.compile_or_warm_up_model", part=LOADING)(_phase(events.WARM_UP))
-integration.step_hook(f"{CPU_WORKER}.compile_or_warm_up_model", part=f"{LOADING} on a CPU")(
-    _phase(events.WARM_UP)
+integration.patch_hot_path(f"{WORKER}.load_model", part=LOADING)(_make_phase_wrapper(events.WEIGHTS))
+integration.patch_hot_path(f"{WORKER}.load_model", part=LOADING)(mark_engine_models)
+integration.patch_hot_path(f"{WORKER}.compile_or_warm_up_model", part=LOADING)(
+    _make_phase_wrapper(events.WARM_UP)
+)
+integration.patch_hot_path(f"{CPU_WORKER}.compile_or_warm_up_model", part=f"{LOADING} on a CPU")(
+    _make_phase_wrapper(events.WARM_UP)
 )
 
 
-@integration.step_hook("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", part=READY)
-@integration.step_hook("vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop", part=READY)
-def run_busy_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def loop(*args: Any, **kwargs: Any) -> Any:
+@integration.patch_hot_path("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", part=READY)
+@integration.patch_hot_path("vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop", part=READY)
+def wrap_run_busy_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def run_busy_loop(*args: Any, **kwargs: Any) -> Any:
         if hook.alive:
-            _tell_ready()
+            _record_ready()
         return original(*args, **kwargs)
 
-    return loop
+    return run_busy_loop

@@ -22,7 +22,7 @@ from otel_infer.ringbuffer.recorder import recorder
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
-class _OnDevice(StepWork):
+class _DeviceStepWork(StepWork):
     """The host's part is told anyway."""
 
     __slots__ = ()
@@ -31,79 +31,79 @@ class _OnDevice(StepWork):
         """Not again."""
 
 
-class Begun:
+class RunningStep:
     """The step that a worker has begun. `ended_at`: as far as is known."""
 
-    __slots__ = ("_on_device", "ended_at", "started_at", "step")
+    __slots__ = ("_timing_handle", "ended_at", "started_at", "step")
 
     def __init__(self, step: tuple[int, int], is_prefill: bool) -> None:
-        self._on_device = timing.begin(always=is_prefill)
+        self._timing_handle = timing.begin(always=is_prefill)
         self.step, self.started_at, self.ended_at = step, _clock.now(), 0
 
-    def launched(self, rank: int, result: Any) -> None:
+    def mark_launched(self, rank: int, result: Any) -> None:
         """All of it is launched. Where vLLM schedules one step ahead, nobody has waited for the device yet: then the result is one
         that is still to be had."""
         self.ended_at = _clock.now()
         pid, step = self.step
-        work = _OnDevice(ENGINE, pid, rank, step, 0)
-        timing.end(self._on_device, work, has_waited=not hasattr(result, "get_output"))
+        work = _DeviceStepWork(ENGINE, pid, rank, step, 0)
+        timing.end(self._timing_handle, work, has_waited=not hasattr(result, "get_output"))
 
-    def drop(self) -> None:
+    def cancel_timing(self) -> None:
         """Nobody will say that it is launched."""
-        timing.drop(self._on_device)
+        timing.cancel(self._timing_handle)
 
-    def tell(self, rank: int) -> None:
+    def record_executed(self, rank: int) -> None:
         """States it."""
         pid, step = self.step
-        recorder.stated(events.StepExecuted(self.ended_at, self.started_at, ENGINE, pid, rank, step))
+        recorder.record_process(events.StepExecuted(self.ended_at, self.started_at, ENGINE, pid, rank, step))
 
 
-@integration.step_hook(f"{WORKER}.execute_model", reads=("scheduler_output",), part=EXECUTION)
-def execute_model(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def execute(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+@integration.patch_hot_path(f"{WORKER}.execute_model", reads=("scheduler_output",), part=EXECUTION)
+def wrap_execute_model(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         step = getattr(scheduler_output, "otel_infer_step", None)
         if step is None or not hook.alive:
             return original(self, scheduler_output, *args, **kwargs)
         try:
-            begun = Begun(step, bool(scheduler_output.scheduled_new_reqs))
+            begun = RunningStep(step, bool(scheduler_output.scheduled_new_reqs))
         except Exception as exc:
-            hook.fail(exc)
+            hook.mark_failed(exc)
             return original(self, scheduler_output, *args, **kwargs)
         try:
             result = original(self, scheduler_output, *args, **kwargs)
         except BaseException:
-            begun.drop()
+            begun.cancel_timing()
             raise
         try:
             before = getattr(self, "otel_infer_begun", None)
             if before is not None:
-                before.drop()
-                before.tell(self.rank)
+                before.cancel_timing()
+                before.record_executed(self.rank)
             if result is not None:
-                begun.launched(self.rank, result)
-                begun.tell(self.rank)
+                begun.mark_launched(self.rank, result)
+                begun.record_executed(self.rank)
             else:
                 begun.ended_at = _clock.now()
             self.otel_infer_begun = begun if result is None else None
         except Exception as exc:
-            hook.fail(exc)
+            hook.mark_failed(exc)
         return result
 
-    return execute
+    return execute_model
 
 
-@integration.step_hook(f"{WORKER}.sample_tokens", part=EXECUTION)
-def sample_tokens(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+@integration.patch_hot_path(f"{WORKER}.sample_tokens", part=EXECUTION)
+def wrap_sample_tokens(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         begun = getattr(self, "otel_infer_begun", None)
         if begun is not None and hook.alive:
             try:
                 self.otel_infer_begun = None
-                begun.launched(self.rank, result)
-                begun.tell(self.rank)
+                begun.mark_launched(self.rank, result)
+                begun.record_executed(self.rank)
             except Exception as exc:
-                hook.fail(exc)
+                hook.mark_failed(exc)
         return result
 
-    return sample
+    return sample_tokens

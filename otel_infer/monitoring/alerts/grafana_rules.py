@@ -12,14 +12,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-EVALUATED_S = 20
+EVALUATION_INTERVAL_S = 20
 """Seconds between two evaluations: Grafana refuses what is no multiple of 10."""
-_LONGEST_UID = 40
-_QUERY, _THERE, _OVER = "query", "there", "over"
-_LOOK_BACK_S = 600
+_MAX_UID_LENGTH = 40
+_QUERY_ID, _PRESENT_ID, _THRESHOLD_ID = "query", "there", "over"
+_LOOKBACK_S = 600
 
 
-def groups(rules: Mapping[str, Any], datasource: str) -> list[dict[str, Any]]:
+def convert_rule_groups(rules: Mapping[str, Any], datasource: str) -> list[dict[str, Any]]:
     """From the file's content, for the Prometheus data source with this uid: title, interval (s), rules."""
     recorded = {
         rule["record"]: rule["expr"]
@@ -30,73 +30,79 @@ def groups(rules: Mapping[str, Any], datasource: str) -> list[dict[str, Any]]:
     found = []
     for group in rules["groups"]:
         alerts = [rule for rule in group["rules"] if "alert" in rule]
-        made = [_rule(rule, recorded, datasource) for rule in alerts]
+        made = [_convert_rule(rule, recorded, datasource) for rule in alerts]
         if made:
-            found.append({"title": group["name"], "interval": EVALUATED_S, "rules": made})
+            found.append({"title": group["name"], "interval": EVALUATION_INTERVAL_S, "rules": made})
     return found
 
 
-def _rule(rule: Mapping[str, Any], recorded: Mapping[str, str], datasource: str) -> dict[str, Any]:
+def _convert_rule(rule: Mapping[str, Any], recorded: Mapping[str, str], datasource: str) -> dict[str, Any]:
     labels = rule["labels"]
     title = " ".join([rule["alert"], *(labels[key] for key in ("slo", "long") if key in labels)])
     return {
-        "uid": _uid(title),
+        "uid": _rule_uid(title),
         "title": title,
-        "condition": _OVER,
-        "data": [_query(_written_out(rule["expr"], recorded), datasource), _math(), _threshold()],
+        "condition": _THRESHOLD_ID,
+        "data": [
+            _query_step(_inline_recorded_series(rule["expr"], recorded), datasource),
+            _math_step(),
+            _threshold_step(),
+        ],
         "noDataState": "OK",
         "execErrState": "Error",
         "for": rule.get("for", "0s"),
         "keep_firing_for": rule.get("keep_firing_for", "0s"),
         "labels": dict(labels),
-        "annotations": {key: _template(text) for key, text in rule["annotations"].items()},
+        "annotations": {key: _convert_template(text) for key, text in rule["annotations"].items()},
         "isPaused": False,
     }
 
 
-def _uid(title: str) -> str:
+def _rule_uid(title: str) -> str:
     whole = re.sub(r"[^a-z0-9-]", "-", f"oi-{title}".lower())
-    if len(whole) <= _LONGEST_UID:
+    if len(whole) <= _MAX_UID_LENGTH:
         return whole
-    return f"{whole[: _LONGEST_UID - 9]}-{hashlib.sha256(title.encode()).hexdigest()[:8]}"
+    return f"{whole[: _MAX_UID_LENGTH - 9]}-{hashlib.sha256(title.encode()).hexdigest()[:8]}"
 
 
-def _written_out(expr: str, recorded: Mapping[str, str]) -> str:
+def _inline_recorded_series(expr: str, recorded: Mapping[str, str]) -> str:
     return re.sub(
         r"[a-zA-Z_:][\w:]*", lambda name: f"({recorded[name[0]]})" if name[0] in recorded else name[0], expr
     )
 
 
-def _template(text: str) -> str:
+def _convert_template(text: str) -> str:
     """Grafana has the value under the name of its query."""
-    return text.replace("$value", f"$values.{_QUERY}.Value")
+    return text.replace("$value", f"$values.{_QUERY_ID}.Value")
 
 
-def _query(expr: str, datasource: str) -> dict[str, Any]:
+def _query_step(expr: str, datasource: str) -> dict[str, Any]:
     return {
-        "refId": _QUERY,
+        "refId": _QUERY_ID,
         "datasourceUid": datasource,
         "queryType": "",
-        "relativeTimeRange": {"from": _LOOK_BACK_S, "to": 0},
-        "model": {"refId": _QUERY, "expr": expr, "instant": True, "range": False, "editorMode": "code"},
+        "relativeTimeRange": {"from": _LOOKBACK_S, "to": 0},
+        "model": {"refId": _QUERY_ID, "expr": expr, "instant": True, "range": False, "editorMode": "code"},
     }
 
 
-def _math() -> dict[str, Any]:
-    there = " || ".join(f"{test}(${_QUERY})" for test in ("is_number", "is_nan", "is_inf"))
-    return _expression(_THERE, {"type": "math", "expression": there})
+def _math_step() -> dict[str, Any]:
+    there = " || ".join(f"{test}(${_QUERY_ID})" for test in ("is_number", "is_nan", "is_inf"))
+    return _expression_step(_PRESENT_ID, {"type": "math", "expression": there})
 
 
-def _threshold() -> dict[str, Any]:
+def _threshold_step() -> dict[str, Any]:
     over = {"evaluator": {"type": "gt", "params": [0]}}
-    return _expression(_OVER, {"type": "threshold", "expression": _THERE, "conditions": [over]})
+    return _expression_step(
+        _THRESHOLD_ID, {"type": "threshold", "expression": _PRESENT_ID, "conditions": [over]}
+    )
 
 
-def _expression(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
+def _expression_step(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "refId": name,
         "datasourceUid": "__expr__",
         "queryType": "",
-        "relativeTimeRange": {"from": _LOOK_BACK_S, "to": 0},
+        "relativeTimeRange": {"from": _LOOKBACK_S, "to": 0},
         "model": {"refId": name, "datasource": {"type": "__expr__", "uid": "__expr__"}, **model},
     }

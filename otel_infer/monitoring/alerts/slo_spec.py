@@ -24,7 +24,7 @@ from otel_infer.config import slo
 from otel_infer.semconv import Metric
 
 ERRORS = "errors"
-METRICS: Mapping[str, Metric] = {
+OBJECTIVE_METRICS: Mapping[str, Metric] = {
     slo.TTFT: semconv.TIME_TO_FIRST_TOKEN,
     slo.ITL: semconv.INTER_TOKEN_LATENCY,
     slo.TPOT: semconv.TIME_PER_OUTPUT_TOKEN,
@@ -34,36 +34,39 @@ METRICS: Mapping[str, Metric] = {
 """What an objective may be of."""
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
-_LENGTH = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 
 
-class BadSpec(ValueError):
+class InvalidSloSpec(ValueError):
     """What is wrong in `slo.yaml`, where, and what is expected there."""
 
 
-class Window(NamedTuple):
+class BurnRateWindow(NamedTuple):
     """A burn-rate alert: so much of the budget goes in `long`, and still does in `short` (Google's SRE workbook, ch. 5)."""
 
     severity: str
     factor: float
     long: str
     short: str
-    hold: str
+    pending_period: str
 
 
-STANDARD = (
-    Window("page", 14.4, "1h", "5m", "2m"),
-    Window("page", 6, "6h", "30m", "15m"),
-    Window("ticket", 3, "1d", "2h", "1h"),
-    Window("ticket", 1, "3d", "6h", "3h"),
+STANDARD_WINDOWS = (
+    BurnRateWindow("page", 14.4, "1h", "5m", "2m"),
+    BurnRateWindow("page", 6, "6h", "30m", "15m"),
+    BurnRateWindow("ticket", 3, "1d", "2h", "1h"),
+    BurnRateWindow("ticket", 1, "3d", "6h", "3h"),
 )
 """For a budget of 30 days: 2 %, 5 %, 10 % and 10 % of it."""
-DEMO = (Window("page", 14.4, "2m", "30s", "6s"), Window("ticket", 3, "10m", "2m", "30s"))
+DEMO_WINDOWS = (
+    BurnRateWindow("page", 14.4, "2m", "30s", "6s"),
+    BurnRateWindow("ticket", 3, "10m", "2m", "30s"),
+)
 """For somebody who wants to see one fire; causes are told in seconds then, too."""
-WINDOWS: Mapping[str, tuple[Window, ...]] = {"standard": STANDARD, "demo": DEMO}
+WINDOW_SETS: Mapping[str, tuple[BurnRateWindow, ...]] = {"standard": STANDARD_WINDOWS, "demo": DEMO_WINDOWS}
 
 
-class Objective(NamedTuple):
+class SloObjective(NamedTuple):
     """`within` in s, 0 for errors; `share` of the events that have to be good, 0 to 1; `model`: a regular expression."""
 
     name: str
@@ -73,23 +76,23 @@ class Objective(NamedTuple):
     model: str = ""
 
 
-class Spec(NamedTuple):
+class SloSpec(NamedTuple):
     """All of it."""
 
-    objectives: Sequence[Objective]
+    objectives: Sequence[SloObjective]
     budgets: Mapping[str, float]
-    windows: tuple[Window, ...] = STANDARD
+    windows: tuple[BurnRateWindow, ...] = STANDARD_WINDOWS
     minimum: int = 50
     grafana: str = ""
     runbooks: str = ""
 
 
-DEFAULT = Spec(
+DEFAULT_SPEC = SloSpec(
     (
-        Objective("ttft", slo.TTFT, 0.5, 0.99),
-        Objective("itl", slo.ITL, 0.05, 0.99),
-        Objective("e2e", slo.E2E, 40.96, 0.99),
-        Objective("errors", ERRORS, 0.0, 0.995),
+        SloObjective("ttft", slo.TTFT, 0.5, 0.99),
+        SloObjective("itl", slo.ITL, 0.05, 0.99),
+        SloObjective("e2e", slo.E2E, 40.96, 0.99),
+        SloObjective("errors", ERRORS, 0.0, 0.995),
     ),
     {
         semconv.SPAN_INGRESS: 0.025,
@@ -102,78 +105,95 @@ DEFAULT = Spec(
 """What the rules that come along are made from."""
 
 
-def spec(said: Any) -> Spec:
+def parse_spec(said: Any) -> SloSpec:
     """The promises in what a YAML file says; raises `BadSpec`."""
-    known = set(Spec._fields)
-    _expect(isinstance(said, dict), "the file", "a mapping with `objectives`")
+    known = set(SloSpec._fields)
+    _require_value(isinstance(said, dict), "the file", "a mapping with `objectives`")
     for key in said:
-        _expect(key in known, f"`{key}`", "one of " + ", ".join(sorted(known)))
+        _require_value(key in known, f"`{key}`", "one of " + ", ".join(sorted(known)))
     listed = said.get("objectives")
-    _expect(isinstance(listed, list) and bool(listed), "`objectives`", "a list with one entry or more")
-    found = [_objective(entry, f"objectives[{i}]") for i, entry in enumerate(listed)]
+    _require_value(isinstance(listed, list) and bool(listed), "`objectives`", "a list with one entry or more")
+    found = [_parse_objective(entry, f"objectives[{i}]") for i, entry in enumerate(listed)]
     names = {one.name.replace("-", "_") for one in found}
-    _expect(len(names) == len(found), "`objectives`", "a different `name` for each (- and _ are the same)")
+    _require_value(
+        len(names) == len(found), "`objectives`", "a different `name` for each (- and _ are the same)"
+    )
     budgets = said.get("budgets") or {}
-    _expect(isinstance(budgets, dict), "`budgets`", "a length for each stage")
+    _require_value(isinstance(budgets, dict), "`budgets`", "a length for each stage")
     windows, minimum = said.get("windows", "standard"), said.get("minimum", 50)
-    _expect(isinstance(windows, str) and windows in WINDOWS, "`windows`", "one of " + ", ".join(WINDOWS))
-    _expect(isinstance(minimum, int) and minimum >= 0, "`minimum`", "a whole number, 0 or more")
-    return Spec(
+    _require_value(
+        isinstance(windows, str) and windows in WINDOW_SETS, "`windows`", "one of " + ", ".join(WINDOW_SETS)
+    )
+    _require_value(isinstance(minimum, int) and minimum >= 0, "`minimum`", "a whole number, 0 or more")
+    return SloSpec(
         found,
-        {_stage(stage): _length(length, f"budgets.{stage}") for stage, length in budgets.items()},
-        WINDOWS[windows],
+        {
+            _parse_stage(stage): _parse_duration(length, f"budgets.{stage}")
+            for stage, length in budgets.items()
+        },
+        WINDOW_SETS[windows],
         minimum,
-        _url(said.get("grafana"), "grafana"),
-        _url(said.get("runbooks"), "runbooks"),
+        _parse_url(said.get("grafana"), "grafana"),
+        _parse_url(said.get("runbooks"), "runbooks"),
     )
 
 
-def _objective(entry: Any, where: str) -> Objective:
-    _expect(isinstance(entry, dict), where, "name, of, within, share and maybe model")
+def _parse_objective(entry: Any, where: str) -> SloObjective:
+    _require_value(isinstance(entry, dict), where, "name, of, within, share and maybe model")
     for key in entry:
-        _expect(key in Objective._fields, f"{where}.{key}", "one of " + ", ".join(Objective._fields))
+        _require_value(
+            key in SloObjective._fields, f"{where}.{key}", "one of " + ", ".join(SloObjective._fields)
+        )
     name, of, model = entry.get("name"), entry.get("of"), entry.get("model", "")
-    _expect(
+    _require_value(
         isinstance(name, str) and bool(_NAME.fullmatch(name)),
         f"{where}.name",
         "small letters, digits, - and _",
     )
-    _expect(isinstance(of, str) and of in METRICS, f"{where}.of", "one of " + ", ".join(METRICS))
-    _expect(isinstance(model, str), f"{where}.model", "a regular expression")
+    _require_value(
+        isinstance(of, str) and of in OBJECTIVE_METRICS,
+        f"{where}.of",
+        "one of " + ", ".join(OBJECTIVE_METRICS),
+    )
+    _require_value(isinstance(model, str), f"{where}.model", "a regular expression")
     found = _SHARE.fullmatch(str(entry.get("share", "")).strip())
     share = float(found[1]) / 100 if found else 0.0
-    _expect(0 < share < 1, f"{where}.share", "a share such as 99%, below 100%")
+    _require_value(0 < share < 1, f"{where}.share", "a share such as 99%, below 100%")
     if of == ERRORS:
-        _expect("within" not in entry, f"{where}.within", "nothing: errors have no length")
-        return Objective(str(name), of, 0.0, share, model)
-    return Objective(
-        str(name), str(of), _bound(entry.get("within"), METRICS[of], f"{where}.within"), share, model
+        _require_value("within" not in entry, f"{where}.within", "nothing: errors have no length")
+        return SloObjective(str(name), of, 0.0, share, model)
+    return SloObjective(
+        str(name),
+        str(of),
+        _parse_bound(entry.get("within"), OBJECTIVE_METRICS[of], f"{where}.within"),
+        share,
+        model,
     )
 
 
-def _bound(text: Any, metric: Metric, where: str) -> float:
-    length = _length(text, where)
+def _parse_bound(text: Any, metric: Metric, where: str) -> float:
+    length = _parse_duration(text, where)
     bounds = ", ".join(f"{bound:g}s" for bound in metric.bounds)
-    _expect(length in metric.bounds, where, f"a bound of {metric.name}: {bounds}")
+    _require_value(length in metric.bounds, where, f"a bound of {metric.name}: {bounds}")
     return length
 
 
-def _length(text: Any, where: str) -> float:
-    found = _LENGTH.fullmatch(str(text).strip())
-    _expect(found is not None, where, "a length such as 500ms or 1.5s")
+def _parse_duration(text: Any, where: str) -> float:
+    found = _DURATION.fullmatch(str(text).strip())
+    _require_value(found is not None, where, "a length such as 500ms or 1.5s")
     assert found is not None
     return float(found[1]) / (1000 if found[2] == "ms" else 1)
 
 
-def _stage(name: Any) -> str:
-    _expect(name in semconv.STAGES, f"budgets.{name}", "one of " + ", ".join(semconv.STAGES))
+def _parse_stage(name: Any) -> str:
+    _require_value(name in semconv.STAGES, f"budgets.{name}", "one of " + ", ".join(semconv.STAGES))
     return str(name)
 
 
-def _url(text: Any, where: str) -> str:
+def _parse_url(text: Any, where: str) -> str:
     if text is None:
         return ""
-    _expect(
+    _require_value(
         isinstance(text, str) and text.startswith(("http://", "https://")),
         f"`{where}`",
         "an address with http",
@@ -181,6 +201,6 @@ def _url(text: Any, where: str) -> str:
     return str(text).rstrip("/")
 
 
-def _expect(holds: bool, where: str, expected: str) -> None:
+def _require_value(holds: bool, where: str, expected: str) -> None:
     if not holds:
-        raise BadSpec(f"{where}: expected {expected}")
+        raise InvalidSloSpec(f"{where}: expected {expected}")

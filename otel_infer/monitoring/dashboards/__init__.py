@@ -9,18 +9,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from otel_infer.monitoring.dashboards import decode, gpu, latency_breakdown, memory, overview, self_monitoring
-from otel_infer.monitoring.dashboards.dashboard import Board, dashboard
+from otel_infer.monitoring.dashboards.dashboard import Dashboard, render_dashboard
 
-BOARDS: Sequence[Callable[[], Board]] = (
-    overview.board,
-    latency_breakdown.board,
-    decode.board,
-    memory.board,
-    gpu.board,
-    self_monitoring.board,
+DASHBOARD_BUILDERS: Sequence[Callable[[], Dashboard]] = (
+    overview.build_dashboard,
+    latency_breakdown.build_dashboard,
+    decode.build_dashboard,
+    memory.build_dashboard,
+    gpu.build_dashboard,
+    self_monitoring.build_dashboard,
 )
 
 
-def built() -> dict[str, dict[str, Any]]:
+def build_dashboards() -> dict[str, dict[str, Any]]:
     """The JSON of every dashboard, by the name of its file."""
-    return {f"{board.name}.json": dashboard(board) for board in (make() for make in BOARDS)}
+    return {
+        f"{board.name}.json": render_dashboard(board) for board in (make() for make in DASHBOARD_BUILDERS)
+    }

@@ -11,92 +11,95 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from otel_infer import semconv
-from otel_infer.monitoring.dashboards.panels import PROMETHEUS, WHOLE, Json
-from otel_infer.monitoring.promql import Promql
+from otel_infer.monitoring.dashboards.panels import GRID_COLUMNS, PROMETHEUS, Json
+from otel_infer.monitoring.promql import PromqlBuilder
 from otel_infer.semconv import prometheus
 
-SCHEMA = 41
+SCHEMA_VERSION = 41
 TAG = "otel-infer"
-UID = "otel-infer-"
+UID_PREFIX = "otel-infer-"
 
-ASK = Promql(
+PROMQL = PromqlBuilder(
     {"job": "$job", "instance": "$instance", semconv.REQUEST_MODEL: "$model", semconv.HW_ID: "$gpu"},
     "$__rate_interval",
 )
 """What the viewer chose holds for every panel."""
 
 
-class Row(NamedTuple):
+class DashboardRow(NamedTuple):
     """Panels under a headline. `closed`: for what not everybody has."""
 
     title: str
     panels: Sequence[Json]
-    closed: bool = False
+    collapsed: bool = False
 
 
-class Board(NamedTuple):
+class Dashboard(NamedTuple):
     """`name`: the end of its uid, and its file."""
 
     name: str
     title: str
     description: str
-    rows: Sequence[Row]
+    rows: Sequence[DashboardRow]
 
     @property
     def uid(self) -> str:
-        return UID + self.name
+        return UID_PREFIX + self.name
 
 
-def variable(kind: str, name: str, label: str, **more: object) -> Json:
+def make_variable(kind: str, name: str, label: str, **more: object) -> Json:
     """A choice at the top of a dashboard."""
     return {"type": kind, "name": name, "label": label, "hide": 0, **more}
 
 
-def _labels(name: str, label: str, query: str, every: str) -> Json:
+def _label_variable(name: str, label: str, query: str, every: str) -> Json:
     asked = {"query": query, "refId": f"variable-{name}", "qryType": 1}
     chosen = {"text": ["All"], "value": ["$__all"]}
-    return variable(
+    return make_variable(
         "query", name, label, datasource=PROMETHEUS, query=asked, definition=query, refresh=2, sort=1, multi=True,
         includeAll=True, allValue=every, current=chosen, regex="", options=[],
     )  # fmt: skip
 
 
-def _threshold(name: str, label: str, metric: semconv.Metric, usual: float) -> Json:
+def _bound_variable(name: str, label: str, metric: semconv.Metric, usual: float) -> Json:
     """Bounds of a histogram's buckets; those that are not whole numbers, since those are written in two ways (`1`, `1.0`)."""
     bounds = [bound for bound in metric.bounds if bound != int(bound)]
-    options = [{"text": _length(bound), "value": repr(bound), "selected": bound == usual} for bound in bounds]
+    options = [
+        {"text": _format_duration(bound), "value": repr(bound), "selected": bound == usual}
+        for bound in bounds
+    ]
     (chosen,) = [one for one in options if one["selected"]]
     query = ",".join(f"{one['text']} : {one['value']}" for one in options)
-    return variable("custom", name, label, query=query, options=options, current=chosen, multi=False)
+    return make_variable("custom", name, label, query=query, options=options, current=chosen, multi=False)
 
 
-def _length(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g} ms"
 
 
-_ANY = prometheus.series(semconv.SELF_MEMORY)[0]
+_PRESENCE_SERIES = prometheus.series_names(semconv.SELF_MEMORY)[0]
 """What every sidecar says."""
-_SERVED = prometheus.family(semconv.REQUEST_DURATION) + prometheus.COUNT
-_GPUS = prometheus.series(semconv.GPU_MEMORY_LIMIT)[0]
+_REQUEST_SERIES = prometheus.family_name(semconv.REQUEST_DURATION) + prometheus.COUNT
+_GPU_SERIES = prometheus.series_names(semconv.GPU_MEMORY_LIMIT)[0]
 
 VARIABLES: Sequence[Json] = (
-    variable("datasource", "datasource", "Data source", query="prometheus", current={}, regex="", options=[]),
-    variable("datasource", "tempo", "Traces", query="tempo", current={}, regex="", options=[]),
-    _labels("job", "job", f"label_values({_ANY}, job)", ".+"),
-    _labels("instance", "instance", f'label_values({_ANY}{{job=~"$job"}}, instance)', ".+"),
-    _labels("model", "model", f'label_values({_SERVED}{{job=~"$job"}}, {prometheus.label(semconv.REQUEST_MODEL)})', ".*"),
-    _labels("gpu", "GPU", f'label_values({_GPUS}{{job=~"$job"}}, {prometheus.label(semconv.HW_ID)})', ".+"),
-    _threshold("ttft_slo", "TTFT within", semconv.TIME_TO_FIRST_TOKEN, 0.5),
-    _threshold("itl_slo", "ITL within", semconv.INTER_TOKEN_LATENCY, 0.05),
-    variable("textbox", "price", "Price of a GPU-hour", query="0", current={"text": "0", "value": "0"}, options=[]),
-    variable("textbox", "trace_id", "Trace", query="", current={"text": "", "value": ""}, options=[]),
+    make_variable("datasource", "datasource", "Data source", query="prometheus", current={}, regex="", options=[]),
+    make_variable("datasource", "tempo", "Traces", query="tempo", current={}, regex="", options=[]),
+    _label_variable("job", "job", f"label_values({_PRESENCE_SERIES}, job)", ".+"),
+    _label_variable("instance", "instance", f'label_values({_PRESENCE_SERIES}{{job=~"$job"}}, instance)', ".+"),
+    _label_variable("model", "model", f'label_values({_REQUEST_SERIES}{{job=~"$job"}}, {prometheus.label_name(semconv.REQUEST_MODEL)})', ".*"),
+    _label_variable("gpu", "GPU", f'label_values({_GPU_SERIES}{{job=~"$job"}}, {prometheus.label_name(semconv.HW_ID)})', ".+"),
+    _bound_variable("ttft_slo", "TTFT within", semconv.TIME_TO_FIRST_TOKEN, 0.5),
+    _bound_variable("itl_slo", "ITL within", semconv.INTER_TOKEN_LATENCY, 0.05),
+    make_variable("textbox", "price", "Price of a GPU-hour", query="0", current={"text": "0", "value": "0"}, options=[]),
+    make_variable("textbox", "trace_id", "Trace", query="", current={"text": "", "value": ""}, options=[]),
 )  # fmt: skip
-_FILTERS = variable("adhoc", "filters", "Filters", datasource=PROMETHEUS, filters=[], baseFilters=[])
-_VARIABLE = re.compile(r"\$(\w+)")
-_ALWAYS = ("datasource", "job", "instance")
+_FILTERS = make_variable("adhoc", "filters", "Filters", datasource=PROMETHEUS, filters=[], baseFilters=[])
+_VARIABLE_REFERENCE = re.compile(r"\$(\w+)")
+_ALWAYS_SHOWN = ("datasource", "job", "instance")
 
 
-def asked(expr: str, window: str, **choice: str) -> str:
+def resolve_variables(expr: str, window: str, **choice: str) -> str:
     """An expression of a panel as Grafana would ask it: everything is chosen but for `choice`; rates over `window`."""
     chosen = {
         "__rate_interval": window,
@@ -110,20 +113,22 @@ def asked(expr: str, window: str, **choice: str) -> str:
         if one["type"] in ("custom", "textbox"):
             chosen[str(one["name"])] = str(one["current"]["value"])
     chosen.update(choice)
-    return _VARIABLE.sub(lambda found: chosen.get(found[1], found[0]), expr)
+    return _VARIABLE_REFERENCE.sub(lambda found: chosen.get(found[1], found[0]), expr)
 
 
-def dashboard(board: Board) -> Json:
+def render_dashboard(board: Dashboard) -> Json:
     """The JSON of a dashboard, the same for the same board."""
-    panels = _laid(board.rows)
+    panels = _layout_panels(board.rows)
     said = json.dumps(panels)
-    named = [one for one in VARIABLES if one["name"] in _ALWAYS or _is_named(str(one["name"]), said)]
+    named = [
+        one for one in VARIABLES if one["name"] in _ALWAYS_SHOWN or _is_referenced(str(one["name"]), said)
+    ]
     return {
         "uid": board.uid,
         "title": f"otel_infer / {board.title}",
         "description": board.description,
         "tags": [TAG],
-        "schemaVersion": SCHEMA,
+        "schemaVersion": SCHEMA_VERSION,
         "editable": False,
         "graphTooltip": 1,
         "refresh": "30s",
@@ -137,17 +142,17 @@ def dashboard(board: Board) -> Json:
                 "includeVars": True, "keepTime": True, "targetBlank": False, "tooltip": "", "url": "",
             }
         ],
-        "annotations": {"list": [_alerts()]},
+        "annotations": {"list": [_alert_annotation()]},
         "templating": {"list": [*named, _FILTERS]},
         "panels": panels,
     }  # fmt: skip
 
 
-def _is_named(name: str, said: str) -> bool:
+def _is_referenced(name: str, said: str) -> bool:
     return f"${name}" in said or f"${{{name}" in said
 
 
-def _alerts() -> Json:
+def _alert_annotation() -> Json:
     return {
         "name": "Alerts",
         "datasource": PROMETHEUS,
@@ -162,21 +167,27 @@ def _alerts() -> Json:
     }
 
 
-def _laid(rows: Sequence[Row]) -> list[Json]:
+def _layout_panels(rows: Sequence[DashboardRow]) -> list[Json]:
     """From left to right, row by row, with ids in that order."""
     laid: list[Json] = []
     y = number = 0
     for row in rows:
         number += 1
-        head: Json = {"type": "row", "id": number, "title": row.title, "collapsed": row.closed, "panels": []}
-        head["gridPos"] = {"x": 0, "y": y, "w": WHOLE, "h": 1}
-        inside: list[Json] = head["panels"] if row.closed else laid
+        head: Json = {
+            "type": "row",
+            "id": number,
+            "title": row.title,
+            "collapsed": row.collapsed,
+            "panels": [],
+        }
+        head["gridPos"] = {"x": 0, "y": y, "w": GRID_COLUMNS, "h": 1}
+        inside: list[Json] = head["panels"] if row.collapsed else laid
         laid.append(head)
         x, y, tallest = 0, y + 1, 0
         for one in row.panels:
             number += 1
             width, height = one["gridPos"]["w"], one["gridPos"]["h"]
-            if x + width > WHOLE:
+            if x + width > GRID_COLUMNS:
                 x, y, tallest = 0, y + tallest, 0
             inside.append({"id": number, **one, "gridPos": {"x": x, "y": y, "w": width, "h": height}})
             x, tallest = x + width, max(tallest, height)

@@ -4,148 +4,158 @@ from __future__ import annotations
 
 from otel_infer import semconv
 from otel_infer.monitoring.dashboards import panels
-from otel_infer.monitoring.dashboards.dashboard import ASK, Board, Row
-from otel_infer.monitoring.dashboards.panels import Query, Reading, legend
-from otel_infer.monitoring.promql import each_per, equal, matches, per
+from otel_infer.monitoring.dashboards.dashboard import PROMQL, Dashboard, DashboardRow
+from otel_infer.monitoring.dashboards.panels import PanelDescription, PanelQuery, legend_format
+from otel_infer.monitoring.promql import label_equals, label_matches, ratio_or_absent, ratio_to_total
 
-_DECODE = equal(semconv.STEP_KIND, semconv.STEP_DECODE)
-_PROMPTS = matches(semconv.STEP_KIND, f"{semconv.STEP_PREFILL}|{semconv.STEP_MIXED}")
-_HOST = equal(semconv.CLOCK, semconv.CLOCK_HOST)
+_DECODE_STEPS = label_equals(semconv.STEP_KIND, semconv.STEP_DECODE)
+_PREFILL_STEPS = label_matches(semconv.STEP_KIND, f"{semconv.STEP_PREFILL}|{semconv.STEP_MIXED}")
+_HOST_CLOCK = label_equals(semconv.CLOCK, semconv.CLOCK_HOST)
 
 
-def _readers() -> Row:
+def _token_latency_row() -> DashboardRow:
     held = (
         semconv.CAUSE_BATCHING,
         semconv.CAUSE_INTERFERENCE,
         semconv.CAUSE_PREEMPTION,
-        semconv.CAUSE_HOST,
+        semconv.CAUSE_HOST_BUBBLE,
         semconv.CAUSE_GPU_THROTTLED,
         *semconv.PAUSE_CAUSES,
     )
-    which = matches(semconv.BLAME_CAUSE, "|".join(held))
-    delayed = each_per(
-        ASK.rate(semconv.BLAME_DURATION, which, by=(semconv.BLAME_CAUSE,)), ASK.rate(semconv.REQUEST_DURATION)
+    which = label_matches(semconv.LATENCY_CAUSE, "|".join(held))
+    delayed = ratio_to_total(
+        PROMQL.rate(semconv.LATENCY_DURATION, which, by=(semconv.LATENCY_CAUSE,)),
+        PROMQL.rate(semconv.REQUEST_DURATION),
     )
-    return Row(
+    return DashboardRow(
         "Who reads along",
         [
-            panels.heatmap(
+            panels.heatmap_panel(
                 "Time between tokens",
-                Reading(
+                PanelDescription(
                     "Every gap between two tokens of one stream.",
                     "a second band is an interruption: see what held them up.",
                 ),
-                ASK.buckets(semconv.INTER_TOKEN_LATENCY),
+                PROMQL.bucket_increase(semconv.INTER_TOKEN_LATENCY),
             ),
-            panels.quantiles(
+            panels.quantiles_panel(
                 "Time between tokens",
-                Reading("Over all gaps.", "p99 far above p50: some steps are interrupted."),
-                ASK,
+                PanelDescription("Over all gaps.", "p99 far above p50: some steps are interrupted."),
+                PROMQL,
                 semconv.INTER_TOKEN_LATENCY,
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "What held them up",
-                Reading(
+                PanelDescription(
                     "Mean time that a request lost to others and to pauses.",
                     "`interference`: chunk prompts, or serve long ones apart; `batching`: a smaller batch; `preemption`: more KV cache; `gc`: freeze, or collect less often.",
                 ),
-                [Query(delayed, legend(semconv.BLAME_CAUSE))],
+                [PanelQuery(delayed, legend_format(semconv.LATENCY_CAUSE))],
                 unit="s",
                 stacked="normal",
                 size=(12, 8),
             ),
-            panels.quantiles(
+            panels.quantiles_panel(
                 "Time per output token",
-                Reading(
+                PanelDescription(
                     "One value per request: its time after the first token, by the tokens that came in it.",
                     "it rises with the batch: that is the price of throughput.",
                 ),
-                ASK,
+                PROMQL,
                 semconv.TIME_PER_OUTPUT_TOKEN,
             ),
         ],
     )
 
 
-def _steps() -> Row:
+def _engine_steps_row() -> DashboardRow:
     by = (semconv.STEP_KIND,)
-    tokens = each_per(ASK.rate(semconv.STEP_TOKENS_TOTAL, by=by), ASK.rate(semconv.STEP_DURATION, _HOST))
-    return Row(
+    tokens = ratio_to_total(
+        PROMQL.rate(semconv.STEP_TOKENS_TOTAL, by=by), PROMQL.rate(semconv.STEP_DURATION, _HOST_CLOCK)
+    )
+    return DashboardRow(
         "The engine",
         [
-            panels.heatmap(
+            panels.heatmap_panel(
                 "Step time",
-                Reading(
+                PanelDescription(
                     "Scheduled to tokens known. Steps with prompts in them are longer.",
                     "a cloud above the band: steps that something held up; see pauses.",
                 ),
-                ASK.buckets(semconv.STEP_DURATION, _HOST),
+                PROMQL.bucket_increase(semconv.STEP_DURATION, _HOST_CLOCK),
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Step time p99, with and without prompts",
-                Reading(
+                PanelDescription(
                     "`decode`: no prompt in the step. `prefill`: nothing else. `mixed`: prompts beside those who read along.",
                     "mixed far above decode is what interference is made of: a lower limit of tokens per step.",
                 ),
-                [Query(ASK.quantile(0.99, semconv.STEP_DURATION, _HOST, by=by), legend(semconv.STEP_KIND))],
+                [
+                    PanelQuery(
+                        PROMQL.quantile(0.99, semconv.STEP_DURATION, _HOST_CLOCK, by=by),
+                        legend_format(semconv.STEP_KIND),
+                    )
+                ],
                 unit="s",
                 size=(12, 8),
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Batch size",
-                Reading(
+                PanelDescription(
                     "Sequences in a step.",
                     "at its limit while requests wait: the batch is full.",
                 ),
                 [
-                    Query(ASK.quantile(0.5, semconv.STEP_BATCH_SIZE), "p50"),
-                    Query(ASK.quantile(0.99, semconv.STEP_BATCH_SIZE), "p99"),
-                    Query(ASK.mean(semconv.STEP_BATCH_SIZE), "mean"),
+                    PanelQuery(PROMQL.quantile(0.5, semconv.STEP_BATCH_SIZE), "p50"),
+                    PanelQuery(PROMQL.quantile(0.99, semconv.STEP_BATCH_SIZE), "p99"),
+                    PanelQuery(PROMQL.mean(semconv.STEP_BATCH_SIZE), "mean"),
                 ],
                 unit="short",
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Tokens per step",
-                Reading(
+                PanelDescription(
                     "Mean, of prompts and of decoding.",
                     "few tokens per step leave the GPU idle; many of prompts hold up who reads along.",
                 ),
-                [Query(tokens, legend(semconv.STEP_KIND))],
+                [PanelQuery(tokens, legend_format(semconv.STEP_KIND))],
                 unit="short",
                 stacked="normal",
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Steps",
-                Reading("Steps a second.", "fewer while the batch is the same: each takes longer."),
+                PanelDescription("Steps a second.", "fewer while the batch is the same: each takes longer."),
                 [
-                    Query(ASK.rate(semconv.STEP_DURATION, _HOST, _DECODE), "decode"),
-                    Query(ASK.rate(semconv.STEP_DURATION, _HOST, _PROMPTS), "with prompts"),
+                    PanelQuery(PROMQL.rate(semconv.STEP_DURATION, _HOST_CLOCK, _DECODE_STEPS), "decode"),
+                    PanelQuery(
+                        PROMQL.rate(semconv.STEP_DURATION, _HOST_CLOCK, _PREFILL_STEPS), "with prompts"
+                    ),
                 ],
                 unit="ops",
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Requests in flight",
-                Reading(
+                PanelDescription(
                     "Queued: not taken up yet. Running: in the batch.",
                     "queued grows while running is flat: full.",
                 ),
                 [
-                    Query(
-                        ASK.value(semconv.REQUEST_ACTIVE, by=(semconv.REQUEST_STATE,)),
-                        legend(semconv.REQUEST_STATE),
+                    PanelQuery(
+                        PROMQL.aggregate_gauge(semconv.REQUEST_ACTIVE, by=(semconv.REQUEST_STATE,)),
+                        legend_format(semconv.REQUEST_STATE),
                     )
                 ],
                 unit="short",
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Worker time p99 by rank",
-                Reading(
+                PanelDescription(
                     "What each worker took for its part of a step; the slowest rank is what the others wait for.",
                     "one rank above the others: its GPU is throttled, shared, or further away.",
                 ),
                 [
-                    Query(
-                        ASK.quantile(
+                    PanelQuery(
+                        PROMQL.quantile(
                             0.99,
                             semconv.STEP_EXECUTION,
                             by=(
@@ -156,23 +166,23 @@ def _steps() -> Row:
                                 semconv.CLOCK,
                             ),
                         ),
-                        f"{legend('instance', semconv.ENGINE, semconv.PROCESS_PID)} rank {legend(semconv.WORKER_RANK)} "
-                        f"{legend(semconv.CLOCK)}",
+                        f"{legend_format('instance', semconv.ENGINE, semconv.PROCESS_PID)} rank {legend_format(semconv.WORKER_RANK)} "
+                        f"{legend_format(semconv.CLOCK)}",
                     )
                 ],
                 unit="s",
                 empty="no worker is told of",
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Pauses p99",
-                Reading(
+                PanelDescription(
                     "How long the process, or its event loop alone, was held up, by the cause.",
                     "`gc`: fewer objects, or freeze after start; `throttled`: more CPU quota; `event_loop`: a call that blocks; `compile`, `capture`: warm up before traffic.",
                 ),
                 [
-                    Query(
-                        ASK.quantile(0.99, semconv.PAUSES, by=(semconv.PAUSE_CAUSE,)),
-                        legend(semconv.PAUSE_CAUSE),
+                    PanelQuery(
+                        PROMQL.quantile(0.99, semconv.PAUSES, by=(semconv.PAUSE_CAUSE,)),
+                        legend_format(semconv.PAUSE_CAUSE),
                     )
                 ],
                 unit="s",
@@ -182,37 +192,45 @@ def _steps() -> Row:
     )
 
 
-def _speculative() -> Row:
-    accepted = per(ASK.rate(semconv.ACCEPTED), ASK.rate(semconv.DRAFTED))
-    return Row(
+def _speculative_row() -> DashboardRow:
+    accepted = ratio_or_absent(PROMQL.rate(semconv.ACCEPTED_TOKENS), PROMQL.rate(semconv.DRAFTED_TOKENS))
+    return DashboardRow(
         "Speculative decoding",
         [
-            panels.lines(
+            panels.timeseries_panel(
                 "Guesses that were right",
-                Reading(
+                PanelDescription(
                     "Of the tokens that were guessed ahead, how many were right.",
                     "below a third, guessing costs more than it saves: fewer tokens ahead, or another draft.",
                 ),
-                [Query(accepted, "accepted")],
+                [PanelQuery(accepted, "accepted")],
                 unit="percentunit",
                 size=(12, 8),
                 most=1,
                 empty="nothing is guessed ahead",
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Guesses",
-                Reading("Tokens a second.", "compare with the tokens of the output."),
-                [Query(ASK.rate(semconv.DRAFTED), "drafted"), Query(ASK.rate(semconv.ACCEPTED), "accepted")],
+                PanelDescription("Tokens a second.", "compare with the tokens of the output."),
+                [
+                    PanelQuery(PROMQL.rate(semconv.DRAFTED_TOKENS), "drafted"),
+                    PanelQuery(PROMQL.rate(semconv.ACCEPTED_TOKENS), "accepted"),
+                ],
                 unit="short",
                 size=(12, 8),
                 empty="nothing is guessed ahead",
             ),
         ],
-        closed=True,
+        collapsed=True,
     )
 
 
-def board() -> Board:
+def build_dashboard() -> Dashboard:
     """The dashboard."""
     about = "Steps, batches and gaps between tokens: why streams stutter."
-    return Board("decode", "Decode and batching", about, [_readers(), _steps(), _speculative()])
+    return Dashboard(
+        "decode",
+        "Decode and batching",
+        about,
+        [_token_latency_row(), _engine_steps_row(), _speculative_row()],
+    )

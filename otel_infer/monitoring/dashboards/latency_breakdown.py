@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from otel_infer import semconv
 from otel_infer.monitoring.dashboards import panels
-from otel_infer.monitoring.dashboards.dashboard import ASK, Board, Row
-from otel_infer.monitoring.dashboards.panels import Json, Query, Reading, legend
-from otel_infer.monitoring.promql import each_per, equal, unlike
+from otel_infer.monitoring.dashboards.dashboard import PROMQL, Dashboard, DashboardRow
+from otel_infer.monitoring.dashboards.panels import Json, PanelDescription, PanelQuery, legend_format
+from otel_infer.monitoring.promql import label_equals, label_not_matches, ratio_to_total
 from otel_infer.semconv import STAGE_DURATION
-from otel_infer.semconv.prometheus import STAGE_BUDGET, label
+from otel_infer.semconv.prometheus import STAGE_BUDGET, label_name
 
-STAGES = {
+STAGE_DESCRIPTIONS = {
     semconv.SPAN_INGRESS: (
         "First byte in to handed over to the engine.",
         "what runs before the engine: look-ups, authentication, an event loop that is blocked.",
@@ -37,70 +37,76 @@ STAGES = {
     ),
 }
 """What each stage is, and what it is mostly when it is long."""
-SLOW = "|".join(
+PRIORITY_PATTERN = "|".join(
     (
         semconv.KEEP_REASON_SLO,
         semconv.KEEP_REASON_SLOW,
         semconv.KEEP_REASON_ERROR,
         semconv.KEEP_REASON_ABORTED,
         semconv.KEEP_REASON_PREEMPTED,
-        semconv.KEEP_REASON_OFFENDER,
+        semconv.KEEP_REASON_INTERFERER,
     )
 )
 """Reasons for which a request is kept that make it worth a look."""
 
 
-def _summary() -> Row:
+def _all_stages_row() -> DashboardRow:
     by = (semconv.STAGE,)
-    stage = label(semconv.STAGE)
-    host = equal(semconv.CLOCK, semconv.CLOCK_HOST)
+    stage = label_name(semconv.STAGE)
+    host = label_equals(semconv.CLOCK, semconv.CLOCK_HOST)
     # Stacked, whatever lies in another stage would be there twice.
-    apart = unlike(semconv.STAGE, "|".join(semconv.STAGES_INSIDE))
-    mean = each_per(ASK.spent(STAGE_DURATION, host, apart, by=by), ASK.rate(semconv.REQUEST_DURATION))
+    apart = label_not_matches(semconv.STAGE, "|".join(semconv.NESTED_STAGES))
+    mean = ratio_to_total(
+        PROMQL.sum_rate(STAGE_DURATION, host, apart, by=by), PROMQL.rate(semconv.REQUEST_DURATION)
+    )
     by_clock = (semconv.STAGE, semconv.CLOCK)
-    clocks = legend(semconv.STAGE, semconv.CLOCK)
-    spent = f"{ASK.quantile(0.99, STAGE_DURATION, host, by=by)} / on ({stage}) group_left max by ({stage}) ({STAGE_BUDGET})"
-    return Row(
+    clocks = legend_format(semconv.STAGE, semconv.CLOCK)
+    spent = f"{PROMQL.quantile(0.99, STAGE_DURATION, host, by=by)} / on ({stage}) group_left max by ({stage}) ({STAGE_BUDGET})"
+    return DashboardRow(
         "All stages",
         [
-            panels.lines(
+            panels.timeseries_panel(
                 "Mean seconds of a request in each stage",
-                Reading(
+                PanelDescription(
                     "Stacked: what a request spends on average, by stage. Means hide the tail: see the rows below.",
                     "the band that grew is where to look.",
                 ),
-                [Query(mean, legend(semconv.STAGE))],
+                [PanelQuery(mean, legend_format(semconv.STAGE))],
                 unit="s",
                 stacked="normal",
                 size=(12, 9),
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "p99 of each stage",
-                Reading(
+                PanelDescription(
                     "The slowest hundredth in each stage; they need not be the same requests.",
                     "the highest line is where the tail is made.",
                 ),
-                [Query(ASK.quantile(0.99, STAGE_DURATION, host, by=by), legend(semconv.STAGE))],
+                [
+                    PanelQuery(
+                        PROMQL.quantile(0.99, STAGE_DURATION, host, by=by), legend_format(semconv.STAGE)
+                    )
+                ],
                 unit="s",
                 size=(12, 9),
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Wall beside GPU time",
-                Reading(
+                PanelDescription(
                     "Mean by the host's clock, and by marks on the GPU's streams where they are timed. On a CPU there is no device line.",
                     "a host line far above its device line is time that the GPU waited for the host, or for a turn.",
                 ),
-                [Query(ASK.mean(STAGE_DURATION, by=by_clock), clocks)],
+                [PanelQuery(PROMQL.mean(STAGE_DURATION, by=by_clock), clocks)],
                 unit="s",
                 size=(12, 8),
             ),
-            panels.lines(
+            panels.timeseries_panel(
                 "Spent against budget",
-                Reading(
+                PanelDescription(
                     "p99 of a stage as a share of its budget in `slo.yaml`.",
                     "over 100 %: the stage alone takes more than it was given.",
                 ),
-                [Query(spent, legend(semconv.STAGE))],
+                [PanelQuery(spent, legend_format(semconv.STAGE))],
                 unit="percentunit",
                 size=(12, 8),
                 empty="no budgets are recorded: otel-infer alerts build slo.yaml",
@@ -109,36 +115,40 @@ def _summary() -> Row:
     )
 
 
-def _stage(name: str) -> list[Json]:
-    which = equal(semconv.STAGE, name), equal(semconv.CLOCK, semconv.CLOCK_HOST)
-    reading = Reading(*STAGES[name])
+def _stage_panels(name: str) -> list[Json]:
+    which = label_equals(semconv.STAGE, name), label_equals(semconv.CLOCK, semconv.CLOCK_HOST)
+    reading = PanelDescription(*STAGE_DESCRIPTIONS[name])
     return [
-        panels.heatmap(name.capitalize(), reading, ASK.buckets(STAGE_DURATION, *which), size=(12, 7)),
-        panels.quantiles(
-            f"{name.capitalize()}: quantiles", reading, ASK, STAGE_DURATION, *which, size=(12, 7)
+        panels.heatmap_panel(
+            name.capitalize(), reading, PROMQL.bucket_increase(STAGE_DURATION, *which), size=(12, 7)
+        ),
+        panels.quantiles_panel(
+            f"{name.capitalize()}: quantiles", reading, PROMQL, STAGE_DURATION, *which, size=(12, 7)
         ),
     ]
 
 
-def _requests() -> Row:
+def _requests_row() -> DashboardRow:
     # Whoever fails before a model is known has none.
     model = f'(span.{semconv.REQUEST_MODEL} =~ "$model" || status = error)'
-    chosen = f'span.{semconv.KEEP_REASON} =~ "{SLOW}" && {model}'
-    shown = ", ".join(f"span.{name}" for name in (semconv.KEEP_REASON, semconv.BLAME_TOP, semconv.TTFT))
-    return Row(
+    chosen = f'span.{semconv.KEEP_REASON} =~ "{PRIORITY_PATTERN}" && {model}'
+    shown = ", ".join(
+        f"span.{name}" for name in (semconv.KEEP_REASON, semconv.LATENCY_TOP_CAUSE, semconv.TTFT)
+    )
+    return DashboardRow(
         "Single requests",
         [
-            panels.slowest(
+            panels.trace_search_panel(
                 "Requests worth a look",
-                Reading(
+                PanelDescription(
                     "Request spans that were kept since they were slow, missed an objective, failed, were left, preempted, or held up another.",
                     "open one: its largest `infer.blame.*` is where its time went.",
                 ),
                 f"{{ {chosen} }} | select({shown})",
             ),
-            panels.trace(
+            panels.trace_panel(
                 "Trace",
-                Reading(
+                PanelDescription(
                     "The trace whose id is entered above.",
                     "look at the longest stage, then at the links of the request.",
                 ),
@@ -148,8 +158,8 @@ def _requests() -> Row:
     )
 
 
-def board() -> Board:
+def build_dashboard() -> Dashboard:
     """The dashboard."""
-    stages = [Row(name.capitalize(), _stage(name)) for name in STAGES]
+    stages = [DashboardRow(name.capitalize(), _stage_panels(name)) for name in STAGE_DESCRIPTIONS]
     about = "Each stage of a request: how its time is distributed, wall beside GPU time, and the requests behind it."
-    return Board("anatomy", "Request anatomy", about, [_summary(), *stages, _requests()])
+    return Dashboard("anatomy", "Request anatomy", about, [_all_stages_row(), *stages, _requests_row()])

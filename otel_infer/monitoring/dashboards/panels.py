@@ -8,44 +8,44 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from otel_infer.monitoring.promql import Promql
+from otel_infer.monitoring.promql import PromqlBuilder
 from otel_infer.semconv import prometheus
 
 Json = dict[str, Any]
 
 PROMETHEUS = {"type": "prometheus", "uid": "${datasource}"}
 TEMPO = {"type": "tempo", "uid": "${tempo}"}
-SECONDS, COUNT = "s", "short"
-WHOLE = 24
+UNIT_SECONDS, UNIT_SHORT = "s", "short"
+GRID_COLUMNS = 24
 """Columns of the grid."""
 QUANTILES = ((0.5, "p50", "green"), (0.95, "p95", "orange"), (0.99, "p99", "red"))
-QUIET = "no traffic"
+NO_TRAFFIC = "no traffic"
 
 
-class Query(NamedTuple):
+class PanelQuery(NamedTuple):
     """One question to Prometheus. `legend` with labels in double braces. `exemplars`: ask for those as well."""
 
     expr: str
     legend: str = ""
     exemplars: bool = False
     table: bool = False
-    axis: str = ""
+    right_axis_unit: str = ""
     """Unit of an axis of its own, on the right."""
 
 
-def legend(*attributes: str) -> str:
+def legend_format(*attributes: str) -> str:
     """The values of these, for the legend of a query."""
-    return " ".join(f"{{{{{prometheus.label(one)}}}}}" for one in attributes)
+    return " ".join(f"{{{{{prometheus.label_name(one)}}}}}" for one in attributes)
 
 
-class Reading(NamedTuple):
+class PanelDescription(NamedTuple):
     """How a panel is to be read."""
 
-    means: str
+    meaning: str
     when_bad: str
 
 
-def _target(number: int, query: Query, kind: str) -> Json:
+def _build_target(number: int, query: PanelQuery, kind: str) -> Json:
     format_ = "table" if query.table else "heatmap" if kind == "heatmap" else "time_series"
     return {
         "refId": chr(ord("A") + number),
@@ -60,28 +60,28 @@ def _target(number: int, query: Query, kind: str) -> Json:
     }
 
 
-def panel(
+def build_panel(
     kind: str,
     title: str,
-    reading: Reading,
-    queries: Sequence[Query],
+    reading: PanelDescription,
+    queries: Sequence[PanelQuery],
     *,
     unit: str,
     size: tuple[int, int],
     defaults: Mapping[str, Any] | None = None,
     overrides: Sequence[Json] = (),
     options: Mapping[str, Any] | None = None,
-    empty: str = QUIET,
+    empty: str = NO_TRAFFIC,
 ) -> Json:
     """`size`: columns and rows. `empty`: what it says when there is nothing to show."""
     nothing = {"type": "special", "options": {"match": "null+nan", "result": {"text": empty, "index": 0}}}
     return {
         "type": kind,
         "title": title,
-        "description": f"{reading.means}\n\n**When it is bad:** {reading.when_bad}",
+        "description": f"{reading.meaning}\n\n**When it is bad:** {reading.when_bad}",
         "datasource": PROMETHEUS,
         "gridPos": {"w": size[0], "h": size[1]},
-        "targets": [_target(number, query, kind) for number, query in enumerate(queries)],
+        "targets": [_build_target(number, query, kind) for number, query in enumerate(queries)],
         "fieldConfig": {
             "defaults": {
                 "unit": unit,
@@ -97,22 +97,22 @@ def panel(
     }
 
 
-def override(name: str, **properties: Any) -> Json:
+def field_override(name: str, **properties: Any) -> Json:
     """For the series or column of this name; underscores in the names of properties stand for dots."""
     said = [{"id": key.replace("_", "."), "value": value} for key, value in properties.items()]
     return {"matcher": {"id": "byName", "options": name}, "properties": said}
 
 
-def lines(
+def timeseries_panel(
     title: str,
-    reading: Reading,
-    queries: Sequence[Query],
+    reading: PanelDescription,
+    queries: Sequence[PanelQuery],
     *,
     unit: str,
     size: tuple[int, int] = (8, 8),
     stacked: str = "",
     most: float | None = None,
-    empty: str = QUIET,
+    empty: str = NO_TRAFFIC,
 ) -> Json:
     """Over time. `stacked`: `normal`, or `percent`. `most`: the end of the axis."""
     custom: Json = {
@@ -129,14 +129,14 @@ def lines(
         defaults["max"] = most
     fixed = [*((name, colour) for _, name, colour in QUANTILES), ("mean", "blue")]
     overrides = [
-        override(name, color={"mode": "fixed", "fixedColor": colour})
+        field_override(name, color={"mode": "fixed", "fixedColor": colour})
         for name, colour in fixed
         if any(query.legend == name for query in queries)
     ]
     overrides += [
-        override(query.legend, unit=query.axis, custom_axisPlacement="right")
+        field_override(query.legend, unit=query.right_axis_unit, custom_axisPlacement="right")
         for query in queries
-        if query.axis
+        if query.right_axis_unit
     ]
     below = {
         "showLegend": True,
@@ -144,7 +144,7 @@ def lines(
         "placement": "bottom",
         "calcs": ["lastNotNull", "max"],
     }
-    return panel(
+    return build_panel(
         "timeseries",
         title,
         reading,
@@ -158,15 +158,15 @@ def lines(
     )
 
 
-def tile(
+def stat_panel(
     title: str,
-    reading: Reading,
+    reading: PanelDescription,
     expr: str,
     *,
     unit: str,
     bad: Sequence[tuple[float, str]] = (),
     size: tuple[int, int] = (4, 4),
-    empty: str = QUIET,
+    empty: str = NO_TRAFFIC,
 ) -> Json:
     """One number and its course. `bad`: from which value on it has which colour; only where that is a judgement."""
     steps = [{"color": "green", "value": None}, *({"color": colour, "value": at} for at, colour in bad)]
@@ -179,11 +179,11 @@ def tile(
         "graphMode": "area",
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
     }
-    return panel(
+    return build_panel(
         "stat",
         title,
         reading,
-        [Query(expr)],
+        [PanelQuery(expr)],
         unit=unit,
         size=size,
         defaults=defaults,
@@ -192,8 +192,13 @@ def tile(
     )
 
 
-def heatmap(
-    title: str, reading: Reading, expr: str, *, unit: str = SECONDS, size: tuple[int, int] = (12, 8)
+def heatmap_panel(
+    title: str,
+    reading: PanelDescription,
+    expr: str,
+    *,
+    unit: str = UNIT_SECONDS,
+    size: tuple[int, int] = (12, 8),
 ) -> Json:
     """How values are distributed over time, with exemplars: a click on one opens its trace."""
     options = {
@@ -206,37 +211,43 @@ def heatmap(
         "tooltip": {"mode": "single", "yHistogram": True},
         "yAxis": {"axisPlacement": "left", "unit": unit},
     }
-    query = Query(expr, "{{le}}", exemplars=True)
-    return panel("heatmap", title, reading, [query], unit=unit, size=size, options=options)
+    query = PanelQuery(expr, "{{le}}", exemplars=True)
+    return build_panel("heatmap", title, reading, [query], unit=unit, size=size, options=options)
 
 
-def quantiles(
+def quantiles_panel(
     title: str,
-    reading: Reading,
-    ask: Promql,
+    reading: PanelDescription,
+    ask: PromqlBuilder,
     metric: Any,
     *matchers: str,
     size: tuple[int, int] = (12, 8),
-    unit: str = SECONDS,
-    empty: str = QUIET,
+    unit: str = UNIT_SECONDS,
+    empty: str = NO_TRAFFIC,
 ) -> Json:
     """p50, p95, p99 and the mean of a histogram; exemplars come with the p99."""
     queries = [
-        Query(ask.quantile(q, metric, *matchers), name, exemplars=name == "p99") for q, name, _ in QUANTILES
+        PanelQuery(ask.quantile(q, metric, *matchers), name, exemplars=name == "p99")
+        for q, name, _ in QUANTILES
     ]
-    queries.append(Query(ask.mean(metric, *matchers), "mean"))
-    return lines(title, reading, queries, unit=unit, size=size, empty=empty)
+    queries.append(PanelQuery(ask.mean(metric, *matchers), "mean"))
+    return timeseries_panel(title, reading, queries, unit=unit, size=size, empty=empty)
 
 
-def states(
-    title: str, reading: Reading, query: Query, *, names: Mapping[int, tuple[str, str]], size: tuple[int, int]
+def state_timeline_panel(
+    title: str,
+    reading: PanelDescription,
+    query: PanelQuery,
+    *,
+    names: Mapping[int, tuple[str, str]],
+    size: tuple[int, int],
 ) -> Json:
     """What holds over time. `names`: text and colour of each value."""
     said = {
         str(value): {"text": text, "color": colour, "index": i}
         for i, (value, (text, colour)) in enumerate(names.items())
     }
-    return panel(
+    return build_panel(
         "state-timeline",
         title,
         reading,
@@ -249,29 +260,29 @@ def states(
     )
 
 
-def table(
+def table_panel(
     title: str,
-    reading: Reading,
+    reading: PanelDescription,
     columns: Sequence[tuple[str, str, str]],
     *,
     by: Sequence[str],
     names: Mapping[str, str],
-    size: tuple[int, int] = (WHOLE, 8),
+    size: tuple[int, int] = (GRID_COLUMNS, 8),
     links: Mapping[str, Json] | None = None,
-    empty: str = QUIET,
+    empty: str = NO_TRAFFIC,
 ) -> Json:
     """One line for each value of the labels `by`; `columns`: name, expression, unit. `names`: of the labels."""
-    queries = [Query(expr, table=True) for _, expr, _ in columns]
+    queries = [PanelQuery(expr, table=True) for _, expr, _ in columns]
     # Grafana numbers the values only where there are several.
     many = len(columns) > 1
     renamed = {
         f"Value #{chr(ord('A') + i)}" if many else "Value": name for i, (name, _, _) in enumerate(columns)
     }
-    made = panel("table", title, reading, queries, unit=COUNT, size=size, empty=empty)
+    made = build_panel("table", title, reading, queries, unit=UNIT_SHORT, size=size, empty=empty)
     made["fieldConfig"]["defaults"]["mappings"] = []  # a cell that is empty says nothing of the whole
-    made["fieldConfig"]["overrides"] = [override(name, unit=unit) for name, _, unit in columns]
+    made["fieldConfig"]["overrides"] = [field_override(name, unit=unit) for name, _, unit in columns]
     made["fieldConfig"]["overrides"] += [
-        override(names[label], links=[link]) for label, link in (links or {}).items()
+        field_override(names[label], links=[link]) for label, link in (links or {}).items()
     ]
     order = {name: i for i, name in enumerate([*by, *renamed])}
     made["transformations"] = [
@@ -289,10 +300,12 @@ def table(
     return made
 
 
-def slowest(title: str, reading: Reading, traceql: str, size: tuple[int, int] = (WHOLE, 9)) -> Json:
+def trace_search_panel(
+    title: str, reading: PanelDescription, traceql: str, size: tuple[int, int] = (GRID_COLUMNS, 9)
+) -> Json:
     """Traces that Tempo finds; a click opens one."""
-    made = panel(
-        "table", title, reading, [], unit=COUNT, size=size, empty="Tempo has no such trace in this time"
+    made = build_panel(
+        "table", title, reading, [], unit=UNIT_SHORT, size=size, empty="Tempo has no such trace in this time"
     )
     made["datasource"] = TEMPO
     query = {"refId": "A", "datasource": TEMPO, "queryType": "traceql", "query": traceql}
@@ -300,17 +313,19 @@ def slowest(title: str, reading: Reading, traceql: str, size: tuple[int, int] = 
     return made
 
 
-def trace(title: str, reading: Reading, trace_id: str, size: tuple[int, int] = (WHOLE, 14)) -> Json:
+def trace_panel(
+    title: str, reading: PanelDescription, trace_id: str, size: tuple[int, int] = (GRID_COLUMNS, 14)
+) -> Json:
     """The trace with this id."""
-    made = panel("traces", title, reading, [], unit=COUNT, size=size, empty="choose a trace above")
+    made = build_panel("traces", title, reading, [], unit=UNIT_SHORT, size=size, empty="choose a trace above")
     made["datasource"] = TEMPO
     made["targets"] = [{"refId": "A", "datasource": TEMPO, "queryType": "traceql", "query": trace_id}]
     return made
 
 
-def alerts(title: str, reading: Reading, size: tuple[int, int] = (8, 8)) -> Json:
+def alert_list_panel(title: str, reading: PanelDescription, size: tuple[int, int] = (8, 8)) -> Json:
     """Ours that fire or are about to."""
-    made = panel("alertlist", title, reading, [], unit=COUNT, size=size, empty="nothing fires")
+    made = build_panel("alertlist", title, reading, [], unit=UNIT_SHORT, size=size, empty="nothing fires")
     made["options"] = {
         "alertName": "OtelInfer",
         "alertInstanceLabelFilter": '{severity!="none"}',

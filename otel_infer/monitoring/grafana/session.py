@@ -8,67 +8,74 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from otel_infer._version import VERSION
-from otel_infer.monitoring.grafana.errors import NO_GRAFANA, TOKEN, Refused, explained, refused_with, shown
+from otel_infer.monitoring.grafana.errors import (
+    NOT_GRAFANA,
+    TOKEN_VARIABLE,
+    GrafanaError,
+    error_status,
+    explain_error,
+    redact_url,
+)
 
-OLDEST = 9
+MIN_MAJOR_VERSION = 9
 """The first major version whose API this is: folders and dashboards by uid, alert rules by group."""
 
 
-class Session:
+class GrafanaSession:
     """Connected when made. `token`: of a service account, or `user:password`, or nothing."""
 
     def __init__(self, url: str, token: str, timeout: float) -> None:
         token = token.strip()
-        self.where = shown(url)
+        self.display_url = redact_url(url)
         self._timeout = timeout
         self._secrets = (token, token.partition(":")[2])
-        self.api = self._client(url, token)
+        self.api = self._create_client(url, token)
         # A redirected POST would come as a GET, and a login page would look like an answer.
         self.api.client.s.max_redirects = 0
-        self.version = self._version()
+        self.version = self._read_version()
 
-    def ask(self, doing: str, needs: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def call_api(self, doing: str, needs: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """What the call returns. `needs`: the permissions it takes."""
         try:
             answer = call(*arguments)
         except Exception as error:  # grafana-client lets those of its HTTP library through
-            kind = _BY_STATUS.get(refused_with(error), Refused)
-            why = explained(error, needs, self._secrets, self._timeout)
+            kind = _ERRORS_BY_STATUS.get(error_status(error), GrafanaError)
+            why = explain_error(error, needs, self._secrets, self._timeout)
         else:
             if isinstance(answer, dict | list):
                 return answer
-            kind, why = Refused, NO_GRAFANA
-        raise kind(f"{self.where}: {doing}: {why}")
+            kind, why = GrafanaError, NOT_GRAFANA
+        raise kind(f"{self.display_url}: {doing}: {why}")
 
-    def find(self, doing: str, needs: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def find_resource(self, doing: str, needs: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """What the call returns; nothing where Grafana has no such thing. `needs`: one permission."""
         try:
-            return self.ask(doing, needs, call, *arguments)
-        except _Missing:
+            return self.call_api(doing, needs, call, *arguments)
+        except _NotFoundError:
             return None
-        except _Forbidden:
+        except _ForbiddenError:
             # Whoever is no administrator is told 403 of what is not there: https://github.com/grafana/grafana/issues/109608
-            if needs in self._permissions():
+            if needs in self._read_permissions():
                 return None
             raise
 
-    def _permissions(self) -> Container[str]:
+    def _read_permissions(self) -> Container[str]:
         """What the credential may do with something. grafana-client has no call for it."""
         doing, path = "could not ask for permissions", "/access-control/user/permissions"
-        permitted: Container[str] = self.ask(doing, "any role", self.api.client.GET, path)
+        permitted: Container[str] = self.call_api(doing, "any role", self.api.client.GET, path)
         return permitted
 
-    def _client(self, url: str, token: str) -> Any:
+    def _create_client(self, url: str, token: str) -> Any:
         try:
             from grafana_client import GrafanaApi
         except ImportError:
-            raise Refused(
+            raise GrafanaError(
                 "grafana-client is not installed: pip install 'otel-infer[grafana]', in an environment of its own: "
                 "its HTTP library takes the place of urllib3"
             ) from None
-        parts, port = self._parts(url)
+        parts, port = self._parse_url(url)
         if not re.fullmatch(r"[!-~]*", token) and ":" not in token:
-            raise Refused(f"{TOKEN} holds a character that no token has: copy it again")
+            raise GrafanaError(f"{TOKEN_VARIABLE} holds a character that no token has: copy it again")
         user, separator, password = token.partition(":")
         # Not `from_url`: it loses the end of a sub-path and the brackets of an IPv6 address.
         return GrafanaApi(
@@ -81,38 +88,42 @@ class Session:
             user_agent=f"otel-infer/{VERSION}",
         )
 
-    def _parts(self, url: str) -> tuple[SplitResult, int | None]:
+    def _parse_url(self, url: str) -> tuple[SplitResult, int | None]:
         if "@" in url:
-            raise Refused(
-                f"{self.where} holds credentials, which everybody on this machine can read: "
-                f"put USER:PASSWORD into {TOKEN}"
+            raise GrafanaError(
+                f"{self.display_url} holds credentials, which everybody on this machine can read: "
+                f"put USER:PASSWORD into {TOKEN_VARIABLE}"
             )
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as wrong:
-            raise Refused(f"{self.where} is no address: {wrong}") from None
+            raise GrafanaError(f"{self.display_url} is no address: {wrong}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Refused(f"{self.where} is no address: it begins with http:// or https://, then the host")
+            raise GrafanaError(
+                f"{self.display_url} is no address: it begins with http:// or https://, then the host"
+            )
         return parts, port
 
-    def _version(self) -> str:
-        health = self.find("could not connect", "any role", self.api.health.check)
+    def _read_version(self) -> str:
+        health = self.find_resource("could not connect", "any role", self.api.health.check)
         if not isinstance(health, dict) or not health.keys() & {"version", "database"}:
-            raise Refused(f"{self.where}: could not connect: {NO_GRAFANA}")
+            raise GrafanaError(f"{self.display_url}: could not connect: {NOT_GRAFANA}")
         version = str(health.get("version") or "")  # an administrator may hide it
         major = re.match(r"\d+", version)
-        if major and int(major[0]) < OLDEST:
-            raise Refused(f"{self.where}: Grafana {version} is too old: {OLDEST} or newer is needed")
+        if major and int(major[0]) < MIN_MAJOR_VERSION:
+            raise GrafanaError(
+                f"{self.display_url}: Grafana {version} is too old: {MIN_MAJOR_VERSION} or newer is needed"
+            )
         return version
 
 
-class _Missing(Refused):
+class _NotFoundError(GrafanaError):
     """Grafana has no such thing."""
 
 
-class _Forbidden(Refused):
+class _ForbiddenError(GrafanaError):
     """Grafana has no such thing for us, or no such thing."""
 
 
-_BY_STATUS: dict[int, type[Refused]] = {403: _Forbidden, 404: _Missing}
+_ERRORS_BY_STATUS: dict[int, type[GrafanaError]] = {403: _ForbiddenError, 404: _NotFoundError}

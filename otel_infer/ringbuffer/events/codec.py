@@ -19,13 +19,12 @@ from otel_infer.ringbuffer.events.processes import (
     ProcessStarted,
 )
 from otel_infer.ringbuffer.events.requests import (
-    _ASKED,
-    WHOLE,
+    _METHODS_AND_SCHEMES,
+    SINGLE_CHUNK,
     AttributeSet,
     BytesMoved,
     CacheHeld,
     EngineFinished,
-    EventAdded,
     ExchangeEnded,
     FirstTokenSent,
     HttpDescribed,
@@ -39,6 +38,7 @@ from otel_infer.ringbuffer.events.requests import (
     RequestScheduled,
     RequestSubmitted,
     ResponseStarted,
+    SpanEventAdded,
     SpanLinked,
     SpanUnseen,
     StageEnded,
@@ -49,90 +49,90 @@ from otel_infer.ringbuffer.events.requests import (
 from otel_infer.ringbuffer.events.steps import BlocksSized, StepDone, StepExecuted, StepScheduled, WaitingSeen
 
 
-class RingFact(NamedTuple):
+class RecordedEvent(NamedTuple):
     """A fact with its origin: ring number (one process or engine), the request's handle (0 for steps)."""
 
     ring: int
     handle: int
-    fact: Any
+    event: Any
 
 
 # ── request facts: layout ────────────────────────────────────────────────────────────────────────────────────────
 # S in a layout below is a string id (u32) of the process's string table, T one where room is short (u16).
 
 
-class Layout(NamedTuple):
+class EventLayout(NamedTuple):
     """How one fact lies in bytes: `struct` format of its fields, and which fields are string ids."""
 
     code: int
-    fact: type
+    event: type
     packed: struct.Struct
     strings: tuple[int, ...]
 
 
-def _layout(code: int, fact: type, fields: str) -> Layout:
+def _make_layout(code: int, fact: type, fields: str) -> EventLayout:
     strings = tuple(i for i, f in enumerate(fields.split()) if f in "ST")
     packed = fields.replace("S", "I").replace("T", "H").replace(" ", "")
-    return Layout(code, fact, struct.Struct("<" + packed), strings)
+    return EventLayout(code, fact, struct.Struct("<" + packed), strings)
 
 
-REQUEST_LAYOUTS: tuple[Layout, ...] = (
-    _layout(1, RequestArrived, "q q 16s 8s 8s 8s H T T T T"),
-    _layout(2, StageEnded, "q q S q"),
-    _layout(3, RequestSubmitted, "q I I I S"),
-    _layout(4, RequestReceived, "q"),
-    _layout(5, RequestScheduled, "q"),
-    _layout(6, RequestPreempted, "q S"),
-    _layout(7, TokenReached, "q"),
-    _layout(8, FirstTokenSent, "q"),
-    _layout(9, ResponseStarted, "q"),
-    _layout(10, EngineFinished, "q S I"),
-    _layout(11, RequestEnded, "q H S H I q q"),
-    _layout(12, SpanLinked, "q 16s 8s"),
-    _layout(13, HooksReported, "q S H H"),
-    _layout(14, HttpDescribed, "q S S S"),
-    _layout(15, PauseSeen, "q q S"),
-    _layout(16, SpanUnseen, "q"),
-    _layout(17, MarkSeen, "q q S I"),
-    _layout(18, ExchangeEnded, "q B S H I q q S B"),
-    _layout(20, ProcessStarted, "q q 16s 8s 8s"),
-    _layout(21, ModuleImported, "q S"),
-    _layout(22, PhaseBegan, "q S"),
-    _layout(23, PhaseEnded, "q q S S S S"),
-    _layout(24, ProcessLeft, "q S"),
-    _layout(25, PrefixRead, "q I I"),
-    _layout(26, TokensDrafted, "q I I"),
-    _layout(27, StepExecuted, "q q S I H Q H"),
-    _layout(28, StepTimed, "q q S I H Q H I I I I"),
-    _layout(29, StageTimed, "q q S I I I"),
-    _layout(30, MemorySeen, "q S Q Q Q Q Q Q q q"),
-    _layout(31, MemoryRefused, "q Q Q Q"),
-    _layout(36, WaitingSeen, "q S I"),
-    _layout(37, BytesMoved, "q q S q B"),
-    _layout(38, CacheHeld, "q q"),
-    _layout(39, BlocksSized, "q S I H I"),
+REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
+    _make_layout(1, RequestArrived, "q q 16s 8s 8s 8s H T T T T"),
+    _make_layout(2, StageEnded, "q q S q"),
+    _make_layout(3, RequestSubmitted, "q I I I S"),
+    _make_layout(4, RequestReceived, "q"),
+    _make_layout(5, RequestScheduled, "q"),
+    _make_layout(6, RequestPreempted, "q S"),
+    _make_layout(7, TokenReached, "q"),
+    _make_layout(8, FirstTokenSent, "q"),
+    _make_layout(9, ResponseStarted, "q"),
+    _make_layout(10, EngineFinished, "q S I"),
+    _make_layout(11, RequestEnded, "q H S H I q q"),
+    _make_layout(12, SpanLinked, "q 16s 8s"),
+    _make_layout(13, HooksReported, "q S H H"),
+    _make_layout(14, HttpDescribed, "q S S S"),
+    _make_layout(15, PauseSeen, "q q S"),
+    _make_layout(16, SpanUnseen, "q"),
+    _make_layout(17, MarkSeen, "q q S I"),
+    _make_layout(18, ExchangeEnded, "q B S H I q q S B"),
+    _make_layout(20, ProcessStarted, "q q 16s 8s 8s"),
+    _make_layout(21, ModuleImported, "q S"),
+    _make_layout(22, PhaseBegan, "q S"),
+    _make_layout(23, PhaseEnded, "q q S S S S"),
+    _make_layout(24, ProcessLeft, "q S"),
+    _make_layout(25, PrefixRead, "q I I"),
+    _make_layout(26, TokensDrafted, "q I I"),
+    _make_layout(27, StepExecuted, "q q S I H Q H"),
+    _make_layout(28, StepTimed, "q q S I H Q H I I I I"),
+    _make_layout(29, StageTimed, "q q S I I I"),
+    _make_layout(30, MemorySeen, "q S Q Q Q Q Q Q q q"),
+    _make_layout(31, MemoryRefused, "q Q Q Q"),
+    _make_layout(36, WaitingSeen, "q S I"),
+    _make_layout(37, BytesMoved, "q q S q B"),
+    _make_layout(38, CacheHeld, "q q"),
+    _make_layout(39, BlocksSized, "q S I H I"),
 )
-BY_FACT: Mapping[type, Layout] = {layout.fact: layout for layout in REQUEST_LAYOUTS}
-BY_CODE: Mapping[int, Layout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
+LAYOUT_BY_EVENT: Mapping[type, EventLayout] = {layout.event: layout for layout in REQUEST_LAYOUTS}
+LAYOUT_BY_CODE: Mapping[int, EventLayout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
 
 # Facts with free text (set by user code) travel as JSON and never through the string table.
 TEXT_CODES: Mapping[type, int] = {
     AttributeSet: 32,
-    EventAdded: 33,
+    SpanEventAdded: 33,
     NameUpdated: 34,
     StateCarried: 35,
     LinkDescribed: 40,
 }
-_TEXT_FACTS: Mapping[int, Callable[..., Any]] = {code: fact for fact, code in TEXT_CODES.items()}
+_TEXT_EVENTS: Mapping[int, Callable[..., Any]] = {code: fact for fact, code in TEXT_CODES.items()}
 
 
-made: Callable[[type, Iterable[Any]], Any] = tuple.__new__
+make_tuple: Callable[[type, Iterable[Any]], Any] = tuple.__new__
 """A named tuple of all its fields in order, in half the time."""
 
-_encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
+_encode_json = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 
-def count(number: Any) -> int:
+def clamp_count(number: Any) -> int:
     """As many as fit into a field of a fact; 0 for what is no number."""
     if type(number) is int and 0 <= number <= 0xFFFFFFFF:
         return number
@@ -142,19 +142,19 @@ def count(number: Any) -> int:
         return 0
 
 
-def pack_text(fact: AttributeSet | EventAdded | NameUpdated | StateCarried | LinkDescribed) -> bytes:
+def pack_text(fact: AttributeSet | SpanEventAdded | NameUpdated | StateCarried | LinkDescribed) -> bytes:
     """A free-text fact as bytes; what JSON cannot say is said by its `str`."""
-    return _encode(fact).encode("utf-8", "replace")
+    return _encode_json(fact).encode("utf-8", "replace")
 
 
 def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any:
     """The request fact with this code in `body` (which may be longer); raises `ValueError` for what is not one."""
-    if code in _TEXT_FACTS:
-        said = _TEXT_FACTS[code](*json.loads(body.rstrip(b"\0")))
+    if code in _TEXT_EVENTS:
+        said = _TEXT_EVENTS[code](*json.loads(body.rstrip(b"\0")))
         if type(said.at) is not int:
             raise ValueError("an instant is a whole number of ns")
         return said
-    layout = BY_CODE.get(code)
+    layout = LAYOUT_BY_CODE.get(code)
     if layout is None:
         raise ValueError(f"unknown fact code {code}")
     fields: Any = layout.packed.unpack_from(body)
@@ -162,19 +162,19 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
         fields = list(fields)
         for i in layout.strings:
             fields[i] = text_of(fields[i])
-    return made(layout.fact, fields)
+    return make_tuple(layout.event, fields)
 
 
-def told_apart(fact: Any) -> tuple[Any, ...]:
+def expand(fact: Any) -> tuple[Any, ...]:
     """The facts that this one from a ring stands for, in order; nearly always itself."""
     if type(fact) is not ExchangeEnded:
         return (fact,)
     route, http = fact.route, fact.http
     said: list[Any] = []
-    if http & WHOLE:
+    if http & SINGLE_CHUNK:
         said.append(ResponseStarted(fact.at - fact.send_wait_ns))
-    if http > WHOLE:
-        said.append(HttpDescribed(fact.at, *_ASKED[http // 2 - 1], route))
+    if http > SINGLE_CHUNK:
+        said.append(HttpDescribed(fact.at, *_METHODS_AND_SCHEMES[http // 2 - 1], route))
     return (*said, RequestEnded(*fact[:7]))
 
 
@@ -191,16 +191,16 @@ DONE_HEAD = struct.Struct("<qQHxxII")
 """at, step, delivered (count), size, discarded."""
 
 
-def _exceptions(body: bytes, offset: int, count: int, size: int) -> tuple[tuple[int, int], ...]:
+def _read_exceptions(body: bytes, offset: int, count: int, size: int) -> tuple[tuple[int, int], ...]:
     """(position, tokens) of the members whose tokens are not 1, from pairs or from a whole column."""
     if count == COLUMN:
-        column = _numbers(body, offset, size)
+        column = _read_numbers(body, offset, size)
         return tuple((i, tokens) for i, tokens in enumerate(column) if tokens != 1)
-    pairs = _numbers(body, offset, 2 * count)
+    pairs = _read_numbers(body, offset, 2 * count)
     return tuple(zip(pairs[::2], pairs[1::2])) if pairs else ()
 
 
-def _numbers(body: bytes, offset: int, count: int) -> tuple[int, ...]:
+def _read_numbers(body: bytes, offset: int, count: int) -> tuple[int, ...]:
     return struct.unpack_from(f"<{count}I", body, offset) if count else ()
 
 
@@ -209,13 +209,15 @@ def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
     if code == SCHEDULED_CODE:
         head = SCHEDULED_HEAD.unpack_from(body)
         at, step, keyframe, n_left, n_joined, n_tokens, size, used, total, running, waiting = head
-        change = _numbers(body, SCHEDULED_HEAD.size, n_left + n_joined)
-        tokens = _exceptions(body, SCHEDULED_HEAD.size + 4 * len(change), n_tokens, size) if n_tokens else ()
+        change = _read_numbers(body, SCHEDULED_HEAD.size, n_left + n_joined)
+        tokens = (
+            _read_exceptions(body, SCHEDULED_HEAD.size + 4 * len(change), n_tokens, size) if n_tokens else ()
+        )
         left, joined = change[:n_left], change[n_left:]
         fields = at, step, bool(keyframe), size, left, joined, tokens, used, total, running, waiting
-        return made(StepScheduled, fields)  # type: ignore[no-any-return]
+        return make_tuple(StepScheduled, fields)  # type: ignore[no-any-return]
     if code == DONE_CODE:
         at, step, count, size, discarded = DONE_HEAD.unpack_from(body)
-        delivered = _exceptions(body, DONE_HEAD.size, count, size) if count else ()
-        return made(StepDone, (at, step, delivered, discarded))  # type: ignore[no-any-return]
+        delivered = _read_exceptions(body, DONE_HEAD.size, count, size) if count else ()
+        return make_tuple(StepDone, (at, step, delivered, discarded))  # type: ignore[no-any-return]
     raise ValueError(f"unknown step fact code {code}")

@@ -68,12 +68,12 @@ LONGEST_NS, UNKNOWN_NS = (1 << 32) - 2, (1 << 32) - 1
 """Of those lengths."""
 
 
-def told_ns(length: int) -> int:
+def encode_ns(length: int) -> int:
     """A length as such a fact has it; below 0 = not known."""
     return UNKNOWN_NS if length < 0 else min(length, LONGEST_NS)
 
 
-def known_ns(told: int) -> int:
+def decode_ns(told: int) -> int:
     """And back."""
     return -1 if told == UNKNOWN_NS else told
 

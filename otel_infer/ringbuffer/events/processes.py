@@ -83,7 +83,7 @@ class ProcessLeft(NamedTuple):
     error_type: str
 
 
-class FactsLost(NamedTuple):
+class EventsLost(NamedTuple):
     """Said by the reader: facts of this process were overwritten (`lost`) or torn before `at`."""
 
     at: int
@@ -100,7 +100,7 @@ class ProcessSeen(NamedTuple):
     at: int
     pid: int
     role: str
-    concluded_at: int
+    processed_until: int
     parent: int = 0
 
 

@@ -194,7 +194,7 @@ class AttributeSet(NamedTuple):
     value: Value
 
 
-class EventAdded(NamedTuple):
+class SpanEventAdded(NamedTuple):
     """User code added an event to the live request span."""
 
     at: int
@@ -250,8 +250,10 @@ class HttpDescribed(NamedTuple):
 METHODS = (OTHER, "POST", "PUT", "PATCH", "QUERY")
 """Of the requests that are watched."""
 SCHEMES = ("", "http", "https")
-_ASKED = tuple((method, scheme) for method in METHODS for scheme in SCHEMES)
-HTTP: Mapping[tuple[str, str], int] = {asked: 2 * number for number, asked in enumerate(_ASKED, 1)}
+_METHODS_AND_SCHEMES = tuple((method, scheme) for method in METHODS for scheme in SCHEMES)
+HTTP_CODES: Mapping[tuple[str, str], int] = {
+    asked: 2 * number for number, asked in enumerate(_METHODS_AND_SCHEMES, 1)
+}
 """Method and scheme as one number."""
-WHOLE = 1
+SINGLE_CHUNK = 1
 """The body of the response was one piece: it was started `send_wait_ns` before the end."""

@@ -19,19 +19,19 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events
 
 CAUSE = "throttled"
-LOOK_NS = 100_000_000
+SAMPLE_INTERVAL_NS = 100_000_000
 """The period over which quotas are counted, if nobody has set another."""
-EARLY_NS = 5_000_000
+EARLY_TOLERANCE_NS = 5_000_000
 """Who wakes as often does not come to look to the µs: what is so much too soon is in time."""
-RENEW_NS = 250_000_000
+RESCAN_INTERVAL_NS = 250_000_000
 """How often it is asked which processes there are."""
 STAT = "cpu.stat"
-_MOST = 4096
+_MAX_READ_BYTES = 4096
 _UNITS_NS = {"throttled_usec": 1000, "throttled_time": 1}
 """The names of version 2 and version 1."""
 
 
-def throttled_ns(stat: str) -> int | None:
+def parse_throttled_ns(stat: str) -> int | None:
     """What a `cpu.stat` says was spent throttled in all; None if it does not say, as that of the root of version 2."""
     for line in stat.splitlines():
         name, _, value = line.partition(" ")
@@ -40,7 +40,7 @@ def throttled_ns(stat: str) -> int | None:
     return None
 
 
-def stat_files(memberships: str, ours: str, mount: Path) -> tuple[Path, ...]:
+def find_stat_files(memberships: str, ours: str, mount: Path) -> tuple[Path, ...]:
     """The files that say it of a process with these memberships (`/proc/PID/cgroup`), its own group first.
 
     `ours`: the memberships of the reader. In a container the path may be the host's, and what is mounted this container
@@ -63,39 +63,39 @@ def stat_files(memberships: str, ours: str, mount: Path) -> tuple[Path, ...]:
             found += [base / str(level).lstrip("/") / STAT for level in (group, *group.parents)]
         elif memberships == ours:
             found.append(base / STAT)
-    return tuple(file for file in found if _read(file) is not None)
+    return tuple(file for file in found if _read_throttled_ns(file) is not None)
 
 
-def _read(file: Path) -> int | None:
+def _read_throttled_ns(file: Path) -> int | None:
     try:
-        return throttled_ns(file.read_text(encoding="ascii", errors="replace"))
+        return parse_throttled_ns(file.read_text(encoding="ascii", errors="replace"))
     except OSError:
         return None
 
 
-class _Group:
+class _CgroupStats:
     """The groups that a process is in, as they were at the last look; their files stay open."""
 
     def __init__(self, files: tuple[Path, ...], at: int) -> None:
         self._readings: dict[int, int | None] = {}
-        self._looked_at = at
+        self._sampled_at = at
         for file in files:
             try:
                 descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:  # it went away in between
                 continue
-            self._readings[descriptor] = _read_open(descriptor)
+            self._readings[descriptor] = _read_descriptor(descriptor)
 
-    def look(self, now: Callable[[], int]) -> tuple[int, int]:
+    def read_throttling(self, now: Callable[[], int]) -> tuple[int, int]:
         """(instant of this look, ns throttled since the last one)."""
         grown = 0
         for descriptor, before in self._readings.items():
-            reading = _read_open(descriptor)
+            reading = _read_descriptor(descriptor)
             if reading is not None:
                 grown = max(grown, reading - (reading if before is None else before))
                 self._readings[descriptor] = reading
         at = now()
-        window, self._looked_at = at - self._looked_at, at
+        window, self._sampled_at = at - self._sampled_at, at
         return at, min(grown, window)
 
     def close(self) -> None:
@@ -104,14 +104,14 @@ class _Group:
         self._readings = {}
 
 
-def _read_open(descriptor: int) -> int | None:
+def _read_descriptor(descriptor: int) -> int | None:
     try:
-        return throttled_ns(os.pread(descriptor, _MOST, 0).decode("ascii", "replace"))
+        return parse_throttled_ns(os.pread(descriptor, _MAX_READ_BYTES, 0).decode("ascii", "replace"))
     except OSError:
         return None
 
 
-class Throttling:
+class CpuThrottlingProbe:
     """Looks at most every 100 ms. Where there are no control groups it is silent, and has nothing to look at."""
 
     def __init__(
@@ -122,42 +122,44 @@ class Throttling:
     ) -> None:
         self._proc, self._mount, self._now = proc, mount, now
         self._files: dict[int, tuple[Path, ...]] = {}
-        self._groups: dict[tuple[Path, ...], _Group] = {}
-        self._looked_at = self._renewed_at = 0
+        self._groups: dict[tuple[Path, ...], _CgroupStats] = {}
+        self._sampled_at = self._rescanned_at = 0
 
-    def look(self, processes: Callable[[], Iterable[tuple[int, int]]]) -> list[events.RingFact]:
+    def read_events(self, processes: Callable[[], Iterable[tuple[int, int]]]) -> list[events.RecordedEvent]:
         """What was added since the last look. `processes`: (ring, pid as seen from here) of those that live."""
         now = self._now()
-        if now - self._looked_at < LOOK_NS - EARLY_NS:
+        if now - self._sampled_at < SAMPLE_INTERVAL_NS - EARLY_TOLERANCE_NS:
             return []
-        self._looked_at = now
-        if now - self._renewed_at >= RENEW_NS:
-            self._renewed_at = now
-            self._renew(dict(processes()))
+        self._sampled_at = now
+        if now - self._rescanned_at >= RESCAN_INTERVAL_NS:
+            self._rescanned_at = now
+            self._update_groups(dict(processes()))
         said = []
         for files, group in self._groups.items():
-            at, length = group.look(self._now)
+            at, length = group.read_throttling(self._now)
             seen = events.PauseSeen(at, at - length, CAUSE)
             held_up = [ring for ring, its in self._files.items() if its == files and length]
-            said += [events.RingFact(ring, 0, seen) for ring in held_up]
+            said += [events.RecordedEvent(ring, 0, seen) for ring in held_up]
         return said
 
     def close(self) -> None:
         """Lets go of all files."""
-        self._renew({})
+        self._update_groups({})
 
-    def _renew(self, here: dict[int, int]) -> None:
+    def _update_groups(self, here: dict[int, int]) -> None:
         known, before = self._files, self._groups
-        self._files = {ring: known[ring] if ring in known else self._found(pid) for ring, pid in here.items()}
+        self._files = {
+            ring: known[ring] if ring in known else self._find_stat_files(pid) for ring, pid in here.items()
+        }
         groups = {files for files in self._files.values() if files}
         self._groups = {
-            files: before.pop(files) if files in before else _Group(files, self._looked_at)
+            files: before.pop(files) if files in before else _CgroupStats(files, self._sampled_at)
             for files in groups
         }
         for group in before.values():
             group.close()
 
-    def _found(self, pid: int) -> tuple[Path, ...]:
+    def _find_stat_files(self, pid: int) -> tuple[Path, ...]:
         try:
             memberships, ours = (
                 (self._proc / who / "cgroup").read_text(encoding="utf-8", errors="replace")
@@ -165,4 +167,4 @@ class Throttling:
             )
         except OSError:
             return ()
-        return stat_files(memberships, ours, self._mount)
+        return find_stat_files(memberships, ours, self._mount)

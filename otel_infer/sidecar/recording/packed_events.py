@@ -10,44 +10,44 @@ from typing import Any, NamedTuple
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording import file
 
-CODES = {kind: code for code, kind in enumerate(file.KINDS)}
-MARSHAL = 2
+EVENT_CODES = {kind: code for code, kind in enumerate(file.EVENT_TYPES)}
+MARSHAL_VERSION = 2
 """Version of `marshal` without references, which cost more than they save."""
-FASTEST = 1
+COMPRESSION_LEVEL = 1
 
-Row = tuple[Any, ...]
+EventRow = tuple[Any, ...]
 """(ring, handle, code of the fact, its fields …)."""
-AT = 3
-SPAN_ID = AT + 3
+AT_INDEX = 3
+SPAN_ID_INDEX = AT_INDEX + 3
 """Of the facts that a request, or a part of it, begins with."""
 
 
-class Section:
+class StepSection:
     """Steps of one engine from a keyframe, or a loss, up to the next. `ended`: spans of requests that had ended by then and were
     in its batch still."""
 
-    __slots__ = ("at", "ended", "last_at", "new", "packed", "size")
+    __slots__ = ("at", "ended_spans", "last_at", "new_rows", "packed", "size")
 
     def __init__(self, at: int) -> None:
         self.at = self.last_at = at
-        self.ended: frozenset[bytes] = frozenset()
-        self.new: list[Row] = []
+        self.ended_spans: frozenset[bytes] = frozenset()
+        self.new_rows: list[EventRow] = []
         self.packed: list[bytes] = []
         self.size = 0
 
-    def pack(self) -> int:
+    def pack_new_rows(self) -> int:
         """Packs what is new; how many bytes that is."""
-        if not self.new:
+        if not self.new_rows:
             return 0
-        self.last_at = self.new[-1][AT]
-        packed = zlib.compress(marshal.dumps(self.new, MARSHAL), FASTEST)
+        self.last_at = self.new_rows[-1][AT_INDEX]
+        packed = zlib.compress(marshal.dumps(self.new_rows, MARSHAL_VERSION), COMPRESSION_LEVEL)
         self.packed.append(packed)
         self.size += len(packed)
-        self.new = []
+        self.new_rows = []
         return len(packed)
 
 
-class Told:
+class RequestRows:
     """What was said of one request, or of a part of it: rows, each behind its length. `ended_at`: 0 = it is in flight."""
 
     __slots__ = ("arrived_at", "ended_at", "packed", "span_id")
@@ -56,45 +56,45 @@ class Told:
         self.arrived_at, self.span_id, self.ended_at = arrived_at, span_id, 0
         self.packed = bytearray()
 
-    def add(self, row: Row) -> int:
-        packed = marshal.dumps(row, MARSHAL)
+    def add_row(self, row: EventRow) -> int:
+        packed = marshal.dumps(row, MARSHAL_VERSION)
         self.packed += len(packed).to_bytes(4, "little") + packed
         return len(packed) + 4
 
 
-class Steps(NamedTuple):
+class PackedSteps(NamedTuple):
     """The steps of one engine, whose ring this is."""
 
     ring: int
     packed: Sequence[bytes]
 
-    def rows(self) -> list[Row]:
+    def unpack_rows(self) -> list[EventRow]:
         """Since a keyframe, behind a step whose batch is not known: it marks who was in flight before them."""
         rows = [row for packed in self.packed for row in marshal.loads(zlib.decompress(packed))]
-        scheduled = CODES[events.StepScheduled]
-        if not rows or rows[0][2] != scheduled or rows[0][AT + 1] <= 1:
+        scheduled = EVENT_CODES[events.StepScheduled]
+        if not rows or rows[0][2] != scheduled or rows[0][AT_INDEX + 1] <= 1:
             return rows
-        at, step = rows[0][AT], rows[0][AT + 1]
+        at, step = rows[0][AT_INDEX], rows[0][AT_INDEX + 1]
         unknown = events.StepScheduled(at, step - 1, False, 0, (), (), (), 0, 0, 0, 0)
         return [(self.ring, 0, scheduled, *unknown), *rows]
 
 
-class Held(NamedTuple):
+class WindowStateSnapshot(NamedTuple):
     """What a reader is told before the window, as it was at one instant; it does not change any more."""
 
-    known: Sequence[Row]
+    process_rows: Sequence[EventRow]
     requests: Sequence[bytes]
-    steps: Sequence[Steps]
+    steps: Sequence[PackedSteps]
 
-    def rows(self) -> list[Row]:
+    def unpack_rows(self) -> list[EventRow]:
         """In order of time."""
-        rows = [*self.known, *(row for packed in self.requests for row in _each(packed))]
+        rows = [*self.process_rows, *(row for packed in self.requests for row in _iter_rows(packed))]
         for engine in self.steps:
-            rows += engine.rows()
-        return sorted(rows, key=lambda row: row[AT])
+            rows += engine.unpack_rows()
+        return sorted(rows, key=lambda row: row[AT_INDEX])
 
 
-def _each(packed: bytes) -> Iterator[Row]:
+def _iter_rows(packed: bytes) -> Iterator[EventRow]:
     at = 0
     while at < len(packed):
         end = at + 4 + int.from_bytes(packed[at : at + 4], "little")

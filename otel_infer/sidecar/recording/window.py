@@ -14,133 +14,143 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from otel_infer.ringbuffer.events import RingFact
+from otel_infer.ringbuffer.events import RecordedEvent
 from otel_infer.sidecar.recording import file
-from otel_infer.sidecar.recording.file import Passage
-from otel_infer.sidecar.recording.packed_events import CODES, FASTEST, MARSHAL, Held, Row
-from otel_infer.sidecar.recording.window_state import Edge
+from otel_infer.sidecar.recording.file import EventBatch
+from otel_infer.sidecar.recording.packed_events import (
+    COMPRESSION_LEVEL,
+    EVENT_CODES,
+    MARSHAL_VERSION,
+    EventRow,
+    WindowStateSnapshot,
+)
+from otel_infer.sidecar.recording.window_state import WindowState
 
-SPAN_NS = 120_000_000_000
-LIMIT = 32 << 20
+WINDOW_NS = 120_000_000_000
+MAX_BYTES = 32 << 20
 """Bytes, of which the edge may take an eighth."""
 CHUNK_NS = 2_000_000_000
-CHUNK = 1 << 18
+CHUNK_BYTES = 1 << 18
 """Bytes before compression."""
 
 
-class _Chunk(NamedTuple):
+class _CompressedChunk(NamedTuple):
     """Compressed wakes, from the horizon before the first of them to that of the last.
 
     In pages of its own, which are gone when it is: two minutes long it would lie in the heap between what comes and goes.
     """
 
     packed: mmap.mmap
-    began: int
+    began_at: int
     horizon: int
-    facts: int
+    event_count: int
 
 
-class Snapshot(NamedTuple):
+class WindowSnapshot(NamedTuple):
     """A window as it was at one instant; it does not change any more.
 
     `began_at`: what was told up to this instant (monotonic ns) has left the window; 0 = nothing has.
     """
 
-    edge: Held
-    chunks: tuple[_Chunk, ...]
-    requests_left_out: int
+    state: WindowStateSnapshot
+    chunks: tuple[_CompressedChunk, ...]
+    dropped_requests: int
     began_at: int
 
     @property
     def seconds(self) -> float:
         """How long it is."""
-        return (self.chunks[-1].horizon - self.chunks[0].began) / 1e9 if self.chunks else 0.0
+        return (self.chunks[-1].horizon - self.chunks[0].began_at) / 1e9 if self.chunks else 0.0
 
     @property
-    def facts(self) -> int:
+    def event_count(self) -> int:
         """How many facts are in it, without those of before it."""
-        return sum(chunk.facts for chunk in self.chunks)
+        return sum(chunk.event_count for chunk in self.chunks)
 
-    def passages(self) -> Iterator[Passage]:
+    def iter_batches(self) -> Iterator[EventBatch]:
         """As a tape has them: what has to be known first, then each wake."""
-        if before := self.edge.rows():
-            yield Passage(_said(before), self.began_at)
+        if before := self.state.unpack_rows():
+            yield EventBatch(_rows_to_events(before), self.began_at)
         for chunk in self.chunks:
-            for horizon, rows in _wakes(chunk):
-                yield Passage(_said(rows), horizon)
+            for horizon, rows in _unpack_chunk(chunk):
+                yield EventBatch(_rows_to_events(rows), horizon)
 
 
-class Window:
+class EventWindow:
     """Holds facts that are not older than `span_ns`, in at most `limit` bytes."""
 
-    def __init__(self, span_ns: int = SPAN_NS, limit: int = LIMIT) -> None:
-        self._span_ns, self._limit = span_ns, limit
-        self._chunks: deque[_Chunk] = deque()
+    def __init__(self, span_ns: int = WINDOW_NS, limit: int = MAX_BYTES) -> None:
+        self._window_ns, self._limit = span_ns, limit
+        self._chunks: deque[_CompressedChunk] = deque()
         self._pending: list[bytes] = []
-        self._pending_size = self._pending_facts = self._chunks_size = 0
+        self._pending_size = self._pending_event_count = self._chunks_size = 0
         self._pending_since = self._horizon = self._began_at = 0
-        self._edge = Edge(limit // 8)
+        self._state = WindowState(limit // 8)
 
     @property
     def size(self) -> int:
         """Bytes that are held."""
-        return self._chunks_size + self._pending_size + self._edge.size
+        return self._chunks_size + self._pending_size + self._state.size
 
-    def keep(self, said: Sequence[RingFact], horizon: int) -> None:
+    def add_events(self, said: Sequence[RecordedEvent], horizon: int) -> None:
         """Takes the facts of one wake and the instant up to which they are complete (monotonic ns)."""
         if said:
-            codes = CODES
+            codes = EVENT_CODES
             rows = [(ring, handle, codes[type(fact)], *fact) for ring, handle, fact in said]
-            packed = marshal.dumps((horizon, rows), MARSHAL)
+            packed = marshal.dumps((horizon, rows), MARSHAL_VERSION)
             if not self._pending:
                 self._pending_since = self._horizon
             self._pending.append(packed)
             self._pending_size += len(packed)
-            self._pending_facts += len(rows)
+            self._pending_event_count += len(rows)
         self._horizon = horizon
         if self._pending_since <= 0:  # before the first wake nothing was held
             self._pending_since = horizon
-        if self._pending and (self._pending_size >= CHUNK or horizon - self._pending_since >= CHUNK_NS):
-            self._seal()
-        self._forget()
+        if self._pending and (self._pending_size >= CHUNK_BYTES or horizon - self._pending_since >= CHUNK_NS):
+            self._seal_chunk()
+        self._evict_chunks()
 
-    def snapshot(self) -> Snapshot:
+    def take_snapshot(self) -> WindowSnapshot:
         """What is held now."""
-        self._seal()
-        return Snapshot(self._edge.held(), tuple(self._chunks), self._edge.left_out, self._began_at)
+        self._seal_chunk()
+        return WindowSnapshot(
+            self._state.take_snapshot(), tuple(self._chunks), self._state.dropped_requests, self._began_at
+        )
 
-    def _seal(self) -> None:
+    def _seal_chunk(self) -> None:
         if not self._pending:
             return
-        packed = zlib.compress(marshal.dumps(self._pending, MARSHAL), FASTEST)
+        packed = zlib.compress(marshal.dumps(self._pending, MARSHAL_VERSION), COMPRESSION_LEVEL)
         pages = mmap.mmap(-1, len(packed), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages[:] = packed
-        self._chunks.append(_Chunk(pages, self._pending_since, self._horizon, self._pending_facts))
-        self._chunks_size += _on_pages(len(packed))
+        self._chunks.append(
+            _CompressedChunk(pages, self._pending_since, self._horizon, self._pending_event_count)
+        )
+        self._chunks_size += _round_to_pages(len(packed))
         self._pending = []
-        self._pending_size = self._pending_facts = 0
+        self._pending_size = self._pending_event_count = 0
 
-    def _forget(self) -> None:
+    def _evict_chunks(self) -> None:
         """What is too old, or too much, leaves but for what is needed of it."""
-        begin = self._horizon - self._span_ns
+        begin = self._horizon - self._window_ns
         while self._chunks and (self._chunks[0].horizon < begin or self.size > self._limit):
             chunk = self._chunks.popleft()
-            self._chunks_size -= _on_pages(len(chunk.packed))
+            self._chunks_size -= _round_to_pages(len(chunk.packed))
             self._began_at = chunk.horizon
-            for _, rows in _wakes(chunk):
-                self._edge.fold(rows)
-            self._edge.settle()
+            for _, rows in _unpack_chunk(chunk):
+                self._state.add_rows(rows)
+            self._state.pack_and_evict()
 
 
-def _on_pages(size: int) -> int:
+def _round_to_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _wakes(chunk: _Chunk) -> Iterator[tuple[int, list[Row]]]:
+def _unpack_chunk(chunk: _CompressedChunk) -> Iterator[tuple[int, list[EventRow]]]:
     for packed in marshal.loads(zlib.decompress(chunk.packed)):
         yield marshal.loads(packed)
 
 
-def _said(rows: Sequence[Row]) -> list[RingFact]:
-    kinds = file.KINDS
-    return [RingFact(ring, handle, kinds[code](*fields)) for ring, handle, code, *fields in rows]
+def _rows_to_events(rows: Sequence[EventRow]) -> list[RecordedEvent]:
+    kinds = file.EVENT_TYPES
+    return [RecordedEvent(ring, handle, kinds[code](*fields)) for ring, handle, code, *fields in rows]

@@ -14,266 +14,284 @@ from collections import deque
 from collections.abc import Iterable
 
 from otel_infer.ringbuffer import events
-from otel_infer.sidecar.recording.packed_events import AT, CODES, SPAN_ID, Held, Row, Section, Steps, Told
+from otel_infer.sidecar.recording.packed_events import (
+    AT_INDEX,
+    EVENT_CODES,
+    SPAN_ID_INDEX,
+    EventRow,
+    PackedSteps,
+    RequestRows,
+    StepSection,
+    WindowStateSnapshot,
+)
 
-MOST_OF_ONE = 1 << 16
+MAX_REQUEST_BYTES = 1 << 16
 """Bytes that are remembered of one request: one of which more was said is left out as a whole."""
-MOST_STEPS = 1 << 20
+MAX_STEPS_BYTES = 1 << 20
 """Bytes of one engine's steps."""
-MOST_SECTIONS = 1024
+MAX_SECTIONS = 1024
 """Keyframes of one engine; it says one every second."""
-PAUSES = 256
+MAX_PAUSES = 256
 """Pauses of one process and cause, and marks of a kind."""
-LEFT_OUT = 1024
+MAX_DROPPED_REQUESTS = 1024
 """Requests that were left out are counted up to so many."""
 
-Key = tuple[int, int]
+RequestKey = tuple[int, int]
 _NEVER = 1 << 63
 
 
-class Edge:
+class WindowState:
     """Fed with the rows that leave the window, in their order. `size`: bytes that are held, at most about `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.size = 0
         self._limit = limit
-        self._known: dict[Row, Row] = {}
-        self._told: dict[Key, Told] = {}
-        self._left_out: dict[Key, bytes] = {}
-        self._steps: dict[int, deque[Section]] = {}
-        self._undone: dict[int, int] = {}
+        self._process_rows: dict[EventRow, EventRow] = {}
+        self._requests: dict[RequestKey, RequestRows] = {}
+        self._dropped_requests: dict[RequestKey, bytes] = {}
+        self._steps: dict[int, deque[StepSection]] = {}
+        self._last_in_flight_step: dict[int, int] = {}
         """Of each engine with steps in flight, the last of them."""
-        self._pauses: dict[tuple[int, str], deque[Row]] = {}
-        self._clocks: deque[Row] = deque(maxlen=PAUSES)
+        self._pauses: dict[tuple[int, str], deque[EventRow]] = {}
+        self._throttled_clock_rows: deque[EventRow] = deque(maxlen=MAX_PAUSES)
         self._handlers = {
-            CODES[kind]: handler
+            EVENT_CODES[kind]: handler
             for kind, handler in (
-                (events.RequestArrived, self._arrived),
-                (events.LiveRecovered, self._recovered),
-                (events.RequestEnded, self._ended),
-                (events.LiveListed, self._listed),
-                (events.FactsLost, self._facts_lost),
-                (events.StepScheduled, self._scheduled),
-                (events.StepDone, self._done),
-                (events.StepsLost, self._resync),
-                (events.PauseSeen, self._paused),
-                (events.MarkSeen, self._paused),
-                (events.GpuClocksThrottled, self._clocks.append),
-                (events.ProcessSeen, self._know),
-                (events.EngineSeen, self._know),
-                (events.HooksReported, self._hooks),
-                (events.ProcessDied, self._died),
+                (events.RequestArrived, self._handle_arrival),
+                (events.LiveRecovered, self._handle_recovery),
+                (events.RequestEnded, self._handle_end),
+                (events.LiveListed, self._handle_live_list),
+                (events.EventsLost, self._handle_events_lost),
+                (events.StepScheduled, self._handle_step_scheduled),
+                (events.StepDone, self._handle_step_done),
+                (events.StepsLost, self._start_section),
+                (events.PauseSeen, self._handle_pause_or_mark),
+                (events.MarkSeen, self._handle_pause_or_mark),
+                (events.GpuClocksThrottled, self._throttled_clock_rows.append),
+                (events.ProcessSeen, self._store_process_row),
+                (events.EngineSeen, self._store_process_row),
+                (events.HooksReported, self._handle_hooks),
+                (events.ProcessDied, self._handle_process_death),
             )
         }
 
     @property
-    def left_out(self) -> int:
+    def dropped_requests(self) -> int:
         """Requests in flight of which there was too much to remember."""
-        return len(set(self._left_out.values()))
+        return len(set(self._dropped_requests.values()))
 
-    def fold(self, rows: Iterable[Row]) -> None:
+    def add_rows(self, rows: Iterable[EventRow]) -> None:
         """Takes what leaves the window."""
         handlers = self._handlers
         for row in rows:
             handler = handlers.get(row[2])
             if handler is not None:
                 handler(row)
-            elif (row[0], row[1]) in self._told:
-                self._add(row)
+            elif (row[0], row[1]) in self._requests:
+                self._add_row(row)
 
-    def settle(self) -> None:
+    def pack_and_evict(self) -> None:
         """Packs the steps that were folded since, forgets what nobody needs, and sees to the limit."""
-        oldest = self._oldest()
+        oldest = self._find_oldest_arrivals()
         for ring, sections in list(self._steps.items()):
-            self.size += sum(section.pack() for section in sections)
-            needed = oldest.get(self._process_of(ring), _NEVER)
-            while len(sections) > 1 and (sections[1].at <= needed or _is_too_much(sections)):
+            self.size += sum(section.pack_new_rows() for section in sections)
+            needed = oldest.get(self._find_process(ring), _NEVER)
+            while len(sections) > 1 and (sections[1].at <= needed or _exceeds_limits(sections)):
                 self.size -= sections.popleft().size
-            if _is_too_much(sections):
-                self._lose_steps(ring, sections[0].last_at)
-        self._forget_ended()
-        while self.size > self._limit and self._forget_section():
-            self._forget_ended()
-        self._forget_oldest()
+            if _exceeds_limits(sections):
+                self._mark_steps_lost(ring, sections[0].last_at)
+        self._remove_ended_requests()
+        while self.size > self._limit and self._evict_section():
+            self._remove_ended_requests()
+        self._drop_oldest_requests()
 
-    def held(self) -> Held:
+    def take_snapshot(self) -> WindowStateSnapshot:
         """What a reader is told before the window; little work, since others may wait for who asks."""
-        self.size += sum(section.pack() for sections in self._steps.values() for section in sections)
-        return Held(
-            [*self._known.values(), *self._pauses_in_flight()],
-            [bytes(told.packed) for told in self._told.values()],
+        self.size += sum(section.pack_new_rows() for sections in self._steps.values() for section in sections)
+        return WindowStateSnapshot(
+            [*self._process_rows.values(), *self._find_needed_pauses()],
+            [bytes(told.packed) for told in self._requests.values()],
             [
-                Steps(ring, [packed for section in sections for packed in section.packed])
+                PackedSteps(ring, [packed for section in sections for packed in section.packed])
                 for ring, sections in self._steps.items()
             ],
         )
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _arrived(self, row: Row) -> None:
+    def _handle_arrival(self, row: EventRow) -> None:
         key = row[0], row[1]
-        self._forget(key)
-        self._left_out.pop(key, None)
-        self._told[key] = Told(row[AT], row[SPAN_ID])
-        self._add(row)
+        self._remove_request(key)
+        self._dropped_requests.pop(key, None)
+        self._requests[key] = RequestRows(row[AT_INDEX], row[SPAN_ID_INDEX])
+        self._add_row(row)
 
-    def _recovered(self, row: Row) -> None:
-        if (row[0], row[1]) not in self._told:
-            self._arrived(row)
+    def _handle_recovery(self, row: EventRow) -> None:
+        if (row[0], row[1]) not in self._requests:
+            self._handle_arrival(row)
 
-    def _ended(self, row: Row) -> None:
+    def _handle_end(self, row: EventRow) -> None:
         key = row[0], row[1]
-        told = self._told.get(key)
+        told = self._requests.get(key)
         if told is not None:
-            told.ended_at = row[AT]
-            self._add(row)
-        self._left_out.pop(key, None)
+            told.ended_at = row[AT_INDEX]
+            self._add_row(row)
+        self._dropped_requests.pop(key, None)
 
-    def _add(self, row: Row) -> None:
-        told = self._told[row[0], row[1]]
-        self.size += told.add(row)
-        if len(told.packed) > MOST_OF_ONE:
-            self._leave_out({told.span_id})
+    def _add_row(self, row: EventRow) -> None:
+        told = self._requests[row[0], row[1]]
+        self.size += told.add_row(row)
+        if len(told.packed) > MAX_REQUEST_BYTES:
+            self._drop_requests({told.span_id})
 
-    def _leave_out(self, spans: set[bytes]) -> None:
-        for key, told in [item for item in self._told.items() if item[1].span_id in spans]:
+    def _drop_requests(self, spans: set[bytes]) -> None:
+        for key, told in [item for item in self._requests.items() if item[1].span_id in spans]:
             if not told.ended_at:
-                self._left_out[key] = told.span_id
-            self._forget(key)
-        while len(self._left_out) > LEFT_OUT:
-            del self._left_out[next(iter(self._left_out))]
+                self._dropped_requests[key] = told.span_id
+            self._remove_request(key)
+        while len(self._dropped_requests) > MAX_DROPPED_REQUESTS:
+            del self._dropped_requests[next(iter(self._dropped_requests))]
 
-    def _forget(self, key: Key) -> None:
-        told = self._told.pop(key, None)
+    def _remove_request(self, key: RequestKey) -> None:
+        told = self._requests.pop(key, None)
         self.size -= len(told.packed) if told is not None else 0
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest_requests(self) -> None:
         """As many as there is no room for."""
         over, gone = self.size - self._limit, set[bytes]()
-        for told in self._told.values():
+        for told in self._requests.values():
             if over <= 0:
                 break
             gone.add(told.span_id)
             over -= len(told.packed)
         if gone:
-            self._leave_out(gone)
+            self._drop_requests(gone)
 
-    def _forget_ended(self) -> None:
+    def _remove_ended_requests(self) -> None:
         """Those that were in no step that is remembered."""
         begin: dict[int, int] = {}
         needed: set[bytes] = set()
         for ring, sections in self._steps.items():
-            process = self._process_of(ring)
+            process = self._find_process(ring)
             begin[process] = min(begin.get(process, _NEVER), sections[0].at)
-            needed |= sections[0].ended
-        busy = {*self._oldest(), *(self._process_of(ring) for ring in self._undone)}
+            needed |= sections[0].ended_spans
+        busy = {
+            *self._find_oldest_arrivals(),
+            *(self._find_process(ring) for ring in self._last_in_flight_step),
+        }
         needed |= {
             told.span_id
-            for (ring, _), told in self._told.items()
+            for (ring, _), told in self._requests.items()
             if not told.ended_at or (told.ended_at > begin.get(ring, _NEVER) and ring in busy)
         }
-        for key in [key for key, told in self._told.items() if told.span_id not in needed]:
-            self._forget(key)
+        for key in [key for key, told in self._requests.items() if told.span_id not in needed]:
+            self._remove_request(key)
 
-    def _oldest(self) -> dict[int, int]:
+    def _find_oldest_arrivals(self) -> dict[int, int]:
         """When the oldest request in flight arrived, by process."""
-        in_flight = {told.span_id for told in self._told.values() if not told.ended_at}
+        in_flight = {told.span_id for told in self._requests.values() if not told.ended_at}
         oldest: dict[int, int] = {}
-        for (ring, _), told in self._told.items():
+        for (ring, _), told in self._requests.items():
             if told.span_id in in_flight:
                 oldest[ring] = min(oldest.get(ring, _NEVER), told.arrived_at)
         return oldest
 
-    def _listed(self, row: Row) -> None:
-        living = set(row[AT + 1])
+    def _handle_live_list(self, row: EventRow) -> None:
+        living = set(row[AT_INDEX + 1])
         for key in [
-            key for key in (*self._told, *self._left_out) if key[0] == row[0] and key[1] not in living
+            key
+            for key in (*self._requests, *self._dropped_requests)
+            if key[0] == row[0] and key[1] not in living
         ]:
-            self._forget(key)
-            self._left_out.pop(key, None)
+            self._remove_request(key)
+            self._dropped_requests.pop(key, None)
 
-    def _facts_lost(self, row: Row) -> None:
+    def _handle_events_lost(self, row: EventRow) -> None:
         """That something was lost marks who was in flight; how much was said before the window."""
-        self._known[row[0], "lost"] = (*row[: AT + 1], 0, 0)
+        self._process_rows[row[0], "lost"] = (*row[: AT_INDEX + 1], 0, 0)
 
-    def _paused(self, row: Row) -> None:
+    def _handle_pause_or_mark(self, row: EventRow) -> None:
         """Of pauses and of marks alike, what it was stands third."""
-        self._pauses.setdefault((row[0], row[AT + 2]), deque(maxlen=PAUSES)).append(row)
+        self._pauses.setdefault((row[0], row[AT_INDEX + 2]), deque(maxlen=MAX_PAUSES)).append(row)
 
-    def _pauses_in_flight(self) -> list[Row]:
-        since = self._oldest()
+    def _find_needed_pauses(self) -> list[EventRow]:
+        since = self._find_oldest_arrivals()
         begin = min(since.values(), default=_NEVER)
-        return [row for row in self._clocks if row[AT + 1] >= begin] + [
+        return [row for row in self._throttled_clock_rows if row[AT_INDEX + 1] >= begin] + [
             row
             for (ring, _), pauses in self._pauses.items()
             for row in pauses
-            if ring in since and row[AT] > since[ring]
+            if ring in since and row[AT_INDEX] > since[ring]
         ]
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _know(self, row: Row) -> None:
-        self._known[row[0], row[2]] = row
+    def _store_process_row(self, row: EventRow) -> None:
+        self._process_rows[row[0], row[2]] = row
 
-    def _process_of(self, engine: int) -> int:
-        seen = self._known.get((engine, CODES[events.EngineSeen]))
-        return int(seen[AT + 1]) if seen is not None else 0
+    def _find_process(self, engine: int) -> int:
+        seen = self._process_rows.get((engine, EVENT_CODES[events.EngineSeen]))
+        return int(seen[AT_INDEX + 1]) if seen is not None else 0
 
-    def _hooks(self, row: Row) -> None:
-        self._known[row[0], row[2], row[AT + 1]] = row
+    def _handle_hooks(self, row: EventRow) -> None:
+        self._process_rows[row[0], row[2], row[AT_INDEX + 1]] = row
 
-    def _died(self, row: Row) -> None:
+    def _handle_process_death(self, row: EventRow) -> None:
         ring = row[0]
-        engine_seen = CODES[events.EngineSeen]
+        engine_seen = EVENT_CODES[events.EngineSeen]
         engines = [
-            known[0] for known in self._known.values() if known[2] == engine_seen and known[AT + 1] == ring
+            known[0]
+            for known in self._process_rows.values()
+            if known[2] == engine_seen and known[AT_INDEX + 1] == ring
         ]
         for engine in engines:
-            self._forget_steps(engine)
-        for key in [key for key in self._known if key[0] == ring or key[0] in engines]:
-            del self._known[key]
-        for request in [key for key in (*self._told, *self._left_out) if key[0] == ring]:
-            self._forget(request)
-            self._left_out.pop(request, None)
+            self._remove_steps(engine)
+        for key in [key for key in self._process_rows if key[0] == ring or key[0] in engines]:
+            del self._process_rows[key]
+        for request in [key for key in (*self._requests, *self._dropped_requests) if key[0] == ring]:
+            self._remove_request(request)
+            self._dropped_requests.pop(request, None)
         for pauses in [key for key in self._pauses if key[0] == ring]:
             del self._pauses[pauses]
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _scheduled(self, row: Row) -> None:
-        self._undone[row[0]] = row[AT + 1]
-        if not row[AT + 2]:
-            self._step(row)
+    def _handle_step_scheduled(self, row: EventRow) -> None:
+        self._last_in_flight_step[row[0]] = row[AT_INDEX + 1]
+        if not row[AT_INDEX + 2]:
+            self._add_step(row)
             return
-        self._resync(row)
-        process = self._process_of(row[0])
-        members = [self._told.get((process, handle)) for handle in row[AT + 5]]
-        self._steps[row[0]][-1].ended = frozenset(told.span_id for told in members if told and told.ended_at)
+        self._start_section(row)
+        process = self._find_process(row[0])
+        members = [self._requests.get((process, handle)) for handle in row[AT_INDEX + 5]]
+        self._steps[row[0]][-1].ended_spans = frozenset(
+            told.span_id for told in members if told and told.ended_at
+        )
 
-    def _done(self, row: Row) -> None:
-        if row[AT + 1] >= self._undone.get(row[0], 0):
-            self._undone.pop(row[0], None)
-        self._step(row)
+    def _handle_step_done(self, row: EventRow) -> None:
+        if row[AT_INDEX + 1] >= self._last_in_flight_step.get(row[0], 0):
+            self._last_in_flight_step.pop(row[0], None)
+        self._add_step(row)
 
-    def _resync(self, row: Row) -> None:
-        section = Section(row[AT])
-        section.new.append(row)
+    def _start_section(self, row: EventRow) -> None:
+        section = StepSection(row[AT_INDEX])
+        section.new_rows.append(row)
         self._steps.setdefault(row[0], deque()).append(section)
 
-    def _step(self, row: Row) -> None:
+    def _add_step(self, row: EventRow) -> None:
         """Steps whose keyframe is not known say nothing but that there were some."""
         sections = self._steps.get(row[0])
         if sections:
-            sections[-1].new.append(row)
+            sections[-1].new_rows.append(row)
         else:
-            self._lose_steps(row[0], row[AT])
+            self._mark_steps_lost(row[0], row[AT_INDEX])
 
-    def _lose_steps(self, ring: int, at: int) -> None:
+    def _mark_steps_lost(self, ring: int, at: int) -> None:
         """Whoever is in flight then is marked."""
-        self._forget_steps(ring)
-        self._resync((ring, 0, CODES[events.StepsLost], at, 0))
+        self._remove_steps(ring)
+        self._start_section((ring, 0, EVENT_CODES[events.StepsLost], at, 0))
 
-    def _forget_section(self) -> bool:
+    def _evict_section(self) -> bool:
         """The oldest steps of all engines; False if those that are left are needed."""
         several = [sections for sections in self._steps.values() if len(sections) > 1]
         if not several:
@@ -281,10 +299,10 @@ class Edge:
         self.size -= min(several, key=lambda sections: sections[0].at).popleft().size
         return True
 
-    def _forget_steps(self, ring: int) -> None:
-        self._undone.pop(ring, None)
+    def _remove_steps(self, ring: int) -> None:
+        self._last_in_flight_step.pop(ring, None)
         self.size -= sum(section.size for section in self._steps.pop(ring, ()))
 
 
-def _is_too_much(sections: deque[Section]) -> bool:
-    return len(sections) > MOST_SECTIONS or sum(section.size for section in sections) > MOST_STEPS
+def _exceeds_limits(sections: deque[StepSection]) -> bool:
+    return len(sections) > MAX_SECTIONS or sum(section.size for section in sections) > MAX_STEPS_BYTES

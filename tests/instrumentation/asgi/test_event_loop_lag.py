@@ -46,18 +46,18 @@ class Blocking:
         """Waits for something else before it goes to the engine."""
         self.is_there.set()
         await self.others()
-        infer(start.current())
+        infer(start.current_request())
         return {}
 
     async def streams(self) -> StreamingResponse:
         """The engine is done before the last chunk is sent."""
-        request = start.current()
+        request = start.current_request()
         infer(request)
 
         async def events() -> AsyncIterator[bytes]:
             yield b"data: x\n\n"
             assert request is not None
-            request.state(EngineFinished(_clock.now(), "stop", 2))
+            request.record_event(EngineFinished(_clock.now(), "stop", 2))
             self.is_there.set()
             await self.others()
             yield b"data: y\n\n"
@@ -72,7 +72,7 @@ class Blocking:
     async def blocks(self) -> dict[str, bool]:
         self.is_blocked.set()
         time.sleep(BLOCKED_S)
-        infer(start.current())
+        infer(start.current_request())
         return {}
 
 
@@ -97,22 +97,22 @@ def served(watched: Watched, serve: Callable[..., int], path: str, loop: str) ->
     until(lambda: requests.in_flight == 0)
     time.sleep(0.1)  # the timer runs once more
     assembler = Assembler()
-    assembler.feed(
+    assembler.feed_events(
         sorted(
             RequestReader(watched.arena.buffers[0][1], 1).poll(_clock.now(), final=True),
-            key=lambda said: said.fact.at,
+            key=lambda said: said.event.at,
         )
     )
-    records = assembler.concluded(_clock.now() + GRACE_NS)
-    blame.assign(records)
+    records = assembler.drain_records(_clock.now() + GRACE_NS)
+    blame.attribute_latency(records)
     return {str(record.attributes["http.route"]): record for record in records}
 
 
 def blamed(record: RequestRecord, cause: str) -> float:
     """s."""
-    assert record.blame is not None
-    assert sum(record.blame.causes.values()) == record.duration_ns
-    return record.blame.causes.get(cause, 0) / 1e9
+    assert record.breakdown is not None
+    assert sum(record.breakdown.causes.values()) == record.duration_ns
+    return record.breakdown.causes.get(cause, 0) / 1e9
 
 
 @pytest.mark.parametrize(("path", "stage"), [("/looks-up", "ingress"), ("/streams", "postprocess")])
@@ -120,7 +120,7 @@ def test_a_blocked_loop_is_blamed_for_what_the_others_wait(
     watched: Watched, serve: Callable[..., int], path: str, stage: str, loop: str
 ) -> None:
     records = served(watched, serve, path, loop)
-    held_up = records[path].stage(stage)
+    held_up = records[path].find_stage(stage)
     assert held_up is not None and held_up.ended_at - held_up.started_at >= BLOCKED_S * 1e9
     # The timer was due up to 50 ms after the loop was blocked.
     assert blamed(records[path], "event_loop") >= BLOCKED_S - 0.075

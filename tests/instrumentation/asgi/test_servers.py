@@ -99,8 +99,8 @@ def ended(watched: Watched, count: int = 1) -> list[Seen]:
 
 def record_of(seen: Seen) -> RequestRecord:
     assembler = Assembler()
-    assembler.feed(facts.RingFact(1, 1, fact) for fact in seen.said)
-    (record,) = assembler.concluded(seen.ended.at + GRACE_NS)
+    assembler.feed_events(facts.RecordedEvent(1, 1, fact) for fact in seen.said)
+    (record,) = assembler.drain_records(seen.ended.at + GRACE_NS)
     return record
 
 
@@ -144,11 +144,11 @@ def posted(port: int, path: str, body: bytes = b"{}", method: str = "POST", head
         connection.leave()
 
 
-def infer(request: request_span.LiveRequest | None) -> None:
+def infer(request: request_span.RequestSpan | None) -> None:
     """What an engine would say."""
     assert request is not None
-    request.submitted("toy")
-    request.token_reached()
+    request.record_submitted("toy")
+    request.record_token_reached()
 
 
 class Middle(BaseHTTPMiddleware):
@@ -162,7 +162,7 @@ def make_app(**settings: Any) -> FastAPI:
 
     @api.post("/models/{model}/stream")
     async def stream(model: str, chunks: int = 3, pause: float = 0.0, size: int = 8) -> StreamingResponse:
-        infer(ingress.current())
+        infer(ingress.current_request())
 
         async def events() -> AsyncIterator[bytes]:
             for _ in range(chunks):
@@ -172,18 +172,18 @@ def make_app(**settings: Any) -> FastAPI:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     def lookup() -> str:
-        assert ingress.current() is not None
+        assert ingress.current_request() is not None
         return "found"
 
     @api.post("/json")
     async def answer(request: Request, found: str = Depends(lookup)) -> dict[str, Any]:
         body = await request.body()
-        infer(ingress.current())
+        infer(ingress.current_request())
         return {"bytes": len(body), "found": found}
 
     @api.post("/sync")
     def sync(request: Request) -> dict[str, bool]:
-        infer(ingress.current())
+        infer(ingress.current_request())
         return {"main": threading.current_thread() is threading.main_thread()}
 
     @api.post("/slow")
@@ -197,7 +197,7 @@ def make_app(**settings: Any) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, bool]:
-        return {"current": ingress.current() is not None}
+        return {"current": ingress.current_request() is not None}
 
     app.include_router(api)
     return app
@@ -246,7 +246,7 @@ def test_what_is_only_looked_at_is_not_a_request(watched: Watched, serve: Callab
 
 
 def test_excluded_urls_are_served_and_not_watched(watched: Watched, serve: Callable[..., int]) -> None:
-    asgi.configure("/fails,/sl.w")
+    asgi.configure_asgi("/fails,/sl.w")
     port = serve(make_app())
     assert b"200 OK" in posted(port, "/v1/slow")
     assert b"200 OK" in posted(port, "/v1/json")
@@ -409,7 +409,7 @@ def test_a_client_that_waits_with_its_body_shows_before_the_first_touch_of_the_e
     connection.socket.sendall(b"}  ")
     connection.read_until(b"found")
     record = record_of(ended(watched, 2)[1])
-    ingress_stage = record.stage("ingress")
+    ingress_stage = record.find_stage("ingress")
     assert ingress_stage is not None
     assert 45e6 < ingress_stage.ended_at - ingress_stage.started_at < 60e6
     assert record.ended_at - ingress_stage.ended_at < 5e6
@@ -535,7 +535,7 @@ def test_the_root_path_of_an_application_is_in_its_routes(
 
 def test_a_starlette_application_is_watched(watched: Watched, serve: Callable[..., int]) -> None:
     async def answer(request: Any) -> JSONResponse:
-        assert ingress.current() is not None
+        assert ingress.current_request() is not None
         return JSONResponse({"bytes": len(await request.body())})
 
     async def stream(request: Any) -> Streaming:

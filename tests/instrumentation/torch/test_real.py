@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.instrumentation.hooks.instrumentor import Integration
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.torch import compile as dynamo
 from otel_infer.instrumentation.torch import cuda_graphs
 from otel_infer.instrumentation.torch import forward as ours
@@ -50,7 +50,7 @@ class Net(nn.Module):  # type: ignore[misc, name-defined]
 
 
 @pytest.fixture(autouse=True)
-def installed() -> Iterator[Integration]:
+def installed() -> Iterator[Instrumentor]:
     ours.integration.install()
     assert ours.integration.status.state == "active", ours.integration.status.drift
     yield ours.integration
@@ -117,7 +117,7 @@ def test_frozen_layers_of_a_model_in_training_are_not_models(recording: Recordin
             module.eval()
     model(x()).sum().backward()
     assert rows(recording) == []
-    assert not ours._outermost
+    assert not ours._outermost_modules
 
 
 def test_inference_mode_counts_as_gradients_off(recording: Recording) -> None:
@@ -224,7 +224,7 @@ def test_a_model_is_not_kept_alive_nor_in_a_circle(recording: Recording, no_grad
         assert seen() is None
     finally:
         gc.enable()
-    assert not ours._outermost
+    assert not ours._outermost_modules
 
 
 def test_uninstrument_restores_classes_and_a_second_instrument_finds_the_model_again(

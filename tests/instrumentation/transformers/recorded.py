@@ -28,7 +28,7 @@ class Recorded(Recording):
         for module in MODULES:
             importlib.import_module(module)
         super().__init__()
-        self._failures = probe.errors()
+        self._failures = probe.count_errors()
         integration.install()
         assert integration.status.state == "active", integration.status.drift
 
@@ -55,7 +55,7 @@ class Recorded(Recording):
         return {str(record.attributes["infer.request.id"]): record for record in self.records()}
 
 
-def served(name: str = "POST /generate") -> request_span.LiveRequest:
+def served(name: str = "POST /generate") -> request_span.RequestSpan:
     """A request as the HTTP side opens one; the test attaches and closes it."""
     request = start.open_request(name, owner="asgi", server=True)
     assert request is not None

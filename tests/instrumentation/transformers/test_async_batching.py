@@ -13,7 +13,7 @@ import otel_infer
 from otel_infer import _clock, semconv
 from otel_infer.assembly.engine.device_steps import BY_EVENT
 from otel_infer.assembly.records.request import Stage
-from otel_infer.gpu.timing import Timing
+from otel_infer.gpu.timing import DeviceTiming
 from otel_infer.instrumentation.transformers import integration, transfers
 from otel_infer.ringbuffer import events
 from tests.instrumentation.transformers.recorded import Recorded, prefilled, sizes
@@ -175,7 +175,7 @@ class Copies:
         self.device = OnHostClock()
         self.device.main = pairs.Stream()
         monkeypatch.setattr(pairs, "Stream", lambda: self.device.main)
-        self.timing = Timing(lambda: self.device)
+        self.timing = DeviceTiming(lambda: self.device)
         monkeypatch.setattr(transfers, "timing", self.timing)
         copy = torch.Tensor.copy_
 
@@ -227,7 +227,7 @@ def test_each_transfer_says_how_much_it_moved_and_how_long_the_device_was_at_it(
     for stage in timed:
         took = sum(length for _, length in copies.within(stage)) / 1e9
         assert stage.attributes[semconv.DEVICE_DURATION] == pytest.approx(took, abs=1e-4)
-        assert semconv.DEVICE_LIMIT not in stage.attributes
+        assert semconv.DEVICE_BOTTLENECK not in stage.attributes
 
 
 def test_inputs_that_go_to_a_device_are_a_stage_and_what_is_there_already_is_none(recorded: Recorded) -> None:

@@ -62,7 +62,7 @@ def check(
         assert record.steps.batch_size.tolist() == [
             len(engine.batches[step - before - 1].members) for step in truth
         ]
-        assert not record.telemetry_lost and not record.steps_forgotten
+        assert not record.telemetry_lost and not record.steps_evicted
 
 
 def check_loads(engine: Engine, steps: list[StepRecord]) -> None:
@@ -195,7 +195,7 @@ def test_the_queue_is_split_where_the_scheduler_first_saw_the_request(make: Make
     engine.add(16, max_new_tokens=2)
     late = engine.add(16, max_new_tokens=2)
     engine.run()
-    queue = recorded.by_id()[late].stage("queue")
+    queue = recorded.by_id()[late].find_stage("queue")
     assert queue is not None
     hidden, known = queue.attributes["infer.queue.hidden"], queue.attributes["infer.queue.scheduler"]
     assert hidden > 0 and known > 0
@@ -521,7 +521,7 @@ def test_a_loop_belongs_to_no_request(make: Make, recorded: Recorded) -> None:
     step = engine.manager._generation_step
 
     def looks() -> None:
-        seen.append(start.current())
+        seen.append(start.current_request())
         step()
 
     engine.manager._generation_step = looks

@@ -18,7 +18,7 @@ import pytest
 
 from otel_infer import _clock, semconv
 from otel_infer.assembly.engine.device_steps import BY_EVENT
-from otel_infer.gpu.timing import Timing
+from otel_infer.gpu.timing import DeviceTiming
 from otel_infer.instrumentation.transformers import generation_run, integration, kv_cache
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
@@ -215,13 +215,13 @@ def test_a_cache_is_given_back_when_the_call_is_over_and_not_when_garbage_is_col
     fails: int, model: Any, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    say = kv_cache.say
+    say = kv_cache.record_size
 
     def spied(request: Any, cache: Any) -> None:
         seen.append(weakref.ref(cache))
         say(request, cache)
 
-    monkeypatch.setattr(kv_cache, "say", spied)
+    monkeypatch.setattr(kv_cache, "record_size", spied)
     gc.disable()
     try:
         with contextlib.suppress(Stop):
@@ -245,7 +245,7 @@ def test_a_cache_of_a_kind_that_nobody_knows_is_no_error() -> None:
         layers = (Slotted(),)
 
     for cache in (None, (1, 2), Odd(), Many()):
-        kv_cache.say(None, cache)  # type: ignore[arg-type]  # nobody is told anything
+        kv_cache.record_size(None, cache)  # type: ignore[arg-type]  # nobody is told anything
 
 
 def test_tensors_in_tuples_and_by_name_count_and_what_is_shared_counts_once() -> None:
@@ -254,7 +254,7 @@ def test_tensors_in_tuples_and_by_name_count_and_what_is_shared_counts_once() ->
         keys=keys, seen=keys[:1], scaled=(torch.zeros(4), torch.zeros(1)), length=torch.tensor(3)
     )
     state = SimpleNamespace(conv={"a": torch.zeros(3)}, keys=None)
-    assert kv_cache.bytes_of(SimpleNamespace(layers=[layer, state])) == 4 * (16 + 4 + 1 + 3)
+    assert kv_cache.cache_bytes(SimpleNamespace(layers=[layer, state])) == 4 * (16 + 4 + 1 + 3)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -264,7 +264,7 @@ def test_launching_is_over_before_anybody_waits_for_the_device_or_nobody_says_ho
     """A device that takes 30 ms for each step, which whoever wants its tokens waits for."""
     device = OnHostClock()
     device.kind = "cpu"  # where the model is
-    timing = Timing(lambda: device)
+    timing = DeviceTiming(lambda: device)
     monkeypatch.setattr(generation_run, "timing", timing)
     head = model.lm_head.forward
     is_true, on_host = torch.Tensor.__bool__, torch.Tensor.cpu
@@ -288,7 +288,7 @@ def test_launching_is_over_before_anybody_waits_for_the_device_or_nobody_says_ho
             model.generate(**long, streamer=Streamer() if is_streamed else None)
             time.sleep(0.3)
             (record,) = recorded.records()
-            decode = record.stage("decode")
+            decode = record.find_stage("decode")
             assert decode is not None
             said = decode.attributes
             if said.get(semconv.DEVICE_METHOD) == BY_EVENT:
@@ -296,7 +296,7 @@ def test_launching_is_over_before_anybody_waits_for_the_device_or_nobody_says_ho
     finally:
         timing.stop()
     assert said[semconv.DEVICE_METHOD] == BY_EVENT
-    assert said.get(semconv.DEVICE_LIMIT) != "launch-bound"
+    assert said.get(semconv.DEVICE_BOTTLENECK) != "launch-bound"
     if is_streamed and not hasattr(transformers.generation.utils, "StopCheck"):
         assert semconv.DEVICE_LAUNCH not in said
     else:
@@ -385,7 +385,7 @@ def test_a_text_streamer_streams_and_its_time_counts_once(
     assert capsys.readouterr().out.strip() == tokenizer.decode(result[0, PROMPT:]).strip()
     record = recorded.one()
     assert 0 < spent < record.duration_ns
-    prefill = record.stage("prefill")
+    prefill = record.find_stage("prefill")
     assert prefill is not None and prefill.started_at < record.first_token_at <= prefill.ended_at
     whole = sum(int(stage.attributes.get("infer.detokenize", 0) * 1e9) for stage in record.stages)
     assert whole == pytest.approx(spent, abs=1000)
@@ -422,7 +422,7 @@ def test_inside_a_servers_request_generate_is_its_stages(
     inputs = tokenizer("time and again", return_tensors="pt")
     result = model.generate(**inputs, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
     tokenizer.batch_decode(result)
-    assert start.current() is request
+    assert start.current_request() is request
     start.detach(token)
     request.close(status_code=200)
     record = recorded.one()
@@ -453,11 +453,11 @@ def test_outside_of_one_it_is_its_own_and_current_for_what_the_user_hands_in(
 
     class Looks(Script):
         def __call__(self, input_ids: Any, scores: Any) -> Any:
-            seen.append(start.current())
+            seen.append(start.current_request())
             return super().__call__(input_ids, scores)
 
     model.generate(**asked(logits_processor=[Looks()]))
-    assert start.current() is None
+    assert start.current_request() is None
     record = recorded.one()
     assert [request.get_span_context().span_id for request in seen] == [
         int.from_bytes(record.span_id, "big")
@@ -574,9 +574,9 @@ def test_between_two_calls_for_one_request_the_library_is_not_at_it(
     start.detach(token)
     request.close()
     record = recorded.one()
-    (absence,) = record.absences
+    (absence,) = record.generation_gaps
     assert absence.since <= since < until <= absence.until
-    assert (record.at_once, record.output_tokens) == (rows, 2 * rows * NEW)
+    assert (record.concurrent_sequences, record.output_tokens) == (rows, 2 * rows * NEW)
 
 
 def test_a_stream_that_a_loop_of_the_users_returns_may_be_read_anywhere(
@@ -588,7 +588,7 @@ def test_a_stream_that_a_loop_of_the_users_returns_may_be_read_anywhere(
 
     stream = model.generate(**asked(custom_generate=loop))
     next(stream)
-    assert start.current() is None
+    assert start.current_request() is None
     model.generate(**asked())
     assert sizes(recorded.one()) == [1] * NEW
     reader = threading.Thread(target=lambda: list(stream))

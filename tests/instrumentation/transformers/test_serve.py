@@ -78,7 +78,7 @@ def test_a_streamed_answer_waits_in_the_queue_of_the_thread(
     check_stages(record, "ingress", "queue", "prefill", "decode", "postprocess")
     assert record.input_tokens == inputs["input_ids"].numel()
     assert (record.max_tokens, record.output_tokens, sizes(record)) == (5, 5, [1] * 5)
-    queue, prefill = record.stage("queue"), record.stage("prefill")
+    queue, prefill = record.find_stage("queue"), record.find_stage("prefill")
     assert queue is not None and prefill is not None
     assert float(str(queue.attributes["infer.queue.hidden"])) > 0
     assert other.steps is not None and queue.ended_at >= int(other.steps.ended_at[-1])
@@ -144,9 +144,9 @@ def test_the_thread_belongs_to_nobody_and_works_for_those_who_ask(serving: Any, 
     request = served()
     token = request.attach()
     thread = serving.InferenceThread()
-    assert thread.submit(start.current).result(10) is request
+    assert thread.submit(start.current_request).result(10) is request
     start.detach(token)
-    assert thread.submit(start.current).result(10) is None
+    assert thread.submit(start.current_request).result(10) is None
     with pytest.raises(ZeroDivisionError):
         thread.submit(lambda: 1 // 0).result(10)
     request.close()

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.real
 @pytest.fixture
 def phases(recorded: Recorded) -> Any:
     """What was told of phases, in order."""
-    recorder.ensure()
+    recorder.ensure_rings()
 
     def told() -> list[Any]:
         said = RequestReader(recorded.arena.buffers[0][1], 1).poll(_clock.now(), final=True)
-        return [one.fact for one in said if isinstance(one.fact, (events.PhaseBegan, events.PhaseEnded))]
+        return [one.event for one in said if isinstance(one.event, (events.PhaseBegan, events.PhaseEnded))]
 
     return told
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from otel_infer.analysis.attribution import request
 from otel_infer.assembly.assembler import GRACE_NS, Assembler
-from otel_infer.assembly.engine.step_rows import StepRows
+from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 from otel_infer.sidecar.recording import file
@@ -23,15 +23,15 @@ from tests.support.story import BASE, LATER, PROCESS, WALL, Story, ids, ms, ns
 GRACE_MS = GRACE_NS // 1_000_000
 
 
-def concluded(said: list[events.RingFact]) -> list[RequestRecord]:
+def concluded(said: list[events.RecordedEvent]) -> list[RequestRecord]:
     assembler = Assembler()
-    assembler.feed(said)
-    return assembler.concluded(LATER)
+    assembler.feed_events(said)
+    return assembler.drain_records(LATER)
 
 
 def plain(record: RequestRecord) -> dict[str, Any]:
     """A record that can be compared, with its blame."""
-    request.assign([record])
+    request.attribute_latency([record])
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     del fields["prefillers"], fields["strain"]  # questions to the step log, not answers
     steps = fields["steps"]
@@ -67,7 +67,7 @@ of_requests = st.one_of(
     st.builds(events.ResponseStarted, instants),
     st.builds(events.EngineFinished, instants, words, counts),
     st.builds(events.AttributeSet, instants, words, counts),
-    st.builds(events.EventAdded, instants, words, attributes),
+    st.builds(events.SpanEventAdded, instants, words, attributes),
     st.builds(events.SpanLinked, instants, some_ids.map(lambda i: i * 2), some_ids),
     st.builds(events.LinkDescribed, instants, some_ids.map(bytes.hex), attributes),
     st.builds(events.NameUpdated, instants, words),
@@ -78,7 +78,7 @@ of_requests = st.one_of(
 )
 of_processes = st.one_of(
     st.builds(events.HooksReported, instants, words, counts, counts),
-    st.builds(events.FactsLost, instants, counts, counts),
+    st.builds(events.EventsLost, instants, counts, counts),
     st.builds(events.PauseSeen, instants, instants, words),
     st.builds(events.MarkSeen, instants, instants, words, st.integers(0, 9)),
     st.builds(events.ProcessSeen, instants, counts, words, st.just(0)),
@@ -102,15 +102,15 @@ of_steps = st.one_of(
     st.builds(events.StepsLost, instants, counts),
 )  # fmt: skip
 anything = st.one_of(
-    st.builds(events.RingFact, st.integers(1, 2), st.integers(0, 4), of_requests),
-    st.builds(events.RingFact, st.integers(1, 2), st.just(0), of_processes),
-    st.builds(events.RingFact, st.integers(10, 11), st.just(0), of_steps),
+    st.builds(events.RecordedEvent, st.integers(1, 2), st.integers(0, 4), of_requests),
+    st.builds(events.RecordedEvent, st.integers(1, 2), st.just(0), of_processes),
+    st.builds(events.RecordedEvent, st.integers(10, 11), st.just(0), of_steps),
 )
-ENGINES = [events.RingFact(ring, 0, events.EngineSeen(0, ring - 9, 1, "toy")) for ring in (10, 11)]
+ENGINES = [events.RecordedEvent(ring, 0, events.EngineSeen(0, ring - 9, 1, "toy")) for ring in (10, 11)]
 
 
 @st.composite
-def plausible(draw: st.DrawFn) -> list[events.RingFact]:
+def plausible(draw: st.DrawFn) -> list[events.RecordedEvent]:
     """Well-formed steps of two requests, with anything in between."""
     said = list(ENGINES)
     at = 1
@@ -118,16 +118,16 @@ def plausible(draw: st.DrawFn) -> list[events.RingFact]:
         arrived = events.RequestArrived(
             1, 1, bytes([handle]) * 16, bytes([handle]) * 8, bytes(8), bytes(8), 1, "chat", "", "m", ""
         )
-        said.append(events.RingFact(1, handle, arrived))
+        said.append(events.RecordedEvent(1, handle, arrived))
     for step in range(1, draw(st.integers(0, 8)) + 1):
         batch = draw(st.lists(st.integers(0, 3), max_size=4))
         scheduled = events.StepScheduled(at, step, True, len(batch), (), batch, draw(pairs), 0, 0, 0, 0)
-        said.append(events.RingFact(10, 0, scheduled))
+        said.append(events.RecordedEvent(10, 0, scheduled))
         at += draw(st.integers(0, 5))
         if draw(st.booleans()):
-            said.append(events.RingFact(10, 0, events.StepDone(at, step, draw(pairs), 0)))
+            said.append(events.RecordedEvent(10, 0, events.StepDone(at, step, draw(pairs), 0)))
         said += draw(st.lists(anything, max_size=2))
-    return said + [events.RingFact(1, handle, draw(ended)) for handle in (1, 2)]
+    return said + [events.RecordedEvent(1, handle, draw(ended)) for handle in (1, 2)]
 
 
 def check(record: RequestRecord) -> None:
@@ -137,7 +137,7 @@ def check(record: RequestRecord) -> None:
     assert record.output_tokens >= 0
     assert record.ttft_ns >= 0
     for chunk in record.prefill_steps:
-        prefill = record.stage("prefill")
+        prefill = record.find_stage("prefill")
         assert chunk.tokens > 0
         assert record.arrived_at <= chunk.started_at < chunk.ended_at <= record.ended_at
         assert prefill is None or chunk.ended_at <= prefill.ended_at
@@ -145,7 +145,7 @@ def check(record: RequestRecord) -> None:
         check_steps(record, record.steps)
 
 
-def check_steps(record: RequestRecord, rows: StepRows) -> None:
+def check_steps(record: RequestRecord, rows: RequestSteps) -> None:
     assert rows.table.shape == (6, len(rows))
     assert len(rows) > 0
     assert (rows.tokens > 0).all()
@@ -153,7 +153,7 @@ def check_steps(record: RequestRecord, rows: StepRows) -> None:
     assert (rows.started_at <= rows.ended_at).all()
     assert (rows.started_at >= record.arrived_at).all()
     assert (rows.ended_at <= record.ended_at).all()
-    decode = record.stage("decode")
+    decode = record.find_stage("decode")
     if decode is not None and len(rows) > 1:
         assert decode.started_at <= int(rows.started_at[1:].min())
         assert int(rows.ended_at.max()) <= decode.ended_at or record.telemetry_lost
@@ -162,39 +162,39 @@ def check_steps(record: RequestRecord, rows: StepRows) -> None:
 @settings(max_examples=400, deadline=None)
 @given(st.one_of(st.lists(anything, max_size=60), plausible()))
 def test_whatever_is_told_in_whatever_order_raises_nothing_and_says_nothing_impossible(
-    said: list[events.RingFact],
+    said: list[events.RecordedEvent],
 ) -> None:
     assembler = Assembler()
-    assembler.feed(ENGINES)
-    assembler.feed(said)
-    for record in assembler.concluded(LATER):
+    assembler.feed_events(ENGINES)
+    assembler.feed_events(said)
+    for record in assembler.drain_records(LATER):
         check(record)
     for step in assembler.drain_steps():
         assert step.prefill_tokens >= 0 and step.decode_tokens >= 0
-    assert set(assembler.active()) == {"queued", "running"}
+    assert set(assembler.count_active()) == {"queued", "running"}
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(anything, max_size=40), st.permutations([1, 2, 3]), st.lists(ended, min_size=3, max_size=3))
 def test_every_request_that_is_opened_and_ended_is_concluded_once(
-    between: list[events.RingFact], order: list[int], ends: list[events.RequestEnded]
+    between: list[events.RecordedEvent], order: list[int], ends: list[events.RequestEnded]
 ) -> None:
     """Whatever else is said, as long as it is not of these."""
     between = [said for said in between if said.ring != 1]
     assembler = Assembler()
     opened = [
-        events.RingFact(1, handle, events.RequestArrived(
+        events.RecordedEvent(1, handle, events.RequestArrived(
             1, 1, bytes(16), bytes([handle]) * 8, bytes(8), bytes(8), 1, "chat", "", "m", "n")
         )
         for handle in (1, 2, 3)
     ]  # fmt: skip
     records = []
-    for fact in [*opened, *between, *(events.RingFact(1, h, e) for h, e in zip(order, ends))]:
-        assembler.feed([fact])
-        records += assembler.concluded(0)
-    records += assembler.concluded(LATER)
+    for fact in [*opened, *between, *(events.RecordedEvent(1, h, e) for h, e in zip(order, ends))]:
+        assembler.feed_events([fact])
+        records += assembler.drain_records(0)
+    records += assembler.drain_records(LATER)
     assert sorted(record.handle for record in records if record.ring == 1) == [1, 2, 3]
-    assert not [key for key in assembler.open if key[0] == 1]
+    assert not [key for key in assembler.open_requests if key[0] == 1]
 
 
 # ── in pieces, from a tape ───────────────────────────────────────────────────────────────────────────────────────
@@ -208,14 +208,14 @@ def test_the_same_facts_give_the_same_records_however_they_are_fed(
     with Simulator(depth) as simulator:
         simulator.run(program)
     said = simulator.said
-    assert all(before.fact.at <= after.fact.at for before, after in itertools.pairwise(said))
+    assert all(before.event.at <= after.event.at for before, after in itertools.pairwise(said))
     pieces = Assembler()
     records = []
     for begin, end in itertools.pairwise([0, *sorted(cuts), len(said)]):
-        pieces.feed(said[begin:end])
+        pieces.feed_events(said[begin:end])
         if with_horizons and begin < end <= len(said):
-            records += pieces.concluded(said[end - 1].fact.at - 1)
-    records += pieces.concluded(LATER)
+            records += pieces.drain_records(said[end - 1].event.at - 1)
+    records += pieces.drain_records(LATER)
     assert [plain(record) for record in records] == [plain(record) for record in concluded(said)]
 
 
@@ -227,12 +227,12 @@ def test_a_tape_gives_the_same_records_again(
     path = tmp_path_factory.mktemp("tapes") / "a.tape"
     with Simulator(2) as simulator:
         simulator.run(program)
-    writer = file.TapeWriter(path)
+    writer = file.RecordingWriter(path)
     for begin in range(0, len(simulator.said), 7):
         piece = simulator.said[begin : begin + 7]
-        writer.write(piece, piece[-1].fact.at)
+        writer.write(piece, piece[-1].event.at)
     writer.close()
-    replayed = [said for passage in file.read(path) for said in passage.said]
+    replayed = [said for passage in file.read_batches(path) for said in passage.recorded_events]
     live, again = concluded(simulator.said), concluded(replayed)
     assert [plain(record) for record in again] == [plain(record) for record in live]
 
@@ -253,10 +253,10 @@ def test_a_request_is_concluded_when_its_time_is_up_and_not_before() -> None:
     a = story.arrives(0)
     story.ends(10, a)
     assembler = Assembler()
-    assembler.feed(story.in_order())
-    assert assembler.concluded(ns(10) + GRACE_NS - 1) == []
-    assert len(assembler.concluded(ns(10) + GRACE_NS)) == 1
-    assert assembler.concluded(LATER) == []
+    assembler.feed_events(story.in_order())
+    assert assembler.drain_records(ns(10) + GRACE_NS - 1) == []
+    assert len(assembler.drain_records(ns(10) + GRACE_NS)) == 1
+    assert assembler.drain_records(LATER) == []
 
 
 # ── who is who ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -324,7 +324,7 @@ def test_what_is_told_twice_counts_once() -> None:
         said
         for said in story.in_order()
         for _ in range(2)
-        if not isinstance(said.fact, events.RequestSubmitted)
+        if not isinstance(said.event, events.RequestSubmitted)
     ]
     (record,) = concluded(twice)
     assert record.output_tokens == 2
@@ -349,7 +349,7 @@ def test_a_batch_of_strangers_is_a_step_all_the_same() -> None:
     story.step(10, 20, [stranger, a, stranger], {a: 64})
     story.ends(30, a)
     assembler = Assembler()
-    assembler.feed(story.in_order())
+    assembler.feed_events(story.in_order())
     (step,) = assembler.drain_steps()
     assert (step.size, step.prefill_tokens, step.decode_tokens, step.kind) == (3, 64, 2, "mixed")
 
@@ -426,14 +426,14 @@ def test_facts_that_are_lost_mark_whoever_was_in_flight_in_that_process() -> Non
     story = Story()
     a = story.arrives(0)
     other = story.arrives(0, "other", process=2)
-    story.tell(PROCESS, 0, events.FactsLost(ns(10), 7, 2))
+    story.tell(PROCESS, 0, events.EventsLost(ns(10), 7, 2))
     later = story.arrives(11, "later")
     for who in (a, other, later):
         story.ends(20, who)
     assembler = Assembler()
-    assembler.feed(story.in_order())
-    assert [record.telemetry_lost for record in assembler.concluded(LATER)] == [True, False, False]
-    assert (assembler.facts_lost, assembler.facts_torn) == (7, 2)
+    assembler.feed_events(story.in_order())
+    assert [record.telemetry_lost for record in assembler.drain_records(LATER)] == [True, False, False]
+    assert (assembler.events_lost, assembler.events_torn) == (7, 2)
 
 
 def test_who_is_not_in_the_live_table_any_more_ended_when_it_was_seen_last_and_not_when_that_was_noticed() -> (
@@ -482,8 +482,8 @@ def test_what_an_earlier_reader_concluded_is_not_concluded_again() -> None:
     story.step(1100, 1110, [b])
     story.ends(1200, b)
     assembler = Assembler()
-    assembler.feed(story.in_order())
-    assert [record.span_id for record in assembler.concluded(LATER)] == [ids("b")[1]]
+    assembler.feed_events(story.in_order())
+    assert [record.span_id for record in assembler.drain_records(LATER)] == [ids("b")[1]]
     assert [step.step for step in assembler.drain_steps()] == [2], "nor are steps counted twice"
 
 
@@ -494,9 +494,9 @@ def test_a_process_that_died_leaves_nothing_behind() -> None:
     story.step(10, 20, [a])
     story.tell(PROCESS, 0, events.ProcessDied(ns(30)))
     assembler = Assembler()
-    assembler.feed(story.in_order())
-    assert assembler.concluded(LATER)[0].error_type == "process_died"
-    assert (assembler.engines, assembler.processes.hooks, assembler.open) == ({}, {}, {})
+    assembler.feed_events(story.in_order())
+    assert assembler.drain_records(LATER)[0].error_type == "process_died"
+    assert (assembler.engines, assembler.processes.hooks, assembler.open_requests) == ({}, {}, {})
 
 
 def test_hooks_that_are_reported_again_are_the_same_hooks() -> None:
@@ -504,7 +504,7 @@ def test_hooks_that_are_reported_again_are_the_same_hooks() -> None:
     for at in (1, 60_000, 120_000):
         story.tell(PROCESS, 0, events.HooksReported(ns(at), "toy", 3, 4))
     assembler = Assembler()
-    assembler.feed(story.in_order())
+    assembler.feed_events(story.in_order())
     assert list(assembler.processes.hooks.values()) == [(3, 4)]
 
 
@@ -516,9 +516,9 @@ def test_what_makes_no_sense_of_one_request_costs_no_other() -> None:
     for who in (a, b):
         story.ends(9, who)
     assembler = Assembler()
-    assembler.feed(story.in_order())
-    assert len(assembler.concluded(LATER)) == 2
-    assert assembler.facts_torn == 1
+    assembler.feed_events(story.in_order())
+    assert len(assembler.drain_records(LATER)) == 2
+    assert assembler.events_torn == 1
 
 
 def test_where_no_engine_schedules_nobody_is_queued_but_whoever_was_handed_to_one() -> None:
@@ -528,8 +528,8 @@ def test_where_no_engine_schedules_nobody_is_queued_but_whoever_was_handed_to_on
     submitted = story.arrives(0, "b")
     story.submitted(1, submitted)
     assembler = Assembler()
-    assembler.feed(story.in_order())
-    assert assembler.active() == {"queued": 1, "running": 1}
+    assembler.feed_events(story.in_order())
+    assert assembler.count_active() == {"queued": 1, "running": 1}
 
 
 def test_requests_in_flight_are_queued_until_a_step_has_taken_them_up() -> None:
@@ -538,8 +538,8 @@ def test_requests_in_flight_are_queued_until_a_step_has_taken_them_up() -> None:
     story.step(10, 20, [a, b])
     story.ends(30, a)
     assembler = Assembler()
-    assembler.feed(story.in_order())
-    assert assembler.active() == {"queued": 1, "running": 1}
+    assembler.feed_events(story.in_order())
+    assert assembler.count_active() == {"queued": 1, "running": 1}
     del c
 
 
@@ -555,7 +555,7 @@ def test_a_request_of_more_steps_than_are_remembered_counts_what_it_has_forgotte
     record = story.record()
     assert record.steps is not None
     assert record.steps.step.tolist() == list(range(25, 41))
-    assert record.steps_forgotten == 24
+    assert record.steps_evicted == 24
     assert (ms(record.first_token_at), ms(record.last_token_at)) == (11, 50)
     assert record.output_tokens == 0, "nobody knows"
     assert np.all(record.steps.tokens == 1)
@@ -581,8 +581,8 @@ def test_a_pause_that_is_told_late_is_put_where_it_belongs() -> None:
     story.paused(10, 12)
     story.ends(22, early)
     assembler = Assembler()
-    assembler.feed(story.said)
-    (record,) = assembler.concluded(LATER)
+    assembler.feed_events(story.said)
+    (record,) = assembler.drain_records(LATER)
     assert [(ms(p.started_at), p.cause) for p in record.pauses] == [(10, "gc"), (20, "compile")]
 
 
@@ -604,7 +604,7 @@ def test_marks_are_handed_out_once_and_not_again_after_another_reader() -> None:
     story.marked(20, 25, "allocator_oom")
     story.marked(25, 35, "allocator_oom")
     assembler = Assembler()
-    assembler.feed(story.in_order())
+    assembler.feed_events(story.in_order())
     assert [ms(mark.at) for mark in assembler.drain_marks()] == [35]
     assert assembler.drain_marks() == []
 
@@ -615,7 +615,7 @@ def test_pauses_are_handed_out_once_and_not_again_after_another_reader() -> None
     story.paused(20, 25)
     story.paused(32, 35)
     assembler = Assembler()
-    assembler.feed(story.in_order())
+    assembler.feed_events(story.in_order())
     assert [ms(pause.ended_at) for pause in assembler.drain_pauses()] == [35]
     assert assembler.drain_pauses() == []
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from otel_infer.assembly.pauses import MOST
-from otel_infer.assembly.records.intervals import outside, take_out
+from otel_infer.assembly.pauses import MAX_REMEMBERED
+from otel_infer.assembly.records.intervals import subtract_interval, uncovered_length
 from tests.support.story import Story, ms
 
 
@@ -15,12 +15,12 @@ def test_a_pause_that_is_rare_is_not_pushed_out_by_those_that_come_often() -> No
     story = Story()
     a = story.arrives(0, "a")
     story.paused(10, 510, "compile")
-    for n in range(MOST + 10):
+    for n in range(MAX_REMEMBERED + 10):
         story.paused(1000 + 100 * n, 1050 + 100 * n, "throttled")
     story.ends(200_000, a)
     pauses = story.record(a).pauses
     assert [(ms(one.started_at), ms(one.ended_at)) for one in pauses if one.cause == "compile"] == [(10, 510)]
-    assert len(pauses) == 1 + MOST
+    assert len(pauses) == 1 + MAX_REMEMBERED
     assert [one.ended_at for one in pauses] == sorted(one.ended_at for one in pauses)
 
 
@@ -51,5 +51,5 @@ def test_what_is_outside_of_all_is_what_is_left_when_each_was_taken_out(
 ) -> None:
     free = [(begin, end)] if begin < end else []
     for since, until in busy:
-        free, _ = take_out(free, since, until)
-    assert outside(busy, begin, end) == sum(until - since for since, until in free)
+        free, _ = subtract_interval(free, since, until)
+    assert uncovered_length(busy, begin, end) == sum(until - since for since, until in free)

@@ -54,8 +54,8 @@ def test_a_part_that_is_told_before_its_request_waits_for_it(story: Story) -> No
     front, core = told(story)
     arrival = next(said for said in story.said if said.handle == front.handle)
     story.said.remove(arrival)
-    late = arrival.fact._replace(at=ns(7))
-    story.said.append(arrival._replace(fact=late))
+    late = arrival.event._replace(at=ns(7))
+    story.said.append(arrival._replace(event=late))
     record = story.record()
     assert record.output_tokens == 2
 
@@ -92,7 +92,7 @@ def test_when_the_engine_dies_the_request_goes_on_where_it_arrived(story: Story)
 
 def test_what_is_lost_in_the_engine_marks_the_request(story: Story) -> None:
     told(story)
-    story.tell(CORE, 0, events.FactsLost(ns(12), 1, 0))
+    story.tell(CORE, 0, events.EventsLost(ns(12), 1, 0))
     assert story.record().telemetry_lost
 
 

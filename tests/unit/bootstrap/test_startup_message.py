@@ -18,7 +18,7 @@ from otel_infer.config import environment
 )
 def test_an_endpoint_is_named_without_its_credentials(endpoint: str, said: str) -> None:
     settings = environment.from_env({"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint})
-    line = startup_message.line(settings, [], False, "")
+    line = startup_message.format_message(settings, [], False, "")
     assert said in line
     assert "SECRET" not in line
 
@@ -28,7 +28,7 @@ def test_where_spans_and_metrics_go_apart_both_are_named() -> None:
     settings = environment.from_env(
         {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://mimir:9009/otlp/v1/metrics"}
     )
-    line = startup_message.line(settings, [], False, "")
+    line = startup_message.format_message(settings, [], False, "")
     assert (
         "OTLP: spans to localhost (http/protobuf), metrics to http://mimir:9009/otlp/v1/metrics (http/protobuf)"
         in line
@@ -39,6 +39,6 @@ def test_of_a_signal_that_is_not_sent_nothing_is_said() -> None:
     settings = environment.from_env(
         {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://tempo:4318/v1/traces", "OTEL_METRICS_EXPORTER": "none"}
     )
-    assert "OTLP to http://tempo:4318/v1/traces (http/protobuf) ·" in startup_message.line(
+    assert "OTLP to http://tempo:4318/v1/traces (http/protobuf) ·" in startup_message.format_message(
         settings, [], False, ""
     )

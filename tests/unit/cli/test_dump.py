@@ -16,7 +16,7 @@ def test_a_file_that_was_there_and_that_others_could_read_is_for_its_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, out = tmp_path / "told.tape", tmp_path / "out.tape"
-    file.TapeWriter(told).close()
+    file.RecordingWriter(told).close()
     out.write_text("of before")
     out.chmod(0o644)
 
@@ -24,8 +24,8 @@ def test_a_file_that_was_there_and_that_others_could_read_is_for_its_user_alone(
     def window(folder: Path) -> Iterator[Path]:
         yield told
 
-    monkeypatch.setattr(running_server, "chosen", lambda rings, server: tmp_path)
-    monkeypatch.setattr(running_server, "window", window)
+    monkeypatch.setattr(running_server, "find_server_folder", lambda rings, server: tmp_path)
+    monkeypatch.setattr(running_server, "open_dump", window)
     assert main(["dump", "--out", str(out)]) == 0
     assert out.read_bytes() == told.read_bytes()
     assert out.stat().st_mode & 0o777 == 0o600
@@ -41,5 +41,5 @@ def test_a_file_whose_mode_cannot_be_changed_is_written_all_the_same(
     told.write_bytes(b"facts")
     out.write_bytes(b"older facts")
     monkeypatch.setattr("os.fchmod", refused)
-    dump._copy(told, out)
+    dump._copy_recording(told, out)
     assert out.read_bytes() == b"facts"

@@ -39,10 +39,10 @@ def served(requests: int = 1) -> Story:
 
 def recorded(story: Story, path: Path) -> Path:
     """As the pipeline does, in passages."""
-    writer, said = file.TapeWriter(path), story.in_order()
+    writer, said = file.RecordingWriter(path), story.in_order()
     for begin in range(0, len(said), 5):
         piece = said[begin : begin + 5]
-        writer.write(piece, piece[-1].fact.at)
+        writer.write(piece, piece[-1].event.at)
     writer.close()
     return path
 
@@ -117,14 +117,16 @@ def test_requests_come_in_the_order_in_which_they_ended_and_those_in_flight_do_n
     story.arrives(2, "c")
     story.ends(20, b)
     story.aborts(30, a)
-    found = list(replay.records(recorded(story, tmp_path / "a.tape")))
+    found = list(replay.read_records(recorded(story, tmp_path / "a.tape")))
     assert [record.span_id for record in found] == [record.span_id for record in story.records()]
     assert [record.outcome for record in found] == [events.OK, events.ABORTED]
 
 
 def test_a_long_tape_needs_no_memory_for_steps_that_nobody_asked_for(path: Path) -> None:
     lean, whole = Assembler(), Assembler()
-    assert len(list(replay.records(path, lean))) == len(list(replay.records(path, whole, keeps_steps=True)))
+    assert len(list(replay.read_records(path, lean))) == len(
+        list(replay.read_records(path, whole, keeps_steps=True))
+    )
     assert (len(lean.drain_steps()), len(whole.drain_steps())) == (0, 4)
 
 
@@ -207,7 +209,7 @@ def test_a_tape_is_sent_whole_however_slow_the_destination_is(
 ) -> None:
     monkeypatch.setattr(exporter, "BATCH_BYTES", 10_000)
     monkeypatch.setattr(exporter, "QUEUE_BYTES", 15_000)
-    monkeypatch.setattr(exporter, "STEP_ROWS", 20)
+    monkeypatch.setattr(exporter, "STEPS_PER_CALL", 20)
     path = recorded(served(100), tmp_path / "a.tape")
     assert main(["replay", "--send", str(path)]) == 0
     assert capsys.readouterr().out == "100 requests, 1300 spans accepted, 0 refused\n"
@@ -243,7 +245,7 @@ def test_the_tape_that_is_sent_is_not_recorded_over(
 def test_described_is_plain_data_of_whatever_a_request_came_to() -> None:
     story = Story()
     story.aborts(20, story.arrives(0))
-    said: dict[str, Any] = replay.described(story.record())
+    said: dict[str, Any] = replay.record_to_dict(story.record())
     assert json.loads(json.dumps(said)) == said
     assert (said["error_type"], said["died_in"], said["ttft_ms"], said["decode_steps"]) == (
         "client_disconnect",

@@ -112,7 +112,7 @@ def test_what_a_terminal_sends_to_its_foreground_reaches_the_server_once(
     for times in (1, 2):
         on_terminal.key(key)
         on_terminal.wait_for(times)
-        time.sleep(3 * run.LOOK_S)
+        time.sleep(3 * run.POLL_S)
         assert on_terminal.told[1:] == [name] * times
 
 
@@ -138,7 +138,7 @@ def sidecar(*_, **__):
     blocked.append(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
     return subprocess.Popen([sys.executable, "-c", "pass"])
 
-launch.sidecar = sidecar
+launch.start_sidecar = sidecar
 status = run.Supervisor(config.from_env()).run(["sleep", "3"], {})
 print(json.dumps([status, blocked, sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))]))
 """
@@ -163,7 +163,7 @@ def test_no_signal_is_blocked_in_a_sidecar_that_is_started_again() -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "sidecar"])
 def test_a_folder_that_another_server_has_is_left_to_it(folder: Path, mode: str) -> None:
-    theirs = directory.Lock(folder / directory.OWNER_LOCK)
+    theirs = directory.FileLock(folder / directory.OWNER_LOCK)
     assert theirs.acquire()
     (folder / "1-a.requests").touch()
     script = "import os; print([os.environ['OTEL_INFER_RINGS']])"
@@ -225,7 +225,7 @@ def test_a_sidecar_is_left_to_the_processes_that_outlive_the_server(
 ) -> None:
     """As where the server makes itself a daemon."""
     writer = Writer(folder, 30)
-    ended.finish()
+    ended.wait_for_sidecar()
     writer.end()
     assert ended._sidecar is not None
     assert ended._sidecar.poll() is None
@@ -237,7 +237,7 @@ def test_a_sidecar_that_is_stuck_is_killed_and_processes_may_take_a_moment_to_en
     folder: Path, ended: run.Supervisor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = Writer(folder, 0.2)
-    ended.finish()
+    ended.wait_for_sidecar()
     writer.end()
     assert ended._sidecar is not None
     assert ended._sidecar.returncode == -signal.SIGKILL

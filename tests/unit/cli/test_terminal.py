@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from otel_infer.assembly.engine.step_rows import StepRows
+from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli import terminal
 from otel_infer.ringbuffer import events
@@ -101,7 +101,7 @@ def test_a_hole_in_what_was_seen_is_no_gap_between_tokens() -> None:
 
 def test_a_request_is_a_waterfall_with_a_bar_for_each_decode_step() -> None:
     a = served().records()[1]
-    assert shown(*terminal.waterfall(a, width=40)) == text("""
+    assert shown(*terminal.render_waterfall(a, width=40)) == text("""
         chat toy  trace ca978112ca1bbdcafac231b39a23dc4d  110 ms  5 → 9 tokens
           ingress        █                                          2.0 ms
           tokenize       █                                          2.0 ms
@@ -117,7 +117,7 @@ def test_a_request_is_a_waterfall_with_a_bar_for_each_decode_step() -> None:
 
 def test_a_request_without_steps_is_a_waterfall_without_a_strip() -> None:
     b = served().records()[0]
-    assert shown(*terminal.waterfall(b, width=20)) == text("""
+    assert shown(*terminal.render_waterfall(b, width=20)) == text("""
         chat toy  trace 3e23e8160039594a33894f6564e1b134  5.0 ms  0 → 0 tokens
           ingress        ████████████████████   5.0 ms
     """)
@@ -130,7 +130,7 @@ def test_stages_that_overlap_and_those_that_are_short_are_drawn_inside_the_pictu
     story.stage("whole", 0, 1000, a)
     story.stage("last", 999.9999, 1000, a)
     story.ends(1000, a)
-    bars = [line.plain[17:37] for line in list(terminal.waterfall(story.record(), width=20))[1:]]
+    bars = [line.plain[17:37] for line in list(terminal.render_waterfall(story.record(), width=20))[1:]]
     assert bars == ["█" + " " * 19, "█" * 20, " " * 19 + "█"]
 
 
@@ -143,10 +143,12 @@ def strip_of(lengths: list[int], width: int) -> list[str]:
     record: RequestRecord = story.record()
     ends = BASE + np.cumsum([10, *lengths]) * MS
     ones = np.ones(len(ends), np.int64)
-    record.steps = StepRows(
+    record.steps = RequestSteps(
         np.array([ones, ends - np.array([10, *lengths]) * MS, ends, ones, ones, 0 * ones])
     )
-    return [line.plain[17:] for line in list(terminal.waterfall(record, width))[len(record.stages) + 2 :]]
+    return [
+        line.plain[17:] for line in list(terminal.render_waterfall(record, width))[len(record.stages) + 2 :]
+    ]
 
 
 def test_a_strip_goes_on_in_the_next_line() -> None:
@@ -167,14 +169,14 @@ def test_on_a_pipe_there_are_no_colours_and_no_line_is_broken(
 ) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     line = "what the prompts of other requests added to its steps, " * 10 + "and more"
-    terminal.console().print(line, style="bold red")
+    terminal.make_console().print(line, style="bold red")
     assert capsys.readouterr().out == line + "\n"
 
 
 def test_time_on_a_gpu_stands_beside_the_hosts_and_says_how_sure_it_is() -> None:
     records = served().records()
     for record in records:
-        stage = record.stage("decode")
+        stage = record.find_stage("decode")
         if stage is not None:
             stage.attributes.update(
                 {

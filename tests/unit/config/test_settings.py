@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from otel_infer.config import environment, tenancy
-from otel_infer.config.environment import Config, from_env, from_env_leniently
-from otel_infer.config.settings import SETTINGS, BadSetting
+from otel_infer.config.environment import Config, from_env, from_env_or_defaults
+from otel_infer.config.settings import SETTINGS, InvalidSetting
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
 
@@ -71,14 +71,14 @@ def test_every_setting_is_either_checked_or_free_text() -> None:
 @pytest.mark.parametrize("variable", BAD)
 def test_a_bad_value_names_the_variable_the_value_and_what_is_accepted(variable: str) -> None:
     value, accepted = BAD[variable]
-    with pytest.raises(BadSetting) as bad:
+    with pytest.raises(InvalidSetting) as bad:
         from_env({variable: value})
     assert str(bad.value).startswith(f"{variable}={value!r}: expected {accepted}")
 
 
 @pytest.mark.parametrize("variable", BAD)
 def test_in_the_users_server_a_bad_value_is_said_and_the_default_is_used(variable: str) -> None:
-    settings, complaints = from_env_leniently({variable: BAD[variable][0], **ENDPOINT})
+    settings, complaints = from_env_or_defaults({variable: BAD[variable][0], **ENDPOINT})
     assert settings == from_env(ENDPOINT)
     (complaint,) = complaints
     assert variable in complaint
@@ -87,7 +87,7 @@ def test_in_the_users_server_a_bad_value_is_said_and_the_default_is_used(variabl
 
 def test_all_bad_values_are_said_at_once_and_the_good_ones_are_used() -> None:
     bad = {variable: value for variable, (value, _) in BAD.items()}
-    settings, complaints = from_env_leniently({**bad, "OTEL_INFER_TAPE": "/tmp/a"})
+    settings, complaints = from_env_or_defaults({**bad, "OTEL_INFER_TAPE": "/tmp/a"})
     assert len(complaints) == len(BAD)
     assert settings == Config(tape="/tmp/a")
 
@@ -125,7 +125,7 @@ def test_what_is_sent_follows_from_the_standard_variables(
     environ: dict[str, str], spans: bool, metrics: bool
 ) -> None:
     settings = from_env(environ)
-    assert (settings.sends_spans, settings.sends_metrics) == (spans, metrics)
+    assert (settings.exports_spans, settings.exports_metrics) == (spans, metrics)
     assert settings.exports == (spans or metrics)
 
 
@@ -137,8 +137,8 @@ def test_a_console_or_a_tape_records_without_sending() -> None:
     ):
         settings = from_env(environ)
         assert settings.exports
-        assert not settings.sends_spans
-        assert not settings.sends_metrics
+        assert not settings.exports_spans
+        assert not settings.exports_metrics
 
 
 def test_a_signals_own_variables_go_before_the_general_ones() -> None:
@@ -180,7 +180,7 @@ def test_a_configuration_is_frozen_and_survives_the_way_to_the_sidecar() -> None
     settings = from_env({"OTEL_INFER_INTEGRATIONS": "asgi, torch", **ENDPOINT})
     with pytest.raises(FrozenInstanceError):
         settings.mode = "sidecar"  # type: ignore[misc]
-    assert environment.from_plain(json.loads(json.dumps(asdict(settings)))) == settings
+    assert environment.from_json_dict(json.loads(json.dumps(asdict(settings)))) == settings
 
 
 def test_what_was_exported_for_children_is_taken_back_only_if_it_is_still_ours(
@@ -188,10 +188,10 @@ def test_what_was_exported_for_children_is_taken_back_only_if_it_is_still_ours(
 ) -> None:
     monkeypatch.setenv("OTEL_INFER_RINGS", "")
     environment.export_to_children(rings="/dev/shm/ours")
-    environment.forget_rings("/dev/shm/ours")
+    environment.unset_ringbuffer_dir("/dev/shm/ours")
     assert "OTEL_INFER_RINGS" not in os.environ
     monkeypatch.setenv("OTEL_INFER_RINGS", "/dev/shm/theirs")
-    environment.forget_rings("/dev/shm/ours")
+    environment.unset_ringbuffer_dir("/dev/shm/ours")
     assert os.environ["OTEL_INFER_RINGS"] == "/dev/shm/theirs"
 
 
@@ -229,7 +229,9 @@ def test_with_a_hash_key_the_tenants_that_metrics_may_name_are_hashes() -> None:
     listed = {"OTEL_INFER_TENANTS": "acme, umbrella"}
     assert from_env(listed).tenants == ("acme", "umbrella")
     hashed = from_env({**listed, "OTEL_INFER_TENANT_HASH_KEY": "secret"}).tenants
-    assert hashed == tuple(tenancy.told(name, tenancy.hash_key("secret")) for name in ("acme", "umbrella"))
+    assert hashed == tuple(
+        tenancy.sanitize_tenant(name, tenancy.derive_hash_key("secret")) for name in ("acme", "umbrella")
+    )
 
 
 def test_the_hash_key_stays_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +240,9 @@ def test_the_hash_key_stays_in_the_server(monkeypatch: pytest.MonkeyPatch) -> No
     settings = from_env()
     assert settings.tenant_hash_key == "secret"
     assert "secret" not in repr(settings)
-    plain = environment.to_plain(settings)
+    plain = environment.to_json_dict(settings)
     assert "secret" not in repr(plain)
-    assert environment.from_plain(plain) == replace(settings, tenant_hash_key="")
+    assert environment.from_json_dict(plain) == replace(settings, tenant_hash_key="")
     assert not {"secret", "acme"} & set(environment.sidecar_environment().values())
 
 
@@ -251,7 +253,7 @@ def test_the_port_of_the_webhook_may_have_an_address(accepted: str) -> None:
 
 def test_a_port_to_scrape_is_a_reason_to_record_and_none_to_send() -> None:
     settings = from_env({"OTEL_INFER_METRICS_PORT": "9466"})
-    assert (settings.exports, settings.sends_spans, settings.sends_metrics) == (True, False, False)
+    assert (settings.exports, settings.exports_spans, settings.exports_metrics) == (True, False, False)
     assert from_env({"OTEL_INFER_METRICS_PORT": "9466", "OTEL_SDK_DISABLED": "true"}).scrape_address == ""
 
 
@@ -264,16 +266,20 @@ WANTS_DELTA = {
 
 def test_what_otlp_would_have_otherwise_cannot_be_scraped_and_that_is_said() -> None:
     settings = from_env(WANTS_DELTA)  # nothing leaves over OTLP
-    assert (settings.temporality, settings.exponential) == ("cumulative", False)
+    assert (settings.temporality, settings.exponential_histograms) == ("cumulative", False)
     sends = {**WANTS_DELTA, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://there"}
-    with pytest.raises(BadSetting, match="OTEL_INFER_METRICS_PORT='9466': expected cumulative sums"):
+    with pytest.raises(InvalidSetting, match="OTEL_INFER_METRICS_PORT='9466': expected cumulative sums"):
         from_env(sends)
-    settings, complaints = from_env_leniently(sends)
-    assert (settings.scrape_address, settings.temporality, settings.exponential) == ("", "delta", True)
+    settings, complaints = from_env_or_defaults(sends)
+    assert (settings.scrape_address, settings.temporality, settings.exponential_histograms) == (
+        "",
+        "delta",
+        True,
+    )
     assert complaints[0].endswith("nothing can be scraped")
 
 
 @pytest.mark.parametrize("refused", ["0", "65536", "port", ":9465", "localhost", "9465:"])
 def test_what_is_no_port_of_the_webhook_is_refused(refused: str) -> None:
-    with pytest.raises(BadSetting, match="a port, or ADDRESS:PORT"):
+    with pytest.raises(InvalidSetting, match="a port, or ADDRESS:PORT"):
         from_env({"OTEL_INFER_DUMP_PORT": refused})

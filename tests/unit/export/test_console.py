@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from otel_infer.export.console import Console, line, milliseconds, start_line
+from otel_infer.export.console import Console, format_duration, format_request, format_start
 from otel_infer.ringbuffer import events
 from tests.support.starts import Starting, server
 from tests.support.story import Story
@@ -29,14 +29,14 @@ from tests.support.story import Story
     ],
 )
 def test_a_length_has_as_many_digits_as_say_something(ns: int, text: str) -> None:
-    assert milliseconds(ns) == text
+    assert format_duration(ns) == text
 
 
 def lines(story: Story) -> str:
     out = io.StringIO()
     sink = Console(out)
     for record in story.records():
-        sink.request(record)
+        sink.on_request(record)
     return out.getvalue()
 
 
@@ -71,7 +71,7 @@ def test_a_request_that_died_says_of_what_and_where_if_that_is_known(
     if http:
         story.submitted(2, a)
     story.ends(9, a, outcome, error)
-    assert f"chat toy  {expected}  9.0 ms  [" in line(story.record())
+    assert f"chat toy  {expected}  9.0 ms  [" in format_request(story.record())
 
 
 def test_an_http_request_that_reached_nothing_is_a_line_too() -> None:
@@ -83,7 +83,7 @@ def test_an_http_request_that_reached_nothing_is_a_line_too() -> None:
 def test_a_start_is_a_line_with_its_phases() -> None:
     (record,) = server().starts()
     out = io.StringIO()
-    Console(out).start(record)
+    Console(out).on_start(record)
     assert out.getvalue() == (
         f"{record.trace_id.hex()[:8]}  server start  ready by lifespan  9000 ms  "
         "[imports 3000 ms · weights 3500 ms · ready 1800 ms · compile 1000 ms · capture 500 ms]\n"
@@ -94,7 +94,7 @@ def test_a_start_that_failed_says_of_what_and_in_what() -> None:
     story = Starting()
     story.begins(100, events.WEIGHTS)
     story.died(900)
-    assert "server start  error (process_died in weights)  900 ms  []" in start_line(*story.starts())
+    assert "server start  error (process_died in weights)  900 ms  []" in format_start(*story.starts())
 
 
 def test_a_terminal_that_is_closed_is_no_reason_to_stop() -> None:
@@ -102,7 +102,7 @@ def test_a_terminal_that_is_closed_is_no_reason_to_stop() -> None:
     story.ends(3, story.arrives(0))
     out = io.StringIO()
     out.close()
-    Console(out).request(story.record())
+    Console(out).on_request(story.record())
 
 
 def test_a_pipe_that_nobody_reads_holds_up_nothing() -> None:
@@ -115,17 +115,17 @@ def test_a_pipe_that_nobody_reads_holds_up_nothing() -> None:
     try:
         with open(writer, "w") as out:
             sink = Console(out)
-            sink.request(record)
+            sink.on_request(record)
             os.set_blocking(writer, False)
             with contextlib.suppress(BlockingIOError):
                 while os.write(writer, b"x" * 4096):
                     pass
             os.set_blocking(writer, True)
-            sink.request(record)
+            sink.on_request(record)
             assert os.read(reader, 4096).endswith(b"x")
             while len(os.read(reader, 1 << 16)) == 1 << 16:
                 pass
-            sink.request(record)
+            sink.on_request(record)
             assert os.read(reader, 4096).startswith(record.trace_id.hex()[:8].encode())
     finally:
         os.close(reader)

@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from otel_infer.assembly.records.request import Blame, Offender, RequestRecord
-from otel_infer.export.provider import Inner, ProviderSink
-from otel_infer.export.sampling.tail_sampler import Decision, Keeper
+from otel_infer.assembly.records.request import Interferer, LatencyBreakdown, RequestRecord
+from otel_infer.export.provider import ProviderSpans, TracerProviderExporter
+from otel_infer.export.sampling.tail_sampler import Decision, TailSampler
 from otel_infer.ringbuffer import events
 from tests.support.starts import server
 from tests.support.story import MS, WALL, Story, Who, drawn, exported, ids, ns
@@ -28,8 +28,8 @@ class Provider:
         provider = TracerProvider(**options)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.tracer = provider.get_tracer("otel_infer")
-        self._inner: dict[bytes, Inner] = {}
-        self.sink = ProviderSink(self.tracer, lambda span_id: self._inner.pop(span_id, None), True)
+        self._inner: dict[bytes, ProviderSpans] = {}
+        self.sink = TracerProviderExporter(self.tracer, lambda span_id: self._inner.pop(span_id, None), True)
 
     def open(self, record: RequestRecord) -> None:
         """As `ingress.ProviderOpener` does on arrival."""
@@ -41,11 +41,11 @@ class Provider:
         request = self.tracer.start_span(record.name, context, trace.SpanKind.INTERNAL, start_time=began)
         self._inner[record.span_id] = (server, request)
 
-    def take(self, records: list[RequestRecord], keeps: Keeper | None = None) -> None:
-        keeps = keeps or Keeper("all", 0, keep_unsampled=False, ratio=False)
+    def take(self, records: list[RequestRecord], keeps: TailSampler | None = None) -> None:
+        keeps = keeps or TailSampler("all", 0, keep_unsampled=False, ratio=False)
         for record in records:
             self.open(record)
-            self.sink.request(record, keeps.decide(record))
+            self.sink.export_request(record, keeps.make_decision(record))
 
     def spans(self) -> list[dict[str, Any]]:
         """As `tests.support.otlp_messages` shows spans."""
@@ -106,7 +106,7 @@ def stories() -> Iterator[Any]:
     a = chat(story)
     story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
     story.state(a, events.AttributeSet(ns(1), "labels", ["x", "y"]))
-    story.state(a, events.EventAdded(ns(6), "cache.miss", {"key": 7}))
+    story.state(a, events.SpanEventAdded(ns(6), "cache.miss", {"key": 7}))
     story.state(a, events.SpanLinked(ns(6), *ids("other")))
     story.state(a, events.LinkDescribed(ns(6), ids("other")[1].hex(), {"kind": "retry"}))
     story.finished(45, a, tokens=4)
@@ -155,7 +155,9 @@ def test_the_link_to_whom_held_a_request_up_says_for_how_long_and_of_what_class(
     story = Story()
     story.ends(50, chat(story))
     record = story.record()
-    record.blame = Blame({"interference": 8 * MS}, Offender(*ids("offender"), 8 * MS, "long"))
+    record.breakdown = LatencyBreakdown(
+        {"interference": 8 * MS}, Interferer(*ids("offender"), 8 * MS, "long")
+    )
     provider = Provider()
     provider.take([record])
     assert comparable(provider.spans()) == comparable(exported([record], latency=True))
@@ -183,7 +185,7 @@ def test_a_name_that_user_code_gave_stays_if_it_is_known_that_it_did(
     server, request = provider._inner[record.span_id]
     request.update_name("answer")
     record.name = arrived_as
-    provider.sink.request(record, Decision(True, 0, "none"))
+    provider.sink.export_request(record, Decision(True, 0, "none"))
     spans = {
         span["kind"]: span["name"] for span in provider.spans() if span["span_id"] in live(server, request)
     }
@@ -199,7 +201,7 @@ def test_only_so_many_steps_as_were_granted() -> None:
     story.ends(50, chat(story))
     provider = Provider()
     provider.open(story.record())
-    provider.sink.request(story.record(), Decision(True, 1, "budget"))
+    provider.sink.export_request(story.record(), Decision(True, 1, "budget"))
     spans = provider.spans()
     assert [span["name"] for span in spans].count("decode step") == 1
     assert [span["name"] for span in spans].count("prefill step") == 0
@@ -225,14 +227,14 @@ def test_what_is_not_sampled_ends_its_live_spans_and_starts_no_others() -> None:
     provider = Provider(sampler=ALWAYS_OFF)
     provider.take(story.records())
     assert provider.spans() == []
-    assert provider.sink._claim(story.record().span_id) is None
+    assert provider.sink._pop_pending(story.record().span_id) is None
 
 
 def test_a_request_of_another_process_is_left_alone() -> None:
     story = Story()
     story.ends(50, chat(story))
     provider = Provider()
-    provider.sink.request(story.record(), Decision(True, 9, "all"))
+    provider.sink.export_request(story.record(), Decision(True, 9, "all"))
     assert provider.spans() == []
     provider.sink.flush(0)
 
@@ -243,7 +245,7 @@ def test_a_start_gets_ids_of_the_provider_by_which_the_first_request_links_to_it
     story.ends(9600, first)
     provider = Provider()
     for record in story.starts():
-        provider.sink.start(record)
+        provider.sink.export_start(record)
     assert drawn(provider.spans()) == drawn(story.start_spans())
     root = next(span for span in provider.exporter.get_finished_spans() if span.name == "server start")
     provider.take(story.records())
@@ -257,5 +259,5 @@ def test_a_request_is_claimed_once() -> None:
     provider = Provider()
     provider.take(story.records())
     count = len(provider.spans())
-    provider.sink.request(story.record(), Decision(True, 9, "all"))
+    provider.sink.export_request(story.record(), Decision(True, 9, "all"))
     assert len(provider.spans()) == count

@@ -13,7 +13,7 @@ from opentelemetry import trace
 from otel_infer import semconv
 from otel_infer.analysis.attribution import request
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.export.request_log import BURST, LOGGED, MOST_A_SECOND, RequestLog
+from otel_infer.export.request_log import BURST, LOGGED_REASONS, MAX_PER_SECOND, RequestLog
 from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.ringbuffer import events
 from tests.support.story import Story
@@ -31,7 +31,7 @@ def slow() -> RequestRecord:
     story.step(30, 1040, [a])
     story.ends(1045, a, chunks=2)
     records = story.records()
-    request.assign(records)
+    request.attribute_latency(records)
     return records[0]
 
 
@@ -41,7 +41,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_kept_request_is_a_line_with_its_ids_its_stages_and_where_its_time_went(tmp_path: Path) -> None:
     record = slow()
-    RequestLog(str(tmp_path / "a.log")).tell(record, SLO)
+    RequestLog(str(tmp_path / "a.log")).log_request(record, SLO)
     (said,) = lines(tmp_path / "a.log")
     assert said["trace_id"] == record.trace_id.hex() and said["span_id"] == record.span_id.hex()
     assert (said["kept_for"], said["missed"], said["outcome"]) == ("slo", ["e2e"], "ok")
@@ -56,8 +56,8 @@ def test_a_kept_request_is_a_line_with_its_ids_its_stages_and_where_its_time_wen
 
 @pytest.mark.parametrize("reason", semconv.KEEP_REASONS)
 def test_only_what_is_kept_for_a_reason_of_its_own_is_told(tmp_path: Path, reason: str) -> None:
-    RequestLog(str(tmp_path / "a.log")).tell(slow(), Decision(True, 0, reason))
-    assert len(lines(tmp_path / "a.log")) == (reason in LOGGED)
+    RequestLog(str(tmp_path / "a.log")).log_request(slow(), Decision(True, 0, reason))
+    assert len(lines(tmp_path / "a.log")) == (reason in LOGGED_REASONS)
 
 
 def test_who_listens_to_the_logger_gets_the_same_fields_inside_the_context_of_the_request(
@@ -73,10 +73,10 @@ def test_who_listens_to_the_logger_gets_the_same_fields_inside_the_context_of_th
     logger = logging.getLogger("otel_infer.requests")
     logger.addFilter(context)
     try:
-        RequestLog().tell(record, SLO)
+        RequestLog().log_request(record, SLO)
         assert caplog.records == []  # as most programs are set up: INFO is nobody's business
         with caplog.at_level(logging.INFO, "otel_infer.requests"):
-            RequestLog().tell(record, SLO)
+            RequestLog().log_request(record, SLO)
     finally:
         logger.removeFilter(context)
     (line,) = caplog.records
@@ -91,26 +91,26 @@ def test_a_storm_of_failures_is_told_by_its_number(tmp_path: Path) -> None:
     record.outcome = events.ERROR
     for number in range(1000):
         record.ended_at = 5 * SECOND + number
-        told.tell(record, Decision(True, 0, "error"))
+        told.log_request(record, Decision(True, 0, "error"))
     assert len(lines(tmp_path / "a.log")) == BURST
     record.ended_at += SECOND
-    for _ in range(MOST_A_SECOND + 5):
-        told.tell(record, Decision(True, 0, "error"))
+    for _ in range(MAX_PER_SECOND + 5):
+        told.log_request(record, Decision(True, 0, "error"))
     said = lines(tmp_path / "a.log")
-    assert len(said) == BURST + MOST_A_SECOND
+    assert len(said) == BURST + MAX_PER_SECOND
     assert [line["left_out_before"] for line in said if "left_out_before" in line] == [1000 - BURST]
 
 
 def test_a_file_that_is_rotated_away_is_made_again(tmp_path: Path) -> None:
     told = RequestLog(str(tmp_path / "a.log"))
-    told.tell(slow(), SLO)
+    told.log_request(slow(), SLO)
     (tmp_path / "a.log").rename(tmp_path / "a.log.1")
-    told.tell(slow(), SLO)
+    told.log_request(slow(), SLO)
     assert len(lines(tmp_path / "a.log.1")) == len(lines(tmp_path / "a.log")) == 1
 
 
 def test_lines_may_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    RequestLog("stderr").tell(slow(), SLO)
+    RequestLog("stderr").log_request(slow(), SLO)
     said = capsys.readouterr()
     assert json.loads(said.err)["kept_for"] == "slo" and said.out == ""
 
@@ -118,10 +118,10 @@ def test_lines_may_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_file_that_cannot_be_had_or_is_full_costs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    RequestLog(str(tmp_path / "no" / "a.log")).tell(slow(), SLO)
+    RequestLog(str(tmp_path / "no" / "a.log")).log_request(slow(), SLO)
     assert "there is no log of requests" in caplog.text
     full = RequestLog("/dev/full")
-    full.tell(slow(), SLO)
+    full.log_request(slow(), SLO)
     full.close()
     assert "Traceback" not in capsys.readouterr().err
 
@@ -131,7 +131,7 @@ def test_a_file_that_is_rotated_away_and_cannot_be_made_again_costs_no_request(t
     folder.mkdir()
     told = RequestLog(str(folder / "a.log"))
     folder.rename(tmp_path / "old")
-    told.tell(slow(), SLO)
+    told.log_request(slow(), SLO)
     folder.mkdir()
-    told.tell(slow(), SLO)
+    told.log_request(slow(), SLO)
     assert len(lines(folder / "a.log")) == 1

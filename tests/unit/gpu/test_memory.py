@@ -11,7 +11,7 @@ import pytest
 import otel_infer
 from otel_infer import _clock, semconv
 from otel_infer.export.metrics import gpus
-from otel_infer.gpu.memory import Memory
+from otel_infer.gpu.memory import DeviceMemorySampler
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from tests.support.rings import Recording
@@ -56,10 +56,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_once_a_second_at_most_everything_is_said_by_the_devices_uuid(cuda: Cuda) -> None:
     told: list[events.MemorySeen] = []
-    memory = Memory(0, told.append, cuda.now)
+    memory = DeviceMemorySampler(0, told.append, cuda.now)
     for at in (1 * S, 1 * S + 1, 2 * S):
         cuda.at = at
-        memory.look()
+        memory.record_sample()
     assert told == [
         events.MemorySeen(at, "GPU-8786edde", 10, 20, 12, 3, 50, 100, 5, 7) for at in (1 * S, 2 * S)
     ]
@@ -67,10 +67,10 @@ def test_once_a_second_at_most_everything_is_said_by_the_devices_uuid(cuda: Cuda
 
 def test_a_driver_that_takes_long_is_asked_seldom_and_its_last_word_holds(cuda: Cuda) -> None:
     told: list[events.MemorySeen] = []
-    memory = Memory(0, told.append, cuda.now)
+    memory = DeviceMemorySampler(0, told.append, cuda.now)
     for at, takes_ns in ((1, 8_000_000), (3, 0), (5, 0), (9, 0), (10, 0)):
         cuda.at, cuda.takes_ns = at * S, takes_ns
-        memory.look()
+        memory.record_sample()
     assert cuda.asked == 3  # 8 s after the first, and then each time
     assert [(fact.free, fact.total) for fact in told] == [(50, 100)] * 5
 
@@ -82,7 +82,7 @@ def test_figures_that_this_release_of_torch_does_not_have_are_0_or_not_said(
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda device: {})
     monkeypatch.delattr(Cuda, "host_memory_stats_as_nested_dict")
     cuda.at = S
-    Memory(0, told.append, cuda.now).look()
+    DeviceMemorySampler(0, told.append, cuda.now).record_sample()
     assert told[0][2:6] == (0, 0, 0, 0)
     assert told[0][-2:] == (-1, -1)
 
@@ -94,9 +94,9 @@ def test_who_runs_out_of_memory_has_the_state_of_it_on_its_request(monkeypatch: 
     attached: list[Any] = []
     torch = SimpleNamespace(_C=SimpleNamespace(_cuda_attach_out_of_memory_observer=attached.append))
     monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
-    monkeypatch.setattr(memory, "_watched", [])
+    monkeypatch.setattr(memory, "_oom_callbacks", [])
     for _ in range(2):
-        memory.watch_refusals(integration._refused)
+        memory.attach_oom_observer(integration._record_oom)
     (observer,) = attached  # torch lets nobody be taken off again
     recording = Recording()
     try:
@@ -119,7 +119,7 @@ def test_of_a_device_that_is_not_cudas_nothing_of_cudas_is_asked(cuda: Cuda) -> 
     from otel_infer.instrumentation.torch import cuda_graphs as integration
     from tests.support.fake_device import FakeDevice
 
-    integration._used(FakeDevice())()
+    integration._watch_memory(FakeDevice())()
     assert cuda.asked == 0
 
 
@@ -137,9 +137,9 @@ def test_what_a_release_of_torch_does_not_say_is_no_metric_and_never_0() -> None
         (usage, "allocated"): 30, (usage, "reserved"): 60, (usage, "active"): 32, (usage, "inactive_split"): 2,
         (usage, "outside"): 240, (usage, "free"): 700,
     }  # fmt: skip
-    gpus.say_memory([(77, unknown)], set_value)
+    gpus.set_memory_metrics([(77, unknown)], set_value)
     assert said == always
-    gpus.say_memory([(77, known)], set_value)
+    gpus.set_memory_metrics([(77, known)], set_value)
     assert said == {**always, (usage, "private_pools"): 5, (semconv.PINNED_MEMORY.name, ""): 7}
 
 
@@ -148,12 +148,12 @@ def test_a_request_says_how_much_memory_was_free_when_it_came_when_it_had_a_toke
     try:
         with otel_infer.request():
             pass
-        recorder.stated(events.MemorySeen(_clock.now(), "GPU-a", 1, 2, 1, 0, 700, 1000, -1, -1))
-        recorder.stated(events.MemorySeen(_clock.now(), "GPU-b", 1, 2, 1, 0, 600, 1000, -1, -1))
+        recorder.record_process(events.MemorySeen(_clock.now(), "GPU-a", 1, 2, 1, 0, 700, 1000, -1, -1))
+        recorder.record_process(events.MemorySeen(_clock.now(), "GPU-b", 1, 2, 1, 0, 600, 1000, -1, -1))
         with otel_infer.request() as request:
-            recorder.stated(events.MemorySeen(_clock.now(), "GPU-b", 1, 2, 1, 0, 300, 1000, -1, -1))
+            recorder.record_process(events.MemorySeen(_clock.now(), "GPU-b", 1, 2, 1, 0, 300, 1000, -1, -1))
             request.token_reached()
-            recorder.stated(events.MemorySeen(_clock.now(), "GPU-b", 1, 2, 1, 0, 90, 1000, -1, -1))
+            recorder.record_process(events.MemorySeen(_clock.now(), "GPU-b", 1, 2, 1, 0, 90, 1000, -1, -1))
         first, second = recording.records()
     finally:
         recording.stop()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.gpu.memory import Allocator
+from otel_infer.gpu.memory import AllocatorCounters
 
 S = 1_000_000_000
 
@@ -40,14 +40,14 @@ class Watched:
     def __init__(self) -> None:
         self.at = 0
         self.told: list[tuple[str, float, float, int]] = []
-        self.allocator = Allocator(self._say, lambda: self.at)
+        self.allocator = AllocatorCounters(self._say, lambda: self.at)
 
     def _say(self, mark: str, since: int, at: int, count: int) -> None:
         self.told.append((mark, since / S, at / S, count))
 
     def look(self, at: float) -> list[tuple[str, float, float, int]]:
         self.at = round(at * S)
-        self.allocator.look()
+        self.allocator.record_increments()
         told, self.told = self.told, []
         return told
 

@@ -28,13 +28,13 @@ METRICS = {
 }
 ASK = """
 import json, os, sys
-from otel_infer.gpu.nvml_poller import Readings
+from otel_infer.gpu.nvml_poller import NvmlReader
 from otel_infer.export.metrics import gpus
-readings = Readings(os.environ.get("CUDA_VISIBLE_DEVICES"))
+readings = NvmlReader(os.environ.get("CUDA_VISIBLE_DEVICES"))
 said = {"open": readings.open()}
 for _ in range(4):
     values = []
-    gpus.say(readings.read() if said["open"] else [], readings.driver, lambda m, a, v: values.append((m.name, a, v)))
+    gpus.set_gpu_metrics(readings.read() if said["open"] else [], readings.driver, lambda m, a, v: values.append((m.name, a, v)))
 said["values"], said["unsupported"] = values, sorted(readings.unsupported)
 readings.close()
 print(json.dumps(said))

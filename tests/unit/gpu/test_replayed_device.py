@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_verify import DURATION_US, END_US
-from otel_infer.gpu.clock_sync import UNKNOWN_RATE, ClockMap
-from otel_infer.gpu.timeline import Timed, Timeline
+from otel_infer.gpu.clock_sync import UNMEASURED_DRIFT, ClockMap
+from otel_infer.gpu.timeline import DeviceInterval, Timeline
 from tests.support.fake_device import FakeDevice, FakeStream
 from tests.support.replayed_device import RECORDINGS, ReplayedDevice
 
@@ -20,24 +20,24 @@ rate."""
 each = pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 
 
-def replayed(path: Path) -> tuple[list[Timed], ReplayedDevice, Timeline]:
+def replayed(path: Path) -> tuple[list[DeviceInterval], ReplayedDevice, Timeline]:
     device = ReplayedDevice(path)
     clocks = ClockMap(device, device.now)
     timeline = Timeline(device, clocks, now=device.now)
     timeline.warm_up("idle")
-    told: list[Timed] = []
+    told: list[DeviceInterval] = []
     for row in device.recording["rows"]:
         for anchor in device.anchors_until(row["begun_at"]):
             device.stamps(anchor)
-            assert clocks.renew()
+            assert clocks.add_anchor()
         device.begin(row)
-        timeline.pacing.is_next()
-        span = timeline.begin()
+        timeline.sampler.should_sample()
+        span = timeline.begin_span()
         assert span is not None
         device.time = row["launched_at"]
-        assert timeline.end(span, told.append)
+        assert timeline.end_span(span, told.append)
         device.time = row["seen_at"]
-        timeline.harvest()
+        timeline.collect_spans()
     return told, device, timeline
 
 
@@ -76,14 +76,14 @@ def test_the_fake_device_is_like_the_real_one(path: Path) -> None:
     clocks = ClockMap(fake, fake.now)
     timeline = Timeline(fake, clocks, now=fake.now)
     timeline.warm_up(FakeStream())
-    assert timeline.own_ms == pytest.approx(recording["own_ms"], abs=fake.tick_ns / 1e6)
-    clocks.renew()
+    assert timeline.mark_overhead_ms == pytest.approx(recording["own_ms"], abs=fake.tick_ns / 1e6)
+    clocks.add_anchor()
     assert clocks.anchor is not None
     halves = [(high - low) / 2 for low, high, _ in recording["anchors"]]
-    assert 0.3 < clocks.anchor.half_ns / np.median(halves) < 3
+    assert 0.3 < clocks.anchor.bound_ns / np.median(halves) < 3
     (first, *_, last) = recording["anchors"]
     host, told = (last[0] + last[1] - first[0] - first[1]) / 2, (last[2] - first[2]) * 1e6
-    assert abs(host / told - 1) < UNKNOWN_RATE
+    assert abs(host / told - 1) < UNMEASURED_DRIFT
     lengths = [(row["end_ms"] - row["start_ms"]) * 1e6 for row in recording["rows"]]
     # float32 of some seconds keeps ±0.5 µs of them, so that the tick itself is seen in the marks' own distance alone.
     assert round(recording["own_ms"] * 1e6) % fake.tick_ns <= 1

@@ -15,8 +15,8 @@ import pytest
 
 from otel_infer.assembly.assembler import GRACE_NS
 from otel_infer.gpu import graph_capture
-from otel_infer.gpu.timeline import Span, Timed
-from otel_infer.gpu.timing import UNTIMED, Timing
+from otel_infer.gpu.timeline import DeviceInterval, DeviceSpan
+from otel_infer.gpu.timing import UNTIMED, DeviceTiming
 from tests.support.fake_device import OnHostClock
 
 MS = 1_000_000
@@ -26,10 +26,10 @@ class Work:
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.device: list[Timed] = []
+        self.device: list[DeviceInterval] = []
         self.host: list[tuple[int, int]] = []
 
-    def on_device(self, timed: Timed) -> None:
+    def on_device(self, timed: DeviceInterval) -> None:
         self.device.append(timed)
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
@@ -42,9 +42,9 @@ def device() -> OnHostClock:
 
 
 @pytest.fixture
-def timing(device: OnHostClock) -> Iterator[Timing]:
-    graph_capture.open_now = 0
-    timing = Timing(lambda: device)
+def timing(device: OnHostClock) -> Iterator[DeviceTiming]:
+    graph_capture.open_captures = 0
+    timing = DeviceTiming(lambda: device)
     yield timing
     timing.stop()
 
@@ -56,19 +56,19 @@ def until(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def timed_by_device(timing: Timing) -> None:
+def timed_by_device(timing: DeviceTiming) -> None:
     timing.begin()
     assert until(lambda: timing._thread.slot is not None and timing._thread.slot.timeline is not None)
 
 
-def step(timing: Timing, device: OnHostClock, work: Work, always: bool = True) -> None:
+def step(timing: DeviceTiming, device: OnHostClock, work: Work, always: bool = True) -> None:
     begun = timing.begin(always=always)
     device.launch(MS)
     timing.end(begun, work)
 
 
 def test_until_the_events_are_made_the_host_times_and_from_then_on_the_device(
-    timing: Timing, device: OnHostClock
+    timing: DeviceTiming, device: OnHostClock
 ) -> None:
     work = Work()
     step(timing, device, work)
@@ -82,19 +82,19 @@ def test_until_the_events_are_made_the_host_times_and_from_then_on_the_device(
 
 def test_without_a_device_the_host_times_and_looks_again_once_a_second(device: OnHostClock) -> None:
     asked: list[None] = []
-    timing = Timing(lambda: asked.append(None))
+    timing = DeviceTiming(lambda: asked.append(None))
     work = Work()
     for _ in range(50):
         step(timing, device, work)
     assert len(asked) == 1
     assert len(work.host) == 50
-    timing._thread.looked_at -= 2_000_000_000
+    timing._thread.checked_at -= 2_000_000_000
     step(timing, device, work)
     assert len(asked) == 2
 
 
 def test_short_steps_are_not_all_timed_and_nobody_is_told_of_the_others(
-    timing: Timing, device: OnHostClock
+    timing: DeviceTiming, device: OnHostClock
 ) -> None:
     timed_by_device(timing)
     work = Work()
@@ -102,7 +102,7 @@ def test_short_steps_are_not_all_timed_and_nobody_is_told_of_the_others(
     for _ in range(200):
         one = timing.begin()
         begun.append(one)
-        if isinstance(one, Span):
+        if isinstance(one, DeviceSpan):
             timing.end(one, work)
     assert UNTIMED in begun
     timing.end(UNTIMED, work)
@@ -110,7 +110,7 @@ def test_short_steps_are_not_all_timed_and_nobody_is_told_of_the_others(
 
 
 def test_an_engine_that_brackets_its_segments_itself_needs_no_more_than_an_object_of_that_shape(
-    timing: Timing, device: OnHostClock
+    timing: DeviceTiming, device: OnHostClock
 ) -> None:
     """SGLang's `device_timer` (srt/utils/device_timer.py, 0.5.23): `with model_runner.device_timer.wrap(metadata={"category": …})`."""
 
@@ -124,7 +124,7 @@ def test_an_engine_that_brackets_its_segments_itself_needs_no_more_than_an_objec
             try:
                 yield
             except BaseException:
-                timing.drop(begun)
+                timing.cancel(begun)
                 raise
             timing.end(begun, self.works[metadata["category"]])
 
@@ -141,30 +141,32 @@ def test_an_engine_that_brackets_its_segments_itself_needs_no_more_than_an_objec
     assert lengths == [pytest.approx(length, abs=MS / 10) for length in (4 * MS, MS)]
 
 
-def test_while_a_graph_is_captured_the_host_times(timing: Timing, device: OnHostClock) -> None:
+def test_while_a_graph_is_captured_the_host_times(timing: DeviceTiming, device: OnHostClock) -> None:
     timed_by_device(timing)
     work = Work()
-    graph_capture.begin()
+    graph_capture.begin_capture()
     try:
         step(timing, device, work)
     finally:
-        graph_capture.end()
+        graph_capture.end_capture()
     assert len(work.host) == 1
 
 
 def test_what_did_not_come_to_launching_is_nobodys_and_its_events_are_used_again(
-    timing: Timing, device: OnHostClock
+    timing: DeviceTiming, device: OnHostClock
 ) -> None:
     timed_by_device(timing)
     slot = timing._thread.slot
     assert slot is not None
     assert slot.timeline is not None
     free = len(slot.timeline._pool)
-    timing.drop(timing.begin(always=True))
+    timing.cancel(timing.begin(always=True))
     assert len(slot.timeline._pool) == free
 
 
-def test_a_thread_that_ends_leaves_its_events_to_the_next_one(timing: Timing, device: OnHostClock) -> None:
+def test_a_thread_that_ends_leaves_its_events_to_the_next_one(
+    timing: DeviceTiming, device: OnHostClock
+) -> None:
     made: list[int] = []
 
     def engine() -> None:
@@ -175,16 +177,16 @@ def test_a_thread_that_ends_leaves_its_events_to_the_next_one(timing: Timing, de
         thread = threading.Thread(target=engine)
         thread.start()
         thread.join(10)
-        tender = timing._tender
+        tender = timing._worker
         assert tender is not None
-        tender._wake.set()
-        assert until(lambda free=tender._free: len(free) == 1)
+        tender._wake_event.set()
+        assert until(lambda free=tender._free_timelines: len(free) == 1)
     assert len(set(made)) == 1
 
 
 def test_switched_off_it_never_asks_for_a_device(device: OnHostClock) -> None:
     asked: list[None] = []
-    timing = Timing(lambda: asked.append(None))
+    timing = DeviceTiming(lambda: asked.append(None))
     timing.is_on = False
     work = Work()
     step(timing, device, work)
@@ -192,9 +194,9 @@ def test_switched_off_it_never_asks_for_a_device(device: OnHostClock) -> None:
     assert len(work.host) == 1
 
 
-def test_once_stopped_its_thread_ends_and_the_host_times(timing: Timing, device: OnHostClock) -> None:
+def test_once_stopped_its_thread_ends_and_the_host_times(timing: DeviceTiming, device: OnHostClock) -> None:
     timed_by_device(timing)
-    tender = timing._tender
+    tender = timing._worker
     assert tender is not None
     timing.stop()
     tender.join(5)
@@ -205,21 +207,21 @@ def test_once_stopped_its_thread_ends_and_the_host_times(timing: Timing, device:
 
 
 def test_in_a_forked_child_nothing_of_the_parents_device_is_used_or_freed(
-    timing: Timing, device: OnHostClock
+    timing: DeviceTiming, device: OnHostClock
 ) -> None:
     from otel_infer.gpu import timing as module
 
     timed_by_device(timing)
-    slot, tender = timing._thread.slot, timing._tender
-    timing._forget()  # as `os.fork` calls it
+    slot, tender = timing._thread.slot, timing._worker
+    timing._reset_after_fork()  # as `os.fork` calls it
     assert timing._thread.slot is None
-    assert {id(slot), id(tender)} <= set(map(id, module._kept))
+    assert {id(slot), id(tender)} <= set(map(id, module._never_freed))
     assert tender is not None
     tender.stop()
 
 
 def test_what_runs_on_another_device_than_the_threads_is_timed_by_the_host(
-    timing: Timing, device: OnHostClock
+    timing: DeviceTiming, device: OnHostClock
 ) -> None:
     timed_by_device(timing)
     work = Work()
@@ -230,7 +232,9 @@ def test_what_runs_on_another_device_than_the_threads_is_timed_by_the_host(
     assert until(lambda: len(work.device) == 2)
 
 
-def test_without_an_anchor_the_host_times_until_there_is_one(timing: Timing, device: OnHostClock) -> None:
+def test_without_an_anchor_the_host_times_until_there_is_one(
+    timing: DeviceTiming, device: OnHostClock
+) -> None:
     answers = device.stamp
     device.stamp = lambda event, stream: None  # type: ignore[method-assign]
     work = Work()
@@ -244,7 +248,7 @@ def test_without_an_anchor_the_host_times_until_there_is_one(timing: Timing, dev
     assert until(lambda: len(work.device) == 1)
 
 
-def test_what_one_thread_began_another_may_end(timing: Timing, device: OnHostClock) -> None:
+def test_what_one_thread_began_another_may_end(timing: DeviceTiming, device: OnHostClock) -> None:
     timed_by_device(timing)
     work, begun = Work(), timing.begin(always=True)
     device.launch(MS)
@@ -256,7 +260,7 @@ def test_what_one_thread_began_another_may_end(timing: Timing, device: OnHostClo
 
 
 def test_what_a_device_says_is_told_before_a_request_would_be_concluded(
-    timing: Timing, device: OnHostClock
+    timing: DeviceTiming, device: OnHostClock
 ) -> None:
     timed_by_device(timing)
     time.sleep(0.5)  # the tender rests

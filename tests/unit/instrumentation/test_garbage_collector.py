@@ -33,7 +33,7 @@ def installed() -> Iterator[None]:
     left = list(gc.callbacks)
     gc.callbacks[:] = others
     assert left == []
-    recorder.overdue.clear()
+    recorder.deferred_recorders.clear()
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def heap() -> Iterator[list[Any]]:
     heap.clear()
 
 
-def request() -> request_span.LiveRequest:
+def request() -> request_span.RequestSpan:
     opened = start.open_request(
         "chat toy", owner="toy", operation="chat", provider="toy", model="toy", generative=False
     )
@@ -64,12 +64,12 @@ def test_a_long_collection_is_a_pause_of_the_request_that_was_there(
     (record,) = recording.records()
     longest = max(record.pauses, key=lambda pause: pause.ended_at - pause.started_at)
     assert longest.cause == "gc"
-    assert ours.LONG_NS < longest.ended_at - longest.started_at < record.duration_ns
+    assert ours.MIN_PAUSE_NS < longest.ended_at - longest.started_at < record.duration_ns
     assert record.arrived_at < longest.started_at
 
 
 def test_short_collections_are_not_mentioned(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "LONG_NS", 1 << 60)
+    monkeypatch.setattr(ours, "MIN_PAUSE_NS", 1 << 60)
     live = request()
     gc.collect()
     live.close()
@@ -80,27 +80,27 @@ def test_a_collection_is_told_by_the_next_one_if_no_request_ends(
     monkeypatch: pytest.MonkeyPatch, heap: list[Any]
 ) -> None:
     told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(recorder, "paused", lambda *said: told.append(said))
+    monkeypatch.setattr(recorder, "record_pause", lambda *said: told.append(said))
     gc.collect()
     assert told == []
     gc.collect(0)
     (cause, started_at, ended_at) = told[0]
     assert cause == "gc"
-    assert ended_at - started_at > ours.LONG_NS
+    assert ended_at - started_at > ours.MIN_PAUSE_NS
 
 
 def test_a_collection_is_told_once_whoever_asks(monkeypatch: pytest.MonkeyPatch, heap: list[Any]) -> None:
     told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(recorder, "paused", lambda *said: told.append(said))
+    monkeypatch.setattr(recorder, "record_pause", lambda *said: told.append(said))
     gc.disable()
     try:
         gc.collect()
-        askers = [threading.Thread(target=recorder.overdue["gc"]) for _ in range(8)]
+        askers = [threading.Thread(target=recorder.deferred_recorders["gc"]) for _ in range(8)]
         for asker in askers:
             asker.start()
         for asker in askers:
             asker.join()
-        recorder.overdue["gc"]()
+        recorder.deferred_recorders["gc"]()
     finally:
         gc.enable()
     assert len(told) == 1
@@ -138,10 +138,10 @@ def test_a_recorder_that_breaks_is_not_the_collectors_trouble(
 
     lost: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lost.append)
-    monkeypatch.setattr(recorder, "paused", broken)
+    monkeypatch.setattr(recorder, "record_pause", broken)
     gc.collect()
     gc.collect()
-    recorder.overdue["gc"]()
+    recorder.deferred_recorders["gc"]()
     assert lost == []
     assert len(caplog.records) == 1
     assert ours.integration.status.hooks_active == 0

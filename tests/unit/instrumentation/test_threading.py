@@ -38,7 +38,7 @@ def recording() -> Iterator[Recording]:
 class _InRequest:
     """A request of ours is current here."""
 
-    def __enter__(self) -> request_span.LiveRequest:
+    def __enter__(self) -> request_span.RequestSpan:
         request = start.open_request("POST", owner="test")
         assert request is not None
         self._request, self._token = request, request.attach()
@@ -49,9 +49,9 @@ class _InRequest:
 
 
 def test_a_thread_works_for_the_request_that_it_was_started_in(recording: Recording) -> None:
-    seen: list[request_span.LiveRequest | None] = []
+    seen: list[request_span.RequestSpan | None] = []
     with _InRequest() as request:
-        thread = threading.Thread(target=lambda: seen.append(start.current()))
+        thread = threading.Thread(target=lambda: seen.append(start.current_request()))
         thread.start()
         thread.join()
     assert seen == [request]
@@ -130,7 +130,7 @@ def test_a_thread_that_outlives_the_request_it_was_started_in_works_for_others(r
 
 def test_what_a_thread_begins_itself_is_not_cut_off(recording: Recording) -> None:
     """A span of another tracer's, in a thread that has outlived the request it was started in."""
-    over, found = threading.Event(), list[request_span.LiveRequest | None]()
+    over, found = threading.Event(), list[request_span.RequestSpan | None]()
     above = NonRecordingSpan(SpanContext(1, 2, is_remote=False))
 
     def work() -> None:
@@ -153,18 +153,18 @@ def test_a_job_of_a_pool_works_for_the_request_that_it_comes_from_whoever_starte
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         with _InRequest() as first:
-            assert pool.submit(start.current).result() is first
-        assert pool.submit(start.current).result() is None
+            assert pool.submit(start.current_request).result() is first
+        assert pool.submit(start.current_request).result() is None
         with _InRequest() as second:
-            assert pool.submit(start.current).result() is second
-        assert pool.submit(start.current).result() is None
+            assert pool.submit(start.current_request).result() is second
+        assert pool.submit(start.current_request).result() is None
 
 
 def test_so_does_a_job_of_anyios_and_its_thread_keeps_nobody_alive(recording: Recording) -> None:
     async def jobs() -> tuple[object, object, object]:
         with _InRequest() as request:
-            own = await anyio.to_thread.run_sync(start.current)
-        return request, own, await anyio.to_thread.run_sync(start.current)
+            own = await anyio.to_thread.run_sync(start.current_request)
+        return request, own, await anyio.to_thread.run_sync(start.current_request)
 
     request, own, after = anyio.run(jobs)
     assert own is request
@@ -179,7 +179,7 @@ def test_a_pool_of_other_interpreters_gets_its_jobs_as_they_are(recording: Recor
 
     Pool.__module__ = "concurrent.futures.interpreter"
     with Pool(1) as pool, _InRequest():
-        assert pool.submit(start.current).result() is None
+        assert pool.submit(start.current_request).result() is None
 
 
 # ── nothing of anybody else's goes along ─────────────────────────────────────────────────────────────────────────
@@ -195,7 +195,10 @@ def test_what_other_libraries_keep_in_their_context_stays_with_its_thread(record
         _InRequest() as request,
     ):
         theirs.set("the request's")
-        assert pool.submit(lambda: (start.current(), theirs.get())).result() == (request, "the pool's")
+        assert pool.submit(lambda: (start.current_request(), theirs.get())).result() == (
+            request,
+            "the pool's",
+        )
         thread = threading.Thread(target=lambda: seen.append(theirs.get()))
         thread.start()
         thread.join()
@@ -217,7 +220,7 @@ def test_a_loop_in_a_thread_is_not_taken_for_the_one_that_its_request_runs_in(re
     """`sniffio` keeps in a context variable that one runs here."""
 
     async def elsewhere() -> object:
-        return start.current()
+        return start.current_request()
 
     async def handler() -> tuple[object, object]:
         with _InRequest() as request, ThreadPoolExecutor(1) as pool:
@@ -228,10 +231,10 @@ def test_a_loop_in_a_thread_is_not_taken_for_the_one_that_its_request_runs_in(re
 
 
 def test_a_thread_that_a_job_starts_works_for_the_request_of_the_job(recording: Recording) -> None:
-    seen: list[request_span.LiveRequest | None] = []
+    seen: list[request_span.RequestSpan | None] = []
 
     def job() -> None:
-        thread = threading.Thread(target=lambda: seen.append(start.current()))
+        thread = threading.Thread(target=lambda: seen.append(start.current_request()))
         thread.start()
         thread.join()
 
@@ -266,5 +269,5 @@ def test_jobs_of_a_pool_of_multiprocessings_are_not_of_who_made_it(recording: Re
     with _InRequest() as first:
         pool = ThreadPool(1)
     with pool, _InRequest() as second:
-        assert pool.apply(start.current) in (None, second)
+        assert pool.apply(start.current_request) in (None, second)
         assert not first.ended

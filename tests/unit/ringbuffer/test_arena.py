@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from otel_infer.ringbuffer import layout
-from otel_infer.ringbuffer.arena import MAX_TOTAL_BYTES, FileArena, RingRefused, fitting
-from otel_infer.ringbuffer.layout import Sizes
+from otel_infer.ringbuffer.arena import MAX_TOTAL_BYTES, FileArena, RingUnavailable, choose_sizes
+from otel_infer.ringbuffer.layout import RingSizes
 
-KINDS: dict[str, Callable[[Sizes], int]] = {
+KINDS: dict[str, Callable[[RingSizes], int]] = {
     layout.SUFFIX_REQUESTS: lambda sizes: sizes.requests_bytes,
     layout.SUFFIX_STEPS: lambda sizes: sizes.steps_bytes,
 }
@@ -27,10 +27,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make(folder: Path, name: str, suffix: str) -> Sizes:
+def make(folder: Path, name: str, suffix: str) -> RingSizes:
     """A ring of the size that this process may have."""
     size_of = KINDS[suffix]
-    sizes = fitting(FileArena(folder), size_of)
+    sizes = choose_sizes(FileArena(folder), size_of)
     with (folder / f"{name}{suffix}").open("wb") as file:
         os.truncate(file.fileno(), size_of(sizes))
     return sizes
@@ -57,7 +57,7 @@ def test_each_of_32_processes_gets_a_ring_of_requests_and_one_of_steps(
 
 
 def test_a_process_by_itself_has_rings_of_full_size(folder: Path) -> None:
-    assert [Sizes(), Sizes()] == [make(folder, *who) for who in in_turn(1)]
+    assert [RingSizes(), RingSizes()] == [make(folder, *who) for who in in_turn(1)]
 
 
 def test_no_ring_takes_more_than_a_quarter_of_what_is_free(
@@ -66,12 +66,12 @@ def test_no_ring_takes_more_than_a_quarter_of_what_is_free(
     found = os.statvfs(folder)
     little = os.statvfs_result((*found[:4], (1 << 20) // found.f_frsize, *found[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: little)
-    assert fitting(FileArena(folder), KINDS[layout.SUFFIX_REQUESTS]).requests_bytes <= 1 << 18
+    assert choose_sizes(FileArena(folder), KINDS[layout.SUFFIX_REQUESTS]).requests_bytes <= 1 << 18
 
 
 @pytest.mark.parametrize("suffix", KINDS)
 def test_when_our_own_share_is_used_up_the_machine_is_not_said_to_be_short(folder: Path, suffix: str) -> None:
-    with pytest.raises(RingRefused, match="are used up") as refused:
+    with pytest.raises(RingUnavailable, match="are used up") as refused:
         for number in range(1000):
             make(folder, str(number), suffix)
     assert "OTEL_INFER_RINGS" in str(refused.value)
@@ -80,7 +80,7 @@ def test_when_our_own_share_is_used_up_the_machine_is_not_said_to_be_short(folde
 
 def test_what_is_no_ring_takes_no_room_from_the_rings(folder: Path) -> None:
     (folder / "dump-0123456789abcdef.tape").write_bytes(bytes(MAX_TOTAL_BYTES))
-    assert make(folder, "1", layout.SUFFIX_REQUESTS) == Sizes()
+    assert make(folder, "1", layout.SUFFIX_REQUESTS) == RingSizes()
 
 
 def test_a_ring_that_its_reader_removes_meanwhile_stops_nobody(
@@ -99,4 +99,4 @@ def test_a_ring_that_its_reader_removes_meanwhile_stops_nobody(
         def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr(os, "scandir", lambda path: Entries([Removed()]))
-    assert fitting(FileArena(folder), KINDS[layout.SUFFIX_STEPS]) == Sizes()
+    assert choose_sizes(FileArena(folder), KINDS[layout.SUFFIX_STEPS]) == RingSizes()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from otel_infer.ringbuffer import directory, layout
-from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingRefused
+from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingUnavailable
 
 USER = f"otel_infer-{os.getuid()}"
 
@@ -53,9 +53,9 @@ def another_process(work: Callable[[], Any]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def holding(path: Path) -> Callable[[], directory.Lock]:
-    def hold() -> directory.Lock:
-        lock = directory.Lock(path)
+def holding(path: Path) -> Callable[[], directory.FileLock]:
+    def hold() -> directory.FileLock:
+        lock = directory.FileLock(path)
         assert lock.acquire()
         return lock
 
@@ -68,7 +68,7 @@ def writing(folder: Path, name: str = "1-a") -> Callable[[], RequestWriter]:
 
 def dead_server(base: Path) -> Path:
     """A server's folder, with rings, whose processes are gone."""
-    folder = directory.new_server_folder(base)
+    folder = directory.create_server_folder(base)
     with another_process(writing(folder)):
         pass
     return folder
@@ -78,15 +78,15 @@ def dead_server(base: Path) -> Path:
 
 
 def test_every_server_has_a_private_folder_of_its_own(shm: Path) -> None:
-    one, other = directory.new_server_folder(shm), directory.new_server_folder(shm)
+    one, other = directory.create_server_folder(shm), directory.create_server_folder(shm)
     assert one != other
     assert one.parent == other.parent == shm / USER
     assert {path.stat().st_mode & 0o777 for path in (one, one.parent)} == {0o700}
 
 
 def test_a_folder_that_is_not_on_tmpfs_is_refused(tmp_path: Path) -> None:
-    for make in (directory.new_server_folder, directory.rings_folder):
-        with pytest.raises(RingRefused, match="not on tmpfs"):
+    for make in (directory.create_server_folder, directory.resolve_rings_folder):
+        with pytest.raises(RingUnavailable, match="not on tmpfs"):
             make(Path("/proc/self"))
     assert not directory.is_tmpfs(Path("/proc"))
     assert directory.is_tmpfs(Path("/dev/shm/what/is/not/there"))
@@ -94,35 +94,37 @@ def test_a_folder_that_is_not_on_tmpfs_is_refused(tmp_path: Path) -> None:
 
 def test_a_link_in_the_place_of_our_folder_is_refused(shm: Path, tmp_path: Path) -> None:
     (shm / USER).symlink_to(tmp_path)
-    with pytest.raises(RingRefused, match="belongs to somebody else"):
-        directory.new_server_folder(shm)
+    with pytest.raises(RingUnavailable, match="belongs to somebody else"):
+        directory.create_server_folder(shm)
 
 
 def test_a_folder_of_another_user_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shm / "otel_infer-12345").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(RingRefused, match="belongs to somebody else"):
-        directory.new_server_folder(shm)
+    with pytest.raises(RingUnavailable, match="belongs to somebody else"):
+        directory.create_server_folder(shm)
 
 
 def test_a_base_that_is_not_there_is_refused_and_not_made(shm: Path) -> None:
-    with pytest.raises(RingRefused, match="No such file"):
-        directory.new_server_folder(shm / "nowhere")
+    with pytest.raises(RingUnavailable, match="No such file"):
+        directory.create_server_folder(shm / "nowhere")
     assert not (shm / "nowhere").exists()
 
 
 def test_a_named_folder_that_others_may_use_is_left_as_it_is(shm: Path) -> None:
     (shm / "theirs").touch()
-    folder = directory.rings_folder(shm)
+    folder = directory.resolve_rings_folder(shm)
     assert folder == shm / USER
     assert shm.stat().st_mode & 0o777 == 0o777
-    assert directory.rings_folder(shm) == folder  # the same for all processes of a server and for its sidecar
+    assert (
+        directory.resolve_rings_folder(shm) == folder
+    )  # the same for all processes of a server and for its sidecar
 
 
 def test_a_named_folder_that_is_private_or_not_there_is_used_itself(shm: Path) -> None:
-    assert directory.rings_folder(shm / "a" / "b") == shm / "a" / "b"
+    assert directory.resolve_rings_folder(shm / "a" / "b") == shm / "a" / "b"
     assert (shm / "a" / "b").stat().st_mode & 0o777 == 0o700
-    assert directory.rings_folder(shm / "a" / "b") == shm / "a" / "b"
+    assert directory.resolve_rings_folder(shm / "a" / "b") == shm / "a" / "b"
 
 
 # ── locks ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -133,15 +135,15 @@ def test_a_lock_lives_as_long_as_its_holder(shm: Path) -> None:
     assert not directory.is_held(path)
     with another_process(holding(path)) as pid:
         assert directory.is_held(path)
-        assert not directory.Lock(path).acquire()
+        assert not directory.FileLock(path).acquire()
         os.kill(pid, signal.SIGKILL)
     assert not directory.is_held(path)
-    assert directory.Lock(path).acquire()
+    assert directory.FileLock(path).acquire()
 
 
 def test_a_forked_child_does_not_hold_its_parents_lock(shm: Path) -> None:
     path = shm / "a.lock"
-    lock = directory.Lock(path)
+    lock = directory.FileLock(path)
     assert lock.acquire()
     with another_process(lambda: lock):
         lock.release()
@@ -160,17 +162,17 @@ def test_to_ask_keeps_nobody_from_taking(shm: Path) -> None:
 
     with another_process(lambda: ask_without_end() or True):
         for _ in range(300):
-            lock = directory.Lock(path)
+            lock = directory.FileLock(path)
             assert lock.acquire()
             lock.release()
             time.sleep(0)
 
 
 def test_taking_a_lock_twice_is_once_and_giving_it_up_frees_it(shm: Path) -> None:
-    lock = directory.Lock(shm / "a.lock")
+    lock = directory.FileLock(shm / "a.lock")
     assert lock.acquire()
     assert lock.acquire()
-    assert lock.is_ours()
+    assert lock.ensure_held()
     lock.release()
     assert lock.acquire()
 
@@ -178,38 +180,38 @@ def test_taking_a_lock_twice_is_once_and_giving_it_up_frees_it(shm: Path) -> Non
 def test_a_lock_whose_folder_was_made_anew_is_taken_there_unless_somebody_has_it(shm: Path) -> None:
     folder = shm / "server"
     folder.mkdir()
-    lock = directory.Lock(folder / directory.SIDECAR_LOCK)
+    lock = directory.FileLock(folder / directory.SIDECAR_LOCK)
     assert lock.acquire()
     shutil.rmtree(folder)
-    assert not lock.is_ours()
+    assert not lock.ensure_held()
     folder.mkdir()
-    assert lock.is_ours()
+    assert lock.ensure_held()
     shutil.rmtree(folder)
     folder.mkdir()
     with another_process(holding(folder / directory.SIDECAR_LOCK)):
-        assert not lock.is_ours()
-    assert lock.is_ours()
+        assert not lock.ensure_held()
+    assert lock.ensure_held()
 
 
 # ── the dead ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_dead_server_is_found_once(shm: Path) -> None:
-    mine, dead = directory.new_server_folder(shm), dead_server(shm)
+    mine, dead = directory.create_server_folder(shm), dead_server(shm)
     with contextlib.ExitStack() as stack:
 
         def find() -> Any:
-            return list(directory.dead_servers(mine)) or None
+            return list(directory.claim_dead_servers(mine)) or None
 
         stack.enter_context(another_process(find))
-        assert [] == list(directory.dead_servers(mine))
-    ((found, lock),) = directory.dead_servers(mine)
+        assert [] == list(directory.claim_dead_servers(mine))
+    ((found, lock),) = directory.claim_dead_servers(mine)
     assert found == dead
     lock.release()
 
 
 def test_a_living_server_or_one_that_is_being_started_is_not_taken_for_dead(shm: Path) -> None:
-    mine, living, owned, new, being_made = (directory.new_server_folder(shm) for _ in range(5))
+    mine, living, owned, new, being_made = (directory.create_server_folder(shm) for _ in range(5))
     dead_with_owner = dead_server(shm)
     (being_made / "1-a.requests").write_bytes(bytes(4096))  # neither locked nor written yet
     with (
@@ -217,24 +219,24 @@ def test_a_living_server_or_one_that_is_being_started_is_not_taken_for_dead(shm:
         another_process(holding(owned / directory.OWNER_LOCK)),
         another_process(holding(dead_with_owner / directory.OWNER_LOCK)),
     ):
-        assert [] == list(directory.dead_servers(mine))
+        assert [] == list(directory.claim_dead_servers(mine))
         assert new.exists()
 
 
 def test_a_dead_server_whose_own_sidecar_is_on_its_way_is_left_to_it(shm: Path) -> None:
-    mine, dead = directory.new_server_folder(shm), dead_server(shm)
-    assert directory.claim(dead)
-    assert [] == list(directory.dead_servers(mine))
-    long_ago = time.time() - directory.PATIENCE_S - 1
-    os.utime(dead / directory.STARTING, (long_ago, long_ago))
-    assert [dead] == [folder for folder, _ in directory.dead_servers(mine)]
+    mine, dead = directory.create_server_folder(shm), dead_server(shm)
+    assert directory.claim_sidecar_start(dead)
+    assert [] == list(directory.claim_dead_servers(mine))
+    long_ago = time.time() - directory.START_TIMEOUT_S - 1
+    os.utime(dead / directory.STARTING_FILE, (long_ago, long_ago))
+    assert [dead] == [folder for folder, _ in directory.claim_dead_servers(mine)]
 
 
 def test_an_empty_folder_is_abandoned_after_an_hour(shm: Path) -> None:
-    mine, empty = directory.new_server_folder(shm), directory.new_server_folder(shm)
-    assert [] == list(directory.dead_servers(mine))
+    mine, empty = directory.create_server_folder(shm), directory.create_server_folder(shm)
+    assert [] == list(directory.claim_dead_servers(mine))
     os.utime(empty, (1, 1))
-    assert [empty] == [folder for folder, _ in directory.dead_servers(mine)]
+    assert [empty] == [folder for folder, _ in directory.claim_dead_servers(mine)]
 
 
 def test_beside_a_named_folder_nobody_is_dead(shm: Path) -> None:
@@ -242,8 +244,8 @@ def test_beside_a_named_folder_nobody_is_dead(shm: Path) -> None:
     beside.mkdir()
     (beside / "hosts").write_text("kept")
     os.utime(beside, (1, 1))
-    for named in (directory.rings_folder(shm / "rings"), directory.rings_folder(shm)):
-        assert [] == list(directory.dead_servers(named))
+    for named in (directory.resolve_rings_folder(shm / "rings"), directory.resolve_rings_folder(shm)):
+        assert [] == list(directory.claim_dead_servers(named))
     assert [beside / "hosts"] == list(beside.iterdir())
 
 
@@ -251,32 +253,38 @@ def test_beside_a_named_folder_nobody_is_dead(shm: Path) -> None:
 
 
 def test_what_is_removed_is_ours_by_name_and_nothing_else(shm: Path) -> None:
-    named = directory.rings_folder(shm / "rings")
-    ours = ["1-a.requests", "1-a-1.steps", directory.OWNER_LOCK, directory.SIDECAR_LOCK, directory.INSTANCE]
+    named = directory.resolve_rings_folder(shm / "rings")
+    ours = [
+        "1-a.requests",
+        "1-a-1.steps",
+        directory.OWNER_LOCK,
+        directory.SIDECAR_LOCK,
+        directory.INSTANCE_FILE,
+    ]
     theirs = ["model.bin", "notes.txt", "other.lock"]
     for name in (*ours, *theirs):
         (named / name).touch()
-    directory.remove(named)
+    directory.remove_server_folder(named)
     assert sorted(theirs) == sorted(path.name for path in named.iterdir())
 
 
 def test_a_named_folder_stays_and_one_of_ours_goes(shm: Path) -> None:
-    named, made = directory.rings_folder(shm / "rings"), directory.new_server_folder(shm)
+    named, made = directory.resolve_rings_folder(shm / "rings"), directory.create_server_folder(shm)
     for folder in (named, made):
         (folder / directory.SIDECAR_LOCK).touch()
-        directory.remove(folder)
+        directory.remove_server_folder(folder)
     assert named.exists()
     assert not made.exists()
-    directory.remove(made)  # a second time is nothing
+    directory.remove_server_folder(made)  # a second time is nothing
 
 
 def test_nothing_is_removed_where_a_writer_lives(shm: Path) -> None:
     folder = dead_server(shm)
     with another_process(writing(folder, "2-b")):
         before = sorted(folder.iterdir())
-        directory.remove(folder)
+        directory.remove_server_folder(folder)
         assert before == sorted(folder.iterdir())
-    directory.remove(folder)
+    directory.remove_server_folder(folder)
     assert not folder.exists()
 
 
@@ -289,13 +297,13 @@ def test_a_ring_is_written_when_its_header_says_so(shm: Path) -> None:
 
 
 def test_one_process_starts_the_sidecar_until_it_is_there_or_late(shm: Path) -> None:
-    assert directory.claim(shm)
-    assert not directory.claim(shm)
-    os.utime(shm / directory.STARTING, (1, 1))
-    assert directory.claim(shm)
-    assert not directory.claim(shm)
-    (shm / directory.STARTING).unlink()  # as the sidecar does
-    assert directory.claim(shm)
+    assert directory.claim_sidecar_start(shm)
+    assert not directory.claim_sidecar_start(shm)
+    os.utime(shm / directory.STARTING_FILE, (1, 1))
+    assert directory.claim_sidecar_start(shm)
+    assert not directory.claim_sidecar_start(shm)
+    (shm / directory.STARTING_FILE).unlink()  # as the sidecar does
+    assert directory.claim_sidecar_start(shm)
 
 
 def test_where_a_sidecar_is_at_work_is_found_from_the_folder_itself_and_from_those_around_it(
@@ -311,14 +319,16 @@ def test_where_a_sidecar_is_at_work_is_found_from_the_folder_itself_and_from_tho
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        directory.Lock(mine / directory.SIDECAR_LOCK).acquire()
+        directory.FileLock(mine / directory.SIDECAR_LOCK).acquire()
         os.write(writer, b"1")
         signal.pause()
     try:
         os.read(reader, 1)
-        assert [directory.served(folder) for folder in (mine, user, tmp_path)] == [[mine]] * 3
-        assert directory.served(idle) == directory.served(tmp_path / "nowhere") == []
-        assert directory.writers(mine) == [12, 13]
+        assert [directory.find_served_folders(folder) for folder in (mine, user, tmp_path)] == [[mine]] * 3
+        assert (
+            directory.find_served_folders(idle) == directory.find_served_folders(tmp_path / "nowhere") == []
+        )
+        assert directory.list_writer_pids(mine) == [12, 13]
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -333,9 +343,9 @@ def test_whoever_has_no_more_descriptors_takes_nobody_for_dead_and_starts_nobody
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse)
         assert directory.is_held(shm / directory.SIDECAR_LOCK)
-        assert not directory.claim(shm)
+        assert not directory.claim_sidecar_start(shm)
     assert not directory.is_held(shm / directory.SIDECAR_LOCK)
-    assert directory.claim(shm)
+    assert directory.claim_sidecar_start(shm)
 
 
 def test_where_everybody_may_make_folders_only_ones_own_are_served(
@@ -352,5 +362,5 @@ def test_where_everybody_may_make_folders_only_ones_own_are_served(
         another_process(holding(open_to_all / directory.SIDECAR_LOCK)),
         another_process(holding(elsewhere / directory.SIDECAR_LOCK)),
     ):
-        assert directory.served(shm) == [elsewhere, own]
-        assert open_to_all in directory.served(open_to_all)  # whoever names it trusts it
+        assert directory.find_served_folders(shm) == [elsewhere, own]
+        assert open_to_all in directory.find_served_folders(open_to_all)  # whoever names it trusts it

@@ -13,14 +13,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.reader import HOLE_WAKES, NotARing, RequestReader
+from otel_infer.ringbuffer.reader import HOLE_WAKES, InvalidRing, RequestReader
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import MAX_TOTAL_BYTES, FileArena, MemoryArena, RequestWriter, RingRefused
+from otel_infer.ringbuffer.writer import (
+    MAX_TOTAL_BYTES,
+    FileArena,
+    MemoryArena,
+    RequestWriter,
+    RingUnavailable,
+)
 
-SMALL = layout.Sizes(cells=64, live_slots=8, strings=16, step_cells=64)
+SMALL = layout.RingSizes(cells=64, live_slots=8, strings=16, step_cells=64)
 
 
-def make(sizes: layout.Sizes = SMALL) -> tuple[RequestWriter, mmap.mmap]:
+def make(sizes: layout.RingSizes = SMALL) -> tuple[RequestWriter, mmap.mmap]:
     writer = RequestWriter(MemoryArena(), "test", "server", sizes)
     return writer, writer.memory
 
@@ -33,7 +39,7 @@ def arrival(number: int, name: str = "POST /v1/chat/completions", flags: int = 1
 
 
 def read(reader: RequestReader, final: bool = True) -> list[Any]:
-    return [said.fact for said in reader.poll(0, final)]
+    return [said.event for said in reader.poll(0, final)]
 
 
 instants = st.integers(0, 2**60)
@@ -63,12 +69,12 @@ def test_facts_come_back_in_order_and_what_is_missing_is_counted(
     reader = RequestReader(memory, 1)
     got: list[Any] = []
     for fact, handle, poll in history:
-        writer.state(handle, fact)
+        writer.write_event(handle, fact)
         if poll:
             got += list(reader.poll(0))
     got += list(reader.poll(0, final=True))
     sent = [(handle, fact) for fact, handle, _ in history]
-    kept = [(said.handle, said.fact) for said in got if not isinstance(said.fact, events.FactsLost)]
+    kept = [(said.handle, said.event) for said in got if not isinstance(said.event, events.EventsLost)]
     rest = iter(sent)
     assert all(any(fact == candidate for candidate in rest) for fact in kept)  # a subsequence
     if reader.lost == 0 and reader.torn == 0:
@@ -81,7 +87,7 @@ def test_facts_come_back_in_order_and_what_is_missing_is_counted(
 def test_a_cell_whose_ends_disagree_is_torn_not_read(cell: int, byte: int, change: int) -> None:
     writer, memory = make()
     for i in range(40):
-        writer.state(i, events.RequestReceived(i))
+        writer.write_event(i, events.RequestReceived(i))
     offset = layout.PAGE + cell * 64 + byte
     memory[offset] ^= change
     reader = RequestReader(memory, 1)
@@ -94,9 +100,9 @@ def test_a_cell_whose_ends_disagree_is_torn_not_read(cell: int, byte: int, chang
 def test_a_cell_that_was_reserved_and_not_written_is_waited_for_and_then_counted() -> None:
     writer, memory = make()
     reader = RequestReader(memory, 1)
-    writer.state(1, events.RequestReceived(1))
+    writer.write_event(1, events.RequestReceived(1))
     writer._next_cell()  # a thread that was stopped between reserving and writing
-    writer.state(1, events.RequestReceived(3))
+    writer.write_event(1, events.RequestReceived(3))
     seen: list[Any] = []
     polls = 0
     while len(seen) < 2:
@@ -111,9 +117,9 @@ def test_a_late_write_into_a_reserved_cell_is_not_lost() -> None:
     writer, memory = make()
     reader = RequestReader(memory, 1)
     cell = writer._next_cell()
-    writer.state(1, events.RequestReceived(2))
+    writer.write_event(1, events.RequestReceived(2))
     assert read(reader, final=False) == [] and read(reader, final=False) == []
-    body = events.BY_FACT[events.RequestReceived].packed.pack(1)
+    body = events.LAYOUT_BY_EVENT[events.RequestReceived].packed.pack(1)
     layout.CELL.pack_into(memory, layout.PAGE + cell * 64, cell + 1, 4, 0, 1, 1, body, cell + 1)
     got = read(reader, final=False) + read(reader, final=False)
     assert [fact.at for fact in got] == [1, 2]
@@ -123,20 +129,20 @@ def test_an_overwritten_ring_says_how_many_facts_were_lost() -> None:
     writer, memory = make()
     reader = RequestReader(memory, 1)
     for i in range(200):
-        writer.state(1, events.RequestReceived(i))
+        writer.write_event(1, events.RequestReceived(i))
     got = read(reader)
-    lost = [fact for fact in got if isinstance(fact, events.FactsLost)]
+    lost = [fact for fact in got if isinstance(fact, events.EventsLost)]
     assert lost[0].lost + len(got) - 1 == 200
 
 
 def test_a_reader_that_starts_late_finds_requests_in_flight_in_the_live_table() -> None:
     writer, memory = make()
-    first = writer.open(arrival(7))
-    second = writer.open(arrival(8))
+    first = writer.open_request(arrival(7))
+    second = writer.open_request(arrival(8))
     for i in range(200):
-        writer.state(second, events.RequestReceived(i))
-    writer.close(second, events.RequestEnded(9, events.OK, "", 200, 0, 0, 0))
-    live = dict(RequestReader(memory, 1).live())
+        writer.write_event(second, events.RequestReceived(i))
+    writer.close_request(second, events.RequestEnded(9, events.OK, "", 200, 0, 0, 0))
+    live = dict(RequestReader(memory, 1).read_live_requests())
     assert list(live) == [first]
     assert live[first].trace_id == (7).to_bytes(16, "big")
 
@@ -149,22 +155,22 @@ def test_an_arrival_of_which_only_the_name_is_known_comes_back_as_it_was(said: t
     writer, memory = make()
     *known, name = said
     arrived = events.RequestArrived(*known, "", "", "", name)
-    handle = writer.open(arrived)
+    handle = writer.open_request(arrived)
     reader = RequestReader(memory, 1)
     assert read(reader) == [arrived]
-    assert [(handle, events.LiveRecovered(*known[:5], known[6]))] == list(reader.live())
+    assert [(handle, events.LiveRecovered(*known[:5], known[6]))] == list(reader.read_live_requests())
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("asked", [None, *events.HTTP])
+@pytest.mark.parametrize("asked", [None, *events.HTTP_CODES])
 def test_the_end_of_an_exchange_is_read_as_the_facts_it_stands_for(
     asked: tuple[str, str] | None, whole: bool
 ) -> None:
     writer, memory = make()
     ended = events.RequestEnded(90, events.ERROR, "E", 500, 3, 40, 5)
-    http = (events.HTTP[asked] if asked else 0) + (events.WHOLE if whole else 0)
+    http = (events.HTTP_CODES[asked] if asked else 0) + (events.SINGLE_CHUNK if whole else 0)
     route = "/a/{b}" if asked else ""
-    writer.state(7, events.ExchangeEnded(*ended, route, http))
+    writer.write_event(7, events.ExchangeEnded(*ended, route, http))
     expected: list[Any] = [events.ResponseStarted(50)] if whole else []
     expected += [events.HttpDescribed(90, *asked, route)] if asked else []
     assert read(RequestReader(memory, 1)) == [*expected, ended]
@@ -174,51 +180,51 @@ def test_a_slot_that_is_used_again_has_another_handle() -> None:
     writer, _ = make()
     handles = set()
     for i in range(64):
-        handle = writer.open(arrival(i + 1))
-        writer.close(handle, events.RequestEnded(9, events.OK, "", 200, 0, 0, 0))
+        handle = writer.open_request(arrival(i + 1))
+        writer.close_request(handle, events.RequestEnded(9, events.OK, "", 200, 0, 0, 0))
         handles.add(handle)
     assert len(handles) == 64
 
 
 def test_closing_twice_gives_the_slot_back_once() -> None:
     writer, memory = make()
-    handle = writer.open(arrival(1))
+    handle = writer.open_request(arrival(1))
     ended = events.RequestEnded(9, events.OK, "", 200, 0, 0, 0)
-    writer.close(handle, ended)
-    writer.close(handle, ended)
-    opened = [writer.open(arrival(i + 2)) for i in range(8)]
+    writer.close_request(handle, ended)
+    writer.close_request(handle, ended)
+    opened = [writer.open_request(arrival(i + 2)) for i in range(8)]
     assert len(set(opened)) == 8 and 0 not in opened
 
 
 def test_a_full_live_table_is_counted_and_says_nothing_against_those_that_are_in_it() -> None:
     writer, memory = make()
-    handles = [writer.open(arrival(i + 1)) for i in range(9)]
+    handles = [writer.open_request(arrival(i + 1)) for i in range(9)]
     assert handles[8] == 0
     assert writer.words[layout.W_UNRECORDED] == 1
-    assert [f.lost for f in read(RequestReader(memory, 1)) if isinstance(f, events.FactsLost)] == []
+    assert [f.lost for f in read(RequestReader(memory, 1)) if isinstance(f, events.EventsLost)] == []
 
 
 @pytest.mark.parametrize("final", [True, False])
 def test_a_hole_is_said_before_what_came_after_it_whenever_that_is_read(final: bool) -> None:
     writer, memory = make()
     reader = RequestReader(memory, 1)
-    writer.state(1, events.TokenReached(1))
+    writer.write_event(1, events.TokenReached(1))
     assert list(reader.poll(2)) == []
     assert len(list(reader.poll(3))) == 1
     for at in range(2, 200):
-        writer.state(1, events.TokenReached(at))
+        writer.write_event(1, events.TokenReached(at))
     said = [list(reader.poll(10_000 + poll, final=final)) for poll in range(1 if final else 2)]
     assert said[:-1] == ([] if final else [[]])  # what is complete is taken a poll later
-    lost, *after = [one.fact for one in said[-1]]
-    assert isinstance(lost, events.FactsLost) and lost.lost > 0
+    lost, *after = [one.event for one in said[-1]]
+    assert isinstance(lost, events.EventsLost) and lost.lost > 0
     assert 1 < lost.at == after[0].at < 200
-    assert not any(isinstance(fact, events.FactsLost) for fact in after)
+    assert not any(isinstance(fact, events.EventsLost) for fact in after)
 
 
 def test_a_full_string_table_says_other_and_loses_no_fact() -> None:
     writer, memory = make()
     for i in range(40):
-        writer.state(1, events.StageEnded(i, 0, f"stage {i}", 0))
+        writer.write_event(1, events.StageEnded(i, 0, f"stage {i}", 0))
     said = read(RequestReader(memory, 1))
     stages = [f.stage for f in said if isinstance(f, events.StageEnded)]
     assert stages[:3] == ["stage 0", "stage 1", "stage 2"]
@@ -229,11 +235,11 @@ def test_a_full_string_table_says_other_and_loses_no_fact() -> None:
 @pytest.mark.parametrize("gil", [True, False], ids=["with a GIL", "without one"])
 def test_threads_that_state_facts_at_once_lose_none(gil: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: gil, raising=False)
-    writer, memory = make(layout.Sizes())
+    writer, memory = make(layout.RingSizes())
 
     def state(thread: int) -> None:
         for i in range(1000):
-            writer.state(thread, events.StageEnded(i, thread, "s", i))
+            writer.write_event(thread, events.StageEnded(i, thread, "s", i))
 
     threads = [threading.Thread(target=state, args=(n,)) for n in range(4)]
     [thread.start() for thread in threads]
@@ -242,13 +248,13 @@ def test_threads_that_state_facts_at_once_lose_none(gil: bool, monkeypatch: pyte
     got = list(reader.poll(0, final=True))
     assert reader.lost == reader.torn == 0
     for n in range(4):
-        assert [said.fact.items for said in got if said.handle == n] == list(range(1000))
+        assert [said.event.items for said in got if said.handle == n] == list(range(1000))
 
 
 def test_a_ring_of_another_layout_is_refused_by_name() -> None:
     writer, memory = make()
     writer.words[layout.W_VERSION] = 99
-    with pytest.raises(NotARing, match="layout version 99"):
+    with pytest.raises(InvalidRing, match="layout version 99"):
         RequestReader(memory, 1)
 
 
@@ -259,20 +265,20 @@ def test_ring_files_are_private_locked_and_sized_before_they_are_mapped(tmp_path
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.stat().st_size == len(writer.memory)
     assert path.stat().st_blocks * 512 >= len(writer.memory)
-    with pytest.raises(RingRefused, match="File exists"):
+    with pytest.raises(RingUnavailable, match="File exists"):
         RequestWriter(arena, "one", "server")
     arena.close()
 
 
 def test_a_directory_that_cannot_be_written_is_refused_with_its_name(tmp_path: Any) -> None:
-    with pytest.raises(RingRefused, match="nowhere"):
+    with pytest.raises(RingUnavailable, match="nowhere"):
         RequestWriter(FileArena(tmp_path / "nowhere"), "one", "server")
 
 
 def test_rings_together_stay_below_16_mib(tmp_path: Any) -> None:
     arena = FileArena(tmp_path)
     made = 0
-    with pytest.raises(RingRefused, match="are used up"):
+    with pytest.raises(RingUnavailable, match="are used up"):
         for i in range(200):
             StepWriter(arena, str(i), "toy")
             made += 1

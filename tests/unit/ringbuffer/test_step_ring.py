@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer.ringbuffer import batch_writer, events, layout
-from otel_infer.ringbuffer.batch_writer import LOOK_NS, Handles, StepLog
+from otel_infer.ringbuffer.batch_writer import KEYFRAME_CHECK_NS, BatchWriter, HandleTable
 from otel_infer.ringbuffer.step_reader import StepReader
 from otel_infer.ringbuffer.step_writer import StepWriter
 from otel_infer.ringbuffer.writer import MemoryArena
 
 
-def make_log(halvings: int = 0) -> tuple[StepLog, Handles, mmap.mmap]:
-    sizes = layout.Sizes().shrunk(halvings)
-    writer, handles = StepWriter(MemoryArena(), "test", "toy", sizes), Handles()
-    return StepLog(writer, handles), handles, writer.memory
+def make_log(halvings: int = 0) -> tuple[BatchWriter, HandleTable, mmap.mmap]:
+    sizes = layout.RingSizes().scale_down(halvings)
+    writer, handles = StepWriter(MemoryArena(), "test", "toy", sizes), HandleTable()
+    return BatchWriter(writer, handles), handles, writer.memory
 
 
 class Replayed:
@@ -81,7 +81,7 @@ def test_every_batch_that_is_read_is_the_batch_that_was_run(history: list[Any], 
         for _ in range(join):
             born += 1
             running.append(f"r{born}")
-            handles.bind(running[-1], born)
+            handles.bind_handle(running[-1], born)
         out = {running[i] for i in sit_out if i < len(running)}
         batch = [key for key in running if key not in out]
         if swap and len(batch) > 1:
@@ -90,11 +90,11 @@ def test_every_batch_that_is_read_is_the_batch_that_was_run(history: list[Any], 
         others = {i: n for i, n in enumerate(numbers) if n != 1}
         several = [(batch[i], n) for i, n in others.items()] if how == "a few said" else []
         tokens = struct.pack(f"<{len(numbers)}I", *numbers) if how == "a column" else b""
-        step = log.scheduled(batch, left, tokens, several=[*several, *[("nobody", 2)] * bool(several)])
+        step = log.write_scheduled(batch, left, tokens, several=[*several, *[("nobody", 2)] * bool(several)])
         if several:
-            log.done_except(step, others.items())
+            log.write_done_except(step, others.items())
         else:
-            log.done(step, tokens, len(batch))
+            log.write_done(step, tokens, len(batch))
         truth[step] = [int(key[1:]) for key in batch]
         columns[step] = others
         batch.clear()  # it is the engine's, who goes on with it
@@ -102,9 +102,9 @@ def test_every_batch_that_is_read_is_the_batch_that_was_run(history: list[Any], 
             reader, seen = StepReader(memory, 1), Replayed()
         if poll:
             for said in reader.poll(0):
-                seen.feed(said.fact)
+                seen.feed(said.event)
     for said in reader.poll(0, final=True):
-        seen.feed(said.fact)
+        seen.feed(said.event)
     for step, members in seen.batches.items():
         assert members == truth[step]
         assert seen.tokens[step] == columns[step]
@@ -117,25 +117,25 @@ def test_every_batch_that_is_read_is_the_batch_that_was_run(history: list[Any], 
 def test_a_reader_that_was_lapped_goes_on_at_a_keyframe(before: int, during: int, seed: int) -> None:
     log, handles, memory = make_log(7)  # 128 cells
     for i in range(40):
-        handles.bind(i, i + 1)
+        handles.bind_handle(i, i + 1)
     reader, seen = StepReader(memory, 1), Replayed()
 
     def run(steps: int) -> None:
         for k in range(steps):
             members = list(range((seed >> (k % 8)) % 7, 20 + k % 5))
-            log.done(log.scheduled(members))
+            log.write_done(log.write_scheduled(members))
 
     run(before)
     for _ in range(2):
         for said in reader.poll(0):
-            seen.feed(said.fact)
+            seen.feed(said.event)
     run(during)
     for _ in range(3):
         for said in reader.poll(0):
-            seen.feed(said.fact)
+            seen.feed(said.event)
     run(3)
     for said in reader.poll(0, final=True):
-        seen.feed(said.fact)
+        seen.feed(said.event)
     last = max(seen.batches)
     assert last == before + during + 3
     if during * 2 > 128:
@@ -146,34 +146,34 @@ def test_a_reader_that_was_lapped_goes_on_at_a_keyframe(before: int, during: int
 @given(st.integers(0, 127), st.integers(0, 63), st.integers(0, 255))
 def test_a_torn_record_is_never_taken_for_a_whole_one(cell: int, byte: int, value: int) -> None:
     log, handles, memory = make_log(7)
-    handles.bind("a", 7)
+    handles.bind_handle("a", 7)
     reader = StepReader(memory, 1)
     for _ in range(10):
-        log.done(log.scheduled(["a"]))
+        log.write_done(log.write_scheduled(["a"]))
     offset = layout.PAGE + cell * 64 + byte
     at_an_end = byte < 8 or byte >= 56
     memory[offset] = value
-    steps = [said.fact.step for said in reader.poll(0, final=True) if hasattr(said.fact, "step")]
-    if at_an_end or cell >= log._writer.cell:
+    steps = [said.event.step for said in reader.poll(0, final=True) if hasattr(said.event, "step")]
+    if at_an_end or cell >= log._writer.cells_written:
         assert steps == sorted(steps) and len(steps) <= 20
 
 
 def test_a_record_of_a_step_that_is_still_being_written_is_left_alone() -> None:
     log, handles, memory = make_log()
     reader = StepReader(memory, 1)
-    log.scheduled(["a"])
+    log.write_scheduled(["a"])
     end = layout.PAGE + 128 - 8
     whole = memory[end : end + 8]
     memory[end : end + 8] = bytes(8)
     assert list(reader.poll(0, final=True)) == []
     memory[end : end + 8] = whole
-    assert [type(said.fact) for said in reader.poll(0, final=True)] == [events.StepScheduled]
+    assert [type(said.event) for said in reader.poll(0, final=True)] == [events.StepScheduled]
 
 
 def test_what_was_not_complete_at_the_previous_wake_is_not_taken_yet() -> None:
     log, _, memory = make_log()
     reader = StepReader(memory, 1)
-    log.scheduled(["a"])
+    log.write_scheduled(["a"])
     assert list(reader.poll(0)) == []
     assert len(list(reader.poll(0))) == 1
 
@@ -183,8 +183,8 @@ def test_an_unchanged_batch_is_a_change_of_nothing_and_a_keyframe_comes_every_25
     reader = StepReader(memory, 1)
     members = ["a", "b"]
     for _ in range(600):
-        log.scheduled(members)
-    said = [s.fact for s in reader.poll(0, final=True)]
+        log.write_scheduled(members)
+    said = [s.event for s in reader.poll(0, final=True)]
     keyframes = [fact.step for fact in said if fact.keyframe]
     assert keyframes[:3] == [1, 257, 513]
     assert all(not fact.joined for fact in said if not fact.keyframe)
@@ -193,26 +193,28 @@ def test_an_unchanged_batch_is_a_change_of_nothing_and_a_keyframe_comes_every_25
 def test_a_reader_that_asks_gets_a_keyframe_within_the_time_that_it_takes_to_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    instants = iter((0, 1, LOOK_NS - 1, LOOK_NS, LOOK_NS + 1, 2 * LOOK_NS))
+    instants = iter(
+        (0, 1, KEYFRAME_CHECK_NS - 1, KEYFRAME_CHECK_NS, KEYFRAME_CHECK_NS + 1, 2 * KEYFRAME_CHECK_NS)
+    )
     monkeypatch.setattr(batch_writer, "_now", instants.__next__)
     log, _, memory = make_log()
     StepReader(memory, 2)
     reader = StepReader(memory, 1)
-    log.scheduled(["a"])
-    reader.ask_for_keyframe()
+    log.write_scheduled(["a"])
+    reader.request_keyframe()
     for _ in range(5):
-        log.scheduled(["a"])
-    assert [s.fact.keyframe for s in reader.poll(0, final=True)] == [True, False, False, True, False, False]
+        log.write_scheduled(["a"])
+    assert [s.event.keyframe for s in reader.poll(0, final=True)] == [True, False, False, True, False, False]
 
 
 def test_a_swap_at_equal_count_is_seen() -> None:
     log, handles, memory = make_log()
     for i, key in enumerate("abc"):
-        handles.bind(key, i + 1)
+        handles.bind_handle(key, i + 1)
     reader, seen = StepReader(memory, 1), Replayed()
-    log.scheduled(["a", "b"])
-    log.scheduled(["a", "c"])
-    log.scheduled(["c", "a"])
+    log.write_scheduled(["a", "b"])
+    log.write_scheduled(["a", "c"])
+    log.write_scheduled(["c", "a"])
     for said in reader.poll(0, final=True):
-        seen.feed(said.fact)
+        seen.feed(said.event)
     assert list(seen.batches.values()) == [[1, 2], [1, 3], [3, 1]]

@@ -18,12 +18,12 @@ from otel_infer.config.environment import Config
 from otel_infer.export.sampling import tail_sampler
 from otel_infer.ringbuffer import directory, events
 from otel_infer.ringbuffer.events import Value
-from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.writer import FileArena, RequestWriter
-from otel_infer.sidecar.crash_recovery import Recovery
-from otel_infer.sidecar.main import _recovery
+from otel_infer.sidecar.crash_recovery import CrashRecovery
+from otel_infer.sidecar.main import _make_recovery
 from otel_infer.sidecar.pipeline import Pipeline
-from otel_infer.sidecar.service_resource import Service
+from otel_infer.sidecar.service_resource import ServiceResource
 
 OURS = {semconv.SERVICE_NAME: "embeddings", semconv.SERVICE_INSTANCE_ID: "ours", "host.name": "here"}
 
@@ -36,10 +36,10 @@ class Told:
     def __init__(self, resource: dict[str, Value], broken: bool = False) -> None:
         self.resource, self.broken, self.errors = resource, broken, list[str]()
 
-    def request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
+    def export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
         self.errors.append(record.error_type)
 
-    def start(self, record: StartRecord) -> None:
+    def export_start(self, record: StartRecord) -> None:
         """Nobody asks for it."""
 
     def flush(self, now: int) -> None:
@@ -50,18 +50,18 @@ class Told:
 @pytest.fixture
 def servers() -> Iterator[Path]:
     base = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="test-recovery-"))
-    yield directory.private_folder(base / f"otel_infer-{os.getuid()}")
+    yield directory.ensure_private_folder(base / f"otel_infer-{os.getuid()}")
     shutil.rmtree(base)
 
 
 def left_behind(servers: Path, folder: str, **said: str) -> str:
     """A server that died with a request in flight; the id of its instance."""
-    dead = directory.private_folder(servers / folder)
-    service = Service(dead, said)
-    service.remember()
+    dead = directory.ensure_private_folder(servers / folder)
+    service = ServiceResource(dead, said)
+    service.save()
     arena = FileArena(dead)
-    at, wall = _clock.wall_pair()
-    RequestWriter(arena, "1-a", "server").open(
+    at, wall = _clock.read_clocks()
+    RequestWriter(arena, "1-a", "server").open_request(
         events.RequestArrived(at, wall, bytes([1] * 16), bytes([2] * 8), bytes(8), bytes(8), 1, "chat", "toy", "m", "n")
     )  # fmt: skip
     arena.close()
@@ -71,11 +71,11 @@ def left_behind(servers: Path, folder: str, **said: str) -> str:
 def recovered(servers: Path, broken: bool = False) -> list[Told]:
     told: list[Told] = []
 
-    def pipeline(resource: dict[str, Value], rings: Rings) -> Pipeline:
+    def pipeline(resource: dict[str, Value], rings: MergedReader) -> Pipeline:
         told.append(Told(resource, broken))
         return Pipeline(Config(), rings, [told[-1]], None, resource, None, 0)
 
-    Recovery(directory.private_folder(servers / "ours"), OURS, pipeline).run()
+    CrashRecovery(directory.ensure_private_folder(servers / "ours"), OURS, pipeline).run()
     return told
 
 
@@ -106,5 +106,5 @@ def test_one_that_cannot_be_told_costs_no_other(servers: Path) -> None:
 
 def test_a_server_that_sends_nothing_leaves_the_dead_to_one_that_does(servers: Path) -> None:
     resource: dict[str, Any] = dict(OURS)
-    assert _recovery(servers / "ours", Config(), resource) is None
-    assert _recovery(servers / "ours", Config(endpoint="http://localhost:4318"), resource) is not None
+    assert _make_recovery(servers / "ours", Config(), resource) is None
+    assert _make_recovery(servers / "ours", Config(endpoint="http://localhost:4318"), resource) is not None

@@ -11,22 +11,22 @@ import pytest
 
 from otel_infer.config.environment import Config
 from otel_infer.ringbuffer.arena import MemoryArena
-from otel_infer.sidecar.in_process import InProcess
+from otel_infer.sidecar.in_process import InProcessReader
 
 
 def test_only_who_has_the_turn_works_on_sinks_and_others_wait_while_it_is_sent() -> None:
-    reader = InProcess(Config(), MemoryArena(), None, {})
+    reader = InProcessReader(Config(), MemoryArena(), None, {})
     seen: dict[str, bool] = {}
 
     class Watched:
         def __getattr__(self, name: str) -> Any:
             def called(*args: Any) -> bool:
-                seen[name] = reader._turn.locked()
+                seen[name] = reader._cycle_lock.locked()
                 return True
 
             return called
 
-    reader._made = Watched()  # type: ignore[assignment]
+    reader._built_pipeline = Watched()  # type: ignore[assignment]
     assert reader.flush(1.0)
     assert seen == {"wake": True, "settle": True, "flush": True, "is_sent": False}
 
@@ -34,16 +34,16 @@ def test_only_who_has_the_turn_works_on_sinks_and_others_wait_while_it_is_sent()
 def test_a_reader_that_cannot_be_made_any_more_at_the_end_of_a_program_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    reader = InProcess(Config(), MemoryArena(), None, {})
+    reader = InProcessReader(Config(), MemoryArena(), None, {})
 
     def late() -> Any:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    reader._make = late  # type: ignore[method-assign]
+    reader._build_pipeline = late  # type: ignore[method-assign]
     reader.run()
     reader.close()
-    other = InProcess(Config(), MemoryArena(), None, {})
-    other._make = late  # type: ignore[method-assign]
+    other = InProcessReader(Config(), MemoryArena(), None, {})
+    other._build_pipeline = late  # type: ignore[method-assign]
     other.close()
     assert caplog.text.count("nothing is exported any more") == 2
 

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from otel_infer.sidecar.malloc import EVERY_NS, Heap
+from otel_infer.sidecar.malloc import TRIM_INTERVAL_NS, MallocTrimmer
 
 
 def test_it_is_asked_for_once_in_a_while() -> None:
     asked: list[int] = []
-    heap = Heap(asked.append)
-    for now in (1, 2, EVERY_NS, EVERY_NS + 1, EVERY_NS + 2, 3 * EVERY_NS):
-        heap.look(now)
+    heap = MallocTrimmer(asked.append)
+    for now in (1, 2, TRIM_INTERVAL_NS, TRIM_INTERVAL_NS + 1, TRIM_INTERVAL_NS + 2, 3 * TRIM_INTERVAL_NS):
+        heap.tick(now)
     assert len(asked) == 3
 
 
@@ -33,7 +33,7 @@ def test_what_lies_free_between_what_stays_is_given_back() -> None:
     blocks = [bytearray(20_000) for _ in range(4000)]  # 80 MB, in the C library's heap
     del blocks[::2]
     before = held()
-    Heap().look(1)
+    MallocTrimmer().tick(1)
     assert before - held() > 20_000_000
     assert len(blocks) == 2000
 
@@ -41,7 +41,7 @@ def test_what_lies_free_between_what_stays_is_given_back() -> None:
 SMALL_ARRAYS = """
 import ctypes, random, sys
 import numpy as np
-from otel_infer.sidecar.malloc import take_small_blocks
+from otel_infer.sidecar.malloc import fill_numpy_cache
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks used".split()]
@@ -50,7 +50,7 @@ class Info(ctypes.Structure):
 held = ctypes.CDLL(None).mallinfo2
 held.restype = Info
 if sys.argv[1:]:
-    take_small_blocks()
+    fill_numpy_cache()
 draw, before = random.Random(1), held().used
 for _ in range(3000):
     arrays = [np.empty(draw.randrange(1, 1024), np.uint8) for _ in range(draw.randrange(8))]

@@ -13,10 +13,10 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config.environment import Config
 from otel_infer.export.metrics import sender as outlets
 from otel_infer.export.sampling import tail_sampler
-from otel_infer.gpu.nvml_poller import GpuReading, Poller
+from otel_infer.gpu.nvml_poller import GpuReading, NvmlPoller
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.events import RingFact
-from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.ringbuffer.events import RecordedEvent
+from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.sidecar import pipeline as pipeline_module
 from otel_infer.sidecar.pipeline import Pipeline
 from otel_infer.sidecar.recording import file
@@ -32,12 +32,12 @@ class Taken:
     def __init__(self, bad: bytes = b"") -> None:
         self.bad, self.spans = bad, list[bytes]()
 
-    def request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
+    def export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
         if record.span_id == self.bad:
             raise ValueError
         self.spans.append(record.span_id)
 
-    def start(self, record: StartRecord) -> None:
+    def export_start(self, record: StartRecord) -> None:
         self.spans.append(record.span_id)
 
     def flush(self, now: int) -> None:
@@ -48,8 +48,8 @@ def fed(sink: Taken) -> Pipeline:
     story = Story()
     for name in "abc":
         story.ends(10, story.arrives(0, name))
-    pipeline = Pipeline(Config(), Rings(), [sink], None, {}, COUNTED, 0)
-    pipeline.assembler.feed(story.in_order())
+    pipeline = Pipeline(Config(), MergedReader(), [sink], None, {}, COUNTED, 0)
+    pipeline.assembler.feed_events(story.in_order())
     return pipeline
 
 
@@ -70,12 +70,12 @@ def test_one_request_that_cannot_be_described_costs_no_other(
         return refuse
 
     if where == "keeper":
-        monkeypatch.setattr(pipeline.keeper, "decide", refusing(pipeline.keeper.decide))
+        monkeypatch.setattr(pipeline.sampler, "make_decision", refusing(pipeline.sampler.make_decision))
     if where == "metrics":
-        monkeypatch.setattr(pipeline.metrics, "request", refusing(pipeline.metrics.request))
-    pipeline.conclude(LATER)
+        monkeypatch.setattr(pipeline.metrics, "add_request", refusing(pipeline.metrics.add_request))
+    pipeline.export_requests(LATER)
     assert {ids("a")[1], ids("c")[1]} <= set(sink.spans)
-    assert (pipeline.requests, pipeline.losses()["requests_not_described"]) == (3, 1)
+    assert (pipeline.requests, pipeline.count_losses()["requests_not_described"]) == (3, 1)
 
 
 def test_without_spans_there_is_no_exemplar_and_what_has_no_room_is_counted(
@@ -83,11 +83,11 @@ def test_without_spans_there_is_no_exemplar_and_what_has_no_room_is_counted(
 ) -> None:
     said: list[bool] = []
     for sinks in ([], [Taken()]):
-        pipeline = Pipeline(Config(), Rings(), sinks, None, {}, None, 0)  # type: ignore[arg-type]
-        said.append(pipeline.metrics._exemplars)
+        pipeline = Pipeline(Config(), MergedReader(), sinks, None, {}, None, 0)  # type: ignore[arg-type]
+        said.append(pipeline.metrics._exemplars_enabled)
     assert said == [False, True]
-    monkeypatch.setattr(Rings, "unrecorded", lambda rings: 7)
-    assert pipeline.losses()["not_recorded"] == 7
+    monkeypatch.setattr(MergedReader, "count_unrecorded", lambda rings: 7)
+    assert pipeline.count_losses()["not_recorded"] == 7
 
 
 class Sent:
@@ -112,10 +112,10 @@ def test_exemplars_name_no_span_that_a_provider_does_not_have(sender: Any, named
         story.ends(until, story.arrives(9_500, name, flags=flags))
     sink = Taken()
     settings = Config(keep_unsampled=True, gpu_metrics=False)
-    pipeline = Pipeline(settings, Rings(), [sink], sender, {}, COUNTED, 0)
-    pipeline.assembler.feed(story.in_order())
-    pipeline.conclude(LATER, final=True)
-    told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics
+    pipeline = Pipeline(settings, MergedReader(), [sink], sender, {}, COUNTED, 0)
+    pipeline.assembler.feed_events(story.in_order())
+    pipeline.export_requests(LATER, final=True)
+    told = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
     exemplars = {
         metric.name: {one.span_id for point in metric.data.data_points for one in point.exemplars}
         for metric in told
@@ -130,9 +130,9 @@ def test_metrics_are_counted_for_whoever_takes_them(outlet: Any) -> None:
     story, sink = server(), Taken()
     story.ends(12_000, story.arrives(9_500, "a"))
     story.paused(9_900, 10_000)
-    pipeline = Pipeline(Config(), Rings(), [sink], None, {}, outlet, 0)
-    pipeline.assembler.feed(story.in_order())
-    pipeline.conclude(LATER, final=True)
+    pipeline = Pipeline(Config(), MergedReader(), [sink], None, {}, outlet, 0)
+    pipeline.assembler.feed_events(story.in_order())
+    pipeline.export_requests(LATER, final=True)
     told = {
         metric.name for metric in pipeline.metrics.collect(0).resource_metrics[0].scope_metrics[0].metrics
     }
@@ -147,8 +147,8 @@ def test_deltas_that_nobody_took_are_a_loss(temporality: str, refused: int | Non
         failed = 2
 
     outlet: Any = Outlet()
-    pipeline = Pipeline(Config(temporality=temporality), Rings(), [], None, {}, outlet, 0)
-    assert pipeline.losses().get("collections_refused") == refused
+    pipeline = Pipeline(Config(temporality=temporality), MergedReader(), [], None, {}, outlet, 0)
+    assert pipeline.count_losses().get("collections_refused") == refused
 
 
 class Collected(Uncollected):
@@ -166,8 +166,8 @@ class Collected(Uncollected):
 
 def collecting(resource: dict[str, events.Value]) -> tuple[Pipeline, Collected]:
     outlet: Any = Collected()
-    rings = Rings()
-    rings.seen_any = True
+    rings = MergedReader()
+    rings.has_seen_rings = True
     return Pipeline(Config(gpu_metrics=False), rings, [], None, resource, outlet, 0), outlet
 
 
@@ -190,21 +190,21 @@ class Slow:
 def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, Slow]:
     """A pipeline whose collector is slow, and is at the first metrics that it got."""
     collector = Slow()
-    monkeypatch.setattr(outlets, "metric_exporter", lambda protocol: collector)
-    sends = outlets.MetricsOutlet("grpc")
+    monkeypatch.setattr(outlets, "make_metric_exporter", lambda protocol: collector)
+    sends = outlets.MetricsSender("grpc")
     sends.start()
-    rings = Rings()
-    rings.seen_any = True
+    rings = MergedReader()
+    rings.has_seen_rings = True
     settings = Config(gpu_metrics=False, temporality=request.param)
     pipeline = Pipeline(settings, rings, [], None, {"service.name": "chat"}, sends, 0)
     counted(pipeline, 1)
-    pipeline.wake(BASE)
+    pipeline.run_cycle(BASE)
     assert collector.began.acquire(timeout=10)
     return pipeline, collector
 
 
 def counted(pipeline: Pipeline, times: int) -> None:
-    pipeline.metrics.marks([Mark(0, 1, "allocator_oom", times)])
+    pipeline.metrics.add_marks([Mark(0, 1, "allocator_oom", times)])
 
 
 def test_a_flush_sends_what_was_counted_while_a_collector_was_at_other_metrics(
@@ -233,7 +233,7 @@ def test_whoever_flushes_again_has_no_pile_of_the_same_metrics_sent(slow: tuple[
     if pipeline.metrics.is_delta:
         # They cannot take each other's place: it is said that some are left behind.
         assert not pipeline.is_sent(10)
-        assert len(collector.sums) == 1 + outlets.MOST_WAITING
+        assert len(collector.sums) == 1 + outlets.MAX_PENDING
         assert pipeline.flush(10)
         assert sum(collector.sums) == 51
     else:
@@ -247,7 +247,7 @@ def test_the_last_metrics_are_sent_behind_those_that_are_still_being_sent(
 ) -> None:
     pipeline, collector = slow
     counted(pipeline, 2)
-    pipeline.wake(BASE + 1, final=True)
+    pipeline.run_cycle(BASE + 1, final=True)
     counted(pipeline, 4)
     threading.Timer(0.1, lambda: [collector.may_answer.release() for _ in range(3)]).start()
     pipeline.close(10)
@@ -258,7 +258,7 @@ def test_metrics_that_a_collector_does_not_take_in_time_are_left_behind_with_a_w
     slow: tuple[Pipeline, Slow], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline, collector = slow
-    monkeypatch.setattr(pipeline_module, "LAST_S", 0.0)
+    monkeypatch.setattr(pipeline_module, "FINAL_METRICS_S", 0.0)
     pipeline.close(0.0)
     assert "the last metrics were not sent" in caplog.text
     for _ in range(3):
@@ -268,7 +268,7 @@ def test_metrics_that_a_collector_does_not_take_in_time_are_left_behind_with_a_w
 def test_metrics_wait_until_it_is_known_whose_they_are() -> None:
     """Under another name they would be another server's, that a moment later is gone: an alert says so."""
     pipeline, outlet = collecting({})
-    pipeline.wake(BASE)
+    pipeline.run_cycle(BASE)
     pipeline.flush(0.0)
     assert outlet.names == []
     story = Story()
@@ -276,18 +276,18 @@ def test_metrics_wait_until_it_is_known_whose_they_are() -> None:
     story.submitted(5, a)
     story.step(10, 20, [a], {a: 4})
     story.ends(30, a)
-    pipeline.assembler.feed(story.in_order())
-    pipeline.conclude(LATER)
-    pipeline.wake(LATER)
+    pipeline.assembler.feed_events(story.in_order())
+    pipeline.export_requests(LATER)
+    pipeline.run_cycle(LATER)
     assert outlet.names == ["toy"]
 
 
 @pytest.mark.parametrize("resource", [{}, {"service.name": "chat"}])
 def test_metrics_of_whoever_has_no_engine_go_all_the_same(resource: dict[str, events.Value]) -> None:
     pipeline, outlet = collecting(resource)
-    pipeline.wake(BASE)
+    pipeline.run_cycle(BASE)
     assert outlet.names == list(resource.values())
-    pipeline.wake(BASE + 1, final=True)
+    pipeline.run_cycle(BASE + 1, final=True)
     assert outlet.names[-1] == resource.get("service.name", "unknown_service:python")
 
 
@@ -300,26 +300,26 @@ def test_a_model_that_torch_serves_is_named_and_one_that_a_caller_may_have_named
     for key, value in (("gen_ai.provider.name", provider), ("gen_ai.request.model", "bert")):
         story.state(a, events.AttributeSet(BASE, key, value))
     story.ends(30, a)
-    pipeline = Pipeline(Config(), Rings(), [], None, {}, COUNTED, 0)
-    pipeline.assembler.feed(story.in_order())
-    pipeline.conclude(LATER)
-    told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics
+    pipeline = Pipeline(Config(), MergedReader(), [], None, {}, COUNTED, 0)
+    pipeline.assembler.feed_events(story.in_order())
+    pipeline.export_requests(LATER)
+    told = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
     (durations,) = [metric for metric in told if metric.name == "gen_ai.server.request.duration"]
     assert [point.attributes["gen_ai.request.model"] for point in durations.data.data_points] == [named]
 
 
 def test_who_waited_in_a_process_that_is_gone_waits_no_more() -> None:
     pipeline = fed(Taken())
-    pipeline.assembler.processes.waited(1, 0, events.WaitingSeen(5, "grammar", 3))
-    pipeline.assembler.processes.hooked(1, 0, events.HooksReported(5, "vllm", 1, 2))
+    pipeline.assembler.processes.set_waiting(1, 0, events.WaitingSeen(5, "grammar", 3))
+    pipeline.assembler.processes.set_hooks(1, 0, events.HooksReported(5, "vllm", 1, 2))
     names = ("infer.engine.waiting", "infer.self.hooks")
 
     def points() -> list[bool]:
-        told = pipeline._counted().resource_metrics[0].scope_metrics[0].metrics
+        told = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
         return [name in {metric.name for metric in told} for name in names]
 
     assert points() == [True, True]
-    pipeline.assembler.processes.died(1)
+    pipeline.assembler.processes.remove_process(1)
     assert points() == [False, False]
 
 
@@ -327,37 +327,37 @@ def test_a_request_says_why_clocks_were_held_down_when_it_came_or_while_it_was_t
     taken: list[RequestRecord] = []
 
     class Records(Taken):
-        def request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
+        def export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
             taken.append(record)
 
     story = Story()
     for name, (arrived, ended) in {"a": (0, 1_000), "b": (30_000, 31_000), "c": (60_000, 61_000)}.items():
         story.ends(ended, story.arrives(arrived, name))
-    pipeline = Pipeline(Config(), Rings(), [Records()], None, {}, None, 0)
-    poller = Poller()  # not started: what it reads is given here
+    pipeline = Pipeline(Config(), MergedReader(), [Records()], None, {}, None, 0)
+    poller = NvmlPoller()  # not started: what it reads is given here
     for at_ms, reason, value in (
         (28_000, "hw_thermal", 1.0),
         (30_500, "power_cap", 1.0),
         (58_000, "power_cap", 0.0),
     ):
         reading = GpuReading("GPU-1", "a", 0, "", "throttled", reason, value)
-        poller.note(round(BASE + at_ms * MS), [reading])
-    throttled = [RingFact(0, 0, event) for event in poller.drain_events()]
-    pipeline.assembler.feed(sorted([*story.in_order(), *throttled], key=lambda one: one.fact.at))
-    pipeline.conclude(LATER, final=True)
-    assert [record.throttled for record in taken] == ["", "hw_thermal,power_cap", ""]
+        poller.record_readings(round(BASE + at_ms * MS), [reading])
+    throttled = [RecordedEvent(0, 0, event) for event in poller.drain_events()]
+    pipeline.assembler.feed_events(sorted([*story.in_order(), *throttled], key=lambda one: one.event.at))
+    pipeline.export_requests(LATER, final=True)
+    assert [record.gpu_throttled for record in taken] == ["", "hw_thermal,power_cap", ""]
 
 
 def test_a_disk_that_is_full_at_the_end_keeps_nothing_from_being_let_go_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(writer: file.TapeWriter) -> None:
+    def full(writer: file.RecordingWriter) -> None:
         raise OSError(28, "No space left on device")
 
-    pipeline = Pipeline(Config(tape=str(tmp_path / "a.tape")), Rings(), [], None, {}, None, 0)
+    pipeline = Pipeline(Config(tape=str(tmp_path / "a.tape")), MergedReader(), [], None, {}, None, 0)
     closed: list[str] = []
-    monkeypatch.setattr(file.TapeWriter, "close", full)
-    monkeypatch.setattr(pipeline._log, "close", lambda: closed.append("log"))
+    monkeypatch.setattr(file.RecordingWriter, "close", full)
+    monkeypatch.setattr(pipeline._request_log, "close", lambda: closed.append("log"))
     pipeline.close(0.0)
     assert closed == ["log"]
     assert "No space left on device" in caplog.text
@@ -365,9 +365,9 @@ def test_a_disk_that_is_full_at_the_end_keeps_nothing_from_being_let_go_of(
 
 def test_a_tape_of_a_server_that_is_killed_has_all_but_the_last_seconds(tmp_path: Path) -> None:
     path = tmp_path / "a.tape"
-    pipeline = Pipeline(Config(tape=str(path)), Rings(), [], None, {}, None, 0)
-    said = [RingFact(1, 7, events.TokenReached(5))]
-    pipeline._save(said, 10)
-    pipeline._save([], 10 + file.SYNC_NS)
-    assert [fact for passage in file.read(path) for fact in passage.said] == said
+    pipeline = Pipeline(Config(tape=str(path)), MergedReader(), [], None, {}, None, 0)
+    said = [RecordedEvent(1, 7, events.TokenReached(5))]
+    pipeline._record_events(said, 10)
+    pipeline._record_events([], 10 + file.SYNC_NS)
+    assert [fact for passage in file.read_batches(path) for fact in passage.recorded_events] == said
     pipeline.close(0.0)

@@ -42,20 +42,20 @@ print(json.dumps(said))
 
 @pytest.fixture
 def opener(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = span_ids.IdOpener(ALWAYS_OFF, RandomIdGenerator(), span_ids.Limits())
-    monkeypatch.setattr(request_span, "opener", ids)
+    ids = span_ids.SdkSpanFactory(ALWAYS_OFF, RandomIdGenerator(), span_ids.Limits())
+    monkeypatch.setattr(request_span, "span_factory", ids)
 
 
 def test_it_is_the_same_however_often_it_is_asked_until_somebody_knows(opener: None) -> None:
-    born = process_start.Birth()
-    told = born.fact()
-    assert told is not None and told == born.fact()
+    born = process_start.ProcessStartRecorder()
+    told = born.make_event()
+    assert told is not None and told == born.make_event()
     assert any(told.trace_id) and any(told.span_id)
     assert told.at <= _clock.now()
-    now, wall = _clock.wall_pair()
+    now, wall = _clock.read_clocks()
     assert abs((wall - now) - (told.wall_at - told.at)) < 1_000_000_000
-    born.known()
-    assert born.fact() is None
+    born.mark_recorded()
+    assert born.make_event() is None
 
 
 def test_a_process_that_a_server_started_for_its_engine_begins_in_the_servers_start(
@@ -63,9 +63,9 @@ def test_a_process_that_a_server_started_for_its_engine_begins_in_the_servers_st
 ) -> None:
     monkeypatch.setenv("OTEL_INFER_START", "")  # for it to be taken back
     monkeypatch.setattr(process_start.recorder, "role", process_start.SERVER)
-    servers = process_start.Birth().fact()
+    servers = process_start.ProcessStartRecorder().make_event()
     monkeypatch.setattr(process_start.recorder, "role", "engine")
-    engines = process_start.Birth().fact()
+    engines = process_start.ProcessStartRecorder().make_event()
     assert servers is not None and engines is not None
     assert servers.parent_span_id == bytes(8)
     assert (engines.trace_id, engines.parent_span_id) == (servers.trace_id, servers.span_id)
@@ -78,24 +78,24 @@ def test_where_no_server_left_its_start_it_is_one_of_its_own(
 ) -> None:
     monkeypatch.setenv("OTEL_INFER_START", left)
     monkeypatch.setattr(process_start.recorder, "role", "engine")
-    told = process_start.Birth().fact()
+    told = process_start.ProcessStartRecorder().make_event()
     assert told is not None and told.parent_span_id == bytes(8)
 
 
 def test_who_was_never_asked_has_told_nobody(opener: None) -> None:
-    born = process_start.Birth()
-    born.known()
-    assert born.fact() is not None
+    born = process_start.ProcessStartRecorder()
+    born.mark_recorded()
+    assert born.make_event() is not None
 
 
 def test_an_interactive_interpreter_starts_no_server(opener: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert process_start.Birth().fact() is None
+    assert process_start.ProcessStartRecorder().make_event() is None
 
 
 def test_in_process_a_start_is_told_once_though_we_come_twice() -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    before = _clock.wall_pair()[1]
+    before = _clock.read_clocks()[1]
     ran = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, env=kept, check=True)
     said: list[Any] = json.loads(ran.stdout)
     (start,) = [span for span in said if span[0] == "server start"]

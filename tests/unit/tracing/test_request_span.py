@@ -15,14 +15,14 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, Trace
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span, start
-from otel_infer.tracing.request_span import LiveRequest
-from otel_infer.tracing.span_ids import ProviderOpener
+from otel_infer.tracing.request_span import RequestSpan
+from otel_infer.tracing.span_ids import ProviderSpanFactory
 from tests.support.rings import Recording
 
 ABOVE = SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(1))
 
 
-def opened() -> request_span.LiveRequest:
+def opened() -> request_span.RequestSpan:
     """A request below a span of somebody else in this process."""
     with trace.use_span(NonRecordingSpan(ABOVE)):
         request = start.open_request("POST", owner="asgi", server=True)
@@ -37,11 +37,11 @@ def only(recording: Recording) -> RequestRecord:
 
 def test_how_many_tokens_a_client_asks_for_is_any_number(recording: Recording) -> None:
     request = opened()
-    request.submitted("toy", 1, 5, -1)
+    request.record_submitted("toy", 1, 5, -1)
     request.close()
     assert only(recording).max_tokens == 0
     request = opened()
-    request.submitted("toy", 1, 5, 10**10)
+    request.record_submitted("toy", 1, 5, 10**10)
     request.close()
     assert only(recording).max_tokens == 2**32 - 1
 
@@ -66,12 +66,14 @@ def test_a_thousand_inputs_of_one_request_say_once_what_it_is(
 ) -> None:
     said: list[Any] = []
     request = opened()
-    monkeypatch.setattr(LiveRequest, "state", lambda request, fact: said.append(fact))
-    monkeypatch.setattr(LiveRequest, "say", lambda request, key, value: said.append((key, value)))
+    monkeypatch.setattr(RequestSpan, "record_event", lambda request, fact: said.append(fact))
+    monkeypatch.setattr(
+        RequestSpan, "record_attribute", lambda request, key, value: said.append((key, value))
+    )
     for _ in range(1000):
-        request.name("embeddings", "vllm", "bert")
-        request.known_as("embd-1")
-    request.name("embeddings", "vllm", "bert-lora")
+        request.set_operation("embeddings", "vllm", "bert")
+        request.set_request_id("embd-1")
+    request.set_operation("embeddings", "vllm", "bert-lora")
     assert [value for _, value in said] == [
         "embeddings",
         "vllm",
@@ -122,8 +124,8 @@ def test_what_the_engine_failed_of_goes_before_what_the_server_made_of_it(
     recording: Recording, said: tuple[int, str], expected: tuple[int, str]
 ) -> None:
     request = opened()
-    request.failed("MemoryError")
-    request.failed("RuntimeError")
+    request.set_engine_error("MemoryError")
+    request.set_engine_error("RuntimeError")
     request.close(*said)
     record = only(recording)
     assert (record.outcome, record.error_type) == expected
@@ -159,7 +161,7 @@ def test_the_status_that_user_code_set_last_counts(
 def test_the_status_that_user_code_set_on_a_providers_span_counts_as_well(
     recording: Recording, code: StatusCode, expected: tuple[int, str]
 ) -> None:
-    request_span.opener = ProviderOpener(TracerProvider(shutdown_on_exit=False).get_tracer("test"))
+    request_span.span_factory = ProviderSpanFactory(TracerProvider(shutdown_on_exit=False).get_tracer("test"))
     request = opened()
     token = request.attach()
     trace.get_current_span().set_status(code)
@@ -170,7 +172,7 @@ def test_the_status_that_user_code_set_on_a_providers_span_counts_as_well(
 
 
 def test_a_providers_span_that_records_nothing_has_no_status(recording: Recording) -> None:
-    request_span.opener = ProviderOpener(trace.NoOpTracerProvider().get_tracer("test"))
+    request_span.span_factory = ProviderSpanFactory(trace.NoOpTracerProvider().get_tracer("test"))
     request = opened()
     request.close()
     assert only(recording).outcome == events.OK
@@ -220,7 +222,7 @@ def test_whoever_asks_after_the_end_of_a_request_that_nobody_asked_is_told_of_th
 def test_a_span_whose_id_somebody_was_told_keeps_it(recording: Recording) -> None:
     request = opened()
     told = request.get_span_context()
-    request._withdraw()  # as if it had been asked in the midst of its end
+    request._use_parent_context()  # as if it had been asked in the midst of its end
     request.close()
     assert request.get_span_context() == told != ABOVE
     assert not only(recording).redundant

@@ -18,8 +18,8 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Trace
 
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, span_ids, start
-from otel_infer.tracing.pending_spans import Inner, Unclaimed
-from otel_infer.tracing.span_ids import IdOpener, Limits, ProviderOpener
+from otel_infer.tracing.pending_spans import PendingProviderSpans, ProviderSpans
+from otel_infer.tracing.span_ids import Limits, ProviderSpanFactory, SdkSpanFactory
 
 exporter = InMemorySpanExporter()
 provider = TracerProvider()
@@ -32,46 +32,48 @@ def ended() -> tuple[ReadableSpan, ...]:
     return spans
 
 
-def spans_of(name: str) -> Inner:
+def spans_of(name: str) -> ProviderSpans:
     tracer = provider.get_tracer("test")
     return tracer.start_span(f"server {name}"), tracer.start_span(name)
 
 
 def test_spans_can_be_claimed_once_and_are_not_ended_by_that() -> None:
-    unclaimed, inner = Unclaimed(), spans_of("a")
-    unclaimed.put(b"a", inner)
-    assert unclaimed.claim(b"a") is inner
-    assert unclaimed.claim(b"a") is None
+    unclaimed, inner = PendingProviderSpans(), spans_of("a")
+    unclaimed.add(b"a", inner)
+    assert unclaimed.pop(b"a") is inner
+    assert unclaimed.pop(b"a") is None
     assert ended() == ()
 
 
 def test_spans_that_nobody_ever_claims_end_when_too_many_others_have_come() -> None:
-    unclaimed = Unclaimed(most=2)
+    unclaimed = PendingProviderSpans(most=2)
     for name in "abc":
-        unclaimed.put(name.encode(), spans_of(name))
+        unclaimed.add(name.encode(), spans_of(name))
     assert [span.name for span in ended()] == ["a", "server a"]
-    assert unclaimed.claim(b"a") is None
-    assert unclaimed.claim(b"b") is not None
+    assert unclaimed.pop(b"a") is None
+    assert unclaimed.pop(b"b") is not None
 
 
 def test_a_request_without_a_server_span_has_one_span_to_end() -> None:
-    unclaimed = Unclaimed(most=0)
-    unclaimed.put(b"a", (None, provider.get_tracer("test").start_span("a")))
+    unclaimed = PendingProviderSpans(most=0)
+    unclaimed.add(b"a", (None, provider.get_tracer("test").start_span("a")))
     assert [span.name for span in ended()] == ["a"]
 
 
 def test_a_request_that_cannot_be_recorded_ends_its_own_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """The live table was full, say: no record will ever claim them."""
-    monkeypatch.setattr(request_span, "opener", ProviderOpener(provider.get_tracer("test")))
+    monkeypatch.setattr(request_span, "span_factory", ProviderSpanFactory(provider.get_tracer("test")))
     monkeypatch.setattr(recorder, "active", True)
-    monkeypatch.setattr(recorder, "open", lambda arrived: 0)
+    monkeypatch.setattr(recorder, "open_request", lambda arrived: 0)
     request = start.open_request("chat", owner="test", server=True)
     assert request is not None
     assert ended() == ()
     request.close()
     request.close()
     assert [span.name for span in ended()] == ["chat", "chat"]
-    assert request_span.unclaimed.claim(request.get_span_context().span_id.to_bytes(8, "big")) is None
+    assert (
+        request_span.pending_provider_spans.pop(request.get_span_context().span_id.to_bytes(8, "big")) is None
+    )
 
 
 def test_a_processor_that_raises_stops_nobody() -> None:
@@ -81,9 +83,9 @@ def test_a_processor_that_raises_stops_nobody() -> None:
 
     broken = TracerProvider()
     broken.add_span_processor(Broken(exporter))
-    unclaimed = Unclaimed(most=0)
-    unclaimed.put(b"a", (None, broken.get_tracer("test").start_span("a")))
-    assert unclaimed.claim(b"a") is None
+    unclaimed = PendingProviderSpans(most=0)
+    unclaimed.add(b"a", (None, broken.get_tracer("test").start_span("a")))
+    assert unclaimed.pop(b"a") is None
 
 
 parents = st.builds(
@@ -104,11 +106,11 @@ def test_what_a_sampler_decides_is_the_same_whether_it_is_asked_or_known(
     sampler: Any, above: SpanContext, own_server: bool
 ) -> None:
     around = trace.set_span_in_context(NonRecordingSpan(above))
-    opener = IdOpener(sampler, RandomIdGenerator(), Limits())
-    assert opener._constant is not None
-    known = opener.open("POST", around, above, own_server, 0)
-    opener._constant = None
-    asked = opener.open("POST", around, above, own_server, 0)
+    opener = SdkSpanFactory(sampler, RandomIdGenerator(), Limits())
+    assert opener._constant_sampler is not None
+    known = opener.create_span("POST", around, above, own_server, 0)
+    opener._constant_sampler = None
+    asked = opener.create_span("POST", around, above, own_server, 0)
     assert known.request.trace_flags == asked.request.trace_flags
     assert (known.request.trace_state or None) == (asked.request.trace_state or None)
     assert (known.server is None, known.parent) == (asked.server is None, asked.parent)
@@ -132,7 +134,9 @@ def test_a_sampler_of_somebody_elses_is_asked_each_time() -> None:
         def __eq__(self, other: object) -> bool:
             return True
 
-    assert IdOpener(Odd(sampling.Decision.DROP), RandomIdGenerator(), Limits())._constant is None
+    assert (
+        SdkSpanFactory(Odd(sampling.Decision.DROP), RandomIdGenerator(), Limits())._constant_sampler is None
+    )
 
 
 def test_applications_that_seed_their_chance_have_ids_of_their_own_all_the_same() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from otel_infer import semconv
 from otel_infer.analysis.attribution import request
 from otel_infer.assembly.assembler import Assembler
-from otel_infer.assembly.engine.step_cost import StepCosts
-from otel_infer.assembly.engine.thread_delays import Strain
+from otel_infer.assembly.engine.step_cost import StepCostModel
+from otel_infer.assembly.engine.thread_delays import ThreadDelays
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 from tests.support.simulator import Simulator, Tick, ticks
@@ -23,18 +23,18 @@ from tests.unit.assembly.test_assembler import ENGINES, anything, plausible
 
 def blamed(said: Any) -> list[RequestRecord]:
     assembler = Assembler()
-    assembler.feed(said)
-    records = assembler.concluded(LATER)
-    request.assign(records)
+    assembler.feed_events(said)
+    records = assembler.drain_records(LATER)
+    request.attribute_latency(records)
     return records
 
 
 def of(story: Story, who: Who) -> dict[str, float]:
     """ms by cause."""
     (record,) = [record for record in blamed(story.in_order()) if record.span_id == ids(who.name)[1]]
-    assert record.blame is not None
-    assert sum(record.blame.causes.values()) == record.duration_ns
-    return {cause: length / 1e6 for cause, length in record.blame.causes.items()}
+    assert record.breakdown is not None
+    assert sum(record.breakdown.causes.values()) == record.duration_ns
+    return {cause: length / 1e6 for cause, length in record.breakdown.causes.items()}
 
 
 def warmed_up(story: Story, steps: int = 40, length: float = 10) -> float:
@@ -51,16 +51,16 @@ def warmed_up(story: Story, steps: int = 40, length: float = 10) -> float:
 
 @settings(max_examples=400, deadline=None)
 @given(st.one_of(st.lists(anything, max_size=60), plausible()))
-def test_the_causes_sum_to_the_duration_whatever_is_told(said: list[events.RingFact]) -> None:
+def test_the_causes_sum_to_the_duration_whatever_is_told(said: list[events.RecordedEvent]) -> None:
     for record in blamed([*ENGINES, *said]):
-        assert record.blame is not None
-        assert sum(record.blame.causes.values()) == record.duration_ns
-        by_class = [length for _, length in record.blame.classes]
-        assert sum(by_class) == record.blame.causes.get("interference", 0)
+        assert record.breakdown is not None
+        assert sum(record.breakdown.causes.values()) == record.duration_ns
+        by_class = [length for _, length in record.breakdown.interference_by_class]
+        assert sum(by_class) == record.breakdown.causes.get("interference", 0)
         assert all(length > 0 for length in by_class)
-        assert all(length > 0 for length in record.blame.causes.values())
-        streaming = record.blame.streaming
-        assert all(0 <= streaming[cause] <= record.blame.causes.get(cause, 0) for cause in streaming)
+        assert all(length > 0 for length in record.breakdown.causes.values())
+        streaming = record.breakdown.streaming
+        assert all(0 <= streaming[cause] <= record.breakdown.causes.get(cause, 0) for cause in streaming)
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,8 +69,8 @@ def test_the_causes_sum_to_the_duration_on_an_engine_of_any_schedule(program: li
     with Simulator(depth) as simulator:
         simulator.run(program)
     for record in blamed(simulator.said):
-        assert record.blame is not None
-        assert sum(record.blame.causes.values()) == record.duration_ns
+        assert record.breakdown is not None
+        assert sum(record.breakdown.causes.values()) == record.duration_ns
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,7 +83,9 @@ def test_requests_come_to_the_same_one_by_one_and_together(program: list[Tick], 
         patched.setattr("otel_infer.assembly.assembler.TOGETHER", 1)
         patched.setattr("otel_infer.analysis.attribution.request.TOGETHER", 1)
         alone = blamed(simulator.said)
-    assert [(one.blame, one.summary) for one in alone] == [(one.blame, one.summary) for one in together]
+    assert [(one.breakdown, one.summary) for one in alone] == [
+        (one.breakdown, one.summary) for one in together
+    ]
     for one, other in zip(alone, together):
         assert (one.steps is None) == (other.steps is None)
         assert one.steps is None or other.steps is None or (one.steps.table == other.steps.table).all()
@@ -191,9 +193,9 @@ def test_the_excess_of_a_step_with_anothers_prompt_is_interference_and_names_the
     story, victim, offender = held_up(prompt=4000)
     assert of(story, victim) == {"prefill": 10, "decode": 30, "interference": 80}
     (record,) = [r for r in blamed(story.in_order()) if r.span_id == ids("victim")[1]]
-    assert record.blame is not None and record.blame.offender is not None
-    assert record.blame.offender.span_id == ids("offender")[1]
-    assert record.blame.offender.length == 80_000_000
+    assert record.breakdown is not None and record.breakdown.interferer is not None
+    assert record.breakdown.interferer.span_id == ids("offender")[1]
+    assert record.breakdown.interferer.length == 80_000_000
 
 
 def test_without_the_others_prompt_nothing_is_blamed_on_it() -> None:
@@ -216,8 +218,8 @@ def test_the_offender_is_linked_from_the_span_of_the_victim() -> None:
 def classes(story: Story, who: Who) -> dict[str, float]:
     """ms of its interference, by class of who caused it."""
     (record,) = [record for record in blamed(story.in_order()) if record.span_id == ids(who.name)[1]]
-    assert record.blame is not None
-    return {named: length / 1e6 for named, length in record.blame.classes}
+    assert record.breakdown is not None
+    return {named: length / 1e6 for named, length in record.breakdown.interference_by_class}
 
 
 def test_interference_is_of_the_size_of_the_prompt_that_caused_it() -> None:
@@ -231,8 +233,8 @@ def test_interference_is_of_the_size_of_the_prompt_that_caused_it() -> None:
 def test_a_chunk_is_of_the_whole_prompt_if_that_was_said() -> None:
     story, victim, offender = held_up(prompt=300)
     story.said = [
-        said._replace(fact=said.fact._replace(input_tokens=5000))
-        if said.handle == offender.handle and isinstance(said.fact, events.RequestSubmitted)
+        said._replace(event=said.event._replace(input_tokens=5000))
+        if said.handle == offender.handle and isinstance(said.event, events.RequestSubmitted)
         else said
         for said in story.said
     ]
@@ -241,7 +243,7 @@ def test_a_chunk_is_of_the_whole_prompt_if_that_was_said() -> None:
 
 def test_interference_is_of_the_traffic_class_where_one_was_said() -> None:
     story, victim, offender = held_up(prompt=4000)
-    arrived = next(s.fact.at for s in story.said if s.handle == offender.handle)
+    arrived = next(s.event.at for s in story.said if s.handle == offender.handle)
     story.state(offender, events.AttributeSet(arrived, semconv.TRAFFIC_CLASS, "batch"))
     assert classes(story, victim) == {"batch": 80}
     (span,) = [s for s in exported(blamed(story.in_order())) if s["span_id"] == ids("victim")[1].hex()]
@@ -407,10 +409,10 @@ def test_what_a_device_took_longer_while_its_clocks_were_held_down_is_theirs(
     story.step(at + 90, at + 100, [a])
     story.ends(at + 100, a)
     (record,) = [one for one in story.records() if one.span_id == ids(a.name)[1]]
-    record.throttled_at = ((ns(at + 80), ns(at + 5080)),)
-    request.assign([record])
-    assert record.blame is not None
-    assert {why: length / 1e6 for why, length in record.blame.causes.items()} == {
+    record.gpu_throttled_at = ((ns(at + 80), ns(at + 5080)),)
+    request.attribute_latency([record])
+    assert record.breakdown is not None
+    assert {why: length / 1e6 for why, length in record.breakdown.causes.items()} == {
         "prefill": 10, "decode": 30, cause: 60,
     }  # fmt: skip
 
@@ -427,32 +429,32 @@ def test_the_causes_sum_to_the_duration_whatever_a_device_says(
     with Simulator(depth) as simulator:
         simulator.run(program)
     said = list(simulator.said)
-    seen = {one.ring: one.fact for one in said if isinstance(one.fact, events.EngineSeen)}
+    seen = {one.ring: one.event for one in said if isinstance(one.event, events.EngineSeen)}
     for one in simulator.said:
-        if isinstance(one.fact, events.StepDone) and one.ring in seen:
-            since, length, behind = device[one.fact.step % len(device)]
-            engine, began = seen[one.ring], one.fact.at + since * 100_000
+        if isinstance(one.event, events.StepDone) and one.ring in seen:
+            since, length, behind = device[one.event.step % len(device)]
+            engine, began = seen[one.ring], one.event.at + since * 100_000
             times = (
                 began + max(length, 0) * 100_000,
                 began,
                 engine.engine,
                 engine.pid,
                 0,
-                one.fact.step,
+                one.event.step,
                 engine.log,
             )
             said.append(
-                events.RingFact(
+                events.RecordedEvent(
                     engine.process, 0, events.StepTimed(*times, 0, behind * 50_000, events.UNKNOWN_NS, 0)
                 )
             )
-    records = blamed(sorted(said, key=lambda one: one.fact.at))
+    records = blamed(sorted(said, key=lambda one: one.event.at))
     for record in records:
-        record.throttled_at = ((record.arrived_at, record.ended_at),)
-        request.assign([record])
-        assert record.blame is not None
-        assert sum(record.blame.causes.values()) == record.duration_ns
-        assert all(length > 0 for length in record.blame.causes.values())
+        record.gpu_throttled_at = ((record.arrived_at, record.ended_at),)
+        request.attribute_latency([record])
+        assert record.breakdown is not None
+        assert sum(record.breakdown.causes.values()) == record.duration_ns
+        assert all(length > 0 for length in record.breakdown.causes.values())
 
 
 # ── what interrupts ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -514,10 +516,10 @@ def test_accepted_drafts_are_not_sequences() -> None:
         story.step(50 * n, 50 * n + 50, [*crowd, fast], delivered={fast: 4})
     story.ends(250, fast)
     record = story.record(fast)
-    record.costs = StepCosts(10e6, 5e6, 0.0, 100)
-    request.assign([record])
-    assert record.blame is not None
-    said = {cause: length / 1e6 for cause, length in record.blame.causes.items()}
+    record.cost_model = StepCostModel(10e6, 5e6, 0.0, 100)
+    request.attribute_latency([record])
+    assert record.breakdown is not None
+    said = {cause: length / 1e6 for cause, length in record.breakdown.causes.items()}
     assert (said["decode"], said["batching"]) == (
         4 * 15,
         35 + 4 * 35,
@@ -539,9 +541,9 @@ def test_what_is_known_by_steps_of_one_engine_is_not_looked_up_in_another() -> N
         story.step(at + 10 * n, at + 10 * n + 10, [innocent, a], engine=other)
     story.ends(at + 100, a)
     (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
-    assert record.is_split
-    assert record.blame is not None and record.blame.offender is None
-    assert sum(record.blame.causes.values()) == record.duration_ns
+    assert record.is_multi_engine
+    assert record.breakdown is not None and record.breakdown.interferer is None
+    assert sum(record.breakdown.causes.values()) == record.duration_ns
 
 
 def test_who_is_put_back_while_its_first_token_is_on_its_way_is_put_back_all_the_same() -> None:
@@ -617,8 +619,11 @@ def test_a_prompt_behind_anothers_in_the_step_before_is_not_slow_itself() -> Non
     story, a, b = behind(prompt=4000, length=400)
     assert of(story, a) == {"scheduler_queue": 2, "batching": 10, "interference": 388, "prefill": 20}
     (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
-    assert record.blame is not None and record.blame.offender is not None
-    assert (record.blame.offender.span_id, record.blame.offender.length) == (ids(b.name)[1], 388 * MS)
+    assert record.breakdown is not None and record.breakdown.interferer is not None
+    assert (record.breakdown.interferer.span_id, record.breakdown.interferer.length) == (
+        ids(b.name)[1],
+        388 * MS,
+    )
 
 
 def test_a_few_tokens_in_the_step_before_are_not_to_blame_for_all_of_it() -> None:
@@ -649,9 +654,9 @@ def test_who_shares_a_chunk_with_a_few_tokens_is_not_named_for_the_chunk() -> No
     for who in (victim, small, large):
         story.ends(at + 540, who)
     (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("victim")[1]]
-    assert record.blame is not None and record.blame.offender is not None
-    assert record.blame.offender.span_id == ids("large")[1]
-    assert record.blame.causes["interference"] == (10 + 120) * MS
+    assert record.breakdown is not None and record.breakdown.interferer is not None
+    assert record.breakdown.interferer.span_id == ids("large")[1]
+    assert record.breakdown.causes["interference"] == (10 + 120) * MS
 
 
 # ── for once ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -703,7 +708,7 @@ def test_where_the_engines_beginning_was_not_seen_nothing_is_a_first_use() -> No
     for i in range(30):
         story.step(2000 + 10 * i, 2010 + 10 * i, [a])
     story.ends(2300, a)
-    story.said = [said for said in story.said if getattr(said.fact, "step", 0) != 1]
+    story.said = [said for said in story.said if getattr(said.event, "step", 0) != 1]
     assert "first_use" not in of(story, a)
 
 
@@ -756,9 +761,9 @@ def test_what_was_while_streaming_is_known_apart_from_what_was_before() -> None:
     story.paused(arrived + 2, arrived + 6)
     story.paused(arrived + 12, arrived + 17)
     (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("victim")[1]]
-    assert record.blame is not None
-    assert record.blame.causes["gc"] == (4 + 5) * MS
-    streaming = {cause: length for cause, length in record.blame.streaming.items() if length}
+    assert record.breakdown is not None
+    assert record.breakdown.causes["gc"] == (4 + 5) * MS
+    streaming = {cause: length for cause, length in record.breakdown.streaming.items() if length}
     assert streaming == {"gc": 5 * MS, "decode": 25 * MS, "interference": 80 * MS}
 
 
@@ -774,10 +779,10 @@ def test_a_quota_that_was_used_up_outside_of_the_engines_steps_is_to_blame_there
     story.paused(at + 410, at + 490, "throttled")
     story.ends(at + 520, a)
     (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
-    record.strain = Strain()  # the kernel tells of the engine's thread
-    request.assign([record])
-    assert record.blame is not None
-    assert {cause: length / 1e6 for cause, length in record.blame.causes.items()} == {
+    record.thread_delays = ThreadDelays()  # the kernel tells of the engine's thread
+    request.attribute_latency([record])
+    assert record.breakdown is not None
+    assert {cause: length / 1e6 for cause, length in record.breakdown.causes.items()} == {
         "tokenize": 80,
         "throttled": 400,
         "scheduler_queue": 20,
@@ -798,15 +803,15 @@ def blocked(story: Story, device: tuple[float, float] | None) -> dict[str, float
     story.step(at + 100, at + 110, [a])
     story.ends(at + 110, a)
     record = story.record(a)
-    strain = Strain()
-    strain.look(events.ThreadSeen(ns(at + 100), ns(at + 20), 10 * MS, 0, 0, 0))
-    assert record.steps is not None and record.costs is not None
+    strain = ThreadDelays()
+    strain.add_sample(events.ThreadSeen(ns(at + 100), ns(at + 20), 10 * MS, 0, 0, 0))
+    assert record.steps is not None and record.cost_model is not None
     table = np.array([[1, 2], [ns(at), ns(at + 20)], [ns(at + 20), ns(at + 100)], [1, 1], [1, 1], [0, 0]])
-    strain.settle(table, record.costs, final=True)
-    record.strain, record.throttled_at = strain, ((ns(at + 20), ns(at + 100)),)
-    request.assign([record])
-    assert record.blame is not None
-    return {cause: length / 1e6 for cause, length in record.blame.causes.items() if cause not in _ITS_OWN}
+    strain.resolve_samples(table, record.cost_model, final=True)
+    record.thread_delays, record.gpu_throttled_at = strain, ((ns(at + 20), ns(at + 100)),)
+    request.attribute_latency([record])
+    assert record.breakdown is not None
+    return {cause: length / 1e6 for cause, length in record.breakdown.causes.items() if cause not in _ITS_OWN}
 
 
 _ITS_OWN = ("prefill", "decode")
@@ -1017,7 +1022,7 @@ def test_an_agent_whose_calls_overlap_is_at_the_engine_all_the_time() -> None:
     story.finished(at + 50, a)
     story.ends(at + 50, a)
     assert "application" not in of(story, a)
-    assert story.record(a).absences == ()
+    assert story.record(a).generation_gaps == ()
 
 
 def test_where_batches_take_turns_on_several_devices_each_step_is_a_requests_own() -> None:
@@ -1051,8 +1056,8 @@ def test_who_leaves_while_anothers_prompt_is_computed_was_held_up_by_that() -> N
     said = of(story, a)
     assert said["interference"] > 4950 and said["prefill"] < 50
     (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
-    assert record.blame is not None and record.blame.offender is not None
-    assert record.blame.offender.trace_id == ids("heavy")[0]
+    assert record.breakdown is not None and record.breakdown.interferer is not None
+    assert record.breakdown.interferer.trace_id == ids("heavy")[0]
     assert record.prefill_steps == [], "it did not see the end of it"
 
 
@@ -1072,8 +1077,8 @@ def test_who_leaves_its_stream_while_anothers_prompt_is_computed_was_held_up_by_
         "interference": pytest.approx(4990, abs=1),
     }
     (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
-    assert record.blame is not None and record.blame.stalled_by is not None
-    assert record.blame.stalled_by.trace_id == ids("heavy")[0]
+    assert record.breakdown is not None and record.breakdown.stalled_by is not None
+    assert record.breakdown.stalled_by.trace_id == ids("heavy")[0]
 
 
 @pytest.mark.parametrize("steps", [0, 3])

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from otel_infer.analysis.diagnosis.rules import diagnose
-from otel_infer.analysis.diagnosis.symptoms import COMPLAINTS
+from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS
 from otel_infer.assembly.engine.step_rows import NO_STEPS
-from otel_infer.assembly.records.request import Blame, Offender, RequestRecord, Stage
+from otel_infer.assembly.records.request import Interferer, LatencyBreakdown, RequestRecord, Stage
 from otel_infer.ringbuffer import events
 from otel_infer.semconv import SEND_WAIT
 from tests.support.served_load import MS, Asked, Served
@@ -116,7 +116,7 @@ ROWS: dict[str, Callable[[Draw], tuple[Served, list[Asked]]]] = {
 
 
 def test_every_row_of_the_table_has_its_load() -> None:
-    assert ROWS.keys() == COMPLAINTS.keys()
+    assert ROWS.keys() == SYMPTOMS.keys()
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -158,11 +158,11 @@ def test_who_held_up_most_is_named_and_not_who_comes_first_by_its_id() -> None:
     served.prompt_token = 0.1
     asked[20].prompt = asked[40].prompt = 4000
     records = served.records(asked)
-    heavy, light = Offender(b"\xff" * 16, b"h" * 8, 10**10), Offender(b"\x01" * 16, b"l" * 8, 10**6)
-    named = [record for record in records if record.blame and record.blame.stalled_by]
+    heavy, light = Interferer(b"\xff" * 16, b"h" * 8, 10**10), Interferer(b"\x01" * 16, b"l" * 8, 10**6)
+    named = [record for record in records if record.breakdown and record.breakdown.stalled_by]
     for number, record in enumerate(named):
-        assert record.blame is not None
-        record.blame = record.blame._replace(stalled_by=light if number % 2 else heavy)
+        assert record.breakdown is not None
+        record.breakdown = record.breakdown._replace(stalled_by=light if number % 2 else heavy)
     finding, *_ = diagnose(records).findings
     assert finding.evidence[-1] == f"held up most by trace {'ff' * 16} and by 1 more"
 
@@ -171,12 +171,12 @@ def test_what_the_application_does_after_the_first_token_is_not_before_the_engin
     served, asked = healthy(random.Random(3))
     records = served.records(asked)
     for record in records:
-        assert record.blame is not None
+        assert record.breakdown is not None
         stored = Stage("store", record.ended_at, record.ended_at + 400_000_000, {})
         record.stages.append(stored)
         record.ended_at = stored.ended_at
-        causes = {**record.blame.causes, "application": 400_000_000}
-        record.blame = record.blame._replace(causes=causes)
+        causes = {**record.breakdown.causes, "application": 400_000_000}
+        record.breakdown = record.breakdown._replace(causes=causes)
     assert "before_the_engine" not in [finding.complaint for finding in diagnose(records).findings]
 
 
@@ -198,7 +198,7 @@ def test_streams_that_the_event_loop_does_not_send_stutter_though_no_step_is_slo
     assert (finding.complaint, finding.cause) == ("stutter", "event_loop")
     assert "asyncio.to_thread" in finding.change
     assert "the event loop stood still for" in finding.evidence[0]
-    assert not any("event_loop" in record.blame.causes for record in records if record.blame)
+    assert not any("event_loop" in record.breakdown.causes for record in records if record.breakdown)
 
 
 def test_a_loop_that_a_collection_holds_up_is_no_finding_of_its_own() -> None:
@@ -262,7 +262,7 @@ def embedded(records: list[RequestRecord], ms: int = 120) -> list[RequestRecord]
         record.output_tokens, record.first_token_at, record.steps, record.summary = 0, 0, None, NO_STEPS
         record.ended_at = record.arrived_at + ms * MS
         own = record.duration_ns // 64
-        record.blame = Blame({"prefill": own, "interference": record.duration_ns - own}, None)
+        record.breakdown = LatencyBreakdown({"prefill": own, "interference": record.duration_ns - own}, None)
     return records
 
 
@@ -279,7 +279,7 @@ def test_prompts_that_nobody_waited_the_end_of_are_expensive_all_the_same() -> N
     records = embedded(served.records(asked), 30_000)
     for record in records:
         record.outcome, record.died_in = events.ABORTED, "prefill"
-        record.blame = Blame({"prefill": record.duration_ns}, None)
+        record.breakdown = LatencyBreakdown({"prefill": record.duration_ns}, None)
     assert diagnose(records).verdict == "prefill"
 
 
@@ -290,7 +290,7 @@ def test_prompts_of_a_server_that_counts_no_tokens_may_be_expensive_too() -> Non
         record.output_tokens, record.steps, record.summary = 0, None, NO_STEPS
         record.first_token_at = record.arrived_at + 2_500 * MS
         record.ended_at = record.first_token_at + 500 * MS
-        record.blame = Blame({"prefill": 2_500 * MS, "decode": 500 * MS}, None)
+        record.breakdown = LatencyBreakdown({"prefill": 2_500 * MS, "decode": 500 * MS}, None)
     assert diagnose(records).verdict == "prefill"
 
 
@@ -299,14 +299,14 @@ def test_a_prompt_that_came_after_the_first_token_is_no_part_of_the_time_to_it()
     served, asked = healthy(random.Random(3))
     records = served.records(asked)
     for record in records:
-        assert record.blame is not None
-        causes, streaming = dict(record.blame.causes), dict(record.blame.streaming)
+        assert record.breakdown is not None
+        causes, streaming = dict(record.breakdown.causes), dict(record.breakdown.streaming)
         later = 0.6 * streaming["decode"]
         causes["decode"] -= int(later)
         streaming["decode"] -= int(later)
         causes["prefill"] = causes.get("prefill", 0) + int(later)
         streaming["prefill"] = int(later)
-        record.blame = record.blame._replace(causes=causes, streaming=streaming)
+        record.breakdown = record.breakdown._replace(causes=causes, streaming=streaming)
     said = diagnose(records)
     assert "prefill" not in [finding.complaint for finding in said.findings]
 
@@ -317,7 +317,7 @@ def test_what_nobody_feels_needs_no_name() -> None:
     for record in records:
         record.ended_at = record.arrived_at + 6 * MS
         record.steps, record.summary = None, NO_STEPS
-        record.blame = Blame({"ingress": 3 * MS, "decode": 3 * MS}, None)
+        record.breakdown = LatencyBreakdown({"ingress": 3 * MS, "decode": 3 * MS}, None)
     assert diagnose(records).verdict == "healthy"
 
 
@@ -329,12 +329,12 @@ def test_what_is_known_of_some_requests_only_is_not_held_against_the_others() ->
     for number, record in enumerate(records):
         if number % 3 and number % 10:
             continue
-        assert record.blame is not None
+        assert record.breakdown is not None
         host = record.summary.gaps_total * 3 // 10
         record.device_idle = ()
-        streaming = {**record.blame.streaming, "host_bubble": host}
+        streaming = {**record.breakdown.streaming, "host_bubble": host}
         streaming["decode"] -= host
-        record.blame = record.blame._replace(streaming=streaming)
+        record.breakdown = record.breakdown._replace(streaming=streaming)
     assert diagnose(records).findings == []
 
 
@@ -343,7 +343,7 @@ def test_time_that_no_row_of_the_table_knows_is_not_called_their_own_work() -> N
     records = served.records(asked)
     for record in records:
         host = record.duration_ns * 6 // 10
-        record.blame = Blame({"host_bubble": host, "decode": record.duration_ns - host}, None)
+        record.breakdown = LatencyBreakdown({"host_bubble": host, "decode": record.duration_ns - host}, None)
     diagnosis = diagnose(records)
     assert (diagnosis.verdict, diagnosis.note) == (
         "insufficient",
@@ -361,8 +361,8 @@ def test_readers_that_are_slow_at_the_end_are_not_the_servers_fault() -> None:
             Stage("postprocess", record.ended_at, record.ended_at + sending, {SEND_WAIT: sending / 1e9})
         )
         record.ended_at += sending
-        assert record.blame is not None
-        record.blame = record.blame._replace(causes={**record.blame.causes, "egress": sending})
+        assert record.breakdown is not None
+        record.breakdown = record.breakdown._replace(causes={**record.breakdown.causes, "egress": sending})
     assert diagnose(records).verdict == "healthy"
 
 
@@ -370,11 +370,14 @@ def test_what_was_before_the_first_token_is_no_stutter() -> None:
     served, asked = healthy(random.Random(3))
     records = served.records(asked)
     for record in records[::5]:
-        assert record.blame is not None and record.first_token_at
+        assert record.breakdown is not None and record.first_token_at
         late = 1_200 * MS
         record.arrived_at -= late
-        causes = {**record.blame.causes, "interference": record.blame.causes.get("interference", 0) + late}
-        record.blame = record.blame._replace(causes=causes)
+        causes = {
+            **record.breakdown.causes,
+            "interference": record.breakdown.causes.get("interference", 0) + late,
+        }
+        record.breakdown = record.breakdown._replace(causes=causes)
     finding, *others = diagnose(records).findings
     assert (finding.complaint, finding.cause) == ("prefill", "interference")
     assert finding.change.startswith("long prompts apart")
@@ -388,9 +391,9 @@ def test_streams_that_are_given_up_while_the_engine_hangs_froze() -> None:
         hung = 20_000 * MS
         record.outcome, record.error_type = events.ABORTED, "client_disconnect"
         record.died_in, record.ended_at = "decode", record.last_token_at + hung
-        assert record.blame is not None
-        record.blame = record.blame._replace(
-            causes={**record.blame.causes, "unexplained": hung}, streaming={"unexplained": hung}
+        assert record.breakdown is not None
+        record.breakdown = record.breakdown._replace(
+            causes={**record.breakdown.causes, "unexplained": hung}, streaming={"unexplained": hung}
         )
     finding, *_ = diagnose(records).findings
     assert (finding.complaint, finding.cause) == ("stutter", "unexplained")
@@ -405,7 +408,7 @@ def test_requests_that_never_had_their_turn_do_not_say_that_nothing_ran() -> Non
         record.stages = [Stage("queue", record.arrived_at, record.arrived_at + 20_000 * MS, {})]
         record.ended_at, record.outcome, record.died_in = record.stages[0].ended_at, events.ABORTED, "queue"
         record.first_token_at, record.steps, record.summary = 0, None, NO_STEPS
-        record.blame = Blame({"scheduler_queue": record.duration_ns}, None)
+        record.breakdown = LatencyBreakdown({"scheduler_queue": record.duration_ns}, None)
     finding, *_ = diagnose(records).findings
     assert finding.cause == "scheduler_queue"
     assert finding.complaint != "batching"
@@ -423,7 +426,7 @@ def test_requests_that_failed_were_running_too() -> None:
             Stage("prefill", until, until + 10 * MS, {}),
         ]
         record.arrived_at, record.first_token_at, record.ended_at = begin, until + 10 * MS, until + 10 * MS
-        record.blame = Blame({"scheduler_queue": until - begin, "prefill": 10 * MS}, None)
+        record.breakdown = LatencyBreakdown({"scheduler_queue": until - begin, "prefill": 10 * MS}, None)
     assert diagnose(records).verdict == "batching"
     heavy.outcome, heavy.error_type = events.ERROR, "timeout"
     heavy.stages = [Stage("decode", begin, until, {})]

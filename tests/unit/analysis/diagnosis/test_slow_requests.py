@@ -6,12 +6,12 @@ import pytest
 
 from otel_infer.analysis.attribution import request
 from otel_infer.analysis.diagnosis.slow_requests import (
-    application_before_token,
-    late_before_token,
-    late_while_streaming,
-    slowest,
-    spent,
-    typical_gap,
+    app_time_before_token,
+    loop_delay_before_token,
+    loop_delays_while_streaming,
+    median_gap_ms,
+    select_slowest,
+    time_in,
 )
 from otel_infer.assembly.records.request import RequestRecord
 from tests.support.story import Story, Who
@@ -37,33 +37,35 @@ def served(*paused: tuple[float, float, str]) -> RequestRecord:
         story.paused(since, until, cause)
     story.ends(220, a, chunks=10)
     record = story.record()
-    request.assign([record])
+    request.attribute_latency([record])
     return record
 
 
 def test_what_the_loop_was_late_is_told_by_before_and_after_the_first_token() -> None:
     record = served((20, 60, "event_loop"), (105, 150, "event_loop"), (160, 185, "event_loop"))
-    assert late_before_token(record) == 40 * MS
-    assert late_while_streaming(record) == [40 * MS, 25 * MS]
+    assert loop_delay_before_token(record) == 40 * MS
+    assert loop_delays_while_streaming(record) == [40 * MS, 25 * MS]
 
 
 def test_what_held_up_the_whole_process_is_not_the_loops() -> None:
     record = served((120, 180, "event_loop"), (110, 140, "gc"), (130, 150, "compile"))
-    assert late_while_streaming(record) == [30 * MS]
-    assert late_while_streaming(served((120, 140, "event_loop"), (110, 140, "gc"))) == []
+    assert loop_delays_while_streaming(record) == [30 * MS]
+    assert loop_delays_while_streaming(served((120, 140, "event_loop"), (110, 140, "gc"))) == []
 
 
 def test_a_loop_that_was_late_when_nothing_waited_for_it_is_not_before_the_token() -> None:
-    assert late_before_token(served((20, 100, "event_loop"))) == 0
+    assert loop_delay_before_token(served((20, 100, "event_loop"))) == 0
 
 
 def test_the_slowest_are_a_tenth_and_three_at_least() -> None:
     records = [served() for _ in range(40)]
-    assert len(slowest(records, lambda record: record.duration_ns).records) == 4
-    few = slowest(records[:5], lambda record: record.duration_ns)
+    assert len(select_slowest(records, lambda record: record.duration_ns).records) == 4
+    few = select_slowest(records[:5], lambda record: record.duration_ns)
     assert len(few.records) == 3
-    assert few.total("prefill", "decode") == sum(spent(record, "prefill", "decode") for record in few.records)
-    assert few.weight("prefill", "decode") == few.share("prefill", "decode") == 100 / 220
+    assert few.total_ns("prefill", "decode") == sum(
+        time_in(record, "prefill", "decode") for record in few.records
+    )
+    assert few.lifetime_share("prefill", "decode") == few.reference_share("prefill", "decode") == 100 / 220
 
 
 def test_the_usual_gap_is_between_tokens_however_long_a_step_lasts() -> None:
@@ -77,7 +79,7 @@ def test_the_usual_gap_is_between_tokens_however_long_a_step_lasts() -> None:
         story.done(10 * n + 10, pending)
         pending = following
     story.ends(210, a)
-    assert typical_gap([story.record(a)]) == 10
+    assert median_gap_ms([story.record(a)]) == 10
 
 
 def test_a_stage_around_everything_is_the_applications_before_the_token_as_it_was_blamed() -> None:
@@ -86,5 +88,5 @@ def test_a_stage_around_everything_is_the_applications_before_the_token_as_it_wa
     story.stage("handle", 0, 2805, a)
     story.ends(2810, a)
     record = story.record()
-    request.assign([record])
-    assert application_before_token(record) / MS == pytest.approx(610, abs=10)
+    request.attribute_latency([record])
+    assert app_time_before_token(record) / MS == pytest.approx(610, abs=10)

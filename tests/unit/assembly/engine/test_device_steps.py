@@ -11,11 +11,11 @@ import pytest
 import otel_infer
 from otel_infer import _clock
 from otel_infer.assembly.engine.device_steps import DeviceSteps, DeviceTime
-from otel_infer.assembly.engine.step_log import StepLog
-from otel_infer.assembly.engine.workers import Devices
+from otel_infer.assembly.engine.step_log import EngineStepLog
+from otel_infer.assembly.engine.workers import WorkerState
 from otel_infer.assembly.records.request import RequestRecord, Stage
 from otel_infer.gpu.timed_work import StageWork, StepWork
-from otel_infer.gpu.timeline import Timed
+from otel_infer.gpu.timeline import DeviceInterval
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from tests.support.rings import Recording
@@ -29,7 +29,7 @@ CAPACITY = 64
 def filled(span: int, launched: int, queued: int, gap: int) -> DeviceSteps:
     device = DeviceSteps(CAPACITY)
     for step in STEPS:
-        device.by_event(int(step), 0, span, launched, queued, gap, 9000)
+        device.set_device_time(int(step), 0, span, launched, queued, gap, 9000)
     return device
 
 
@@ -41,9 +41,9 @@ def with_gaps(recording: Recording, gap: int) -> tuple[RequestRecord, Stage, Sta
                 pass
             begun = _clock.now()
             work = StepWork("custom", os.getpid(), 0, number + 1, 0)
-            work.on_device(Timed(begun, begun + 3 * MS, 100_000, 20_000, gap, 8000))
+            work.on_device(DeviceInterval(begun, begun + 3 * MS, 100_000, 20_000, gap, 8000))
     (record,) = recording.records()
-    prefill, decode = record.stage("prefill"), record.stage("decode")
+    prefill, decode = record.find_stage("prefill"), record.find_stage("decode")
     assert prefill is not None
     assert decode is not None
     return record, prefill, decode
@@ -62,7 +62,7 @@ def with_gaps(recording: Recording, gap: int) -> tuple[RequestRecord, Stage, Sta
 def test_what_held_the_device_back_follows_from_four_lengths(
     span: int, launched: int, queued: int, gap: int, limit: str
 ) -> None:
-    took = filled(span, launched, queued, gap).of(STEPS)[0]
+    took = filled(span, launched, queued, gap).sum_step_times(STEPS)[0]
     assert took == DeviceTime("event", 10, 10 * span, 10 * launched, 10 * queued, 10 * gap, 9000)
     assert took.limit == limit
 
@@ -70,26 +70,26 @@ def test_what_held_the_device_back_follows_from_four_lengths(
 def test_a_gap_that_is_known_of_some_steps_stands_for_the_others_and_one_of_none_is_not_said() -> None:
     device = DeviceSteps(CAPACITY)
     for step in STEPS:
-        device.by_event(int(step), 0, MS, MS // 10, 10_000, MS // 2 if step in (3, 8) else -1, 9000)
-    took = device.of(STEPS)[0]
+        device.set_device_time(int(step), 0, MS, MS // 10, 10_000, MS // 2 if step in (3, 8) else -1, 9000)
+    took = device.sum_step_times(STEPS)[0]
     assert took is not None
     assert (took.gaps, took.limit) == (5 * MS, "host-stalled")
-    none = device.of(np.array([1, 2, 4]))[0]
+    none = device.sum_step_times(np.array([1, 2, 4]))[0]
     assert none is not None
     assert (none.gaps, none.limit) == (-1, "")
 
 
 def test_where_nobody_knows_how_long_launching_took_nothing_is_claimed_of_what_held_it_back() -> None:
-    took = filled(20 * MS, -1, 10_000, 0).of(STEPS)[0]
+    took = filled(20 * MS, -1, 10_000, 0).sum_step_times(STEPS)[0]
     assert took is not None
     assert (took.launched, took.limit) == (-1, "")
 
 
 def test_by_the_host_alone_nothing_is_claimed_of_a_device() -> None:
     device = DeviceSteps(CAPACITY)
-    device.by_host(1, 5 * MS)
-    device.by_host(2, 7 * MS)
-    took, lengths = device.of(STEPS)
+    device.set_host_time(1, 5 * MS)
+    device.set_host_time(2, 7 * MS)
+    took, lengths = device.sum_step_times(STEPS)
     assert took == DeviceTime("host", 2, 12 * MS)
     assert took.limit == ""
     assert lengths.tolist() == [5 * MS, 7 * MS, *[0] * 8]
@@ -97,19 +97,19 @@ def test_by_the_host_alone_nothing_is_claimed_of_a_device() -> None:
 
 def test_what_the_device_says_goes_before_what_the_host_does_in_any_order() -> None:
     device = DeviceSteps(CAPACITY)
-    device.by_event(1, 0, 5 * MS, 0, 0, 0, 0)
-    device.by_host(1, 9 * MS)
-    device.by_host(2, 9 * MS)
-    device.by_event(2, 0, 6 * MS, 0, 0, 0, 0)
-    assert device.of(np.array([1, 2, 3]))[1].tolist() == [5 * MS, 6 * MS, 0]
+    device.set_device_time(1, 0, 5 * MS, 0, 0, 0, 0)
+    device.set_host_time(1, 9 * MS)
+    device.set_host_time(2, 9 * MS)
+    device.set_device_time(2, 0, 6 * MS, 0, 0, 0, 0)
+    assert device.sum_step_times(np.array([1, 2, 3]))[1].tolist() == [5 * MS, 6 * MS, 0]
 
 
 def test_a_step_is_never_taken_for_an_older_one_in_its_place() -> None:
     device = DeviceSteps(CAPACITY)
-    device.by_event(7, 0, 5 * MS, 0, 0, 0, 0)
-    assert device.of(np.array([7 + CAPACITY]))[0] is None
-    device.by_event(7 + CAPACITY, 0, 6 * MS, 0, 0, 0, 0)
-    assert device.of(np.array([7]))[0] is None
+    device.set_device_time(7, 0, 5 * MS, 0, 0, 0, 0)
+    assert device.sum_step_times(np.array([7 + CAPACITY]))[0] is None
+    device.set_device_time(7 + CAPACITY, 0, 6 * MS, 0, 0, 0, 0)
+    assert device.sum_step_times(np.array([7]))[0] is None
 
 
 def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Recording) -> None:
@@ -150,9 +150,9 @@ def test_a_stage_of_which_some_steps_were_timed_took_as_long_as_if_all_were_as_t
         for number in range(4):
             with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
                 pass
-        StepWork("custom", os.getpid(), 0, 3, 0).on_device(Timed(1, 3 * MS, 0, 0, -1, 0))
+        StepWork("custom", os.getpid(), 0, 3, 0).on_device(DeviceInterval(1, 3 * MS, 0, 0, -1, 0))
     (record,) = recording.records()
-    decode = record.stage("decode")
+    decode = record.find_stage("decode")
     assert decode is not None
     assert decode.attributes["infer.device.steps"] == 1
     assert decode.attributes["infer.device.steps.all"] == 3
@@ -169,7 +169,7 @@ def test_on_the_host_the_same_steps_have_the_same_attributes_and_say_by_whose_cl
                 pass
             StepWork("custom", os.getpid(), 0, number + 1, 0).on_host(_clock.now() - 2 * MS, _clock.now())
     (record,) = recording.records()
-    decode = record.stage("decode")
+    decode = record.find_stage("decode")
     assert decode is not None
     assert decode.attributes["infer.device.method"] == "host"
     assert decode.attributes["infer.device.steps"] == 2
@@ -181,26 +181,26 @@ def test_a_stage_can_be_timed_on_its_own(recording: Recording) -> None:
     with otel_infer.request():
         with otel_infer.stage("rerank", gpu=True):
             pass
-        request = start.current()
+        request = start.current_request()
         assert request is not None
         at = _clock.now()
-        StageWork("rerank", request.handle).on_device(Timed(at - 4 * MS, at, 5, 6, -1, 7))
+        StageWork("rerank", request.handle).on_device(DeviceInterval(at - 4 * MS, at, 5, 6, -1, 7))
     (record,) = recording.records()
-    stage = record.stage("rerank")
+    stage = record.find_stage("rerank")
     assert stage is not None
     assert stage.attributes["infer.device.duration"] == 0.004
     assert record.device_ns == [("rerank", 4 * MS)]
 
 
 def test_lengths_beyond_four_seconds_are_said_to_be_that(recording: Recording) -> None:
-    timed = Timed(0, 1, 1 << 40, 1 << 40, 1 << 40, 1 << 40)
+    timed = DeviceInterval(0, 1, 1 << 40, 1 << 40, 1 << 40, 1 << 40)
     with otel_infer.request() as request:
         for number in range(2):
             with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
                 pass
         StepWork("custom", os.getpid(), 0, 2, 0).on_device(timed)
     (record,) = recording.records()
-    decode = record.stage("decode")
+    decode = record.find_stage("decode")
     assert decode is not None
     assert 4.2 < float(decode.attributes["infer.device.queue"]) < 4.3  # type: ignore[arg-type]
 
@@ -214,7 +214,7 @@ def test_a_step_of_ones_own_is_timed_up_to_where_all_of_it_is_launched(recording
                 step.launched()
                 time.sleep(0.02)
     (record,) = recording.records()
-    decode = record.stage("decode")
+    decode = record.find_stage("decode")
     assert decode is not None
     assert decode.attributes["infer.device.method"] == "host"  # without a device
     assert decode.attributes["infer.device.steps"] == 2
@@ -224,17 +224,17 @@ def test_a_step_of_ones_own_is_timed_up_to_where_all_of_it_is_launched(recording
 def test_how_large_blocks_are_may_be_said_before_the_engine_is_found_and_again_and_is_forgotten_with_its_process() -> (
     None
 ):
-    devices = Devices()
-    devices.process(1, 77)
-    seen, engine = events.EngineSeen(1, 1, 77, "toy", 3), StepLog("toy", 77, 1, lambda handle: None)
-    devices.sized(events.BlocksSized(1, "toy", 77, 3, 16))
-    devices.engine(seen, engine)
+    devices = WorkerState()
+    devices.add_process(1, 77)
+    seen, engine = events.EngineSeen(1, 1, 77, "toy", 3), EngineStepLog("toy", 77, 1, lambda handle: None)
+    devices.set_block_size(events.BlocksSized(1, "toy", 77, 3, 16))
+    devices.add_engine(seen, engine)
     assert engine.block_tokens == 16
-    devices.sized(events.BlocksSized(2, "toy", 77, 3, 32))
+    devices.set_block_size(events.BlocksSized(2, "toy", 77, 3, 32))
     assert engine.block_tokens == 32
-    devices.died(1)
-    another = StepLog("toy", 77, 1, lambda handle: None)
-    devices.engine(seen, another)
+    devices.remove_process(1)
+    another = EngineStepLog("toy", 77, 1, lambda handle: None)
+    devices.add_engine(seen, another)
     assert another.block_tokens == 0
 
 
@@ -242,51 +242,55 @@ def timed(step: int, gap: int = events.UNKNOWN_NS, rank: int = 0) -> events.Step
     return events.StepTimed(step * 100 + 10, step * 100, "toy", 77, rank, step, 0, 0, 0, gap, 0)
 
 
-def engine_of(devices: Devices, prompts: dict[int, int], steps: int) -> None:
+def engine_of(devices: WorkerState, prompts: dict[int, int], steps: int) -> None:
     """An engine with so many steps of one sequence, some with others' prompts in them."""
-    engine = StepLog("toy", 77, 1, lambda handle: None)
-    devices.engine(events.EngineSeen(1, 1, 77, "toy", 0), engine)
+    engine = EngineStepLog("toy", 77, 1, lambda handle: None)
+    devices.add_engine(events.EngineSeen(1, 1, 77, "toy", 0), engine)
     for step in range(1, steps + 1):
         fact = events.StepScheduled(step, step, True, 1, [], [1], (), 0, 0, 1, 0)
-        engine.table.begin(fact, prompts.get(step, 0))
+        engine.table.begin_step(fact, prompts.get(step, 0))
 
 
 def test_where_some_steps_are_timed_each_stands_for_those_before_it_that_were_not() -> None:
-    devices = Devices()
+    devices = WorkerState()
     engine_of(devices, {}, 11)
     for step, gap in ((1, None), (2, 4), (6, None), (7, 4), (8, 4), (11, None)):
-        devices.worked(timed(step, events.UNKNOWN_NS if gap is None else gap), is_new=True)
-    said = [(one.steps, one.gaps if one.gap_ns >= 0 else None) for one in devices.drain()]
+        devices.add_execution(timed(step, events.UNKNOWN_NS if gap is None else gap), is_new=True)
+    said = [(one.steps, one.gaps if one.gap_ns >= 0 else None) for one in devices.drain_executions()]
     assert said == [(1, None), (1, 1), (4, None), (1, 5), (1, 1), (3, None)]
 
 
 def test_steps_with_prompts_stand_for_such_and_those_without_for_those() -> None:
-    devices = Devices()
+    devices = WorkerState()
     engine_of(devices, {3: 100, 4: 100, 5: 100}, 8)
     for step in (1, 5, 8):
-        devices.worked(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain()] == [1, 3, 4]  # 3, 4, 5 had prompts; 2, 6, 7, 8 had none
+        devices.add_execution(timed(step), is_new=True)
+    assert [one.steps for one in devices.drain_executions()] == [
+        1,
+        3,
+        4,
+    ]  # 3, 4, 5 had prompts; 2, 6, 7, 8 had none
 
 
 def test_another_engine_of_the_same_process_begins_anew() -> None:
-    devices = Devices()
+    devices = WorkerState()
     for step in (1, 500, 1, 2):
-        devices.worked(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain()] == [1, 499, 1, 1]
+        devices.add_execution(timed(step), is_new=True)
+    assert [one.steps for one in devices.drain_executions()] == [1, 499, 1, 1]
 
 
 def test_engines_that_share_a_name_are_not_counted_a_thousandfold() -> None:
-    devices = Devices()
+    devices = WorkerState()
     for step in (5000, 100, 5001, 101, 5002, 102):
-        devices.worked(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain()] == [1] * 6
+        devices.add_execution(timed(step), is_new=True)
+    assert [one.steps for one in devices.drain_executions()] == [1] * 6
 
 
 def test_lost_facts_are_no_steps_that_were_not_timed() -> None:
-    devices = Devices()
+    devices = WorkerState()
     for step in (1, 1_000_000):
-        devices.worked(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain()] == [1, 1]
+        devices.add_execution(timed(step), is_new=True)
+    assert [one.steps for one in devices.drain_executions()] == [1, 1]
 
 
 def test_what_a_request_cost_is_that_of_all_its_steps_and_of_all_ranks() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer.assembly.engine.step_cost import FEWEST, fitted
+from otel_infer.assembly.engine.step_cost import MIN_STEPS, fit_cost_model
 
 
 def seen(
@@ -28,7 +28,7 @@ def test_a_line_is_found_however_many_sizes_there_were(
     count: int, base: int, each: int, most: int, seed: int
 ) -> None:
     lengths, sizes = seen(count, base, each, (1, most), seed=seed)
-    costs = fitted(lengths, sizes)
+    costs = fit_cost_model(lengths, sizes)
     assert costs is not None
     size = int(np.median(sizes))  # with few steps the ends of the line are less certain
     assert costs.base + costs.per_sequence * size == pytest.approx(base + each * size, rel=0.1)
@@ -36,7 +36,7 @@ def test_a_line_is_found_however_many_sizes_there_were(
 
 def test_sizes_that_were_each_seen_once_make_a_line_together() -> None:
     sizes = np.arange(1, 46)
-    costs = fitted(4_000_000 + 1_700_000 * sizes, sizes)
+    costs = fit_cost_model(4_000_000 + 1_700_000 * sizes, sizes)
     assert costs is not None
     assert (costs.base, costs.per_sequence) == (pytest.approx(4e6, rel=0.01), pytest.approx(1.7e6, rel=0.01))
 
@@ -44,19 +44,19 @@ def test_sizes_that_were_each_seen_once_make_a_line_together() -> None:
 def test_some_stalled_steps_change_nothing_and_noise_is_told() -> None:
     lengths, sizes = seen(400, 5e6, 1e5, (1, 30), noise=0.02)
     lengths[::10] *= 20
-    costs = fitted(lengths, sizes)
+    costs = fit_cost_model(lengths, sizes)
     assert costs is not None
     assert costs.base + costs.per_sequence * 15 == pytest.approx(6.5e6, rel=0.03)
     assert costs.spread == pytest.approx(0.02 * 6.5e6, rel=0.5)
 
 
 def test_one_size_says_nothing_of_others_and_a_bigger_batch_is_never_cheaper() -> None:
-    alone = fitted(np.full(50, 7_000_000), np.full(50, 8))
+    alone = fit_cost_model(np.full(50, 7_000_000), np.full(50, 8))
     assert alone is not None and (alone.base, alone.per_sequence) == (7e6, 0)
     sizes = np.repeat([1, 10], 20)
-    falling = fitted(10_000_000 - 500_000 * sizes, sizes)
+    falling = fit_cost_model(10_000_000 - 500_000 * sizes, sizes)
     assert falling is not None and falling.per_sequence == 0
 
 
 def test_a_few_steps_are_no_estimate() -> None:
-    assert fitted(np.full(FEWEST - 1, 5), np.full(FEWEST - 1, 1)) is None
+    assert fit_cost_model(np.full(MIN_STEPS - 1, 5), np.full(MIN_STEPS - 1, 1)) is None

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer.assembly.assembler import Assembler
-from otel_infer.assembly.engine.step_log import StepLog
+from otel_infer.assembly.engine.step_log import EngineStepLog
 from otel_infer.ringbuffer import events, layout
 from tests.support.simulator import Simulator, Tick, by_number, ticks, told
 from tests.support.story import ENGINE, Story
 
 DEPTHS = st.integers(1, 2)
-SMALL = layout.Sizes(cells=8192, live_slots=256, strings=64, step_cells=32)
+SMALL = layout.RingSizes(cells=8192, live_slots=256, strings=64, step_cells=32)
 
 
 def truth(simulator: Simulator) -> dict[int, dict[int, int]]:
@@ -98,19 +98,19 @@ def test_whoever_is_concluded_before_it_leaves_the_batch_without_a_token_is_forg
         story.done(at + 2, step, {who: 0})
         story.ends(at + 3, who)
     for said in story.in_order():
-        assembler.feed([said])
-        assembler.concluded(said.fact.at)
+        assembler.feed_events([said])
+        assembler.drain_records(said.event.at)
     assert len(assembler.engines[ENGINE]._prefilling) <= 1
 
 
 def test_a_step_of_which_nothing_is_known_is_waited_for_by_nobody() -> None:
     """As a flight recorder's tape begins with, which may be the only thing that is known of it."""
-    log, settled = StepLog("toy", 7, 1, lambda handle: None), []
-    log.learned.settle = lambda: settled.append(log.table.last)  # type: ignore[method-assign]
-    log.scheduled(events.StepScheduled(10, 4, False, 0, (), (), (), 0, 0, 0, 0))
-    log.scheduled(events.StepScheduled(10, 5, True, 1, (), (9,), (), 0, 0, 0, 0))
-    log.settle()
+    log, settled = EngineStepLog("toy", 7, 1, lambda handle: None), []
+    log.baseline.resolve_pending = lambda: settled.append(log.table.last)  # type: ignore[method-assign]
+    log.begin_step(events.StepScheduled(10, 4, False, 0, (), (), (), 0, 0, 0, 0))
+    log.begin_step(events.StepScheduled(10, 5, True, 1, (), (9,), (), 0, 0, 0, 0))
+    log.resolve_pending()
     assert settled == []
-    assert log.done(events.StepDone(20, 5, (), 0)) is not None
-    log.settle()
+    assert log.end_step(events.StepDone(20, 5, (), 0)) is not None
+    log.resolve_pending()
     assert settled == [5]

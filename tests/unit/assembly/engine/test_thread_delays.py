@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer.assembly.engine.step_cost import StepCosts
-from otel_infer.assembly.engine.thread_delays import CAPACITY, PENDING, Strain
+from otel_infer.assembly.engine.step_cost import StepCostModel
+from otel_infer.assembly.engine.thread_delays import CAPACITY, MAX_PENDING, ThreadDelays
 from otel_infer.ringbuffer.events import ThreadSeen
 
 MS = 1_000_000
-COSTS = StepCosts(8 * MS, 0.5 * MS, 0.1 * MS, 100)  # of four sequences: 10 ms
+COSTS = StepCostModel(8 * MS, 0.5 * MS, 0.1 * MS, 100)  # of four sequences: 10 ms
 
 
 def table(*lengths: float, begin: float = 0.0, prompts: tuple[int, ...] = ()) -> np.ndarray:
@@ -32,12 +32,14 @@ def seen(until: float, since: float, *, ran=0.0, waited=0.0, system=0.0, faults=
 
 def explained(look: ThreadSeen, steps: np.ndarray) -> list[tuple[float, float, float]]:
     """ms of each step: (starved, faulted, blocked)."""
-    strain = Strain()
-    strain.look(look)
-    strain.settle(steps, COSTS, final=True)
+    strain = ThreadDelays()
+    strain.add_sample(look)
+    strain.resolve_samples(steps, COSTS, final=True)
     begins, ends = steps[2, :-1], steps[2, 1:]
     over = np.maximum(ends - begins - 10 * MS, 0)
-    return [tuple(one) for one in np.round(np.array(strain.shares(begins, ends)) * over / MS, 1).T.tolist()]
+    return [
+        tuple(one) for one in np.round(np.array(strain.delay_shares(begins, ends)) * over / MS, 1).T.tolist()
+    ]
 
 
 def test_a_step_without_a_cpu_is_longer_by_what_it_waited() -> None:
@@ -76,64 +78,64 @@ def test_steps_that_took_what_they_take_leave_nothing_to_explain() -> None:
 
 
 def test_a_wait_is_told_when_it_is_over_and_began_before_that() -> None:
-    strain, steps = Strain(), table(10, 10, 10, 60, 10)
-    strain.look(seen(50, 0, ran=32))
-    strain.look(seen(100, 50, ran=18, waited=50))  # 32 of them fit in here, 18 were before
-    strain.settle(steps, COSTS, final=True)
+    strain, steps = ThreadDelays(), table(10, 10, 10, 60, 10)
+    strain.add_sample(seen(50, 0, ran=32))
+    strain.add_sample(seen(100, 50, ran=18, waited=50))  # 32 of them fit in here, 18 were before
+    strain.resolve_samples(steps, COSTS, final=True)
     begins, ends = steps[2, :-1], steps[2, 1:]
-    shares, over = strain.shares(begins, ends), np.maximum(ends - begins - 10 * MS, 0) / MS
+    shares, over = strain.delay_shares(begins, ends), np.maximum(ends - begins - 10 * MS, 0) / MS
     assert (shares.starved * over).tolist() == pytest.approx([0, 0, 0, 50, 0], abs=2)
     assert (shares.blocked * over).max() < 0.5
 
 
 def test_a_step_in_flight_keeps_nobody_from_knowing_of_those_that_are_done() -> None:
-    strain, steps = Strain(), table(10, 30, 10, 10)
+    strain, steps = ThreadDelays(), table(10, 30, 10, 10)
     steps[2, -1] = 0
-    strain.look(seen(40, 0, ran=20, waited=20))
-    strain.look(seen(50, 40, ran=10))
-    strain.settle(steps, COSTS)
-    assert strain.touches(10 * MS, 40 * MS)
+    strain.add_sample(seen(40, 0, ran=20, waited=20))
+    strain.add_sample(seen(50, 40, ran=10))
+    strain.resolve_samples(steps, COSTS)
+    assert strain.has_delays(10 * MS, 40 * MS)
 
 
 def test_looks_that_no_step_ever_ends_in_are_forgotten() -> None:
-    strain = Strain()
-    for i in range(2 * PENDING):
-        strain.look(seen(10 * i + 10, 10 * i, ran=5))
-    assert len(strain._pending) == PENDING
+    strain = ThreadDelays()
+    for i in range(2 * MAX_PENDING):
+        strain.add_sample(seen(10 * i + 10, 10 * i, ran=5))
+    assert len(strain._pending) == MAX_PENDING
 
 
 def test_a_stall_longer_than_several_looks_is_explained_by_all_of_them() -> None:
-    strain, steps = Strain(), table(10, 160, 10)
+    strain, steps = ThreadDelays(), table(10, 160, 10)
     for since in range(0, 200, 50):
-        strain.look(seen(since + 50, since, ran=10, waited=40))
+        strain.add_sample(seen(since + 50, since, ran=10, waited=40))
     assert strain.due == 50 * MS
-    strain.settle(steps[:, :3], COSTS)
-    assert strain.due == 1 << 63 and strain.waits  # of the last one more may become known
-    strain.settle(steps, COSTS, final=True)
-    assert not strain.waits
+    strain.resolve_samples(steps[:, :3], COSTS)
+    assert strain.due == 1 << 63 and strain.has_pending  # of the last one more may become known
+    strain.resolve_samples(steps, COSTS, final=True)
+    assert not strain.has_pending
     begins, ends = steps[2, 1:2], steps[2, 2:3]
     assert strain.shares(begins, ends).starved[0] * 150 == pytest.approx(37.5 + 40 + 40 + 18.75)
     assert strain.touches(int(begins[0]), int(ends[0]))
-    assert not Strain().touches(0, 1 << 60)
+    assert not ThreadDelays().touches(0, 1 << 60)
 
 
 def test_without_an_estimate_of_what_steps_cost_only_what_was_counted_is_known() -> None:
-    strain = Strain()
-    strain.look(seen(50, 0, ran=30, waited=20, system=2, faults=1000))
-    strain.settle(table(30, 30), None, final=True)
-    assert not strain.touches(0, 50 * MS)
-    starved, faulted = strain.counted(np.array([0, 25 * MS]), np.array([25 * MS, 50 * MS]))
+    strain = ThreadDelays()
+    strain.add_sample(seen(50, 0, ran=30, waited=20, system=2, faults=1000))
+    strain.resolve_samples(table(30, 30), None, final=True)
+    assert not strain.has_delays(0, 50 * MS)
+    starved, faulted = strain.delays_in_intervals(np.array([0, 25 * MS]), np.array([25 * MS, 50 * MS]))
     assert (starved / MS).tolist() == [10, 10] and (faulted / MS).tolist() == [1, 1]
 
 
 def test_only_the_last_looks_are_remembered() -> None:
-    strain = Strain()
+    strain = ThreadDelays()
     for i in range(2 * CAPACITY):
-        strain.look(seen(10 * i + 10, 10 * i, ran=5, waited=5))
-        strain.settle(table(10, 10, begin=10 * i), None)
-    strain.settle(table(10), None, final=True)
+        strain.add_sample(seen(10 * i + 10, 10 * i, ran=5, waited=5))
+        strain.resolve_samples(table(10, 10, begin=10 * i), None)
+    strain.resolve_samples(table(10), None, final=True)
     last = 20 * CAPACITY * MS
-    assert strain.counted(last - 100 * MS, last)[0] == pytest.approx(50 * MS)
+    assert strain.delays_in_intervals(last - 100 * MS, last)[0] == pytest.approx(50 * MS)
 
 
 @settings(max_examples=100)
@@ -144,15 +146,15 @@ def test_only_the_last_looks_are_remembered() -> None:
     ),
 )
 def test_no_more_of_a_step_is_explained_than_it_took_longer(lengths: list[float], looks: list) -> None:
-    strain, steps, at = Strain(), table(*lengths), 0.0
+    strain, steps, at = ThreadDelays(), table(*lengths), 0.0
     for length, ran, waited, faults in looks:
         part = ran * length
-        strain.look(
+        strain.add_sample(
             seen(at + length, at, ran=part, waited=(length - part) * waited, system=part, faults=faults)
         )
         at += length
-    strain.settle(steps, COSTS, final=True)
-    shares = np.array(strain.shares(steps[2, :-1], steps[2, 1:]))
+    strain.resolve_samples(steps, COSTS, final=True)
+    shares = np.array(strain.delay_shares(steps[2, :-1], steps[2, 1:]))
     assert (
         (shares >= -1e-9).all() and (shares[:2].sum(axis=0) <= 1 + 1e-9).all() and (shares <= 1 + 1e-9).all()
     )
@@ -168,11 +170,11 @@ def test_no_more_of_a_step_is_explained_than_it_took_longer(lengths: list[float]
 def test_of_one_interval_is_counted_what_is_counted_of_many(
     looks: list[tuple[int, float, int]], begin: int, length: int
 ) -> None:
-    strain, at = Strain(), 0.0
+    strain, at = ThreadDelays(), 0.0
     for lasted, waited, faults in looks:
-        strain.look(seen(at + lasted, at, waited=waited * lasted, system=faults / 1000, faults=faults))
+        strain.add_sample(seen(at + lasted, at, waited=waited * lasted, system=faults / 1000, faults=faults))
         at += lasted
-    strain.settle(table(*[10] * 4), None, final=True)
-    one = strain.held(begin * MS, (begin + length) * MS)
-    many = strain.counted(*(np.array([instant * MS]) for instant in (begin, begin + length)))
+    strain.resolve_samples(table(*[10] * 4), None, final=True)
+    one = strain.delay_in_interval(begin * MS, (begin + length) * MS)
+    many = strain.delays_in_intervals(*(np.array([instant * MS]) for instant in (begin, begin + length)))
     assert one == pytest.approx(tuple(float(column[0]) for column in many), abs=1)

@@ -6,8 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from otel_infer.analysis.attribution.step_columns import _covered
-from otel_infer.assembly.records.intervals import inside, outside, take_out, without
+from otel_infer.analysis.attribution.step_columns import _paused_time_before
+from otel_infer.assembly.records.intervals import (
+    intersect_intervals,
+    subtract_interval,
+    subtract_intervals,
+    uncovered_length,
+)
 
 instants = st.integers(0, 60)
 pairs = st.lists(st.tuples(instants, instants).map(lambda pair: (min(pair), max(pair))), max_size=8)
@@ -23,10 +28,10 @@ def test_what_is_inside_and_what_is_left_are_all_there_was(
 ) -> None:
     free = [(0, 60)]
     for begin, end in taken:
-        free, _ = take_out(free, begin, end)
+        free, _ = subtract_interval(free, begin, end)
     named = [(begin, end, str(number)) for number, (begin, end) in enumerate(busy)]
-    parts = list(inside(free, named))
-    left = without(free, parts)
+    parts = list(intersect_intervals(free, named))
+    left = subtract_intervals(free, parts)
     assert of(left) == of(free) - of(busy)
     assert sorted(instant for begin, end, _ in parts for instant in range(begin, end)) == sorted(
         of(free) & of(busy)
@@ -39,5 +44,5 @@ def test_what_is_inside_and_what_is_left_are_all_there_was(
 def test_how_much_is_covered_before_an_instant_counts_each_ns_once(
     busy: list[tuple[int, int]], at: list[int]
 ) -> None:
-    found = _covered(list(busy), np.array(at))
-    assert found.tolist() == [instant - outside(busy, 0, instant) for instant in at]
+    found = _paused_time_before(list(busy), np.array(at))
+    assert found.tolist() == [instant - uncovered_length(busy, 0, instant) for instant in at]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from otel_infer import semconv
-from otel_infer.export.sampling.tail_sampler import Keeper
+from otel_infer.export.sampling.tail_sampler import TailSampler
 from otel_infer.ringbuffer import events
 from tests.support.story import BASE, MS, PROCESS, WALL, Story, Who, ids, ms, ns, text
 
@@ -224,7 +224,7 @@ def test_what_user_code_said_of_an_http_request_that_reached_nothing_is_on_its_s
     story = Story()
     a = story.arrives(0, operation="")
     story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
-    story.state(a, events.EventAdded(ns(2), "cache.miss", {"key": 7}))
+    story.state(a, events.SpanEventAdded(ns(2), "cache.miss", {"key": 7}))
     story.state(a, events.SpanLinked(ns(2), *ids("other")))
     story.ends(3, a)
     (span,) = story.spans()
@@ -242,7 +242,7 @@ def test_what_user_code_said_is_on_the_request_span() -> None:
     story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
     story.state(a, events.AttributeSet(ns(2), "tenant", "red"))
     story.state(a, events.AttributeSet(ns(2), "http.request.body.size", 7))
-    story.state(a, events.EventAdded(ns(3), "cache.miss", {"key": 7}))
+    story.state(a, events.SpanEventAdded(ns(3), "cache.miss", {"key": 7}))
     story.state(a, events.SpanLinked(ns(3), *ids("other")))
     story.step(10, 20, [a])
     story.ends(21, a)
@@ -297,7 +297,7 @@ def test_a_prompt_in_chunks_with_a_single_token_of_output_has_its_steps_too() ->
     story.step(10, 20, [a], prompt={a: 512}, delivered={a: 0})
     story.step(20, 30, [a], prompt={a: 5})
     story.ends(30, a)
-    assert story.tree(keeps=Keeper("auto", 2000, False, False)) == text("""
+    assert story.tree(keeps=TailSampler("auto", 2000, False, False)) == text("""
         chat toy 0–30 · 0 → 1
           prefill 10–30
             prefill step 10–20 · step 1, 512 tokens, batch 1
@@ -631,8 +631,8 @@ def test_a_request_dies_in_the_stage_it_was_in(stage: str, expected: str, error:
     story = Story()
     die(story, stage)
     story.said = [
-        said._replace(fact=said.fact._replace(error_type=error))
-        if isinstance(said.fact, events.RequestEnded)
+        said._replace(event=said.event._replace(error_type=error))
+        if isinstance(said.event, events.RequestEnded)
         else said
         for said in story.said
     ]
@@ -738,7 +738,7 @@ def test_a_request_by_hand_that_raised_before_any_stage_died_in_none() -> None:
     a = story.arrives(0, http=False)
     story.ends(9, a, events.ERROR, "ValueError")
     assert story.record().died_in == ""
-    assert semconv.DIED_IN not in story.span("chat toy")["attributes"]
+    assert semconv.FAILED_STAGE not in story.span("chat toy")["attributes"]
 
 
 @pytest.mark.parametrize(
@@ -955,13 +955,13 @@ def test_a_loss_that_is_told_after_the_steps_that_followed_it_takes_back_what_th
     record = story.record(a)
     assert record.telemetry_lost
     assert [stage.name for stage in record.stages] == ["ingress", "tokenize", "postprocess"]
-    assert story.record(b).stage("queue") is not None
+    assert story.record(b).find_stage("queue") is not None
 
 
 def test_facts_that_are_lost_before_the_first_touch_hide_how_long_the_ingress_was() -> None:
     story = Story()
     a = story.arrives(0)
-    story.tell(PROCESS, 0, events.FactsLost(ns(8), 3, 0))
+    story.tell(PROCESS, 0, events.EventsLost(ns(8), 3, 0))
     story.submitted(10, a)
     story.step(20, 30, [a])
     story.ends(40, a)
@@ -972,7 +972,7 @@ def test_facts_that_are_lost_before_the_first_touch_hide_how_long_the_ingress_wa
 def test_a_request_that_died_while_facts_were_lost_has_no_stage_that_lasts_to_its_end() -> None:
     story = Story()
     a = streamed(story)
-    story.tell(PROCESS, 0, events.FactsLost(ns(8), 3, 0))
+    story.tell(PROCESS, 0, events.EventsLost(ns(8), 3, 0))
     story.aborts(50, a)
     record = story.record()
     assert [stage.name for stage in record.stages] == ["ingress", "tokenize"]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import otel_infer
 from otel_infer import _clock
-from otel_infer.assembly.requests.device_time import shared, shares_of
+from otel_infer.assembly.requests.device_time import share_span, sum_request_share
 from otel_infer.gpu.timed_work import StepWork
-from otel_infer.gpu.timeline import Timed
+from otel_infer.gpu.timeline import DeviceInterval
 from tests.support.rings import Recording
 
 MS = 1_000_000
@@ -26,24 +26,26 @@ batches = st.dictionaries(st.integers(0, 1000), st.integers(0, 1 << 16), max_siz
 def test_parts_and_remainders_are_the_whole_span_in_integers(
     span: int, tokens: dict[int, int], more: int
 ) -> None:
-    shares = shared(span, tokens, sum(tokens.values()) + more)
-    assert sum(shares.of.values()) + shares.wasted + shares.rounding == span
-    assert min([*shares.of.values(), shares.wasted, shares.rounding]) >= 0
+    shares = share_span(span, tokens, sum(tokens.values()) + more)
+    assert sum(shares.by_request.values()) + shares.wasted + shares.rounding == span
+    assert min([*shares.by_request.values(), shares.wasted, shares.rounding]) >= 0
     assert shares.rounding <= len(tokens) + 1
 
 
 @given(spans, batches, st.integers(0, 1 << 20))
 def test_who_got_more_tokens_has_no_smaller_part(span: int, tokens: dict[int, int], more: int) -> None:
-    of = shared(span, tokens, sum(tokens.values()) + more).of
+    of = share_span(span, tokens, sum(tokens.values()) + more).by_request
     ordered = sorted(tokens, key=tokens.__getitem__)
     assert [of[who] for who in ordered] == sorted(of.values())
 
 
 @given(st.lists(st.tuples(spans, st.integers(0, 1 << 12), st.integers(0, 1 << 16)), max_size=50))
 def test_the_parts_of_one_request_are_those_of_its_steps(steps: list[tuple[int, int, int]]) -> None:
-    each = [shared(span, {"a": own, "b": others}, own + others).of["a"] for span, own, others in steps]
+    each = [
+        share_span(span, {"a": own, "b": others}, own + others).by_request["a"] for span, own, others in steps
+    ]
     columns = np.array(steps, np.int64).reshape(-1, 3).T
-    assert shares_of(columns[0], columns[1], columns[1] + columns[2]) == sum(each)
+    assert sum_request_share(columns[0], columns[1], columns[1] + columns[2]) == sum(each)
 
 
 @settings(max_examples=50, deadline=None)
@@ -59,7 +61,7 @@ def test_whoever_got_however_many_tokens_of_a_step_all_parts_are_within_it(deliv
         with otel_infer.step(batch) as step:
             step.delivered = dict(zip(batch, delivered))
         at = _clock.now()
-        StepWork("custom", os.getpid(), 0, 2, 0).on_device(Timed(at, at + 10 * MS, 0, 0, -1, 0))
+        StepWork("custom", os.getpid(), 0, 2, 0).on_device(DeviceInterval(at, at + 10 * MS, 0, 0, -1, 0))
         for request in batch:
             request._live.close()  # type: ignore[union-attr]
         parts = sum(record.device_share for record in recording.records())
@@ -71,8 +73,8 @@ def test_whoever_got_however_many_tokens_of_a_step_all_parts_are_within_it(deliv
 
 
 def test_a_step_of_nothing_is_nobodys() -> None:
-    assert shared(500, {}, 0) == ({}, 500, 0)
-    assert shared(500, {"a": 0}, 0) == ({"a": 0}, 500, 0)
+    assert share_span(500, {}, 0) == ({}, 500, 0)
+    assert share_span(500, {"a": 0}, 0) == ({"a": 0}, 500, 0)
 
 
 def test_requests_in_one_batch_share_its_time_by_their_tokens(recording: Recording) -> None:
@@ -85,13 +87,13 @@ def test_requests_in_one_batch_share_its_time_by_their_tokens(recording: Recordi
         pass
     for number in (1, 2):
         at = _clock.now()
-        StepWork("custom", os.getpid(), 0, number, 0).on_device(Timed(at, at + 10 * MS, 0, 0, -1, 0))
+        StepWork("custom", os.getpid(), 0, number, 0).on_device(DeviceInterval(at, at + 10 * MS, 0, 0, -1, 0))
     for request in (one, other):
         request._live.close()  # type: ignore[union-attr]
     records = recording.records()
     parts = []
     for record in records:
-        prefill, decode = record.stage("prefill"), record.stage("decode")
+        prefill, decode = record.find_stage("prefill"), record.find_stage("decode")
         assert prefill is not None
         assert decode is not None
         parts.append((prefill.attributes["infer.device.share"], decode.attributes["infer.device.share"]))

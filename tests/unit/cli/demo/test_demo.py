@@ -24,7 +24,7 @@ def test_the_program_is_named_so_that_it_is_this_one_that_is_called(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
-    assert command.called() == said
+    assert command.find_program() == said
     found = shutil.which(said)
     assert found is not None
     assert Path(found).samefile(tmp_path / ".venv" / "bin" / "otel-infer")

@@ -16,14 +16,14 @@ from benchmarks import gpu_verify
 from otel_infer import _version
 from otel_infer.cli.doctor import command as doctor
 from otel_infer.cli.doctor import environment, exporter, instrumentations, probe_process, shared_memory
-from otel_infer.cli.doctor.check import Check, masked
+from otel_infer.cli.doctor.check import Check, mask_secrets
 from otel_infer.config.environment import Config
 from otel_infer.gpu import nvml
 from otel_infer.gpu.nvml import NvmlState
 from otel_infer.instrumentation import registry
-from otel_infer.instrumentation.hooks.instrumentor import Integration
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.ringbuffer import directory
-from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingRefused
+from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingUnavailable
 from otel_infer.sidecar import launcher
 
 ROOT = Path(__file__).parents[4]
@@ -38,44 +38,44 @@ def states(checks: list[Check]) -> dict[str, str]:
 
 
 def test_versions_are_named_with_the_interpreter_they_belong_to() -> None:
-    check = environment.versions(lambda name: "1.2.3")
+    check = environment.check_versions(lambda name: "1.2.3")
     assert ("ok", "") == (check.state, check.do)
     assert sys.executable in check.found
     assert "numpy 1.2.3" in check.found
 
 
 def test_another_library_in_the_place_of_urllib3_is_a_warning() -> None:
-    check = environment.versions(lambda name: "1", lambda: True)
+    check = environment.check_versions(lambda name: "1", lambda: True)
     assert check.state == "warn"
     assert "urllib3 is replaced by urllib3-future" in check.found
     assert "an environment of its own" in check.do
 
 
 def test_a_missing_library_is_to_be_installed_for_this_interpreter() -> None:
-    check = environment.versions(lambda name: None if name == "numpy" else "1")
+    check = environment.check_versions(lambda name: None if name == "numpy" else "1")
     assert ("fail", f"{sys.executable} -m pip install numpy") == (check.state, check.do)
 
 
 def test_a_missing_grpc_exporter_is_no_fault() -> None:
-    assert "ok" == environment.versions(lambda name: None if name.endswith("grpc") else "1").state
+    assert "ok" == environment.check_versions(lambda name: None if name.endswith("grpc") else "1").state
 
 
 def test_nothing_configured_says_how_to_export() -> None:
-    check = environment.configuration({})
+    check = environment.check_configuration({})
     assert ("warn", "nothing is exported") == (check.state, check.found)
     assert ENDPOINT in check.do
     assert "otel-infer run" in check.do
 
 
 def test_a_bad_value_names_the_variable_and_what_it_accepts() -> None:
-    check = environment.configuration({"OTEL_INFER_STEPS": "some", ENDPOINT: "http://c:4318"})
+    check = environment.check_configuration({"OTEL_INFER_STEPS": "some", ENDPOINT: "http://c:4318"})
     assert "fail" == check.state
     assert "OTEL_INFER_STEPS='some': expected one of all, auto, off" in check.found
     assert "set OTEL_INFER_STEPS to a value it accepts" in check.do
 
 
 def test_a_mistyped_variable_is_told_which_one_was_meant() -> None:
-    check = environment.configuration({"OTEL_INFER_STEP_BUDGT": "5", ENDPOINT: "http://c:4318"})
+    check = environment.check_configuration({"OTEL_INFER_STEP_BUDGT": "5", ENDPOINT: "http://c:4318"})
     assert ("warn", "set OTEL_INFER_STEP_BUDGET instead") == (check.state, check.do)
 
 
@@ -88,12 +88,12 @@ def test_a_mistyped_variable_is_told_which_one_was_meant() -> None:
     ],
 )
 def test_who_switched_it_off_is_named(variable: str, value: str) -> None:
-    check = environment.configuration({variable: value, ENDPOINT: "http://c:4318"})
+    check = environment.check_configuration({variable: value, ENDPOINT: "http://c:4318"})
     assert ("warn", f"switched off by {variable}", f"unset {variable}") == check[1:]
 
 
 def test_a_signal_that_is_not_sent_is_said_to_be_none() -> None:
-    check = environment.configuration({ENDPOINT: "http://c:4318", "OTEL_METRICS_EXPORTER": "none"})
+    check = environment.check_configuration({ENDPOINT: "http://c:4318", "OTEL_METRICS_EXPORTER": "none"})
     assert (
         "spans to http://c:4318/v1/traces (http/protobuf), no metrics, by OTEL_METRICS_EXPORTER"
         == check.found
@@ -122,35 +122,35 @@ def test_a_signal_that_is_not_sent_is_said_to_be_none() -> None:
 def test_the_destination_is_the_one_the_exporters_take(
     protocol: str, environ: dict[str, str], expected: str
 ) -> None:
-    assert expected == environment.destination("metrics", protocol, environ)
+    assert expected == environment.resolve_endpoint("metrics", protocol, environ)
 
 
 def test_credentials_are_masked_wherever_they_stand() -> None:
     environ = {"OTEL_EXPORTER_OTLP_TRACES_HEADERS": "authorization=Bearer%20canary1,x-key=canary2, a=b"}
     said = "to http://me:canary3@h:1/v1/traces?key=canary4 with Bearer canary1, canary1 and canary2, ab"
-    assert "to http://***@h:1/v1/traces?*** with ***, *** and ***, ab" == masked(said, environ)
+    assert "to http://***@h:1/v1/traces?*** with ***, *** and ***, ab" == mask_secrets(said, environ)
 
 
 # ── GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_no_nvidia_driver_is_fine_and_times_are_the_hosts() -> None:
-    check = environment.gpu(NvmlState("no driver"))
-    found = f"no NVIDIA driver: GPU metrics are absent; the time of steps is the host's; GPU timing: {_version.GPU_TIMING}"
+    check = environment.check_gpu(NvmlState("no driver"))
+    found = f"no NVIDIA driver: GPU metrics are absent; the time of steps is the host's; GPU timing: {_version.GPU_TIMING_STATUS}"
     assert ("ok", found, "") == check[1:]
 
 
 def test_a_driver_is_named_with_its_devices_and_on_what_timing_was_verified() -> None:
-    check = environment.gpu(NvmlState("ready", "580.1", ("NVIDIA H200", "NVIDIA H200")))
-    said = f"NVIDIA driver 580.1: NVIDIA H200, NVIDIA H200; GPU timing: {_version.GPU_TIMING}"
+    check = environment.check_gpu(NvmlState("ready", "580.1", ("NVIDIA H200", "NVIDIA H200")))
+    said = f"NVIDIA driver 580.1: NVIDIA H200, NVIDIA H200; GPU timing: {_version.GPU_TIMING_STATUS}"
     assert ("ok", said) == check[1:3]
 
 
 def test_what_is_said_of_timing_on_a_gpu_is_what_was_measured() -> None:
     """On which device, and whether by the same code; where that was changed, everybody is told."""
     (measured,) = [json.loads(path.read_text()) for path in gpu_verify.RESULTS.glob("gpu-*.json")]
-    assert _version.VERIFIED in measured["GPU"]
-    assert _version.AS_VERIFIED == (measured["sources"] == gpu_verify.sources())
+    assert _version.VERIFIED_GPU in measured["GPU"]
+    assert _version.GPU_CODE_UNCHANGED == (measured["sources"] == gpu_verify.sources())
     by_verdict = {line["claim"]: line["verdict"] for line in measured["lines"]}
     assert "fail" not in by_verdict.values()
     said = (ROOT / "docs" / "gpu.md").read_text()
@@ -158,13 +158,13 @@ def test_what_is_said_of_timing_on_a_gpu_is_what_was_measured() -> None:
         claim for claim, verdict in by_verdict.items() if verdict == "inconclusive" and claim not in said
     ]
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert _version.GPU_TIMING in readme
-    assert _version.GPU_TIMING in (ROOT / "dashboards" / "gpu.json").read_text()
+    assert _version.GPU_TIMING_STATUS in readme
+    assert _version.GPU_TIMING_STATUS in (ROOT / "dashboards" / "gpu.json").read_text()
 
 
 @pytest.mark.parametrize("status", ["no library", "no permission", "no package", "broken"])
-def test_an_nvml_that_should_answer_and_does_not_says_what_to_do(status: nvml.Status) -> None:
-    check = environment.gpu(NvmlState(status, reason="NVMLError: unknown"))
+def test_an_nvml_that_should_answer_and_does_not_says_what_to_do(status: nvml.NvmlStatus) -> None:
+    check = environment.check_gpu(NvmlState(status, reason="NVMLError: unknown"))
     assert "warn" == check.state
     assert check.do
 
@@ -206,7 +206,7 @@ def pynvml(**answers: Any) -> ModuleType:
 
 def test_nvml_names_driver_and_devices_in_text_or_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", pynvml())
-    assert NvmlState("ready", "580.1", ("H200", "H200")) == nvml.state()
+    assert NvmlState("ready", "580.1", ("H200", "H200")) == nvml.query_state()
 
 
 @pytest.mark.parametrize(
@@ -222,18 +222,18 @@ def test_nvml_names_driver_and_devices_in_text_or_bytes(monkeypatch: pytest.Monk
 def test_nvml_says_why_it_does_not_answer(
     code: int, driver: bool, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(nvml, "DRIVER", tmp_path if driver else tmp_path / "none")
+    monkeypatch.setattr(nvml, "DRIVER_FILE", tmp_path if driver else tmp_path / "none")
     monkeypatch.setitem(sys.modules, "pynvml", pynvml(nvmlInit=NvmlError(code)))
-    assert status == nvml.state().status
+    assert status == nvml.query_state().status
 
 
 def test_nvml_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         sys.modules, "pynvml", pynvml(nvmlDeviceGetName=OSError("gone"), nvmlShutdown=OSError())
     )
-    assert NvmlState("broken", reason="OSError: gone") == nvml.state()
+    assert NvmlState("broken", reason="OSError: gone") == nvml.query_state()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert NvmlState("no package") == nvml.state()
+    assert NvmlState("no package") == nvml.query_state()
 
 
 # ── integrations ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -265,7 +265,7 @@ def test_an_active_integration_says_its_version_and_how_many_hooks_are_bound() -
         "ok",
         "lib-dist 5.0: active, 3 of 4 hooks bound",
         "",
-    ) == instrumentations.finding(seen(), False)
+    ) == instrumentations.check_instrumentor(seen(), False)
 
 
 def test_a_library_of_several_processes_says_what_binds_in_each() -> None:
@@ -274,12 +274,12 @@ def test_a_library_of_several_processes_says_what_binds_in_each() -> None:
         {**part("b", "active"), "where": "engine core", "hooks_active": 1, "hooks_total": 2},
         {**part("c", "active"), "where": "engine core", "hooks_active": 3, "hooks_total": 3},
     ]
-    found = instrumentations.finding(seen(parts=parts), False).found
+    found = instrumentations.check_instrumentor(seen(parts=parts), False).found
     assert found.endswith("3 of 4 hooks bound (API server 2 of 2, engine core 4 of 5)")
 
 
 def test_a_library_that_is_told_to_load_other_plugins_only_is_a_warning() -> None:
-    check = instrumentations.finding(seen(unlisted="LIB_PLUGINS"), False)
+    check = instrumentations.check_instrumentor(seen(unlisted="LIB_PLUGINS"), False)
     assert check.state == "warn" and "LIB_PLUGINS does not name otel_infer" in check.found
     assert "otel-infer run" in check.do
 
@@ -288,7 +288,7 @@ def test_a_library_that_is_told_to_load_other_plugins_only_is_a_warning() -> Non
     ("plugins", "leaves_us_out"), [(None, False), ("", True), ("a,b", True), ("a,otel_infer", False)]
 )
 def test_a_list_of_plugins_leaves_us_out_or_not(plugins: str | None, leaves_us_out: bool) -> None:
-    assert instrumentations._leaves_us_out(plugins) is leaves_us_out
+    assert instrumentations._omits_otel_infer(plugins) is leaves_us_out
 
 
 def test_a_part_that_waits_says_what_for() -> None:
@@ -297,27 +297,27 @@ def test_a_part_that_waits_says_what_for() -> None:
         part("serve", "waiting", refused="there is no module fastapi"),
         part("new", "absent"),
     ]
-    found = instrumentations.finding(seen(parts=parts), False).found
+    found = instrumentations.check_instrumentor(seen(parts=parts), False).found
     assert found.endswith("bound; serve waits: there is no module fastapi; not here: new")
 
 
 def test_drift_fails_and_says_what_is_lost_and_that_the_rest_is_not() -> None:
     parts = [part("generate", "active"), part("continuous batching", "drifted", "lib.a:B.c: there is no c")]
-    check = instrumentations.finding(seen("drifted", parts=parts), False)
+    check = instrumentations.check_instrumentor(seen("drifted", parts=parts), False)
     assert "fail" == check.state
     assert "lib.a:B.c: there is no c. continuous batching is not recorded; everything else is" in check.found
     assert "lib-dist" in check.do
 
 
 def test_drift_of_everything_says_that_the_server_runs_on() -> None:
-    check = instrumentations.finding(
+    check = instrumentations.check_instrumentor(
         seen("drifted", parts=[part("", "drifted", "lib:f: there is no f")]), False
     )
     assert check.found.endswith("lib is not recorded; the server runs on all the same")
 
 
 def test_a_library_that_cannot_be_imported_is_to_be_repaired() -> None:
-    check = instrumentations.finding(
+    check = instrumentations.check_instrumentor(
         seen("waiting", parts=[part("", "waiting", refused="ImportError: libx.so")]), False
     )
     assert ("warn", "lib-dist 5.0: cannot be imported: ImportError: libx.so") == check[1:3]
@@ -329,22 +329,24 @@ def test_a_library_that_cannot_be_imported_is_to_be_repaired() -> None:
     [("absent", False, "lib-dist is not installed"), ("active", True, "switched off by the configuration")],
 )
 def test_what_is_absent_or_switched_off_is_no_fault(state: str, off: bool, found: str) -> None:
-    assert ("integration lib", "ok", found, "") == instrumentations.finding(seen(state), off)
+    assert ("integration lib", "ok", found, "") == instrumentations.check_instrumentor(seen(state), off)
 
 
 def test_without_any_engine_the_supported_ones_are_named_and_how_to_install_one() -> None:
-    check = instrumentations.engine([seen("absent"), seen("active", engine=False, distribution="other")])
+    check = instrumentations.check_engine(
+        [seen("absent"), seen("active", engine=False, distribution="other")]
+    )
     assert "warn" == check.state
     assert "supported: lib-dist" in check.found
     assert sys.executable in check.found
     assert "pip install" in check.do
-    assert "ok" == instrumentations.engine([seen("waiting")]).state
+    assert "ok" == instrumentations.check_engine([seen("waiting")]).state
 
 
 def test_an_import_that_never_ends_is_a_finding_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = probe_process.Answers([seen(name="asgi", engine=False)], "took longer than 120 s")
-    monkeypatch.setattr(probe_process, "ask", lambda *_: late)
-    checks = instrumentations.integrations(Config(), imports=True)
+    late = probe_process.ProbeResult([seen(name="asgi", engine=False)], "took longer than 120 s")
+    monkeypatch.setattr(probe_process, "run_in_subprocess", lambda *_: late)
+    checks = instrumentations.check_instrumentations(Config(), imports=True)
     assert {"integration asgi": "ok", "integration threads": "fail"} == states(checks)
     assert checks[-1].found.endswith("took longer than 120 s")
     assert checks[-1].do
@@ -360,27 +362,27 @@ def test_an_import_that_never_ends_is_a_finding_of_its_own(monkeypatch: pytest.M
     ],
 )
 def test_the_configuration_may_leave_an_integration_out(settings: Config, off: bool) -> None:
-    assert off == instrumentations.is_off("lib", settings)
+    assert off == instrumentations.is_disabled("lib", settings)
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Integration]:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instrumentor]:
     """An integration of a library of two modules, of which one needs something that is not there."""
     (tmp_path / "doctored.py").write_text("def f(): ...\n")
     (tmp_path / "doctored_serving.py").write_text("import no_such_server\n")
     monkeypatch.syspath_prepend(tmp_path)
-    one = Integration("doctored", "doctored", ("doctored",), is_engine=True)
-    one.step_hook("doctored:f", part="generate")(lambda original, hook: original)
-    one.step_hook("doctored:g", part="steps")(lambda original, hook: original)
-    one.step_hook("doctored_serving:f", part="serve")(lambda original, hook: original)
-    monkeypatch.setattr(registry, "load", lambda: [one])
+    one = Instrumentor("doctored", "doctored", ("doctored",), is_engine=True)
+    one.patch_hot_path("doctored:f", part="generate")(lambda original, hook: original)
+    one.patch_hot_path("doctored:g", part="steps")(lambda original, hook: original)
+    one.patch_hot_path("doctored_serving:f", part="serve")(lambda original, hook: original)
+    monkeypatch.setattr(registry, "load_instrumentors", lambda: [one])
     yield one
     one.remove()
     sys.modules.pop("doctored", None)
 
 
-def test_a_library_is_imported_with_the_hooks_waiting_for_it(library: Integration) -> None:
-    (answer,) = instrumentations.answers({"excluded_urls": ""})
+def test_a_library_is_imported_with_the_hooks_waiting_for_it(library: Instrumentor) -> None:
+    (answer,) = instrumentations.run_probe({"excluded_urls": ""})
     parts = {each["name"]: (each["state"], each["refused"]) for each in answer["parts"]}
     assert ("drifted", 1) == (answer["state"], answer["hooks_active"])
     assert {"generate", "steps", "serve"} == set(parts)
@@ -390,8 +392,8 @@ def test_a_library_is_imported_with_the_hooks_waiting_for_it(library: Integratio
     assert json.dumps(answer)
 
 
-def test_without_imports_nothing_is_imported(library: Integration) -> None:
-    check, engine = instrumentations.integrations(Config(), imports=False)
+def test_without_imports_nothing_is_imported(library: Instrumentor) -> None:
+    check, engine = instrumentations.check_instrumentations(Config(), imports=False)
     assert ("ok", "doctored: waiting, 0 of 3 hooks bound") == check[1:3]
     assert "ok" == engine.state
     assert "doctored" not in sys.modules
@@ -400,15 +402,15 @@ def test_without_imports_nothing_is_imported(library: Integration) -> None:
 def test_an_import_that_ends_the_process_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaving.py").write_text("raise SystemExit('no licence\\nsecond line')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "SystemExit: no licence" == instrumentations._imported("leaving")
-    assert "" == instrumentations._imported("no_such_module.at_all")
+    assert "SystemExit: no licence" == instrumentations._find_import_error("leaving")
+    assert "" == instrumentations._find_import_error("no_such_module.at_all")
 
 
 # ── a process of its own ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_another_process_that_breaks_says_its_last_line() -> None:
-    found, trouble = probe_process.ask("no_such_check", {}, os.environ, 60.0)
+    found, trouble = probe_process.run_in_subprocess("no_such_check", {}, os.environ, 60.0)
     assert [] == found
     assert "ended with status 1: ModuleNotFoundError" in trouble
 
@@ -416,14 +418,14 @@ def test_another_process_that_breaks_says_its_last_line() -> None:
 def test_another_process_that_takes_too_long_is_ended() -> None:
     assert (
         "took longer than 0 s"
-        == probe_process.ask("instrumentations", {"excluded_urls": ""}, os.environ, 0.01).trouble
+        == probe_process.run_in_subprocess("instrumentations", {"excluded_urls": ""}, os.environ, 0.01).error
     )
 
 
 def test_what_was_answered_before_the_end_counts() -> None:
-    assert [{"a": 1}] == probe_process._read(b'{"a": 1}\n{"b": ')
-    assert "was ended by signal 11" == probe_process._trouble(-11, b"")
-    assert "ended with status 2: no reason given" == probe_process._trouble(2, b"")
+    assert [{"a": 1}] == probe_process._parse_lines(b'{"a": 1}\n{"b": ')
+    assert "was ended by signal 11" == probe_process._describe_failure(-11, b"")
+    assert "ended with status 2: no reason given" == probe_process._describe_failure(2, b"")
 
 
 # ── exporter ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -434,7 +436,7 @@ def answer(accepted: int = 0, reason: str = "", log: str = "") -> dict[str, Any]
 
 
 def test_an_accepted_span_can_be_looked_for() -> None:
-    check = exporter.answered("spans", "http://c", answer(1))
+    check = exporter.check_signal("spans", "http://c", answer(1))
     assert ("ok", f"http://c: accepted; look for trace {'ab' * 16}", "") == check[1:]
 
 
@@ -481,14 +483,14 @@ GRPC_TO_HTTP = (
 def test_what_a_destination_answers_is_named_with_what_to_do(
     reason: str, log: str, found: str, do: str
 ) -> None:
-    check = exporter.answered("metrics", "http://c", answer(0, reason, log))
+    check = exporter.check_signal("metrics", "http://c", answer(0, reason, log))
     assert "fail" == check.state
     assert found in check.found
     assert do in check.do
 
 
 def test_a_warning_of_the_destination_is_passed_on() -> None:
-    check = exporter.answered("spans", "http://c", answer(1, "partial success: slow down"))
+    check = exporter.check_signal("spans", "http://c", answer(1, "partial success: slow down"))
     assert ("warn", "http://c: accepted, but with a warning: slow down") == check[1:3]
 
 
@@ -497,26 +499,30 @@ def test_a_warning_of_the_destination_is_passed_on() -> None:
     [("SeamDrift", "tracer_provider"), ("ImportError", "pip install"), ("ValueError", "OTEL_EXPORTER_OTLP_")],
 )
 def test_an_exporter_that_cannot_be_used_fails(error: str, do: str) -> None:
-    check = exporter.seam({"error": error, "text": "what it says"}, "grpc")
+    check = exporter.check_sdk_adapter({"error": error, "text": "what it says"}, "grpc")
     assert ("fail", f"{error}: what it says") == check[1:3]
     assert do in check.do
 
 
 def test_nothing_is_sent_where_nothing_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     seam = {"what": "seam", "error": "", "text": ""}
-    monkeypatch.setattr(probe_process, "ask", lambda *_: probe_process.Answers([seam], ""))
-    assert {"SDK seam": "ok", "exporter": "warn"} == states(exporter.exporter(Config(), {}))
+    monkeypatch.setattr(probe_process, "run_in_subprocess", lambda *_: probe_process.ProbeResult([seam], ""))
+    assert {"SDK seam": "ok", "exporter": "warn"} == states(exporter.check_exporter(Config(), {}))
 
 
 def test_a_trial_that_broke_off_fails_each_signal_it_owes(monkeypatch: pytest.MonkeyPatch) -> None:
     seam = {"what": "seam", "error": "", "text": ""}
     monkeypatch.setattr(
-        probe_process, "ask", lambda *_: probe_process.Answers([seam], "took longer than 36 s")
+        probe_process,
+        "run_in_subprocess",
+        lambda *_: probe_process.ProbeResult([seam], "took longer than 36 s"),
     )
-    checks = exporter.exporter(Config(endpoint="http://c"), {ENDPOINT: "http://c"})
+    checks = exporter.check_exporter(Config(endpoint="http://c"), {ENDPOINT: "http://c"})
     assert {"SDK seam": "ok", "exporter spans": "fail", "exporter metrics": "fail"} == states(checks)
-    monkeypatch.setattr(probe_process, "ask", lambda *_: probe_process.Answers([], "was ended by signal 11"))
-    assert {"SDK seam": "fail"} == states(exporter.exporter(Config(endpoint="http://c"), {}))
+    monkeypatch.setattr(
+        probe_process, "run_in_subprocess", lambda *_: probe_process.ProbeResult([], "was ended by signal 11")
+    )
+    assert {"SDK seam": "fail"} == states(exporter.check_exporter(Config(endpoint="http://c"), {}))
 
 
 # ── shared memory ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -538,14 +544,14 @@ def rings(folder: Path, **changes: Any) -> Config:
 
 
 def test_rings_of_full_size_fit_and_nothing_is_left_behind(base: Path) -> None:
-    check, refused = shared_memory.shared_memory(rings(base))
+    check, refused = shared_memory.check_shared_memory(rings(base))
     assert ("ok", "", "") == (check.state, check.do, refused)
     assert "mode: sidecar; rings fit at full size" in check.found
     assert [] == list(base.iterdir())
 
 
 def test_a_folder_that_is_not_there_yet_is_not_there_afterwards(base: Path) -> None:
-    check, _ = shared_memory.shared_memory(rings(base / "one" / "two"))
+    check, _ = shared_memory.check_shared_memory(rings(base / "one" / "two"))
     assert "ok" == check.state
     assert [] == list(base.iterdir())
 
@@ -554,21 +560,21 @@ def test_a_folder_that_is_not_there_yet_is_not_there_afterwards(base: Path) -> N
 def test_a_named_folder_keeps_its_mode_and_what_others_put_there(mode: int, base: Path) -> None:
     (base / "theirs.txt").touch()
     base.chmod(mode)
-    assert "ok" == shared_memory.shared_memory(rings(base))[0].state
-    assert "ok" == shared_memory.sidecar(rings(base), "").state
+    assert "ok" == shared_memory.check_shared_memory(rings(base))[0].state
+    assert "ok" == shared_memory.check_sidecar(rings(base), "").state
     assert mode == base.stat().st_mode & 0o7777
     assert ["theirs.txt"] == [path.name for path in base.rglob("*") if path.is_file()]
 
 
 def test_a_relative_folder_is_found_by_the_sidecar_too(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(base)
-    assert "ok" == shared_memory.sidecar(rings(Path("here")), "").state
+    assert "ok" == shared_memory.check_sidecar(rings(Path("here")), "").state
     assert [] == list(base.iterdir())
 
 
 def test_rings_that_had_to_shrink_ask_for_more_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileArena, "fits", lambda self, size: size < 300_000)
-    check, refused = shared_memory.shared_memory(rings(base))
+    monkeypatch.setattr(FileArena, "can_allocate", lambda self, size: size < 300_000)
+    check, refused = shared_memory.check_shared_memory(rings(base))
     assert ("warn", "") == (check.state, refused)
     assert "only at 1/4 of their size" in check.found
     assert "--shm-size=256m" in check.do
@@ -585,21 +591,21 @@ def test_rings_that_had_to_shrink_ask_for_more_memory(base: Path, monkeypatch: p
 def test_without_shared_memory_the_mode_decides_how_bad_that_is(
     mode: str, state: str, sidecar: str, says: str, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FileArena, "fits", lambda self, size: False)
+    monkeypatch.setattr(FileArena, "can_allocate", lambda self, size: False)
     settings = rings(base, mode=mode)
-    check, refused = shared_memory.shared_memory(settings)
+    check, refused = shared_memory.check_shared_memory(settings)
     assert state == check.state
     assert says in check.found
     assert (state != "ok") == ("--shm-size=256m" in check.do)
-    assert sidecar == shared_memory.sidecar(settings, refused).state
+    assert sidecar == shared_memory.check_sidecar(settings, refused).state
     assert [] == list(base.iterdir())
 
 
 def test_where_our_own_share_is_used_up_no_more_memory_is_asked_for(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FileArena, "left", lambda self: 0)
-    check, _ = shared_memory.shared_memory(rings(base))
+    monkeypatch.setattr(FileArena, "remaining_bytes", lambda self: 0)
+    check, _ = shared_memory.check_shared_memory(rings(base))
     assert "are used up" in check.found
     assert "another folder on tmpfs: OTEL_INFER_RINGS" in check.do
     assert "--shm-size" not in check.do
@@ -607,7 +613,7 @@ def test_where_our_own_share_is_used_up_no_more_memory_is_asked_for(
 
 def test_a_disk_is_no_shared_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "is_tmpfs", lambda folder: False)
-    check, refused = shared_memory.shared_memory(rings(base))
+    check, refused = shared_memory.check_shared_memory(rings(base))
     assert ("warn", f"{base} is not on tmpfs") == (check.state, refused)
     assert "unset OTEL_INFER_RINGS" in check.do
     assert [] == list(base.iterdir())
@@ -622,14 +628,14 @@ def test_a_users_folder_that_somebody_else_made_is_refused(
     home = base / f"otel_infer-{os.getuid()}"
     home.mkdir()
     os.chown(home, 12345, -1)
-    check, _ = shared_memory.shared_memory(Config())
+    check, _ = shared_memory.check_shared_memory(Config())
     assert "warn" == check.state
     assert f"{home}: belongs to somebody else" in check.found
 
 
 def test_a_frozen_interpreter_has_no_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    check = shared_memory.sidecar(Config(), "")
+    check = shared_memory.check_sidecar(Config(), "")
     assert ("ok", "not started: in-process, since the interpreter is frozen or embedded") == check[1:3]
 
 
@@ -637,7 +643,7 @@ def test_a_frozen_interpreter_has_no_sidecar(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_real_sidecar_starts_reads_and_leaves(base: Path) -> None:
-    check = shared_memory.sidecar(rings(base), "")
+    check = shared_memory.check_sidecar(rings(base), "")
     assert ("ok", "") == (check.state, check.do), check.found
     assert [] == list(base.iterdir())
 
@@ -646,7 +652,7 @@ def test_a_sidecar_takes_over_nobodys_leftovers_while_it_is_tried(base: Path) ->
     dead = base / f"otel_infer-{os.getuid()}" / "1-dead"
     dead.mkdir(parents=True, mode=0o700)
     (dead / "1-a.requests").touch()
-    assert "ok" == shared_memory.sidecar(rings(base), "").state
+    assert "ok" == shared_memory.check_sidecar(rings(base), "").state
     assert ["1-a.requests"] == os.listdir(dead)
 
 
@@ -654,14 +660,14 @@ def test_a_sidecar_that_cannot_be_started_is_replaced_by_a_thread(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise launcher.CannotStart("Resource temporarily unavailable")
+        raise launcher.SidecarStartError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(launcher, "sidecar", refuse)
-    check = shared_memory.sidecar(rings(base), "")
+    monkeypatch.setattr(launcher, "start_sidecar", refuse)
+    check = shared_memory.check_sidecar(rings(base), "")
     assert "warn" == check.state
     assert check.found.startswith("it cannot be started: Resource temporarily unavailable; mode: in-process")
     assert "OTEL_INFER_MODE=in-process" in check.do
-    assert "fail" == shared_memory.sidecar(rings(base, mode="sidecar"), "").state
+    assert "fail" == shared_memory.check_sidecar(rings(base, mode="sidecar"), "").state
     assert [] == list(base.iterdir())
 
 
@@ -671,8 +677,8 @@ def started(code: str) -> Any:
 
 
 def test_a_sidecar_that_ends_at_once_fails(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "sidecar", started("raise SystemExit(3)"))
-    check = shared_memory.sidecar(rings(base), "")
+    monkeypatch.setattr(launcher, "start_sidecar", started("raise SystemExit(3)"))
+    check = shared_memory.check_sidecar(rings(base), "")
     assert ("fail", "it ended at once, with status 3") == check[1:3]
 
 
@@ -681,10 +687,10 @@ def test_a_sidecar_that_breaks_says_why(base: Path, monkeypatch: pytest.MonkeyPa
         Path(settings.log).write_text("Traceback\nValueError: what it says last\n")
         return started("raise SystemExit(1)")()
 
-    monkeypatch.setattr(launcher, "sidecar", start)
+    monkeypatch.setattr(launcher, "start_sidecar", start)
     assert (
         "it ended at once, with status 1: ValueError: what it says last"
-        == shared_memory.sidecar(rings(base), "").found
+        == shared_memory.check_sidecar(rings(base), "").found
     )
     assert [] == list(base.iterdir())
 
@@ -692,22 +698,22 @@ def test_a_sidecar_that_breaks_says_why(base: Path, monkeypatch: pytest.MonkeyPa
 def test_a_sidecar_that_does_nothing_is_ended(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[Any] = []
     start = started("import time; time.sleep(60)")
-    monkeypatch.setattr(launcher, "sidecar", lambda *_, **__: children.append(start()) or children[0])
+    monkeypatch.setattr(launcher, "start_sidecar", lambda *_, **__: children.append(start()) or children[0])
     monkeypatch.setattr(shared_memory, "START_S", 0.2)
-    assert "it did not take its lock within 0 s" == shared_memory.sidecar(rings(base), "").found
+    assert "it did not take its lock within 0 s" == shared_memory.check_sidecar(rings(base), "").found
     assert children[0].returncode is not None
 
 
 def test_a_folder_that_has_a_sidecar_is_not_given_another(base: Path) -> None:
     code = (
         "import sys, pathlib; from otel_infer.ringbuffer import directory as place; "
-        "lock = place.Lock(pathlib.Path(sys.argv[1])); print(lock.acquire(), flush=True); sys.stdin.read()"
+        "lock = place.FileLock(pathlib.Path(sys.argv[1])); print(lock.acquire(), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(base / directory.SIDECAR_LOCK)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert "True\n" == holder.stdout.readline()
-        assert ("ok", f"one reads {base} already") == shared_memory.sidecar(rings(base), "")[1:3]
+        assert ("ok", f"one reads {base} already") == shared_memory.check_sidecar(rings(base), "")[1:3]
         holder.communicate()
 
 
@@ -716,13 +722,13 @@ def test_a_folder_that_has_a_sidecar_is_not_given_another(base: Path) -> None:
 
 def test_rings_of_dead_servers_are_found_and_left_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "BASE", base)
-    assert "ok" == shared_memory.leftovers(Config()).state
-    dead = directory.new_server_folder(base)
+    assert "ok" == shared_memory.check_leftovers(Config()).state
+    dead = directory.create_server_folder(base)
     arena = FileArena(dead)
     RequestWriter(arena, "1-a", "server")
     arena.close()
     before = [(path, path.stat().st_mtime_ns) for path in (dead, *sorted(dead.iterdir()))]
-    check = shared_memory.leftovers(Config())
+    check = shared_memory.check_leftovers(Config())
     assert "warn" == check.state
     assert "rings of 1 dead server (" in check.found
     assert str(dead) in check.do
@@ -733,21 +739,21 @@ def test_rings_of_a_dead_server_in_a_named_folder_are_found(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "BASE", base / "none")
-    assert "ok" == shared_memory.leftovers(rings(base)).state
+    assert "ok" == shared_memory.check_leftovers(rings(base)).state
     arena = FileArena(base)
     RequestWriter(arena, "1-a", "server")
     arena.close()
     (base / "theirs.txt").touch()
-    check = shared_memory.leftovers(rings(base))
+    check = shared_memory.check_leftovers(rings(base))
     assert ("warn", True) == (check.state, str(base) in check.do)
 
 
 def test_a_living_server_is_no_leftover(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "BASE", base)
     monkeypatch.setattr(directory, "is_held", lambda path: path.suffix == ".requests")
-    folder = directory.new_server_folder(base)
+    folder = directory.create_server_folder(base)
     (folder / "1-a.requests").touch()
-    assert "ok" == shared_memory.leftovers(Config()).state
+    assert "ok" == shared_memory.check_leftovers(Config()).state
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -759,7 +765,7 @@ FAILED = Check("exporter", "fail", "http://me:canary@h: refused", "start it")
 
 def doctored(monkeypatch: pytest.MonkeyPatch, *checks: Check, **options: Any) -> int:
     """The exit status of a doctor that finds these."""
-    monkeypatch.setattr(doctor, "looks", lambda *_: [("all", lambda: list(checks))])
+    monkeypatch.setattr(doctor, "iter_checks", lambda *_: [("all", lambda: list(checks))])
     return doctor.run(argparse.Namespace(**{"json": False, "imports": False, **options}))
 
 
@@ -802,17 +808,19 @@ def test_on_a_terminal_it_is_wrapped_and_brackets_are_no_markup(
 
 def test_a_check_that_breaks_is_a_finding() -> None:
     def broken() -> list[Check]:
-        raise RingRefused("unforeseen")
+        raise RingUnavailable("unforeseen")
 
-    (check,) = doctor.looked("leftovers", broken)
+    (check,) = doctor.run_check("leftovers", broken)
     assert ("leftovers", "fail", "this check broke: RingRefused: unforeseen") == check[:3]
 
 
 def test_every_finding_that_is_not_fine_says_what_to_do(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "BASE", base)
-    monkeypatch.setattr(FileArena, "fits", lambda self, size: False)
+    monkeypatch.setattr(FileArena, "can_allocate", lambda self, size: False)
     environ = {"OTEL_INFER_STEPS": "?", "PATH": os.environ["PATH"]}
-    checks = [check for about, look in doctor.looks(environ, False) for check in doctor.looked(about, look)]
+    checks = [
+        check for about, look in doctor.iter_checks(environ, False) for check in doctor.run_check(about, look)
+    ]
     assert {"shared memory", "sidecar", "configuration", "exporter"} <= {
         c.name for c in checks if c.state != "ok"
     }
@@ -830,4 +838,4 @@ def test_what_lies_where_it_is_called_is_not_run(tmp_path: Path, monkeypatch: py
     (tmp_path / "json.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
     told = {"excluded_urls": "", "imports": False}
-    assert probe_process.ask("instrumentations", told, os.environ, 60.0).trouble == ""
+    assert probe_process.run_in_subprocess("instrumentations", told, os.environ, 60.0).error == ""

@@ -13,7 +13,7 @@ from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli import main
 from otel_infer.cli.explain import client_spans
-from otel_infer.cli.explain.client_spans import BadSpans, Felt
+from otel_infer.cli.explain.client_spans import ClientRequest, InvalidSpanFile
 from tests.unit.analysis.diagnosis.test_rules import healthy
 from tests.unit.cli.explain.test_explain import recorded
 
@@ -27,7 +27,11 @@ def served() -> list[RequestRecord]:
 
 def otlp(trace_id: str, span_id: str, first_token_ms: float, **more: Any) -> dict[str, Any]:
     """As the Collector's file exporter writes it."""
-    said = {semconv.CLIENT_HEADERS: 0.001, semconv.CLIENT_FIRST_TOKEN: first_token_ms / 1e3, **more}
+    said = {
+        semconv.CLIENT_TIME_TO_HEADERS: 0.001,
+        semconv.CLIENT_TIME_TO_FIRST_TOKEN: first_token_ms / 1e3,
+        **more,
+    }
     attributes = [{"key": key, "value": {"doubleValue": value}} for key, value in said.items()]
     attributes += [
         {"key": "http.response.status_code", "value": {"intValue": "200"}},
@@ -45,7 +49,10 @@ def console(trace_id: str, span_id: str, first_token_ms: float) -> dict[str, Any
         "context": {"trace_id": f"0x{trace_id}", "span_id": f"0x{span_id}", "trace_state": "[]"},
         "start_time": "2026-01-01T00:00:00.000001Z",
         "end_time": "2026-01-01T00:00:00.005001Z",
-        "attributes": {semconv.CLIENT_HEADERS: 0.001, semconv.CLIENT_FIRST_TOKEN: first_token_ms / 1e3},
+        "attributes": {
+            semconv.CLIENT_TIME_TO_HEADERS: 0.001,
+            semconv.CLIENT_TIME_TO_FIRST_TOKEN: first_token_ms / 1e3,
+        },
     }
 
 
@@ -56,9 +63,9 @@ def test_spans_of_our_client_are_found_whoever_wrote_them(
 ) -> None:
     spans = [write("ab" * 16, "cd" * 8, 12.5), write("AB" * 16, "ef" * 8, 0.25)]
     (tmp_path / "a").write_text("\n".join(json.dumps(span, indent=indent) for span in spans) + "\n\n")
-    assert client_spans.read(tmp_path / "a") == [
-        Felt("ab" * 16, "cd" * 8, 5 * MS, 12_500_000),
-        Felt("ab" * 16, "ef" * 8, 5 * MS, 250_000),
+    assert client_spans.read_client_requests(tmp_path / "a") == [
+        ClientRequest("ab" * 16, "cd" * 8, 5 * MS, 12_500_000),
+        ClientRequest("ab" * 16, "ef" * 8, 5 * MS, 250_000),
     ]
 
 
@@ -67,14 +74,14 @@ def test_spans_of_our_client_are_found_whoever_wrote_them(
 )
 def test_a_file_without_such_spans_is_an_error_that_says_so(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_text(text)
-    with pytest.raises(BadSpans, match=r"OTLP JSON|no span of otel_infer.instrumentation.httpx"):
-        client_spans.read(tmp_path / "a")
+    with pytest.raises(InvalidSpanFile, match=r"OTLP JSON|no span of otel_infer.instrumentation.httpx"):
+        client_spans.read_client_requests(tmp_path / "a")
 
 
 def test_a_length_that_is_none_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "a").write_text(json.dumps(otlp("ab" * 16, "cd" * 8, float("inf"))))
-    with pytest.raises(BadSpans, match="no OTLP JSON"):
-        client_spans.read(tmp_path / "a")
+    with pytest.raises(InvalidSpanFile, match="no OTLP JSON"):
+        client_spans.read_client_requests(tmp_path / "a")
 
 
 def test_what_readers_waited_longer_than_the_server_took_is_outside_of_it() -> None:
@@ -82,30 +89,30 @@ def test_what_readers_waited_longer_than_the_server_took_is_outside_of_it() -> N
     for number, record in enumerate(records):
         record.parent_span_id = number.to_bytes(8, "big")
     felt = [
-        Felt(r.trace_id.hex(), r.parent_span_id.hex(), r.duration_ns, r.ttft_ns + 300 * MS)
+        ClientRequest(r.trace_id.hex(), r.parent_span_id.hex(), r.duration_ns, r.ttft_ns + 300 * MS)
         for r in records[:40]
     ]
-    found = client_spans.outside(records, felt)
+    found = client_spans.compare_latency(records, felt)
     assert found is not None
     assert found.requests == 40
     assert found.outside_p50_ms == pytest.approx(300) and found.outside_p95_ms == pytest.approx(300)
     assert found.felt_p95_ms == pytest.approx(found.server_p95_ms + 300)
-    assert 0.5 < found.share < 1 and f"{found.share:.0%}" in found.sentence()
-    assert found.to_first_token == 40 and "to the first token, of which" in found.sentence()
-    some_whole = client_spans.outside(
+    assert 0.5 < found.share < 1 and f"{found.share:.0%}" in found.to_sentence()
+    assert found.to_first_token == 40 and "to the first token, of which" in found.to_sentence()
+    some_whole = client_spans.compare_latency(
         records, [*felt[:30], *(one._replace(first_token=0) for one in felt[30:])]
     )
     assert some_whole is not None
-    assert "to the first token, or to the end of the 10 that do not stream, of" in some_whole.sentence()
+    assert "to the first token, or to the end of the 10 that do not stream, of" in some_whole.to_sentence()
 
 
 def test_without_tokens_it_is_the_whole_that_was_waited_for_and_never_less_than_nothing() -> None:
     (record, *_) = served()
-    whole = Felt(record.trace_id.hex(), "00" * 8, record.duration_ns + 7 * MS, 0)
-    found = client_spans.outside([record], [whole])
+    whole = ClientRequest(record.trace_id.hex(), "00" * 8, record.duration_ns + 7 * MS, 0)
+    found = client_spans.compare_latency([record], [whole])
     assert found is not None and found.outside_p50_ms == pytest.approx(7)
-    assert "to the end, of which" in found.sentence()
-    quicker = client_spans.outside([record], [whole._replace(duration=1)])
+    assert "to the end, of which" in found.to_sentence()
+    quicker = client_spans.compare_latency([record], [whole._replace(duration=1)])
     assert quicker is not None and (quicker.outside_p50_ms, quicker.share) == (0, 0)
 
 
@@ -113,12 +120,12 @@ def test_a_trace_with_several_requests_is_joined_by_the_calling_span_alone() -> 
     one, other, *_ = served()
     other.trace_id = one.trace_id
     one.parent_span_id, other.parent_span_id = b"1" * 8, b"2" * 8
-    felt = Felt(one.trace_id.hex(), (b"2" * 8).hex(), 0, other.ttft_ns + MS)
-    found = client_spans.outside([one, other], [felt])
+    felt = ClientRequest(one.trace_id.hex(), (b"2" * 8).hex(), 0, other.ttft_ns + MS)
+    found = client_spans.compare_latency([one, other], [felt])
     assert found is not None and (found.requests, round(found.outside_p50_ms, 3)) == (1, 1.0)
-    assert client_spans.outside([one, other], [felt._replace(span_id="3" * 16)]) is None
+    assert client_spans.compare_latency([one, other], [felt._replace(span_id="3" * 16)]) is None
     assert (
-        client_spans.outside([one], [felt._replace(span_id="3" * 16)]) is not None
+        client_spans.compare_latency([one], [felt._replace(span_id="3" * 16)]) is not None
     )  # somebody's server span between
 
 

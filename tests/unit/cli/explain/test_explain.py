@@ -18,9 +18,9 @@ from tests.unit.analysis.diagnosis.test_rules import before_the_engine, healthy
 
 
 def recorded(path: Path, served: Served, asked: list[Asked]) -> Path:
-    writer = file.TapeWriter(path)
+    writer = file.RecordingWriter(path)
     said = served.facts(asked)
-    writer.write(said, said[-1].fact.at)
+    writer.write(said, said[-1].event.at)
     writer.close()
     return path
 
@@ -76,15 +76,15 @@ def test_of_several_calls_of_a_trace_one_is_chosen_by_its_span(
 ) -> None:
     served, asked = healthy(random.Random(1))
     said = [
-        one._replace(fact=one.fact._replace(trace_id=b"t" * 16))
-        if isinstance(one.fact, events.RequestArrived)
+        one._replace(event=one.event._replace(trace_id=b"t" * 16))
+        if isinstance(one.event, events.RequestArrived)
         else one
         for one in served.facts(asked[:3])
     ]
-    writer = file.TapeWriter(tmp_path / "a.tape")
-    writer.write(said, said[-1].fact.at)
+    writer = file.RecordingWriter(tmp_path / "a.tape")
+    writer.write(said, said[-1].event.at)
     writer.close()
-    spans = [one.fact.span_id.hex() for one in said if isinstance(one.fact, events.RequestArrived)]
+    spans = [one.event.span_id.hex() for one in said if isinstance(one.event, events.RequestArrived)]
     assert main(["explain", str(tmp_path / "a.tape"), "--request", (b"t" * 16).hex()]) == 2
     told = capsys.readouterr().err
     assert all(f"span {span}" in told for span in spans)
@@ -96,17 +96,17 @@ def test_requests_that_ended_before_the_time_of_a_tape_are_counted_nowhere_and_c
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = healthy(random.Random(1))[0].facts(healthy(random.Random(1))[1])
-    ends = sorted(one.fact.at for one in said if isinstance(one.fact, events.RequestEnded))
-    writer = file.TapeWriter(tmp_path / "a.tape", began_at=ends[9])
-    writer.write(said, said[-1].fact.at)
+    ends = sorted(one.event.at for one in said if isinstance(one.event, events.RequestEnded))
+    writer = file.RecordingWriter(tmp_path / "a.tape", began_at=ends[9])
+    writer.write(said, said[-1].event.at)
     writer.close()
     assert main(["explain", str(tmp_path / "a.tape"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["requests"] == len(ends) - 10
-    (first,) = [one for one in said if one.fact.at == ends[0] and isinstance(one.fact, events.RequestEnded)]
+    (first,) = [one for one in said if one.event.at == ends[0] and isinstance(one.event, events.RequestEnded)]
     (trace,) = [
-        one.fact.trace_id.hex()
+        one.event.trace_id.hex()
         for one in said
-        if isinstance(one.fact, events.RequestArrived) and one[:2] == first[:2]
+        if isinstance(one.event, events.RequestArrived) and one[:2] == first[:2]
     ]
     assert main(["explain", str(tmp_path / "a.tape"), "--request", trace]) == 0
 
@@ -172,13 +172,15 @@ def test_where_tenants_are_told_those_with_the_most_requests_have_a_line_each(
     served, asked = before_the_engine(random.Random(2))
     said = served.facts(asked)
     names = ["[acme]", "b", "c", "d", "e", "f", "[acme]"]
-    arrived = [one for one in said if isinstance(one.fact, events.RequestArrived)]
+    arrived = [one for one in said if isinstance(one.event, events.RequestArrived)]
     told = [
-        events.RingFact(one.ring, one.handle, events.AttributeSet(one.fact.at, semconv.TENANT, names[i % 7]))
+        events.RecordedEvent(
+            one.ring, one.handle, events.AttributeSet(one.event.at, semconv.TENANT, names[i % 7])
+        )
         for i, one in enumerate(arrived)
     ]
-    writer = file.TapeWriter(tmp_path / "a.tape")
-    writer.write(sorted([*said, *told], key=lambda one: one.fact.at), said[-1].fact.at)
+    writer = file.RecordingWriter(tmp_path / "a.tape")
+    writer.write(sorted([*said, *told], key=lambda one: one.event.at), said[-1].event.at)
     writer.close()
     assert main(["explain", str(tmp_path / "a.tape")]) == 0
     out = capsys.readouterr().out

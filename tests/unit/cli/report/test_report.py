@@ -16,19 +16,19 @@ import pytest
 
 from otel_infer import semconv
 from otel_infer.analysis.diagnosis.rules import diagnose
-from otel_infer.assembly.engine.step_rows import StepRows
+from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.records.process import Pause
-from otel_infer.assembly.records.request import Blame, Offender, RequestRecord, Stage
+from otel_infer.assembly.records.request import Interferer, LatencyBreakdown, RequestRecord, Stage
 from otel_infer.cli import main
 from otel_infer.cli.report import command as report
 from otel_infer.cli.report import html_helpers, perfetto, request, summary
 from otel_infer.cli.report import page as report_page
-from otel_infer.cli.report.perfetto import Slice, laned
-from otel_infer.cli.report.summary import Told, view
+from otel_infer.cli.report.perfetto import TraceSlice, assign_lanes
+from otel_infer.cli.report.summary import RecordingContents, build_view
 from otel_infer.config import slo as objectives
-from otel_infer.export.console import milliseconds
-from otel_infer.ringbuffer.events import ERROR, AttributeSet, EngineSeen, RingFact
+from otel_infer.export.console import format_duration
+from otel_infer.ringbuffer.events import ERROR, AttributeSet, EngineSeen, RecordedEvent
 from otel_infer.sidecar.recording import file
 from tests.support.pages import Page
 from tests.support.served_load import Asked, Served
@@ -57,11 +57,11 @@ def stutter(requests: int = 80, seed: int = 7) -> tuple[Served, list[Asked]]:
     return Served(prompt_token=0.06, seed=5, pauses=[(at * 0.3, 120), (at * 0.7, 90)]), asked
 
 
-def recorded(path: Path, said: list[RingFact]) -> Path:
-    writer = file.TapeWriter(path)
+def recorded(path: Path, said: list[RecordedEvent]) -> Path:
+    writer = file.RecordingWriter(path)
     for begin in range(0, len(said), 500):
         piece = said[begin : begin + 500]
-        writer.write(piece, piece[-1].fact.at)
+        writer.write(piece, piece[-1].event.at)
     writer.close()
     return path
 
@@ -73,13 +73,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(path: Path) -> Told:
-    return report.read(path)
+def told(path: Path) -> RecordingContents:
+    return report.read_recording(path)
 
 
 @pytest.fixture(scope="module")
-def page(told: Told) -> Page:
-    return Page(report_page.rendered(view(told), "stutter.tape"))
+def page(told: RecordingContents) -> Page:
+    return Page(report_page.render_page(build_view(told), "stutter.tape"))
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,13 +142,13 @@ def test_what_ended_before_the_time_of_a_tape_only_explains_the_rest(tmp_path: P
     story.ends(10, old)
     story.ends(40, young)
     said = story.in_order()
-    for about, names in (({}, ["old", "young"]), ({"began_at": said[-1].fact.at - 1}, ["young"])):
-        writer = file.TapeWriter(tmp_path / "a.tape", **about)
-        writer.write(said, said[-1].fact.at)
+    for about, names in (({}, ["old", "young"]), ({"began_at": said[-1].event.at - 1}, ["young"])):
+        writer = file.RecordingWriter(tmp_path / "a.tape", **about)
+        writer.write(said, said[-1].event.at)
         writer.close()
-        told = report.read(tmp_path / "a.tape")
+        told = report.read_recording(tmp_path / "a.tape")
         assert [record.span_id for record in told.records] == [ids(name)[1] for name in names]
-        assert told.elsewhere == len(names) - 1
+        assert told.non_engine_requests == len(names) - 1
         assert (len(told.steps), len(told.pauses)) == (len(names), len(names) - 1)
 
 
@@ -163,14 +163,14 @@ def test_a_tape_of_two_minutes_is_two_minutes_long_however_long_its_requests_wer
     story.ends(611_000, old)
     story.ends(612_000, queued)
     said = story.in_order()
-    writer = file.TapeWriter(tmp_path / "a.tape", began_at=ns(600_000))
-    writer.write(said, said[-1].fact.at)
+    writer = file.RecordingWriter(tmp_path / "a.tape", began_at=ns(600_000))
+    writer.write(said, said[-1].event.at)
     writer.close()
-    told = report.read(tmp_path / "a.tape")
-    seen = view(told)
+    told = report.read_recording(tmp_path / "a.tape")
+    seen = build_view(told)
     assert (ms(seen.began), ms(seen.ended)) == (600_000, 612_000)
     assert seen.bins[0][:2] == (2, 0)
-    drawn = perfetto.events(told)
+    drawn = perfetto.build_events(told)
     assert min(event["ts"] for event in drawn) == 0
     assert max(event["ts"] + event.get("dur", 0) for event in drawn) == 12_000_000
     assert "queue" not in {event["name"] for event in drawn if event["ph"] == "X"}
@@ -212,11 +212,11 @@ def test_requests_still_in_flight_at_the_end_are_counted(tmp_path: Path) -> None
         story.submitted(12, who, input_tokens=5)
     story.step(20, 30, [a, b], prompt={a: 5, b: 5})
     story.ends(40, a)
-    told = report.read(recorded(tmp_path / "a.tape", story.in_order()))
-    assert (len(told.records), len(told.unfinished)) == (1, 1)
-    seen = view(told)
+    told = report.read_recording(recorded(tmp_path / "a.tape", story.in_order()))
+    assert (len(told.records), len(told.unfinished_arrivals)) == (1, 1)
+    seen = build_view(told)
     assert [seen.bins[i].running + seen.bins[i].queued for i in (0, 100, 199)] == [1, 2, 2]
-    page = Page(report_page.rendered(seen, "a.tape"))
+    page = Page(report_page.render_page(seen, "a.tape"))
     assert "1 still in flight at its end" in page.text()
 
 
@@ -230,13 +230,15 @@ def test_a_page_is_whole_and_loads_nothing(page: Page) -> None:
     assert "http" not in policy["content"]
 
 
-def test_only_the_script_of_the_page_itself_may_run(told: Told) -> None:
-    text = report_page.rendered(view(told), "stutter.tape")
+def test_only_the_script_of_the_page_itself_may_run(told: RecordingContents) -> None:
+    text = report_page.render_page(build_view(told), "stutter.tape")
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    assert f"script-src 'sha256-{report_page._digest(script)}';" in text
+    assert f"script-src 'sha256-{report_page._script_hash(script)}';" in text
 
 
-def test_the_verdict_comes_with_its_evidence_and_what_to_change_first(page: Page, told: Told) -> None:
+def test_the_verdict_comes_with_its_evidence_and_what_to_change_first(
+    page: Page, told: RecordingContents
+) -> None:
     finding, *_ = diagnose(told.records).findings
     assert page.text("verdict") == "“starts, then freezes or stutters”: decode is interrupted"
     for evidence in finding.evidence:
@@ -244,22 +246,28 @@ def test_the_verdict_comes_with_its_evidence_and_what_to_change_first(page: Page
     assert "Change first: chunked prefill with fewer prompt tokens a step" in page.text()
 
 
-def test_the_percentiles_are_those_of_the_requests(page: Page, told: Told) -> None:
+def test_the_percentiles_are_those_of_the_requests(page: Page, told: RecordingContents) -> None:
     ttft = [record.ttft_ns for record in told.records]
-    cells = [milliseconds(value) for value in (*np.percentile(ttft, (50, 95, 99)), max(ttft))]
+    cells = [format_duration(value) for value in (*np.percentile(ttft, (50, 95, 99)), max(ttft))]
     assert f"time to first token {len(ttft)} {' '.join(cells)}" in page.text()
     for name in ("between tokens", "end to end", "ingress", "queue", "prefill", "decode", "postprocess"):
         assert re.search(rf"{name} [\d,]+ [\d.]+ m?s", page.text()), name
 
 
-def test_every_cause_has_its_meaning_and_they_sum_to_all_of_the_time(page: Page, told: Told) -> None:
-    rows = view(told).causes
-    assert sum(row.slowest for row in rows) == pytest.approx(1) == sum(row.everybody for row in rows)
+def test_every_cause_has_its_meaning_and_they_sum_to_all_of_the_time(
+    page: Page, told: RecordingContents
+) -> None:
+    rows = build_view(told).causes
+    assert (
+        sum(row.slowest_share for row in rows) == pytest.approx(1) == sum(row.overall_share for row in rows)
+    )
     for row in rows:
         assert semconv.CAUSES[row.cause] in page.text()
 
 
-def test_every_request_opens_to_its_stages_its_steps_and_its_blame(page: Page, told: Told) -> None:
+def test_every_request_opens_to_its_stages_its_steps_and_its_blame(
+    page: Page, told: RecordingContents
+) -> None:
     assert len(page.all("tr", class_="detail")) == len(told.records)
     for record in told.records:
         key = f"r-{record.span_id.hex()}"
@@ -269,7 +277,9 @@ def test_every_request_opens_to_its_stages_its_steps_and_its_blame(page: Page, t
             assert stage.name in said
 
 
-def test_a_strip_holds_every_decode_step_with_its_length_batch_and_prompts(page: Page, told: Told) -> None:
+def test_a_strip_holds_every_decode_step_with_its_length_batch_and_prompts(
+    page: Page, told: RecordingContents
+) -> None:
     for record in told.records[:20]:
         drawn, rows = page.data(f"r-{record.span_id.hex()}"), record.steps
         assert rows is not None
@@ -280,7 +290,9 @@ def test_a_strip_holds_every_decode_step_with_its_length_batch_and_prompts(page:
         assert np.cumsum(drawn["at"]).tolist() == ((rows.ended_at[1:] - record.arrived_at) // 1000).tolist()
 
 
-def test_a_pause_is_marked_on_the_steps_it_happened_in_and_over_the_tape(page: Page, told: Told) -> None:
+def test_a_pause_is_marked_on_the_steps_it_happened_in_and_over_the_tape(
+    page: Page, told: RecordingContents
+) -> None:
     paused = [record for record in told.records if any(p.cause == "gc" for p in record.pauses)]
     assert paused
     for record in paused:
@@ -290,20 +302,24 @@ def test_a_pause_is_marked_on_the_steps_it_happened_in_and_over_the_tape(page: P
     assert len(page.all("rect", class_="pause")) == len(told.pauses) == 2
 
 
-def test_who_held_up_whom_is_a_table_whose_links_lead_to_the_requests(page: Page, told: Told) -> None:
-    rows = view(told).offenders
-    held = [r for r in told.records if r.blame is not None and r.blame.offender is not None]
-    assert sum(row.victims for row in rows) == len(held)
-    assert sum(row.total for row in rows) == sum(r.blame.offender.length for r in held)  # type: ignore[union-attr]
-    assert [row.total for row in rows] == sorted((row.total for row in rows), reverse=True)
+def test_who_held_up_whom_is_a_table_whose_links_lead_to_the_requests(
+    page: Page, told: RecordingContents
+) -> None:
+    rows = build_view(told).interferers
+    held = [r for r in told.records if r.breakdown is not None and r.breakdown.interferer is not None]
+    assert sum(row.affected_requests for row in rows) == len(held)
+    assert sum(row.total_delay_ns for row in rows) == sum(r.breakdown.interferer.length for r in held)  # type: ignore[union-attr]
+    assert [row.total_delay_ns for row in rows] == sorted((row.total_delay_ns for row in rows), reverse=True)
     assert all(row.record is not None and row.record.input_tokens > 1000 for row in rows[:3])
     assert page.all("a", href=f"#r-{rows[0].span_id.hex()}")
 
 
 def test_an_offender_that_is_not_on_the_tape_is_named_without_a_link() -> None:
     record = made(1, 10)
-    record.blame = Blame({"interference": 9 * MS, "decode": MS}, Offender(b"\xab" * 16, b"\xcd" * 8, 9 * MS))
-    page = Page(report_page.rendered(view(Told([record], [], [], [], 0)), "x"))
+    record.breakdown = LatencyBreakdown(
+        {"interference": 9 * MS, "decode": MS}, Interferer(b"\xab" * 16, b"\xcd" * 8, 9 * MS)
+    )
+    page = Page(report_page.render_page(build_view(RecordingContents([record], [], [], [], 0)), "x"))
     page.whole()
     assert "abababab not on this tape 1 9.0 ms" in page.text()
     assert not page.all("a", href=f"#r-{'cd' * 8}")
@@ -314,8 +330,8 @@ def test_a_failed_request_says_how_it_ended_and_where_it_died() -> None:
     a = story.arrives(0)
     story.submitted(4, a, input_tokens=5)
     story.aborts(40, a)
-    told = Told([story.record(a)], [], [], [], 0)
-    page = Page(report_page.rendered(view(told), "x"))
+    told = RecordingContents([story.record(a)], [], [], [], 0)
+    page = Page(report_page.render_page(build_view(told), "x"))
     page.whole()
     said = page.text()
     assert "1 aborted" in said and "aborted (client_disconnect)" in said and "died in queue" in said
@@ -330,9 +346,9 @@ def test_names_from_outside_are_text_wherever_they_stand(name: str) -> None:
     story = Story()
     story.tell(20, 0, EngineSeen(0, 1, 1, name))
     who = story.arrives(0, http=False)
-    story.said[-1] = story.said[-1]._replace(fact=story.said[-1].fact._replace(model=name, operation=name))
-    story.state(who, AttributeSet(story.said[-1].fact.at, "infer." + name, name))
-    story.state(who, AttributeSet(story.said[-1].fact.at, semconv.RESPONSE_ID, name))
+    story.said[-1] = story.said[-1]._replace(event=story.said[-1].event._replace(model=name, operation=name))
+    story.state(who, AttributeSet(story.said[-1].event.at, "infer." + name, name))
+    story.state(who, AttributeSet(story.said[-1].event.at, semconv.RESPONSE_ID, name))
     story.stage(name, 1, 3, who)
     story.submitted(4, who, input_tokens=5)
     story.paused(12, 14, name)
@@ -342,8 +358,8 @@ def test_names_from_outside_are_text_wherever_they_stand(name: str) -> None:
     story.ends(45, who, ERROR, name)
     records = story.records()
     records[0].stages.append(Stage(name, records[0].arrived_at, records[0].ended_at, {name: name}))
-    told = Told(records, [], [Pause(records[0].arrived_at, records[0].ended_at, name)], [], 0)
-    text = report_page.rendered(view(told), name)
+    told = RecordingContents(records, [], [Pause(records[0].arrived_at, records[0].ended_at, name)], [], 0)
+    text = report_page.render_page(build_view(told), name)
     text.encode()
     page = Page(text)
     page.whole()
@@ -351,23 +367,23 @@ def test_names_from_outside_are_text_wherever_they_stand(name: str) -> None:
     assert len(page.all("h2", id="verdict")) == 1
     assert len(text) < 80_000
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", text)
-    read_as_trace(perfetto.rendered(told))
+    read_as_trace(perfetto.render_trace(told))
     assert page.text("verdict") == "Insufficient evidence"
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_data_inside_a_script_cannot_end_it(name: str) -> None:
-    text = html_helpers.data([name])
+    text = html_helpers.json_for_script([name])
     assert not set("<>&\u2028") & set(text) and json.loads(text) == [name]
 
 
 def test_an_applications_own_attributes_stay_on_the_tape() -> None:
     story = Story()
     who = story.arrives(0)
-    story.state(who, AttributeSet(story.said[-1].fact.at, "app.user", "CANARY"))
+    story.state(who, AttributeSet(story.said[-1].event.at, "app.user", "CANARY"))
     story.ends(5, who)
-    told = Told(story.records(), [], [], [], 0)
-    assert "CANARY" not in report_page.rendered(view(told), "x") + perfetto.rendered(told)
+    told = RecordingContents(story.records(), [], [], [], 0)
+    assert "CANARY" not in report_page.render_page(build_view(told), "x") + perfetto.render_trace(told)
 
 
 # ── however much there is ────────────────────────────────────────────────────────────────────────────────────────
@@ -389,9 +405,9 @@ def made(number: int, steps: int, length: int = 987_654_321) -> RequestRecord:
     record.stages = [
         Stage(QUOTES, begin + i, end - i, {str(i) + QUOTES: QUOTES for i in range(9)}) for i in range(256)
     ]
-    record.steps, record.first_token_at, record.input_tokens = StepRows(table), int(table[2, 0]), 10**9
+    record.steps, record.first_token_at, record.input_tokens = RequestSteps(table), int(table[2, 0]), 10**9
     record.pauses = tuple(Pause(begin + i, begin + i + 1, f"cause {i}") for i in range(1000))
-    record.blame = Blame(dict.fromkeys(semconv.CAUSES, 10**12), None)
+    record.breakdown = LatencyBreakdown(dict.fromkeys(semconv.CAUSES, 10**12), None)
     return record
 
 
@@ -399,28 +415,28 @@ def test_of_a_pause_that_began_before_a_request_what_lies_inside_is_drawn() -> N
     record = made(1, 10)
     record.arrived_at, record.ended_at = 1_000 * MS, 1_400 * MS
     record.stages, record.pauses = [], (Pause(750 * MS, 1_050 * MS, "gc"),)
-    drawn = request._waterfall(record)
+    drawn = request._render_waterfall(record)
     assert re.findall(r'<rect x="([\d.]+)" width="([\d.]+)"', drawn) == [("0.0", "125.0")]
     assert "50 ms" in drawn
 
 
 def test_a_tape_of_thousands_of_long_requests_gives_a_page_below_ten_megabytes() -> None:
     pauses = [Pause(i, i + 1, f"cause {i}") for i in range(5000)]
-    told = Told([made(number, 1000) for number in range(220)], [], pauses, [], 0)
-    text = report_page.rendered(view(told), "x" * 1000)
+    told = RecordingContents([made(number, 1000) for number in range(220)], [], pauses, [], 0)
+    text = report_page.render_page(build_view(told), "x" * 1000)
     assert len(text.encode()) < 10_000_000
     page = Page(text)
     page.whole()
-    assert len(page.all("tr", class_="detail")) == summary.MOST_REQUESTS == 200
+    assert len(page.all("tr", class_="detail")) == summary.MAX_REQUESTS == 200
     assert "200 of 220, longest first" in page.text()
     strips = re.findall(r'<script type="application/json">(.*?)</script>', text)
-    assert {len(json.loads(strip)["length"]) for strip in strips} == {request.BARS_TOGETHER // 200}
+    assert {len(json.loads(strip)["length"]) for strip in strips} == {request.MAX_BARS_PER_PAGE // 200}
 
 
 def test_of_more_steps_than_bars_the_slowest_of_each_group_is_drawn() -> None:
     draw = np.random.default_rng(1)
     lengths = draw.integers(1, 1000, 4321)
-    kept = request.slowest_of_each(lengths, 1000)
+    kept = request.slowest_per_group(lengths, 1000)
     assert len(kept) == 1000 and (np.diff(kept) > 0).all()
     assert int(lengths[kept].max()) == int(lengths.max())
     assert np.median(lengths[kept]) > np.median(lengths)
@@ -429,10 +445,12 @@ def test_of_more_steps_than_bars_the_slowest_of_each_group_is_drawn() -> None:
 def test_of_more_requests_than_rows_the_slowest_of_each_kind_and_their_offenders_are_shown() -> None:
     records = [made(number, 2, length=1000 + number) for number in range(260)]
     quick = records[0]
-    records[259].blame = Blame({"interference": 10}, Offender(quick.trace_id, quick.span_id, 10))
+    records[259].breakdown = LatencyBreakdown(
+        {"interference": 10}, Interferer(quick.trace_id, quick.span_id, 10)
+    )
     late = records[5]
     late.first_token_at = late.arrived_at + 10**9
-    shown = view(Told(records, [], [], [], 0)).shown
+    shown = build_view(RecordingContents(records, [], [], [], 0)).shown
     assert len(shown) == 200
     assert quick in shown and late in shown and records[259] in shown
     lengths = [record.duration_ns for record in shown]
@@ -443,10 +461,10 @@ def test_what_missed_an_objective_stands_first_and_says_which() -> None:
     records = [made(number, 2, length=1000 + number) for number in range(260)]
     late = records[5]
     late.first_token_at = late.arrived_at + 10**9
-    seen = view(Told(records, [], [], [], 0, objectives.parse("ttft=999ms")))
-    assert seen.missed == {late.span_id: ("ttft",)}
+    seen = build_view(RecordingContents(records, [], [], [], 0, objectives.parse_objectives("ttft=999ms")))
+    assert seen.missed_objectives == {late.span_id: ("ttft",)}
     assert seen.shown[0] is late and seen.shown[1] is records[259]
-    page = Page(report_page.rendered(seen, "x"))
+    page = Page(report_page.render_page(seen, "x"))
     page.whole()
     assert "1 missed an objective" in page.text("header") and "ok, missed ttft" in page.text()
     assert len(page.all("line", class_="missed")) == 1
@@ -455,8 +473,8 @@ def test_what_missed_an_objective_stands_first_and_says_which() -> None:
 def test_what_a_tape_says_of_objectives_is_taken_if_it_is_understood(tmp_path: Path) -> None:
     said = {"a": "e2e=1s", "b": "<nonsense>", "c": ""}
     for name, slo in said.items():
-        file.TapeWriter(tmp_path / name, slo=slo).close()
-    found = [len(report.read(tmp_path / name).promised.sections) for name in said]
+        file.RecordingWriter(tmp_path / name, slo=slo).close()
+    found = [len(report.read_recording(tmp_path / name).objectives.sections) for name in said]
     assert found == [1, 0, 0]
 
 
@@ -467,9 +485,9 @@ def test_what_lies_outside_its_request_or_ends_before_it_begins_is_drawn_all_the
     (record,) = story.records()
     at = record.arrived_at
     record.stages += [Stage("early", at - 8 * MS, at + MS, {}), Stage("queue", at + 5 * MS, at + MS, {})]
-    told = Told([record], [], [Pause(at - 9 * MS, at - 7 * MS, "gc")], [], 0)
-    Page(report_page.rendered(view(told), "x")).whole()
-    events = read_as_trace(perfetto.rendered(told))
+    told = RecordingContents([record], [], [Pause(at - 9 * MS, at - 7 * MS, "gc")], [], 0)
+    Page(report_page.render_page(build_view(told), "x")).whole()
+    events = read_as_trace(perfetto.render_trace(told))
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
 
 
@@ -479,7 +497,7 @@ def test_what_rises_and_falls_within_a_moment_of_the_tape_is_seen() -> None:
         record.stages, record.pauses = [], ()
         record.arrived_at, record.ended_at = 1000 + number, 1010 + number
     records[0].arrived_at, records[0].ended_at = 0, 1_000_000
-    bins = view(Told(records, [], [], [], 0)).bins
+    bins = build_view(RecordingContents(records, [], [], [], 0)).bins
     assert [bins[i].running for i in (0, 1, 199)] == [4, 1, 1]
 
 
@@ -490,33 +508,33 @@ def test_the_most_running_and_the_most_queued_are_each_of_their_own_instant() ->
         record.arrived_at, record.ended_at = 0, 1_000_000
         if number:  # four wait for a moment, then all five run
             record.stages = [Stage("queue", 100, 200, {})]
-    bins = view(Told(records, [], [], [], 0)).bins
+    bins = build_view(RecordingContents(records, [], [], [], 0)).bins
     assert (bins[0].running, bins[0].queued) == (5, 4)
     assert (bins[1].running, bins[1].queued) == (5, 0)
 
 
 def test_levels_are_how_many_intervals_hold_and_end_at_none() -> None:
-    at, level = summary.levels([(0, 10), (5, 10), (10, 12), (3, 3)])
+    at, level = summary.count_concurrent([(0, 10), (5, 10), (10, 12), (3, 3)])
     assert dict(zip(at.tolist(), level.tolist())) == {0: 1, 3: 1, 5: 2, 10: 1, 12: 0}
 
 
 # ── trace events ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_trace_is_valid_and_has_every_step_request_stage_and_pause(told: Told) -> None:
-    events = read_as_trace(perfetto.rendered(told))
+def test_a_trace_is_valid_and_has_every_step_request_stage_and_pause(told: RecordingContents) -> None:
+    events = read_as_trace(perfetto.render_trace(told))
     slices = [event for event in events if event["ph"] == "X"]
     assert sum("batch_size" in event["args"] for event in slices) == len(told.steps)
     assert sum("trace_id" in event["args"] for event in slices) == len(told.records)
     stages = sum(event["name"] == "decode" and event["pid"] == perfetto.REQUESTS for event in slices)
-    assert stages == sum(record.stage("decode") is not None for record in told.records)
+    assert stages == sum(record.find_stage("decode") is not None for record in told.records)
     assert sum(event["name"] == "gc" for event in slices) == 2
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"steps of toy (pid 1)", "pauses: gc"} <= tracks
 
 
-def test_the_counters_of_a_trace_end_at_none_in_flight_and_none_waiting(told: Told) -> None:
-    events = read_as_trace(perfetto.rendered(told))
+def test_the_counters_of_a_trace_end_at_none_in_flight_and_none_waiting(told: RecordingContents) -> None:
+    events = read_as_trace(perfetto.render_trace(told))
     for name in ("in flight", "waiting"):
         values = [event["args"][name] for event in events if event["ph"] == "C" and event["name"] == name]
         assert values[-1] == 0 and max(values) > 0
@@ -525,16 +543,18 @@ def test_the_counters_of_a_trace_end_at_none_in_flight_and_none_waiting(told: To
 
 
 def test_slices_that_cut_each_other_are_on_tracks_of_their_own() -> None:
-    def one(name: str, begin: int, end: int) -> Slice:
-        return Slice(name, begin, end, {})
+    def one(name: str, begin: int, end: int) -> TraceSlice:
+        return TraceSlice(name, begin, end, {})
 
-    lanes = laned([one("c", 5, 15), one("a", 0, 10), one("b", 2, 5), one("d", 10, 12), one("e", 14, 20)])
+    lanes = assign_lanes(
+        [one("c", 5, 15), one("a", 0, 10), one("b", 2, 5), one("d", 10, 12), one("e", 14, 20)]
+    )
     assert [[piece.name for piece in lane] for lane in lanes] == [["a", "b", "d", "e"], ["c"]]
 
 
 def test_two_steps_in_flight_at_once_are_whole_slices() -> None:
     steps = [StepRecord("toy", 1, i, i * 10_000, i * 10_000 + 15_000, 4, 0, 4, 0, 0, 4, 0) for i in range(50)]
-    events = read_as_trace(perfetto.rendered(Told([], steps, [], [], 0)))
+    events = read_as_trace(perfetto.render_trace(RecordingContents([], steps, [], [], 0)))
     lengths = [event["dur"] for event in events if event["ph"] == "X"]
     assert lengths == [15.0] * 50
 
@@ -545,7 +565,7 @@ def test_a_stage_that_another_cuts_is_beside_its_request() -> None:
     story.stage("search", 5, 20, who)
     story.stage("rank", 10, 30, who)
     story.ends(40, who)
-    events = read_as_trace(perfetto.rendered(Told(story.records(), [], [], [], 0)))
+    events = read_as_trace(perfetto.render_trace(RecordingContents(story.records(), [], [], [], 0)))
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     short = ids("a")[0].hex()[:8]
     assert names == [f"{short} chat toy", f"{short} chat toy (beside)"]

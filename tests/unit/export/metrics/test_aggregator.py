@@ -14,12 +14,12 @@ from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metr
 
 from otel_infer import semconv
 from otel_infer._version import VERSION
-from otel_infer.assembly.engine.step_rows import StepRows
+from otel_infer.assembly.engine.step_rows import RequestSteps
 from otel_infer.assembly.engine.types import Execution, StepRecord
 from otel_infer.assembly.records.process import Mark, Pause, Phase, StartRecord
-from otel_infer.assembly.records.request import Blame, RequestRecord, Stage
-from otel_infer.export.metrics.aggregator import MetricsSink
-from otel_infer.export.metrics.sender import metric_exporter
+from otel_infer.assembly.records.request import LatencyBreakdown, RequestRecord, Stage
+from otel_infer.export.metrics.aggregator import MetricsAggregator
+from otel_infer.export.metrics.sender import make_metric_exporter
 from otel_infer.export.sampling.tail_sampler import Decision
 from otel_infer.ringbuffer import events
 from tests.support.otlp_messages import decoded
@@ -32,16 +32,18 @@ DELTA, CUMULATIVE = 1, 2
 WHO = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "vllm", "gen_ai.request.model": "llama"}
 
 
-def sink(**options: Any) -> MetricsSink:
-    made = MetricsSink(**{"resource": {"service.name": "vllm"}, "started_at_unix_ns": STARTED, **options})
-    made.serve("llama")
+def sink(**options: Any) -> MetricsAggregator:
+    made = MetricsAggregator(
+        **{"resource": {"service.name": "vllm"}, "started_at_unix_ns": STARTED, **options}
+    )
+    made.allow_model("llama")
     return made
 
 
-def rows(*ended_ms: float, tokens: int = 1, steps: tuple[int, ...] = ()) -> StepRows:
+def rows(*ended_ms: float, tokens: int = 1, steps: tuple[int, ...] = ()) -> RequestSteps:
     ended = np.array([int(at * MS) for at in ended_ms], np.int64)
     ones = np.ones(len(ended), np.int64)
-    return StepRows(
+    return RequestSteps(
         np.array([list(steps or range(len(ended))), ended - MS, ended, ones * tokens, ones, ones * 0])
     )
 
@@ -81,18 +83,18 @@ def step(number: int = 0, **changes: Any) -> StepRecord:
     return StepRecord(**{**said, **changes})
 
 
-def sent(metrics: MetricsSink, now: int = NOW) -> dict[str, dict[str, Any]]:
+def sent(metrics: MetricsAggregator, now: int = NOW) -> dict[str, dict[str, Any]]:
     """One collection, through the SDK's encoder, by name."""
     encoded = encode_metrics(metrics.collect(now)).SerializeToString()
     return {metric["name"]: metric for metric in decoded("metrics", encoded)}
 
 
 def counted(
-    metrics: MetricsSink, *records: RequestRecord, exported: bool = True
+    metrics: MetricsAggregator, *records: RequestRecord, exported: bool = True
 ) -> dict[str, dict[str, Any]]:
     for each in records:
-        metrics.request(each, exported=exported)
-        metrics.kept(each, Decision(exported, 0, "budget"))
+        metrics.add_request(each, exported=exported)
+        metrics.add_decision(each, Decision(exported, 0, "budget"))
     return sent(metrics)
 
 
@@ -228,8 +230,8 @@ def test_without_steps_time_per_output_token_is_between_first_and_last_token() -
 
 def test_time_per_output_token_is_of_one_sequence_however_many_a_request_has() -> None:
     alone, three = sink(), sink()
-    alone.request(generation(), exported=False)
-    three.request(generation(sequences=3, output_tokens=15), exported=False)
+    alone.add_request(generation(), exported=False)
+    three.add_request(generation(sequences=3, output_tokens=15), exported=False)
     said = [only_point(sent(metrics)["gen_ai.server.time_per_output_token"]) for metrics in (alone, three)]
     assert said[0]["sum"] == said[1]["sum"] == 0.025
 
@@ -281,10 +283,10 @@ def test_each_stage_is_counted_and_detokenize_beside_them() -> None:
 
 def test_preemptions_and_reasons_are_monotonic_sums() -> None:
     metrics = sink()
-    metrics.request(record(preemptions=2), exported=True)
-    metrics.request(record(preemptions=1), exported=False)
+    metrics.add_request(record(preemptions=2), exported=True)
+    metrics.add_request(record(preemptions=1), exported=False)
     for reason in ("budget", "unsampled"):
-        metrics.kept(record(), Decision(True, 0, reason))
+        metrics.add_decision(record(), Decision(True, 0, reason))
     said = sent(metrics)
     preemptions, kept = said["infer.request.preemptions"], said["infer.request.kept"]
     assert (True, CUMULATIVE, "{preemption}") == (
@@ -314,8 +316,8 @@ def spans(number: int) -> bytes:
 
 def test_only_an_exported_request_is_an_exemplar() -> None:
     metrics = sink()
-    metrics.request(generation(span_id=spans(3)), exported=True)
-    metrics.request(generation(span_id=spans(4)), exported=False)
+    metrics.add_request(generation(span_id=spans(3)), exported=True)
+    metrics.add_request(generation(span_id=spans(4)), exported=False)
     said = sent(metrics)
     assert 2 == only_point(said["gen_ai.server.request.duration"])["count"]
     assert [(0.3, "3")] == exemplars_of(said, "gen_ai.server.request.duration")
@@ -357,7 +359,7 @@ def test_ten_thousand_random_models_names_and_methods_add_at_most_three_series()
     for _ in range(10_000):
         noise = f"{dice.getrandbits(64):x}"
         attributes: dict[str, events.Value] = {"http.request.method": noise, "http.route": noise}
-        metrics.request(generation(model=noise, name=noise, attributes=attributes), exported=True)
+        metrics.add_request(generation(model=noise, name=noise, attributes=attributes), exported=True)
     said = sent(metrics)
     assert baseline.keys() == said.keys()
     for name, metric in said.items():
@@ -369,11 +371,11 @@ def test_ten_thousand_random_models_names_and_methods_add_at_most_three_series()
 
 
 def test_a_model_is_named_once_it_is_served_and_the_first_fifty_are() -> None:
-    metrics = MetricsSink(resource={}, started_at_unix_ns=STARTED)
-    metrics.request(record(model="m0"), exported=True)
+    metrics = MetricsAggregator(resource={}, started_at_unix_ns=STARTED)
+    metrics.add_request(record(model="m0"), exported=True)
     for number in range(60):
-        metrics.serve(f"m{number}")
-        metrics.request(record(model=f"m{number}"), exported=True)
+        metrics.allow_model(f"m{number}")
+        metrics.add_request(record(model=f"m{number}"), exported=True)
     points = sent(metrics)["gen_ai.server.request.duration"]["points"]
     counts = {point["attributes"]["gen_ai.request.model"]: point["count"] for point in points}
     assert {"_OTHER": 11, **{f"m{number}": 1 for number in range(50)}} == counts
@@ -411,7 +413,7 @@ def test_names_that_user_code_makes_up_are_bounded(
 def test_two_thousand_attribute_sets_of_a_number_and_then_one_for_the_rest() -> None:
     metrics = sink()
     for number in range(2100):
-        metrics.add(semconv.SELF_LOST, {"infer.loss.reason": f"r{number}"}, 1)
+        metrics.add_value(semconv.SELF_LOST, {"infer.loss.reason": f"r{number}"}, 1)
     points = sent(metrics)["infer.self.lost"]["points"]
     assert 2001 == len(points)
     assert ({"otel.metric.overflow": True}, 100) == (points[-1]["attributes"], points[-1]["value"])
@@ -424,7 +426,7 @@ def test_steps_are_counted_by_kind_and_engine() -> None:
     metrics = sink()
     prefill = step(2, ended_at=30 * MS, prefill_tokens=512, decode_tokens=0, size=1)
     mixed = step(3, ended_at=20 * MS, prefill_tokens=100, decode_tokens=8, size=9)
-    metrics.steps([step(1), prefill, mixed, step(4, size=6, decode_tokens=6), step(1, engine="1", pid=8)])
+    metrics.add_steps([step(1), prefill, mixed, step(4, size=6, decode_tokens=6), step(1, engine="1", pid=8)])
     said = sent(metrics)
     of_first = {"infer.engine": "0", "process.pid": 7}
     of_second = {"infer.engine": "1", "process.pid": 8}
@@ -447,7 +449,7 @@ def test_steps_are_counted_by_kind_and_engine() -> None:
 
 def test_kv_usage_is_what_each_engine_said_last() -> None:
     metrics = sink()
-    metrics.steps(
+    metrics.add_steps(
         [step(1, kv_used=10), step(2, kv_used=50), step(1, engine="", pid=8, kv_used=1, kv_total=4)]
     )
     said = sent(metrics)
@@ -465,7 +467,7 @@ def test_kv_usage_is_what_each_engine_said_last() -> None:
 
 def test_how_many_steps_fit_into_what_is_free_is_told_where_the_size_of_blocks_is_known() -> None:
     metrics = sink()
-    metrics.steps([step(1, kv_used=20, running=4, block_tokens=16), step(1, pid=8, running=4)])
+    metrics.add_steps([step(1, kv_used=20, running=4, block_tokens=16), step(1, pid=8, running=4)])
     said = sent(metrics)
     size, headroom = (
         only_point(said[metric.name]) for metric in (semconv.KV_BLOCK_SIZE, semconv.KV_HEADROOM)
@@ -476,9 +478,9 @@ def test_how_many_steps_fit_into_what_is_free_is_told_where_the_size_of_blocks_i
 
 def test_an_engine_that_is_gone_uses_no_kv_cache() -> None:
     metrics = sink()
-    metrics.steps([step(1, block_tokens=16), step(1, pid=8, block_tokens=16)])
-    metrics.engines({("0", 8)})
-    for metric in semconv.KV_OF_ENGINE:
+    metrics.add_steps([step(1, block_tokens=16), step(1, pid=8, block_tokens=16)])
+    metrics.retain_engines({("0", 8)})
+    for metric in semconv.ENGINE_KV_METRICS:
         name = metric.name
         assert [8] == [point["attributes"]["process.pid"] for point in sent(metrics)[name]["points"]]
 
@@ -486,11 +488,11 @@ def test_an_engine_that_is_gone_uses_no_kv_cache() -> None:
 def test_where_nobody_is_in_flight_and_no_step_is_taken_nothing_is_in_a_kv_cache() -> None:
     metrics = sink()
     last = step(1, kv_used=90, block_tokens=16)
-    metrics.steps([last])
-    metrics.rest(last.ended_at + 500 * MS)
+    metrics.add_steps([last])
+    metrics.reset_idle_kv_usage(last.ended_at + 500 * MS)
     names = ("infer.kv_cache.usage", "infer.kv_cache.utilization", "infer.kv_cache.headroom")
     assert [only_point(sent(metrics)[name])["value"] for name in names[:2]] == [90, 0.9]
-    metrics.rest(last.ended_at + 2_000 * MS)
+    metrics.reset_idle_kv_usage(last.ended_at + 2_000 * MS)
     said = sent(metrics)
     assert [only_point(said[name])["value"] for name in names[:2]] == [0, 0] and names[2] not in said
     assert only_point(said["infer.kv_cache.limit"])["value"] == 100
@@ -498,14 +500,14 @@ def test_where_nobody_is_in_flight_and_no_step_is_taken_nothing_is_in_a_kv_cache
 
 def test_an_engine_without_kv_blocks_has_no_kv_metrics() -> None:
     metrics = sink()
-    metrics.steps([step(kv_used=0, kv_total=0)])
+    metrics.add_steps([step(kv_used=0, kv_total=0)])
     assert {"infer.step.duration", "infer.step.batch.size", "infer.step.tokens"} == set(sent(metrics))
 
 
 def test_a_step_that_does_not_know_the_kv_cache_leaves_what_was_known() -> None:
     metrics = sink()
-    metrics.steps([step(1)])
-    metrics.steps([step(2, kv_used=0, kv_total=0)])
+    metrics.add_steps([step(1)])
+    metrics.add_steps([step(2, kv_used=0, kv_total=0)])
     assert 25 == only_point(sent(metrics)["infer.kv_cache.usage"])["value"]
 
 
@@ -515,10 +517,10 @@ def test_a_step_that_does_not_know_the_kv_cache_leaves_what_was_known() -> None:
 def test_set_is_absolute_and_add_adds_up() -> None:
     metrics = sink()
     for value in (3, 2):
-        metrics.set(semconv.REQUEST_ACTIVE, {"infer.request.state": "running"}, value)
-        metrics.set(semconv.SELF_SPANS, {}, value)
-        metrics.add(semconv.SELF_ERRORS, {}, value)
-    metrics.set(semconv.SELF_CPU, {"cpu.mode": "user"}, 1.5)
+        metrics.set_value(semconv.REQUEST_ACTIVE, {"infer.request.state": "running"}, value)
+        metrics.set_value(semconv.SELF_SPANS, {}, value)
+        metrics.add_value(semconv.SELF_ERRORS, {}, value)
+    metrics.set_value(semconv.SELF_CPU, {"cpu.mode": "user"}, 1.5)
     said = sent(metrics)
     expected = {
         "infer.request.active": ({"infer.request.state": "running"}, 2, False),
@@ -534,7 +536,7 @@ def test_set_is_absolute_and_add_adds_up() -> None:
 
 def test_attributes_that_a_metric_does_not_have_do_not_leave() -> None:
     metrics = sink()
-    metrics.set(semconv.SELF_MEMORY, {"user.id": "canary"}, 5)
+    metrics.set_value(semconv.SELF_MEMORY, {"user.id": "canary"}, 5)
     assert {} == only_point(sent(metrics)["infer.self.memory.usage"])["attributes"]
 
 
@@ -544,7 +546,7 @@ def test_attributes_that_a_metric_does_not_have_do_not_leave() -> None:
 def test_cumulative_says_all_of_it_again_from_the_start() -> None:
     metrics = sink()
     counted(metrics, record())
-    metrics.request(record(), exported=False)
+    metrics.add_request(record(), exported=False)
     point = only_point(sent(metrics, LATER)["gen_ai.server.request.duration"])
     assert (2, STARTED, LATER) == (point["count"], point["start_time_unix_nano"], point["time_unix_nano"])
     assert 1 == len(point["exemplars"])
@@ -553,16 +555,16 @@ def test_cumulative_says_all_of_it_again_from_the_start() -> None:
 @pytest.mark.parametrize("temporality", ["delta", "lowmemory"])
 def test_delta_reports_histograms_and_counters_and_begins_anew(temporality: str) -> None:
     metrics = sink(temporality=temporality)
-    metrics.set(semconv.SELF_SPANS, {}, 10)
+    metrics.set_value(semconv.SELF_SPANS, {}, 10)
     first = counted(metrics, record(), record())
     for name, instant in (("gen_ai.server.request.duration", "count"), ("infer.request.kept", "value")):
         point = only_point(first[name])
         assert DELTA == first[name]["temporality"]
         assert (2, STARTED, NOW) == (point[instant], point["start_time_unix_nano"], point["time_unix_nano"])
     assert 10 == only_point(first["infer.self.spans"])["value"]
-    metrics.set(semconv.SELF_SPANS, {}, 14)
-    metrics.request(record(ended_at=500 * MS), exported=False)
-    metrics.kept(record(), Decision(True, 0, "budget"))
+    metrics.set_value(semconv.SELF_SPANS, {}, 14)
+    metrics.add_request(record(ended_at=500 * MS), exported=False)
+    metrics.add_decision(record(), Decision(True, 0, "budget"))
     second = sent(metrics, LATER)
     point = only_point(second["gen_ai.server.request.duration"])
     assert (1, 0.4, 0.4, NOW, LATER, []) == (
@@ -581,7 +583,7 @@ def test_delta_reports_histograms_and_counters_and_begins_anew(temporality: str)
 def test_delta_of_what_was_counted_before_us_begins_with_us() -> None:
     metrics, values = sink(temporality="delta"), []
     for joules in (1e9, 1e9 + 70, 1e9 + 100):
-        metrics.set(semconv.GPU_ENERGY, {semconv.HW_ID: "GPU-1"}, joules)
+        metrics.set_value(semconv.GPU_ENERGY, {semconv.HW_ID: "GPU-1"}, joules)
         values.append(only_point(sent(metrics)["hw.energy"])["value"])
     assert values == [0, 70, 30]
 
@@ -594,7 +596,9 @@ def test_delta_of_errors_begins_with_us_for_those_that_the_driver_counts_and_tel
         counted = {"corrected": corrected, "xid_79": lost}
         for kind, many in counted.items():
             if many:
-                metrics.set(semconv.GPU_ERRORS, {semconv.HW_ID: "GPU-1", semconv.ERROR_TYPE: kind}, many)
+                metrics.set_value(
+                    semconv.GPU_ERRORS, {semconv.HW_ID: "GPU-1", semconv.ERROR_TYPE: kind}, many
+                )
         points = sent(metrics)["hw.errors"]["points"]
         told.append({point["attributes"]["error.type"]: point["value"] for point in points})
     assert told == [{"corrected": 0}, {"corrected": 2, "xid_79": 1}, {"corrected": 0, "xid_79": 0}]
@@ -603,7 +607,7 @@ def test_delta_of_errors_begins_with_us_for_those_that_the_driver_counts_and_tel
 def test_a_wall_clock_that_is_set_back_makes_no_interval_that_ends_before_it_begins() -> None:
     metrics = sink(temporality="delta")
     counted(metrics, record())
-    metrics.request(record(), exported=False)
+    metrics.add_request(record(), exported=False)
     point = only_point(sent(metrics, STARTED)["gen_ai.server.request.duration"])
     assert point["start_time_unix_nano"] <= point["time_unix_nano"] == STARTED
 
@@ -611,7 +615,7 @@ def test_a_wall_clock_that_is_set_back_makes_no_interval_that_ends_before_it_beg
 @pytest.mark.parametrize("temporality", ["delta", "lowmemory"])
 def test_delta_leaves_up_down_counters_cumulative_and_gauges_as_they_were_set(temporality: str) -> None:
     metrics = sink(temporality=temporality)
-    metrics.steps([step(1)])
+    metrics.add_steps([step(1)])
     sent(metrics)
     said = sent(metrics, LATER)
     usage, utilization = said["infer.kv_cache.usage"], said["infer.kv_cache.utilization"]
@@ -632,7 +636,7 @@ def test_deltas_add_up_to_what_cumulative_says(lengths: list[list[int]], exponen
     for interval in lengths:
         for length in interval:
             for each in (delta, cumulative):
-                each.request(record(arrived_at=0, ended_at=length), exported=True)
+                each.add_request(record(arrived_at=0, ended_at=length), exported=True)
         said = sent(delta)
         if interval:
             count += only_point(said[name])["count"]
@@ -679,9 +683,9 @@ def test_the_resource_may_still_gain_its_name() -> None:
 def test_time_is_counted_by_what_it_went_into() -> None:
     metrics = sink()
     one, two = generation(), generation()
-    one.blame, two.blame = (
-        Blame({"decode": 250_000_000, "gc": 50_000_000}, None),
-        Blame({"gc": 1_000_000_000}, None),
+    one.breakdown, two.breakdown = (
+        LatencyBreakdown({"decode": 250_000_000, "gc": 50_000_000}, None),
+        LatencyBreakdown({"gc": 1_000_000_000}, None),
     )
     points = counted(metrics, one, two)["infer.blame.duration"]["points"]
     assert {p["attributes"]["infer.blame.cause"]: p["value"] for p in points} == {"decode": 0.25, "gc": 1.05}
@@ -689,20 +693,20 @@ def test_time_is_counted_by_what_it_went_into() -> None:
 
 def test_pauses_are_counted_by_cause_and_causes_are_few() -> None:
     metrics = sink()
-    metrics.pauses([Pause(0, 2 * MS, "gc"), Pause(MS, 4 * MS, "gc"), Pause(0, 5000 * MS, "compile")])
+    metrics.add_pauses([Pause(0, 2 * MS, "gc"), Pause(MS, 4 * MS, "gc"), Pause(0, 5000 * MS, "compile")])
     paused = {
         p["attributes"]["infer.pause.cause"]: p for p in sent(metrics)["infer.pause.duration"]["points"]
     }
     assert (paused["gc"]["count"], paused["gc"]["sum"]) == (2, pytest.approx(0.005))
     assert (paused["compile"]["count"], paused["compile"]["sum"]) == (1, 5)
-    metrics.pauses([Pause(0, MS, f"invented {number}") for number in range(1000)])
+    metrics.add_pauses([Pause(0, MS, f"invented {number}") for number in range(1000)])
     assert len(sent(metrics)["infer.pause.duration"]["points"]) <= 65
 
 
 def test_marks_are_counted_by_what_they_are_and_only_those_that_are_known() -> None:
     metrics = sink()
-    metrics.marks([Mark(0, MS, "allocator_retry", 2), Mark(MS, 2 * MS, "allocator_retry", 3)])
-    metrics.marks([Mark(0, MS, f"invented {number}", 1) for number in range(100)])
+    metrics.add_marks([Mark(0, MS, "allocator_retry", 2), Mark(MS, 2 * MS, "allocator_retry", 3)])
+    metrics.add_marks([Mark(0, MS, f"invented {number}", 1) for number in range(100)])
     points = sent(metrics)["infer.marks"]["points"]
     assert {point["attributes"]["infer.mark.name"]: point["value"] for point in points} == {
         "allocator_retry": 5,
@@ -716,14 +720,14 @@ BY_CALLER = {
 }  # fmt: skip
 
 
-def by_callers(metrics: MetricsSink, *said: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def by_callers(metrics: MetricsAggregator, *said: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """For each metric, what its points say of the callers of requests with these attributes."""
     for attributes in said:
         one = generation(attributes=attributes, stages=[Stage("queue", 0, 1, {})], preemptions=1)
-        one.blame = Blame({"decode": 1}, None)
+        one.breakdown = LatencyBreakdown({"decode": 1}, None)
         aborted = generation(attributes=attributes, outcome=events.ABORTED, died_in="decode", steps=None)
-        metrics.request(one, exported=True)
-        metrics.request(aborted, exported=True)
+        metrics.add_request(one, exported=True)
+        metrics.add_request(aborted, exported=True)
     return {
         name: [
             {key: value for key, value in point["attributes"].items() if key in semconv.metrics._CALLER}
@@ -765,7 +769,9 @@ def test_interference_is_counted_by_the_class_of_offender_and_victim() -> None:
         generation(input_tokens=8, attributes={"infer.traffic.class": "batch"}),
     ]
     for victim in victims:
-        victim.blame = Blame({"interference": 5 * MS}, None, (("long", 4 * MS), ("unknown", MS)))
+        victim.breakdown = LatencyBreakdown(
+            {"interference": 5 * MS}, None, (("long", 4 * MS), ("unknown", MS))
+        )
     points = counted(metrics, *victims)["infer.interference.duration"]["points"]
     said = {tuple(point["attributes"].values()): point["value"] for point in points}
     assert said == {
@@ -779,7 +785,7 @@ def started(*phases: Phase, **more: Any) -> StartRecord:
 
 def test_what_a_worker_takes_is_counted_by_its_rank() -> None:
     metrics = sink()
-    metrics.executions([Execution("vllm", 77, rank, (rank + 1) * MS) for rank in (0, 1, 1)])
+    metrics.add_executions([Execution("vllm", 77, rank, (rank + 1) * MS) for rank in (0, 1, 1)])
     points = counted(metrics)["infer.step.execution.duration"]["points"]
     assert {point["attributes"]["infer.worker.rank"]: (point["count"], point["sum"]) for point in points} == {
         0: (1, 0.001), 1: (2, 0.004),
@@ -788,7 +794,9 @@ def test_what_a_worker_takes_is_counted_by_its_rank() -> None:
 
 def test_what_a_device_takes_is_a_series_of_its_own_and_so_is_what_it_waits_for() -> None:
     metrics = sink()
-    metrics.executions([Execution("vllm", 77, 0, 5 * MS), Execution("vllm", 77, 0, 4 * MS, True, 2 * MS, -1)])
+    metrics.add_executions(
+        [Execution("vllm", 77, 0, 5 * MS), Execution("vllm", 77, 0, 4 * MS, True, 2 * MS, -1)]
+    )
     said = counted(metrics)
     points = said["infer.step.execution.duration"]["points"]
     clocks = {point["attributes"]["infer.clock"]: point["sum"] for point in points}
@@ -800,8 +808,8 @@ def test_what_a_device_takes_is_a_series_of_its_own_and_so_is_what_it_waits_for(
 def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
     metrics = sink()
     loaded = (Phase("weights", 0, 100 * MS), Phase("weights", 200 * MS, 400 * MS))
-    metrics.start(started(*loaded, ready_by="lifespan"), exported=True)
-    metrics.start(started(*loaded[:1], error_type="OSError"), exported=True)
+    metrics.add_start(started(*loaded, ready_by="lifespan"), exported=True)
+    metrics.add_start(started(*loaded[:1], error_type="OSError"), exported=True)
     points = counted(metrics)["infer.startup.duration"]["points"]
     said = {tuple(point["attributes"].values()): (point["count"], point["sum"]) for point in points}
     assert said == {
@@ -826,7 +834,7 @@ def test_requests_are_counted_by_what_they_missed_and_those_told_to_stop_by_what
         (generation(outcome=events.ABORTED, died_in="queue", first_token_at=0), ()),
         (record(operation="", generative=False), ("e2e",)),
     ):
-        metrics.kept(each, Decision(True, 0, "slo", missed=missed))
+        metrics.add_decision(each, Decision(True, 0, "slo", missed=missed))
     points = sent(metrics)["infer.request.objectives"]["points"]
     said = {point["attributes"]["infer.slo.missed"]: point["value"] for point in points}
     assert said == {"none": 3, "ttft,e2e": 1, "error": 2, "itl": 1}
@@ -836,10 +844,12 @@ def test_a_post_that_reaches_no_engine_keeps_no_promise_and_is_blamed_on_nothing
     """99 that are not let in, say, would hide the one that was and waited."""
     metrics = sink(promises=True)
     for _ in range(99):
-        refused = record(operation="", status_code=401, blame=Blame({"unexplained": 300 * MS}, None))
-        metrics.kept(refused, Decision(True, 0, "none", slow=True))
-        metrics.request(refused, exported=True)
-    metrics.kept(generation(), Decision(True, 0, "slo", missed=("ttft",)))
+        refused = record(
+            operation="", status_code=401, blame=LatencyBreakdown({"unexplained": 300 * MS}, None)
+        )
+        metrics.add_decision(refused, Decision(True, 0, "none", slow=True))
+        metrics.add_request(refused, exported=True)
+    metrics.add_decision(generation(), Decision(True, 0, "slo", missed=("ttft",)))
     said = sent(metrics)
     points = said["infer.request.objectives"]["points"]
     assert {point["attributes"]["infer.slo.missed"]: point["value"] for point in points} == {"ttft": 1}
@@ -849,15 +859,15 @@ def test_a_post_that_reaches_no_engine_keeps_no_promise_and_is_blamed_on_nothing
 
 def test_where_nobody_promised_anything_nothing_is_said_of_it() -> None:
     metrics = sink()
-    metrics.kept(generation(), Decision(True, 0, "budget"))
+    metrics.add_decision(generation(), Decision(True, 0, "budget"))
     assert "infer.request.objectives" not in sent(metrics)
 
 
 def test_where_the_time_of_slow_requests_went_is_counted_apart() -> None:
     metrics = sink()
     for slow in (True, False):
-        each = generation(blame=Blame({"decode": 3 * MS, "gc": MS}, None))
-        metrics.kept(each, Decision(True, 0, "budget", slow=slow))
+        each = generation(blame=LatencyBreakdown({"decode": 3 * MS, "gc": MS}, None))
+        metrics.add_decision(each, Decision(True, 0, "budget", slow=slow))
     points = sent(metrics)["infer.blame.slow.duration"]["points"]
     assert {point["attributes"]["infer.blame.cause"]: point["value"] for point in points} == {
         "decode": 0.003,
@@ -871,18 +881,18 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     aborted = generation(outcome=events.ABORTED, died_in="decode", error_type="timeout")
     read = {"prefix_tokens": 8, "cached_tokens": 4, "drafted_tokens": 6, "accepted_tokens": 3}
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})], input_tokens=8, **read)
-    preempted.blame = Blame({"decode": 1, "interference": 1}, None, (("long", 1),))
+    preempted.breakdown = LatencyBreakdown({"decode": 1, "interference": 1}, None, (("long", 1),))
     preempted.device_share = MS
-    metrics.kept(preempted, Decision(True, 0, "slow", slow=True))
-    metrics.steps([step(prefill_tokens=5, block_tokens=16)])
-    metrics.executions([Execution("vllm", 77, 0, MS, True, MS, MS)])
-    metrics.pauses([Pause(0, MS, "gc")])
-    metrics.start(started(Phase("imports", 0, MS)), exported=True)
-    metrics.marks([Mark(0, MS, "allocator_oom", 1), Mark(0, MS, "kv_eviction", 2)])
+    metrics.add_decision(preempted, Decision(True, 0, "slow", slow=True))
+    metrics.add_steps([step(prefill_tokens=5, block_tokens=16)])
+    metrics.add_executions([Execution("vllm", 77, 0, MS, True, MS, MS)])
+    metrics.add_pauses([Pause(0, MS, "gc")])
+    metrics.add_start(started(Phase("imports", 0, MS)), exported=True)
+    metrics.add_marks([Mark(0, MS, "allocator_oom", 1), Mark(0, MS, "kv_eviction", 2)])
     for metric in semconv.METRICS:
         by_value = metric.name.startswith(("infer.self.", "hw.", "infer.gpu.", "infer.device.memory."))
         if by_value or metric in (semconv.REQUEST_ACTIVE, semconv.ENGINE_WAITING, semconv.PINNED_MEMORY):
-            metrics.set(metric, dict.fromkeys(metric.attributes, "x"), 1)
+            metrics.set_value(metric, dict.fromkeys(metric.attributes, "x"), 1)
     said = counted(metrics, aborted, preempted)
     kinds = {"histogram": "histogram", "counter": "sum", "updowncounter": "sum", "gauge": "gauge"}
     expected = [
@@ -909,8 +919,8 @@ def receiver(
 def test_the_exporter_of_the_sdk_sends_it(receiver: tuple[str, OtlpReceiver]) -> None:
     protocol, listening = receiver
     metrics = sink()
-    metrics.request(generation(), exported=True)
-    exporter = metric_exporter(protocol)
+    metrics.add_request(generation(), exported=True)
+    exporter = make_metric_exporter(protocol)
     try:
         assert "SUCCESS" == exporter.export(metrics.collect(NOW)).name
     finally:
@@ -920,7 +930,7 @@ def test_the_exporter_of_the_sdk_sends_it(receiver: tuple[str, OtlpReceiver]) ->
 
 def test_an_execution_counts_as_often_as_it_stands_for_others() -> None:
     metrics = sink()
-    metrics.executions([Execution("vllm", 77, 0, 4 * MS, True, 2 * MS, MS, steps=3, gaps=5)])
+    metrics.add_executions([Execution("vllm", 77, 0, 4 * MS, True, 2 * MS, MS, steps=3, gaps=5)])
     said = counted(metrics)
     assert {
         name: [(point["count"], pytest.approx(point["sum"])) for point in said[name]["points"]]
@@ -941,7 +951,7 @@ def test_what_is_not_told_any_more_is_gone_and_counters_stay() -> None:
                 for metric in (semconv.GPU_TEMPERATURE, semconv.GPU_ENERGY):
                     set_value(metric, {semconv.HW_ID: gpu}, 70)
 
-        metrics.renew([semconv.GPU_TEMPERATURE, semconv.GPU_POWER], say)
+        metrics.replace_values([semconv.GPU_TEMPERATURE, semconv.GPU_POWER], say)
         said = counted(metrics)
         return {
             name: [point["attributes"]["hw.id"] for point in said[name]["points"]] if name in said else []

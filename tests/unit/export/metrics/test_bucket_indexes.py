@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_infer.export.metrics.histograms import index_of, indexes_of
+from otel_infer.export.metrics.histograms import bucket_of_value, buckets_of_values
 
 lengths = st.floats(0.0, 1000.0)
 
@@ -35,8 +35,8 @@ def test_the_index_is_that_of_the_sdk_even_at_the_edge_of_a_bucket(scale: int, d
     values = data.draw(st.lists(st.one_of(edges(scale), lengths.filter(bool)), min_size=1, max_size=20))
     mapping = (logarithm_mapping.LogarithmMapping if scale else exponent_mapping.ExponentMapping)(scale)
     expected = [mapping.map_to_index(value) for value in values]
-    assert expected == [index_of(value, scale) for value in values]
-    assert expected == indexes_of(np.array(values), scale).tolist()
+    assert expected == [bucket_of_value(value, scale) for value in values]
+    assert expected == buckets_of_values(np.array(values), scale).tolist()
 
 
 @pytest.mark.parametrize("scale", [1, 3, 5, 8, 12, 20])
@@ -44,7 +44,9 @@ def test_a_whole_array_has_the_indexes_of_its_values_at_every_edge(scale: int) -
     step = max(1, (60 << scale) // 4000)
     at_edges = 2.0 ** np.ldexp(np.arange(-30 << scale, 30 << scale, step).astype(float), -scale)
     values = np.concatenate([at_edges, np.nextafter(at_edges, 0), np.nextafter(at_edges, np.inf)])
-    assert [index_of(value, scale) for value in values.tolist()] == indexes_of(values, scale).tolist()
+    assert [bucket_of_value(value, scale) for value in values.tolist()] == buckets_of_values(
+        values, scale
+    ).tolist()
 
 
 @pytest.mark.parametrize("scale", range(-10, 1))
@@ -53,5 +55,5 @@ def test_the_index_is_that_of_the_sdk_at_coarse_scales(scale: int, value: float)
     from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping import exponent_mapping
 
     expected = exponent_mapping.ExponentMapping(scale).map_to_index(value)
-    assert expected == index_of(value, scale)
-    assert [expected] == indexes_of(np.array([value]), scale).tolist()
+    assert expected == bucket_of_value(value, scale)
+    assert [expected] == buckets_of_values(np.array([value]), scale).tolist()

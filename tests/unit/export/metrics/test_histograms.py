@@ -20,7 +20,7 @@ from opentelemetry.sdk.metrics.view import (
 
 from otel_infer import semconv
 from otel_infer.export.metrics import histograms
-from otel_infer.export.metrics.histograms import ExplicitHistogram, ExponentialHistogram, Source
+from otel_infer.export.metrics.histograms import ExemplarSource, ExplicitHistogram, ExponentialHistogram
 
 BOUNDS = semconv.TPOT_BOUNDS
 
@@ -115,9 +115,9 @@ def test_values_that_are_no_lengths_are_ignored(histogram: histograms.Histogram)
 def test_the_spread_of_an_exponential_histogram_never_exceeds_its_buckets() -> None:
     histogram = ExponentialHistogram()
     histogram.record_many(np.linspace(0.0079, 0.0081, 1000))
-    fine = histogram.point({}, 1, 2)
+    fine = histogram.make_point({}, 1, 2)
     histogram.record_many(np.geomspace(1e-6, 100, 1000))
-    coarse = histogram.point({}, 1, 2)
+    coarse = histogram.make_point({}, 1, 2)
     assert len(fine.positive.bucket_counts) <= 160
     assert len(coarse.positive.bucket_counts) <= 160
     assert fine.scale > coarse.scale >= 2
@@ -128,16 +128,16 @@ def test_the_spread_of_an_exponential_histogram_never_exceeds_its_buckets() -> N
 def test_the_exemplar_of_a_bucket_is_its_latest_value_with_a_source(whole: bool) -> None:
     histogram = ExplicitHistogram((1.0, 2.0))
     for value, source in (
-        (0.5, Source(1, 2, 10)),
-        (0.6, Source(3, 4, 20)),
+        (0.5, ExemplarSource(1, 2, 10)),
+        (0.6, ExemplarSource(3, 4, 20)),
         (0.7, None),
-        (5.0, Source(5, 6, 30)),
+        (5.0, ExemplarSource(5, 6, 30)),
     ):
         if whole:
             histogram.record_many(np.array([value]), [source].__getitem__)
         else:
             histogram.record(value, source)
-    said = histogram.point({}, 1, 2).exemplars
+    said = histogram.make_point({}, 1, 2).exemplars
     expected = [(0.6, 3, 4, 20), (5.0, 5, 6, 30)]
     assert expected == [(e.value, e.trace_id, e.span_id, e.time_unix_nano) for e in said]
 
@@ -147,27 +147,27 @@ def test_of_many_values_the_largest_in_each_bucket_is_the_exemplar(histogram: hi
     histogram.record(0.0)
     histogram.record(100.0)  # so that the scale is coarse enough for two values in one bucket
     histogram.record(1e-9)
-    sources = [Source(1, 2, number) for number in range(5)]
+    sources = [ExemplarSource(1, 2, number) for number in range(5)]
     histogram.record_many(np.array([0.0, 1.5, 3.01, 3.02, 3.03]), sources.__getitem__)
-    said = [exemplar.value for exemplar in histogram.point({}, 1, 2).exemplars]
+    said = [exemplar.value for exemplar in histogram.make_point({}, 1, 2).exemplars]
     assert said == [0.0, 1.5, 3.03]  # by time, each that of its own source
     assert all(isinstance(value, float) for value in said)
 
 
 def test_where_buckets_merge_the_later_exemplar_stays() -> None:
     histogram = ExponentialHistogram()
-    histogram.record(8.02, Source(2, 2, 20))
-    histogram.record(8.01, Source(1, 1, 10))
-    assert 2 == len(histogram.point({}, 1, 2).exemplars)
+    histogram.record(8.02, ExemplarSource(2, 2, 20))
+    histogram.record(8.01, ExemplarSource(1, 1, 10))
+    assert 2 == len(histogram.make_point({}, 1, 2).exemplars)
     histogram.record(1e-9)
-    assert [8.02] == [exemplar.value for exemplar in histogram.point({}, 1, 2).exemplars]
+    assert [8.02] == [exemplar.value for exemplar in histogram.make_point({}, 1, 2).exemplars]
 
 
 def test_zeroes_keep_their_own_exemplar_at_every_scale() -> None:
     histogram = ExponentialHistogram()
     for value, at in ((0.0, 10), (1.0, 20), (100.0, 30), (0.0, 40)):
-        histogram.record(value, Source(1, 1, at))
-    said = histogram.point({}, 1, 2)
+        histogram.record(value, ExemplarSource(1, 1, at))
+    said = histogram.make_point({}, 1, 2)
     assert 2 == said.zero_count
     expected = [(1.0, 20), (100.0, 30), (0.0, 40)]
     assert expected == [(exemplar.value, exemplar.time_unix_nano) for exemplar in said.exemplars]
@@ -176,8 +176,8 @@ def test_zeroes_keep_their_own_exemplar_at_every_scale() -> None:
 def test_exemplars_are_in_order_of_time() -> None:
     histogram = ExponentialHistogram()
     for value, at in ((1.0, 30), (2.0, 10), (3.0, 20)):
-        histogram.record(value, Source(1, 1, at))
-    assert [10, 20, 30] == [exemplar.time_unix_nano for exemplar in histogram.point({}, 1, 2).exemplars]
+        histogram.record(value, ExemplarSource(1, 1, at))
+    assert [10, 20, 30] == [exemplar.time_unix_nano for exemplar in histogram.make_point({}, 1, 2).exemplars]
 
 
 @pytest.mark.parametrize("histogram", [ExplicitHistogram((1.0,)), ExponentialHistogram()])
@@ -185,16 +185,16 @@ def test_an_sdk_that_knows_no_exemplars_gets_points_without(
     histogram: histograms.Histogram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(histograms, "Exemplar", None)
-    histogram.record(0.5, Source(1, 2, 3))
-    assert [] == histogram.point({}, 1, 2).exemplars
+    histogram.record(0.5, ExemplarSource(1, 2, 3))
+    assert [] == histogram.make_point({}, 1, 2).exemplars
 
 
 def test_attribute_sets_over_the_limit_share_one_marked_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(histograms, "MAX_SERIES", 2)
-    series = histograms.Histograms(semconv.STEP_BATCH_SIZE, exponential=False)
+    series = histograms.HistogramSeries(semconv.STEP_BATCH_SIZE, exponential=False)
     for pid in (1, 2, 3, 4, 1):
-        series.at(("decode", None, pid)).record(8)
-    points = series.data(AggregationTemporality.CUMULATIVE, 1, 2).data_points
+        series.get_or_create(("decode", None, pid)).record(8)
+    points = series.collect_data(AggregationTemporality.CUMULATIVE, 1, 2).data_points
     expected: list[tuple[dict[str, Any], int]] = [
         ({"infer.step.kind": "decode", "process.pid": 1}, 2),
         ({"infer.step.kind": "decode", "process.pid": 2}, 1),

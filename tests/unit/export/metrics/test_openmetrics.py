@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families as parsed_pl
 from otel_infer import semconv
 from otel_infer.config.environment import Config
 from otel_infer.export.metrics import openmetrics, prometheus_endpoint
-from otel_infer.export.metrics.aggregator import MetricsSink
-from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.export.metrics.aggregator import MetricsAggregator
+from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.semconv import prometheus
 from otel_infer.sidecar.pipeline import Pipeline
 from tests.support.everything import ENDED_AT, SPAN_ID, TRACE_ID, said
@@ -28,7 +28,7 @@ RESOURCE = {"service.name": "vllm", "service.instance.id": "a-b"}
 
 @pytest.fixture
 def collected() -> Any:
-    return said(MetricsSink(resource=RESOURCE, started_at_unix_ns=0)).collect(1)
+    return said(MetricsAggregator(resource=RESOURCE, started_at_unix_ns=0)).collect(1)
 
 
 def families(text: str) -> dict[str, Any]:
@@ -36,18 +36,18 @@ def families(text: str) -> dict[str, Any]:
 
 
 def test_every_metric_is_told_as_openmetrics_wants_it(collected: Any) -> None:
-    read = families(openmetrics.text(collected, is_open=True).decode())
+    read = families(openmetrics.render_metrics(collected, is_open=True).decode())
     kinds = {semconv.HISTOGRAM: "histogram", semconv.COUNTER: "counter"}
     for metric in semconv.METRICS:
-        family = read[prometheus.family(metric)]
+        family = read[prometheus.family_name(metric)]
         assert kinds.get(metric.instrument, "gauge") == family.type
-        assert (prometheus.unit_of(metric), metric.description) == (family.unit, family.documentation)
-        assert {sample.name for sample in family.samples} == set(prometheus.series(metric))
-    assert read.keys() == {prometheus.family(metric) for metric in semconv.METRICS} | {"target"}
+        assert (prometheus.unit_suffix(metric), metric.description) == (family.unit, family.documentation)
+        assert {sample.name for sample in family.samples} == set(prometheus.series_names(metric))
+    assert read.keys() == {prometheus.family_name(metric) for metric in semconv.METRICS} | {"target"}
 
 
 def test_buckets_are_cumulative_and_an_exemplar_lies_in_its_own(collected: Any) -> None:
-    read = families(openmetrics.text(collected, is_open=True).decode())
+    read = families(openmetrics.render_metrics(collected, is_open=True).decode())
     bounds = semconv.TIME_TO_FIRST_TOKEN.bounds
     samples = [
         sample
@@ -68,20 +68,20 @@ def test_points_of_an_sdk_that_knows_no_exemplars_are_told_without(collected: An
             SimpleNamespace(**{key: value for key, value in point.items() if key != "exemplars"})
             for point in points
         ]
-    read = families(openmetrics.text(collected, is_open=True).decode())
-    assert read.keys() == {prometheus.family(metric) for metric in semconv.METRICS} | {"target"}
+    read = families(openmetrics.render_metrics(collected, is_open=True).decode())
+    assert read.keys() == {prometheus.family_name(metric) for metric in semconv.METRICS} | {"target"}
     assert not any(sample.exemplar for family in read.values() for sample in family.samples)
 
 
 def test_the_resource_is_a_target(collected: Any) -> None:
-    (sample,) = families(openmetrics.text(collected, is_open=True).decode())["target"].samples
+    (sample,) = families(openmetrics.render_metrics(collected, is_open=True).decode())["target"].samples
     assert ("target_info", {"service_name": "vllm", "service_instance_id": "a-b"}, 1.0) == sample[:3]
 
 
 def test_who_takes_no_openmetrics_gets_the_same_numbers_without_exemplars(collected: Any) -> None:
-    text = openmetrics.text(collected, is_open=False).decode()
+    text = openmetrics.render_metrics(collected, is_open=False).decode()
     read = {sample.name for family in parsed_plain(text) for sample in family.samples}
-    assert {name for metric in semconv.METRICS for name in prometheus.series(metric)} | {
+    assert {name for metric in semconv.METRICS for name in prometheus.series_names(metric)} | {
         "target_info"
     } == read
     assert "trace_id" not in text
@@ -89,10 +89,10 @@ def test_who_takes_no_openmetrics_gets_the_same_numbers_without_exemplars(collec
 
 
 def test_what_labels_hold_is_escaped() -> None:
-    sink = MetricsSink(resource={}, started_at_unix_ns=0)
+    sink = MetricsAggregator(resource={}, started_at_unix_ns=0)
     nasty = 'a"b\\c\nd'
-    sink.set(semconv.SELF_LOST, {semconv.LOSS_REASON: nasty}, 1)
-    read = families(openmetrics.text(sink.collect(1), is_open=True).decode())
+    sink.set_value(semconv.SELF_LOST, {semconv.LOSS_REASON: nasty}, 1)
+    read = families(openmetrics.render_metrics(sink.collect(1), is_open=True).decode())
     (sample,) = read["infer_self_lost"].samples
     assert nasty == sample.labels["infer_loss_reason"]
 
@@ -111,15 +111,15 @@ def port() -> int:
 def awake(port: int) -> Iterator[Pipeline]:
     """A pipeline that somebody wakes, with an endpoint."""
     pipeline = Pipeline(
-        Config(metrics_port=str(port), gpu_metrics=False), Rings(), [], None, RESOURCE, None, 0
+        Config(metrics_port=str(port), gpu_metrics=False), MergedReader(), [], None, RESOURCE, None, 0
     )
     over = threading.Event()
 
     def wake() -> None:
         while not over.wait(0.02):
-            pipeline.wake(1)
+            pipeline.run_cycle(1)
 
-    pipeline.wake(1)
+    pipeline.run_cycle(1)
     thread = threading.Thread(target=wake)
     thread.start()
     yield pipeline
@@ -141,10 +141,14 @@ def asked(port: int, path: str = "/metrics", **headers: str) -> tuple[int, dict[
 def test_a_scraper_gets_what_is_counted_now_in_the_format_that_it_takes(port: int) -> None:
     accepts = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
     status, headers, content = asked(port, Accept=accepts)
-    assert (200, openmetrics.OPEN) == (status, headers["Content-Type"])
+    assert (200, openmetrics.OPENMETRICS_CONTENT_TYPE) == (status, headers["Content-Type"])
     assert "infer_self_memory_usage_bytes" in families(content.decode())
     status, headers, content = asked(port, Accept_Encoding="gzip")
-    assert (200, openmetrics.PLAIN, "gzip") == (status, headers["Content-Type"], headers["Content-Encoding"])
+    assert (200, openmetrics.TEXT_CONTENT_TYPE, "gzip") == (
+        status,
+        headers["Content-Type"],
+        headers["Content-Encoding"],
+    )
     assert b"infer_self_memory_usage_bytes" in gzip.decompress(content)
 
 
@@ -154,9 +158,9 @@ def test_another_path_is_not_there(port: int) -> None:
 
 
 def test_a_scraper_whom_nobody_answers_is_told_so(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus_endpoint, "ANSWER_S", 0.05)
-    endpoint = prometheus_endpoint.Scrape(str(port))
-    assert not endpoint.is_wanted(1)
+    monkeypatch.setattr(prometheus_endpoint, "SCRAPE_TIMEOUT_S", 0.05)
+    endpoint = prometheus_endpoint.ScrapeEndpoint(str(port))
+    assert not endpoint.has_pending_scrape(1)
     try:
         assert asked(port)[0] == 503
     finally:
@@ -166,13 +170,16 @@ def test_a_scraper_whom_nobody_answers_is_told_so(port: int, monkeypatch: pytest
 def test_a_port_that_is_taken_is_said_once_costs_nothing_and_is_had_when_it_is_free(
     port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prometheus_endpoint, "ANSWER_S", 0.05)
-    first, second = prometheus_endpoint.Scrape(str(port)), prometheus_endpoint.Scrape(str(port))
-    first.is_wanted(1)
-    for now in (1, 2, 3 * prometheus_endpoint.TRY_NS):
-        assert not second.is_wanted(now)
+    monkeypatch.setattr(prometheus_endpoint, "SCRAPE_TIMEOUT_S", 0.05)
+    first, second = (
+        prometheus_endpoint.ScrapeEndpoint(str(port)),
+        prometheus_endpoint.ScrapeEndpoint(str(port)),
+    )
+    first.has_pending_scrape(1)
+    for now in (1, 2, 3 * prometheus_endpoint.BIND_RETRY_NS):
+        assert not second.has_pending_scrape(now)
     first.close()
-    second.is_wanted(5 * prometheus_endpoint.TRY_NS)
+    second.has_pending_scrape(5 * prometheus_endpoint.BIND_RETRY_NS)
     try:
         assert asked(port)[0] == 503
     finally:

@@ -47,13 +47,15 @@ span = st.builds(
     start=instant,
     end=instant,
     attributes=attributes,
-    events=st.lists(st.builds(otlp.Event, instant, text, attributes), max_size=3),
-    links=st.lists(st.builds(otlp.Link, trace_id, span_id, attributes), max_size=3),
+    events=st.lists(st.builds(otlp.SpanEvent, instant, text, attributes), max_size=3),
+    links=st.lists(st.builds(otlp.SpanLink, trace_id, span_id, attributes), max_size=3),
     status=st.integers(0, 2),
     trace_state=st.text(max_size=10),
     flags=st.integers(0, (1 << 32) - 1),
     lengths=st.dictionaries(text.map("length {}".format), st.floats(), max_size=3),
-    recurring=st.builds(otlp.Recurring, st.dictionaries(text.map("recurring {}".format), value, max_size=3)),
+    recurring=st.builds(
+        otlp.SharedAttributes, st.dictionaries(text.map("recurring {}".format), value, max_size=3)
+    ),
 )
 
 
@@ -110,7 +112,7 @@ def test_a_span_is_read_back_as_it_was(span: otlp.Span) -> None:
         got.trace_state,
         got.flags,
     )
-    assert expected_pairs(span.said) == pairs(got.attributes)
+    assert expected_pairs(span.all_attributes) == pairs(got.attributes)
     assert [(e.at, sent(e.name), expected_pairs(e.attributes)) for e in span.events] == [
         (e.time_unix_nano, e.name, pairs(e.attributes)) for e in got.events
     ]
@@ -204,7 +206,7 @@ def test_step_rows_are_read_back_request_by_request_in_their_order(
     batch: tuple[StepColumns, StepOwners],
 ) -> None:
     columns, owners = batch
-    encoded, count = otlp.StepEncoder(*NAMES).encode(columns, owners)
+    encoded, count = otlp.StepEncoder(*NAMES).encode_steps(columns, owners)
     spans = parsed(encoded)
     assert count == len(columns.owner) == len(spans)
     assert expected_rows(columns, owners) == read_rows(spans)
@@ -212,7 +214,7 @@ def test_step_rows_are_read_back_request_by_request_in_their_order(
 
 @given(batches())
 def test_encoding_the_same_steps_again_gives_the_same_bytes(batch: tuple[StepColumns, StepOwners]) -> None:
-    assert otlp.StepEncoder(*NAMES).encode(*batch) == otlp.StepEncoder(*NAMES).encode(*batch)
+    assert otlp.StepEncoder(*NAMES).encode_steps(*batch) == otlp.StepEncoder(*NAMES).encode_steps(*batch)
 
 
 def one_request(**changes: Any) -> tuple[StepColumns, StepOwners]:
@@ -234,26 +236,26 @@ def one_request(**changes: Any) -> tuple[StepColumns, StepOwners]:
 
 @pytest.mark.parametrize("step", [0, 1 << 13, 1 << 27, 1 << 34, 1 << 62])
 def test_an_ordinary_row_takes_at_most_130_bytes(step: int) -> None:
-    encoded, count = otlp.StepEncoder(*NAMES).encode(*one_request(step=np.full(100, step)))
+    encoded, count = otlp.StepEncoder(*NAMES).encode_steps(*one_request(step=np.full(100, step)))
     assert len(encoded) / count <= 130
 
 
 def test_a_row_that_a_device_was_timed_for_takes_at_most_160_bytes() -> None:
-    encoded, count = otlp.StepEncoder(*NAMES).encode(*one_request(device_span=np.full(100, 40_000_000)))
+    encoded, count = otlp.StepEncoder(*NAMES).encode_steps(*one_request(device_span=np.full(100, 40_000_000)))
     assert len(encoded) / count <= 160
 
 
 def test_one_large_step_id_in_a_batch_of_small_ones_is_written_right() -> None:
     step = np.arange(100, dtype=np.int64)
     step[50] = 1 << 40
-    encoded, _ = otlp.StepEncoder(*NAMES).encode(*one_request(step=step))
+    encoded, _ = otlp.StepEncoder(*NAMES).encode_steps(*one_request(step=step))
     assert step.tolist() == [said[STEP] for *_, said in read_rows(parsed(encoded))]
 
 
 def test_columns_of_narrower_types_are_as_good() -> None:
     narrow = one_request(batch_size=np.full(100, 256, np.int32), tokens=np.full(100, 2, np.uint8))
     wide = one_request(tokens=np.full(100, 2))
-    encode = otlp.StepEncoder(*NAMES).encode
+    encode = otlp.StepEncoder(*NAMES).encode_steps
     assert encode(*wide) == encode(*narrow)
 
 
@@ -263,7 +265,7 @@ def test_many_owners_are_sorted_too() -> None:
     ids = np.frombuffer(np.arange(70_000, dtype="<u8").tobytes(), np.uint8).reshape(-1, 8)
     columns, _ = one_request()
     stretched = [np.resize(column, 70_000) for column in columns[1:]]
-    encoded, count = otlp.StepEncoder(*NAMES).encode(
+    encoded, count = otlp.StepEncoder(*NAMES).encode_steps(
         StepColumns(owners, *stretched), StepOwners(np.hstack([ids, ids]), ids, ids)
     )
     parents = [int.from_bytes(span.parent_span_id, "little") for span in parsed(encoded)]
@@ -280,7 +282,7 @@ def mixed(value: int) -> int:
 @given(span_id, int64)
 def test_step_ids_are_the_same_on_every_machine(request: bytes, step: int) -> None:
     expected = mixed((mixed(int.from_bytes(request, "little")) + step * 0x9E3779B97F4A7C15) % U64)
-    got = otlp.step_span_ids(np.frombuffer(request, np.uint8).reshape(1, 8), np.array([step]))
+    got = otlp.derive_step_span_ids(np.frombuffer(request, np.uint8).reshape(1, 8), np.array([step]))
     assert (expected or 0x9E3779B97F4A7C15).to_bytes(8, "little") == got.tobytes()
 
 
@@ -288,24 +290,24 @@ def test_step_ids_are_the_same_on_every_machine(request: bytes, step: int) -> No
 def test_every_step_of_every_request_has_its_own_id(requests: set[bytes], steps: set[int]) -> None:
     every = [(request, step) for request in requests for step in steps]
     ids = np.frombuffer(b"".join(request for request, _ in every), np.uint8).reshape(-1, 8)
-    got = otlp.step_span_ids(ids, np.array([step for _, step in every]))
+    got = otlp.derive_step_span_ids(ids, np.array([step for _, step in every]))
     assert len(every) == len({row.tobytes() for row in got})
 
 
 def test_requests_with_neighbouring_ids_share_no_step_id() -> None:
     requests = np.arange(1, 257, dtype="<u8").view(np.uint8).reshape(-1, 8)
-    ids = otlp.step_span_ids(np.repeat(requests, 1024, axis=0), np.tile(np.arange(1024), 256))
+    ids = otlp.derive_step_span_ids(np.repeat(requests, 1024, axis=0), np.tile(np.arange(1024), 256))
     assert 256 * 1024 == len(np.unique(ids.view("<u8")))
 
 
 def test_no_step_id_is_zero() -> None:
-    assert any(otlp.step_span_ids(np.zeros((1, 8), np.uint8), np.zeros(1, np.int64)).tobytes())
+    assert any(otlp.derive_step_span_ids(np.zeros((1, 8), np.uint8), np.zeros(1, np.int64)).tobytes())
 
 
 def test_the_rows_carry_the_derived_ids() -> None:
     columns, owners = one_request()
-    encoded, count = otlp.StepEncoder(*NAMES).encode(columns, owners)
-    expected = otlp.step_span_ids(np.repeat(owners.request_span_id, count, axis=0), columns.step)
+    encoded, count = otlp.StepEncoder(*NAMES).encode_steps(columns, owners)
+    expected = otlp.derive_step_span_ids(np.repeat(owners.request_span_id, count, axis=0), columns.step)
     assert [row.tobytes() for row in expected] == [span.span_id for span in parsed(encoded)]
 
 
@@ -313,7 +315,7 @@ def test_the_rows_carry_the_derived_ids() -> None:
 def test_an_envelope_holds_the_resource_the_scope_and_all_spans(
     resource: dict[str, Any], parts: list[list[otlp.Span]]
 ) -> None:
-    body = otlp.envelope(
+    body = otlp.build_export_request(
         otlp.encode_resource(resource),
         otlp.encode_scope("otel_infer", "1.2", "https://schema"),
         [b"".join(map(otlp.encode_span, part)) for part in parts],
@@ -331,7 +333,9 @@ def test_an_envelope_holds_the_resource_the_scope_and_all_spans(
 
 
 def test_a_resource_says_its_attributes_once() -> None:
-    body = otlp.envelope(otlp.encode_resource({"service.name": "x"}), otlp.encode_scope("s", ""), [])
+    body = otlp.build_export_request(
+        otlp.encode_resource({"service.name": "x"}), otlp.encode_scope("s", ""), []
+    )
     (of_resource,) = ExportTraceServiceRequest.FromString(b"".join(body)).resource_spans
     assert [KeyValue(key="service.name", value=AnyValue(string_value="x"))] == of_resource.resource.attributes
 
@@ -344,12 +348,12 @@ def test_parts_are_compressed_as_one_gzip_stream(library: str, parts: list[bytes
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(single, "deflate", deflate)
-        compressed = otlp.gzip1(parts)
+        compressed = otlp.gzip_parts(parts)
         assert b"".join(parts) == gzip.decompress(compressed)
-        assert compressed == otlp.gzip1(parts)
+        assert compressed == otlp.gzip_parts(parts)
 
 
 def test_the_steps_of_a_request_compress_to_a_few_bytes_each() -> None:
     columns, owners = one_request()
-    encoded, count = otlp.StepEncoder(*NAMES).encode(columns, owners)
-    assert len(otlp.gzip1([encoded])) / count < 30
+    encoded, count = otlp.StepEncoder(*NAMES).encode_steps(columns, owners)
+    assert len(otlp.gzip_parts([encoded])) / count < 30

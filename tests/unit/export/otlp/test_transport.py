@@ -20,10 +20,10 @@ from otel_infer.export.otlp import sdk_adapter
 from otel_infer.export.otlp.transport import (
     GrpcTransport,
     HttpTransport,
-    SeamDrift,
-    Sent,
+    IncompatibleSdk,
+    SendResult,
     Transport,
-    transport,
+    make_transport,
 )
 from tests.support.otlp_receiver import GRPC, HTTP, Answer, OtlpReceiver, ok, partial_success, slow, status
 
@@ -52,7 +52,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def to(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-    sender = transport(receiver.protocol)
+    sender = make_transport(receiver.protocol)
     yield sender
     sender.shutdown()
 
@@ -76,17 +76,17 @@ def body() -> bytes:
     encoder = otlp.StepEncoder(
         "decode step", "infer.step.id", "infer.batch.size", "infer.step.tokens", "p", "d"
     )
-    rows, count = encoder.encode(columns, otlp.StepOwners(trace, parent, parent))
+    rows, count = encoder.encode_steps(columns, otlp.StepOwners(trace, parent, parent))
     parts = [otlp.encode_span(request), rows]
     assert count == COUNT - 1
     identity = otlp.encode_resource({"service.name": "x"}), otlp.encode_scope("otel_infer", "1")
-    return b"".join(otlp.envelope(*identity, parts))
+    return b"".join(otlp.build_export_request(*identity, parts))
 
 
 def test_parts_arrive_as_one_message_as_they_were_given(
     receiver: OtlpReceiver, to: Transport, body: bytes
 ) -> None:
-    assert Sent(COUNT, 0, None) == to.send_spans([body[:7], memoryview(body)[7:]], COUNT)
+    assert SendResult(COUNT, 0, None) == to.send_spans([body[:7], memoryview(body)[7:]], COUNT)
 
     (request,) = receiver.requests
     assert ("traces", len(body)) == (request.signal, request.raw_bytes)
@@ -102,7 +102,7 @@ def test_the_users_headers_and_the_exporters_own_are_sent(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
     monkeypatch.setenv(variable, "api-key=secret,x-tenant=a")
-    assert Sent(COUNT, 0, None) == transport(receiver.protocol).send_spans([body], COUNT)
+    assert SendResult(COUNT, 0, None) == make_transport(receiver.protocol).send_spans([body], COUNT)
     headers = receiver.requests[0].headers
     assert ("secret", "a") == (headers["api-key"], headers["x-tenant"])
     # Before 1.36 gRPC overwrote the exporter's.
@@ -115,7 +115,7 @@ def test_the_endpoint_follows_from_the_environment(
 ) -> None:
     path = "/v1/traces" if receiver.protocol == HTTP and "TRACES" in variable else ""
     monkeypatch.setenv(variable, receiver.endpoint + path)
-    assert Sent(COUNT, 0, None) == transport(receiver.protocol).send_spans([body], COUNT)
+    assert SendResult(COUNT, 0, None) == make_transport(receiver.protocol).send_spans([body], COUNT)
 
 
 @pytest.mark.parametrize("compression", ["", "gzip", "zstd"])
@@ -126,13 +126,13 @@ def test_http_bodies_are_gzip_unless_another_compression_is_asked_for(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        assert Sent(COUNT, 0, None) == HttpTransport(compression).send_spans([body], COUNT)
+        assert SendResult(COUNT, 0, None) == HttpTransport(compression).send_spans([body], COUNT)
     (request,) = receiver.requests
     assert ("gzip", "application/x-protobuf") == (
         request.headers["content-encoding"],
         request.headers["content-type"],
     )
-    assert len(otlp.gzip1([body])) == request.wire_bytes < request.raw_bytes / 3
+    assert len(otlp.gzip_parts([body])) == request.wire_bytes < request.raw_bytes / 3
 
 
 @pytest.mark.parametrize(("compression", "encoding"), [("none", None), ("deflate", "deflate")])
@@ -141,7 +141,7 @@ def test_http_bodies_can_go_another_way(
 ) -> None:
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        assert Sent(COUNT, 0, None) == transport(HTTP, compression).send_spans([body], COUNT)
+        assert SendResult(COUNT, 0, None) == make_transport(HTTP, compression).send_spans([body], COUNT)
     (request,) = receiver.requests
     assert encoding == request.headers.get("content-encoding")
     assert (compression == "none") == (request.wire_bytes == len(body))
@@ -185,8 +185,8 @@ def test_grpc_messages_are_compressed_unless_that_is_switched_off(
 ) -> None:
     with OtlpReceiver(GRPC) as receiver, counting_relay(receiver.port) as (port, lengths):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-        sender = transport(GRPC, compression)
-        assert Sent(COUNT, 0, None) == sender.send_spans([body], COUNT)
+        sender = make_transport(GRPC, compression)
+        assert SendResult(COUNT, 0, None) == sender.send_spans([body], COUNT)
         sender.shutdown()
     assert len(body) == receiver.requests[0].raw_bytes
     assert (compression == "none") == (sum(lengths) > len(body))
@@ -196,7 +196,7 @@ def test_an_answer_that_asks_for_patience_is_retried(
     receiver: OtlpReceiver, to: Transport, body: bytes
 ) -> None:
     receiver.answer(status(503, retry_after=0), then=ok())
-    assert Sent(COUNT, 0, None) == to.send_spans([body], COUNT)
+    assert SendResult(COUNT, 0, None) == to.send_spans([body], COUNT)
     assert [503, 200] == [request.answer.code for request in receiver.requests]
     assert [len(body)] * 2 == [request.raw_bytes for request in receiver.requests]
     assert COUNT == len({span["span_id"] for span in receiver.spans})
@@ -215,7 +215,7 @@ def test_a_refusal_is_counted_and_named(
 ) -> None:
     receiver.answer(status(code))
     expected = http if receiver.protocol == HTTP else grpc
-    assert Sent(0, COUNT, expected) == to.send_spans([body], COUNT)
+    assert SendResult(0, COUNT, expected) == to.send_spans([body], COUNT)
     assert 1 == len(receiver.requests)
 
 
@@ -227,11 +227,11 @@ def test_a_page_to_log_in_at_is_a_refusal(
     session = import_module("requests").Session()
     request = session.request
     monkeypatch.setattr(session, "request", lambda *args, **options: request(*args, **_but(options), **says))
-    monkeypatch.setattr(sdk_adapter, "http_session", lambda: session)
+    monkeypatch.setattr(sdk_adapter, "make_http_session", lambda: session)
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         receiver.answer(Answer(302, location="/login"))
-        assert Sent(0, COUNT, "HTTP 302") == HttpTransport().send_spans([body], COUNT)
+        assert SendResult(0, COUNT, "HTTP 302") == HttpTransport().send_spans([body], COUNT)
     assert 1 == len(receiver.requests)
 
 
@@ -250,21 +250,21 @@ def test_a_receiver_that_never_recovers_is_given_up(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     receiver.answer(status(code, retry_after=30))
     expected = f"HTTP {code}" if receiver.protocol == HTTP else grpc
-    assert Sent(0, COUNT, expected) == transport(receiver.protocol).send_spans([body], COUNT)
+    assert SendResult(0, COUNT, expected) == make_transport(receiver.protocol).send_spans([body], COUNT)
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (partial_success(7, "trace too large"), Sent(COUNT - 7, 7, "partial success: trace too large")),
-        (partial_success(7), Sent(COUNT - 7, 7, "partial success")),
-        (partial_success(0, "deprecated"), Sent(COUNT, 0, "partial success: deprecated")),
-        (partial_success(7, "x" * 5000), Sent(COUNT - 7, 7, "partial success: " + "x" * 100)),
-        (partial_success(10 * COUNT), Sent(0, COUNT, "partial success")),
+        (partial_success(7, "trace too large"), SendResult(COUNT - 7, 7, "partial success: trace too large")),
+        (partial_success(7), SendResult(COUNT - 7, 7, "partial success")),
+        (partial_success(0, "deprecated"), SendResult(COUNT, 0, "partial success: deprecated")),
+        (partial_success(7, "x" * 5000), SendResult(COUNT - 7, 7, "partial success: " + "x" * 100)),
+        (partial_success(10 * COUNT), SendResult(0, COUNT, "partial success")),
     ],
 )
 def test_a_partial_success_is_counted(
-    receiver: OtlpReceiver, to: Transport, body: bytes, answer: Answer, expected: Sent
+    receiver: OtlpReceiver, to: Transport, body: bytes, answer: Answer, expected: SendResult
 ) -> None:
     receiver.answer(answer)
     assert expected == to.send_spans([body], COUNT)
@@ -275,7 +275,7 @@ def test_an_acceptance_in_no_known_words_is_an_acceptance(
     receiver: OtlpReceiver, to: Transport, body: bytes, answer: bytes
 ) -> None:
     receiver.answer(Answer(body=answer))
-    assert Sent(COUNT, 0, None) == to.send_spans([body], COUNT)
+    assert SendResult(COUNT, 0, None) == to.send_spans([body], COUNT)
 
 
 def test_a_batch_after_a_failed_one_is_judged_by_itself(
@@ -292,14 +292,14 @@ def test_a_receiver_that_is_not_there_is_named_and_used_again_when_it_is_back(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
-    to = transport(receiver.protocol)
-    assert Sent(COUNT, 0, None) == to.send_spans([body], COUNT)
+    to = make_transport(receiver.protocol)
+    assert SendResult(COUNT, 0, None) == to.send_spans([body], COUNT)
     receiver.refuse()
     expected = "connection refused" if receiver.protocol == HTTP else "UNAVAILABLE"
-    assert Sent(0, COUNT, expected) == to.send_spans([body], COUNT)
+    assert SendResult(0, COUNT, expected) == to.send_spans([body], COUNT)
     receiver.listen()
     # gRPC connects again in its own time.
-    assert Sent(COUNT, 0, None) in (to.send_spans([body], COUNT) for _ in range(5))
+    assert SendResult(COUNT, 0, None) in (to.send_spans([body], COUNT) for _ in range(5))
     assert 2 * COUNT == len(receiver.spans)
 
 
@@ -312,7 +312,7 @@ def test_a_receiver_that_is_too_slow_is_not_waited_for(
     receiver.answer(slow(20))
     began = time.monotonic()
     expected = "timeout" if receiver.protocol == HTTP else "DEADLINE_EXCEEDED"
-    assert Sent(0, COUNT, expected) == transport(receiver.protocol).send_spans([body], COUNT)
+    assert SendResult(0, COUNT, expected) == make_transport(receiver.protocol).send_spans([body], COUNT)
     assert time.monotonic() - began < 10
 
 
@@ -323,21 +323,21 @@ def test_a_name_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector.invalid:4318")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    assert Sent(0, COUNT, "name not resolved") == transport(HTTP).send_spans([body], COUNT)
+    assert SendResult(0, COUNT, "name not resolved") == make_transport(HTTP).send_spans([body], COUNT)
 
 
 def test_tls_to_a_receiver_without_it_is_named(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint.replace("http:", "https:"))
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-        assert Sent(0, COUNT, "TLS error") == transport(HTTP).send_spans([body], COUNT)
+        assert SendResult(0, COUNT, "TLS error") == make_transport(HTTP).send_spans([body], COUNT)
 
 
 def test_an_endpoint_that_is_no_url_is_a_failure_and_no_drift(
     monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector")
-    sent = transport(HTTP).send_spans([body], COUNT)
+    sent = make_transport(HTTP).send_spans([body], COUNT)
     assert (0, COUNT) == (sent.accepted, sent.rejected)
     # Newer exporters log such an error and keep it to themselves.
     assert sent.reason in ("not sent", "MissingSchema")
@@ -348,13 +348,13 @@ def test_the_users_proxy_is_used(monkeypatch: pytest.MonkeyPatch, body: bytes) -
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("http_proxy", receiver.endpoint)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector.invalid:4318")
-        assert Sent(0, COUNT, "HTTP 404") == transport(HTTP).send_spans([body], COUNT)
+        assert SendResult(0, COUNT, "HTTP 404") == make_transport(HTTP).send_spans([body], COUNT)
 
 
 def test_after_shutdown_everything_is_rejected(receiver: OtlpReceiver, to: Transport, body: bytes) -> None:
     to.shutdown()
     to.shutdown()
-    assert Sent(0, COUNT, "shut down") == to.send_spans([body], COUNT)
+    assert SendResult(0, COUNT, "shut down") == to.send_spans([body], COUNT)
     assert [] == receiver.requests
 
 
@@ -391,19 +391,19 @@ def http_module() -> Any:
 def test_an_http_exporter_without_the_name_we_use_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(http_module(), "encode_spans")
     release = metadata.version("opentelemetry-exporter-otlp-proto-http")
-    with pytest.raises(SeamDrift, match=rf"proto-http {release} .*`encode_spans`"):
+    with pytest.raises(IncompatibleSdk, match=rf"proto-http {release} .*`encode_spans`"):
         HttpTransport()
 
 
 def test_an_http_exporter_that_no_longer_calls_the_name_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module().OTLPSpanExporter, "export", lambda self, spans: None)
-    with pytest.raises(SeamDrift, match="calls no `encode_spans`"):
+    with pytest.raises(IncompatibleSdk, match="calls no `encode_spans`"):
         HttpTransport()
 
 
 def test_an_http_exporter_that_takes_no_session_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module(), "OTLPSpanExporter", lambda endpoint, compression: None)
-    with pytest.raises(SeamDrift, match="takes no `session`"):
+    with pytest.raises(IncompatibleSdk, match="takes no `session`"):
         HttpTransport()
 
 
@@ -411,7 +411,7 @@ def test_a_grpc_exporter_that_sends_some_other_way_is_drift(monkeypatch: pytest.
     module = import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
     monkeypatch.setattr(module.OTLPSpanExporter, "export", lambda self, spans: None)
     release = metadata.version("opentelemetry-exporter-otlp-proto-grpc")
-    with pytest.raises(SeamDrift, match=rf"proto-grpc {release} .*`_translate_data`"):
+    with pytest.raises(IncompatibleSdk, match=rf"proto-grpc {release} .*`_translate_data`"):
         GrpcTransport()
 
 
@@ -432,12 +432,12 @@ def test_an_exporter_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
     short = "http" if protocol == HTTP else "grpc"
     monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{short}.trace_exporter", None)
     with pytest.raises(ImportError, match=f"needs opentelemetry-exporter-otlp-proto-{short}"):
-        transport(protocol)
+        make_transport(protocol)
 
 
 def test_a_protocol_we_do_not_speak_is_refused() -> None:
     with pytest.raises(ValueError, match=r"http/json.*http/protobuf or grpc"):
-        transport("http/json")
+        make_transport("http/json")
 
 
 def test_a_credential_providers_session_is_used_and_kept(
@@ -452,11 +452,11 @@ def test_a_credential_providers_session_is_used_and_kept(
     monkeypatch.setattr(module, "_load_session_from_envvar", lambda name: asked.append(name) or session)
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        assert Sent(COUNT, 0, None) == HttpTransport().send_spans([body], COUNT)
+        assert SendResult(COUNT, 0, None) == HttpTransport().send_spans([body], COUNT)
     assert "Bearer of-the-provider" == receiver.requests[0].headers["authorization"]
     assert {"OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"} == set(asked)
 
 
 def test_a_ready_batch_is_as_long_as_it_has_spans() -> None:
-    batch = sdk_adapter.Ready(b"x", 7)
+    batch = sdk_adapter.EncodedBatch(b"x", 7)
     assert (7, b"x", b"x") == (len(batch), batch.SerializeToString(), batch.SerializePartialToString())

@@ -6,7 +6,7 @@ import random
 
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export.sampling import slow_requests
-from otel_infer.export.sampling.slow_requests import FEWEST, MAX_CLASSES, Slowest
+from otel_infer.export.sampling.slow_requests import MAX_CLASSES, MIN_REQUESTS, SlowRequestDetector
 
 
 def request(duration: int, ttft: int = 0, tokens: int = 100, prompt: int = 100) -> RequestRecord:
@@ -20,49 +20,49 @@ def request(duration: int, ttft: int = 0, tokens: int = 100, prompt: int = 100) 
 
 def test_about_as_many_are_slow_as_was_asked_for() -> None:
     draw = random.Random(1)
-    slow = Slowest(0.05)
-    found = [slow.has(request(int(draw.lognormvariate(0, 1) * 1e9))) for _ in range(5000)]
+    slow = SlowRequestDetector(0.05)
+    found = [slow.is_slow(request(int(draw.lognormvariate(0, 1) * 1e9))) for _ in range(5000)]
     assert 0.03 < sum(found) / len(found) < 0.07
 
 
 def test_a_long_answer_is_not_slow_for_being_long() -> None:
-    slow = Slowest(0.05)
+    slow = SlowRequestDetector(0.05)
     for _ in range(200):
-        slow.has(request(1000, tokens=100))
-        slow.has(request(50_000, tokens=5000))
-    assert not slow.has(request(50_000, tokens=5000))
-    assert slow.has(request(50_000, tokens=100))
+        slow.is_slow(request(1000, tokens=100))
+        slow.is_slow(request(50_000, tokens=5000))
+    assert not slow.is_slow(request(50_000, tokens=5000))
+    assert slow.is_slow(request(50_000, tokens=100))
 
 
 def test_one_that_waits_long_for_its_first_token_is_slow_too() -> None:
-    slow = Slowest(0.05)
+    slow = SlowRequestDetector(0.05)
     for _ in range(200):
-        slow.has(request(1000, ttft=10))
-    assert not slow.has(request(1000, ttft=10))
-    assert slow.has(request(1000, ttft=500))
+        slow.is_slow(request(1000, ttft=10))
+    assert not slow.is_slow(request(1000, ttft=10))
+    assert slow.is_slow(request(1000, ttft=500))
 
 
 def test_the_first_of_a_size_are_not_slow_since_nothing_is_known() -> None:
-    slow = Slowest(0.5)
-    assert not any(slow.has(request(1000 + i)) for i in range(FEWEST))
+    slow = SlowRequestDetector(0.5)
+    assert not any(slow.is_slow(request(1000 + i)) for i in range(MIN_REQUESTS))
 
 
 def test_what_is_slow_follows_the_load() -> None:
-    slow = Slowest(0.05)
-    for _ in range(slow_requests.RENEWED):
-        slow.has(request(1000))
-    found = [slow.has(request(3000)) for _ in range(1000)]
+    slow = SlowRequestDetector(0.05)
+    for _ in range(slow_requests.MAX_SKETCH_REQUESTS):
+        slow.is_slow(request(1000))
+    found = [slow.is_slow(request(3000)) for _ in range(1000)]
     assert found[0] and not any(found[-100:])
 
 
 def test_sizes_are_not_remembered_for_ever() -> None:
-    slow = Slowest(0.05)
+    slow = SlowRequestDetector(0.05)
     for prompt in range(20):
         for tokens in range(20):
-            slow.has(request(1000, tokens=1 << tokens, prompt=1 << prompt))
-    assert len(slow._classes) == MAX_CLASSES
+            slow.is_slow(request(1000, tokens=1 << tokens, prompt=1 << prompt))
+    assert len(slow._size_classes) == MAX_CLASSES
 
 
 def test_none_is_slow_where_none_was_asked_for() -> None:
-    slow = Slowest(0)
-    assert not any(slow.has(request(i**3)) for i in range(1, 200))
+    slow = SlowRequestDetector(0)
+    assert not any(slow.is_slow(request(i**3)) for i in range(1, 200))

@@ -11,16 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otel_infer import semconv
-from otel_infer.assembly.engine.step_rows import StepRows, summarized
-from otel_infer.assembly.records.request import Blame, Offender, PrefillStep, RequestRecord, Stage
+from otel_infer.assembly.engine.step_rows import RequestSteps, summarize_steps
+from otel_infer.assembly.records.request import (
+    Interferer,
+    LatencyBreakdown,
+    PrefillStep,
+    RequestRecord,
+    Stage,
+)
 from otel_infer.config import slo
 from otel_infer.export.sampling import tail_sampler
 from otel_infer.export.sampling.tail_sampler import (
     BURST_SECONDS,
+    MAX_STEPS_PER_TRACE,
     RESERVED_SHARE,
-    STEPS_PER_TRACE,
     Decision,
-    Keeper,
+    TailSampler,
 )
 from otel_infer.ringbuffer import events
 from tests.support.story import Story
@@ -44,7 +50,7 @@ def finished(
         "sampled": sampled,
         "outcome": outcome,
         "ended_at": at,
-        "steps": StepRows(np.array([rows] * 6)),
+        "steps": RequestSteps(np.array([rows] * 6)),
         "prefill_steps": [PrefillStep(number, 1, 2, 3, 4) for number in range(chunks)],
         "stages": [Stage("decode", 1, 2, {})] if steps else [],
     }
@@ -57,8 +63,8 @@ def spent(decision: Decision, record: RequestRecord) -> int:
     return decision.steps + len(record.prefill_steps) * decision.prefill_steps
 
 
-def auto(budget: int = 2000, keep_unsampled: bool = False, ratio: bool = False) -> Keeper:
-    return Keeper("auto", budget, keep_unsampled, ratio)
+def auto(budget: int = 2000, keep_unsampled: bool = False, ratio: bool = False) -> TailSampler:
+    return TailSampler("auto", budget, keep_unsampled, ratio)
 
 
 # ── whether it is exported ───────────────────────────────────────────────────────────────────────────────────────
@@ -67,12 +73,12 @@ def auto(budget: int = 2000, keep_unsampled: bool = False, ratio: bool = False) 
 @pytest.mark.parametrize("mode", ["all", "auto", "off"])
 @pytest.mark.parametrize("outcome", [events.OK, events.ERROR])
 def test_a_request_that_is_not_sampled_is_not_exported_and_costs_nothing(mode: str, outcome: int) -> None:
-    keeps = Keeper(mode, 10, keep_unsampled=False, ratio=False)
+    keeps = TailSampler(mode, 10, keep_unsampled=False, ratio=False)
     for _ in range(100):
-        decision = keeps.decide(finished(50, sampled=False, outcome=outcome))
+        decision = keeps.make_decision(finished(50, sampled=False, outcome=outcome))
         assert decision == Decision(False, 0, "unsampled")
-    assert keeps.left_out.total() == 0
-    assert keeps.decide(finished(50)).steps == (0 if mode == "off" else 50)
+    assert keeps.dropped_steps.total() == 0
+    assert keeps.make_decision(finished(50)).steps == (0 if mode == "off" else 50)
 
 
 @pytest.mark.parametrize(("sampled", "reason"), [(True, "none"), (False, "unsampled")])
@@ -80,18 +86,18 @@ def test_what_another_span_tells_already_is_not_exported(sampled: bool, reason: 
     record = finished(sampled=sampled)
     record.redundant = True
     keeps = auto()
-    assert (keeps.exports(record), keeps.decide(record)) == (False, Decision(False, 0, reason))
+    assert (keeps.is_exported(record), keeps.make_decision(record)) == (False, Decision(False, 0, reason))
 
 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_an_objective_is_missed_whether_or_not_the_request_is_sampled(sampled: bool) -> None:
-    keeps = Keeper("off", 0, False, False, slo.parse("e2e=1us"))
-    decision = keeps.decide(finished(50, sampled=sampled))
+    keeps = TailSampler("off", 0, False, False, slo.parse_objectives("e2e=1us"))
+    decision = keeps.make_decision(finished(50, sampled=sampled))
     assert (decision.export, decision.missed) == (sampled, ("e2e",))
 
 
 def test_a_request_that_is_not_sampled_is_kept_if_that_was_asked_for() -> None:
-    assert auto(keep_unsampled=True).decide(finished(5, sampled=False)) == Decision(True, 5, "budget")
+    assert auto(keep_unsampled=True).make_decision(finished(5, sampled=False)) == Decision(True, 5, "budget")
 
 
 # ── which steps ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,67 +115,69 @@ def test_a_request_that_is_not_sampled_is_kept_if_that_was_asked_for() -> None:
 def test_at_low_load_every_step_is_kept_and_the_reason_says_why(
     outcome: int, ratio: bool, reason: str
 ) -> None:
-    assert auto(ratio=ratio).decide(finished(300, outcome=outcome)) == Decision(True, 300, reason)
+    assert auto(ratio=ratio).make_decision(finished(300, outcome=outcome)) == Decision(True, 300, reason)
 
 
 @pytest.mark.parametrize(
     ("outcome", "reason"), [(events.OK, "all"), (events.ERROR, "error"), (events.ABORTED, "aborted")]
 )
 def test_all_is_all_without_a_budget(outcome: int, reason: str) -> None:
-    keeps = Keeper("all", 1, keep_unsampled=False, ratio=False)
+    keeps = TailSampler("all", 1, keep_unsampled=False, ratio=False)
     for _ in range(3):
-        assert keeps.decide(finished(50_000, outcome=outcome, chunks=3)) == Decision(
+        assert keeps.make_decision(finished(50_000, outcome=outcome, chunks=3)) == Decision(
             True, 50_000, reason, True
         )
-    assert keeps.left_out.total() == 0
+    assert keeps.dropped_steps.total() == 0
 
 
 def test_of_all_only_a_share_is_made_where_that_is_too_much_but_what_failed_keeps_its_steps() -> None:
-    keeps = Keeper("all", 1, keep_unsampled=False, ratio=False)
+    keeps = TailSampler("all", 1, keep_unsampled=False, ratio=False)
     keeps.share = 0.25
     traces = [number << 120 | 1 for number in range(256)]
-    final = [kept for trace in traces for kept in keeps.take(finished(10, trace=trace))]
+    final = [kept for trace in traces for kept in keeps.add(finished(10, trace=trace))]
     assert [kept.decision.reason for kept in final] == ["all"] * 64 + ["none"] * 192
-    assert keeps.left_out == {"none": 1920}
-    assert keeps.decide(finished(10, trace=traces[-1], outcome=events.ERROR)) == Decision(True, 10, "error")
+    assert keeps.dropped_steps == {"none": 1920}
+    assert keeps.make_decision(finished(10, trace=traces[-1], outcome=events.ERROR)) == Decision(
+        True, 10, "error"
+    )
 
 
 def test_a_share_of_the_budget_is_a_smaller_budget() -> None:
     keeps = auto(budget=100)
     keeps.share = 0.5
-    assert keeps.decide(finished(1000, SECOND, trace=1)).steps > 0
-    kept = sum(keeps.decide(finished(100, SECOND * (2 + n), trace=10 + n)).steps for n in range(100))
+    assert keeps.make_decision(finished(1000, SECOND, trace=1)).steps > 0
+    kept = sum(keeps.make_decision(finished(100, SECOND * (2 + n), trace=10 + n)).steps for n in range(100))
     assert kept <= 50 * 110
 
 
 @pytest.mark.parametrize("outcome", [events.OK, events.ERROR])
 def test_off_is_no_step_and_the_request_all_the_same(outcome: int) -> None:
-    keeps = Keeper("off", 2000, keep_unsampled=False, ratio=False)
-    assert keeps.decide(finished(50, outcome=outcome, chunks=3)) == Decision(True, 0, "none")
+    keeps = TailSampler("off", 2000, keep_unsampled=False, ratio=False)
+    assert keeps.make_decision(finished(50, outcome=outcome, chunks=3)) == Decision(True, 0, "none")
 
 
 def test_the_first_step_of_a_request_is_its_prefill_and_costs_nothing() -> None:
-    assert auto(budget=0).decide(finished(0)) == Decision(True, 0, "budget")
+    assert auto(budget=0).make_decision(finished(0)) == Decision(True, 0, "budget")
 
 
 def test_chunks_of_a_prompt_are_step_spans_too() -> None:
     keeps = auto()
-    assert keeps.decide(finished(10, chunks=5, trace=1)) == Decision(True, 10, "budget", True)
-    assert keeps.decide(finished(990, chunks=1, trace=1)).steps == 985
+    assert keeps.make_decision(finished(10, chunks=5, trace=1)) == Decision(True, 10, "budget", True)
+    assert keeps.make_decision(finished(990, chunks=1, trace=1)).steps == 985
 
 
 def test_chunks_are_kept_whole_or_not_at_all() -> None:
     keeps = auto(budget=0)
-    keeps._room = 7.0
-    ((_, decision),) = keeps.take(finished(4, chunks=8))
+    keeps._budget_left = 7.0
+    ((_, decision),) = keeps.add(finished(4, chunks=8))
     assert (decision.steps, decision.prefill_steps) == (4, False)
-    assert keeps.left_out.total() == 8
+    assert keeps.dropped_steps.total() == 8
 
 
 def test_decode_steps_that_have_no_decode_to_hang_from_cost_nothing() -> None:
     record = finished(10)
     record.stages = []
-    assert auto().decide(record) == Decision(True, 0, "budget")
+    assert auto().make_decision(record) == Decision(True, 0, "budget")
 
 
 # ── the budget ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,7 +203,7 @@ def test_no_second_has_more_steps_than_the_budget_and_what_was_saved_up(
     for gap, steps, outcome, trace, chunks in history:
         at += gap
         record = finished(steps, at, trace=trace, outcome=outcome, chunks=chunks)
-        kept.append((at, spent(keeps.decide(record), record)))
+        kept.append((at, spent(keeps.make_decision(record), record)))
     for begin, end in itertools.combinations_with_replacement(range(len(kept)), 2):
         seconds = (kept[end][0] - kept[begin][0]) / SECOND
         steps = sum(count for _, count in kept[begin : end + 1])
@@ -212,14 +220,14 @@ def test_what_is_kept_and_what_is_left_out_are_all_there_was(
     for gap, steps, outcome, trace, chunks in history:
         at += gap
         wanted += steps + (chunks if chunks > 1 else 0)
-        final += keeps.take(finished(steps, at, trace=trace, outcome=outcome, chunks=chunks))
-        counts.append(keeps.left_out.total())
-    final += keeps.release(at, 1 << 62)
+        final += keeps.add(finished(steps, at, trace=trace, outcome=outcome, chunks=chunks))
+        counts.append(keeps.dropped_steps.total())
+    final += keeps.flush_held(at, 1 << 62)
     for record, decision in final:
         assert decision.export
-        assert 0 <= decision.steps <= tail_sampler._steps(record)
+        assert 0 <= decision.steps <= tail_sampler._count_decode_steps(record)
         assert decision.reason in semconv.KEEP_REASONS
-    assert keeps.left_out.total() == wanted - sum(spent(decision, record) for record, decision in final)
+    assert keeps.dropped_steps.total() == wanted - sum(spent(decision, record) for record, decision in final)
     assert counts == sorted(counts)  # whoever reads a counter takes one that falls for another
 
 
@@ -231,16 +239,16 @@ def test_however_much_went_well_there_is_room_for_what_fails(
     keeps, at = auto(budget), SECOND
     for number, (gap, steps) in enumerate(history):
         at += gap
-        keeps.decide(finished(steps, at, trace=number))
-    reserved = min(int(budget * BURST_SECONDS * RESERVED_SHARE), STEPS_PER_TRACE)
-    assert keeps.decide(finished(reserved, at, trace=9999, outcome=events.ERROR)) == Decision(
+        keeps.make_decision(finished(steps, at, trace=number))
+    reserved = min(int(budget * BURST_SECONDS * RESERVED_SHARE), MAX_STEPS_PER_TRACE)
+    assert keeps.make_decision(finished(reserved, at, trace=9999, outcome=events.ERROR)) == Decision(
         True, reserved, "error"
     )
 
 
 def test_ordinary_requests_leave_the_reserve_alone_and_say_that_they_have_no_steps() -> None:
     keeps = auto(budget=40)
-    kept = [keeps.decide(finished(100, trace=number)) for number in range(10)]
+    kept = [keeps.make_decision(finished(100, trace=number)) for number in range(10)]
     assert [(decision.reason, decision.steps) for decision in kept[:4]] == [
         ("budget", 100),
         ("budget", 100),
@@ -248,24 +256,26 @@ def test_ordinary_requests_leave_the_reserve_alone_and_say_that_they_have_no_ste
         ("none", 0),
     ]
     assert kept[-1] == Decision(True, 0, "none")
-    assert keeps.decide(finished(100, trace=99, outcome=events.ABORTED)) == Decision(True, 100, "aborted")
-    assert keeps.decide(finished(100, trace=98, outcome=events.ERROR)) == Decision(True, 0, "error")
+    assert keeps.make_decision(finished(100, trace=99, outcome=events.ABORTED)) == Decision(
+        True, 100, "aborted"
+    )
+    assert keeps.make_decision(finished(100, trace=98, outcome=events.ERROR)) == Decision(True, 0, "error")
 
 
 def test_the_budget_comes_back_with_time() -> None:
     keeps = auto(budget=100)
-    assert sum(keeps.decide(finished(900, trace=number)).steps for number in range(3)) == 750
-    assert keeps.decide(finished(900, SECOND, trace=7)).steps == 0
-    assert keeps.decide(finished(900, 3 * SECOND, trace=8)).steps == 75
-    assert keeps.decide(finished(900, 1000 * SECOND, trace=9)).steps == 750
+    assert sum(keeps.make_decision(finished(900, trace=number)).steps for number in range(3)) == 750
+    assert keeps.make_decision(finished(900, SECOND, trace=7)).steps == 0
+    assert keeps.make_decision(finished(900, 3 * SECOND, trace=8)).steps == 75
+    assert keeps.make_decision(finished(900, 1000 * SECOND, trace=9)).steps == 750
 
 
 def test_an_end_that_is_told_late_gives_nothing_back() -> None:
     keeps = auto(budget=100)
     for number in range(3):
-        keeps.decide(finished(900, 100 * SECOND, trace=number))
-    assert keeps.decide(finished(900, 50 * SECOND, trace=7)).steps == 0
-    assert keeps.decide(finished(900, 100 * SECOND, trace=8)).steps == 0
+        keeps.make_decision(finished(900, 100 * SECOND, trace=number))
+    assert keeps.make_decision(finished(900, 50 * SECOND, trace=7)).steps == 0
+    assert keeps.make_decision(finished(900, 100 * SECOND, trace=8)).steps == 0
 
 
 @settings(max_examples=100)
@@ -277,17 +287,17 @@ def test_a_trace_has_at_most_a_thousand_step_spans_over_all_its_requests(
     per_trace: dict[int, int] = {}
     for trace, steps, chunks in history:
         record = finished(steps, trace=trace, chunks=chunks)
-        per_trace[trace] = per_trace.get(trace, 0) + spent(keeps.decide(record), record)
-    assert all(count <= STEPS_PER_TRACE for count in per_trace.values())
+        per_trace[trace] = per_trace.get(trace, 0) + spent(keeps.make_decision(record), record)
+    assert all(count <= MAX_STEPS_PER_TRACE for count in per_trace.values())
 
 
 def test_traces_are_remembered_by_their_last_use_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail_sampler, "TRACES_REMEMBERED", 3)
+    monkeypatch.setattr(tail_sampler, "MAX_TRACES", 3)
     keeps = auto(budget=1_000_000)
     for trace in (1, 2, 3, 1, 4):
-        keeps.decide(finished(1000, trace=trace))
-    assert keeps.decide(finished(10, trace=1)).steps == 0
-    assert keeps.decide(finished(10, trace=2)).steps == 10
+        keeps.make_decision(finished(1000, trace=trace))
+    assert keeps.make_decision(finished(10, trace=1)).steps == 0
+    assert keeps.make_decision(finished(10, trace=2)).steps == 10
 
 
 # ── what explains ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -299,42 +309,42 @@ def named(span: str, record: RequestRecord) -> RequestRecord:
 
 
 def held_up_by(span: str, record: RequestRecord) -> RequestRecord:
-    record.blame = Blame({"interference": 1}, Offender(b"t" * 16, span.encode().ljust(8), 1))
+    record.breakdown = LatencyBreakdown({"interference": 1}, Interferer(b"t" * 16, span.encode().ljust(8), 1))
     return record
 
 
-def taken(keeps: Keeper, *records: RequestRecord, oldest_live: int = 0) -> dict[str, str]:
+def taken(keeps: TailSampler, *records: RequestRecord, oldest_live: int = 0) -> dict[str, str]:
     """Reasons of those that are decided now, by span; now is the last of these ends."""
-    final = [kept for record in records for kept in keeps.take(record)]
-    final += keeps.release(max((record.ended_at for record in records), default=0), oldest_live)
+    final = [kept for record in records for kept in keeps.add(record)]
+    final += keeps.flush_held(max((record.ended_at for record in records), default=0), oldest_live)
     return {kept.record.span_id.decode().strip(): kept.decision.reason for kept in final}
 
 
-def busy(budget: int = 100, **more: Any) -> Keeper:
+def busy(budget: int = 100, **more: Any) -> TailSampler:
     """No room for ordinary requests, and no baseline due for those of no size."""
-    keeps = Keeper("auto", budget, False, False, **more)
-    keeps._room = budget * BURST_SECONDS * RESERVED_SHARE
-    keeps._filled_at = SECOND
-    keeps._baselines[0, 0] = SECOND
+    keeps = TailSampler("auto", budget, False, False, **more)
+    keeps._budget_left = budget * BURST_SECONDS * RESERVED_SHARE
+    keeps._refilled_at = SECOND
+    keeps._baseline_at[0, 0] = SECOND
     return keeps
 
 
 def test_an_objective_that_was_missed_is_a_reason_and_is_named() -> None:
-    keeps = Keeper("auto", 2000, False, False, slo.parse("e2e=100ms,queue=1ms"))
+    keeps = TailSampler("auto", 2000, False, False, slo.parse_objectives("e2e=100ms,queue=1ms"))
     record = finished(5, at=SECOND)
     record.stages.append(Stage("queue", 0, 2_000_000, {}))
-    assert keeps.decide(record) == Decision(True, 5, "slo", missed=("e2e", "queue"), slow=True)
-    assert keeps.decide(finished(5, at=1000)) == Decision(True, 5, "budget")
+    assert keeps.make_decision(record) == Decision(True, 5, "slo", missed=("e2e", "queue"), slow=True)
+    assert keeps.make_decision(finished(5, at=1000)) == Decision(True, 5, "budget")
 
 
 def test_a_preempted_request_and_a_slow_one_are_kept_where_there_is_no_room_for_ordinary_ones() -> None:
     keeps = busy(slow_share=0.05)
     for number in range(100):
-        assert keeps.decide(finished(10, SECOND, trace=number)).reason == "none"
+        assert keeps.make_decision(finished(10, SECOND, trace=number)).reason == "none"
     preempted = finished(10, SECOND, trace=200)
     preempted.preemptions = 1
-    assert keeps.decide(preempted) == Decision(True, 10, "preempted")
-    assert keeps.decide(finished(10, 3 * SECOND, trace=201)) == Decision(True, 10, "slow", slow=True)
+    assert keeps.make_decision(preempted) == Decision(True, 10, "preempted")
+    assert keeps.make_decision(finished(10, 3 * SECOND, trace=201)) == Decision(True, 10, "slow", slow=True)
 
 
 def test_one_that_held_up_another_is_kept_when_it_is_named_though_it_was_over_before() -> None:
@@ -343,7 +353,7 @@ def test_one_that_held_up_another_is_kept_when_it_is_named_though_it_was_over_be
     victim = held_up_by("culprit", named("victim", finished(10, SECOND + 1, trace=3, outcome=events.ERROR)))
     assert taken(keeps, victim) == {"victim": "error", "culprit": "offender"}
     assert taken(keeps, oldest_live=2 * SECOND) == {"other": "none"}
-    assert keeps.left_out == {"none": 10}
+    assert keeps.dropped_steps == {"none": 10}
 
 
 def test_one_that_is_named_before_it_ends_is_kept_when_it_ends() -> None:
@@ -357,9 +367,9 @@ def test_a_name_is_waited_for_only_as_long_as_somebody_is_in_flight_who_was_ther
     keeps = busy()
     victim = held_up_by("culprit", named("victim", finished(10, SECOND, trace=3, outcome=events.ERROR)))
     assert taken(keeps, victim, oldest_live=victim.ended_at) == {"victim": "error"}
-    assert list(keeps._named) == [b"culprit "]
-    keeps.release(2 * SECOND, oldest_live=victim.ended_at + 1)
-    assert not keeps._named
+    assert list(keeps._pending_interferers) == [b"culprit "]
+    keeps.flush_held(2 * SECOND, oldest_live=victim.ended_at + 1)
+    assert not keeps._pending_interferers
 
 
 def test_an_ordinary_request_names_nobody() -> None:
@@ -375,36 +385,43 @@ def test_nobody_waits_once_all_who_could_name_it_are_gone_or_for_more_than_half_
     assert taken(keeps, oldest_live=SECOND) == {}
     assert taken(keeps, oldest_live=SECOND + 1) == {"a": "none"}
     taken(keeps, named("b", finished(10, SECOND, trace=2)))
-    late = named("c", finished(0, SECOND + tail_sampler.HELD_NS + 1, trace=3))
+    late = named("c", finished(0, SECOND + tail_sampler.MAX_HOLD_NS + 1, trace=3))
     assert taken(keeps, late) == {"c": "budget", "b": "none"}
 
 
 def test_half_a_minute_is_over_though_nothing_else_ends() -> None:
     keeps = busy()
-    assert keeps.take(named("a", finished(10, SECOND, trace=1))) == []
-    assert keeps.release(SECOND + tail_sampler.HELD_NS, 0) == []
-    assert [kept.decision.reason for kept in keeps.release(SECOND + tail_sampler.HELD_NS + 1, 0)] == ["none"]
+    assert keeps.add(named("a", finished(10, SECOND, trace=1))) == []
+    assert keeps.flush_held(SECOND + tail_sampler.MAX_HOLD_NS, 0) == []
+    assert [kept.decision.reason for kept in keeps.flush_held(SECOND + tail_sampler.MAX_HOLD_NS + 1, 0)] == [
+        "none"
+    ]
 
 
 def test_two_of_the_same_span_are_both_decided() -> None:
     keeps = busy()
-    assert keeps.take(named("a", finished(10, SECOND, trace=1))) == []
-    assert len(keeps.take(named("a", finished(10, SECOND, trace=2)))) == 1
-    assert len(keeps.release(0, 1 << 62)) == 1
+    assert keeps.add(named("a", finished(10, SECOND, trace=1))) == []
+    assert len(keeps.add(named("a", finished(10, SECOND, trace=2)))) == 1
+    assert len(keeps.flush_held(0, 1 << 62)) == 1
 
 
 def test_no_more_than_so_many_wait() -> None:
     keeps = busy()
-    many = [named(str(i), finished(1, SECOND, trace=i)) for i in range(tail_sampler.HELD_REQUESTS + 3)]
+    many = [named(str(i), finished(1, SECOND, trace=i)) for i in range(tail_sampler.MAX_HELD_REQUESTS + 3)]
     assert list(taken(keeps, *many)) == ["0", "1", "2"]
 
 
 def test_an_ordinary_request_of_each_size_is_kept_now_and_then_to_compare_with() -> None:
     keeps = busy()
-    keeps._baselines.clear()
-    reasons = [keeps.decide(finished(5, SECOND + i * SECOND // 100, trace=i)).reason for i in range(50)]
+    keeps._baseline_at.clear()
+    reasons = [
+        keeps.make_decision(finished(5, SECOND + i * SECOND // 100, trace=i)).reason for i in range(50)
+    ]
     assert reasons == ["baseline"] + ["none"] * 49
-    assert keeps.decide(finished(700, SECOND + tail_sampler.BASELINE_NS, trace=99)).reason == "baseline"
+    assert (
+        keeps.make_decision(finished(700, SECOND + tail_sampler.BASELINE_INTERVAL_NS, trace=99)).reason
+        == "baseline"
+    )
 
 
 @settings(max_examples=100)
@@ -429,23 +446,23 @@ def test_every_request_is_decided_once_and_what_was_left_out_is_what_is_missing(
         at += gap
         wanted += steps
         record = named(str(number), finished(steps, at, trace=number, outcome=outcome))
-        final += keeps.take(held_up_by(str(other), record))
-        final += keeps.release(at, 0 if living else at)
-    final += keeps.release(at, 1 << 62)
+        final += keeps.add(held_up_by(str(other), record))
+        final += keeps.flush_held(at, 0 if living else at)
+    final += keeps.flush_held(at, 1 << 62)
     assert sorted(int(kept.record.span_id) for kept in final) == list(range(len(history)))
-    assert sum(kept.decision.steps for kept in final) + keeps.left_out.total() == wanted
+    assert sum(kept.decision.steps for kept in final) + keeps.dropped_steps.total() == wanted
 
 
 def test_time_per_token_is_promised_as_it_is_measured() -> None:
     record = finished(10)
     record.first_token_at, record.output_tokens = 1, 41  # four tokens a step
-    (record.summary,) = summarized([record.steps], [False])
-    lengths = tail_sampler._lengths(record)
+    (record.summary,) = summarize_steps([record.steps], [False])
+    lengths = tail_sampler._measure_durations(record)
     assert lengths["tpot"] == round(record.decode_ns / 40)
     record.steps, record.first_token_at, record.last_token_at = None, 100, 500
-    assert tail_sampler._lengths(record)["tpot"] == 10
+    assert tail_sampler._measure_durations(record)["tpot"] == 10
     record.first_token_at = 0  # nobody saw the first one
-    assert "tpot" not in tail_sampler._lengths(record)
+    assert "tpot" not in tail_sampler._measure_durations(record)
 
 
 def waiting(died_in: str, outcome: int, error_type: str, **more: Any) -> RequestRecord:
@@ -458,7 +475,7 @@ def waiting(died_in: str, outcome: int, error_type: str, **more: Any) -> Request
     return record
 
 
-PROMISES = slo.parse("ttft=500ms,itl=200ms,e2e=800ms")
+PROMISES = slo.parse_objectives("ttft=500ms,itl=200ms,e2e=800ms")
 GIVEN_UP = {
     "its client, in the queue": ("queue", events.ABORTED, "client_disconnect", {}, ("ttft",)),
     "its client, in the prompt": ("prefill", events.ABORTED, "", {}, ("ttft",)),
@@ -481,12 +498,12 @@ GIVEN_UP = {
 def test_who_ends_waiting_for_a_token_has_waited_so_long_and_who_is_stopped_has_no_end_to_miss(
     died_in: str, outcome: int, error: str, more: dict[str, Any], missed: tuple[str, ...]
 ) -> None:
-    assert tail_sampler.missed_by(waiting(died_in, outcome, error, **more), PROMISES) == missed
+    assert tail_sampler.find_missed_objectives(waiting(died_in, outcome, error, **more), PROMISES) == missed
 
 
 def test_a_success_without_a_token_was_no_wait_for_one() -> None:
     record = waiting("", events.OK, "")
-    assert tail_sampler.missed_by(record, slo.parse("ttft=1ms,itl=1ms")) == ()
+    assert tail_sampler.find_missed_objectives(record, slo.parse_objectives("ttft=1ms,itl=1ms")) == ()
 
 
 def test_a_generation_that_hangs_in_mid_stream_has_missed_what_is_promised_between_tokens() -> None:
@@ -496,15 +513,19 @@ def test_a_generation_that_hangs_in_mid_stream_has_missed_what_is_promised_betwe
     story.step(10, 20, [a], prompt={a: 5})
     story.step(20, 30, [a])
     story.aborts(900, a)
-    assert tail_sampler.missed_by(story.record(), slo.parse("ttft=100ms,itl=200ms,e2e=300ms")) == ("itl",)
+    assert tail_sampler.find_missed_objectives(
+        story.record(), slo.parse_objectives("ttft=100ms,itl=200ms,e2e=300ms")
+    ) == ("itl",)
     hung = Story()
     b = hung.arrives(0)
     hung.submitted(1, b, input_tokens=5)
     hung.aborts(900, b)
-    assert tail_sampler.missed_by(hung.record(), slo.parse("ttft=100ms,itl=200ms,e2e=300ms")) == ("ttft",)
+    assert tail_sampler.find_missed_objectives(
+        hung.record(), slo.parse_objectives("ttft=100ms,itl=200ms,e2e=300ms")
+    ) == ("ttft",)
 
 
 def test_who_gives_up_on_an_embedding_waited_for_no_token() -> None:
     record = waiting("prefill", events.ABORTED, "timeout")
     record.operation = "embeddings"
-    assert "ttft" not in tail_sampler.missed_by(record, slo.parse("ttft=1ms,itl=1ms"))
+    assert "ttft" not in tail_sampler.find_missed_objectives(record, slo.parse_objectives("ttft=1ms,itl=1ms"))

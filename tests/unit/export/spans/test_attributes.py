@@ -17,7 +17,7 @@ from tests.unit.export.spans.test_tree import ALL, attributes, served
 def test_steps_that_are_left_out_are_counted(granted: int) -> None:
     story = Story()
     served(story)
-    counts = said.decode_counts(story.record(), granted)
+    counts = said.step_count_attributes(story.record(), granted)
     assert counts["infer.steps.count"] == 3
     assert counts.get("infer.steps.left_out", 0) == 3 - granted
 
@@ -26,11 +26,11 @@ def test_requests_that_are_alike_share_their_words() -> None:
     story = Story()
     served(story, "a")
     served(story, "b")
-    one, other = (said.words(record, ALL) for record in story.records())
+    one, other = (said.string_attributes(record, ALL) for record in story.records())
     assert one is other
     assert one["gen_ai.response.finish_reasons"] == ("length",)
     kept = Decision(True, 0, "slow", missed=("ttft",))
-    assert said.words(story.records()[0], kept) == {
+    assert said.string_attributes(story.records()[0], kept) == {
         **one,
         semconv.KEEP_REASON: "slow",
         semconv.SLO_MISSED: ("ttft",),
@@ -50,5 +50,5 @@ def test_what_we_say_goes_before_what_user_code_said_of_the_same_name(key: str) 
     served(plain)
     story.state(served(story), events.AttributeSet(ns(1), key, "else"))
     assert attributes(story, "chat toy") == attributes(plain, "chat toy")
-    for span in tree.spans_of(story.record(), ALL):
-        assert len(span.said) == len(span.attributes) + len(span.lengths) + len(span.recurring)
+    for span in tree.build_request_spans(story.record(), ALL):
+        assert len(span.all_attributes) == len(span.attributes) + len(span.durations) + len(span.shared)

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from otel_infer import semconv
-from otel_infer.export.sampling.tail_sampler import Decision, Keeper
+from otel_infer.export.sampling.tail_sampler import Decision, TailSampler
 from otel_infer.export.spans import tree
 from otel_infer.ringbuffer.events import (
     SAMPLED,
-    EventAdded,
     HttpDescribed,
     RequestArrived,
+    SpanEventAdded,
     StageEnded,
     StateCarried,
 )
@@ -98,7 +98,7 @@ def test_the_callers_trace_state_is_carried_by_every_span_but_the_steps() -> Non
     story = Story()
     a = served(story)
     story.state(a, StateCarried(ns(0), "ot=th:8"))
-    spans = tree.spans_of(story.record(), ALL)
+    spans = tree.build_request_spans(story.record(), ALL)
     assert {span.trace_state for span in spans} == {"ot=th:8"}
     assert len(spans) == 8
 
@@ -125,7 +125,7 @@ def test_a_request_has_as_many_finish_reasons_as_sequences_that_finished() -> No
 def test_what_was_exported_though_not_sampled_is_marked() -> None:
     story = Story()
     served(story, flags=0)
-    keeps = Keeper("auto", 2000, keep_unsampled=True, ratio=False)
+    keeps = TailSampler("auto", 2000, keep_unsampled=True, ratio=False)
     assert "chat toy 0–80 · 5 → 4, unsampled" in story.tree(keeps=keeps)
     story = Story()
     story.ends(3, story.arrives(0, operation="", flags=0))
@@ -178,13 +178,13 @@ def test_a_server_span_is_named_as_the_conventions_say(method: str, route: str, 
         a = story.arrives(0, operation=operation)
         arrived = story.said[-1 if not operation else -3]
         story.said = [
-            said._replace(fact=said.fact._replace(name=method))
-            if isinstance(said.fact, RequestArrived)
+            said._replace(event=said.event._replace(name=method))
+            if isinstance(said.event, RequestArrived)
             else said
             for said in story.said
-            if not isinstance(said.fact, HttpDescribed)
+            if not isinstance(said.event, HttpDescribed)
         ]
-        story.state(a, HttpDescribed(arrived.fact.at, method, "http", route))
+        story.state(a, HttpDescribed(arrived.event.at, method, "http", route))
         story.ends(10, a)
         assert [span["name"] for span in story.spans() if span["kind"] == 2] == [name]
 
@@ -194,11 +194,11 @@ def test_below_another_server_span_a_request_that_reached_nothing_has_the_name_o
     story = Story()
     a = story.arrives(0, operation="")
     story.said = [
-        said._replace(fact=said.fact._replace(flags=SAMPLED, name="_OTHER"))
-        if isinstance(said.fact, RequestArrived)
+        said._replace(event=said.event._replace(flags=SAMPLED, name="_OTHER"))
+        if isinstance(said.event, RequestArrived)
         else said
         for said in story.said
-        if not isinstance(said.fact, HttpDescribed)
+        if not isinstance(said.event, HttpDescribed)
     ]
     story.ends(3, a)
     (span,) = story.spans()
@@ -237,11 +237,11 @@ def test_every_span_has_an_id_of_its_own_and_a_parent_that_is_there_and_around_i
 def test_derived_ids_are_eight_bytes_never_zero_and_all_different(
     span_id: bytes, of: str, count: int
 ) -> None:
-    derived = tree.derived_ids(span_id, of, count)
+    derived = tree.derive_span_ids(span_id, of, count)
     assert len(derived) == len(set(derived)) == count
     assert all(len(one) == 8 and any(one) for one in derived)
-    assert derived == tree.derived_ids(span_id, of, count + 1)[:count]
-    assert not set(derived) & set(tree.derived_ids(span_id, f"{of}!", count))
+    assert derived == tree.derive_span_ids(span_id, of, count + 1)[:count]
+    assert not set(derived) & set(tree.derive_span_ids(span_id, f"{of}!", count))
 
 
 def test_times_are_wall_times() -> None:
@@ -259,8 +259,8 @@ def test_chunks_are_spans_only_where_that_was_decided() -> None:
     story.step(30, 40, [a])
     story.ends(40, a)
     record = story.record()
-    with_chunks = [span.name for span in tree.spans_of(record, ALL)]
-    without = [span.name for span in tree.spans_of(record, ALL._replace(prefill_steps=False))]
+    with_chunks = [span.name for span in tree.build_request_spans(record, ALL)]
+    without = [span.name for span in tree.build_request_spans(record, ALL._replace(prefill_steps=False))]
     assert with_chunks == ["chat toy", "prefill", "prefill step", "prefill step", "decode"]
     assert without == ["chat toy", "prefill", "decode"]
 
@@ -373,7 +373,7 @@ def test_a_request_that_is_not_kept_says_nothing_of_pauses() -> None:
     story = Story()
     served(story)
     story.paused(42, 60)
-    spans = story.spans(Keeper("off", 0, keep_unsampled=False, ratio=False))
+    spans = story.spans(TailSampler("off", 0, keep_unsampled=False, ratio=False))
     assert [span["events"] for span in spans] == [[]] * len(spans)
 
 
@@ -382,5 +382,5 @@ def test_pauses_stand_among_the_users_own_events_in_order_of_time() -> None:
     a = served(story)
     story.paused(42, 60)
     for at, name in ((50, "after"), (10, "before")):
-        story.state(a, EventAdded(ns(at), name, {}))
+        story.state(a, SpanEventAdded(ns(at), name, {}))
     assert [event["name"] for event in story.span("chat toy")["events"]] == ["before", "infer.pause", "after"]

@@ -98,7 +98,7 @@ class Watched:
             self._reader = RequestReader(self.arena.buffers[0][1], 1)
         for said in self._reader.poll(_clock.now(), final=True) if self._reader else ():
             if said.handle:
-                self._by_handle.setdefault(said.handle, []).append(said.fact)
+                self._by_handle.setdefault(said.handle, []).append(said.event)
         return [Seen(said) for said in self._by_handle.values()]
 
     @property
@@ -114,13 +114,13 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     arena = writer.MemoryArena()
-    opener = span_ids.IdOpener(ParentBased(ALWAYS_ON), RandomIdGenerator(), span_ids.Limits())
-    monkeypatch.setattr(request_span, "opener", opener)
+    opener = span_ids.SdkSpanFactory(ParentBased(ALWAYS_ON), RandomIdGenerator(), span_ids.Limits())
+    monkeypatch.setattr(request_span, "span_factory", opener)
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
     yield Watched(arena)
     recorder.stop()
-    asgi.configure("")
-    asking.wanted = tenancy.NOTHING
+    asgi.configure_asgi("")
+    asking.caller_settings = tenancy.NO_CALLER_SETTINGS
 
 
 class Client:
@@ -201,7 +201,7 @@ async def test_a_request_lasts_from_its_arrival_to_its_last_byte(watched: Watche
     assert seen.ended.chunks == 2
     assert seen.arrived.flags & events.OWN_SERVER_SPAN
     assert client.sent == [START, chunk(b"a"), chunk(b"b", more=False)]
-    assert asgi.KEY not in client.scope
+    assert asgi.SCOPE_KEY not in client.scope
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ async def test_nothing_is_watched_while_nothing_records(watched: Watched) -> Non
 
 @pytest.mark.parametrize("pattern", ["/v1/chat", "health, chat$", r"https?://inference\.example"])
 async def test_excluded_urls_are_passed_through(watched: Watched, pattern: str) -> None:
-    asgi.configure(pattern)
+    asgi.configure_asgi(pattern)
     await asked(asgi.wrap(sending(START, LAST)), Client(headers=[(b"host", b"inference.example")]))
     assert watched.requests == []
 
@@ -259,7 +259,7 @@ async def test_excluded_urls_are_passed_through(watched: Watched, pattern: str) 
 async def test_a_url_is_excluded_by_what_is_found_in_it_but_for_its_query(
     watched: Watched, pattern: str
 ) -> None:
-    asgi.configure(pattern)
+    asgi.configure_asgi(pattern)
     await asked(sending(START, LAST))
     assert len(watched.requests) == 1
 
@@ -267,7 +267,7 @@ async def test_a_url_is_excluded_by_what_is_found_in_it_but_for_its_query(
 async def test_an_excluded_url_that_is_no_pattern_is_ignored_and_named(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asgi.configure("([, chat")
+    asgi.configure_asgi("([, chat")
     await asked(sending(START, LAST))
     assert watched.requests == []
     assert "'(['" in caplog.text
@@ -329,9 +329,9 @@ async def test_the_first_token_is_sent_with_the_first_chunk_after_it_was_reached
         await send(START)
         await send(chunk(b"role"))
         instants.append(_clock.now())
-        request = ingress.current()
+        request = ingress.current_request()
         assert request is not None
-        request.token_reached()
+        request.record_token_reached()
         await send(chunk(b"first"))
         instants.append(_clock.now())
         await send(chunk(b"second"))
@@ -373,7 +373,7 @@ async def test_what_is_done_after_the_last_byte_is_no_part_of_the_request(watche
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(START)
         await send(chunk(b"a", more=False))
-        assert ingress.current() is None
+        assert ingress.current_request() is None
         await asyncio.sleep(0.02)
         assert await receive() != DISCONNECT
         assert await receive() == DISCONNECT
@@ -596,7 +596,7 @@ async def test_the_slot_of_a_request_is_free_again_however_it_ended(watched: Wat
         await asked(app)
     await asyncio.gather(*(asked(sending(START, LAST)) for _ in range(20)))
     assert len(watched.requests) == 24
-    assert list(RequestReader(watched.arena.buffers[0][1], 2).live()) == []
+    assert list(RequestReader(watched.arena.buffers[0][1], 2).read_live_requests()) == []
 
 
 # ── the application notices nothing ──────────────────────────────────────────────────────────────────────────────
@@ -621,7 +621,7 @@ async def test_code_of_ours_that_raises_is_logged_once_and_disabled(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("canary")
 
-    monkeypatch.setattr(request_span.LiveRequest, broken, fail)
+    monkeypatch.setattr(request_span.RequestSpan, broken, fail)
     app = asgi.wrap(sending(START, chunk(b"a"), chunk(b"b"), LAST))
     clients = [Client() for _ in range(3)]
     with caplog.at_level(logging.ERROR):
@@ -644,7 +644,7 @@ async def test_a_request_that_our_code_cannot_finish_is_not_in_flight_for_ever(
     def fail(*_: Any) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(exchange, "asked", fail)
+    monkeypatch.setattr(exchange, "encode_method_and_route", fail)
     client = Client()
     await client.ask(asgi.wrap(sending(START, LAST)))
     assert client.sent == [START, LAST]
@@ -686,7 +686,7 @@ async def test_a_message_that_makes_no_sense_costs_its_own_request_alone(
 
 async def test_an_application_that_is_no_longer_watched_is_only_called(watched: Watched) -> None:
     hook = Hook("test")
-    app = asgi._front(sending(START, LAST), hook)
+    app = asgi._wrap_app(sending(START, LAST), hook)
     hook.alive = False
     await Client().ask(app)
     assert watched.requests == []
@@ -742,10 +742,10 @@ traceparents = st.one_of(
 
 def told_by(headers: Any) -> otel_context.Context:
     """What a request with these headers is opened in."""
-    caller = parent_context.caller_in(headers)
+    caller = parent_context.parse_caller(headers)
     if caller is None:
-        return parent_context.told_by(headers, otel_context.Context())
-    span = trace.NonRecordingSpan(span_ids.context_of(caller) or trace.INVALID_SPAN_CONTEXT)
+        return parent_context.extract_context(headers, otel_context.Context())
+    span = trace.NonRecordingSpan(span_ids.caller_to_span_context(caller) or trace.INVALID_SPAN_CONTEXT)
     return trace.set_span_in_context(span, otel_context.Context())
 
 
@@ -767,8 +767,8 @@ def test_a_caller_with_dashes_in_its_ids_is_nobody() -> None:
 
 def test_the_propagators_of_the_default_are_known_to_be_those_of_the_w3c() -> None:
     """Else each request asks them for what one expression tells."""
-    assert parent_context.caller_in([TRACEPARENT]) == bytes.fromhex(f"00{TRACE_ID}{SPAN_ID}01")
-    assert parent_context.caller_in([]) is span_ids.NOBODY
+    assert parent_context.parse_caller([TRACEPARENT]) == bytes.fromhex(f"00{TRACE_ID}{SPAN_ID}01")
+    assert parent_context.parse_caller([]) is span_ids.NO_CALLER
 
 
 @pytest.mark.parametrize(
@@ -824,11 +824,11 @@ async def test_the_request_is_current_in_the_application_its_tasks_and_its_threa
     threads: list[int] = []
 
     async def look() -> None:
-        found.append(ingress.current())
+        found.append(ingress.current_request())
 
     def look_from_thread() -> None:
         threads.append(threading.get_ident())
-        found.append(ingress.current())
+        found.append(ingress.current_request())
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await look()
@@ -853,9 +853,9 @@ async def test_nothing_stays_current_after_a_failure(watched: Watched, ending: B
 async def test_requests_at_the_same_time_keep_to_themselves(watched: Watched) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0.001 * scope["number"])
-        request = ingress.current()
+        request = ingress.current_request()
         assert request is not None
-        request.say("number", scope["number"])
+        request.record_attribute("number", scope["number"])
         await send(START)
         await send(chunk(b"x" * scope["number"], more=False))
 
@@ -875,7 +875,7 @@ TIMING = re.compile(rb'infer;dur=(\d+\.\d{3});desc="arrival to response start"')
 
 @pytest.fixture
 def telling(watched: Watched) -> Watched:
-    asgi.configure("", tell_client=True)
+    asgi.configure_asgi("", tell_client=True)
     return watched
 
 
@@ -970,7 +970,7 @@ async def test_telling_that_fails_leaves_the_response_as_it_was(
     def fail(*args: Any) -> None:
         raise RuntimeError("canary")
 
-    monkeypatch.setattr(response_headers, "added", fail)
+    monkeypatch.setattr(response_headers, "add_headers", fail)
     client = Client()
     assert await asked(sending(START, chunk(b"a"), LAST), client) is None
     assert client.sent == [START, chunk(b"a"), LAST]
@@ -987,7 +987,7 @@ ASKED = ((b"X-Tenant", b" canary-tenant "), (b"baggage", b"tenant=canary-baggage
 
 
 def wanting(tenant: str = "", key: str = "", traffic: str = "") -> None:
-    asking.wanted = tenancy.wanted(tenant, key, traffic)
+    asking.caller_settings = tenancy.parse_caller_settings(tenant, key, traffic)
 
 
 async def test_nobody_is_asked_who_asks_unless_that_is_configured(watched: Watched) -> None:
@@ -1035,7 +1035,7 @@ async def test_the_baggage_of_an_earlier_request_is_not_this_ones(watched: Watch
     wanting("baggage:tenant")
     await asked(sending(START, LAST), Client(headers=ASKED))
     leaked = trace.set_span_in_context(
-        request_span.LiveRequest(_opened(), 0, 0, "asgi", otel_context.get_current())
+        request_span.RequestSpan(_opened(), 0, 0, "asgi", otel_context.get_current())
     )
     token = otel_context.attach(baggage.set_baggage("tenant", "of another", leaked))
     try:
@@ -1045,9 +1045,11 @@ async def test_the_baggage_of_an_earlier_request_is_not_this_ones(watched: Watch
     assert [seen.attributes.get(semconv.TENANT) for seen in watched.requests] == ["canary-baggage", None]
 
 
-def _opened() -> span_ids.Opened:
-    assert request_span.opener is not None
-    return request_span.opener.open("POST", otel_context.get_current(), trace.INVALID_SPAN_CONTEXT, False, 0)
+def _opened() -> span_ids.SpanIds:
+    assert request_span.span_factory is not None
+    return request_span.span_factory.create_span(
+        "POST", otel_context.get_current(), trace.INVALID_SPAN_CONTEXT, False, 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -1082,8 +1084,8 @@ class Counting(RandomIdGenerator):
 async def test_a_generator_of_somebodys_own_is_asked_for_every_id(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, headers: Any, trace_id: str
 ) -> None:
-    opener = span_ids.IdOpener(ParentBased(ALWAYS_ON), Counting(), span_ids.Limits())
-    monkeypatch.setattr(request_span, "opener", opener)
+    opener = span_ids.SdkSpanFactory(ParentBased(ALWAYS_ON), Counting(), span_ids.Limits())
+    monkeypatch.setattr(request_span, "span_factory", opener)
     await asked(sending(START, LAST), Client(headers=headers))
     arrived = watched.one.arrived
     assert arrived.trace_id.hex() == trace_id
@@ -1094,8 +1096,8 @@ async def test_a_generator_of_somebodys_own_is_asked_for_every_id(
 async def test_a_sampler_of_somebodys_own_is_asked_for_every_request(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, headers: Any
 ) -> None:
-    opener = span_ids.IdOpener(StaticSampler(Decision.DROP), RandomIdGenerator(), span_ids.Limits())
-    monkeypatch.setattr(request_span, "opener", opener)
+    opener = span_ids.SdkSpanFactory(StaticSampler(Decision.DROP), RandomIdGenerator(), span_ids.Limits())
+    monkeypatch.setattr(request_span, "span_factory", opener)
     await asked(sending(START, LAST), Client(headers=headers))
     assert not watched.one.arrived.flags & events.SAMPLED
 
@@ -1107,7 +1109,7 @@ async def test_the_spans_that_are_current_have_the_ids_that_were_stated(
     contexts: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        request = ingress.current()
+        request = ingress.current_request()
         assert request is not None and request.server is not None
         contexts.extend((trace.get_current_span().get_span_context(), request.server))
 

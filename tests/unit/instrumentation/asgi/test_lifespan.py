@@ -26,13 +26,13 @@ SHUTDOWN: Message = {"type": "lifespan.shutdown.complete"}
 def arena() -> Iterator[writer.MemoryArena]:
     arena = writer.MemoryArena()
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
-    recorder.ensure()
+    recorder.ensure_rings()
     yield arena
     recorder.stop()
 
 
 def said(arena: writer.MemoryArena) -> list[Any]:
-    return [one.fact for one in RequestReader(arena.buffers[0][1], 1).poll(0, final=True)]
+    return [one.event for one in RequestReader(arena.buffers[0][1], 1).poll(0, final=True)]
 
 
 async def started(*messages: Message, raises: BaseException | None = None) -> tuple[list[Message], Any]:
@@ -100,7 +100,7 @@ async def test_before_there_are_rings_it_is_kept_for_them_and_starts_nothing() -
     try:
         await started(COMPLETE)
         assert arena.buffers == []
-        recorder.ensure()
+        recorder.ensure_rings()
         assert [type(fact) for fact in said(arena)] == [events.PhaseBegan, events.PhaseEnded]
     finally:
         recorder.stop()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from otel_infer.instrumentation.hooks import instrumentor
-from otel_infer.instrumentation.hooks.instrumentor import Integration, Status
+from otel_infer.instrumentation.hooks.instrumentor import Instrumentor, InstrumentorStatus
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 
 _numbers = count()
@@ -38,7 +38,7 @@ class Library:
         self.name = f"library_{next(_numbers)}"
         self.seen: list[str] = []
         self.write("__init__")
-        self.integration = Integration(self.name, self.distribution, (self.name,))
+        self.integration = Instrumentor(self.name, self.distribution, (self.name,))
 
     @property
     def distribution(self) -> str:
@@ -56,7 +56,7 @@ class Library:
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {self.distribution}\nVersion: {version}\n"
         )
-        instrumentor._version.cache_clear()
+        instrumentor._find_version.cache_clear()
 
     def load(self, module: str = "") -> Any:
         return importlib.import_module(f"{self.name}.{module}".rstrip("."))
@@ -65,13 +65,13 @@ class Library:
         return f"{self.name}.{place}"
 
     def probe(self, place: str, **options: Any) -> None:
-        @self.integration.around(self.target(place), **options)
+        @self.integration.patch_function(self.target(place), **options)
         def probe(call: Call) -> Generator[None, Any, None]:
             self.seen.append(place)
             yield
 
     def step(self, place: str, **options: Any) -> None:
-        @self.integration.step_hook(self.target(place), **options)
+        @self.integration.patch_hot_path(self.target(place), **options)
         def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             def step(*args: Any) -> Any:
                 if hook.alive:
@@ -81,7 +81,7 @@ class Library:
             return step
 
     @property
-    def status(self) -> Status:
+    def status(self) -> InstrumentorStatus:
         return self.integration.status
 
 
@@ -112,12 +112,14 @@ def test_hooks_are_installed_when_their_module_is_imported(library: Library) -> 
     library.probe("engine:Engine.generate", reads=("prompt",))
     library.step("engine:Engine.step", reads=("batch",))
     library.integration.install()
-    expected = Status(library.name, library.distribution, "1.2.3", "waiting", 0, 2, None)
+    expected = InstrumentorStatus(library.name, library.distribution, "1.2.3", "waiting", 0, 2, None)
     assert library.status == expected
     engine = library.load("engine").Engine()
     assert (engine.generate("p"), engine.step("b")) == ("p", "b")
     assert library.seen == ["engine:Engine.generate", "engine:Engine.step"]
-    assert library.status == Status(library.name, library.distribution, "1.2.3", "active", 2, 2, None, 2)
+    assert library.status == InstrumentorStatus(
+        library.name, library.distribution, "1.2.3", "active", 2, 2, None, 2
+    )
 
 
 def test_hooks_are_installed_at_once_on_what_is_imported_already(library: Library) -> None:
@@ -146,8 +148,8 @@ def test_the_decorators_give_back_what_they_decorate(library: Library) -> None:
     def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         return original
 
-    assert library.integration.around(library.target("engine:Engine.step"))(probe) is probe
-    assert library.integration.step_hook(library.target("engine:Engine.step"))(make) is make
+    assert library.integration.patch_function(library.target("engine:Engine.step"))(probe) is probe
+    assert library.integration.patch_hot_path(library.target("engine:Engine.step"))(make) is make
 
 
 def test_a_part_waits_for_all_its_modules_and_parts_do_not_wait_for_each_other(library: Library) -> None:
@@ -177,7 +179,9 @@ def test_a_part_is_installed_wholly_or_not_at_all(library: Library, caplog: pyte
     )
     target = library.target("engine:Engine.step")
     reason = f"{target}: declares no parameter tokens"
-    assert library.status == Status(library.name, library.distribution, "1.2.3", "drifted", 0, 2, reason, 2)
+    assert library.status == InstrumentorStatus(
+        library.name, library.distribution, "1.2.3", "drifted", 0, 2, reason, 2
+    )
     assert caplog.messages == [f"{library.name} is not instrumented: {reason}"]
     assert module.Engine().generate("p") == "p"
     assert library.seen == []
@@ -186,7 +190,7 @@ def test_a_part_is_installed_wholly_or_not_at_all(library: Library, caplog: pyte
 def test_what_is_installed_already_is_taken_off_when_a_later_hook_fails(library: Library) -> None:
     library.probe("engine:Engine.generate")
 
-    @library.integration.step_hook(library.target("engine:Engine.step"))
+    @library.integration.patch_hot_path(library.target("engine:Engine.step"))
     def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         raise LookupError("secret")
 
@@ -220,7 +224,9 @@ def test_a_feature_this_release_lacks_is_absent_and_not_drift(library: Library) 
     assert library.integration.parts == {"": "waiting", "batching": "waiting"}
     library.load("engine")
     assert library.integration.parts == {"": "active", "batching": "absent"}
-    assert library.status == Status(library.name, library.distribution, "1.2.3", "active", 1, 1, None, 1)
+    assert library.status == InstrumentorStatus(
+        library.name, library.distribution, "1.2.3", "active", 1, 1, None, 1
+    )
 
 
 def test_a_feature_of_which_one_module_is_gone_is_drift(library: Library) -> None:
@@ -260,7 +266,9 @@ def test_an_optional_hook_may_be_missing_with_or_without_its_module(library: Lib
     assert library.status.state == "waiting"
     library.load("late").f()
     assert library.seen == ["late:f"]
-    assert library.status == Status(library.name, library.distribution, "1.2.3", "active", 2, 2, None, 2)
+    assert library.status == InstrumentorStatus(
+        library.name, library.distribution, "1.2.3", "active", 2, 2, None, 2
+    )
 
 
 def test_a_part_of_optional_hooks_alone_may_be_absent(library: Library) -> None:
@@ -271,9 +279,11 @@ def test_a_part_of_optional_hooks_alone_may_be_absent(library: Library) -> None:
 
 
 def test_a_library_that_is_not_installed_is_absent() -> None:
-    integration = Integration("no_such_library", "no-such-library", ("no_such_library",))
-    integration.around("no_such_library.engine:f")(lambda call: (yield))
-    assert integration.status == Status("no_such_library", "no-such-library", None, "absent", 0, 1, None)
+    integration = Instrumentor("no_such_library", "no-such-library", ("no_such_library",))
+    integration.patch_function("no_such_library.engine:f")(lambda call: (yield))
+    assert integration.status == InstrumentorStatus(
+        "no_such_library", "no-such-library", None, "absent", 0, 1, None
+    )
     integration.install()
     assert integration.status.state == "absent"
     assert "no_such_library" not in sys.modules
@@ -302,11 +312,11 @@ def test_metadata_that_cannot_be_read_is_no_version(monkeypatch: pytest.MonkeyPa
         raise OSError
 
     monkeypatch.setattr(importlib.metadata, "version", refuse)
-    assert Integration("x", "unreadable", "unreadable").status.version is None
+    assert Instrumentor("x", "unreadable", "unreadable").status.version is None
 
 
 def test_one_module_may_be_given_as_a_word() -> None:
-    assert Integration("x", "x", "vllm").modules == ("vllm",)
+    assert Instrumentor("x", "x", "vllm").modules == ("vllm",)
 
 
 def test_a_module_is_not_judged_while_it_is_still_being_imported(library: Library) -> None:
@@ -351,7 +361,7 @@ def test_no_exception_of_ours_reaches_the_users_import(
     def refuse() -> None:
         raise LookupError("secret")
 
-    monkeypatch.setattr(library.integration, "_settle", refuse)
+    monkeypatch.setattr(library.integration, "_install_due_parts", refuse)
     assert library.load("engine").Engine().generate("p") == "p"
     assert "LookupError" in caplog.text and "secret" not in caplog.text
 
@@ -359,7 +369,7 @@ def test_no_exception_of_ours_reaches_the_users_import(
 def test_a_disabled_hook_is_no_longer_active(library: Library) -> None:
     library.step("engine:Engine.step")
 
-    @library.integration.around(library.target("engine:Engine.generate"))
+    @library.integration.patch_function(library.target("engine:Engine.generate"))
     def broken(call: Call) -> Generator[None, Any, None]:
         raise LookupError
         yield
@@ -381,7 +391,9 @@ def test_removing_gives_everything_back_and_installing_again_takes_it_again(libr
     library.integration.remove()
     library.integration.remove()
     assert vars(module.Engine)["generate"] is before
-    assert library.status == Status(library.name, library.distribution, "1.2.3", "removed", 0, 3, None)
+    assert library.status == InstrumentorStatus(
+        library.name, library.distribution, "1.2.3", "removed", 0, 3, None
+    )
     library.integration.install()
     module.Engine().generate("p")
     assert len(library.seen) == 3
@@ -431,10 +443,10 @@ def test_imports_in_many_threads_install_once(library: Library) -> None:
 
 def test_a_module_the_user_forbade_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "forbidden_library", None)
-    assert not instrumentor._exists("forbidden_library")
-    assert not instrumentor._exists("forbidden_library.engine")
-    assert instrumentor._exists("logging.handlers")
-    assert not instrumentor._exists("os.nothing")
+    assert not instrumentor._is_importable("forbidden_library")
+    assert not instrumentor._is_importable("forbidden_library.engine")
+    assert instrumentor._is_importable("logging.handlers")
+    assert not instrumentor._is_importable("os.nothing")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -486,7 +498,7 @@ def test_the_log_of_drift_is_a_warning(library: Library, caplog: pytest.LogCaptu
 def listening(library: Library) -> Any:
     library.write("events", "callbacks = []\ndef happen(): [each() for each in callbacks]\nname = 'n'")
 
-    @library.integration.listener(library.target("events:callbacks"))
+    @library.integration.add_callback(library.target("events:callbacks"))
     def listen(hook: Hook) -> Callable[[], None]:
         return lambda: library.seen.append("event")
 
@@ -520,7 +532,7 @@ def test_of_a_list_that_others_have_emptied_nothing_is_taken(library: Library) -
 def test_a_listener_without_its_list_is_drift(library: Library, place: str) -> None:
     library.write("events", "name = 'n'")
 
-    @library.integration.listener(library.target(place))
+    @library.integration.add_callback(library.target(place))
     def listen(hook: Hook) -> Callable[[], None]:
         return lambda: None
 

@@ -27,9 +27,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from otel_infer.instrumentation.hooks import probe as patching
-from otel_infer.instrumentation.hooks.patch import Patch, StepHook
+from otel_infer.instrumentation.hooks.patch import FunctionPatch, HotPathPatch
 from otel_infer.instrumentation.hooks.probe import Call, Hook
-from otel_infer.instrumentation.hooks.target import Drift, _parameters
+from otel_infer.instrumentation.hooks.target import TargetMismatch, _read_parameters
 
 NAME = "engine_for_patching"
 
@@ -157,10 +157,10 @@ class Witness:
 
 @pytest.fixture
 def hold() -> Iterator[Callable[..., Any]]:
-    held: list[Patch] = []
+    held: list[FunctionPatch] = []
 
-    def install(path: str, probe: Any, **options: Any) -> Patch:
-        patch = Patch(f"{NAME}:{path}", probe, **options)
+    def install(path: str, probe: Any, **options: Any) -> FunctionPatch:
+        patch = FunctionPatch(f"{NAME}:{path}", probe, **options)
         patch.install()
         held.append(patch)
         return patch
@@ -299,7 +299,7 @@ def test_reading_an_argument_agrees_with_the_language(args: list[int], kwargs: d
 
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    call = Call(None, tuple(args), kwargs, _parameters(None, function))
+    call = Call(None, tuple(args), kwargs, _read_parameters(None, function))
     assert {name: call[name] for name in "abc"} == {name: bound.arguments[name] for name in "abc"}
 
 
@@ -714,10 +714,10 @@ def test_a_probe_that_raises_is_logged_once_disabled_and_counted(
     engine: Any, hold: Any, caplog: pytest.LogCaptureFixture, probe: Any
 ) -> None:
     patch = hold("add", probe)
-    before = patching.errors()
+    before = patching.count_errors()
     with caplog.at_level(logging.DEBUG):
         assert [engine.add(1), engine.add(1), engine.add(1)] == [10, 10, 10]
-    assert patching.errors() == before + 1
+    assert patching.count_errors() == before + 1
     assert len(caplog.records) == 1
     assert f"{NAME}:add" in caplog.text and "disabled" in caplog.text
     assert "secret" not in caplog.text
@@ -796,10 +796,10 @@ def test_a_signal_that_lands_in_a_probe_reaches_the_user(engine: Any, hold: Any)
         yield
 
     patch = hold("add", interrupted)
-    before = patching.errors()
+    before = patching.count_errors()
     with pytest.raises(KeyboardInterrupt):
         engine.add(1)
-    assert patch.active and patching.errors() == before
+    assert patch.active and patching.count_errors() == before
 
 
 def test_a_signal_that_lands_in_a_probe_being_closed_reaches_the_user(engine: Any, hold: Any) -> None:
@@ -837,8 +837,8 @@ def test_a_missing_target_is_drift_and_changes_nothing(engine: Any) -> None:
         f"{NAME}:Engine.limit": "is not a function",
         f"{NAME}:Engine.busy": "is not a function",
     }.items():
-        with pytest.raises(Drift) as caught:
-            Patch(target, Witness()).install()
+        with pytest.raises(TargetMismatch) as caught:
+            FunctionPatch(target, Witness()).install()
         assert (caught.value.target, caught.value.reason) == (target, reason)
         assert str(caught.value) == f"{target}: {reason}"
     assert dict(vars(engine)) == names
@@ -846,23 +846,23 @@ def test_a_missing_target_is_drift_and_changes_nothing(engine: Any) -> None:
 
 def test_nothing_is_imported_to_find_a_target() -> None:
     assert "this" not in sys.modules
-    with pytest.raises(Drift):
-        Patch("this:d", Witness()).install()
+    with pytest.raises(TargetMismatch):
+        FunctionPatch("this:d", Witness()).install()
     assert "this" not in sys.modules
 
 
 def test_a_name_that_is_no_parameter_is_drift_even_beside_kwargs(engine: Any) -> None:
     for hook in (
-        Patch(f"{NAME}:add", Witness(), reads=("c", "more", "rest", "x")),
-        StepHook(f"{NAME}:add", lambda original, hook: original, reads=("c", "more", "rest", "x")),
+        FunctionPatch(f"{NAME}:add", Witness(), reads=("c", "more", "rest", "x")),
+        HotPathPatch(f"{NAME}:add", lambda original, hook: original, reads=("c", "more", "rest", "x")),
     ):
-        with pytest.raises(Drift, match="declares no parameter more, rest, x"):
-            hook.check()
-        with pytest.raises(Drift, match="declares no parameter more, rest, x"):
+        with pytest.raises(TargetMismatch, match="declares no parameter more, rest, x"):
+            hook.check_target()
+        with pytest.raises(TargetMismatch, match="declares no parameter more, rest, x"):
             hook.install()
         assert not hook.installed
-    with pytest.raises(Drift, match="declares no parameter self"):
-        Patch(f"{NAME}:Engine.step", Witness(), reads=("self",)).install()
+    with pytest.raises(TargetMismatch, match="declares no parameter self"):
+        FunctionPatch(f"{NAME}:Engine.step", Witness(), reads=("self",)).install()
 
 
 def test_a_function_without_a_signature_can_be_held_but_not_read(engine: Any, hold: Any) -> None:
@@ -870,29 +870,29 @@ def test_a_function_without_a_signature_can_be_held_but_not_read(engine: Any, ho
     witness = Witness()
     hold("largest", witness)
     assert engine.largest(1, 2) == 2
-    with pytest.raises(Drift):
-        Patch(f"{NAME}:largest", witness, reads=("key",)).check()
+    with pytest.raises(TargetMismatch):
+        FunctionPatch(f"{NAME}:largest", witness, reads=("key",)).check_target()
 
 
 def test_a_class_that_cannot_be_changed_is_drift(engine: Any) -> None:
     engine.Dict = dict
-    patch = Patch(f"{NAME}:Dict.get", Witness())
-    with pytest.raises(Drift, match="cannot be replaced"):
+    patch = FunctionPatch(f"{NAME}:Dict.get", Witness())
+    with pytest.raises(TargetMismatch, match="cannot be replaced"):
         patch.install()
     assert not patch.installed
 
 
 def test_an_optional_target_may_be_missing_but_not_changed(engine: Any) -> None:
-    patch = Patch(f"{NAME}:nobody", Witness(), optional=True)
-    assert not patch.check() and not patch.install() and not patch.active
-    with pytest.raises(Drift):
-        Patch(f"{NAME}:add", Witness(), reads=("x",), optional=True).install()
+    patch = FunctionPatch(f"{NAME}:nobody", Witness(), optional=True)
+    assert not patch.check_target() and not patch.install() and not patch.active
+    with pytest.raises(TargetMismatch):
+        FunctionPatch(f"{NAME}:add", Witness(), reads=("x",), optional=True).install()
 
 
 def test_a_target_must_name_a_module_and_a_path() -> None:
     for target in ("engine.step", ":step", "engine:"):
         with pytest.raises(ValueError, match="is not like"):
-            Patch(target, Witness())
+            FunctionPatch(target, Witness())
 
 
 def test_installing_the_same_patch_twice_is_once(engine: Any, hold: Any) -> None:
@@ -919,8 +919,10 @@ def test_removing_gives_back_exactly_what_was_there(engine: Any, path: str) -> N
         owner = getattr(owner, step)
     before = vars(owner)[name]
     for hook in (
-        Patch(f"{NAME}:{path}", Witness()),
-        StepHook(f"{NAME}:{path}", lambda original, hook: lambda *args, **kwargs: original(*args, **kwargs)),
+        FunctionPatch(f"{NAME}:{path}", Witness()),
+        HotPathPatch(
+            f"{NAME}:{path}", lambda original, hook: lambda *args, **kwargs: original(*args, **kwargs)
+        ),
     ):
         hook.install()
         assert vars(owner)[name] is not before
@@ -932,7 +934,7 @@ def test_removing_gives_back_exactly_what_was_there(engine: Any, path: str) -> N
 
 def test_an_inherited_method_is_held_only_where_it_was_named(engine: Any) -> None:
     witness = Witness()
-    patch = Patch(f"{NAME}:Child.step", witness)
+    patch = FunctionPatch(f"{NAME}:Child.step", witness)
     patch.install()
     engine.Engine().step("b")
     assert witness.seen == []
@@ -946,7 +948,7 @@ def test_what_others_wrapped_meanwhile_stays_and_ours_does_nothing(
     engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     witness = Witness()
-    patch = Patch(f"{NAME}:Engine.step", witness)
+    patch = FunctionPatch(f"{NAME}:Engine.step", witness)
     patch.install()
     theirs = wrapt.FunctionWrapper(
         vars(engine.Engine)["step"],
@@ -968,7 +970,7 @@ def test_what_others_wrapped_meanwhile_stays_and_ours_does_nothing(
 
 def test_a_method_bound_before_removal_does_nothing_after_it(engine: Any) -> None:
     witness = Witness()
-    patch = Patch(f"{NAME}:Engine.step", witness)
+    patch = FunctionPatch(f"{NAME}:Engine.step", witness)
     patch.install()
     one = engine.Engine()
     step = one.step
@@ -979,7 +981,7 @@ def test_a_method_bound_before_removal_does_nothing_after_it(engine: Any) -> Non
 
 def test_what_is_left_beneath_a_wrapper_that_hides_it_never_wakes_up(engine: Any) -> None:
     witness = Witness()
-    patch = Patch(f"{NAME}:add", witness)
+    patch = FunctionPatch(f"{NAME}:add", witness)
     patch.install()
     ours = engine.add
     engine.add = lambda *args: ours(*args)
@@ -992,7 +994,7 @@ def test_what_is_left_beneath_a_wrapper_that_hides_it_never_wakes_up(engine: Any
 
 def test_a_bound_wrapper_inside_somebodys_closure_is_recognised(engine: Any) -> None:
     witness = Witness()
-    patch = Patch(f"{NAME}:Engine.step", witness)
+    patch = FunctionPatch(f"{NAME}:Engine.step", witness)
     patch.install()
     bound = engine.Engine.step
 
@@ -1034,7 +1036,7 @@ class Holder:
 def held_here() -> Iterator[None]:
     sys.modules.setdefault(__name__, sys.modules[_child.__module__])
     patches = [
-        Patch(f"{__name__}:{path}", Witness())
+        FunctionPatch(f"{__name__}:{path}", Witness())
         for path in ("module_level", "Holder.method", "Holder.build", "Holder.plan")
     ]
     for patch in patches:
@@ -1099,7 +1101,7 @@ def test_a_wrapped_function_can_be_sent_to_a_forked_process() -> None:
 
 
 def test_drift_survives_pickling() -> None:
-    drift = pickle.loads(pickle.dumps(Drift("a:b", "is gone")))
+    drift = pickle.loads(pickle.dumps(TargetMismatch("a:b", "is gone")))
     assert (drift.target, drift.reason, str(drift)) == ("a:b", "is gone", "a:b: is gone")
 
 
@@ -1113,7 +1115,7 @@ def _counting(seen: list[Any]) -> Any:
                     if args[-1] == "boom":
                         raise LookupError("secret prompt")
                 except Exception as exc:
-                    hook.fail(exc)
+                    hook.mark_failed(exc)
             return result
 
         return step
@@ -1124,7 +1126,7 @@ def _counting(seen: list[Any]) -> Any:
 @pytest.mark.parametrize("path", ["add", "Engine.step", "Engine.build", "Engine.plan"])
 def test_a_step_hook_takes_the_place_of_every_kind_of_function(engine: Any, path: str) -> None:
     seen: list[Any] = []
-    hook = StepHook(f"{NAME}:{path}", _counting(seen))
+    hook = HotPathPatch(f"{NAME}:{path}", _counting(seen))
     hook.install()
     hook.install()
     call = getattr(engine.Engine(), path.partition(".")[2], engine.add)
@@ -1141,8 +1143,8 @@ def test_a_step_hook_takes_the_place_of_every_kind_of_function(engine: Any, path
 
 
 def test_a_step_hook_is_a_plain_function(engine: Any) -> None:
-    hook = StepHook(f"{NAME}:Engine.step", _counting([]), reads=("batch",))
-    assert hook.check() and hook.install()
+    hook = HotPathPatch(f"{NAME}:Engine.step", _counting([]), reads=("batch",))
+    assert hook.check_target() and hook.install()
     assert type(vars(engine.Engine)["step"]) is types.FunctionType
     hook.remove()
 
@@ -1151,39 +1153,39 @@ def test_a_step_hook_that_raises_is_logged_once_disabled_and_counted(
     engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[Any] = []
-    hook = StepHook(f"{NAME}:Engine.step", _counting(seen))
+    hook = HotPathPatch(f"{NAME}:Engine.step", _counting(seen))
     hook.install()
-    before = patching.errors()
+    before = patching.count_errors()
     one = engine.Engine()
     for _ in range(3):
         assert one.step("boom") == (one, "boom")
     assert len(seen) == 1
-    assert patching.errors() == before + 1
+    assert patching.count_errors() == before + 1
     assert len(caplog.records) == 1 and "secret" not in caplog.text
     assert hook.installed and not hook.active
 
 
 def test_a_forked_child_does_not_count_what_failed_in_its_parent() -> None:
     hook = Hook("a:b")
-    hook.fail(ValueError())
+    hook.mark_failed(ValueError())
     pid = os.fork()
     if pid == 0:
-        os._exit(patching.errors() if not hook.alive else 77)
+        os._exit(patching.count_errors() if not hook.alive else 77)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert patching.errors() > 0
+    assert patching.count_errors() > 0
 
 
 def test_a_hook_that_fails_again_is_counted_but_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:
-    hook, before = Hook("a:b"), patching.errors()
-    hook.fail(ValueError())
-    hook.fail(ValueError())
-    assert patching.errors() == before + 2
+    hook, before = Hook("a:b"), patching.count_errors()
+    hook.mark_failed(ValueError())
+    hook.mark_failed(ValueError())
+    assert patching.count_errors() == before + 2
     assert len(caplog.records) == 1
 
 
 def test_a_bound_step_hook_does_nothing_after_removal(engine: Any) -> None:
     seen: list[Any] = []
-    hook = StepHook(f"{NAME}:Engine.step", _counting(seen))
+    hook = HotPathPatch(f"{NAME}:Engine.step", _counting(seen))
     hook.install()
     one = engine.Engine()
     step = one.step
@@ -1195,7 +1197,7 @@ def test_a_bound_step_hook_does_nothing_after_removal(engine: Any) -> None:
 def test_a_step_hook_over_a_patch_leaves_its_arguments_in_place(engine: Any, hold: Any) -> None:
     witness, seen = Witness("batch"), []  # type: ignore[var-annotated]
     hold("Engine.step", witness, reads=("batch",))
-    hook = StepHook(f"{NAME}:Engine.step", _counting(seen), reads=("batch",))
+    hook = HotPathPatch(f"{NAME}:Engine.step", _counting(seen), reads=("batch",))
     hook.install()
     one = engine.Engine()
     assert one.step("b") == (one, "b")
@@ -1206,7 +1208,7 @@ def test_a_step_hook_over_a_patch_leaves_its_arguments_in_place(engine: Any, hol
 
 def test_what_others_wrapped_over_a_step_hook_stays(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[Any] = []
-    hook = StepHook(f"{NAME}:add", _counting(seen))
+    hook = HotPathPatch(f"{NAME}:add", _counting(seen))
     hook.install()
     ours = engine.add
     engine.add = lambda *args: ours(*args)

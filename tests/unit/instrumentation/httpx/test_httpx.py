@@ -37,17 +37,17 @@ from otel_infer.instrumentation.httpx import (
     instrument_client,
 )
 from otel_infer.instrumentation.httpx.client_span import server_duration_ms
-from otel_infer.instrumentation.httpx.sse import Events
+from otel_infer.instrumentation.httpx.sse import SseParser
 from otel_infer.testing import Captured, capture
 
 ROOT = Path(__file__).parents[4]
 PACE_S = 0.02
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 TARGET = {"http.request.method", "server.address", "server.port", "url.full"}
-ANSWERED = {*TARGET, "http.response.status_code", semconv.CLIENT_HEADERS}
-TOLD = {semconv.CLIENT_SERVER, semconv.CLIENT_NETWORK}
-READ = {semconv.CLIENT_FIRST_BYTE, semconv.CLIENT_CHUNKS}
-TOKENS = {semconv.CLIENT_FIRST_TOKEN, semconv.CLIENT_ITL_MAX, semconv.CLIENT_ITL_MEAN}
+ANSWERED = {*TARGET, "http.response.status_code", semconv.CLIENT_TIME_TO_HEADERS}
+TOLD = {semconv.CLIENT_SERVER_DURATION, semconv.CLIENT_NETWORK_DURATION}
+READ = {semconv.CLIENT_TIME_TO_FIRST_BYTE, semconv.CLIENT_CHUNKS}
+TOKENS = {semconv.CLIENT_TIME_TO_FIRST_TOKEN, semconv.CLIENT_ITL_MAX, semconv.CLIENT_ITL_MEAN}
 
 
 # ── a server ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,7 +167,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captured]:
     monkeypatch.setenv("OTEL_INFER_RESPONSE_HEADERS", "on")
     with capture("asgi") as captured:
         yield captured
-    asgi.configure("")
+    asgi.configure_asgi("")
 
 
 def until(reached: Callable[[], Any], timeout: float = 10.0) -> None:
@@ -305,11 +305,14 @@ def test_a_streamed_request_is_one_span_above_the_servers_with_what_its_reader_f
     assert (felt["server.address"], felt["server.port"]) == ("127.0.0.1", response.url.port)
     assert felt["http.response.status_code"] == 200
     assert felt[semconv.CLIENT_CHUNKS] == len(chunks)
-    waited = felt[semconv.CLIENT_SERVER] + felt[semconv.CLIENT_NETWORK]
-    assert waited == pytest.approx(felt[semconv.CLIENT_HEADERS], abs=1e-6)
-    assert felt[semconv.CLIENT_SERVER] >= PACE_S
-    first_byte, first_token = felt[semconv.CLIENT_FIRST_BYTE], felt[semconv.CLIENT_FIRST_TOKEN]
-    assert felt[semconv.CLIENT_HEADERS] <= first_byte <= first_token
+    waited = felt[semconv.CLIENT_SERVER_DURATION] + felt[semconv.CLIENT_NETWORK_DURATION]
+    assert waited == pytest.approx(felt[semconv.CLIENT_TIME_TO_HEADERS], abs=1e-6)
+    assert felt[semconv.CLIENT_SERVER_DURATION] >= PACE_S
+    first_byte, first_token = (
+        felt[semconv.CLIENT_TIME_TO_FIRST_BYTE],
+        felt[semconv.CLIENT_TIME_TO_FIRST_TOKEN],
+    )
+    assert felt[semconv.CLIENT_TIME_TO_HEADERS] <= first_byte <= first_token
     assert 0 < felt[semconv.CLIENT_ITL_MEAN] <= felt[semconv.CLIENT_ITL_MAX]
     assert began <= span.start_time <= span.end_time <= ended
     (request,) = captured.requests()
@@ -369,7 +372,10 @@ def test_a_stream_closed_early_is_closed_at_once_and_is_no_error(
 ) -> None:
     reader.read(f"{server.url}/endless", enough)
     assert server.left.wait(10)
-    assert set(said(spans.one)) == ANSWERED | READ | {semconv.CLIENT_FIRST_TOKEN, semconv.CLIENT_CLOSED_EARLY}
+    assert set(said(spans.one)) == ANSWERED | READ | {
+        semconv.CLIENT_TIME_TO_FIRST_TOKEN,
+        semconv.CLIENT_CLOSED_EARLY,
+    }
     assert spans.one.status.status_code is trace.StatusCode.UNSET
 
 
@@ -390,9 +396,9 @@ def test_a_reader_who_stops_at_the_end_of_the_events_has_not_closed_early(
 @pytest.mark.parametrize(
     ("path", "failure", "attributes"),
     [
-        ("broken", "RemoteProtocolError", ANSWERED | READ | {semconv.CLIENT_FIRST_TOKEN}),
+        ("broken", "RemoteProtocolError", ANSWERED | READ | {semconv.CLIENT_TIME_TO_FIRST_TOKEN}),
         ("silent", "ReadTimeout", TARGET),
-        ("endless", "ReadTimeout", ANSWERED | READ | {semconv.CLIENT_FIRST_TOKEN}),
+        ("endless", "ReadTimeout", ANSWERED | READ | {semconv.CLIENT_TIME_TO_FIRST_TOKEN}),
     ],
 )
 def test_an_exception_passes_and_is_told_by_its_type(
@@ -625,7 +631,10 @@ def felt_by(url: str, times: int = 4) -> tuple[float, float]:
         for _ in range(times):
             client.post(url)
     told = [said(span) for span in spans.get_finished_spans()]
-    return tuple(min(one[name] for one in told) for name in (semconv.CLIENT_NETWORK, semconv.CLIENT_SERVER))  # type: ignore[return-value]
+    return tuple(
+        min(one[name] for one in told)
+        for name in (semconv.CLIENT_NETWORK_DURATION, semconv.CLIENT_SERVER_DURATION)
+    )  # type: ignore[return-value]
 
 
 def test_a_delay_on_the_way_is_network_and_a_delay_in_the_server_is_not(
@@ -702,7 +711,7 @@ def test_what_cannot_be_of_this_response_is_not_believed(spans: Spans, told: str
     ],
 )
 def test_a_token_comes_with_data_that_is_neither_empty_nor_the_end(chunk: bytes, brings: bool) -> None:
-    assert Events().bring_token(chunk) is brings
+    assert SseParser().scan_for_token(chunk) is brings
 
 
 LINES = st.sampled_from(
@@ -714,24 +723,24 @@ LINES = st.sampled_from(
 def test_a_token_is_seen_once_wherever_the_stream_is_cut(lines: list[str], end: str, size: int) -> None:
     text = "".join(line + end for line in lines).encode()
     tokens = sum(line[:5] == "data:" and line[5:].strip() not in ("", "[DONE]") for line in lines)
-    singly, cut = Events(), Events()
-    assert sum(singly.bring_token(text[at : at + 1]) for at in range(len(text))) == tokens
-    pieces = [cut.bring_token(text[at : at + size]) for at in range(0, len(text), size)]
+    singly, cut = SseParser(), SseParser()
+    assert sum(singly.scan_for_token(text[at : at + 1]) for at in range(len(text))) == tokens
+    pieces = [cut.scan_for_token(text[at : at + size]) for at in range(0, len(text), size)]
     assert min(tokens, 1) <= sum(pieces) <= tokens
-    assert singly.over and cut.over if "data: [DONE]" in lines else not singly.over
+    assert singly.ended and cut.ended if "data: [DONE]" in lines else not singly.ended
 
 
 def test_an_event_that_only_opens_the_answer_is_no_token_until_there_was_one() -> None:
-    events, role = Events(), b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+    events, role = SseParser(), b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
     pieces = [role[:20], role[20:], event("a"), role, b"data: [DONE]\n\n"]
-    assert [events.bring_token(piece) for piece in pieces] == [False, False, True, True, False]
+    assert [events.scan_for_token(piece) for piece in pieces] == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("begun", [b"data: {", b"data: x", b"data:  ", b"event: ", b""])
 def test_a_line_without_an_end_is_not_kept(begun: bytes) -> None:
-    events = Events()
-    brought = [events.bring_token(begun), *(events.bring_token(b" x" * 1000) for _ in range(100))]
-    assert len(events._begun) <= 4096
+    events = SseParser()
+    brought = [events.scan_for_token(begun), *(events.scan_for_token(b" x" * 1000) for _ in range(100))]
+    assert len(events._partial_line) <= 4096
     assert sum(brought) == begun.startswith(b"data:")
 
 
@@ -752,10 +761,10 @@ def test_what_goes_wrong_in_our_code_is_said_once_and_the_reader_reads_on(
     target: tuple[Any, str] = {
         "begin": (client_span.propagate, "inject"),
         "answered": (client_span, "server_duration_ms"),
-        "received": (Events, "bring_token"),
-        "end": (client_span.Felt, "_summary"),
+        "received": (SseParser, "bring_token"),
+        "end": (client_span.ClientRequestSpan, "_summary"),
     }[broken]
-    monkeypatch.setattr(client_span, "_complained", set())
+    monkeypatch.setattr(client_span, "_logged_types", set())
     with caplog.at_level(logging.WARNING), monkeypatch.context() as broken_code:
         broken_code.setattr(*target, fail)
         for _ in range(2):
@@ -782,7 +791,7 @@ def test_the_example_of_the_page_runs(captured: Captured, server: Server, tmp_pa
     assert ran.returncode == 0, ran.stderr
     (written,) = tmp_path.iterdir()
     assert f"--client {written.name}" in page
-    for name in (semconv.CLIENT_NETWORK, semconv.CLIENT_FIRST_TOKEN, semconv.CLIENT_ITL_MAX):
+    for name in (semconv.CLIENT_NETWORK_DURATION, semconv.CLIENT_TIME_TO_FIRST_TOKEN, semconv.CLIENT_ITL_MAX):
         assert name in written.read_text()
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import otel_infer
-from otel_infer.gpu.timing import UNTIMED, Timing
-from otel_infer.instrumentation.manual._scope import device_of
+from otel_infer.gpu.timing import UNTIMED, DeviceTiming
+from otel_infer.instrumentation.manual._scope import resolve_device
 from tests.support.rings import Recording
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -17,23 +17,23 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 @pytest.fixture
 def second(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process with CUDA in use, whose current device is the second one."""
-    monkeypatch.setattr(Timing, "is_by_device", True)
+    monkeypatch.setattr(DeviceTiming, "is_device_timed", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
 
 
 @pytest.mark.usefixtures("second")
 def test_true_is_the_thread_s_current_device_and_anything_else_names_one() -> None:
-    assert device_of(True) == torch.device("cuda", 1)
-    assert device_of("cuda:3") == torch.device("cuda", 3)
-    assert device_of(torch.device("cpu")) == torch.device("cpu")
+    assert resolve_device(True) == torch.device("cuda", 1)
+    assert resolve_device("cuda:3") == torch.device("cuda", 3)
+    assert resolve_device(torch.device("cpu")) == torch.device("cpu")
     with pytest.raises(RuntimeError):
-        device_of("the big one")
+        resolve_device("the big one")
 
 
 def test_without_a_device_nothing_is_asked() -> None:
-    assert device_of(True) is None
-    assert device_of("the big one") is None
+    assert resolve_device(True) is None
+    assert resolve_device("the big one") is None
 
 
 @pytest.mark.usefixtures("second")
@@ -64,7 +64,7 @@ def test_what_is_no_device_costs_the_device_s_time_alone(recording: Recording) -
             with otel_infer.step([request], prompt_tokens=prompt, gpu="the big one"):
                 pass
     (record,) = recording.records()
-    assert record.stage("rerank") is not None
+    assert record.find_stage("rerank") is not None
     assert record.steps is not None
     assert len(record.steps) == 3
-    assert record.stage("decode") is not None
+    assert record.find_stage("decode") is not None

@@ -23,10 +23,10 @@ import otel_infer
 from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config import tenancy
-from otel_infer.instrumentation.hooks.suppression import claimed
+from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.instrumentation.manual import _scope
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.recorder import MAX_STEP_LOGS, recorder
+from otel_infer.ringbuffer.recorder import MAX_STEP_RINGS, recorder
 from otel_infer.tracing import caller as asking
 from otel_infer.tracing import request_span, span_ids, start
 from tests.support.rings import Recording, stages_of
@@ -37,7 +37,7 @@ def recording() -> Iterator[Recording]:
     recording = Recording()
     yield recording
     recording.stop()
-    _scope._said.clear()
+    _scope._logged.clear()
 
 
 def only(recording: Recording) -> RequestRecord:
@@ -47,7 +47,7 @@ def only(recording: Recording) -> RequestRecord:
 
 
 def length(record: RequestRecord, name: str) -> float:
-    stage = record.stage(name)
+    stage = record.find_stage(name)
     assert stage is not None
     return (stage.ended_at - stage.started_at) / 1e6
 
@@ -145,7 +145,7 @@ def test_a_stage_in_a_stage_lies_within_it(recording: Recording) -> None:
             with otel_infer.stage("database"):
                 pass
     record = only(recording)
-    outer, inner = record.stage("retrieve"), record.stage("database")
+    outer, inner = record.find_stage("retrieve"), record.find_stage("database")
     assert outer is not None and inner is not None
     assert outer.started_at <= inner.started_at <= inner.ended_at <= outer.ended_at
 
@@ -166,7 +166,7 @@ def test_while_nothing_records_everything_is_a_no_op() -> None:
         request.preempted()
         request.set_attribute("a", 1)
         request.finished()
-    assert not claimed.get()
+    assert not torch_suppressed.get()
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -220,7 +220,7 @@ def test_a_request_is_the_current_span_and_no_longer_after_it(recording: Recordi
     with otel_infer.request() as request:
         assert trace.get_current_span() is request._live
     assert trace.get_current_span() is before
-    assert start.current() is None
+    assert start.current_request() is None
 
 
 @pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TRACEPARENT"])
@@ -267,9 +267,9 @@ def test_a_request_that_says_nothing_leaves_the_name_to_the_engine(recording: Re
     with otel_infer.request("chat", model="outer") as outer:
         with otel_infer.request():
             pass
-        assert outer._live is not None and outer._live.named
+        assert outer._live is not None and outer._live.is_named
     with otel_infer.request() as plain:
-        assert plain._live is not None and not plain._live.named
+        assert plain._live is not None and not plain._live.is_named
     first, second = recording.records()
     assert (first.operation, first.model) == ("chat", "outer")
     assert second.operation == "inference"
@@ -300,8 +300,8 @@ def test_who_asks_is_found_in_the_headers_that_were_handed_in(
     headers: dict[str, str] | None,
     expected: tuple[str | None, str | None],
 ) -> None:
-    wanted = tenancy.wanted(tenant, "", "header:X-Class" if tenant else "")
-    monkeypatch.setattr(asking, "wanted", wanted if tenant else tenancy.NOTHING)
+    wanted = tenancy.parse_caller_settings(tenant, "", "header:X-Class" if tenant else "")
+    monkeypatch.setattr(asking, "caller_settings", wanted if tenant else tenancy.NO_CALLER_SETTINGS)
     with otel_infer.request(headers=headers):
         with otel_infer.request(headers=CALLER):
             pass
@@ -312,7 +312,7 @@ def test_who_asks_is_found_in_the_headers_that_were_handed_in(
 def test_headers_that_are_no_text_cost_no_request(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "wanted", tenancy.wanted("header:x-tenant", "", ""))
+    monkeypatch.setattr(asking, "caller_settings", tenancy.parse_caller_settings("header:x-tenant", "", ""))
     odd: Any = {7: None, "\udcff": "\udcff", "x-tenant": 7}
     with otel_infer.request(headers=odd):
         pass
@@ -385,7 +385,7 @@ def test_a_decorated_stream_is_one_request_until_it_is_read(recording: Recording
     items.close()  # type: ignore[attr-defined]
     record = only(recording)
     assert (record.outcome, record.error_type) == (events.ABORTED, "cancelled")
-    assert start.current() is None
+    assert start.current_request() is None
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -409,7 +409,7 @@ def test_decode_steps_are_the_tokens_after_the_first(recording: Recording) -> No
     assert record.steps.tokens.tolist() == [1, 1, 1, 1]
     assert record.output_tokens == 4
     assert [(chunk.tokens, chunk.batch_size) for chunk in record.prefill_steps] == [(5, 1)]
-    queue, prefill, decoding = (record.stage(name) for name in ("queue", "prefill", "decode"))
+    queue, prefill, decoding = (record.find_stage(name) for name in ("queue", "prefill", "decode"))
     assert queue is not None and prefill is not None and decoding is not None
     assert queue.ended_at == prefill.started_at <= prefill.ended_at == decoding.started_at
     assert "infer.queue.hidden" in queue.attributes
@@ -500,13 +500,13 @@ def test_a_preempted_request_is_prefilled_again(recording: Recording) -> None:
 
 def test_what_a_step_computes_is_claimed_by_it_alone(recording: Recording) -> None:
     with otel_infer.request() as request, otel_infer.step([request]):
-        assert claimed.get()
+        assert torch_suppressed.get()
         elsewhere: list[bool] = []
-        thread = threading.Thread(target=lambda: elsewhere.append(claimed.get()))
+        thread = threading.Thread(target=lambda: elsewhere.append(torch_suppressed.get()))
         thread.start()
         thread.join()
         assert elsewhere == [False]
-    assert not claimed.get()
+    assert not torch_suppressed.get()
 
 
 async def test_a_step_may_await_while_other_tasks_step_too(recording: Recording) -> None:
@@ -519,7 +519,7 @@ async def test_a_step_may_await_while_other_tasks_step_too(recording: Recording)
     await asyncio.gather(loop(3), loop(5), loop(8))
     records = recording.records()
     assert sorted(record.output_tokens for record in records) == [3, 5, 8]
-    assert not claimed.get()
+    assert not torch_suppressed.get()
 
 
 def test_a_request_is_not_kept_alive_by_the_steps_it_was_in(recording: Recording) -> None:
@@ -537,12 +537,12 @@ def test_a_thread_that_ends_gives_its_ring_back(recording: Recording) -> None:
         with otel_infer.request() as request:
             decode([request], 2)
 
-    for _ in range(2 * MAX_STEP_LOGS):
+    for _ in range(2 * MAX_STEP_RINGS):
         thread = threading.Thread(target=loop)
         thread.start()
         thread.join()
     records = recording.records()
-    assert [record.output_tokens for record in records] == [2] * 2 * MAX_STEP_LOGS
+    assert [record.output_tokens for record in records] == [2] * 2 * MAX_STEP_RINGS
     assert sum(name.endswith(".steps") for name, _ in recording.arena.buffers) == 1
 
 
@@ -583,10 +583,10 @@ def test_a_sampler_that_raises_costs_the_record_not_the_request(
     class Broken:
         limits = span_ids.Limits()
 
-        def open(self, *args: Any) -> span_ids.Opened:
+        def open(self, *args: Any) -> span_ids.SpanIds:
             raise RuntimeError("secret")
 
-    request_span.opener = Broken()
+    request_span.span_factory = Broken()
     with caplog.at_level(logging.WARNING, "otel_infer"), otel_infer.request() as request:
         with otel_infer.stage("database"), otel_infer.step([request]):
             pass
@@ -613,7 +613,7 @@ async def test_concurrent_tasks_do_not_mix_their_requests(recording: Recording) 
     for record in records:
         number = int(record.model[1:])
         assert stages_of(record) == [f"stage {number}"] * (number + 1) + [f"thread {number}"]
-    assert start.current() is None
+    assert start.current_request() is None
     assert recording.in_flight == 0
 
 
@@ -628,7 +628,7 @@ def test_streams_that_take_turns_are_requests_of_their_own(recording: Recording)
 
     rows = list(zip(answer("a b"), answer("c d")))
     assert rows == [("a None", "c None"), ("b None", "d None")]
-    assert start.current() is None
+    assert start.current_request() is None
     records = recording.records()
     assert [[stage.name for stage in one.stages].count("look up") for one in records] == [2, 2]
     assert len({one.trace_id for one in records}) == 2
@@ -649,7 +649,7 @@ async def test_async_streams_that_take_turns_are_requests_of_their_own(recording
     one, other = answer("a b"), answer("c d")
     rows = [(await anext(one), await anext(other)) for _ in "xx"]
     assert rows == [("a", "c"), ("b", "d")]
-    assert start.current() is None and variable.get() == ""
+    assert start.current_request() is None and variable.get() == ""
     for stream in (one, other):
         with pytest.raises(StopAsyncIteration):
             await anext(stream)

@@ -45,9 +45,11 @@ def hook() -> Hook:
 @pytest.fixture
 def handler(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> Iterator[Handler]:
     monkeypatch.setattr(
-        Handler, "run_start_callbacks", ours.run_start_callbacks(Handler.run_start_callbacks, hook)
+        Handler, "run_start_callbacks", ours.patch_start_callbacks(Handler.run_start_callbacks, hook)
     )
-    monkeypatch.setattr(Handler, "run_end_callbacks", ours.run_end_callbacks(Handler.run_end_callbacks, hook))
+    monkeypatch.setattr(
+        Handler, "run_end_callbacks", ours.patch_end_callbacks(Handler.run_end_callbacks, hook)
+    )
     yield Handler()
     ours._current.started_at = 0
 
@@ -55,7 +57,7 @@ def handler(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> Iterator[Handler]:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(recorder, "paused", lambda *said: told.append(said))
+    monkeypatch.setattr(recorder, "record_pause", lambda *said: told.append(said))
     return told
 
 

@@ -42,14 +42,14 @@ def hook() -> Hook:
 
 @pytest.fixture(autouse=True)
 def hooked(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
-    monkeypatch.setattr(Graph, "capture_begin", ours.capture_begin(Graph.capture_begin, hook))
-    monkeypatch.setattr(Graph, "capture_end", ours.capture_end(Graph.capture_end, hook))
+    monkeypatch.setattr(Graph, "capture_begin", ours.patch_capture_begin(Graph.capture_begin, hook))
+    monkeypatch.setattr(Graph, "capture_end", ours.patch_capture_end(Graph.capture_end, hook))
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(recorder, "paused", lambda *said: told.append(said))
+    monkeypatch.setattr(recorder, "record_pause", lambda *said: told.append(said))
     return told
 
 
@@ -122,7 +122,7 @@ class Allocator:
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     allocator = Allocator(None)
-    monkeypatch.setattr(ours, "Allocator", lambda say: allocator)
+    monkeypatch.setattr(ours, "AllocatorCounters", lambda say: allocator)
     ours.integration.install()
     yield allocator
     ours.integration.remove()

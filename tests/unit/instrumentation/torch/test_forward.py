@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.hooks.suppression import claimed, claiming, owning
+from otel_infer.instrumentation.hooks.suppression import mark_engine_models, suppress_torch, torch_suppressed
 from otel_infer.instrumentation.torch import forward as ours
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
@@ -81,16 +81,16 @@ class Fake:
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     fake = Fake()
-    monkeypatch.setattr(ours, "_outermost", {})
-    monkeypatch.setattr(ours, "_classes", weakref.WeakSet())
-    calls = ours._calls
+    monkeypatch.setattr(ours, "_outermost_modules", {})
+    monkeypatch.setattr(ours, "_patched_classes", weakref.WeakSet())
+    calls = ours._call_descriptor
     monkeypatch.setattr(calls, "hook", Hook("stand-in"))
-    monkeypatch.setattr(calls, "ask_torch", lambda: None)
+    monkeypatch.setattr(calls, "bind_torch_functions", lambda: None)
     monkeypatch.setattr(calls, "is_compiling", lambda: fake.compiling, raising=False)
     monkeypatch.setattr(calls, "is_tracing", lambda: fake.tracing, raising=False)
     monkeypatch.setattr(calls, "is_grad_enabled", lambda: fake.grad, raising=False)
     yield fake
-    for owner in list(ours._classes):
+    for owner in list(ours._patched_classes):
         delattr(owner, "_compiled_call_impl")
 
 
@@ -102,7 +102,7 @@ def recording(torch: Fake) -> Iterator[Recording]:
 
 
 def watched(module: Any) -> Any:
-    ours._watch(module)
+    ours._watch_module(module)
     return module
 
 
@@ -143,11 +143,11 @@ def test_the_name_that_somebody_gave_stays_and_what_an_engine_says_later_wins(re
     for named in (True, False):
         request = start.open_request("POST", owner="asgi", operation="chat", model="llama")
         assert request is not None
-        request.named = named
+        request.is_named = named
         token = request.attach()
         model(Tensor(1, 1))
         if not named:
-            request.name("chat", "transformers", "llama")
+            request.set_operation("chat", "transformers", "llama")
         model(Tensor(1, 1))
         start.detach(token)
         request.close()
@@ -182,8 +182,8 @@ def test_a_forward_that_raises_is_an_error_by_type_and_the_exception_passes_unto
         (record,) = recording.records()
         assert (record.outcome, record.error_type) == (events.ERROR, type(raised).__name__)
         assert stages_of(record) == ["forward"]
-    assert start.current() is None
-    assert not claimed.get()
+    assert start.current_request() is None
+    assert not torch_suppressed.get()
 
 
 def test_an_exception_is_not_kept_alive(recording: Recording) -> None:
@@ -219,18 +219,18 @@ def test_a_model_inside_another_is_part_of_it(recording: Recording) -> None:
 def test_what_an_engine_loads_is_its_own_model_for_good(recording: Recording) -> None:
     """An engine loads a model that is the user's own, and calls it where no claim is made."""
     model = Encoder()
-    owning(model.eval, Hook("load"))()
+    mark_engine_models(model.eval, Hook("load"))()
     assert model("x") == "x"
     assert recording.records() == []
 
 
 def test_inside_a_claim_it_is_silent_and_after_it_no_more(recording: Recording) -> None:
     model = watched(Encoder())
-    generate = claiming(lambda x: model(x), Hook("generate"))
+    generate = suppress_torch(lambda x: model(x), Hook("generate"))
     generate(Tensor(1, 1))
     assert recording.records() == []
     with pytest.raises(ValueError):
-        claiming(lambda: model(fail=ValueError()), Hook("generate"))()
+        suppress_torch(lambda: model(fail=ValueError()), Hook("generate"))()
     model(Tensor(1, 1))
     assert len(recording.records()) == 1
 
@@ -264,7 +264,7 @@ def test_what_of_ours_raises_is_counted_and_never_seen(
     with caplog.at_level(logging.ERROR):
         assert model(x) is x
         assert model(x) is x
-    assert not ours._calls.hook.alive
+    assert not ours._call_descriptor.hook.alive
     assert len(caplog.messages) == 1
     assert "secret" not in caplog.text
 
@@ -278,9 +278,9 @@ def test_a_batch_that_cannot_be_counted_spoils_nothing(recording: Recording) -> 
     model = watched(Encoder())
     odd = Odd()
     assert model(odd) is odd
-    assert ours._calls.hook.alive
+    assert ours._call_descriptor.hook.alive
     assert len(recording.records()) == 1
-    assert start.current() is None
+    assert start.current_request() is None
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_batch_that_cannot_be_counted_spoils_nothing(recording: Recording) -> 
     ],
 )
 def test_rows_are_those_of_the_first_batch(args: Any, kwargs: Any, rows: int) -> None:
-    assert ours._rows(args, kwargs) == rows
+    assert ours._read_batch_size(args, kwargs) == rows
 
 
 class Config:
@@ -331,7 +331,7 @@ def test_a_module_is_not_kept_alive(torch: Fake) -> None:
     seen = weakref.ref(model)
     del model
     assert seen() is None
-    assert not ours._outermost
+    assert not ours._outermost_modules
 
 
 def test_a_module_holds_nothing_of_ours(recording: Recording) -> None:
@@ -339,7 +339,7 @@ def test_a_module_holds_nothing_of_ours(recording: Recording) -> None:
     before = dict(vars(model))
     model(Tensor(1, 1))
     assert vars(model) == before
-    assert Encoder.__dict__["_compiled_call_impl"] is ours._calls
+    assert Encoder.__dict__["_compiled_call_impl"] is ours._call_descriptor
     assert "_compiled_call_impl" not in vars(Module) or Module._compiled_call_impl is None
 
 
@@ -354,8 +354,8 @@ def test_copies_and_pickles_are_modules_that_nobody_watches(recording: Recording
 
 
 def test_what_is_on_a_class_pickles_as_what_torch_has_there() -> None:
-    assert pickle.loads(pickle.dumps(ours._calls)) is None
-    assert copy.deepcopy(ours._calls) is None
+    assert pickle.loads(pickle.dumps(ours._call_descriptor)) is None
+    assert copy.deepcopy(ours._call_descriptor) is None
 
 
 def test_a_compiled_call_is_called_and_seen_and_can_be_taken_back(recording: Recording) -> None:
@@ -393,7 +393,7 @@ def test_a_class_that_takes_no_attributes_is_left_alone(torch: Fake) -> None:
         pass
 
     sealed = watched(Sealed())
-    assert not ours._outermost
+    assert not ours._outermost_modules
     assert sealed(1) == 1
 
 
@@ -401,4 +401,4 @@ def test_a_class_that_takes_no_attributes_is_left_alone(torch: Fake) -> None:
 def test_layers_and_models_of_engines_are_not_watched(torch: Fake, module: str) -> None:
     kind = type("Linear", (Encoder,), {"__module__": module})
     watched(kind())
-    assert not ours._outermost
+    assert not ours._outermost_modules

@@ -15,7 +15,7 @@ from opentelemetry import baggage
 from opentelemetry import context as otel_context
 
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.instrumentation.hooks.probe import Call, Hook, errors
+from otel_infer.instrumentation.hooks.probe import Call, Hook, count_errors
 from otel_infer.instrumentation.transformers import (
     continuous_batching,
     generate,
@@ -28,15 +28,15 @@ from otel_infer.instrumentation.transformers import (
     tokenization,
     transfers,
 )
-from otel_infer.instrumentation.transformers._integration import apart, model_name
-from otel_infer.instrumentation.transformers.tokenization import _token_count, _tokenizing
+from otel_infer.instrumentation.transformers._integration import model_name, wrap_in_empty_context
+from otel_infer.instrumentation.transformers.tokenization import _token_count, _wrap_tokenize
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span
 from otel_infer.tracing import start as ingress
 from tests.support.rings import Recording
 
 
-def request_of(name: str = "asgi") -> request_span.LiveRequest:
+def request_of(name: str = "asgi") -> request_span.RequestSpan:
     request = ingress.open_request("POST /", owner=name)
     assert request is not None
     return request
@@ -84,20 +84,20 @@ class Engine:
         self.scheduler = self
         self.batch: list[Future] = []
         self.result: list[Future] = []
-        self._schedule = continuous_batching._scheduling(self._next, self.hook)
-        self._update = continuous_batching.prepare_batch_update(
+        self._schedule = continuous_batching._wrap_schedule_batch(self._next, self.hook)
+        self._update = continuous_batching.wrap_prepare_batch_update(
             lambda ios: (self.result, [], None), self.hook
         )
 
     def _next(self, scheduler: Any) -> Any:
         return self.batch, False, sum(future.query_length for future in self.batch), 0
 
-    def admit(self, tokens: int = 4, request_id: str = "r") -> tuple[request_span.LiveRequest, State]:
+    def admit(self, tokens: int = 4, request_id: str = "r") -> tuple[request_span.RequestSpan, State]:
         """A request of its own and its sequence, running."""
         request = request_of("batching")
-        request.submitted("transformers", 1, tokens)
+        request.record_submitted("transformers", 1, tokens)
         state = State(request_id, tokens)
-        state.otel_infer = sequences._Sequences(request, own=True, left=1)  # type: ignore[attr-defined]
+        state.otel_infer = sequences._SequenceGroup(request, own=True, left=1)  # type: ignore[attr-defined]
         state.otel_infer_handle = state.otel_infer.packed  # type: ignore[attr-defined]
         self.active_requests[request_id] = state
         return request, state
@@ -114,7 +114,7 @@ class Engine:
 
     def finish(self, state: State, status: str = "FINISHED") -> None:
         state.status.name = status
-        pop = sequences.finish_request(
+        pop = sequences.wrap_finish_request(
             lambda self, request_id: self.active_requests.pop(request_id), self.hook
         )
         pop(self, state.request_id)
@@ -154,7 +154,7 @@ def test_a_release_whose_futures_do_not_say_their_length_is_read_from_the_state(
     _, state = engine.admit(tokens=6)
     futures: Any = [Bare(state)]
     result = (futures, False, 6, 0)
-    continuous_batching._scheduling(lambda scheduler: result, engine.hook)(engine)
+    continuous_batching._wrap_schedule_batch(lambda scheduler: result, engine.hook)(engine)
     engine.update(futures)
     engine.finish(state)
     (record,) = recording.records()
@@ -164,9 +164,9 @@ def test_a_release_whose_futures_do_not_say_their_length_is_read_from_the_state(
 @pytest.mark.parametrize(("share", "used"), [(1.0, 0), (0.95, 1), (0.35, 13), (0.0, 20)])
 def test_a_cache_that_counts_by_share_is_told_in_blocks(share: float, used: int) -> None:
     cache = SimpleNamespace(num_blocks=20, compute_free_capacity=lambda: share)
-    assert kv_cache.blocks_of(cache)() == (used, 20)
+    assert kv_cache.make_usage_reader(cache)() == (used, 20)
     nothing = SimpleNamespace()
-    assert kv_cache.blocks_of(nothing)() == (0, 0)
+    assert kv_cache.make_usage_reader(nothing)() == (0, 0)
 
 
 def test_how_large_blocks_are_is_said_by_the_cache_or_by_its_allocators_or_by_nobody() -> None:
@@ -177,7 +177,7 @@ def test_how_large_blocks_are_is_said_by_the_cache_or_by_its_allocators_or_by_no
         SimpleNamespace(cache_allocators={}),
         SimpleNamespace(),
     ]
-    assert [kv_cache.block_tokens(cache) for cache in said] == [32, 16, 0, 0]
+    assert [kv_cache.tokens_per_block(cache) for cache in said] == [32, 16, 0, 0]
 
 
 def test_with_two_in_flight_what_was_scheduled_for_the_gone_is_discarded(recording: Recording) -> None:
@@ -188,7 +188,7 @@ def test_with_two_in_flight_what_was_scheduled_for_the_gone_is_discarded(recordi
     second = engine.schedule(Future(goes), Future(stays))
     engine.update(first)
     engine.finish(goes)
-    continuous_batching._told(engine, goes)  # a second time, as a soft reset does
+    continuous_batching._remove_from_batch(engine, goes)  # a second time, as a soft reset does
     third = engine.schedule(Future(stays))
     engine.update(second)
     engine.update(third)
@@ -275,7 +275,7 @@ def test_a_loop_that_ends_gives_its_log_to_the_next(recording: Recording) -> Non
         engine.schedule(Future(state))  # the forward fails: this step has no end
         raise MemoryError
 
-    run = continuous_batching.run_loop(lambda: loop(), Hook("loop"))
+    run = continuous_batching.wrap_run_generation_loop(lambda: loop(), Hook("loop"))
     for _ in range(20):
         with pytest.raises(MemoryError):
             run()
@@ -293,7 +293,7 @@ def clear(engine: Engine, says: bool) -> None:
         scheduler._requests_to_cancel = set()
         return gone if says else None
 
-    sequences.clear_cancelled_requests(original, engine.hook)(engine)
+    sequences.wrap_clear_cancelled_requests(original, engine.hook)(engine)
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -314,7 +314,7 @@ def test_a_failure_is_known_before_anybody_is_told_of_it(recording: Recording) -
     engine = Engine()
     request, state = engine.admit()
     state.otel_infer.own = False  # type: ignore[attr-defined]
-    deliver = sequences.fail_and_deliver(lambda router, state, error: request.close(), engine.hook)
+    deliver = sequences.wrap_fail_and_deliver(lambda router, state, error: request.close(), engine.hook)
     deliver(None, state, MemoryError())
     (record,) = recording.records()
     assert (record.outcome, record.error_type) == (events.ERROR, "MemoryError")
@@ -323,8 +323,8 @@ def test_a_failure_is_known_before_anybody_is_told_of_it(recording: Recording) -
 def test_a_failure_that_is_told_twice_is_one(recording: Recording) -> None:
     engine = Engine()
     _, state = engine.admit()
-    deliver = sequences.fail_and_deliver(lambda router, state, error: None, engine.hook)
-    handle = sequences.handle_request_error(
+    deliver = sequences.wrap_fail_and_deliver(lambda router, state, error: None, engine.hook)
+    handle = sequences.wrap_handle_request_error(
         lambda self, error, state: deliver(None, state, error), engine.hook
     )
     handle(engine, MemoryError("text that no telemetry may show"), state)
@@ -338,10 +338,10 @@ def test_a_failure_that_is_told_twice_is_one(recording: Recording) -> None:
 
 def test_the_worst_of_several_sequences_is_the_requests_end(recording: Recording) -> None:
     request = request_of("batching")
-    of = sequences._Sequences(request, own=True, left=4)
+    of = sequences._SequenceGroup(request, own=True, left=4)
     for reason, error in (("length", ""), ("abort", ""), ("error", "MemoryError"), ("abort", "")):
         assert not request.ended
-        of.finished(State(), reason, error)
+        of.finish_sequence(State(), reason, error)
     (record,) = recording.records()
     assert (record.outcome, record.error_type) == (events.ERROR, "MemoryError")
 
@@ -351,9 +351,9 @@ def test_a_sequence_that_goes_on_in_another_state_is_preempted_and_not_over(reco
     request, state = engine.admit()
     engine.update(engine.schedule(Future(state)))
     state.generated_tokens = [5]
-    again = sequences.same_again(lambda self: State(self.request_id, 5), engine.hook)(state)
+    again = sequences.wrap_create_equivalent(lambda self: State(self.request_id, 5), engine.hook)(state)
     engine.finish(state)
-    sequences.add_waiting_request(lambda self, state: None, engine.hook)(engine, again)
+    sequences.wrap_add_waiting_request(lambda self, state: None, engine.hook)(engine, again)
     assert not request.ended
     engine.active_requests["r"] = again
     again._true_initial_tokens = 4
@@ -368,9 +368,9 @@ def test_a_sequence_that_goes_on_in_another_state_is_preempted_and_not_over(reco
 def test_a_fork_that_did_not_fit_waits_and_is_not_preempted(recording: Recording) -> None:
     engine = Engine()
     _, parent = engine.admit()
-    child = sequences.same_again(lambda self: State(self.request_id), engine.hook)(parent)
+    child = sequences.wrap_create_equivalent(lambda self: State(self.request_id), engine.hook)(parent)
     child.request_id = "r__child#0"
-    sequences.add_waiting_request(lambda self, state: None, engine.hook)(engine, child)
+    sequences.wrap_add_waiting_request(lambda self, state: None, engine.hook)(engine, child)
     parent.generated_tokens = [2]
     engine.finish(parent)
     (record,) = recording.records()
@@ -378,7 +378,7 @@ def test_a_fork_that_did_not_fit_waits_and_is_not_preempted(recording: Recording
 
 
 def test_a_state_means_something_in_this_process_only(recording: Recording) -> None:
-    of = sequences._Sequences(request_of(), own=True, left=1)
+    of = sequences._SequenceGroup(request_of(), own=True, left=1)
     assert copy.deepcopy(of) is of and copy.deepcopy(of.packed) is of.packed
     assert pickle.loads(pickle.dumps([of, of.packed])) == [None, bytes(4)]
 
@@ -394,14 +394,14 @@ class Fixed:
 
 def test_a_state_that_takes_no_attributes_is_left_alone(recording: Recording) -> None:
     made, forked, again = Hook("made"), Hook("forked"), Hook("again")
-    sequences._adding.sequences = sequences._Sequences(request_of(), own=True, left=1)
+    sequences._adding.group = sequences._SequenceGroup(request_of(), own=True, left=1)
     try:
         state = Fixed()
-        sequences.new_state(lambda self: None, made)(state)
+        sequences.wrap_post_init(lambda self: None, made)(state)
     finally:
-        sequences._adding.sequences = None
-    assert isinstance(sequences.fork(lambda self, name: Fixed(), forked)(state, "r__child#0"), Fixed)
-    assert isinstance(sequences.same_again(lambda self: Fixed(), again)(state), Fixed)
+        sequences._adding.group = None
+    assert isinstance(sequences.wrap_fork(lambda self, name: Fixed(), forked)(state, "r__child#0"), Fixed)
+    assert isinstance(sequences.wrap_create_equivalent(lambda self: Fixed(), again)(state), Fixed)
     assert not (made.alive or forked.alive or again.alive)
     engine = Engine()
     engine._requests_to_cancel = {"r"}
@@ -422,7 +422,7 @@ class Manager:
     def add(self, prompt: Any) -> Any:
         """`add_request` with our probe around it."""
         parameters: Any = {"input_ids": (0, None), "max_new_tokens": (1, None)}
-        probe = sequences.add_request(Call(self, (prompt,), {}, parameters))
+        probe = sequences.trace_add_request(Call(self, (prompt,), {}, parameters))
         next(probe)
         if isinstance(self.answer, BaseException):
             with pytest.raises(type(self.answer)):
@@ -441,9 +441,9 @@ def test_a_request_that_is_not_taken_is_over(answer: Any, error: str, recording:
 
 
 def test_what_is_no_prompt_and_no_limit_is_the_librarys_to_refuse(recording: Recording) -> None:
-    failures = errors()
+    failures = count_errors()
     Manager(TypeError(), generation_config=SimpleNamespace(max_new_tokens="lots")).add(None)
-    assert errors() == failures
+    assert count_errors() == failures
     (record,) = recording.records()
     assert (record.outcome, record.error_type) == (events.ERROR, "TypeError")
     assert (record.input_tokens, record.max_tokens) == (0, 0)
@@ -484,23 +484,24 @@ GENERATE: Any = {"inputs": (0, None), "generation_config": (1, None)}
     ],
 )
 def test_a_prompt_is_counted_in_tokens_or_not_at_all(args: Any, kwargs: Any, shape: tuple[int, int]) -> None:
-    assert generation_arguments.shape_of_prompt(Call(None, args, kwargs, GENERATE)) == shape
+    assert generation_arguments.prompt_shape(Call(None, args, kwargs, GENERATE)) == shape
 
 
 def test_a_setting_is_the_calls_then_the_configurations_then_the_models() -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(max_new_tokens=3, num_return_sequences=2))
     config = SimpleNamespace(max_new_tokens=2, num_return_sequences=None)
     assert (
-        generation_arguments.setting(
+        generation_arguments.get_setting(
             Call(model, (None, config), {"max_new_tokens": 1}, GENERATE), "max_new_tokens"
         )
         == 1
     )
-    assert generation_arguments.setting(Call(model, (None, config), {}, GENERATE), "max_new_tokens") == 2
+    assert generation_arguments.get_setting(Call(model, (None, config), {}, GENERATE), "max_new_tokens") == 2
     assert (
-        generation_arguments.setting(Call(model, (None, config), {}, GENERATE), "num_return_sequences") == 2
+        generation_arguments.get_setting(Call(model, (None, config), {}, GENERATE), "num_return_sequences")
+        == 2
     )
-    assert generation_arguments.setting(Call(None, (), {}, GENERATE), "max_new_tokens") is None
+    assert generation_arguments.get_setting(Call(None, (), {}, GENERATE), "max_new_tokens") is None
 
 
 @pytest.mark.parametrize(
@@ -541,8 +542,8 @@ def test_tokens_are_counted_in_every_shape_they_come_in(result: Any, tokens: int
 
 def test_a_tokenizer_inside_a_tokenizer_is_one_stage(recording: Recording) -> None:
     hook = Hook("tokenizer")
-    inner = _tokenizing(lambda words: {"input_ids": words.split()}, hook)
-    outer = _tokenizing(lambda words: inner(words), hook)
+    inner = _wrap_tokenize(lambda words: {"input_ids": words.split()}, hook)
+    outer = _wrap_tokenize(lambda words: inner(words), hook)
     request = request_of()
     assert outer("nobody asks") == {"input_ids": ["nobody", "asks"]}
     token = request.attach()
@@ -562,12 +563,14 @@ def test_a_tokenizer_inside_a_tokenizer_is_one_stage(recording: Recording) -> No
 
 def test_what_serves_everybody_starts_outside_of_any_request(recording: Recording) -> None:
     seen: list[Any] = []
-    start = apart(lambda: seen.append((ingress.current(), baggage.get_baggage("user"))), Hook("start"))
+    start = wrap_in_empty_context(
+        lambda: seen.append((ingress.current_request(), baggage.get_baggage("user"))), Hook("start")
+    )
     request = request_of()
     token = request.attach()
     inner = otel_context.attach(baggage.set_baggage("user", "somebody"))
     start()
-    assert (ingress.current(), baggage.get_baggage("user")) == (request, "somebody")
+    assert (ingress.current_request(), baggage.get_baggage("user")) == (request, "somebody")
     otel_context.detach(inner)
     ingress.detach(token)
     assert seen == [(None, None)]
@@ -580,7 +583,10 @@ def test_a_streamer_that_got_the_prompt_has_reached_nobody(recording: Recording)
         def put(self, value: int) -> None:
             self.total_tokens += value
 
-    init, put = serve._made_for(lambda self: None, Hook("init")), serve._delivering(Streamer.put, Hook("put"))
+    init, put = (
+        serve._wrap_streamer_init(lambda self: None, Hook("init")),
+        serve._wrap_streamer_put(Streamer.put, Hook("put")),
+    )
     streamer = Streamer()
     request = request_of()
     token = request.attach()
@@ -609,7 +615,7 @@ def test_a_token_that_cannot_be_made_into_text_fails_its_request(
 
     request = request_of()
     with pytest.raises(type(failure)) as raised:
-        serve._delivering(put, Hook("put"))(SimpleNamespace(_otel_infer=request), 1)
+        serve._wrap_streamer_put(put, Hook("put"))(SimpleNamespace(_otel_infer=request), 1)
     assert raised.value is failure
     request.close(status_code=200)
     (record,) = recording.records()
@@ -618,7 +624,7 @@ def test_a_token_that_cannot_be_made_into_text_fails_its_request(
 
 def test_a_limit_that_is_no_number_is_handed_over_all_the_same(recording: Recording) -> None:
     hook, request = Hook("hand over"), request_of()
-    hand_over = serve._handing_over(lambda *args: args[-1], hook)
+    hand_over = serve._wrap_manager_generate(lambda *args: args[-1], hook)
     token = request.attach()
     config = SimpleNamespace(max_new_tokens="lots")
     assert hand_over(None, None, None, {"input_ids": Tensor(1, 5)}, config) is config
@@ -633,25 +639,25 @@ def test_a_limit_that_is_no_number_is_handed_over_all_the_same(recording: Record
     )
 
 
-def running(request: request_span.LiveRequest) -> generation_run.Run:
-    return generation_run.Run(request, own=False, log=None, rows=1, prompt=4)
+def running(request: request_span.RequestSpan) -> generation_run.GenerationRun:
+    return generation_run.GenerationRun(request, own=False, log=None, rows=1, prompt=4)
 
 
 @pytest.fixture
-def generating(recording: Recording) -> Iterator[generation_run.Run]:
+def generating(recording: Recording) -> Iterator[generation_run.GenerationRun]:
     """A request for which this thread generates."""
     request = request_of()
-    request.submitted("transformers", 1, 4)
-    generation_run.thread.run = running(request)
-    yield generation_run.thread.run
-    generation_run.thread.run = None
+    request.record_submitted("transformers", 1, 4)
+    generation_run.thread_state.run = running(request)
+    yield generation_run.thread_state.run
+    generation_run.thread_state.run = None
 
 
 def test_what_the_reader_of_a_streamer_waits_for_is_not_the_time_to_make_text(
-    generating: generation_run.Run,
+    generating: generation_run.GenerationRun,
 ) -> None:
     generating.iterations = 1
-    tokenization.put(lambda self, value: None, Hook("put"))(None, 1)
+    tokenization.wrap_streamer_put(lambda self, value: None, Hook("put"))(None, 1)
     assert generating.request.tokens_reached
     assert generating.request.detokenize_ns == 0
 
@@ -661,12 +667,16 @@ def test_what_the_reader_of_a_streamer_waits_for_is_not_the_time_to_make_text(
     [({"pixel_values": 1}, True, True), ({"pixel_values": 1}, False, False), ({"input_ids": 1}, True, False)],
 )
 def test_a_model_that_looks_before_it_reads_has_begun(
-    given: dict[str, int], supports: bool, ends: bool, generating: generation_run.Run, recording: Recording
+    given: dict[str, int],
+    supports: bool,
+    ends: bool,
+    generating: generation_run.GenerationRun,
+    recording: Recording,
 ) -> None:
     hook, request = Hook("encoder"), generating.request
     config = SimpleNamespace(is_encoder_decoder=False)
     model = SimpleNamespace(config=config, _supports_mm_encoder_outputs=lambda: supports)
-    generate._encoding(lambda self, *args: None, hook)(model, None, given)
+    generate._wrap_encoder(lambda self, *args: None, hook)(model, None, given)
     request.close(events.ERROR, "MemoryError")
     (record,) = recording.records()
     assert (hook.alive, record.died_in) == (True, "prefill" if ends else "queue")
@@ -680,24 +690,24 @@ def test_steps_are_timed_where_the_model_is_though_its_inputs_are_on_the_host(
     model = SimpleNamespace(config=SimpleNamespace(), device=SimpleNamespace(type=device))
     config = SimpleNamespace(num_return_sequences=1, num_beams=1, max_length=9)
     generating = running(request_of())
-    generating.enter(model, on_host, {"generation_config": config})
+    generating.begin_loop(model, on_host, {"generation_config": config})
     assert generating.device.type == timed
 
 
 def test_a_transfer_is_said_once_of_a_request_with_several_prompts(recording: Recording) -> None:
     request = request_of()
-    request.submitted("transformers", 3)
+    request.record_submitted("transformers", 3)
     states = [State(str(number)) for number in range(3)]
     for state in states:
-        state.otel_infer = sequences._Sequences(request, own=False, left=1)  # type: ignore[attr-defined]
+        state.otel_infer = sequences._SequenceGroup(request, own=False, left=1)  # type: ignore[attr-defined]
     host = SimpleNamespace(
         requests_in_batch=[Future(state, 4) for state in states],
         total_seqlen_q=12,
         cumulative_seqlens_q=np.array([0, 4, 8, 12]),
     )
-    transfer = transfers._begin("h2d", host, None)
+    transfer = transfers._begin_transfer("h2d", host, None)
     assert transfer is not None
-    transfer.end([])
+    transfer.record_end([])
     request.close()
     (record,) = recording.records()
     assert [stage.name for stage in record.stages].count("h2d") == 1
@@ -723,10 +733,10 @@ def test_a_transfer_is_timed_on_the_device_that_it_goes_to(
         """Whatever it is sent to, it stays where it is."""
 
     monkeypatch.setattr(transfers, "timing", Marks())
-    monkeypatch.setattr(transfers, "current", lambda: SimpleNamespace(kind="cuda", index=1))
+    monkeypatch.setattr(transfers, "current_device", lambda: SimpleNamespace(kind="cuda", index=1))
     inputs = Inputs(input_ids=SimpleNamespace(device=SimpleNamespace(type="cpu")))
     token = request_of().attach()
-    probe = transfers.to(Call(inputs, (target,), {}, {"device": (0, None)}))
+    probe = transfers.trace_to_device(Call(inputs, (target,), {}, {"device": (0, None)}))
     next(probe)
     with pytest.raises(StopIteration):
         probe.send(inputs)

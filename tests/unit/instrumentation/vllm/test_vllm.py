@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.analysis.attribution.request import _OF_STAGES
+from otel_infer.analysis.attribution.request import _CAUSE_BY_STAGE
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.transformers import tokenization
@@ -35,7 +35,7 @@ def recording() -> Iterator[Recording]:
     recording = Recording()
     yield recording
     recording.stop()
-    propagation._parts.clear()
+    propagation._fragments.clear()
     api_server.in_flight.clear()
 
 
@@ -79,12 +79,12 @@ class Scheduler:
             enable_caching=True,
             block_pool=SimpleNamespace(num_gpu_blocks=21, get_num_free_blocks=lambda: 5),
         )
-        self._schedule = steps.schedule(lambda scheduler: scheduler.output, self.hook)
-        self._add = engine_core.add_request(Scheduler.add_request, self.hook)
-        self._free = engine_core.free_request(
+        self._schedule = steps.wrap_schedule(lambda scheduler: scheduler.output, self.hook)
+        self._add = engine_core.wrap_add_request(Scheduler.add_request, self.hook)
+        self._free = engine_core.wrap_free_request(
             lambda scheduler, request: scheduler.running.remove(request), self.hook
         )
-        self._preempt = engine_core.preempt_request(lambda *_: None, self.hook)
+        self._preempt = engine_core.wrap_preempt_request(lambda *_: None, self.hook)
 
     def add(self, request_id: str, headers: dict[str, str] | None) -> Request:
         return self.take(Request(request_id, headers))
@@ -127,7 +127,7 @@ class Scheduler:
                 self.free(request)
             return result
 
-        steps.update_from_output(updated, self.hook)(self, output, sampled)
+        steps.wrap_update_from_output(updated, self.hook)(self, output, sampled)
 
     def free(self, request: Request) -> None:
         self._free(self, request)
@@ -137,12 +137,12 @@ class Scheduler:
         self._preempt(self, request, 0.0)
 
 
-def front(sequences: int = 1, tokens: int = 4) -> tuple[request_span.LiveRequest, dict[str, str]]:
+def front(sequences: int = 1, tokens: int = 4) -> tuple[request_span.RequestSpan, dict[str, str]]:
     """A request of a server, and what it takes along."""
     request = start.open_request("POST /", owner="asgi")
     assert request is not None
-    request.submitted("vllm", sequences, tokens)
-    return request, propagation.headers(request)
+    request.record_submitted("vllm", sequences, tokens)
+    return request, propagation.inject(request)
 
 
 def own(record: RequestRecord) -> dict[int, int]:
@@ -180,7 +180,7 @@ def test_a_prompt_that_comes_in_pieces_is_one_request_and_leaves_nothing_behind(
     request.close()
     (record,) = recording.records()
     assert stages_of(record) == ["ingress", "queue", "prefill"]
-    assert propagation._parts == {}
+    assert propagation._fragments == {}
     assert scheduler.hook.alive
 
 
@@ -248,7 +248,7 @@ def test_sequences_of_one_prompt_are_one_request(recording: Recording) -> None:
     (record,) = recording.records()
     assert own(record) == {1: 2, 2: 2}
     assert record.finish_reasons == ("length", "length")
-    assert propagation._parts == {}
+    assert propagation._fragments == {}
 
 
 def test_whoever_came_without_a_request_of_ours_is_nobody(recording: Recording) -> None:
@@ -327,8 +327,8 @@ def compiled(request: Request, broken: bool = False) -> None:
             raise ValueError("no such schema")
         return "a grammar"
 
-    created = scheduler_waits.create_grammar(compile_it, hook)
-    asked = scheduler_waits.grammar_init(lambda manager, request: created(manager, request), hook)
+    created = scheduler_waits.wrap_create_grammar(compile_it, hook)
+    asked = scheduler_waits.wrap_grammar_init(lambda manager, request: created(manager, request), hook)
     with pytest.raises(ValueError, match="no such schema") if broken else contextlib.nullcontext():
         assert asked(None, request) == "a grammar"
     assert hook.alive
@@ -356,7 +356,7 @@ def test_who_leaves_before_its_grammar_is_there_had_waited_for_it(recording: Rec
         compiled(sequence, broken)
     else:
         sequence.structured_output_request = object()  # type: ignore[assignment]
-        scheduler_waits.grammar_init(lambda *_: None, Hook("stand-in"))(None, sequence)
+        scheduler_waits.wrap_grammar_init(lambda *_: None, Hook("stand-in"))(None, sequence)
     scheduler.take(sequence)
     sequence.reason = "abort"
     scheduler.free(sequence)
@@ -378,9 +378,7 @@ def test_blocks_from_elsewhere_are_a_stage_until_the_scheduler_has_seen_that_the
     scheduler.update(scheduler.schedule())
     hook = Hook("stand-in")
     for answer in (False, None):  # not yet, in the words of 0.17; and that they are, in everybody's
-        said = scheduler_waits.update_waiting_for_remote_kv(lambda *_, said=answer: said, hook)(
-            scheduler, sequence
-        )
+        said = scheduler_waits.wrap_update_remote_kv(lambda *_, said=answer: said, hook)(scheduler, sequence)
         assert said is answer
     scheduler.deferred_waiting, sequence.status = set(), WAITING
     scheduler.update(scheduler.schedule(new={"r": 4}, r=2), r=1)
@@ -396,16 +394,16 @@ def test_who_waits_for_what_is_told_once_a_second_and_when_nobody_does_any_more(
 ) -> None:
     scheduler, who = Scheduler(), [Request(str(number), None) for number in range(5)]
     front()  # before the first request of a process nothing is said
-    told = scheduler_waits.Waits()
+    told = scheduler_waits.WaitingReporter()
     who[1].status, who[2].status = FOR_KV, FOR_A_GRAMMAR
     scheduler.waiting, scheduler.deferred_waiting = who, set(who[1:4])
-    told.look(scheduler, 5_000_000_000, 5)
+    told.on_scheduled(scheduler, 5_000_000_000, 5)
     scheduler.waiting, scheduler.deferred_waiting = [], set()
-    told.look(scheduler, 5_900_000_000, 0)
+    told.on_scheduled(scheduler, 5_900_000_000, 0)
     recording.records()
-    waiting = recording._assembler.processes.waiting
+    waiting = recording._assembler.processes.count_waiting
     assert waiting() == {"capacity": 2, "kv_transfer": 1, "grammar": 1, "other": 1}
-    told.idle(scheduler, 5_950_000_000)
+    told.on_idle(scheduler, 5_950_000_000)
     recording.records()
     assert waiting() == {"capacity": 0, "kv_transfer": 0, "grammar": 0, "other": 0}
 
@@ -415,14 +413,14 @@ def test_what_happens_often_is_said_once_a_second_and_nothing_is_left_out(
 ) -> None:
     said: list[tuple[int, int, int]] = []
     monkeypatch.setattr(
-        steps.recorder, "marked", lambda mark, since, at, count: said.append((since, at, count))
+        steps.recorder, "count", lambda mark, since, at, count: said.append((since, at, count))
     )
-    tally = steps.Tally("kv_eviction")
+    tally = steps.RateLimitedCounter("kv_eviction")
     for at in (10, 20, 999_999_999, 1_000_000_010, 2_000_000_000):
         tally.add()
-        tally.look(at)
-    tally.tell(2_500_000_000)
-    tally.tell(2_600_000_000)
+        tally.flush_if_due(at)
+    tally.flush(2_500_000_000)
+    tally.flush(2_600_000_000)
     assert said == [(10, 1_000_000_010, 4), (2_000_000_000, 2_500_000_000, 1)]
 
 
@@ -437,16 +435,16 @@ class Worker:
         self.result: Any = None
 
     def execute(self, output: Any) -> Any:
-        return worker.execute_model(lambda it, output: it.result, self.hook)(self, output)
+        return worker.wrap_execute_model(lambda it, output: it.result, self.hook)(self, output)
 
     def sample(self) -> Any:
-        return worker.sample_tokens(lambda it, grammar: "tokens", self.hook)(self, None)
+        return worker.wrap_sample_tokens(lambda it, grammar: "tokens", self.hook)(self, None)
 
 
 def executed(recording: Recording) -> list[tuple[int, int]]:
     """Rank and process of every execution that was told."""
     recording.records()
-    found = recording._assembler.devices.drain()
+    found = recording._assembler.workers.drain_executions()
     assert all(execution.length_ns >= 0 for execution in found)
     return [(execution.rank, execution.pid) for execution in found]
 
@@ -507,7 +505,7 @@ class FrontEnd:
         self.request_states: dict[str, Sequence] = {}
 
     def add(self, sequence: Sequence, parent: Any = None) -> None:
-        probe = api_server.add_request(
+        probe = api_server.trace_add_request(
             Call(self, (sequence, None, parent), {}, {"request": (0, None), "parent_req": (2, None)})
         )
         next(probe)
@@ -516,20 +514,20 @@ class FrontEnd:
             probe.send(None)
 
     def submit(self, sequence: Sequence) -> None:
-        list(api_server._submitting(Call(None, (sequence,), {}, {"request": (0, None)})))
+        list(api_server._trace_submit(Call(None, (sequence,), {}, {"request": (0, None)})))
 
     def finish(self, *sequences: Sequence) -> None:
         for sequence in sequences:
-            output_processor.finish_request(lambda *_: None, self.hook)(self, sequence)
+            output_processor.wrap_finish_request(lambda *_: None, self.hook)(self, sequence)
 
     def abort(self, *sequences: Sequence) -> None:
         gone = [sequence.request_id for sequence in sequences]
-        output_processor.abort_requests(lambda *_: gone, self.hook)(self, gone)
+        output_processor.wrap_abort_requests(lambda *_: gone, self.hook)(self, gone)
 
 
 def prepared(prompt: dict[str, Any]) -> Generator[None, Any, None]:
     """vLLM's renderer makes this the model's input."""
-    return multimodal.prepare(Call(None, (prompt,), {}, {"prompt": (0, None)}))
+    return multimodal.trace_prepare_media(Call(None, (prompt,), {}, {"prompt": (0, None)}))
 
 
 def test_blame_knows_every_stage_that_is_stated_here() -> None:
@@ -540,7 +538,7 @@ def test_blame_knows_every_stage_that_is_stated_here() -> None:
         scheduler_waits.GRAMMAR,
         scheduler_waits.KV_TRANSFER,
     }
-    assert stated <= _OF_STAGES.keys()
+    assert stated <= _CAUSE_BY_STAGE.keys()
 
 
 def test_media_of_a_prompt_are_stages_and_text_is_not(recording: Recording) -> None:
@@ -548,13 +546,13 @@ def test_media_of_a_prompt_are_stages_and_text_is_not(recording: Recording) -> N
     assert request is not None
     token = request.attach()
     for probe in (
-        multimodal.fetch(Call(None, (), {}, {})),
+        multimodal.trace_fetch_media(Call(None, (), {}, {})),
         prepared({"multi_modal_data": {"image": []}}),
         prepared({}),
     ):
         list(probe)
     start.detach(token)
-    list(multimodal.fetch(Call(None, (), {}, {})))  # for nobody's request
+    list(multimodal.trace_fetch_media(Call(None, (), {}, {})))  # for nobody's request
     request.close()
     (record,) = recording.records()
     assert [stage.name for stage in record.stages if "media" in stage.name] == [
@@ -567,7 +565,7 @@ def test_without_a_server_a_prompt_is_a_request_of_its_own(recording: Recording)
     front_end, sequence = FrontEnd(), Sequence("r-1234", "r")
     front_end.add(sequence)
     front_end.submit(sequence)
-    assert sequence.trace_headers is not None and propagation.MARK in sequence.trace_headers
+    assert sequence.trace_headers is not None and propagation.REQUEST_HEADER in sequence.trace_headers
     front_end.finish(sequence)
     (record,) = recording.records()
     assert (record.operation, record.model, record.input_tokens, record.max_tokens) == (
@@ -633,9 +631,9 @@ def test_a_prompt_is_tokenized_once_though_the_tokenizer_is_hooked_too(recording
     assert request is not None
     token = request.attach()
     renderer = SimpleNamespace(model_config=SimpleNamespace(model="tiny"))
-    render = api_server._rendering("chat")(Call(renderer, (), {}, {}))
+    render = api_server._make_render_probe("chat")(Call(renderer, (), {}, {}))
     next(render)
-    tokenize = tokenization._tokenizing(lambda prompt: [1, 2, 3], Hook("stand-in"))
+    tokenize = tokenization._wrap_tokenize(lambda prompt: [1, 2, 3], Hook("stand-in"))
     assert tokenize("a b c") == [1, 2, 3]
     with pytest.raises(StopIteration):
         render.send(None)
@@ -694,7 +692,7 @@ def test_when_the_engine_dies_everybody_is_told_of_what(recording: Recording) ->
     front_end, sequence = FrontEnd(), Sequence("r")
     front_end.add(sequence)
     front_end.submit(sequence)
-    output_processor.propagate_error(lambda *_: None, front_end.hook)(
+    output_processor.wrap_propagate_error(lambda *_: None, front_end.hook)(
         front_end, MemoryError("no content of it leaves")
     )
     (record,) = recording.records()
@@ -707,7 +705,7 @@ class Detokenizer:
     def __init__(self, hook: Hook, makes_text: bool = True) -> None:
         self.output_token_ids: list[int] = []
         self.makes_text = makes_text
-        self._update = output_processor._updating(self._taken, hook)
+        self._update = output_processor._wrap_update(self._taken, hook)
 
     def _taken(self, me: Any, tokens: list[int], stopped: bool) -> str | None:
         self.output_token_ids += tokens
@@ -720,7 +718,7 @@ class Detokenizer:
         return self._update(self, [7] * tokens, False)
 
 
-def asked(front_end: FrontEnd, sequence: Sequence) -> request_span.LiveRequest:
+def asked(front_end: FrontEnd, sequence: Sequence) -> request_span.RequestSpan:
     """A server's request whose prompt this is."""
     request = start.open_request("POST /", owner="asgi")
     assert request is not None
@@ -740,7 +738,7 @@ def process(
         front_end.finish(*finishes)
         return SimpleNamespace(reqs_to_abort=list(aborts))
 
-    output_processor.process_outputs(processed, front_end.hook)(front_end, outputs)
+    output_processor.wrap_process_outputs(processed, front_end.hook)(front_end, outputs)
 
 
 def ended(sequence: Sequence, reason: FinishReason | None) -> Any:
@@ -768,7 +766,7 @@ def test_a_stop_string_is_met_in_the_front_end_and_what_follows_it_is_no_output(
     (record,) = recording.records()
     assert (record.finish_reasons, record.output_tokens) == (("stop",), 3)
     assert record.detokenize_ns > 0 and record.first_token_at
-    assert output_processor._stopped == {} == output_processor._given_up and front_end.hook.alive
+    assert output_processor._stopped == {} == output_processor._engine_failures and front_end.hook.alive
 
 
 def test_what_both_ends_finish_is_counted_once_by_what_was_kept(recording: Recording) -> None:
@@ -830,12 +828,12 @@ def test_a_prompt_that_never_gets_to_the_engine_ends_with_what_its_caller_is_tol
 ) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     named = {"request": (0, None), "parent_req": (2, None)}
-    probe = api_server.add_request(Call(front_end, (sequence, None, None), {}, named))
+    probe = api_server.trace_add_request(Call(front_end, (sequence, None, None), {}, named))
     next(probe)
     with pytest.raises(TypeError):
         probe.throw(TypeError("no such token"))
     front_end.add(sequence)
-    sending = api_server._submitting(Call(None, (sequence,), {}, {"request": (0, None)}))
+    sending = api_server._trace_submit(Call(None, (sequence,), {}, {"request": (0, None)}))
     next(sending)
     with pytest.raises(OSError):
         sending.throw(OSError("the engine is gone"))

@@ -25,14 +25,14 @@ budgets: {queue: 100ms, prefill: 0.35s}
 
 
 def test_promises_are_read_as_they_are_written() -> None:
-    assert slo_spec.spec(yaml.safe_load(GOOD)) == slo_spec.Spec(
+    assert slo_spec.parse_spec(yaml.safe_load(GOOD)) == slo_spec.SloSpec(
         [
-            slo_spec.Objective("ttft", "ttft", 0.5, 0.99),
-            slo_spec.Objective("ttft-70b", "ttft", 1.5, 0.9990000000000001, "llama-70b.*"),
-            slo_spec.Objective("errors", "errors", 0.0, 0.995),
+            slo_spec.SloObjective("ttft", "ttft", 0.5, 0.99),
+            slo_spec.SloObjective("ttft-70b", "ttft", 1.5, 0.9990000000000001, "llama-70b.*"),
+            slo_spec.SloObjective("errors", "errors", 0.0, 0.995),
         ],
         {"queue": 0.1, "prefill": 0.35},
-        slo_spec.DEMO,
+        slo_spec.DEMO_WINDOWS,
         10,
         "https://grafana.example.com",
         "https://example.com/alerts.md",
@@ -66,8 +66,8 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("said", "expected"), BAD.values(), ids=BAD)
 def test_what_is_wrong_is_said_with_its_place_and_what_is_expected(said: Any, expected: str) -> None:
-    with pytest.raises(slo_spec.BadSpec) as refused:
-        slo_spec.spec(said)
+    with pytest.raises(slo_spec.InvalidSloSpec) as refused:
+        slo_spec.parse_spec(said)
     assert str(refused.value).startswith(expected)
 
 
@@ -79,19 +79,19 @@ def test_the_command_names_the_file(tmp_path: Any, capsys: pytest.CaptureFixture
 
 
 def test_bounds_that_are_whole_are_found_however_they_are_written() -> None:
-    one = slo_spec.spec({"objectives": [{**TTFT, "within": "1s"}]}).objectives[0]
-    assert 'le=~"1([.]0)?"' in burn_rate_rules.missed(one, "5m")
+    one = slo_spec.parse_spec({"objectives": [{**TTFT, "within": "1s"}]}).objectives[0]
+    assert 'le=~"1([.]0)?"' in burn_rate_rules.missed_ratio_query(one, "5m")
 
 
 def test_every_default_bound_is_one_of_its_histogram() -> None:
-    for one in slo_spec.DEFAULT.objectives:
-        assert one.of == slo_spec.ERRORS or one.within in slo_spec.METRICS[one.of].bounds
-    assert set(slo_spec.DEFAULT.budgets) <= set(semconv.STAGES)
+    for one in slo_spec.DEFAULT_SPEC.objectives:
+        assert one.of == slo_spec.ERRORS or one.within in slo_spec.OBJECTIVE_METRICS[one.of].bounds
+    assert set(slo_spec.DEFAULT_SPEC.budgets) <= set(semconv.STAGES)
 
 
 def test_grafana_gets_every_alert_with_what_prometheus_would_have_recorded_written_out() -> None:
-    made = burn_rate_rules.groups(slo_spec.DEFAULT)
-    found = [rule for group in grafana_rules.groups(made, "prom") for rule in group["rules"]]
+    made = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)
+    found = [rule for group in grafana_rules.convert_rule_groups(made, "prom") for rule in group["rules"]]
     alerts = [rule for group in made["groups"] for rule in group["rules"] if "alert" in rule]
     assert len(found) == len(alerts)
     assert len({rule["uid"] for rule in found}) == len({rule["title"] for rule in found}) == len(found)
@@ -114,7 +114,7 @@ def test_a_promise_that_leaves_much_room_can_be_broken_all_the_same() -> None:
 
 
 def _bars(objective: dict[str, Any]) -> list[str]:
-    groups = burn_rate_rules.groups(slo_spec.spec({"objectives": [objective]}))
+    groups = burn_rate_rules.build_rule_groups(slo_spec.parse_spec({"objectives": [objective]}))
     burns = [
         rule["expr"]
         for group in groups["groups"]
@@ -125,7 +125,7 @@ def _bars(objective: dict[str, Any]) -> list[str]:
 
 
 def test_a_range_that_is_hurried_still_has_two_samples() -> None:
-    hurried = burn_rate_rules.groups(slo_spec.DEFAULT._replace(windows=slo_spec.DEMO))
+    hurried = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC._replace(windows=slo_spec.DEMO_WINDOWS))
     (causes,) = (group for group in hurried["groups"] if "causes" in group["name"])
     ranges = {int(found) for rule in causes["rules"] for found in re.findall(r"\[(\d+)s", rule["expr"])}
-    assert min(ranges) == burn_rate_rules.WITH_TWO_SAMPLES_S
+    assert min(ranges) == burn_rate_rules.MIN_RANGE_S

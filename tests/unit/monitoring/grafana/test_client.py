@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from otel_infer.monitoring.grafana import diff
-from otel_infer.monitoring.grafana.client import FOLDER, Change, Difference, Grafana, Refused
-from otel_infer.monitoring.grafana.errors import masked, shown
+from otel_infer.monitoring.grafana.client import (
+    FOLDER,
+    DashboardDiff,
+    GrafanaChange,
+    GrafanaClient,
+    GrafanaError,
+)
+from otel_infer.monitoring.grafana.errors import redact_secrets, redact_url
 from tests.support.grafana_server import BAD_GATEWAY, Answer, GrafanaServer, datasource, late
 
 pytest.importorskip("grafana_client", reason="grafana-client is not installed")
@@ -82,38 +88,42 @@ def server() -> Iterator[GrafanaServer]:
 
 
 @pytest.fixture
-def grafana(server: GrafanaServer) -> Grafana:
-    return Grafana(server.url, TOKEN)
+def grafana(server: GrafanaServer) -> GrafanaClient:
+    return GrafanaClient(server.url, TOKEN)
 
 
 def refusal_of(url: str, token: str = TOKEN, timeout: float = 5.0) -> str:
-    with pytest.raises(Refused) as refused:
-        Grafana(url, token, timeout=timeout)
+    with pytest.raises(GrafanaError) as refused:
+        GrafanaClient(url, token, timeout=timeout)
     return str(refused.value)
 
 
 # ── dashboards ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_push_makes_the_folder_and_the_dashboards_in_it(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_push_makes_the_folder_and_the_dashboards_in_it(
+    server: GrafanaServer, grafana: GrafanaClient
+) -> None:
     pushed = grafana.push_dashboards({"a": board("a"), "b": board("b")}, "Inference")
     assert [
-        Change("folder", FOLDER, "created"),
-        Change("dashboard", "a", "created"),
-        Change("dashboard", "b", "created"),
+        GrafanaChange("folder", FOLDER, "created"),
+        GrafanaChange("dashboard", "a", "created"),
+        GrafanaChange("dashboard", "b", "created"),
     ] == pushed
     assert "Inference" == server.folders[FOLDER]["title"]
     assert FOLDER == server.dashboards["b"]["meta"]["folderUid"]
 
 
-def test_a_second_push_writes_nothing(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_second_push_writes_nothing(server: GrafanaServer, grafana: GrafanaClient) -> None:
     grafana.push_dashboards({"a": board("a")}, "Inference")
     written = list(server.writes)
-    assert [Change("dashboard", "a", "unchanged")] == grafana.push_dashboards({"a": board("a")}, "Inference")
+    assert [GrafanaChange("dashboard", "a", "unchanged")] == grafana.push_dashboards(
+        {"a": board("a")}, "Inference"
+    )
     assert written == server.writes
 
 
-def test_who_is_no_administrator_pushes_too(server: GrafanaServer, grafana: Grafana) -> None:
+def test_who_is_no_administrator_pushes_too(server: GrafanaServer, grafana: GrafanaClient) -> None:
     server.is_admin = False
     assert ["created", "created"] == [
         change.action for change in grafana.push_dashboards({"a": board("a")}, "Inference")
@@ -121,7 +131,7 @@ def test_who_is_no_administrator_pushes_too(server: GrafanaServer, grafana: Graf
     assert {"a": board("a")} == grafana.pull_dashboards(["a", "absent"])
 
 
-def test_a_dry_run_says_the_same_and_writes_nothing(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_dry_run_says_the_same_and_writes_nothing(server: GrafanaServer, grafana: GrafanaClient) -> None:
     server.put_dashboard(board("old"))
     boards = {"new": board("new"), "old": board("old", title="Better")}
     foretold = grafana.push_dashboards(boards, "Inference", dry_run=True)
@@ -130,7 +140,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(server: GrafanaServer, grafa
     assert ["created", "created", "updated"] == [change.action for change in foretold]
 
 
-def test_a_dashboard_that_was_moved_stays_where_it_is(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_dashboard_that_was_moved_stays_where_it_is(server: GrafanaServer, grafana: GrafanaClient) -> None:
     server.folders["theirs"] = {"uid": "theirs", "title": "Theirs"}
     server.put_dashboard(board("a"), folder="theirs")
     grafana.push_dashboards({"a": board("a", title="Better")}, "Inference")
@@ -139,39 +149,41 @@ def test_a_dashboard_that_was_moved_stays_where_it_is(server: GrafanaServer, gra
 
 
 def test_a_dashboard_that_is_not_ours_is_refused_before_anything_is_written(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
     server.put_dashboard(board("theirs", tags=["kubernetes"]))
-    with pytest.raises(Refused, match=r"theirs is not ours .*give it another uid, or force"):
+    with pytest.raises(GrafanaError, match=r"theirs is not ours .*give it another uid, or force"):
         grafana.push_dashboards({"new": board("new"), "theirs": board("theirs")}, "Inference")
     assert [] == server.writes
 
 
 def test_a_dashboard_that_is_not_ours_is_replaced_when_forced(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
     server.put_dashboard(board("theirs", tags=["kubernetes"]))
-    assert [Change("dashboard", "theirs", "updated")] == grafana.push_dashboards(
+    assert [GrafanaChange("dashboard", "theirs", "updated")] == grafana.push_dashboards(
         {"theirs": board("theirs")}, "Inference", force=True
     )
     assert ["otel-infer"] == server.dashboards["theirs"]["dashboard"]["tags"]
 
 
 def test_a_dashboard_that_a_file_makes_is_refused_in_a_dry_run_too(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
     server.put_dashboard(board("a"), provisioned=True, provisionedExternalId="a.json")
-    assert [Change("dashboard", "a", "unchanged")] == grafana.push_dashboards({"a": board("a")}, "Inference")
-    with pytest.raises(Refused, match=r"made by a file \(a.json\): change that file"):
+    assert [GrafanaChange("dashboard", "a", "unchanged")] == grafana.push_dashboards(
+        {"a": board("a")}, "Inference"
+    )
+    with pytest.raises(GrafanaError, match=r"made by a file \(a.json\): change that file"):
         grafana.push_dashboards({"a": board("a", title="Better")}, "Inference", dry_run=True)
 
 
 def test_a_dashboard_that_became_a_files_meanwhile_says_so_too(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
     refused = Answer(400, {"message": "Cannot save provisioned dashboard"})
     server.instead = lambda verb, path: refused if path == "/api/dashboards/db" else None
-    with pytest.raises(Refused, match=r"HTTP 400 “Cannot save provisioned dashboard”; a file makes it"):
+    with pytest.raises(GrafanaError, match=r"HTTP 400 “Cannot save provisioned dashboard”; a file makes it"):
         grafana.push_dashboards({"a": board("a")}, "Inference")
 
 
@@ -187,50 +199,54 @@ def test_what_somebody_saved_meanwhile_is_not_overwritten(
             server.put_dashboard(board("a", title="Theirs"))
 
     server.instead = save_first
-    with pytest.raises(Refused, match=f"HTTP {status} .*look, and push again"):
-        Grafana(server.url, TOKEN).push_dashboards({"a": board("a")}, "Inference", force=True)
+    with pytest.raises(GrafanaError, match=f"HTTP {status} .*look, and push again"):
+        GrafanaClient(server.url, TOKEN).push_dashboards({"a": board("a")}, "Inference", force=True)
     assert "Theirs" == server.dashboards["a"]["dashboard"]["title"]
 
 
-def test_v2_json_is_refused_with_what_would_be_understood(server: GrafanaServer, grafana: Grafana) -> None:
-    with pytest.raises(Refused, match=r"HTTP 400 .*v2 format.*only classic dashboard JSON"):
+def test_v2_json_is_refused_with_what_would_be_understood(
+    server: GrafanaServer, grafana: GrafanaClient
+) -> None:
+    with pytest.raises(GrafanaError, match=r"HTTP 400 .*v2 format.*only classic dashboard JSON"):
         grafana.push_dashboards({"a": board("a", elements={})}, "Inference")
 
 
 def test_a_dashboard_kept_as_v2_is_refused_with_what_would_be_understood(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
     server.put_dashboard(board("a"), apiVersion="v2beta1")
-    with pytest.raises(Refused, match=r"HTTP 406 .*only classic dashboard JSON"):
+    with pytest.raises(GrafanaError, match=r"HTTP 406 .*only classic dashboard JSON"):
         grafana.pull_dashboards(["a"])
 
 
-def test_another_dashboard_of_the_same_name_is_to_be_renamed(server: GrafanaServer, grafana: Grafana) -> None:
+def test_another_dashboard_of_the_same_name_is_to_be_renamed(
+    server: GrafanaServer, grafana: GrafanaClient
+) -> None:
     grafana.push_dashboards({"a": board("a", title="Same")}, "Inference")
-    with pytest.raises(Refused, match=r"HTTP 412 .*rename or delete what has that name"):
+    with pytest.raises(GrafanaError, match=r"HTTP 412 .*rename or delete what has that name"):
         grafana.push_dashboards({"b": board("b", title="Same")}, "Inference")
 
 
-def test_a_folder_of_the_same_name_is_to_be_renamed(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_folder_of_the_same_name_is_to_be_renamed(server: GrafanaServer, grafana: GrafanaClient) -> None:
     server.folders["theirs"] = {"uid": "theirs", "title": "Inference"}
-    with pytest.raises(Refused, match=r"create folder Inference: HTTP 409 .*rename or delete"):
+    with pytest.raises(GrafanaError, match=r"create folder Inference: HTTP 409 .*rename or delete"):
         grafana.push_dashboards({"a": board("a")}, "Inference")
 
 
 @pytest.mark.parametrize("uid", ["a" * 41, "a.b"])
 def test_a_uid_that_grafana_cannot_have_is_refused_in_its_words(
-    server: GrafanaServer, grafana: Grafana, uid: str
+    server: GrafanaServer, grafana: GrafanaClient, uid: str
 ) -> None:
-    with pytest.raises(Refused, match=r"HTTP 400 “uid (too long, max 40|contains illegal) characters”"):
+    with pytest.raises(GrafanaError, match=r"HTTP 400 “uid (too long, max 40|contains illegal) characters”"):
         grafana.push_dashboards({uid: board(uid)}, "Inference")
 
 
-def test_what_is_pulled_is_what_was_pushed(server: GrafanaServer, grafana: Grafana) -> None:
+def test_what_is_pulled_is_what_was_pushed(server: GrafanaServer, grafana: GrafanaClient) -> None:
     grafana.push_dashboards({"a": board("a")}, "Inference")
     assert {"a": board("a")} == grafana.pull_dashboards(["a", "absent"])
 
 
-def test_a_difference_names_the_places(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_difference_names_the_places(server: GrafanaServer, grafana: GrafanaClient) -> None:
     boards = {"absent": board("absent"), "changed": board("changed"), "same": board("same", id=9, version=3)}
     theirs = copy.deepcopy(board("changed"))
     theirs["panels"][0]["targets"][0]["expr"] = "down"
@@ -239,32 +255,32 @@ def test_a_difference_names_the_places(server: GrafanaServer, grafana: Grafana) 
     server.put_dashboard(theirs)
     server.put_dashboard(board("same"))
     assert [
-        Difference("absent", "missing"),
-        Difference("changed", "differs", ("panels[0].targets[0].expr", "panels[1]", "refresh")),
-        Difference("same", "same"),
+        DashboardDiff("absent", "missing"),
+        DashboardDiff("changed", "differs", ("panels[0].targets[0].expr", "panels[1]", "refresh")),
+        DashboardDiff("same", "same"),
     ] == grafana.diff_dashboards(boards)
 
 
 def test_a_true_is_no_one_and_one_is_one_point_nought() -> None:
-    assert ["a"] == list(diff.paths({"a": True, "b": 1.0, "c": None}, {"a": 1, "b": 1}))
+    assert ["a"] == list(diff.find_differences({"a": True, "b": 1.0, "c": None}, {"a": 1, "b": 1}))
 
 
 # ── alert rules ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_rules_are_put_into_our_folder_by_group(server: GrafanaServer, grafana: Grafana) -> None:
+def test_rules_are_put_into_our_folder_by_group(server: GrafanaServer, grafana: GrafanaClient) -> None:
     assert [
-        Change("folder", FOLDER, "created"),
-        Change("rule group", "otel-infer / slo", "created"),
+        GrafanaChange("folder", FOLDER, "created"),
+        GrafanaChange("rule group", "otel-infer / slo", "created"),
     ] == grafana.push_rules([group()], "Inference")
     stored = server.groups[FOLDER, "otel-infer / slo"]
     assert (60, FOLDER) == (stored["interval"], stored["rules"][0]["folderUID"])
 
 
-def test_rules_that_are_there_are_not_written_again(server: GrafanaServer, grafana: Grafana) -> None:
+def test_rules_that_are_there_are_not_written_again(server: GrafanaServer, grafana: GrafanaClient) -> None:
     grafana.push_rules([group()], "Inference")
     written = list(server.writes)
-    assert [Change("rule group", "otel-infer / slo", "unchanged")] == grafana.push_rules(
+    assert [GrafanaChange("rule group", "otel-infer / slo", "unchanged")] == grafana.push_rules(
         [group()], "Inference"
     )
     assert written == server.writes
@@ -282,28 +298,32 @@ def test_rules_that_are_there_are_not_written_again(server: GrafanaServer, grafa
     ],
 )
 def test_a_group_that_changed_is_written(
-    server: GrafanaServer, grafana: Grafana, changed: dict[str, Any]
+    server: GrafanaServer, grafana: GrafanaClient, changed: dict[str, Any]
 ) -> None:
     grafana.push_rules([group()], "Inference")
-    assert [Change("rule group", "otel-infer / slo", "updated")] == grafana.push_rules([changed], "Inference")
+    assert [GrafanaChange("rule group", "otel-infer / slo", "updated")] == grafana.push_rules(
+        [changed], "Inference"
+    )
     assert "unchanged" == grafana.push_rules([changed], "Inference")[0].action
 
 
-def test_a_rule_that_is_no_longer_in_its_group_is_removed(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_rule_that_is_no_longer_in_its_group_is_removed(
+    server: GrafanaServer, grafana: GrafanaClient
+) -> None:
     grafana.push_rules([group(rule("a"), rule("b"))], "Inference")
     foretold = grafana.push_rules([group(rule("a"))], "Inference", dry_run=True)
     assert foretold == grafana.push_rules([group(rule("a"))], "Inference")
-    assert Change("alert rule", "b", "removed") == foretold[-1]
+    assert GrafanaChange("alert rule", "b", "removed") == foretold[-1]
     assert ["a"] == [one["uid"] for one in server.groups[FOLDER, "otel-infer / slo"]["rules"]]
 
 
-def test_a_dry_run_of_rules_writes_nothing(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_dry_run_of_rules_writes_nothing(server: GrafanaServer, grafana: GrafanaClient) -> None:
     foretold = grafana.push_rules([group()], "Inference", dry_run=True)
     assert ["created", "created"] == [change.action for change in foretold]
     assert [] == server.writes
 
 
-def test_a_paused_rule_stays_paused(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_paused_rule_stays_paused(server: GrafanaServer, grafana: GrafanaClient) -> None:
     grafana.push_rules([group()], "Inference")
     stored = server.groups[FOLDER, "otel-infer / slo"]["rules"]
     stored[0]["isPaused"] = True
@@ -316,34 +336,38 @@ def test_what_an_older_grafana_drops_from_a_rule_is_not_written_again_and_again(
     server: GrafanaServer,
 ) -> None:
     server.version = "11.6.0"
-    grafana = Grafana(server.url, TOKEN)
+    grafana = GrafanaClient(server.url, TOKEN)
     grafana.push_rules([group()], "Inference")
     assert "keep_firing_for" not in server.groups[FOLDER, "otel-infer / slo"]["rules"][0]
     assert "unchanged" == grafana.push_rules([group()], "Inference")[0].action
 
 
 def test_a_rule_that_asks_a_datasource_that_is_not_there_is_refused(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
     server.datasources = [datasource("prometheus", "other")]
-    with pytest.raises(Refused, match="rule otel-infer-slow asks datasource P1, which is not there: add it"):
+    with pytest.raises(
+        GrafanaError, match="rule otel-infer-slow asks datasource P1, which is not there: add it"
+    ):
         grafana.push_rules([group()], "Inference")
     assert [] == server.writes
 
 
 def test_rules_that_a_file_provisions_are_to_be_removed_there(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
     grafana.push_rules([group()], "Inference")
     server.provenance = "file"
-    with pytest.raises(Refused, match=r"HTTP 409 .*needs 'file'”; somebody else provisions"):
+    with pytest.raises(GrafanaError, match=r"HTTP 409 .*needs 'file'”; somebody else provisions"):
         grafana.push_rules([group(interval=30)], "Inference")
 
 
 def test_an_interval_that_the_scheduler_has_not_is_refused_in_grafanas_words(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
-    with pytest.raises(Refused, match=r"save rule group .*HTTP 400 .*divided exactly by scheduler interval"):
+    with pytest.raises(
+        GrafanaError, match=r"save rule group .*HTTP 400 .*divided exactly by scheduler interval"
+    ):
         grafana.push_rules([group(interval=7)], "Inference")
 
 
@@ -351,21 +375,21 @@ def test_an_interval_that_the_scheduler_has_not_is_refused_in_grafanas_words(
 
 
 def test_the_default_prometheus_is_used_and_tempo_need_not_be_there(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
     server.datasources = [datasource("prometheus", "a"), datasource("prometheus", "b", is_default=True)]
-    used = grafana.datasources()
+    used = grafana.select_datasources()
     assert ("b", None) == (used.prometheus.uid, used.tempo)
-    assert "a" == grafana.datasources(prometheus="a").prometheus.uid
+    assert "a" == grafana.select_datasources(prometheus="a").prometheus.uid
 
 
-def test_a_missing_prometheus_is_to_be_added(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_missing_prometheus_is_to_be_added(server: GrafanaServer, grafana: GrafanaClient) -> None:
     server.datasources = [datasource("tempo", "T1")]
-    with pytest.raises(Refused, match="no Prometheus datasource: add one under Connections"):
-        grafana.datasources()
-    with pytest.raises(Refused, match="no tempo datasource has the name or uid T2"):
+    with pytest.raises(GrafanaError, match="no Prometheus datasource: add one under Connections"):
+        grafana.select_datasources()
+    with pytest.raises(GrafanaError, match="no tempo datasource has the name or uid T2"):
         server.datasources.append(datasource("prometheus", "P1"))
-        grafana.datasources(tempo="T2")
+        grafana.select_datasources(tempo="T2")
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -384,38 +408,42 @@ def test_a_missing_prometheus_is_to_be_added(server: GrafanaServer, grafana: Gra
     ],
 )
 def test_a_missing_permission_is_named(
-    server: GrafanaServer, grafana: Grafana, denied: str, doing: str
+    server: GrafanaServer, grafana: GrafanaClient, denied: str, doing: str
 ) -> None:
     server.denied = {denied}
-    with pytest.raises(Refused, match=f"{doing}.*HTTP 403 .*give the service account of the token {denied}"):
+    with pytest.raises(
+        GrafanaError, match=f"{doing}.*HTTP 403 .*give the service account of the token {denied}"
+    ):
         grafana.push_dashboards({"a": board("a")}, "Inference")
         grafana.push_rules([group()], "Inference")
 
 
 def test_a_permission_that_grafana_does_not_name_is_named_by_us(
-    server: GrafanaServer, grafana: Grafana
+    server: GrafanaServer, grafana: GrafanaClient
 ) -> None:
     refused = Answer(403, {"message": "Access denied to save dashboard"})
     server.instead = lambda verb, path: refused if path == "/api/dashboards/db" else None
-    with pytest.raises(Refused, match=r"give the service account .*dashboards:create and dashboards:write"):
+    with pytest.raises(
+        GrafanaError, match=r"give the service account .*dashboards:create and dashboards:write"
+    ):
         grafana.push_dashboards({"a": board("a")}, "Inference")
 
 
 @pytest.mark.parametrize("token", ["", "glsa_wrong_secret", "admin:wrong-secret"])
 def test_a_token_that_is_not_accepted_names_its_variable(server: GrafanaServer, token: str) -> None:
-    with pytest.raises(Refused, match=r"HTTP 401 .*into GRAFANA_TOKEN") as refused:
-        Grafana(server.url, token).datasources()
+    with pytest.raises(GrafanaError, match=r"HTTP 401 .*into GRAFANA_TOKEN") as refused:
+        GrafanaClient(server.url, token).select_datasources()
     assert "secret" not in str(refused.value)
 
 
 def test_user_and_password_are_accepted() -> None:
     with GrafanaServer("admin:pässword:1") as server:
-        assert {} == Grafana(server.url, "admin:pässword:1\n").pull_dashboards(["a"])
+        assert {} == GrafanaClient(server.url, "admin:pässword:1\n").pull_dashboards(["a"])
 
 
 def test_nothing_is_asked_for_where_everybody_may() -> None:
     with GrafanaServer("") as server:
-        assert {} == Grafana(server.url).pull_dashboards(["a"])
+        assert {} == GrafanaClient(server.url).pull_dashboards(["a"])
 
 
 def test_a_token_with_a_line_break_in_it_is_not_shown(server: GrafanaServer) -> None:
@@ -439,10 +467,10 @@ def test_what_somebody_else_says_is_repeated_without_the_token(server: GrafanaSe
 
 
 def test_words_are_cut_and_addresses_shown_without_their_query() -> None:
-    assert "a b" == masked("a\n  b", ("",))
-    assert masked("x" * 999, ()).endswith("x…")
-    assert "https://g/x" == shown("https://g/x?token=1#a")
-    assert "https://***@g/" == shown("https://u:p@g/?to=http://x")
+    assert "a b" == redact_secrets("a\n  b", ("",))
+    assert redact_secrets("x" * 999, ()).endswith("x…")
+    assert "https://g/x" == redact_url("https://g/x?token=1#a")
+    assert "https://***@g/" == redact_url("https://u:p@g/?to=http://x")
 
 
 def test_an_address_that_nothing_answers_at_is_named() -> None:
@@ -502,9 +530,11 @@ def test_a_proxy_before_grafana_is_told_from_it(server: GrafanaServer, answer: A
     assert told in refusal_of(server.url)
 
 
-def test_a_page_in_place_of_an_answer_later_on_is_told_so(server: GrafanaServer, grafana: Grafana) -> None:
+def test_a_page_in_place_of_an_answer_later_on_is_told_so(
+    server: GrafanaServer, grafana: GrafanaClient
+) -> None:
     server.instead = lambda verb, path: Answer(200, "<html>signed out</html>")
-    with pytest.raises(Refused, match="could not read dashboard a: what answers there is no Grafana"):
+    with pytest.raises(GrafanaError, match="could not read dashboard a: what answers there is no Grafana"):
         grafana.pull_dashboards(["a"])
 
 
@@ -512,12 +542,12 @@ def test_a_version_that_is_too_old_is_refused_and_a_hidden_one_is_not(server: Gr
     server.version = "8.5.27"
     assert "Grafana 8.5.27 is too old: 9 or newer is needed" in refusal_of(server.url)
     server.version = ""
-    assert "" == Grafana(server.url, TOKEN).version
+    assert "" == GrafanaClient(server.url, TOKEN).version
 
 
 def test_a_grafana_below_a_sub_path_is_found_with_and_without_a_slash() -> None:
     with GrafanaServer(TOKEN, prefix="/monitoring/grafana") as server:
-        assert ["12.4.1"] * 2 == [Grafana(url, TOKEN).version for url in (server.url, f"{server.url}/")]
+        assert ["12.4.1"] * 2 == [GrafanaClient(url, TOKEN).version for url in (server.url, f"{server.url}/")]
 
 
 def test_without_grafana_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

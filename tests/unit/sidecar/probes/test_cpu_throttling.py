@@ -11,11 +11,16 @@ import pytest
 from otel_infer import _clock
 from otel_infer.config.environment import Config
 from otel_infer.ringbuffer import directory, events
-from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.writer import MemoryArena, RequestWriter
 from otel_infer.sidecar.main import Sidecar
 from otel_infer.sidecar.pipeline import Pipeline
-from otel_infer.sidecar.probes.cpu_throttling import LOOK_NS, Throttling, stat_files, throttled_ns
+from otel_infer.sidecar.probes.cpu_throttling import (
+    SAMPLE_INTERVAL_NS,
+    CpuThrottlingProbe,
+    find_stat_files,
+    parse_throttled_ns,
+)
 from otel_infer.sidecar.recording import file as tape
 from tests.support.story import COUNTED
 
@@ -33,7 +38,7 @@ class Machine:
         self.proc, self.mount, self.at = folder / "proc", folder / "cgroup", 1_000 * MS
         self.mount.mkdir()
         self.process("self", "0::/\n")
-        self.looks = Throttling(self.proc, self.mount, lambda: self.at)
+        self.looks = CpuThrottlingProbe(self.proc, self.mount, lambda: self.at)
 
     def process(self, pid: str, memberships: str) -> None:
         (self.proc / pid).mkdir(parents=True, exist_ok=True)
@@ -48,9 +53,9 @@ class Machine:
     def look(self, at_ms: int, *processes: tuple[int, int]) -> list[tuple[int, float, float]]:
         """(ring, since, until), ms."""
         self.at = at_ms * MS
-        said = self.looks.look(lambda: processes)
-        assert all(one.fact.cause == "throttled" and one.handle == 0 for one in said)
-        return [(one.ring, one.fact.started_at / MS, one.fact.at / MS) for one in said]
+        said = self.looks.read_events(lambda: processes)
+        assert all(one.event.cause == "throttled" and one.handle == 0 for one in said)
+        return [(one.ring, one.event.started_at / MS, one.event.at / MS) for one in said]
 
 
 @pytest.fixture
@@ -74,14 +79,14 @@ def machine(tmp_path: Path) -> Machine:
     ],
 )
 def test_throttled_time_is_read_in_the_unit_of_its_version(stat: str, ns: int | None) -> None:
-    assert throttled_ns(stat) == ns
+    assert parse_throttled_ns(stat) == ns
 
 
 def test_a_group_and_those_above_it_are_asked_its_own_first(machine: Machine) -> None:
     for path in ("kube/pod/box", "kube/pod", "kube"):
         machine.group(path, V2.format(0))
     machine.group("", "usage_usec 9\n")  # the root says nothing of throttling
-    files = stat_files("0::/kube/pod/box\n", "0::/\n", machine.mount)
+    files = find_stat_files("0::/kube/pod/box\n", "0::/\n", machine.mount)
     assert files == tuple(machine.mount / p / "cpu.stat" for p in ("kube/pod/box", "kube/pod", "kube"))
 
 
@@ -89,27 +94,27 @@ def test_the_group_of_version_1_is_that_of_the_cpu_controller(machine: Machine) 
     file = machine.group("cpu/box", V1.format(0))
     machine.group("memory/box", V1.format(0))
     memberships = "5:memory:/box\n4:cpuacct,cpu:/box\n1:name=systemd:/box\n0::/\n"
-    assert stat_files(memberships, "", machine.mount) == (file,)
+    assert find_stat_files(memberships, "", machine.mount) == (file,)
 
 
 def test_in_a_container_that_sees_only_itself_the_path_of_the_host_is_not_needed(machine: Machine) -> None:
     file = machine.group("cpu", V1.format(0))
     memberships = "4:cpu:/docker/0123abcd\n"
-    assert stat_files(memberships, memberships, machine.mount) == (file,)
-    assert stat_files(memberships, "4:cpu:/docker/another\n", machine.mount) == ()
+    assert find_stat_files(memberships, memberships, machine.mount) == (file,)
+    assert find_stat_files(memberships, "4:cpu:/docker/another\n", machine.mount) == ()
 
 
 def test_a_process_in_a_group_that_cannot_be_seen_from_here_is_not_taken_for_one_of_ours(
     machine: Machine,
 ) -> None:
     machine.group("", V2.format(0))
-    assert stat_files("0::/../box\n", "0::/\n", machine.mount) == ()
+    assert find_stat_files("0::/../box\n", "0::/\n", machine.mount) == ()
 
 
 @pytest.mark.parametrize("memberships", ["", "\n", "nonsense", "0::", "0::relative", "::::"])
 def test_memberships_that_make_no_sense_are_none(memberships: str, machine: Machine) -> None:
     machine.group("", V2.format(0))
-    assert stat_files(memberships, "", machine.mount) == ()
+    assert find_stat_files(memberships, "", machine.mount) == ()
 
 
 # ── what follows from it ─────────────────────────────────────────────────────────────────────────────────────────
@@ -170,8 +175,8 @@ def test_it_looks_ten_times_a_second_and_asks_four_times_who_there_is(machine: M
     for at in range(1000, 2000, 10):
         machine.group("box", V2.format(at * 100))
         machine.at = at * MS
-        said += machine.looks.look(lambda: asked.append(1) or [(1, 7)])  # type: ignore[func-returns-value]
-    assert len(said) == 1_000 * MS // LOOK_NS - 1, "the first look has nothing to compare with"
+        said += machine.looks.read_events(lambda: asked.append(1) or [(1, 7)])  # type: ignore[func-returns-value]
+    assert len(said) == 1_000 * MS // SAMPLE_INTERVAL_NS - 1, "the first look has nothing to compare with"
     assert len(asked) == 4
 
 
@@ -235,19 +240,21 @@ def test_a_process_that_is_gone_is_forgotten(machine: Machine) -> None:
 
 
 def test_what_was_seen_is_on_the_tape_and_counted(tmp_path: Path) -> None:
-    rings, arena = Rings(), MemoryArena()
+    rings, arena = MergedReader(), MemoryArena()
     RequestWriter(arena, "1-a", "server")
     pipeline = Pipeline(
-        Config(tape=str(tmp_path / "a.tape")), rings, [], None, {}, COUNTED, _clock.wall_pair()[1]
+        Config(tape=str(tmp_path / "a.tape")), rings, [], None, {}, COUNTED, _clock.read_clocks()[1]
     )
     at = _clock.now()
-    rings.add(*arena.buffers[0], at)
-    rings.say(events.RingFact(1, 0, events.PauseSeen(at, at - 40 * MS, "throttled")))
-    pipeline.wake(at)
-    pipeline.wake(at + 50 * MS)
-    pipeline.wake(at + 600 * MS, final=True)
+    rings.add_ring(*arena.buffers[0], at)
+    rings.add_event(events.RecordedEvent(1, 0, events.PauseSeen(at, at - 40 * MS, "throttled")))
+    pipeline.run_cycle(at)
+    pipeline.run_cycle(at + 50 * MS)
+    pipeline.run_cycle(at + 600 * MS, final=True)
     pipeline.close(1)
-    said = [one.fact for passage in tape.read(tmp_path / "a.tape") for one in passage.said]
+    said = [
+        one.event for passage in tape.read_batches(tmp_path / "a.tape") for one in passage.recorded_events
+    ]
     assert events.PauseSeen(at, at - 40 * MS, "throttled") in said
     (metrics,) = pipeline.metrics.collect(0).resource_metrics[0].scope_metrics
     (paused,) = [metric for metric in metrics.metrics if metric.name == "infer.pause.duration"]
@@ -257,19 +264,21 @@ def test_what_was_seen_is_on_the_tape_and_counted(tmp_path: Path) -> None:
 
 
 def test_the_sidecar_looks_at_every_wake_and_the_request_that_waited_knows(tmp_path: Path) -> None:
-    lock = directory.Lock(tmp_path / directory.SIDECAR_LOCK)
+    lock = directory.FileLock(tmp_path / directory.SIDECAR_LOCK)
     assert lock.acquire()
     sidecar = Sidecar(lock, Config(), {})
     asked: list[bool] = []
 
-    def look(processes: object) -> list[events.RingFact]:
-        asked.append(processes == sidecar._rings.writers)
-        return [events.RingFact(1, 0, events.PauseSeen(1_000 * MS, 960 * MS, "throttled"))][: len(asked) == 1]
+    def look(processes: object) -> list[events.RecordedEvent]:
+        asked.append(processes == sidecar._rings.list_writers)
+        return [events.RecordedEvent(1, 0, events.PauseSeen(1_000 * MS, 960 * MS, "throttled"))][
+            : len(asked) == 1
+        ]
 
-    sidecar._throttling.look = look  # type: ignore[assignment, method-assign]
-    sidecar._wake(1_050 * MS)
-    sidecar._wake(1_100 * MS)
-    sidecar._wake(1_600 * MS)
+    sidecar._throttling_probe.read_events = look  # type: ignore[assignment, method-assign]
+    sidecar._run_cycle(1_050 * MS)
+    sidecar._run_cycle(1_100 * MS)
+    sidecar._run_cycle(1_600 * MS)
     assert asked == [True, True, True], "also where the rings are left for later"
     (pauses,) = sidecar._pipeline.assembler._pauses._pauses[1].values()
     assert [pause.cause for pause in pauses] == ["throttled"]

@@ -12,10 +12,10 @@ import pytest
 
 from otel_infer import _clock
 from otel_infer.ringbuffer import events, layout
-from otel_infer.ringbuffer.merged_reader import Rings
+from otel_infer.ringbuffer.merged_reader import MergedReader
 from otel_infer.ringbuffer.recorder import Recorder
 from otel_infer.ringbuffer.writer import FileArena
-from otel_infer.sidecar.probes.thread_stats import RENEW_NS, EngineThreads
+from otel_infer.sidecar.probes.thread_stats import RESCAN_INTERVAL_NS, EngineThreadProbe
 
 MS = 1_000_000
 TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -26,7 +26,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.proc, self.at = folder, 1000 * MS
-        self.threads = EngineThreads(folder, lambda: self.at)
+        self.threads = EngineThreadProbe(folder, lambda: self.at)
 
     def thread(self, pid: int, tid: int, *, ran=0, waited=0, faults=0, ticks=0, known_as: int = 0) -> None:
         task = self.proc / str(pid) / "task" / str(tid)
@@ -36,9 +36,9 @@ class Machine:
         (task / "stat").write_text(f"{tid} (a (strange) name) {' '.join(stat)}\n")
         (task / "status").write_text(f"Name:\tx\nNSpid:\t{tid}\t{known_as or tid}\n")
 
-    def look(self, at_ms: int, *threads: tuple[int, int, int, int]) -> list[events.RingFact]:
+    def look(self, at_ms: int, *threads: tuple[int, int, int, int]) -> list[events.RecordedEvent]:
         self.at = at_ms * MS
-        return self.threads.look(lambda: threads)
+        return self.threads.read_events(lambda: threads)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_what_was_added_since_the_last_look_is_said(machine: Machine) -> None:
     assert machine.look(1000, ONE) == []
     machine.thread(100, 102, ran=40, waited=9, faults=950, ticks=3)
     assert machine.look(1050, ONE) == [
-        events.RingFact(5, 0, events.ThreadSeen(1050 * MS, 1000 * MS, 30 * MS, 6 * MS, 2 * TICK, 900))
+        events.RecordedEvent(5, 0, events.ThreadSeen(1050 * MS, 1000 * MS, 30 * MS, 6 * MS, 2 * TICK, 900))
     ]
 
 
@@ -68,7 +68,7 @@ def test_after_a_quiet_time_it_is_told_how_long_that_was(machine: Machine) -> No
     for at in (1000, 1050, 1100):
         assert machine.look(at, ONE) == []
     machine.thread(100, 102, ran=20)
-    quiet, busy = (said.fact for said in machine.look(1150, ONE))
+    quiet, busy = (said.event for said in machine.look(1150, ONE))
     assert quiet == events.ThreadSeen(1100 * MS, 1000 * MS, 0, 0, 0, 0)
     assert busy == events.ThreadSeen(1150 * MS, 1100 * MS, 20 * MS, 0, 0, 0)
 
@@ -79,7 +79,7 @@ def test_a_thread_is_found_by_the_number_its_own_namespace_has_for_it(machine: M
     there = (5, 4000, 1, 3)
     machine.look(1000, there)
     machine.thread(4000, 4002, ran=20, known_as=3)
-    assert [said.fact.ran_ns for said in machine.look(1050, there)] == [20 * MS]
+    assert [said.event.ran_ns for said in machine.look(1050, there)] == [20 * MS]
 
 
 @pytest.mark.parametrize("content", ["", "what?", "1 x 3"])
@@ -101,7 +101,7 @@ def test_a_thread_that_ended_is_let_go_of_and_those_beside_it_are_looked_at(mach
     assert [said.ring for said in machine.look(1050, ONE, other)] == [6]
     before = len(os.listdir("/proc/self/fd"))
     machine.thread(100, 103, ran=2)
-    assert machine.look(1050 + RENEW_NS // MS) == []
+    assert machine.look(1050 + RESCAN_INTERVAL_NS // MS) == []
     assert len(os.listdir("/proc/self/fd")) == before - 2
 
 
@@ -111,7 +111,7 @@ def test_a_real_thread_that_works_is_seen_through_its_ring(tmp_path: Path) -> No
     recorder.start(lambda: FileArena(tmp_path), lambda: None, lambda reason: None)
 
     def engine() -> None:
-        assert recorder.step_log("toy") is not None
+        assert recorder.acquire_batch_writer("toy") is not None
         looked.wait(10)
         until = time.thread_time() + 0.03
         while time.thread_time() < until:
@@ -122,9 +122,9 @@ def test_a_real_thread_that_works_is_seen_through_its_ring(tmp_path: Path) -> No
 
     working = threading.Thread(target=engine)
     working.start()
-    rings = Rings()
+    rings = MergedReader()
     for _ in range(100):
-        rings.discover(tmp_path, _clock.now())
+        rings.discover_rings(tmp_path, _clock.now())
         if rings._processes and next(iter(rings._processes.values())).engines:
             break
         time.sleep(0.02)
@@ -132,14 +132,14 @@ def test_a_real_thread_that_works_is_seen_through_its_ring(tmp_path: Path) -> No
     (steps, *_) = process.engines[0]
     assert int(steps.header.words[layout.W_THREAD]) == working.native_id
     # The lock of our own process's rings is invisible to us, so who holds it is said here.
-    threads, there = EngineThreads(), [(steps.ring, os.getpid(), os.getpid(), working.native_id or 0)]
-    assert threads.look(lambda: there) == []
+    threads, there = EngineThreadProbe(), [(steps.ring, os.getpid(), os.getpid(), working.native_id or 0)]
+    assert threads.read_events(lambda: there) == []
     looked.set()
     assert done.wait(10)
-    (seen,) = threads.look(lambda: there)
+    (seen,) = threads.read_events(lambda: there)
     looked.set()
     working.join()
-    assert seen.fact.ran_ns >= 25 * MS
+    assert seen.event.ran_ns >= 25 * MS
     threads.close()
     rings.close(remove=True)
     recorder.stop()

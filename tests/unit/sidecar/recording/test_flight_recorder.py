@@ -18,9 +18,9 @@ import pytest
 
 from otel_infer.export import http_server
 from otel_infer.ringbuffer import directory, events
-from otel_infer.ringbuffer.events import RingFact
+from otel_infer.ringbuffer.events import RecordedEvent
 from otel_infer.sidecar.recording import dump_request, file, flight_recorder
-from otel_infer.sidecar.recording.flight_recorder import CannotDump, FlightRecorder
+from otel_infer.sidecar.recording.flight_recorder import DumpRejected, FlightRecorder
 from otel_infer.sidecar.recording.webhook import Webhook
 
 SECOND = 1_000_000_000
@@ -40,8 +40,8 @@ class Flight:
     def wakes(self, count: int, apart: int = SECOND // 20) -> None:
         for _ in range(count):
             self.now += apart
-            self.recorder.keep([RingFact(1, 7, events.TokenReached(self.now))], self.now)
-            self.recorder.look(self.now)
+            self.recorder.add_events([RecordedEvent(1, 7, events.TokenReached(self.now))], self.now)
+            self.recorder.process_dump_requests(self.now)
         self.rest()
 
     def rest(self) -> None:
@@ -63,17 +63,17 @@ def flight(tmp_path: Path) -> Flight:
 
 def test_two_that_missed_their_objectives_are_no_breach_and_three_are(flight: Flight) -> None:
     for number in range(2):
-        flight.recorder.missed(flight.now + number)
+        flight.recorder.record_slo_miss(flight.now + number)
     flight.wakes(100)
     assert flight.tapes() == []
-    flight.recorder.missed(flight.now)
+    flight.recorder.record_slo_miss(flight.now)
     flight.wakes(100)
     assert len(flight.tapes()) == 1
 
 
 def test_three_in_more_than_ten_seconds_are_no_breach(flight: Flight) -> None:
     for _ in range(5):
-        flight.recorder.missed(flight.now)
+        flight.recorder.record_slo_miss(flight.now)
         flight.wakes(102)
     assert flight.tapes() == []
 
@@ -81,23 +81,23 @@ def test_three_in_more_than_ten_seconds_are_no_breach(flight: Flight) -> None:
 def test_a_breach_is_written_two_seconds_later_with_itself_in_it(flight: Flight) -> None:
     at = flight.now
     for _ in range(3):
-        flight.recorder.missed(at)
+        flight.recorder.record_slo_miss(at)
     flight.wakes(39)
     assert flight.tapes() == []
     flight.wakes(2)
     (path,) = flight.tapes()
-    said = [fact.fact.at for passage in file.read(path) for fact in passage.said]
+    said = [fact.event.at for passage in file.read_batches(path) for fact in passage.recorded_events]
     assert at in said
     assert max(said) >= at + 2 * SECOND
 
 
 def test_there_is_at_most_one_tape_a_minute_and_then_another(flight: Flight) -> None:
     for _ in range(58 * 2):
-        flight.recorder.missed(flight.now)
+        flight.recorder.record_slo_miss(flight.now)
         flight.wakes(10)
     assert len(flight.tapes()) == 1
     for _ in range(10):
-        flight.recorder.missed(flight.now)
+        flight.recorder.record_slo_miss(flight.now)
         flight.wakes(10)
     flight.wakes(45)
     assert len(flight.tapes()) == 2
@@ -105,18 +105,18 @@ def test_there_is_at_most_one_tape_a_minute_and_then_another(flight: Flight) -> 
 
 def breached(flight: Flight, minutes: int) -> list[float]:
     """A breach that lasts so long; the minutes of it at which tapes were asked for."""
-    asked, began, real = [], flight.now, flight.recorder.ask
+    asked, began, real = [], flight.now, flight.recorder.request_dump
 
     def ask(reason: str, wait_ns: int = 0) -> Path:
         asked.append((flight.now - began) / 60e9)
         return real(reason, wait_ns)
 
-    flight.recorder.ask = ask  # type: ignore[method-assign]
+    flight.recorder.request_dump = ask  # type: ignore[method-assign]
     for _ in range(minutes * 15):
         for _ in range(3):
-            flight.recorder.missed(flight.now)
+            flight.recorder.record_slo_miss(flight.now)
         flight.wakes(1, 4 * SECOND)
-    flight.recorder.ask = real  # type: ignore[method-assign]
+    flight.recorder.request_dump = real  # type: ignore[method-assign]
     return [round(at) for at in asked]
 
 
@@ -135,7 +135,7 @@ def test_a_breach_after_some_quiet_minutes_is_another(flight: Flight) -> None:
 def test_unless_it_was_asked_for_a_breach_writes_nothing(tmp_path: Path) -> None:
     flight = Flight(tmp_path, on_slo=False)
     for _ in range(9):
-        flight.recorder.missed(flight.now)
+        flight.recorder.record_slo_miss(flight.now)
     flight.wakes(100)
     assert flight.tapes() == []
 
@@ -146,7 +146,7 @@ def test_the_newest_20_tapes_stay_and_nothing_else_is_removed(flight: Flight) ->
     for other in others:  # the second as `otel-infer dump` calls them
         other.touch()
     for _ in range(23):
-        flight.recorder.ask(flight_recorder.SIGNAL)
+        flight.recorder.request_dump(flight_recorder.SIGNAL)
         flight.wakes(3)
     assert len(flight.tapes()) == 22
     assert all(other.exists() for other in others)
@@ -159,7 +159,7 @@ def test_the_newest_20_tapes_stay_and_nothing_else_is_removed(flight: Flight) ->
 def test_never_is_more_than_one_written_at_a_time_and_who_asks_again_gets_the_same(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing, go_on, most, real = [], threading.Event(), [], flight_recorder.write
+    writing, go_on, most, real = [], threading.Event(), [], flight_recorder.write_recording
 
     def slowly(*arguments: Any) -> None:
         writing.append(arguments)
@@ -168,17 +168,17 @@ def test_never_is_more_than_one_written_at_a_time_and_who_asks_again_gets_the_sa
         real(*arguments)
         writing.pop()
 
-    monkeypatch.setattr(flight_recorder, "write", slowly)
-    first = flight.recorder.ask(flight_recorder.WEBHOOK)
-    assert flight.recorder.ask(flight_recorder.WEBHOOK) == first
+    monkeypatch.setattr(flight_recorder, "write_recording", slowly)
+    first = flight.recorder.request_dump(flight_recorder.WEBHOOK)
+    assert flight.recorder.request_dump(flight_recorder.WEBHOOK) == first
     for _ in range(4):
         flight.now += SECOND
-        flight.recorder.look(flight.now)
-    assert flight.recorder.ask(flight_recorder.WEBHOOK) == first
-    other = flight.recorder.ask(flight_recorder.SIGNAL)
+        flight.recorder.process_dump_requests(flight.now)
+    assert flight.recorder.request_dump(flight_recorder.WEBHOOK) == first
+    other = flight.recorder.request_dump(flight_recorder.SIGNAL)
     for _ in range(4):
         flight.now += SECOND
-        flight.recorder.look(flight.now)
+        flight.recorder.process_dump_requests(flight.now)
     assert not first.exists()
     go_on.set()
     flight.rest()
@@ -190,7 +190,7 @@ def test_never_is_more_than_one_written_at_a_time_and_who_asks_again_gets_the_sa
 
 def test_what_was_said_before_somebody_asked_is_in_the_tape(flight: Flight) -> None:
     """Rings hand out what was complete a wake ago: of now, two wakes later."""
-    path = flight.recorder.ask(flight_recorder.SIGNAL)
+    path = flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.wakes(1)
     assert not path.exists()
     flight.wakes(1)
@@ -199,8 +199,8 @@ def test_what_was_said_before_somebody_asked_is_in_the_tape(flight: Flight) -> N
 
 def test_at_the_end_what_is_waiting_is_written(flight: Flight) -> None:
     for _ in range(3):
-        flight.recorder.missed(flight.now)
-    other = flight.recorder.ask(flight_recorder.WEBHOOK)
+        flight.recorder.record_slo_miss(flight.now)
+    other = flight.recorder.request_dump(flight_recorder.WEBHOOK)
     flight.recorder.close(10)
     assert other.exists()
     assert len(flight.tapes()) == 2
@@ -209,16 +209,16 @@ def test_at_the_end_what_is_waiting_is_written(flight: Flight) -> None:
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     flight = Flight(tmp_path)
     flight.folder.touch()
-    with pytest.raises(CannotDump, match="no folder"):
-        flight.recorder.ask(flight_recorder.WEBHOOK)
+    with pytest.raises(DumpRejected, match="no folder"):
+        flight.recorder.request_dump(flight_recorder.WEBHOOK)
     flight.recorder.signalled = True
     flight.wakes(3)
 
 
 def test_what_breaks_the_recorder_breaks_nothing_else_and_is_said(flight: Flight) -> None:
-    flight.recorder.keep([RingFact(1, 7, events.AttributeSet(5, "key", object()))], 6)  # type: ignore[arg-type]
-    with pytest.raises(CannotDump, match="the flight recorder broke"):
-        flight.recorder.ask(flight_recorder.WEBHOOK)
+    flight.recorder.add_events([RecordedEvent(1, 7, events.AttributeSet(5, "key", object()))], 6)  # type: ignore[arg-type]
+    with pytest.raises(DumpRejected, match="the flight recorder broke"):
+        flight.recorder.request_dump(flight_recorder.WEBHOOK)
     flight.wakes(5)
     assert flight.recorder.window.size == 0
 
@@ -229,12 +229,12 @@ def test_a_disk_that_is_full_costs_the_tape_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(flight_recorder.TapeWriter, "write", full)
-    flight.recorder.ask(flight_recorder.SIGNAL)
+    monkeypatch.setattr(flight_recorder.RecordingWriter, "write", full)
+    flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.wakes(5)
     assert flight.tapes() == []
     monkeypatch.undo()
-    flight.recorder.ask(flight_recorder.SIGNAL)
+    flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.wakes(5)
     assert len(flight.tapes()) == 1
 
@@ -246,13 +246,13 @@ def test_where_there_are_no_more_threads_there_is_no_tape_and_the_sidecar_goes_o
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    flight.recorder.ask(flight_recorder.SIGNAL)
+    flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.wakes(3)
-    flight.recorder.ask(flight_recorder.WEBHOOK)
+    flight.recorder.request_dump(flight_recorder.WEBHOOK)
     flight.recorder.close(10)
     assert flight.tapes() == []
     monkeypatch.undo()
-    flight.recorder.ask(flight_recorder.SIGNAL)
+    flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.wakes(3)
     assert len(flight.tapes()) == 1
 
@@ -263,11 +263,11 @@ def test_a_window_that_cannot_be_taken_is_said_to_who_asked(
     def broken() -> None:
         raise ValueError("no rows")
 
-    monkeypatch.setattr(flight.recorder.window, "snapshot", broken)
-    asked = flight.rings / f"dump-{'a' * 16}{directory.ASKED}"
+    monkeypatch.setattr(flight.recorder.window, "take_snapshot", broken)
+    asked = flight.rings / f"dump-{'a' * 16}{directory.DUMP_REQUESTED}"
     asked.touch()
     flight.wakes(10)
-    assert asked.with_suffix(directory.REFUSED).read_text() == "ValueError: no rows"
+    assert asked.with_suffix(directory.DUMP_FAILED).read_text() == "ValueError: no rows"
 
 
 def test_what_killed_sidecars_were_writing_is_removed_and_what_another_writes_just_now_stays(
@@ -281,7 +281,7 @@ def test_what_killed_sidecars_were_writing_is_removed_and_what_another_writes_ju
         path.touch()
     for path in (stale, other):
         os.utime(path, (1, 1))
-    flight.recorder.ask(flight_recorder.SIGNAL)
+    flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.wakes(3)
     assert not stale.exists()
     assert fresh.exists() and other.exists()
@@ -295,7 +295,7 @@ def test_an_old_tape_that_cannot_be_removed_costs_no_other_and_no_new_one(
         (flight.folder / f"otel_infer-20000101T0000{number:02d}.000000Z-slo-1.tape").touch()
     stuck = flight.folder / "otel_infer-19990101T000000.000000Z-slo-1.tape"
     stuck.mkdir()
-    flight.recorder.ask(flight_recorder.SIGNAL)
+    flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.wakes(3)
     assert stuck.exists()
     assert len(flight.tapes()) == 21
@@ -312,7 +312,7 @@ def sidecar(flight: Flight) -> Iterator[threading.Event]:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        directory.Lock(flight.rings / directory.SIDECAR_LOCK).acquire()
+        directory.FileLock(flight.rings / directory.SIDECAR_LOCK).acquire()
         os.write(writer, b"1")
         threading.Event().wait(60)
         os._exit(0)
@@ -322,7 +322,7 @@ def sidecar(flight: Flight) -> Iterator[threading.Event]:
     def wake() -> None:
         while not over.wait(0.01):
             flight.now += SECOND // 20
-            flight.recorder.look(flight.now)
+            flight.recorder.process_dump_requests(flight.now)
 
     thread = threading.Thread(target=wake, daemon=True)
     thread.start()
@@ -334,17 +334,17 @@ def sidecar(flight: Flight) -> Iterator[threading.Event]:
 
 
 def test_who_asks_by_a_file_gets_a_tape(flight: Flight, sidecar: threading.Event) -> None:
-    path = dump_request.ask(flight.rings)
+    path = dump_request.request_dump(flight.rings)
     assert path.parent == flight.rings
-    assert file.head(path)["by"] == "command"
+    assert file.read_header(path)["by"] == "command"
     assert flight.tapes() == []
     assert {name for name in os.listdir(flight.rings) if directory.is_dump(name)} == {path.name}
 
 
 def test_who_is_refused_is_told_why(flight: Flight, sidecar: threading.Event) -> None:
-    flight.recorder.keep([RingFact(1, 7, events.AttributeSet(5, "key", object()))], 6)  # type: ignore[arg-type]
-    with pytest.raises(dump_request.NoTape, match="the flight recorder broke"):
-        dump_request.ask(flight.rings)
+    flight.recorder.add_events([RecordedEvent(1, 7, events.AttributeSet(5, "key", object()))], 6)  # type: ignore[arg-type]
+    with pytest.raises(dump_request.DumpFailed, match="the flight recorder broke"):
+        dump_request.request_dump(flight.rings)
     assert not [name for name in os.listdir(flight.rings) if directory.is_dump(name)]
 
 
@@ -352,14 +352,14 @@ def test_who_gets_no_answer_stops_waiting_and_leaves_nothing(
     flight: Flight, sidecar: threading.Event
 ) -> None:
     sidecar.set()
-    with pytest.raises(dump_request.NoTape, match=r"did not answer within 0\.2 s"):
-        dump_request.ask(flight.rings, 0.2)
+    with pytest.raises(dump_request.DumpFailed, match=r"did not answer within 0\.2 s"):
+        dump_request.request_dump(flight.rings, 0.2)
     assert os.listdir(flight.rings) == [directory.SIDECAR_LOCK]
 
 
 def test_where_the_sidecar_ended_nobody_waits(flight: Flight) -> None:
-    with pytest.raises(dump_request.NoTape, match="ended meanwhile"):
-        dump_request.ask(flight.rings)
+    with pytest.raises(dump_request.DumpFailed, match="ended meanwhile"):
+        dump_request.request_dump(flight.rings)
 
 
 def test_a_tape_that_would_fill_the_memory_of_the_servers_rings_is_refused(
@@ -368,10 +368,10 @@ def test_a_tape_that_would_fill_the_memory_of_the_servers_rings_is_refused(
     """A server that touches shared memory of which there is none left is killed."""
     usage = shutil.disk_usage(flight.rings)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=40))
-    with pytest.raises(dump_request.NoTape, match=r"more than 1/4 of what is free in .*rings: SIGUSR2"):
-        dump_request.ask(flight.rings)
+    with pytest.raises(dump_request.DumpFailed, match=r"more than 1/4 of what is free in .*rings: SIGUSR2"):
+        dump_request.request_dump(flight.rings)
     assert not [name for name in os.listdir(flight.rings) if directory.is_dump(name)]
-    flight.recorder.ask(flight_recorder.SIGNAL)
+    flight.recorder.request_dump(flight_recorder.SIGNAL)
     flight.wakes(5)
     assert len(flight.tapes()) == 1
 
@@ -380,14 +380,14 @@ def test_who_stops_waiting_leaves_no_tape_that_comes_just_then(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: float) -> None:
-        (asked,) = [name for name in os.listdir(flight.rings) if name.endswith(directory.ASKED)]
-        (flight.rings / asked).with_suffix(directory.DUMPED).touch()
+        (asked,) = [name for name in os.listdir(flight.rings) if name.endswith(directory.DUMP_REQUESTED)]
+        (flight.rings / asked).with_suffix(directory.DUMP_DONE).touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(directory, "is_held", lambda _: True)
     monkeypatch.setattr(time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        dump_request.ask(flight.rings)
+        dump_request.request_dump(flight.rings)
     assert not [name for name in os.listdir(flight.rings) if directory.is_dump(name)]
 
 
@@ -399,9 +399,9 @@ def test_a_tape_that_nobody_fetched_is_removed_in_time_and_nothing_else(flight: 
         path.touch()
     for path in (stale, other):
         os.utime(path, (1, 1))
-    assert list(dump_request.asked(flight.rings)) == []
+    assert list(dump_request.pending_dumps(flight.rings)) == []
     assert sorted(os.listdir(flight.rings)) == [fresh.name, other.name]
-    directory.remove(flight.rings)
+    directory.remove_server_folder(flight.rings)
     assert os.listdir(flight.rings) == [other.name]
 
 
@@ -481,7 +481,7 @@ def test_a_bad_request_is_told_what_is_wrong_and_writes_nothing(
 def test_who_asks_ever_so_slowly_keeps_nobody_else_waiting(
     webhook: Webhook, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr(http_server, "CLIENT_S", 0.3)
+    monkeypatch.setattr(http_server, "CLIENT_TIMEOUT_S", 0.3)
     over = threading.Event()
     slow = socket.create_connection(("127.0.0.1", webhook.port))
     slow.sendall(begun)
@@ -527,12 +527,12 @@ def test_an_answer_that_is_a_link_is_nobodys_tape(tmp_path: Path, monkeypatch: p
     folder.mkdir()
 
     def answer() -> None:
-        while not (found := list(folder.glob(f"*{directory.ASKED}"))):
+        while not (found := list(folder.glob(f"*{directory.DUMP_REQUESTED}"))):
             time.sleep(0.001)
-        found[0].with_suffix(directory.DUMPED).symlink_to(secret)
+        found[0].with_suffix(directory.DUMP_DONE).symlink_to(secret)
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with pytest.raises(dump_request.NoTape, match="is a link"):
-        dump_request.ask(folder, 5.0)
+    with pytest.raises(dump_request.DumpFailed, match="is a link"):
+        dump_request.request_dump(folder, 5.0)
     thread.join()

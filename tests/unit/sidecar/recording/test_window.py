@@ -16,10 +16,10 @@ from otel_infer.assembly.records.process import Mark
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli import replay
 from otel_infer.ringbuffer import events
-from otel_infer.ringbuffer.events import RingFact
+from otel_infer.ringbuffer.events import RecordedEvent
 from otel_infer.sidecar.recording import file, flight_recorder, window_state
 from otel_infer.sidecar.recording import window as room
-from otel_infer.sidecar.recording.window import Snapshot, Window
+from otel_infer.sidecar.recording.window import EventWindow, WindowSnapshot
 from tests.support.simulator import Simulator, Tick, by_number, ticks, told
 
 SECOND = 1_000_000_000
@@ -58,26 +58,26 @@ def done(at: int, step: int) -> events.StepDone:
     return events.StepDone(at, step, (), 0)
 
 
-def began() -> list[RingFact]:
+def began() -> list[RecordedEvent]:
     """A process, ring 1, and its engine, ring 2."""
     return [
-        RingFact(1, 0, events.ProcessSeen(0, 77, "server", 0)),
-        RingFact(2, 0, events.EngineSeen(0, 1, 77, "toy")),
+        RecordedEvent(1, 0, events.ProcessSeen(0, 77, "server", 0)),
+        RecordedEvent(2, 0, events.EngineSeen(0, 1, 77, "toy")),
     ]
 
 
-def said(snapshot: Snapshot) -> list[RingFact]:
-    return [fact for passage in snapshot.passages() for fact in passage.said]
+def said(snapshot: WindowSnapshot) -> list[RecordedEvent]:
+    return [fact for passage in snapshot.iter_batches() for fact in passage.recorded_events]
 
 
-def records(snapshot: Snapshot) -> dict[int, RequestRecord]:
+def records(snapshot: WindowSnapshot) -> dict[int, RequestRecord]:
     """The requests that a window tells of, by number."""
     assembler, found, horizon = Assembler(), [], 0
-    for passage in snapshot.passages():
+    for passage in snapshot.iter_batches():
         horizon = passage.horizon
-        assembler.feed(passage.said)
-        found += assembler.concluded(horizon)
-    return by_number(found + assembler.concluded(horizon + GRACE_NS))
+        assembler.feed_events(passage.recorded_events)
+        found += assembler.drain_records(horizon)
+    return by_number(found + assembler.drain_records(horizon + GRACE_NS))
 
 
 def plain(record: RequestRecord) -> dict[str, Any]:
@@ -96,49 +96,49 @@ def plain(record: RequestRecord) -> dict[str, Any]:
 def test_what_is_young_enough_is_given_back_as_it_was(program: list[Tick], cuts: list[int]) -> None:
     with Simulator(2) as simulator:
         simulator.run(program)
-    window, before = Window(), 0
+    window, before = EventWindow(), 0
     for cut in [*sorted(cuts), len(simulator.said)]:
         piece = simulator.said[before:cut]
-        window.keep(piece, piece[-1].fact.at if piece else 0)
+        window.add_events(piece, piece[-1].event.at if piece else 0)
         before = max(cut, before)
-    assert said(window.snapshot()) == simulator.said
+    assert said(window.take_snapshot()) == simulator.said
 
 
 def test_it_holds_the_last_120_seconds_and_at_most_a_chunk_more() -> None:
-    window = Window()
+    window = EventWindow()
     for wake in range(20 * 300):
         at = wake * SECOND // 20
-        window.keep([RingFact(1, 7, events.TokenReached(at))], at)
-    snapshot = window.snapshot()
+        window.add_events([RecordedEvent(1, 7, events.TokenReached(at))], at)
+    snapshot = window.take_snapshot()
     held = said(snapshot)
     assert 120 <= snapshot.seconds <= 124.1
-    assert snapshot.facts == len(held)
-    assert held[-1].fact.at == (20 * 300 - 1) * SECOND // 20
-    assert 120 * SECOND <= held[-1].fact.at - held[0].fact.at <= 124.1 * SECOND
+    assert snapshot.event_count == len(held)
+    assert held[-1].event.at == (20 * 300 - 1) * SECOND // 20
+    assert 120 * SECOND <= held[-1].event.at - held[0].event.at <= 124.1 * SECOND
 
 
 @pytest.mark.parametrize("first", [[], began()])
-def test_before_the_first_wake_there_is_nothing_that_it_could_have_held(first: list[RingFact]) -> None:
+def test_before_the_first_wake_there_is_nothing_that_it_could_have_held(first: list[RecordedEvent]) -> None:
     """Which knows of no instant yet up to which all was told."""
-    window = Window()
-    window.keep(first, 0)
-    window.keep(began(), 3000 * SECOND)
-    window.keep([RingFact(1, 1, arrived(3001 * SECOND, 1))], 3002 * SECOND)
-    assert window.snapshot().seconds == 2
+    window = EventWindow()
+    window.add_events(first, 0)
+    window.add_events(began(), 3000 * SECOND)
+    window.add_events([RecordedEvent(1, 1, arrived(3001 * SECOND, 1))], 3002 * SECOND)
+    assert window.take_snapshot().seconds == 2
 
 
 def test_while_nothing_happens_it_empties() -> None:
-    window = Window()
-    window.keep([RingFact(1, 7, events.TokenReached(5))], 5)
+    window = EventWindow()
+    window.add_events([RecordedEvent(1, 7, events.TokenReached(5))], 5)
     for second in range(1, 130):
-        window.keep([], second * SECOND)
-    assert said(window.snapshot()) == []
+        window.add_events([], second * SECOND)
+    assert said(window.take_snapshot()) == []
     assert window.size == 0
 
 
 @pytest.mark.parametrize("limit", [1 * MB, 32 * MB])
 def test_it_never_holds_more_bytes_than_it_may_and_holds_less_time_instead(limit: int) -> None:
-    window, dice, number = Window(limit=limit), random.Random(1), 0
+    window, dice, number = EventWindow(limit=limit), random.Random(1), 0
     wakes, most = 400 if limit == MB else 60, 0
     tracemalloc.start()
     for wake in range(wakes):
@@ -147,49 +147,49 @@ def test_it_never_holds_more_bytes_than_it_may_and_holds_less_time_instead(limit
         for _ in range(2000 if limit == 32 * MB else 200):
             number += 1  # what cannot be compressed, and never ends
             facts_of_it.append(
-                RingFact(1, number, arrived(at, number)._replace(trace_id=dice.randbytes(600)))
+                RecordedEvent(1, number, arrived(at, number)._replace(trace_id=dice.randbytes(600)))
             )
-        window.keep(facts_of_it, at)
+        window.add_events(facts_of_it, at)
         most = max(most, window.size)
     del facts_of_it
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.8 * limit < most <= limit
     assert taken < 1.15 * limit + MB
-    snapshot = window.snapshot()
+    snapshot = window.take_snapshot()
     assert snapshot.seconds < wakes / 20 - 0.5
-    assert snapshot.requests_left_out > 0
+    assert snapshot.dropped_requests > 0
     assert said(snapshot)[-1].handle == number
 
 
 def test_the_limit_that_is_promised_is_32_mb() -> None:
-    assert room.LIMIT == 32 * MB
-    assert room.SPAN_NS == 120 * SECOND
+    assert room.MAX_BYTES == 32 * MB
+    assert room.WINDOW_NS == 120 * SECOND
 
 
 # ── what is needed of before ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_of_a_request_that_began_before_the_window_everything_is_there() -> None:
-    window = Window()
+    window = EventWindow()
     whole = [
         *began(),
-        RingFact(1, 0, events.HooksReported(1, "toy", 3, 4)),
-        RingFact(1, 0, events.HooksReported(2, "toy", 4, 4)),
-        RingFact(1, 5, arrived(10, 1)),
-        RingFact(1, 6, arrived(11, 2)),
-        RingFact(1, 5, events.StageEnded(20, 10, "tokenize", 1)),
-        RingFact(1, 5, events.AttributeSet(21, "who", ["a", "b"])),
-        RingFact(1, 5, events.RequestSubmitted(22, 1, 8, 9, "toy")),
-        RingFact(1, 6, ended(30)),
+        RecordedEvent(1, 0, events.HooksReported(1, "toy", 3, 4)),
+        RecordedEvent(1, 0, events.HooksReported(2, "toy", 4, 4)),
+        RecordedEvent(1, 5, arrived(10, 1)),
+        RecordedEvent(1, 6, arrived(11, 2)),
+        RecordedEvent(1, 5, events.StageEnded(20, 10, "tokenize", 1)),
+        RecordedEvent(1, 5, events.AttributeSet(21, "who", ["a", "b"])),
+        RecordedEvent(1, 5, events.RequestSubmitted(22, 1, 8, 9, "toy")),
+        RecordedEvent(1, 6, ended(30)),
     ]
-    window.keep(whole, 100)
+    window.add_events(whole, 100)
     for second in range(1, 200):
-        window.keep([], second * SECOND)
-    window.keep([RingFact(1, 5, ended(200 * SECOND))], 200 * SECOND)
-    snapshot = window.snapshot()
+        window.add_events([], second * SECOND)
+    window.add_events([RecordedEvent(1, 5, ended(200 * SECOND))], 200 * SECOND)
+    snapshot = window.take_snapshot()
     expected = [whole[0], whole[1], whole[3], whole[4], *whole[6:9]]
-    assert said(snapshot) == [*expected, RingFact(1, 5, ended(200 * SECOND))]
+    assert said(snapshot) == [*expected, RecordedEvent(1, 5, ended(200 * SECOND))]
     (record,) = records(snapshot).values()
     assert record.arrived_at == 10
     assert record.attributes["who"] == ["a", "b"]
@@ -197,14 +197,16 @@ def test_of_a_request_that_began_before_the_window_everything_is_there() -> None
     assert not record.telemetry_lost
 
 
-def long_ago(window: Window, steps: int) -> int:
+def long_ago(window: EventWindow, steps: int) -> int:
     """A request, number 1, that is in every step from the first on, two a second; the instant of the next step."""
-    window.keep([*began(), RingFact(1, 5, arrived(10, 1))], 10)
+    window.add_events([*began(), RecordedEvent(1, 5, arrived(10, 1))], 10)
     for step in range(1, steps + 1):
         at = step * SECOND // 2
         is_keyframe = step % 4 == 1
         scheduled = keyframe(at, step, [5]) if is_keyframe else unchanged(at, step, 1)
-        window.keep([RingFact(2, 0, scheduled), RingFact(2, 0, done(at + 1000, step))], at + 2000)
+        window.add_events(
+            [RecordedEvent(2, 0, scheduled), RecordedEvent(2, 0, done(at + 1000, step))], at + 2000
+        )
     return (steps + 1) * SECOND // 2
 
 
@@ -213,22 +215,22 @@ def test_a_request_in_flight_is_whole_while_there_is_room_and_else_marked_and_on
     room_for: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if room_for == "few":
-        monkeypatch.setattr(window_state, "MOST_SECTIONS", 2)
+        monkeypatch.setattr(window_state, "MAX_SECTIONS", 2)
     if room_for == "none":
-        monkeypatch.setattr(window_state, "MOST_STEPS", 10)
-    window = Window()
+        monkeypatch.setattr(window_state, "MAX_STEPS_BYTES", 10)
+    window = EventWindow()
     at = long_ago(window, 400)
     later = [
-        RingFact(1, 6, arrived(at, 2)),
-        RingFact(2, 0, events.StepScheduled(at + 5, 401, False, 2, (), (6,), ((1, 8),), 1, 2, 3, 4)),
-        RingFact(2, 0, done(at + 6, 401)),
-        RingFact(2, 0, unchanged(at + 7, 402, 2)),
-        RingFact(2, 0, done(at + 8, 402)),
-        RingFact(1, 6, ended(at + 9)),
-        RingFact(1, 5, ended(at + 10)),
+        RecordedEvent(1, 6, arrived(at, 2)),
+        RecordedEvent(2, 0, events.StepScheduled(at + 5, 401, False, 2, (), (6,), ((1, 8),), 1, 2, 3, 4)),
+        RecordedEvent(2, 0, done(at + 6, 401)),
+        RecordedEvent(2, 0, unchanged(at + 7, 402, 2)),
+        RecordedEvent(2, 0, done(at + 8, 402)),
+        RecordedEvent(1, 6, ended(at + 9)),
+        RecordedEvent(1, 5, ended(at + 10)),
     ]
-    window.keep(later, at + 10)
-    found = records(window.snapshot())
+    window.add_events(later, at + 10)
+    found = records(window.take_snapshot())
     assert found[1].arrived_at == 10
     assert found[1].telemetry_lost == (room_for != "all")
     assert found[1].first_token_at == (0 if room_for != "all" else SECOND // 2 + 1000)
@@ -240,101 +242,101 @@ def test_a_request_in_flight_is_whole_while_there_is_room_and_else_marked_and_on
 
 
 def test_steps_that_no_request_in_flight_was_in_are_forgotten() -> None:
-    window = Window()
+    window = EventWindow()
     at = long_ago(window, 400)
-    window.keep([RingFact(1, 5, ended(at))], at)
+    window.add_events([RecordedEvent(1, 5, ended(at))], at)
     for second in range(200, 400):
-        window.keep([], second * SECOND)
-    assert [type(one.fact) for one in said(window.snapshot())][2:4] == [events.StepScheduled] * 2
-    assert len(said(window.snapshot())) == 2 + 1 + 2 * 4
+        window.add_events([], second * SECOND)
+    assert [type(one.event) for one in said(window.take_snapshot())][2:4] == [events.StepScheduled] * 2
+    assert len(said(window.take_snapshot())) == 2 + 1 + 2 * 4
 
 
 def test_the_steps_begin_at_a_keyframe_and_nothing_is_forgotten_of_an_engine_that_just_began() -> None:
-    window = Window()
+    window = EventWindow()
     at = long_ago(window, 3)
     for second in range(2, 200):
-        window.keep([], second * SECOND)
-    window.keep([RingFact(1, 5, ended(200 * SECOND))], 200 * SECOND)
-    (record,) = records(window.snapshot()).values()
+        window.add_events([], second * SECOND)
+    window.add_events([RecordedEvent(1, 5, ended(200 * SECOND))], 200 * SECOND)
+    (record,) = records(window.take_snapshot()).values()
     assert at < 3 * SECOND
     assert not record.telemetry_lost
     assert record.output_tokens == 3
 
 
 def test_of_a_process_that_died_nothing_is_remembered() -> None:
-    window = Window()
+    window = EventWindow()
     long_ago(window, 10)
-    window.keep([RingFact(1, 0, events.ProcessDied(6 * SECOND))], 6 * SECOND)
+    window.add_events([RecordedEvent(1, 0, events.ProcessDied(6 * SECOND))], 6 * SECOND)
     for second in range(7, 200):
-        window.keep([], second * SECOND)
-    assert said(window.snapshot()) == []
+        window.add_events([], second * SECOND)
+    assert said(window.take_snapshot()) == []
     assert window.size == 0
 
 
 def test_who_is_not_in_flight_any_more_by_the_live_table_is_forgotten_and_the_others_are_marked() -> None:
-    window = Window()
-    lost = events.FactsLost(20, 9, 1)
-    window.keep(
+    window = EventWindow()
+    lost = events.EventsLost(20, 9, 1)
+    window.add_events(
         [
             *began(),
-            RingFact(1, 5, arrived(10, 1)),
-            RingFact(1, 6, arrived(11, 2)),
-            RingFact(1, 0, lost),
-            RingFact(1, 0, events.LiveListed(20, [6])),
-            RingFact(1, 7, arrived(30, 3)),
+            RecordedEvent(1, 5, arrived(10, 1)),
+            RecordedEvent(1, 6, arrived(11, 2)),
+            RecordedEvent(1, 0, lost),
+            RecordedEvent(1, 0, events.LiveListed(20, [6])),
+            RecordedEvent(1, 7, arrived(30, 3)),
         ],
         100,
     )
     for second in range(1, 200):
-        window.keep([], second * SECOND)
-    window.keep([RingFact(1, handle, ended(200 * SECOND)) for handle in (5, 6, 7)], 200 * SECOND)
-    found = records(window.snapshot())
+        window.add_events([], second * SECOND)
+    window.add_events([RecordedEvent(1, handle, ended(200 * SECOND)) for handle in (5, 6, 7)], 200 * SECOND)
+    found = records(window.take_snapshot())
     assert {number: record.telemetry_lost for number, record in found.items()} == {2: True, 3: False}
 
 
 def test_pauses_of_those_in_flight_are_remembered() -> None:
-    window = Window()
+    window = EventWindow()
     pauses = [events.PauseSeen(5, 4, "gc"), events.PauseSeen(15, 12, "gc")]
-    window.keep([*began(), RingFact(1, 0, pauses[0]), RingFact(1, 5, arrived(10, 1))], 10)
-    window.keep([RingFact(1, 0, pauses[1])], 20)
+    window.add_events([*began(), RecordedEvent(1, 0, pauses[0]), RecordedEvent(1, 5, arrived(10, 1))], 10)
+    window.add_events([RecordedEvent(1, 0, pauses[1])], 20)
     for second in range(1, 200):
-        window.keep([], second * SECOND)
-    window.keep([RingFact(1, 5, ended(200 * SECOND))], 200 * SECOND)
-    (record,) = records(window.snapshot()).values()
+        window.add_events([], second * SECOND)
+    window.add_events([RecordedEvent(1, 5, ended(200 * SECOND))], 200 * SECOND)
+    (record,) = records(window.take_snapshot()).values()
     assert [(pause.started_at, pause.ended_at) for pause in record.pauses] == [(12, 15)]
 
 
 def test_marks_of_those_in_flight_are_remembered() -> None:
-    window = Window()
+    window = EventWindow()
     mark = events.MarkSeen(15, 12, "allocator_retry", 2)
-    window.keep([*began(), RingFact(1, 5, arrived(10, 1)), RingFact(1, 0, mark)], 20)
+    window.add_events([*began(), RecordedEvent(1, 5, arrived(10, 1)), RecordedEvent(1, 0, mark)], 20)
     for second in range(1, 200):
-        window.keep([], second * SECOND)
-    window.keep([RingFact(1, 5, ended(200 * SECOND))], 200 * SECOND)
-    (record,) = records(window.snapshot()).values()
+        window.add_events([], second * SECOND)
+    window.add_events([RecordedEvent(1, 5, ended(200 * SECOND))], 200 * SECOND)
+    (record,) = records(window.take_snapshot()).values()
     assert record.marks == (Mark(12, 15, "allocator_retry", 2),)
 
 
 def test_throttled_clocks_of_requests_in_flight_are_remembered() -> None:
-    window = Window()
+    window = EventWindow()
     clocks = [events.GpuClocksThrottled(at, at + 5, "hw_thermal", True) for at in (2, 15)]
-    window.keep([*began(), RingFact(0, 0, clocks[0]), RingFact(1, 5, arrived(10, 1))], 10)
-    window.keep([RingFact(0, 0, clocks[1])], 20)
+    window.add_events([*began(), RecordedEvent(0, 0, clocks[0]), RecordedEvent(1, 5, arrived(10, 1))], 10)
+    window.add_events([RecordedEvent(0, 0, clocks[1])], 20)
     for second in range(1, 200):
-        window.keep([], second * SECOND)
-    window.keep([RingFact(1, 5, ended(200 * SECOND))], 200 * SECOND)
-    (record,) = records(window.snapshot()).values()
-    assert record.throttled_at == ((15, 20),)
+        window.add_events([], second * SECOND)
+    window.add_events([RecordedEvent(1, 5, ended(200 * SECOND))], 200 * SECOND)
+    (record,) = records(window.take_snapshot()).values()
+    assert record.gpu_throttled_at == ((15, 20),)
 
 
 def test_a_request_of_which_too_much_was_said_is_left_out_and_counted() -> None:
-    window = Window()
-    window.keep([*began(), RingFact(1, 5, arrived(10, 1))], 10)
-    window.keep([RingFact(1, 5, events.StageEnded(11, 10, "x" * 90, n)) for n in range(1000)], 20)
+    window = EventWindow()
+    window.add_events([*began(), RecordedEvent(1, 5, arrived(10, 1))], 10)
+    window.add_events([RecordedEvent(1, 5, events.StageEnded(11, 10, "x" * 90, n)) for n in range(1000)], 20)
     for second in range(1, 200):
-        window.keep([], second * SECOND)
-    snapshot = window.snapshot()
-    assert snapshot.requests_left_out == 1
+        window.add_events([], second * SECOND)
+    snapshot = window.take_snapshot()
+    assert snapshot.dropped_requests == 1
     assert said(snapshot) == began()
 
 
@@ -348,24 +350,24 @@ def test_requests_in_the_window_are_as_on_the_whole_tape_and_those_that_began_be
     """`scarce`: steps of before the last keyframe are not remembered. Whose prompts were in a step with those who are
     marked is a guess, and so is how many tokens of others' prompts there were."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window_state, "MOST_SECTIONS", 1 if scarce else window_state.MOST_SECTIONS)
+        patch.setattr(window_state, "MAX_SECTIONS", 1 if scarce else window_state.MAX_SECTIONS)
         patch.setattr(room, "CHUNK_NS", 1_000_000)
-        window = Window(span * 1_000_000)
+        window = EventWindow(span * 1_000_000)
         with Simulator(depth) as simulator:
             wake = simulator.poll
 
             def poll(final: bool = False) -> None:
                 before = len(simulator.said)
                 wake(final)
-                window.keep(simulator.said[before:], simulator.rings.horizon)
+                window.add_events(simulator.said[before:], simulator.rings.horizon)
 
             simulator.poll = poll  # type: ignore[method-assign]
             simulator.run(program)
-        snapshot = window.snapshot()
+        snapshot = window.take_snapshot()
     in_window = {
         int.from_bytes(fact.trace_id, "big")
-        for passage in list(snapshot.passages())[bool(snapshot.edge.rows()) :]
-        for _, _, fact in passage.said
+        for passage in list(snapshot.iter_batches())[bool(snapshot.state.unpack_rows()) :]
+        for _, _, fact in passage.recorded_events
         if isinstance(fact, events.RequestArrived)
     }
     whole, found = by_number(simulator.records), records(snapshot)
@@ -385,51 +387,57 @@ def test_requests_in_the_window_are_as_on_the_whole_tape_and_those_that_began_be
 
 
 def test_it_is_a_tape_like_any_other(tmp_path: Path) -> None:
-    window = Window()
+    window = EventWindow()
     at = long_ago(window, 400)
-    window.keep([RingFact(1, 5, ended(at))], at)
-    writer = file.TapeWriter(tmp_path / "a.tape")
-    for passage in window.snapshot().passages():
+    window.add_events([RecordedEvent(1, 5, ended(at))], at)
+    writer = file.RecordingWriter(tmp_path / "a.tape")
+    for passage in window.take_snapshot().iter_batches():
         writer.write(*passage)
     writer.close()
-    (record,) = replay.records(tmp_path / "a.tape")
+    (record,) = replay.read_records(tmp_path / "a.tape")
     assert record.arrived_at == 10
     assert record.output_tokens == 400
 
 
 def test_a_tape_says_up_to_when_facts_have_left_the_window(tmp_path: Path) -> None:
-    window = Window()
-    window.keep([*began(), RingFact(1, 5, arrived(10, 1)), RingFact(1, 6, arrived(11, 2))], 12)
-    assert window.snapshot().began_at == 0
-    window.keep([RingFact(1, 5, ended(20))], 5 * SECOND)
+    window = EventWindow()
+    window.add_events(
+        [*began(), RecordedEvent(1, 5, arrived(10, 1)), RecordedEvent(1, 6, arrived(11, 2))], 12
+    )
+    assert window.take_snapshot().began_at == 0
+    window.add_events([RecordedEvent(1, 5, ended(20))], 5 * SECOND)
     for second in range(6, 200):
-        window.keep([], second * SECOND)
-    window.keep([RingFact(1, 6, ended(200 * SECOND))], 200 * SECOND)
-    assert window.snapshot().began_at == 5 * SECOND
-    flight_recorder.write(tmp_path / "a.tape", window.snapshot(), flight_recorder.SIGNAL)
-    assert file.began_at(tmp_path / "a.tape") == 5 * SECOND
+        window.add_events([], second * SECOND)
+    window.add_events([RecordedEvent(1, 6, ended(200 * SECOND))], 200 * SECOND)
+    assert window.take_snapshot().began_at == 5 * SECOND
+    flight_recorder.write_recording(tmp_path / "a.tape", window.take_snapshot(), flight_recorder.SIGNAL)
+    assert file.read_began_at(tmp_path / "a.tape") == 5 * SECOND
 
 
 def test_a_snapshot_stays_as_it_was() -> None:
-    window = Window()
+    window = EventWindow()
     at = long_ago(window, 400)
-    snapshot = window.snapshot()
+    snapshot = window.take_snapshot()
     before = said(snapshot)
     for step in range(401, 800):
-        scheduled = RingFact(2, 0, unchanged(at + step * SECOND // 2, step, 1))
-        window.keep([scheduled, RingFact(1, 5, events.TokenReached(scheduled.fact.at))], scheduled.fact.at)
+        scheduled = RecordedEvent(2, 0, unchanged(at + step * SECOND // 2, step, 1))
+        window.add_events(
+            [scheduled, RecordedEvent(1, 5, events.TokenReached(scheduled.event.at))], scheduled.event.at
+        )
     assert said(snapshot) == before
 
 
 def test_a_request_that_was_left_out_is_told_of_while_it_is_in_flight() -> None:
-    window = Window()
-    window.keep([*began(), *(RingFact(1, handle, arrived(10, handle)) for handle in (5, 6, 7))], 10)
+    window = EventWindow()
+    window.add_events(
+        [*began(), *(RecordedEvent(1, handle, arrived(10, handle)) for handle in (5, 6, 7))], 10
+    )
     much = [
-        RingFact(1, handle, events.StageEnded(11, 10, "x" * 90, n))
+        RecordedEvent(1, handle, events.StageEnded(11, 10, "x" * 90, n))
         for n in range(1000)
         for handle in (5, 6, 7)
     ]
-    window.keep(much, 20)
+    window.add_events(much, 20)
     left_out = []
     for second, fact in (
         (1, None),
@@ -437,45 +445,47 @@ def test_a_request_that_was_left_out_is_told_of_while_it_is_in_flight() -> None:
         (400, events.LiveListed(400 * SECOND, [7])),
         (600, None),
     ):
-        window.keep([RingFact(1, 5 if second == 200 else 0, fact)] if fact else [], second * SECOND)
+        window.add_events(
+            [RecordedEvent(1, 5 if second == 200 else 0, fact)] if fact else [], second * SECOND
+        )
         for later in range(1, 150):
-            window.keep([], (second + later) * SECOND)
-        left_out.append(window.snapshot().requests_left_out)
+            window.add_events([], (second + later) * SECOND)
+        left_out.append(window.take_snapshot().dropped_requests)
     assert left_out == [3, 2, 1, 1]
-    window.keep([RingFact(1, 0, events.ProcessDied(800 * SECOND))], 800 * SECOND)
+    window.add_events([RecordedEvent(1, 0, events.ProcessDied(800 * SECOND))], 800 * SECOND)
     for later in range(801, 1000):
-        window.keep([], later * SECOND)
-    assert window.snapshot().requests_left_out == 0
+        window.add_events([], later * SECOND)
+    assert window.take_snapshot().dropped_requests == 0
 
 
 def test_a_request_in_two_processes_is_remembered_with_both_its_parts_or_not_at_all() -> None:
     """Ring 1 is a frontend's, 2 an engine core's, 3 its engine's. Of three requests the first goes on."""
-    window = Window()
+    window = EventWindow()
     joined = [arrived(20 + n, n)._replace(flags=events.JOINED) for n in (1, 2, 3)]
-    window.keep(
+    window.add_events(
         [
-            RingFact(1, 0, events.ProcessSeen(0, 77, "server", 0)),
-            RingFact(2, 0, events.ProcessSeen(0, 78, "engine", 0)),
-            RingFact(3, 0, events.EngineSeen(0, 2, 78, "toy")),
-            *(RingFact(1, 10 + n, arrived(10 + n, n)) for n in (1, 2, 3)),
-            *(RingFact(2, 20 + n, fact) for n, fact in enumerate(joined, 1)),
-            RingFact(3, 0, keyframe(30, 1, [21, 22])),
-            RingFact(3, 0, done(40, 1)),
-            RingFact(2, 22, ended(50)),
-            RingFact(1, 12, ended(60)),
+            RecordedEvent(1, 0, events.ProcessSeen(0, 77, "server", 0)),
+            RecordedEvent(2, 0, events.ProcessSeen(0, 78, "engine", 0)),
+            RecordedEvent(3, 0, events.EngineSeen(0, 2, 78, "toy")),
+            *(RecordedEvent(1, 10 + n, arrived(10 + n, n)) for n in (1, 2, 3)),
+            *(RecordedEvent(2, 20 + n, fact) for n, fact in enumerate(joined, 1)),
+            RecordedEvent(3, 0, keyframe(30, 1, [21, 22])),
+            RecordedEvent(3, 0, done(40, 1)),
+            RecordedEvent(2, 22, ended(50)),
+            RecordedEvent(1, 12, ended(60)),
         ],
         100,
     )
     for second in range(1, 200):
-        window.keep([], second * SECOND)
-    handles = {(one.ring, one.handle) for one in said(window.snapshot()) if one.handle}
+        window.add_events([], second * SECOND)
+    handles = {(one.ring, one.handle) for one in said(window.take_snapshot()) if one.handle}
     assert handles == {(1, 11), (2, 21), (1, 12), (2, 22), (1, 13), (2, 23)}
-    window.keep([RingFact(2, n, ended(200 * SECOND)) for n in (21, 23)], 200 * SECOND)
+    window.add_events([RecordedEvent(2, n, ended(200 * SECOND)) for n in (21, 23)], 200 * SECOND)
     for second in range(201, 400):
-        window.keep([], second * SECOND)
-    handles = {(one.ring, one.handle) for one in said(window.snapshot()) if one.handle}
+        window.add_events([], second * SECOND)
+    handles = {(one.ring, one.handle) for one in said(window.take_snapshot()) if one.handle}
     assert handles == {(1, 11), (2, 21), (1, 12), (2, 22), (1, 13), (2, 23)}
-    window.keep([RingFact(1, n, ended(400 * SECOND)) for n in (11, 13)], 400 * SECOND)
+    window.add_events([RecordedEvent(1, n, ended(400 * SECOND)) for n in (11, 13)], 400 * SECOND)
     for second in range(401, 600):
-        window.keep([], second * SECOND)
-    assert not [one for one in said(window.snapshot()) if one.handle]
+        window.add_events([], second * SECOND)
+    assert not [one for one in said(window.take_snapshot()) if one.handle]
