@@ -70,12 +70,12 @@ def ours() -> System:
     from otel_infer.instrumentation import asgi
 
     def put_on() -> None:
-        asgi.integration.install()
-        if asgi.integration.status.drift:
-            raise RuntimeError(f"not instrumented: {asgi.integration.status.drift}")
+        asgi.instrumentor.install()
+        if asgi.instrumentor.status.drift:
+            raise RuntimeError(f"not instrumented: {asgi.instrumentor.status.drift}")
 
     app = asgi.wrap(application())
-    return System("ours", app, put_on, asgi.integration.remove, nothing)
+    return System("ours", app, put_on, asgi.instrumentor.remove, nothing)
 
 
 def contrib(name: str, stock: Stock, server_span_only: bool) -> System:

@@ -70,7 +70,7 @@ def _longer(asked: list[Asked], draw: random.Random, prompt: tuple[int, int]) ->
 
 def before_the_engine(draw: random.Random) -> Case:
     asked = steady(draw, 40, 60)
-    return Case(("before_the_engine",), {"lookup_ms": draw.uniform(80, 400)}, asked, {"lookup_ms": 4}, asked)
+    return Case(("pre_engine",), {"lookup_ms": draw.uniform(80, 400)}, asked, {"lookup_ms": 4}, asked)
 
 
 def queueing(draw: random.Random) -> Case:
@@ -115,7 +115,7 @@ def big_and_small(draw: random.Random) -> Case:
         for _ in range(4)
     ]
     return Case(
-        ("big_and_small",),
+        ("head_of_line_blocking",),
         {"max_batch": 4},
         light + heavy,
         {"max_batch": 4, "heavy_apart": True},
@@ -226,7 +226,7 @@ def _ask(port: int, one: Asked, began: float) -> None:
 
 def spent_ms(said: dict[str, Any], cause: str) -> list[float]:
     """On one cause by each request, those included that had none of it."""
-    return [one["blame_ms"].get(cause, 0.0) for one in said["worst"]]
+    return [one["causes_ms"].get(cause, 0.0) for one in said["worst"]]
 
 
 def fell(before: list[float], after: list[float]) -> float:

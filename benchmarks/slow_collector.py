@@ -30,7 +30,7 @@ PYTHON_US = 1000.0
 MOST_MEMORY = 256
 """MiB: what OTEL_INFER_BUDGET allows by default."""
 MOST_LATE = 0.01
-LOST_FACTS = ("facts_overwritten", "facts_torn")
+LOST_FACTS = ("events_overwritten", "events_torn")
 MODES = {"all": "every step", "auto": "default budget"}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import continuous
 from benchmarks.hooks import DERIVED_NS, KEYFRAME_NS, SEQUENCES, Case, repeated
 from benchmarks.own_list import OwnList
-from otel_infer.instrumentation.transformers import integration
+from otel_infer.instrumentation.transformers import instrumentor
 
 OBJECTS = "transformers' objects"
 
@@ -24,7 +24,7 @@ def batch_of_all() -> tuple[Any, list[Any]]:
     import torch
     import transformers.generation.continuous_batching  # noqa: F401 - what the hooks sit on
 
-    integration.install()  # what is made now carries what our hooks look for
+    instrumentor.install()  # what is made now carries what our hooks look for
     manager = continuous.manager(continuous.tiny_model(), SEQUENCES)
     processor = manager._create_batch_processor()
     for number in range(SEQUENCES):
@@ -37,7 +37,7 @@ def batch_of_all() -> tuple[Any, list[Any]]:
             processor.update_batch()
     sizes = processor.max_batch_tokens, processor.cache.max_tokens_read
     futures: list[Any] = processor.scheduler.schedule_batch(*sizes)[0]
-    integration.remove()
+    instrumentor.remove()
     assert len(futures) == SEQUENCES
     return processor, futures
 
@@ -78,7 +78,7 @@ class Derived:
         )
         self.bare_calls = functools.partial(schedule, self.scheduler), functools.partial(fetch, self.outputs)
         self.bare_finish = functools.partial(finish, self.scheduler)
-        integration.install()
+        instrumentor.install()
 
     def new_state(self) -> Any:
         """A request state like the others."""

@@ -261,9 +261,9 @@ class Ours:
     """The integration, installed and removed."""
 
     def __init__(self) -> None:
-        from otel_infer.instrumentation.transformers import integration
+        from otel_infer.instrumentation.transformers import instrumentor
 
-        self.integration = integration
+        self.integration = instrumentor
 
     def put_on(self) -> None:
         """As when the library was imported."""

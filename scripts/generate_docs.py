@@ -107,7 +107,7 @@ def telemetry() -> str:
         f"duration. `{semconv.LATENCY_TOP_CAUSE}` is the largest, and a link with `{semconv.INTERFERENCE_DELAY}` leads to the request whose",
         f"prompt held it up most. The metric `{semconv.LATENCY_DURATION.name}` has them for all requests, kept or not.",
         "[How they are told apart](explain.md).\n",
-        "| cause | meaning |", "|---|---|", *(f"| `{cause}` | {says} |" for cause, says in semconv.CAUSES.items()),
+        "| cause | meaning |", "|---|---|", *(f"| `{row.name}` | {row.meaning} |" for row in semconv.CAUSE_TABLE),
         "\n## Metrics\n",
         "| name | kind | unit | attributes | meaning |", "|---|---|---|---|---|", *metrics, "",
     ])  # fmt: skip

@@ -97,7 +97,7 @@ class _Installation:
             if (not wanted or integration.name in wanted) and not off:
                 self.installed.append(integration)
         # Whoever asks a device while a graph is captured breaks it, and that is told by the one that is about CUDA.
-        timing.is_on = self.settings.device_timing != "off" and cuda_graphs.integration in self.installed
+        timing.is_on = self.settings.device_timing != "off" and cuda_graphs.instrumentor in self.installed
         for integration in self.installed:
             integration.install()
         return True

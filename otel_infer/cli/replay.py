@@ -107,11 +107,11 @@ def record_to_dict(record: RequestRecord) -> dict[str, Any]:
         "duration_ms": record.duration_ns / 1e6,
         "ttft_ms": record.ttft_ns / 1e6 or None,
         "error_type": record.error_type or None,
-        "died_in": record.died_in or None,
+        "failed_stage": record.failed_stage or None,
         "input_tokens": record.input_tokens,
         "output_tokens": record.output_tokens,
         "stages": _stage_durations_ms(record),
-        "blame_ms": {cause: length / 1e6 for cause, length in record.breakdown.causes.items()}
+        "causes_ms": {cause: length / 1e6 for cause, length in record.breakdown.causes.items()}
         if record.breakdown
         else {},
         "decode_steps": max(len(steps) - 1, 0) if steps is not None else 0,

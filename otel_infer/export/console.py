@@ -24,7 +24,7 @@ def format_duration(ns: float) -> str:
 def format_request(record: RequestRecord) -> str:
     """What a person wants to know of one request at a glance."""
     outcome = {events.OK: "ok", events.ERROR: "error", events.ABORTED: "aborted"}[record.outcome]
-    where = f"in {record.died_in}" if record.died_in else ""
+    where = f"in {record.failed_stage}" if record.failed_stage else ""
     if said := " ".join(filter(None, (record.error_type, where))):
         outcome += f" ({said})"
     stages = " · ".join(
@@ -54,7 +54,7 @@ def format_start(record: StartRecord) -> str:
     """What a start spent its time on, at a glance."""
     outcome = f"ready by {record.ready_by}"
     if record.error_type:
-        where = f" in {record.died_in}" if record.died_in else ""
+        where = f" in {record.failed_phase}" if record.failed_phase else ""
         outcome = f"error ({record.error_type}{where})"
     phases = " · ".join(
         f"{phase.name} {format_duration(phase.ended_at - phase.started_at)}" for phase in record.phases

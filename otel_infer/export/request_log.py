@@ -48,7 +48,7 @@ class RequestLog:
             return
         said = build_fields(record, decision)
         if self._dropped:
-            said["left_out_before"], self._dropped = self._dropped, 0
+            said["dropped_before"], self._dropped = self._dropped, 0
         flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if record.sampled else trace.TraceFlags.DEFAULT)
         ids = int.from_bytes(record.trace_id, "big"), int.from_bytes(record.span_id, "big")
         with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(*ids, False, flags))):
@@ -92,14 +92,14 @@ def build_fields(record: RequestRecord, decision: tail_sampler.Decision) -> dict
     said = {
         "trace_id": record.trace_id.hex(),
         "span_id": record.span_id.hex(),
-        "kept_for": decision.reason,
+        "keep_reason": decision.reason,
         "missed": list(decision.missed),
         "operation": record.operation,
         "model": record.model,
         "route": record.attributes.get(semconv.HTTP_ROUTE),
         "outcome": _OUTCOMES[record.outcome],
         "error_type": record.error_type,
-        "died_in": record.died_in,
+        "failed_stage": record.failed_stage,
         "duration_ms": _ns_to_ms(record.duration_ns),
         "ttft_ms": _ns_to_ms(record.ttft_ns),
         "itl_max_ms": _ns_to_ms(record.summary.gap_max),
@@ -107,8 +107,10 @@ def build_fields(record: RequestRecord, decision: tail_sampler.Decision) -> dict
         "output_tokens": record.output_tokens,
         "stages_ms": {stage.name: _ns_to_ms(stage.ended_at - stage.started_at) for stage in record.stages},
         "top_cause": blame.top_cause if blame is not None else "",
-        "blame_ms": {cause: _ns_to_ms(length) for cause, length in blame.causes.items()} if blame else {},
-        "held_up_by": blame.interferer.trace_id.hex() if blame is not None and blame.interferer else "",
+        "causes_ms": {cause: _ns_to_ms(length) for cause, length in blame.causes.items()} if blame else {},
+        "interferer_trace_id": blame.interferer.trace_id.hex()
+        if blame is not None and blame.interferer
+        else "",
         "telemetry_lost": record.telemetry_lost,
     }
     at = datetime.fromtimestamp((record.ended_at + record.wall_offset) / 1e9, timezone.utc)

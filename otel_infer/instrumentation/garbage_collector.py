@@ -26,7 +26,7 @@ CAUSE = "gc"
 MIN_PAUSE_NS = 1_000_000
 """Of shorter ones there are thousands, and nobody waits for them."""
 
-integration = Instrumentor("interpreter", "python", (gc.__name__,))  # built in: to import it costs nothing
+instrumentor = Instrumentor("gc", "python", (gc.__name__,))  # built in: to import it costs nothing
 
 
 class _GcPauseRecorder(defaultdict[str, int]):
@@ -58,7 +58,7 @@ class _GcPauseRecorder(defaultdict[str, int]):
                 self._hook.mark_failed(exc)
 
 
-@integration.add_callback("gc:callbacks")
+@instrumentor.add_callback("gc:callbacks")
 def make_gc_callback(hook: Hook) -> Callable[..., Any]:
     seen = _GcPauseRecorder(hook)
     recorder.deferred_recorders[CAUSE] = seen.record_last_pause

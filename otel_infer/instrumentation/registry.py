@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "otel_infer_instrumentor"
 BUILTIN = {
     "asgi": "asgi",
-    "threads": "threading",
-    "interpreter": "garbage_collector",
+    "threading": "threading",
+    "gc": "garbage_collector",
     "transformers": "transformers",
     "vllm": "vllm",
     "torch": "torch.forward",
-    "dynamo": "torch.compile",
-    "cuda": "torch.cuda_graphs",
+    "torch_compile": "torch.compile",
+    "cuda_graphs": "torch.cuda_graphs",
 }
 """By the name of each integration, the module beside this one that has it as `integration`."""
 
@@ -44,7 +44,8 @@ def configure_instrumentors(settings: Config, on_change: Callable[[Instrumentor]
 def load_instrumentors() -> list[Instrumentor]:
     """All integrations, ours first; one that cannot be loaded is named in the log and left out."""
     found = [
-        importlib.import_module(f"otel_infer.instrumentation.{name}").integration for name in BUILTIN.values()
+        importlib.import_module(f"otel_infer.instrumentation.{name}").instrumentor
+        for name in BUILTIN.values()
     ]
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:

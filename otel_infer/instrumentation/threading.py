@@ -23,10 +23,10 @@ from otel_infer.tracing import start as ingress
 POOL_MODULES = ("concurrent.futures.thread", "anyio._backends._asyncio", "multiprocessing.pool")
 """Modules whose threads, or what these run, take jobs."""
 
-integration = Instrumentor("threads", "python", ("threading",))
+instrumentor = Instrumentor("threading", "python", ("threading",))
 
 
-@integration.patch_hot_path("threading:Thread.start")
+@instrumentor.patch_hot_path("threading:Thread.start")
 def start_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def start_with_context(self: Any) -> Any:
         if hook.alive and (torch_suppressed.get() or ingress.current_request() is not None):
@@ -65,7 +65,7 @@ def _is_pool_worker(thread: Any) -> bool:
     return type(thread).__module__ in POOL_MODULES or getattr(target, "__module__", None) in POOL_MODULES
 
 
-@integration.patch_hot_path("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
+@instrumentor.patch_hot_path("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
 def submit_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def submit_with_context(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         wanted = hook.alive and (torch_suppressed.get() or ingress.current_request() is not None)

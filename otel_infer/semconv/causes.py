@@ -1,6 +1,14 @@
-"""Causes: what the time of a request is attributed to."""
+"""The table of causes: what the time of a request is attributed to. The causes of a request sum to its duration.
+
+Attribution, diagnosis, the report, docs, dashboards and alerts read this table. A new cause is one row here and the code that
+measures it.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+from otel_infer.semconv import spans
 
 CAUSE_INGRESS = "ingress"
 CAUSE_TOKENIZE = "tokenize"
@@ -22,8 +30,8 @@ CAUSE_EGRESS = "egress"
 CAUSE_GC = "gc"
 CAUSE_COMPILE = "compile"
 CAUSE_CAPTURE = "capture"
+CAUSE_WARMUP = "warmup"
 CAUSE_EVENT_LOOP = "event_loop"
-CAUSE_WARMUP = "first_use"
 CAUSE_THROTTLED = "throttled"
 CAUSE_GPU_THROTTLED = "gpu_throttled"
 CAUSE_STARVED = "starved"
@@ -31,38 +39,219 @@ CAUSE_PAGE_FAULTS = "page_faults"
 CAUSE_BLOCKED = "blocked"
 CAUSE_PAUSE = "pause"
 CAUSE_UNEXPLAINED = "unexplained"
-PAUSE_CAUSES = (CAUSE_GC, CAUSE_COMPILE, CAUSE_CAPTURE, CAUSE_THROTTLED)
-"""Those that hold up a whole process; any other such cause is a `pause`."""
-EVENT_LOOP_CAUSES = (CAUSE_EVENT_LOOP,)
-"""Those that hold up the event loop alone: the engine, on a thread of its own, goes on."""
-CAUSES: dict[str, str] = {
-    CAUSE_INGRESS: "first byte in to handed over to the engine",
-    CAUSE_TOKENIZE: "text to tokens",
-    CAUSE_MEDIA: "images, audio and video of its prompt: fetched, and made into the model's input",
-    CAUSE_HIDDEN_QUEUE: "handed over, not yet seen by the scheduler",
-    CAUSE_SCHEDULER_QUEUE: "waiting for the scheduler to take it up",
-    CAUSE_GRAMMAR: "not to be scheduled before the grammar of its structured output was compiled",
-    CAUSE_KV_TRANSFER: "not to be scheduled before its KV blocks had come from elsewhere",
-    CAUSE_PREFILL: "its own prompt",
-    CAUSE_DECODE: "its own tokens: what its steps would have cost alone",
-    CAUSE_BATCHING: "what the tokens of the sequences beside it added to its steps",
-    CAUSE_INTERFERENCE: "what the prompts of other requests added to its steps, and steps it was left out of",
-    CAUSE_PREEMPTION: "put back, waited, and computed again",
-    CAUSE_HOST_BUBBLE: "between two steps of the engine; where a device is timed, all the time it had nothing to do in between",
-    CAUSE_TRANSFER: "to and from the device",
-    CAUSE_APPLICATION: "stages the application named itself, and the time between two generations of one request",
-    CAUSE_DETOKENIZE: "tokens to text, after the last token",
-    CAUSE_EGRESS: "last token to last byte handed over",
-    CAUSE_GC: "garbage collection",
-    CAUSE_COMPILE: "torch compiling",
-    CAUSE_CAPTURE: "torch capturing a CUDA graph",
-    CAUSE_WARMUP: "what a step took longer since it was the first of its engine, or of its size",
-    CAUSE_EVENT_LOOP: "the event loop was kept from going on: by a call that blocks it, or for want of a core or of the GIL",
-    CAUSE_THROTTLED: "the CPU quota was used up",
-    CAUSE_GPU_THROTTLED: "what steps took longer while a GPU's clocks were held down",
-    CAUSE_STARVED: "the engine's thread could have run and had no CPU",
-    CAUSE_PAGE_FAULTS: "the kernel mapped memory to the engine's thread, page by page",
-    CAUSE_BLOCKED: "the engine's thread waited, for a lock, the GIL, a disk or the device",
-    CAUSE_PAUSE: "something else that held up the process",
-    CAUSE_UNEXPLAINED: "nobody saw",
-}
+
+GROUP_PRE_ENGINE = "pre_engine"
+GROUP_QUEUE = "queue"
+GROUP_OWN_WORK = "own_work"
+GROUP_STALL = "stall"
+GROUP_HOST = "host"
+GROUP_POST_ENGINE = "post_engine"
+GROUP_UNKNOWN = "unknown"
+"""Groups of causes, as diagnosis reads them."""
+STOPS_PROCESS, STOPS_EVENT_LOOP = "process", "event_loop"
+"""What a pause stops: all threads of a process, or its event loop while the engine goes on."""
+
+
+class Cause(NamedTuple):
+    """A row of the table.
+
+    `colour`: in the report, light enough for black text. `stages`: the stages whose time is this cause unless something else
+    took it. `pause`: what it stops, if it is a pause; empty if it is none. `is_fault`: whether an alert may name it; a
+    request's own work is no fault. `is_warmup`: it happens once, before a server has run all its shapes. `slows_decode`: it
+    delays tokens beyond the request's own decode. `change`: what to change first; empty where that depends on the symptom.
+    """
+
+    name: str
+    group: str
+    colour: str
+    meaning: str
+    change: str = ""
+    stages: tuple[str, ...] = ()
+    pause: str = ""
+    is_fault: bool = True
+    is_warmup: bool = False
+    slows_decode: bool = False
+
+
+CAUSE_TABLE = (
+    Cause(
+        CAUSE_INGRESS, GROUP_PRE_ENGINE, "#7fb2e5",
+        "from the first byte of the request until it is handed to the engine",
+        stages=(spans.SPAN_INGRESS,),
+    ),
+    Cause(
+        CAUSE_TOKENIZE, GROUP_PRE_ENGINE, "#a9cdf0",
+        "tokenization of the prompt",
+        stages=(spans.SPAN_TOKENIZE,),
+    ),
+    Cause(
+        CAUSE_MEDIA, GROUP_PRE_ENGINE, "#93b9d8",
+        "images, audio and video of the prompt: fetched and preprocessed",
+        "smaller media from a nearby store, or fetched by the client; more API servers to preprocess them",
+        stages=(spans.SPAN_FETCH_MEDIA, spans.SPAN_PREPARE_MEDIA),
+    ),
+    Cause(
+        CAUSE_HIDDEN_QUEUE, GROUP_QUEUE, "#f3d27a",
+        "handed to the engine, not yet seen by its scheduler",
+    ),
+    Cause(
+        CAUSE_SCHEDULER_QUEUE, GROUP_QUEUE, "#e8b931",
+        "in the scheduler's queue",
+        stages=(spans.SPAN_QUEUE,),
+    ),
+    Cause(
+        CAUSE_GRAMMAR, GROUP_PRE_ENGINE, "#d9c069",
+        "in the queue until the grammar of its structured output was compiled",
+        "simpler schemas, and the same ones again, since compiled grammars are cached; compile each once before serving",
+        stages=(spans.SPAN_GRAMMAR,),
+    ),
+    Cause(
+        CAUSE_KV_TRANSFER, GROUP_PRE_ENGINE, "#c9b27c",
+        "in the queue until its KV blocks had arrived from another instance",
+        "a faster connection for KV blocks, or prefill of short prompts where they arrive",
+        stages=(spans.SPAN_KV_TRANSFER,),
+    ),
+    Cause(
+        CAUSE_PREFILL, GROUP_OWN_WORK, "#d79bd0",
+        "prefill of its own prompt",
+        stages=(spans.SPAN_PREFILL,),
+        is_fault=False,
+    ),
+    Cause(
+        CAUSE_DECODE, GROUP_OWN_WORK, "#74b866",
+        "its own tokens: what its steps would have cost alone",
+        stages=(spans.SPAN_FORWARD, spans.SPAN_DECODE),
+        is_fault=False,
+    ),
+    Cause(
+        CAUSE_BATCHING, GROUP_OWN_WORK, "#b0d99f",
+        "what the other sequences of the batch added to its steps",
+        is_fault=False, slows_decode=True,
+    ),
+    Cause(
+        CAUSE_INTERFERENCE, GROUP_STALL, "#ee7f6b",
+        "prefill of other requests in its steps, and steps in which it was not scheduled",
+        "chunked prefill with fewer prompt tokens a step; long prompts on a replica of their own",
+        slows_decode=True,
+    ),
+    Cause(
+        CAUSE_PREEMPTION, GROUP_STALL, "#e29a63",
+        "preempted, queued again and recomputed",
+        "more KV cache, or fewer and shorter sequences at the same time",
+        slows_decode=True,
+    ),
+    Cause(
+        CAUSE_HOST_BUBBLE, GROUP_HOST, "#c2b3a3",
+        "between two steps of the engine; where a device is timed, all its idle time between them",
+        "see what the engine's thread does between its steps (py-spy): callbacks, detokenizing, sending",
+        slows_decode=True,
+    ),
+    Cause(
+        CAUSE_TRANSFER, GROUP_HOST, "#a8b3a0",
+        "copies to the device and from it",
+        stages=(spans.SPAN_H2D, spans.SPAN_D2H),
+    ),
+    Cause(
+        CAUSE_APPLICATION, GROUP_PRE_ENGINE, "#8ec9e8",
+        "stages that the application recorded, and the time between two generations of one request",
+        is_fault=False,
+    ),
+    Cause(
+        CAUSE_DETOKENIZE, GROUP_POST_ENGINE, "#9bd8cf",
+        "detokenization after the last token",
+        stages=(spans.STAGE_DETOKENIZE,),
+    ),
+    Cause(
+        CAUSE_EGRESS, GROUP_POST_ENGINE, "#6cc0b5",
+        "from the last token until the last byte is handed to the socket",
+        stages=(spans.SPAN_POSTPROCESS,),
+    ),
+    Cause(
+        CAUSE_GC, GROUP_STALL, "#b79be0",
+        "garbage collection",
+        "gc.freeze() once the server is warm, a higher threshold, fewer long-lived objects",
+        pause=STOPS_PROCESS, slows_decode=True,
+    ),
+    Cause(
+        CAUSE_COMPILE, GROUP_STALL, "#cdb8ec",
+        "torch.compile",
+        "warm up all shapes before the first request",
+        pause=STOPS_PROCESS, is_warmup=True, slows_decode=True,
+    ),
+    Cause(
+        CAUSE_CAPTURE, GROUP_STALL, "#c3a4e8",
+        "capture of a CUDA graph",
+        "capture the graphs of all batch sizes before the first request",
+        pause=STOPS_PROCESS, is_warmup=True, slows_decode=True,
+    ),
+    Cause(
+        CAUSE_WARMUP, GROUP_STALL, "#d9a8c4",
+        "what a step took longer because it was the first of its engine or of its size",
+        "run a batch and a prompt of each size once before the server reports that it is ready",
+        is_warmup=True, slows_decode=True,
+    ),
+    Cause(
+        CAUSE_EVENT_LOOP, GROUP_HOST, "#a9a3ea",
+        "the event loop was blocked by a call, or waited for a core or the GIL",
+        "move the blocking call off the event loop: `def` instead of `async def`, or asyncio.to_thread",
+        pause=STOPS_EVENT_LOOP,
+    ),
+    Cause(
+        CAUSE_THROTTLED, GROUP_STALL, "#9d8fd6",
+        "the CPU quota of the container was used up",
+        "raise the CPU quota of the container",
+        pause=STOPS_PROCESS, slows_decode=True,
+    ),
+    Cause(
+        CAUSE_GPU_THROTTLED, GROUP_STALL, "#8fa0e0",
+        "what steps took longer while the clocks of a GPU were throttled",
+        "cool the GPU, and check its power supply (nvidia-smi -q -d PERFORMANCE)",
+        slows_decode=True,
+    ),
+    Cause(
+        CAUSE_STARVED, GROUP_STALL, "#e0b58a",
+        "the engine's thread was runnable and had no CPU",
+        "more cores, or fewer threads and processes on them (OMP_NUM_THREADS, workers, neighbours)",
+        slows_decode=True,
+    ),
+    Cause(
+        CAUSE_PAGE_FAULTS, GROUP_STALL, "#c7c48d",
+        "the kernel mapped memory for the engine's thread, page by page",
+        "keep freed memory: MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ at 1 GiB, or jemalloc",
+        slows_decode=True,
+    ),
+    Cause(
+        CAUSE_BLOCKED, GROUP_STALL, "#e39ab0",
+        "the engine's thread waited for a lock, the GIL, a disk or the device",
+        "find what it waits for (py-spy dump): a lock, another thread that holds the GIL, a slow disk, or the device",
+        slows_decode=True,
+    ),
+    Cause(
+        CAUSE_PAUSE, GROUP_STALL, "#ded0f2",
+        "another pause of the whole process",
+        slows_decode=True,
+    ),
+    Cause(
+        CAUSE_UNEXPLAINED, GROUP_UNKNOWN, "#b9bec6",
+        "not covered by any measurement",
+        is_fault=False,
+    ),
+)  # fmt: skip
+"""In the order in which docs list them."""
+
+CAUSES = {row.name: row for row in CAUSE_TABLE}
+STAGE_CAUSES = {stage: row.name for row in CAUSE_TABLE for stage in row.stages}
+"""The cause of a stage's time, unless something else took it."""
+PAUSE_CAUSES = tuple(row.name for row in CAUSE_TABLE if row.pause == STOPS_PROCESS)
+"""Pauses of a whole process that are recorded by name; any other is a `pause`."""
+EVENT_LOOP_CAUSES = tuple(row.name for row in CAUSE_TABLE if row.pause == STOPS_EVENT_LOOP)
+
+
+def causes_of(*groups: str) -> tuple[str, ...]:
+    """Returns the names of the causes in these groups, in the order of the table."""
+    return tuple(row.name for row in CAUSE_TABLE if row.group in groups)
+
+
+def describe_cause(name: str) -> str:
+    """Returns the meaning of a cause; empty for a name that is not in the table."""
+    return CAUSES[name].meaning if name in CAUSES else ""

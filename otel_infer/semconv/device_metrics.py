@@ -84,7 +84,7 @@ SELF_LOST = Metric(
     (LOSS_REASON,),
 )
 SELF_STEPS_DROPPED = Metric(
-    "infer.self.steps.left_out",
+    "infer.self.steps.dropped",
     COUNTER,
     "{span}",
     "Step spans that there was no room for, by the reason for which their request was kept.",

@@ -111,7 +111,7 @@ STAGE_DURATION = Metric(
     STAGE_BOUNDS,
 )
 LATENCY_DURATION = Metric(
-    "infer.blame.duration",
+    "infer.latency.duration",
     COUNTER,
     "s",
     "Time of finished requests by what it went into; the causes of a request sum to its duration.",
@@ -126,10 +126,10 @@ INTERFERENCE_DURATION = Metric(
     (INTERFERENCE_CLASS, INTERFERENCE_WAITING_CLASS),
 )
 LATENCY_SLOW_DURATION = Metric(
-    "infer.blame.slow.duration",
+    "infer.latency.slow.duration",
     COUNTER,
     "s",
-    "The part of infer.blame.duration that is of slow requests: those that missed an objective (OTEL_INFER_SLO), or are among "
+    "The part of infer.latency.duration that is of slow requests: those that missed an objective (OTEL_INFER_SLO), or are among "
     "the slowest of their size (OTEL_INFER_SLOW_PERCENT).",
     (LATENCY_CAUSE, *_REQUEST, *_CALLER),
 )

@@ -32,7 +32,7 @@ SPAN_PROCESS_START = {"engine": "engine start", "worker": "worker start"}
 """By role: processes that a server starts; their spans are below the server's."""
 SPAN_IMPORTS = "imports"
 SPAN_WEIGHTS = "weights"
-SPAN_WARMUP = "warm-up"
+SPAN_WARMUP = "warmup"
 SPAN_COMPILE = "compile"
 SPAN_CAPTURE = "capture"
 SPAN_READY = "ready"

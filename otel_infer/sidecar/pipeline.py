@@ -329,14 +329,14 @@ class Pipeline:
     def count_losses(self) -> dict[str, int]:
         """What did not arrive, by reason."""
         lost = {
-            "facts_overwritten": self.assembler.events_lost,
-            "facts_torn": self.assembler.events_torn,
+            "events_overwritten": self.assembler.events_lost,
+            "events_torn": self.assembler.events_torn,
             semconv.LOSS_OVER_BUDGET: self.sampler.dropped_steps.total(),
-            "requests_not_described": self.failed,
+            "requests_not_converted": self.failed,
             "not_recorded": self.rings.count_unrecorded(),
         }
         if self._metrics_sender is not None and self.metrics.is_delta:  # else it is said again
-            lost["collections_refused"] = self._metrics_sender.failed_exports
+            lost["metrics_refused"] = self._metrics_sender.failed_exports
         if self.sender is not None:
             lost.update(self.sender.lost)
         return lost

@@ -68,7 +68,7 @@ def test_what_is_held_is_what_is_left_when_the_free_pages_are_gone(leaks: int, v
 
 
 def test_a_run_that_lost_requests_says_nothing_of_memory() -> None:
-    lost, sidecar, *_ = lines_of(series(0), 1000, counted(999, facts_overwritten=3), 0)
+    lost, sidecar, *_ = lines_of(series(0), 1000, counted(999, events_overwritten=3), 0)
     assert (lost.verdict, lost.value, sidecar.verdict) == (FAIL, 4, INCONCLUSIVE)
 
 

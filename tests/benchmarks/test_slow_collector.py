@@ -49,4 +49,4 @@ def test_a_request_that_was_not_counted_fails() -> None:
 
 
 def test_facts_that_were_overwritten_are_a_loss_of_their_own() -> None:
-    assert verdicts(140, 140, facts_overwritten=3) == [PASS, FAIL]
+    assert verdicts(140, 140, events_overwritten=3) == [PASS, FAIL]

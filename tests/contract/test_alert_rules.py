@@ -21,7 +21,7 @@ G = f'{J},hw_id="GPU-1",hw_name="GPU 0"'
 TTFT, E2E = "gen_ai_server_time_to_first_token_seconds", "gen_ai_server_request_duration_seconds"
 STEP = "infer_step_duration_seconds"
 DECODE = f'{E},infer_step_kind="decode",infer_clock="host"'
-SLOW = "infer_blame_slow_duration_seconds_total"
+SLOW = "infer_latency_slow_duration_seconds_total"
 
 Series = Mapping[str, float]
 """Growth a second of each series; of a gauge, its value (`=` before the name)."""
@@ -70,7 +70,7 @@ def grows(name: str, labels: str, rate: float) -> Series:
 
 
 def causes(**rates: float) -> Series:
-    return {f'{SLOW}{{{M},infer_blame_cause="{cause}"}}': rate for cause, rate in rates.items()}
+    return {f'{SLOW}{{{M},infer_latency_cause="{cause}"}}': rate for cause, rate in rates.items()}
 
 
 def both(*parts: Series) -> Series:
@@ -78,14 +78,14 @@ def both(*parts: Series) -> Series:
 
 
 PREEMPTIONS = "infer_request_preemptions_total"
-BLAME = "infer_blame_duration_seconds_total"
+BLAME = "infer_latency_duration_seconds_total"
 STAGE = "infer_stage_duration_seconds_sum"
 EXECUTION, GAP = "infer_step_execution_duration_seconds_sum", "infer_step_device_gap_seconds_sum"
 ABANDONED = "infer_request_abandoned_seconds_count"
 QUEUE, LEFT = f'{M},infer_stage="queue"', f'{M},error_type="client_disconnect"'
 DEVICE = f'{E},infer_clock="device",infer_worker_rank="0"'
 WAITS = f'{J},infer_request_state="queued"'
-INTERFERENCE, OWN = f'{M},infer_blame_cause="interference"', f'{M},infer_blame_cause="decode"'
+INTERFERENCE, OWN = f'{M},infer_latency_cause="interference"', f'{M},infer_latency_cause="decode"'
 
 CASES: dict[str, Case] = {
     "TTFTBudgetBurn": Case(requests(fast=0.5), requests(fast=1)),
@@ -142,7 +142,7 @@ CASES: dict[str, Case] = {
         grows("hw_errors_total", f'{G},error_type="corrected"', 0.01),
     ),
     "TelemetryDropping": Case(
-        grows("infer_self_lost_total", f'{J},infer_loss_reason="facts_overwritten"', 1),
+        grows("infer_self_lost_total", f'{J},infer_loss_reason="events_overwritten"', 1),
         grows("infer_self_lost_total", f'{J},infer_loss_reason="steps_over_budget"', 1),
     ),
     "HooksMissing": Case(

@@ -937,7 +937,7 @@ def test_13_ten_thousand_requests_with_random_names_add_at_most_three_series(con
         asked = [(_random(), f"/{_random()}", _random()) for _ in range(10_000)]
         asyncio.run(_drive(app, asked, pipeline, arena))
         assert pipeline.requests == 10_001
-        assert pipeline.count_losses()["facts_overwritten"] == 0
+        assert pipeline.count_losses()["events_overwritten"] == 0
         after = _series(pipeline)
         grown = {name: len(series) - len(before.get(name, ())) for name, series in after.items()}
         assert all(more <= 3 for more in grown.values()), grown

@@ -91,7 +91,7 @@ def test_the_page_opens_without_a_network_and_shows_the_breach_first_and_the_min
     explained = json.loads(command("explain", str(breach.tape), "--json"))
     (verdict,) = page.all("h2", id="verdict")
     assert verdict["data-verdict"] == explained["verdict"] == "stutter"
-    assert page.text("verdict").endswith(SYMPTOMS["stutter"].happens)
+    assert page.text("verdict").endswith(SYMPTOMS["stutter"].meaning)
     rows = [row["id"] for row in page.all("tr") if "detail" in row.get("class", "").split()]
     traces = [re.search(r"trace ([0-9a-f]{32})", page.text(row))[1] for row in rows]  # type: ignore[index]
     assert set(traces[: len(breach.frozen)]) == set(breach.frozen)

@@ -102,10 +102,10 @@ def added_is_blamed(cause: str, faults: dict[str, Any], faulty: dict[str, Any]) 
     for number in range(1, MOST_PAIRS + 1):
         plain = victim(faults, asked)
         hit = victim(faulty, [*asked, *BESIDE.get(cause, ())])
-        assert sum(hit["blame_ms"].values()) == pytest.approx(hit["duration_ms"])
+        assert sum(hit["causes_ms"].values()) == pytest.approx(hit["duration_ms"])
         added.append(hit["duration_ms"] - plain["duration_ms"])
-        blamed.append(hit["blame_ms"].get(cause, 0.0))
-        without.append(plain["blame_ms"].get(cause, 0.0) / plain["duration_ms"])
+        blamed.append(hit["causes_ms"].get(cause, 0.0))
+        without.append(plain["causes_ms"].get(cause, 0.0) / plain["duration_ms"])
         if number < PAIRS:
             continue
         assert median(blamed) > 60, blamed

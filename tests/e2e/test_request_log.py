@@ -36,7 +36,7 @@ def test_the_sidecar_logs_a_line_for_each_kept_request_though_nothing_is_exporte
         until(lambda: len(told()) >= 2)
         said = {line["trace_id"]: line for line in told()}
         assert set(said) == {slow.trace_id, failed.trace_id} and ordinary.status == 200
-        assert (said[slow.trace_id]["kept_for"], said[slow.trace_id]["missed"]) == ("slo", ["e2e"])
+        assert (said[slow.trace_id]["keep_reason"], said[slow.trace_id]["missed"]) == ("slo", ["e2e"])
         assert said[slow.trace_id]["stages_ms"]["decode"] > 200
         assert said[failed.trace_id]["error_type"] == "ValueError"
         assert "canary" not in json.dumps(list(said.values()))

@@ -114,7 +114,7 @@ def test_at_ten_times_its_rate_the_budget_holds_and_what_failed_has_its_steps(
     assert 0 < len(steps) <= budget * (10 + lasted)
     assert kept(receiver)[slow.trace_id] == "slo"
     assert sum(span["trace_id"] == slow.trace_id for span in steps) == 99
-    left_out = counted(receiver, "infer.self.steps.left_out", semconv.KEEP_REASON)
+    left_out = counted(receiver, "infer.self.steps.dropped", semconv.KEEP_REASON)
     assert left_out.total() == offered - len(steps)
     reasons = counted(receiver, "infer.request.kept", semconv.KEEP_REASON)
     assert reasons.total() == counted(receiver, "gen_ai.server.request.duration").total() == len(replies) + 1

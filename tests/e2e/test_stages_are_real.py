@@ -91,7 +91,7 @@ def lengths(spans: list[dict[str, Any]]) -> dict[str, float]:
     last = next((span for span in spans if span["name"] == "postprocess"), None)
     assert last is not None, f"no postprocess among {[span['name'] for span in spans]}"
     found["postprocess"] = (last["end"] - last["start"]) / 1e6
-    found["detokenize"] = last["attributes"].get("infer.detokenize", 0.0) * 1e3
+    found["detokenize"] = last["attributes"].get("infer.detokenize.duration", 0.0) * 1e3
     found["egress"] = last["attributes"]["infer.send.wait"] * 1e3
     return found
 

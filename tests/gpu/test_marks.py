@@ -24,10 +24,10 @@ MIB = 1 << 20
 def recording() -> Iterator[Recording]:
     torch.cuda.init()
     recording = Recording()
-    ours.integration.install()
-    assert ours.integration.status.state == "active", ours.integration.status.drift
+    ours.instrumentor.install()
+    assert ours.instrumentor.status.state == "active", ours.instrumentor.status.drift
     yield recording
-    ours.integration.remove()
+    ours.instrumentor.remove()
     recording.stop()
 
 

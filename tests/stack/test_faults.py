@@ -45,7 +45,7 @@ class Panel(NamedTuple):
 PANELS = {
     "queue": Panel("anatomy.json", "Queue: quantiles", "p95", {}),
     "kv": Panel("memory.json", "Preemptions per request", "preemptions", {}),
-    "gc": Panel("decode.json", "What held them up", "{{infer_blame_cause}}", {"infer_blame_cause": "gc"}),
+    "gc": Panel("decode.json", "What held them up", "{{infer_latency_cause}}", {"infer_latency_cause": "gc"}),
 }
 
 

@@ -63,7 +63,7 @@ def test_the_hidden_queue_is_the_rest_of_the_step_that_a_request_arrived_in(
     assert 100 < rest_ms < 250
     assert queue["attributes"][semconv.QUEUE_HIDDEN] * 1e3 == pytest.approx(rest_ms, abs=5)
     (request,) = named(other, "chat tiny")
-    assert request["attributes"]["infer.blame.hidden_queue"] * 1e3 == pytest.approx(rest_ms, abs=5)
+    assert request["attributes"]["infer.latency.hidden_queue"] * 1e3 == pytest.approx(rest_ms, abs=5)
     stalled(server)
 
 
@@ -115,7 +115,7 @@ def test_a_request_that_was_preempted_is_kept_and_says_what_it_cost(
     assert preempted, "nothing was preempted: the cache is too large"
     for request in preempted:
         assert request["attributes"][semconv.KEEP_REASON] == "preempted"
-        assert request["attributes"]["infer.blame.preemption"] > 0
+        assert request["attributes"]["infer.latency.preemption"] > 0
         assert request["attributes"]["gen_ai.usage.output_tokens"] == 150
     decodes = [span for span in receiver.spans if span["name"] == "decode"]
     assert max(span["attributes"].get(semconv.KV_UTILIZATION_END, 0) for span in decodes) > 0.8

@@ -36,23 +36,7 @@ from otel_infer.ringbuffer import events
 
 Causes = dict[str, int]
 
-_CAUSE_BY_STAGE = {
-    semconv.SPAN_INGRESS: semconv.CAUSE_INGRESS,
-    semconv.SPAN_TOKENIZE: semconv.CAUSE_TOKENIZE,
-    semconv.SPAN_FETCH_MEDIA: semconv.CAUSE_MEDIA,
-    semconv.SPAN_PREPARE_MEDIA: semconv.CAUSE_MEDIA,
-    semconv.SPAN_GRAMMAR: semconv.CAUSE_GRAMMAR,
-    semconv.SPAN_KV_TRANSFER: semconv.CAUSE_KV_TRANSFER,
-    semconv.SPAN_FORWARD: semconv.CAUSE_DECODE,
-    semconv.SPAN_H2D: semconv.CAUSE_TRANSFER,
-    semconv.SPAN_D2H: semconv.CAUSE_TRANSFER,
-    semconv.SPAN_QUEUE: semconv.CAUSE_SCHEDULER_QUEUE,
-    semconv.SPAN_PREFILL: semconv.CAUSE_PREFILL,
-    semconv.SPAN_DECODE: semconv.CAUSE_DECODE,
-    semconv.SPAN_POSTPROCESS: semconv.CAUSE_EGRESS,
-    semconv.STAGE_DETOKENIZE: semconv.CAUSE_DETOKENIZE,
-}
-_OFF_EVENT_LOOP = frozenset(_CAUSE_BY_STAGE) - {semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS}
+_OFF_EVENT_LOOP = frozenset(semconv.STAGE_CAUSES) - {semconv.SPAN_INGRESS, semconv.SPAN_POSTPROCESS}
 """Stages that do not wait for the event loop: the engine's, and those that are one call."""
 _ENGINE_STAGES = (semconv.SPAN_PREFILL, semconv.SPAN_DECODE)
 _STAGE_PRIORITIES = {
@@ -193,7 +177,7 @@ def _attribute_stage(
         causes[semconv.CAUSE_DETOKENIZE] += last
         causes[semconv.CAUSE_EGRESS] += taken - last
     else:
-        causes[_CAUSE_BY_STAGE.get(name, semconv.CAUSE_APPLICATION)] += taken
+        causes[semconv.STAGE_CAUSES.get(name, semconv.CAUSE_APPLICATION)] += taken
 
 
 def _attribute_decode(account: _TimeLedger, record: RequestRecord, decode: StepBreakdown, taken: int) -> None:

@@ -14,7 +14,7 @@ from otel_infer.assembly.records.request import RequestRecord
 class BottleneckAdvice(NamedTuple):
     """What it means, and what to change."""
 
-    means: str
+    meaning: str
     change: str
 
 
@@ -41,14 +41,14 @@ class DeviceBottleneck(NamedTuple):
     """`requests` of the `timed` ones had this as the limit of this stage: more than had any other."""
 
     stage: str
-    limit: str
+    bottleneck: str
     requests: int
     timed: int
 
     @property
     def advice(self) -> BottleneckAdvice:
         """What that means, and what to change."""
-        return BOTTLENECK_ADVICE[self.limit]
+        return BOTTLENECK_ADVICE[self.bottleneck]
 
 
 def find_device_bottlenecks(records: Sequence[RequestRecord]) -> list[DeviceBottleneck]:

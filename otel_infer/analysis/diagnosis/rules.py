@@ -36,6 +36,7 @@ from otel_infer.analysis.diagnosis.symptoms import Finding
 from otel_infer.assembly.engine.step_table import CAPACITY
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
+from otel_infer.semconv import causes
 
 MIN_REQUESTS = 12
 """Requests without which nothing is said."""
@@ -71,7 +72,7 @@ def diagnose(records: Sequence[RequestRecord], since: int = 0, unfinished: Seque
     found += _find_queueing(served, QueueAnalysis(served, others, since, unfinished))
     found.sort(key=lambda finding: -finding.weight)
     if found:
-        return Diagnosis(found[0].complaint, len(served), found, causes, "")
+        return Diagnosis(found[0].symptom, len(served), found, causes, "")
     tail = select_slowest(served, lambda r: r.duration_ns)
     if tail.reference_share(semconv.CAUSE_UNEXPLAINED) > MAX_UNEXPLAINED_SHARE:
         said = "most of the slow requests' time was not seen: is the engine instrumented (otel-infer doctor)?"
@@ -93,24 +94,11 @@ def _is_served(record: RequestRecord) -> bool:
 
 # ── one rule for each part of a request's life ───────────────────────────────────────────────────────────────────
 
-_PRE_ENGINE_CAUSES = (
-    semconv.CAUSE_INGRESS, semconv.CAUSE_TOKENIZE, semconv.CAUSE_MEDIA, semconv.CAUSE_GRAMMAR,
-    semconv.CAUSE_KV_TRANSFER, semconv.CAUSE_APPLICATION,
-)  # fmt: skip
-_QUEUE_CAUSES = (semconv.CAUSE_HIDDEN_QUEUE, semconv.CAUSE_SCHEDULER_QUEUE)
-_STALL_CAUSES = (
-    semconv.CAUSE_INTERFERENCE, semconv.CAUSE_PREEMPTION, semconv.CAUSE_GC, semconv.CAUSE_COMPILE,
-    semconv.CAUSE_CAPTURE, semconv.CAUSE_WARMUP, semconv.CAUSE_THROTTLED, semconv.CAUSE_STARVED,
-    semconv.CAUSE_PAGE_FAULTS, semconv.CAUSE_BLOCKED, semconv.CAUSE_GPU_THROTTLED, semconv.CAUSE_PAUSE,
-    semconv.CAUSE_UNEXPLAINED,
-)  # fmt: skip
-_OWN_WORK_CAUSES = (
-    semconv.CAUSE_PREFILL,
-    semconv.CAUSE_DECODE,
-    semconv.CAUSE_BATCHING,
-    semconv.CAUSE_UNEXPLAINED,
-)
-_WARMUP_CAUSES = (semconv.CAUSE_WARMUP, semconv.CAUSE_COMPILE, semconv.CAUSE_CAPTURE)
+_PRE_ENGINE_CAUSES = causes.causes_of(causes.GROUP_PRE_ENGINE)
+_QUEUE_CAUSES = causes.causes_of(causes.GROUP_QUEUE)
+_STALL_CAUSES = causes.causes_of(causes.GROUP_STALL, causes.GROUP_UNKNOWN)
+_OWN_WORK_CAUSES = causes.causes_of(causes.GROUP_OWN_WORK, causes.GROUP_UNKNOWN)
+_WARMUP_CAUSES = tuple(row.name for row in causes.CAUSE_TABLE if row.is_warmup)
 
 
 def _find_pre_engine_delay(served: list[RequestRecord]) -> list[Finding]:
@@ -122,7 +110,7 @@ def _find_pre_engine_delay(served: list[RequestRecord]) -> list[Finding]:
     if total < 0.4 * tail.reference_ns or total / many / NS_PER_MS < 20:
         return []
     cause = max(parts, key=lambda cause: parts[cause])
-    return [Finding("before_the_engine", cause, total / tail.lifetime_ns, [
+    return [Finding("pre_engine", cause, total / tail.lifetime_ns, [
         f"{total / tail.reference_ns:.0%} of the time to the first token of the slowest {many} lies before the engine",
         f"{cause}: {parts[cause] / many / NS_PER_MS:.0f} ms each",
     ])]  # fmt: skip
@@ -263,7 +251,7 @@ def _find_queueing(served: list[RequestRecord], crowd: QueueAnalysis) -> list[Fi
         waited = f"{idle:.0%} of the waiting while no request was running"
         return [Finding("batching", cause, weighs, [said, waited])]
     if heavy is not None:
-        return [Finding("big_and_small", cause, weighs, [said, heavy])]
+        return [Finding("head_of_line_blocking", cause, weighs, [said, heavy])]
     if peak is not None:
         return [Finding("peak", cause, weighs, [said, peak])]
     return [Finding("queueing", cause, weighs, [said, "at any time of the load, not at a peak"])]

@@ -51,7 +51,7 @@ class StartRecord(NamedTuple):
     engine: str = ""
     ready_by: str = ""
     error_type: str = ""
-    died_in: str = ""
+    failed_phase: str = ""
     role: str = ""
     parent_span_id: bytes = b""
 

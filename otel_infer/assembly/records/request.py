@@ -136,7 +136,7 @@ class RequestRecord:
     generative: bool = True
     outcome: int = 0
     error_type: str = ""
-    died_in: str = ""
+    failed_stage: str = ""
     status_code: int = 0
     stages: list[Stage] = field(default_factory=list)
     device_ns: list[tuple[str, int]] = field(default_factory=list)
@@ -219,7 +219,7 @@ class RequestRecord:
     @property
     def final_wait_ns(self) -> int:
         """How long nothing had come when it was given up, or failed, in the middle of its stream; 0 = it was not."""
-        if self.outcome == OK or self.died_in != semconv.SPAN_DECODE or not self.last_token_at:
+        if self.outcome == OK or self.failed_stage != semconv.SPAN_DECODE or not self.last_token_at:
             return 0
         return max(self.ended_at - self.last_token_at, 0)
 

@@ -62,7 +62,7 @@ def _complete_record(record: RequestRecord, request: OpenRequest, life: Mileston
     if request.timed_stages or any(run.log.device is not None for run in request.runs):
         device_time.apply_device_time(record, request)
     if life.died:
-        record.died_in = stage_at_end(record, request, life)
+        record.failed_stage = stage_at_end(record, request, life)
     if not record.operation and (_reached_engine(record) or not record.name):
         record.operation = semconv.OPERATION_INFERENCE
     record.redundant = request.unseen and _is_redundant(record)

@@ -135,7 +135,7 @@ def _explain_all(told: ExplainInput, worst: int, as_json: bool, felt: ClientLate
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
         findings = [
-            {**finding._asdict(), **SYMPTOMS[finding.complaint]._asdict(), "change": finding.change}
+            {**finding._asdict(), **SYMPTOMS[finding.symptom]._asdict(), "change": finding.change}
             for finding in diagnosis.findings
         ]
         said = {
@@ -158,8 +158,8 @@ def _explain_all(told: ExplainInput, worst: int, as_json: bool, felt: ClientLate
     if not diagnosis.findings:
         out.print(f"{diagnosis.verdict}: {diagnosis.note}", style="bold")
     for number, finding in enumerate(diagnosis.findings):
-        row = SYMPTOMS[finding.complaint]
-        out.print(f"{'' if number == 0 else 'also: '}“{row.said}”: {row.happens}", style="bold")
+        row = SYMPTOMS[finding.symptom]
+        out.print(f"{'' if number == 0 else 'also: '}“{row.complaint}”: {row.meaning}", style="bold")
         for evidence in finding.evidence:
             out.print(f"  · {evidence}")
         out.print(f"  change first: {finding.change}")
@@ -169,12 +169,12 @@ def _explain_all(told: ExplainInput, worst: int, as_json: bool, felt: ClientLate
     out.print("where the time of the slowest tenth went", style="bold")
     for cause, share in diagnosis.causes.items():
         if share >= 0.005:
-            out.print(f"  {cause:<16} {100 * share:5.1f} %  {semconv.CAUSES.get(cause, '')}")
+            out.print(f"  {cause:<16} {100 * share:5.1f} %  {semconv.describe_cause(cause)}")
     for line in map(_format_tenant, summarise_tenants(records)):
         out.print(line, markup=False)
     for one in find_device_bottlenecks(records):
         out.print(
-            f"the device, in {one.stage}: {one.limit} in {one.requests} of {one.timed}: {one.advice.means}"
+            f"the device, in {one.stage}: {one.bottleneck} in {one.requests} of {one.timed}: {one.advice.meaning}"
         )
         out.print(f"  makes it quicker: {one.advice.change}")
     out.print()
@@ -246,7 +246,7 @@ def record_with_interferer(record: RequestRecord) -> dict[str, Any]:
 
     offender = record.breakdown.interferer if record.breakdown is not None else None
     by = {"trace_id": offender.trace_id.hex(), "ms": offender.length / 1e6} if offender is not None else None
-    return {**plain(record), "offender": by}
+    return {**plain(record), "interferer": by}
 
 
 # ── one ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -278,7 +278,7 @@ def _explain_request(records: Sequence[RequestRecord], wanted: str, as_json: boo
         sorted(record.breakdown.causes.items(), key=lambda item: -item[1]) if record.breakdown else ()
     ):
         share = 100 * length / max(record.duration_ns, 1)
-        out.print(f"  {cause:<16} {length / 1e6:9.1f} ms {share:5.1f} %  {semconv.CAUSES.get(cause, '')}")
+        out.print(f"  {cause:<16} {length / 1e6:9.1f} ms {share:5.1f} %  {semconv.describe_cause(cause)}")
     out.print(summarise_record(record))
     return 0
 

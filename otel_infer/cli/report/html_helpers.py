@@ -14,34 +14,7 @@ from otel_infer.export.console import format_duration
 
 MAX_TEXT_BYTES = 120
 """Of any text that came from a server, as it stands in the page."""
-COLOURS = {
-    semconv.CAUSE_INGRESS: "#7fb2e5",
-    semconv.CAUSE_TOKENIZE: "#a9cdf0",
-    semconv.CAUSE_MEDIA: "#93b9d8",
-    semconv.CAUSE_HIDDEN_QUEUE: "#f3d27a",
-    semconv.CAUSE_SCHEDULER_QUEUE: "#e8b931",
-    semconv.CAUSE_GRAMMAR: "#d9c069",
-    semconv.CAUSE_KV_TRANSFER: "#c9b27c",
-    semconv.CAUSE_PREFILL: "#d79bd0",
-    semconv.CAUSE_DECODE: "#74b866",
-    semconv.CAUSE_BATCHING: "#b0d99f",
-    semconv.CAUSE_INTERFERENCE: "#ee7f6b",
-    semconv.CAUSE_PREEMPTION: "#e29a63",
-    semconv.CAUSE_HOST_BUBBLE: "#c2b3a3",
-    semconv.CAUSE_TRANSFER: "#a8b3a0",
-    semconv.CAUSE_APPLICATION: "#8ec9e8",
-    semconv.CAUSE_DETOKENIZE: "#9bd8cf",
-    semconv.CAUSE_EGRESS: "#6cc0b5",
-    semconv.CAUSE_GC: "#b79be0",
-    semconv.CAUSE_COMPILE: "#cdb8ec",
-    semconv.CAUSE_CAPTURE: "#c3a4e8",
-    semconv.CAUSE_WARMUP: "#d9a8c4",
-    semconv.CAUSE_EVENT_LOOP: "#a9a3ea",
-    semconv.CAUSE_THROTTLED: "#9d8fd6",
-    semconv.CAUSE_GPU_THROTTLED: "#8fa0e0",
-    semconv.CAUSE_PAUSE: "#ded0f2",
-    semconv.CAUSE_UNEXPLAINED: "#b9bec6",
-}
+COLOURS = {row.name: row.colour for row in semconv.CAUSE_TABLE}
 """Of causes, and of the stages that are called as they are: light enough to be written on in black."""
 QUEUE_COLOUR = COLOURS[semconv.CAUSE_SCHEDULER_QUEUE]
 RUNNING_COLOUR = COLOURS[semconv.CAUSE_DECODE]

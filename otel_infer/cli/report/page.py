@@ -114,9 +114,9 @@ def _render_verdict(view: ReportView) -> str:
 
 def _render_finding(view: ReportView, diagnosis: Diagnosis, number: int) -> str:
     finding = diagnosis.findings[number]
-    row = SYMPTOMS[finding.complaint]
+    row = SYMPTOMS[finding.symptom]
     evidence = "".join(f"<li>{_link_trace_ids(view, escape_text(line))}</li>" for line in finding.evidence)
-    head = f"“{escape_text(row.said)}”: {escape_text(row.happens)}"
+    head = f"“{escape_text(row.complaint)}”: {escape_text(row.meaning)}"
     title = (
         f'<h2 id="verdict" data-verdict="{escape_text(diagnosis.verdict)}">{head}</h2>'
         if number == 0
@@ -161,7 +161,7 @@ def _render_causes(view: ReportView) -> str:
     lines = [
         f'<th scope="row">{colour_swatch(COLOURS.get(row.cause, STEP_COLOUR))}{escape_text(row.cause.replace("_", " "))}</th>'
         f'<td class="n">{format_share(row.slowest_share)}</td><td class="n">{format_share(row.overall_share)}</td>'
-        f'<td class="dim">{escape_text(semconv.CAUSES.get(row.cause, ""))}</td>'
+        f'<td class="dim">{escape_text(semconv.describe_cause(row.cause))}</td>'
         for row in view.causes
     ]
     heads = ("cause", "#slowest tenth", "#everybody", "meaning")

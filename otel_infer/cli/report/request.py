@@ -118,7 +118,7 @@ def _render_about(record: RequestRecord, began: int) -> str:
         "engine": record.engine,
         "finished": ", ".join(map(str, record.finish_reasons)),
         "error": record.error_type,
-        "died in": record.died_in,
+        "died in": record.failed_stage,
         "preemptions": record.preemptions,
         "sequences": record.sequences if record.sequences > 1 else 0,
         "telemetry lost": "yes: what is here is true, but not all of it" if record.telemetry_lost else "",
@@ -140,7 +140,9 @@ def _render_waterfall(record: RequestRecord) -> str:
     stages = record.stages[:MAX_STAGES]
     lines = []
     for stage in stages:
-        colour = COLOURS.get(_STAGE_CAUSES.get(stage.name, stage.name), COLOURS[semconv.CAUSE_APPLICATION])
+        colour = COLOURS.get(
+            semconv.STAGE_CAUSES.get(stage.name, stage.name), COLOURS[semconv.CAUSE_APPLICATION]
+        )
         bar = _render_bars(record, [(stage.started_at, stage.ended_at)], colour)
         more = escape_text(
             ", ".join(f"{k} = {v}" for k, v in [*stage.attributes.items()][:MAX_ATTRIBUTES]), 240
@@ -164,17 +166,6 @@ def _render_waterfall(record: RequestRecord) -> str:
 
 
 _PAUSE_NOTES = {semconv.CAUSE_EVENT_LOOP: "the event loop stood still, not the engine"}
-
-_STAGE_CAUSES = {
-    semconv.SPAN_FETCH_MEDIA: semconv.CAUSE_MEDIA,
-    semconv.SPAN_PREPARE_MEDIA: semconv.CAUSE_MEDIA,
-    semconv.SPAN_KV_TRANSFER: semconv.CAUSE_KV_TRANSFER,
-    semconv.SPAN_QUEUE: semconv.CAUSE_SCHEDULER_QUEUE,
-    semconv.SPAN_POSTPROCESS: semconv.CAUSE_EGRESS,
-    semconv.SPAN_FORWARD: semconv.CAUSE_DECODE,
-    semconv.SPAN_H2D: semconv.CAUSE_TRANSFER,
-    semconv.SPAN_D2H: semconv.CAUSE_TRANSFER,
-}
 
 
 def _format_duration(ns: int) -> str:
@@ -302,7 +293,7 @@ def _render_breakdown(record: RequestRecord, page: PageContext) -> str:
     lines = [
         f'<th scope="row">{colour_swatch(COLOURS.get(cause, STEP_COLOUR))}{escape_text(cause.replace("_", " "))}</th>'
         f'<td class="n">{took / 1e6:,.1f} ms</td><td class="n">{format_share(took / whole)}</td>'
-        f'<td class="dim">{escape_text(semconv.CAUSES.get(cause, ""))}</td>'
+        f'<td class="dim">{escape_text(semconv.describe_cause(cause))}</td>'
         for cause, took in causes
     ]
     said = "Where its time went; the parts sum to its duration"

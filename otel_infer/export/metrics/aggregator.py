@@ -114,7 +114,7 @@ class MetricsAggregator:
             return
         request_counters.count_usage(self._number_series, record, who, caller)
         if record.outcome == events.ABORTED:
-            key = (self._stages.admit_label(record.died_in), error, *who, *caller)
+            key = (self._stages.admit_label(record.failed_stage), error, *who, *caller)
             self._record_duration(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
         if record.breakdown is not None and record.operation:
             self._count_breakdown(record, record.breakdown, (*who, *caller))

@@ -291,7 +291,7 @@ def _iter_unserved_waits(record: RequestRecord) -> Iterator[tuple[str, int]]:
         return
     if record.operation == semconv.OPERATION_EMBEDDINGS:
         return
-    if record.died_in in (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL):
+    if record.failed_stage in (semconv.SPAN_QUEUE, semconv.SPAN_PREFILL):
         yield slo.TTFT, record.duration_ns
     elif record.final_wait_ns:
         yield slo.ITL, record.final_wait_ns

@@ -75,7 +75,7 @@ def string_attributes(record: RequestRecord, decision: tail_sampler.Decision) ->
         record.model,
         record.finish_reasons,
         record.engine,
-        record.died_in,
+        record.failed_stage,
         record.error_type,
         decision.reason,
         decision.missed,

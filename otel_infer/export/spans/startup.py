@@ -19,7 +19,7 @@ def build_start_spans(record: StartRecord) -> list[Span]:
         semconv.PROCESS_PID: record.pid,
         semconv.READY_BY: record.ready_by,
         semconv.ERROR_TYPE: record.error_type,
-        semconv.FAILED_STAGE: record.died_in,
+        semconv.FAILED_STAGE: record.failed_phase,
         semconv.PHASES_DROPPED: len(record.phases) - len(longest),
     }
     root = Span(

@@ -38,7 +38,7 @@ ASGI_PARAMETERS = ("scope", "receive", "send")
 IGNORED_METHODS = frozenset(("GET", "HEAD", "OPTIONS", "DELETE", "TRACE", "CONNECT"))
 
 log = logging.getLogger(__name__)
-integration = Instrumentor("asgi", "starlette", MODULES)
+instrumentor = Instrumentor("asgi", "starlette", MODULES)
 _excluded: tuple[re.Pattern[str], ...] = ()
 
 
@@ -124,13 +124,13 @@ def _patch_app_attribute(attribute: str) -> WrapperFactory:
     return make_wrapper
 
 
-integration.patch_hot_path("uvicorn.config:Config.load", part="uvicorn")(_patch_app_attribute("loaded_app"))
-integration.patch_hot_path("hypercorn.app_wrappers:ASGIWrapper.__init__", part="hypercorn")(
+instrumentor.patch_hot_path("uvicorn.config:Config.load", part="uvicorn")(_patch_app_attribute("loaded_app"))
+instrumentor.patch_hot_path("hypercorn.app_wrappers:ASGIWrapper.__init__", part="hypercorn")(
     _patch_app_attribute("app")
 )
 
 
-@integration.patch_hot_path(
+@instrumentor.patch_hot_path(
     "starlette.applications:Starlette.__call__", reads=ASGI_PARAMETERS, part="starlette"
 )
 def _patch_application(original: App, hook: Hook) -> App:
@@ -158,7 +158,7 @@ def _patch_application(original: App, hook: Hook) -> App:
     return call_application
 
 
-@integration.patch_hot_path("starlette.routing:Router.__call__", reads=ASGI_PARAMETERS, part="starlette")
+@instrumentor.patch_hot_path("starlette.routing:Router.__call__", reads=ASGI_PARAMETERS, part="starlette")
 def _patch_router(original: App, hook: Hook) -> App:
     async def call_router(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
         seen = scope.get(SCOPE_KEY)
@@ -215,7 +215,7 @@ for _target, _note, _part in (
     ("starlette.routing:Mount.handle", _add_mount, "starlette"),
     ("fastapi.routing:APIRoute.handle", _set_included_route, "fastapi"),
 ):
-    integration.patch_hot_path(_target, reads=ASGI_PARAMETERS, optional=True, part=_part)(
+    instrumentor.patch_hot_path(_target, reads=ASGI_PARAMETERS, optional=True, part=_part)(
         _patch_route_handler(_note)
     )
 

@@ -20,7 +20,7 @@ from otel_infer.ringbuffer.recorder import recorder
 CAUSE = "compile"
 _HANDLER = "torch._dynamo.callback:CompilationCallbackHandler"
 
-integration = Instrumentor("dynamo", "torch", ("torch._dynamo",))
+instrumentor = Instrumentor("torch_compile", "torch", ("torch._dynamo",))
 
 
 class _Compilation:
@@ -32,7 +32,7 @@ class _Compilation:
 _current = _Compilation()
 
 
-@integration.patch_hot_path(f"{_HANDLER}.run_start_callbacks")
+@instrumentor.patch_hot_path(f"{_HANDLER}.run_start_callbacks")
 def patch_start_callbacks(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def run_start_callbacks(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
@@ -42,7 +42,7 @@ def patch_start_callbacks(original: Callable[..., Any], hook: Hook) -> Callable[
     return run_start_callbacks
 
 
-@integration.patch_hot_path(f"{_HANDLER}.run_end_callbacks")
+@instrumentor.patch_hot_path(f"{_HANDLER}.run_end_callbacks")
 def patch_end_callbacks(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def run_end_callbacks(self: Any, *args: Any, **kwargs: Any) -> Any:
         started_at, _current.started_at = _current.started_at, 0

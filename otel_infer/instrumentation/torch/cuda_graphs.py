@@ -77,13 +77,13 @@ def _make_allocator_poll(allocator: AllocatorCounters) -> Callable[[], None]:
         try:
             allocator.record_increments()
         except Exception as exc:
-            recorder.deferred_recorders.pop(integration.name, None)
+            recorder.deferred_recorders.pop(instrumentor.name, None)
             log.warning("the CUDA allocator is looked at no more: %s", type(exc).__name__)
 
     return poll_allocator
 
 
-integration = _CudaInstrumentor("cuda", "torch", ("torch.cuda.graphs",))
+instrumentor = _CudaInstrumentor("cuda_graphs", "torch", ("torch.cuda.graphs",))
 
 
 class _GraphCapture(threading.local):
@@ -108,7 +108,7 @@ def _announce_capture() -> Iterator[None]:
     _current.is_announced = True
 
 
-@integration.patch_hot_path(f"{_GRAPH}.capture_begin")
+@instrumentor.patch_hot_path(f"{_GRAPH}.capture_begin")
 def patch_capture_begin(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hook.alive:
@@ -122,7 +122,7 @@ def patch_capture_begin(original: Callable[..., Any], hook: Hook) -> Callable[..
     return capture_begin
 
 
-@integration.patch_hot_path(f"{_GRAPH}.capture_end")
+@instrumentor.patch_hot_path(f"{_GRAPH}.capture_end")
 def patch_capture_end(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
         started_at, _current.started_at = _current.started_at, 0

@@ -58,7 +58,7 @@ class _TorchInstrumentor(Instrumentor):
         _patched_classes.clear()
 
 
-integration = _TorchInstrumentor("torch", "torch", ("torch",), is_engine=True)
+instrumentor = _TorchInstrumentor("torch", "torch", ("torch",), is_engine=True)
 
 
 class _CallDescriptor:
@@ -230,7 +230,7 @@ class _TrainRecursion(threading.local):
 _train_recursion = _TrainRecursion()
 
 
-@integration.patch_hot_path(f"{_MODULE}.train", reads=("mode",))
+@instrumentor.patch_hot_path(f"{_MODULE}.train", reads=("mode",))
 def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """`eval()` is `train(False)`, and so is whatever classes have made of it."""
     # torch itself is still being imported here, as far as its modules.
@@ -260,7 +260,7 @@ def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     return train
 
 
-@integration.patch_hot_path("torch._dynamo.eval_frame:OptimizedModule.__init__", part="compile")
+@instrumentor.patch_hot_path("torch._dynamo.eval_frame:OptimizedModule.__init__", part="compile")
 def patch_optimized_module(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """`torch.compile(model)` is outermost if the model was, and dynamo has no business in our own frames."""
     dynamo = sys.modules["torch._dynamo.eval_frame"]

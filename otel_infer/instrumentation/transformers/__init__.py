@@ -19,13 +19,13 @@ from otel_infer.instrumentation.transformers import (
     tokenization,
     transfers,
 )
-from otel_infer.instrumentation.transformers._integration import integration
+from otel_infer.instrumentation.transformers._integration import instrumentor
 
 __all__ = [
     "batch_timing",
     "continuous_batching",
     "generate",
-    "integration",
+    "instrumentor",
     "sequences",
     "serve",
     "startup",

@@ -8,11 +8,11 @@ from typing import Any
 from otel_infer.gpu.timed_work import StepWork
 from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.transformers._integration import ENGINE, integration
+from otel_infer.instrumentation.transformers._integration import ENGINE, instrumentor
 from otel_infer.instrumentation.transformers.continuous_batching import CB, PART, current_loop
 
 
-@integration.patch_hot_path(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
+@instrumentor.patch_hot_path(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
 def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Launches forward and sampling on a stream of its own."""
 

@@ -23,7 +23,7 @@ from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers import kv_cache
-from otel_infer.instrumentation.transformers._integration import ENGINE, integration
+from otel_infer.instrumentation.transformers._integration import ENGINE, instrumentor
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
 
@@ -261,7 +261,7 @@ def _remove_from_batch(scheduler: Any, state: Any) -> None:
 # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@integration.patch_hot_path(f"{MANAGER}._run_generation_loop", optional=True, part=PART)
+@instrumentor.patch_hot_path(f"{MANAGER}._run_generation_loop", optional=True, part=PART)
 def wrap_run_generation_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """A loop that ends gives its step log back."""
 
@@ -284,7 +284,7 @@ def _close_trackers() -> None:
 
 
 for _target in (f"{MANAGER}._run_generation_loop", f"{PROCESSOR}.warmup"):
-    integration.patch_hot_path(_target, optional=True, part=PART)(suppress_torch)
+    instrumentor.patch_hot_path(_target, optional=True, part=PART)(suppress_torch)
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -309,10 +309,10 @@ def _wrap_schedule_batch(original: Callable[..., Any], hook: Hook) -> Callable[.
 
 
 for _class in ("FIFOScheduler", "PrefillFirstScheduler"):
-    integration.patch_hot_path(f"{SCHEDULER}:{_class}.schedule_batch", part=PART)(_wrap_schedule_batch)
+    instrumentor.patch_hot_path(f"{SCHEDULER}:{_class}.schedule_batch", part=PART)(_wrap_schedule_batch)
 
 
-@integration.patch_hot_path(f"{CB}.input_outputs:ContinuousBatchingIOs.prepare_batch_update", part=PART)
+@instrumentor.patch_hot_path(f"{CB}.input_outputs:ContinuousBatchingIOs.prepare_batch_update", part=PART)
 def wrap_prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Here the tokens are on the host, and nobody has been given them yet."""
 

@@ -25,7 +25,7 @@ from otel_infer.instrumentation.transformers import kv_cache
 from otel_infer.instrumentation.transformers._integration import (
     ENGINE,
     already_submitted,
-    integration,
+    instrumentor,
     name_request,
     open_own_request,
 )
@@ -46,7 +46,7 @@ PIXEL_INPUTS = frozenset(("pixel_values", "pixel_values_images", "pixel_values_v
 _get_packed = attrgetter("packed")
 
 
-@integration.patch_hot_path(f"{_GENERATION}.generate", part="generate")
+@instrumentor.patch_hot_path(f"{_GENERATION}.generate", part="generate")
 def wrap_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """A run is its thread's, and its request current, while the call lasts: the stream that it may return is read anywhere."""
 
@@ -65,7 +65,9 @@ def wrap_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
     return generate
 
 
-@integration.patch_function(f"{_GENERATION}.generate", reads=("inputs", "generation_config"), part="generate")
+@instrumentor.patch_function(
+    f"{_GENERATION}.generate", reads=("inputs", "generation_config"), part="generate"
+)
 def trace_generate(call: Call) -> Generator[None, Any, None]:
     # A draft model's calls are inside the outer decode.
     run = None if thread_state.run is not None or _is_paged(call) else _begin_generation(call)
@@ -86,7 +88,7 @@ def trace_generate(call: Call) -> Generator[None, Any, None]:
             recorder.release_batch_writer(ENGINE, run.writer)
 
 
-integration.patch_hot_path(f"{_GENERATION}.generate", part="generate")(suppress_torch)
+instrumentor.patch_hot_path(f"{_GENERATION}.generate", part="generate")(suppress_torch)
 
 
 def _is_paged(call: Call) -> bool:
@@ -141,12 +143,12 @@ def _wrap_decoding_loop(original: Callable[..., Any], hook: Hook) -> Callable[..
 
 
 for _name in DECODING_LOOPS:
-    integration.patch_hot_path(
+    instrumentor.patch_hot_path(
         f"{_GENERATION}.{_name}", reads=("input_ids", "generation_config"), part="generate"
     )(_wrap_decoding_loop)
 
 
-@integration.patch_hot_path(
+@instrumentor.patch_hot_path(
     f"{_GENERATION}._update_model_kwargs_for_generation", reads=("num_new_tokens",), part="generate"
 )
 def update_model_kwargs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -191,10 +193,10 @@ def _uses_vision_encoder(model: Any, given: tuple[Any, ...]) -> bool:
 
 
 for _name in ENCODERS:
-    integration.patch_hot_path(f"{_GENERATION}.{_name}", optional=True, part="generate")(_wrap_encoder)
+    instrumentor.patch_hot_path(f"{_GENERATION}.{_name}", optional=True, part="generate")(_wrap_encoder)
 
 
-@integration.patch_hot_path(f"{_GENERATION}._prefill", optional=True, part="generate")
+@instrumentor.patch_hot_path(f"{_GENERATION}._prefill", optional=True, part="generate")
 def wrap_prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def prefill(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run
@@ -209,7 +211,7 @@ def wrap_prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     return prefill
 
 
-@integration.patch_hot_path(
+@instrumentor.patch_hot_path(
     "transformers.generation.utils:StopCheck.__call__", optional=True, part="generate"
 )
 def wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -227,7 +229,7 @@ def wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., A
     return stop_check
 
 
-@integration.patch_hot_path(f"{_GENERATION}._has_unfinished_sequences", part="generate")
+@instrumentor.patch_hot_path(f"{_GENERATION}._has_unfinished_sequences", part="generate")
 def wrap_has_unfinished_sequences(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def has_unfinished_sequences(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run

@@ -18,7 +18,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.transformers._integration import (
     ENGINE,
-    integration,
+    instrumentor,
     name_request,
     open_own_request,
 )
@@ -88,7 +88,7 @@ _adding = _AddRequestState()
 # ── the way in ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@integration.patch_function(f"{MANAGER}.add_request", reads=("input_ids", "max_new_tokens"), part=PART)
+@instrumentor.patch_function(f"{MANAGER}.add_request", reads=("input_ids", "max_new_tokens"), part=PART)
 def trace_add_request(call: Call) -> Generator[None, Any, None]:
     manager = call.instance
     request = start.current_request()
@@ -118,7 +118,7 @@ def trace_add_request(call: Call) -> Generator[None, Any, None]:
         request.close(events.ERROR, "rejected")
 
 
-@integration.patch_hot_path(f"{_STATE}.__post_init__", part=PART)
+@instrumentor.patch_hot_path(f"{_STATE}.__post_init__", part=PART)
 def wrap_post_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def post_init(self: Any) -> None:
         original(self)
@@ -135,7 +135,7 @@ def wrap_post_init(original: Callable[..., Any], hook: Hook) -> Callable[..., An
     return post_init
 
 
-@integration.patch_hot_path(f"{_STATE}.fork", part=PART)
+@instrumentor.patch_hot_path(f"{_STATE}.fork", part=PART)
 def wrap_fork(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """One of the sequences to return: another state of the same request."""
 
@@ -151,7 +151,7 @@ def wrap_fork(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     return fork
 
 
-@integration.patch_hot_path(f"{_STATE}.create_equivalent_initial_request", part=PART)
+@instrumentor.patch_hot_path(f"{_STATE}.create_equivalent_initial_request", part=PART)
 def wrap_create_equivalent(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """A soft reset, or a fork that did not fit; where the id stays the same, the sequence goes on in the new state."""
 
@@ -173,7 +173,7 @@ def _inherit_request(state: Any, parent: Any) -> None:
     state.otel_infer_handle = getattr(parent, "otel_infer_handle", UNKNOWN_HANDLE)
 
 
-@integration.patch_hot_path(f"{SCHEDULER}:Scheduler.add_waiting_request", reads=("state",), part=PART)
+@instrumentor.patch_hot_path(f"{SCHEDULER}:Scheduler.add_waiting_request", reads=("state",), part=PART)
 def wrap_add_waiting_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def add_waiting_request(self: Any, state: Any) -> Any:
         sequences = getattr(state, "otel_infer", None)
@@ -203,7 +203,7 @@ def _record_queued(scheduler: Any, state: Any, request: request_span.RequestSpan
 # ── the way out ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@integration.patch_hot_path(f"{SCHEDULER}:Scheduler.finish_request", reads=("request_id",), part=PART)
+@instrumentor.patch_hot_path(f"{SCHEDULER}:Scheduler.finish_request", reads=("request_id",), part=PART)
 def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def finish_request(self: Any, request_id: str) -> Any:
         state = self.active_requests.get(request_id) if hook.alive else None
@@ -231,7 +231,7 @@ def _finish_reason(state: Any) -> str:
     return "stop" if last and last[0] in state._eos_token_ids else "length"
 
 
-@integration.patch_hot_path(f"{SCHEDULER}:Scheduler.clear_cancelled_requests", part=PART)
+@instrumentor.patch_hot_path(f"{SCHEDULER}:Scheduler.clear_cancelled_requests", part=PART)
 def wrap_clear_cancelled_requests(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def clear_cancelled_requests(self: Any) -> Any:
         cancelled: list[Any] = []
@@ -260,7 +260,7 @@ def _find_states(scheduler: Any, request_ids: tuple[Any, ...]) -> list[Any]:
     return [state for state in found if state is not None]
 
 
-@integration.patch_hot_path(f"{PROCESSOR}._handle_request_error", reads=("error", "state"), part=PART)
+@instrumentor.patch_hot_path(f"{PROCESSOR}._handle_request_error", reads=("error", "state"), part=PART)
 def wrap_handle_request_error(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def handle_request_error(self: Any, error: Any, state: Any) -> Any:
         result = original(self, error, state)
@@ -273,7 +273,9 @@ def wrap_handle_request_error(original: Callable[..., Any], hook: Hook) -> Calla
 _ROUTER = f"{CB}.continuous_api:OutputRouter"
 
 
-@integration.patch_hot_path(f"{_ROUTER}.fail_and_deliver", reads=("state", "error"), optional=True, part=PART)
+@instrumentor.patch_hot_path(
+    f"{_ROUTER}.fail_and_deliver", reads=("state", "error"), optional=True, part=PART
+)
 def wrap_fail_and_deliver(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Called by the one above, and alone where no processor could be made. Whoever is told may end the request at once."""
 

@@ -17,7 +17,7 @@ from otel_infer.instrumentation.transformers._integration import (
     CANCELLED,
     ENGINE,
     already_submitted,
-    integration,
+    instrumentor,
     wrap_in_empty_context,
 )
 from otel_infer.ringbuffer import events
@@ -53,7 +53,7 @@ def _make_handler_wrapper(
 
 
 for _path, _arguments in OPERATIONS.items():
-    integration.patch_hot_path(
+    instrumentor.patch_hot_path(
         f"{_SERVING}.{_path}.handle_request",
         reads=("body", "request_id"),
         optional=_path.startswith("completion:"),
@@ -81,7 +81,7 @@ def _wrap_manager_generate(original: Callable[..., Any], hook: Hook) -> Callable
 
 
 for _name in ("generate_streaming", "generate_non_streaming"):
-    integration.patch_hot_path(
+    instrumentor.patch_hot_path(
         f"{_SERVING}.utils:GenerateManager.{_name}",
         reads=("model", "processor", "inputs", "gen_config"),
         part=PART,
@@ -111,9 +111,9 @@ def _bind_to_request(request: request_span.RequestSpan, fn: Callable[..., Any]) 
     return run_in_request
 
 
-integration.patch_hot_path(f"{_SERVING}.utils:InferenceThread.__init__", part=PART)(wrap_in_empty_context)
+instrumentor.patch_hot_path(f"{_SERVING}.utils:InferenceThread.__init__", part=PART)(wrap_in_empty_context)
 for _name in ("submit", "async_submit"):
-    integration.patch_hot_path(f"{_SERVING}.utils:InferenceThread.{_name}", reads=("fn",), part=PART)(
+    instrumentor.patch_hot_path(f"{_SERVING}.utils:InferenceThread.{_name}", reads=("fn",), part=PART)(
         _wrap_submit
     )
 
@@ -149,5 +149,5 @@ def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[...
 
 
 for _class in ("CBStreamer", "DirectStreamer"):
-    integration.patch_hot_path(f"{_SERVING}.utils:{_class}.__init__", part=PART)(_wrap_streamer_init)
-    integration.patch_hot_path(f"{_SERVING}.utils:{_class}.put", part=PART)(_wrap_streamer_put)
+    instrumentor.patch_hot_path(f"{_SERVING}.utils:{_class}.__init__", part=PART)(_wrap_streamer_init)
+    instrumentor.patch_hot_path(f"{_SERVING}.utils:{_class}.put", part=PART)(_wrap_streamer_put)

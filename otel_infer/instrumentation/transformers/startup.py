@@ -14,7 +14,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.transformers._integration import (
     ENGINE,
-    integration,
+    instrumentor,
     model_name,
     wrap_in_empty_context,
 )
@@ -37,7 +37,7 @@ class _ModelLoading(threading.local):
 _loading = _ModelLoading()
 
 
-@integration.patch_hot_path("transformers.modeling_utils:PreTrainedModel.from_pretrained", part=PART)
+@instrumentor.patch_hot_path("transformers.modeling_utils:PreTrainedModel.from_pretrained", part=PART)
 def wrap_from_pretrained(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if _loading.is_loading or not hook.alive:
@@ -98,4 +98,4 @@ def _wrap_manager_start(original: Callable[..., Any], hook: Hook) -> Callable[..
     return start_manager
 
 
-integration.patch_hot_path(f"{MANAGER}.start", optional=True, part=BATCHING)(_wrap_manager_start)
+instrumentor.patch_hot_path(f"{MANAGER}.start", optional=True, part=BATCHING)(_wrap_manager_start)

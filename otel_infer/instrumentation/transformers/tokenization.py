@@ -12,7 +12,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.transformers._integration import integration
+from otel_infer.instrumentation.transformers._integration import instrumentor
 from otel_infer.instrumentation.transformers.generation_run import thread_state
 from otel_infer.tracing import start
 
@@ -76,13 +76,13 @@ def _token_count(result: Any) -> int:
 
 
 for _method in ("__call__", "apply_chat_template", "encode"):
-    integration.patch_hot_path(f"{_TOKENIZER}.{_method}", part="tokenizer")(_wrap_tokenize)
+    instrumentor.patch_hot_path(f"{_TOKENIZER}.{_method}", part="tokenizer")(_wrap_tokenize)
 for _method in ("decode", "batch_decode"):
-    integration.patch_hot_path(f"{_TOKENIZER}.{_method}", part="tokenizer")(_wrap_decode)
-integration.patch_hot_path(f"{_PROCESSOR}.apply_chat_template", part="processor")(_wrap_tokenize)
+    instrumentor.patch_hot_path(f"{_TOKENIZER}.{_method}", part="tokenizer")(_wrap_decode)
+instrumentor.patch_hot_path(f"{_PROCESSOR}.apply_chat_template", part="processor")(_wrap_tokenize)
 
 
-@integration.patch_hot_path("transformers.generation.streamers:TextStreamer.put", part="streamers")
+@instrumentor.patch_hot_path("transformers.generation.streamers:TextStreamer.put", part="streamers")
 def wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """The first `put` is the prompt."""
 

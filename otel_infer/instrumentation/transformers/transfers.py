@@ -18,7 +18,7 @@ from otel_infer.gpu.device import current_device
 from otel_infer.gpu.timed_work import StageWork
 from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.instrumentation.hooks.probe import Call, Hook
-from otel_infer.instrumentation.transformers._integration import integration
+from otel_infer.instrumentation.transformers._integration import instrumentor
 from otel_infer.instrumentation.transformers.continuous_batching import CB
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span
@@ -65,7 +65,7 @@ class _Transfer:
             request.record_event(events.BytesMoved(at, self._started_at, self._stage, size, int(pinned)))
 
 
-@integration.patch_function(
+@instrumentor.patch_function(
     "transformers.tokenization_utils_base:BatchEncoding.to", reads=("device",), part="tokenizer"
 )
 def trace_to_device(call: Call) -> Generator[None, Any, None]:
@@ -167,6 +167,6 @@ for _name, _stage, _moved in (
     ("transfer_inputs_h2d", "h2d", _iter_input_tensors),
     ("transfer_outputs_d2h", "d2h", _iter_output_tensors),
 ):
-    integration.patch_hot_path(
+    instrumentor.patch_hot_path(
         f"{CB}.input_outputs:HostDeviceIOPair.{_name}", reads=("stream",), part="transfers"
     )(_make_transfer_wrapper(_stage, _moved))

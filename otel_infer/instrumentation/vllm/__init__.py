@@ -21,12 +21,12 @@ from otel_infer.instrumentation.vllm import (
     startup,
     worker,
 )
-from otel_infer.instrumentation.vllm._integration import integration
+from otel_infer.instrumentation.vllm._integration import instrumentor
 
 __all__ = [
     "api_server",
     "engine_core",
-    "integration",
+    "instrumentor",
     "multimodal",
     "output_processor",
     "scheduler",

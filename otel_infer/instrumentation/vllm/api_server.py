@@ -20,7 +20,7 @@ from otel_infer.instrumentation.vllm._integration import (
     REQUESTS,
     SERVED_NAME,
     TOKENIZING,
-    integration,
+    instrumentor,
     model_name,
     response_id,
 )
@@ -74,7 +74,7 @@ def _name_request(request: request_span.RequestSpan, operation: str, model: str,
 
 
 for _method, _operation in (("render_chat_async", "chat"), ("render_cmpl_async", "text_completion")):
-    integration.patch_function(f"{RENDERER}.{_method}", optional=True, part=TOKENIZING)(
+    instrumentor.patch_function(f"{RENDERER}.{_method}", optional=True, part=TOKENIZING)(
         _make_render_probe(_operation)
     )
 
@@ -93,13 +93,15 @@ def _wrap_engine_init(original: Callable[..., Any], hook: Hook) -> Callable[...,
     return init_engine
 
 
-integration.patch_hot_path("vllm.v1.engine.async_llm:AsyncLLM.__init__", part=SERVED_NAME)(_wrap_engine_init)
-integration.patch_hot_path("vllm.v1.engine.llm_engine:LLMEngine.__init__", part=OFFLINE_NAME)(
+instrumentor.patch_hot_path("vllm.v1.engine.async_llm:AsyncLLM.__init__", part=SERVED_NAME)(_wrap_engine_init)
+instrumentor.patch_hot_path("vllm.v1.engine.llm_engine:LLMEngine.__init__", part=OFFLINE_NAME)(
     _wrap_engine_init
 )
 
 
-@integration.patch_function(f"{OUTPUT_PROCESSOR}.add_request", reads=("request", "parent_req"), part=REQUESTS)
+@instrumentor.patch_function(
+    f"{OUTPUT_PROCESSOR}.add_request", reads=("request", "parent_req"), part=REQUESTS
+)
 def trace_add_request(call: Call) -> Generator[None, Any, None]:
     """Here a sequence is known for the first time, and gets its detokenizer."""
     request_id = call["request"].request_id
@@ -203,6 +205,6 @@ _CLIENTS = {
     "InprocClient.add_request": False,
 }
 for _path, _optional in _CLIENTS.items():
-    integration.patch_function(f"{CLIENT}:{_path}", reads=("request",), optional=_optional, part=REQUESTS)(
+    instrumentor.patch_function(f"{CLIENT}:{_path}", reads=("request",), optional=_optional, part=REQUESTS)(
         _trace_submit
     )

@@ -14,7 +14,7 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.vllm import scheduler_waits
-from otel_infer.instrumentation.vllm._integration import PREEMPTIONS, SCHEDULER, STEPS, integration
+from otel_infer.instrumentation.vllm._integration import PREEMPTIONS, SCHEDULER, STEPS, instrumentor
 from otel_infer.instrumentation.vllm.scheduler import get_scheduler_steps, remove_from_batch
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import propagation
@@ -23,7 +23,7 @@ FRONTEND_ABORT = "abort"
 """A finish that the front end asked for, and knows the reason of."""
 
 
-@integration.patch_hot_path(f"{SCHEDULER}.add_request", reads=("request",), part=STEPS)
+@instrumentor.patch_hot_path(f"{SCHEDULER}.add_request", reads=("request",), part=STEPS)
 def wrap_add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def add_request(self: Any, request: Any) -> Any:
         if hook.alive:
@@ -51,7 +51,7 @@ def _record_received(scheduler: Any, request: Any) -> None:
     part.record_event(events.RequestReceived(_clock.now()))
 
 
-@integration.patch_hot_path(f"{SCHEDULER}._free_request", reads=("request",), part=STEPS)
+@instrumentor.patch_hot_path(f"{SCHEDULER}._free_request", reads=("request",), part=STEPS)
 def wrap_free_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
@@ -80,7 +80,7 @@ def _record_finished(scheduler: Any, request: Any) -> None:
     propagation.release(part)
 
 
-@integration.patch_hot_path(f"{SCHEDULER}._preempt_request", reads=("request",), part=PREEMPTIONS)
+@instrumentor.patch_hot_path(f"{SCHEDULER}._preempt_request", reads=("request",), part=PREEMPTIONS)
 def wrap_preempt_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def preempt_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, request, *args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Call
-from otel_infer.instrumentation.vllm._integration import MEDIA, integration
+from otel_infer.instrumentation.vllm._integration import MEDIA, instrumentor
 from otel_infer.tracing import start
 
 FETCH, PREPARE = "fetch media", "prepare media"
@@ -29,7 +29,7 @@ def _record_stage(name: str) -> Generator[None, Any, None]:
             request.record_stage(name, started_at)
 
 
-@integration.patch_function(
+@instrumentor.patch_function(
     "vllm.multimodal.media.connector:MediaConnector.load_from_url_async", optional=True, part=MEDIA
 )
 def trace_fetch_media(call: Call) -> Generator[None, Any, None]:
@@ -37,7 +37,7 @@ def trace_fetch_media(call: Call) -> Generator[None, Any, None]:
     yield from _record_stage(FETCH)
 
 
-@integration.patch_function(
+@instrumentor.patch_function(
     "vllm.renderers.base:BaseRenderer._process_tokens_async", reads=("prompt",), optional=True, part=MEDIA
 )
 def trace_prepare_media(call: Call) -> Generator[None, Any, None]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.vllm._integration import REQUESTS, integration
+from otel_infer.instrumentation.vllm._integration import REQUESTS, instrumentor
 from otel_infer.instrumentation.vllm.api_server import OUTPUT_PROCESSOR, in_flight
 from otel_infer.ringbuffer import events
 
@@ -49,13 +49,13 @@ def _wrap_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 
 
 # One class makes text, and one is for whoever wants tokens alone (beams, a server of tokens).
-integration.patch_hot_path(f"{DETOKENIZER}:BaseIncrementalDetokenizer.update", part=REQUESTS)(_wrap_update)
-integration.patch_hot_path(f"{DETOKENIZER}:IncrementalDetokenizer.update", optional=True, part=REQUESTS)(
+instrumentor.patch_hot_path(f"{DETOKENIZER}:BaseIncrementalDetokenizer.update", part=REQUESTS)(_wrap_update)
+instrumentor.patch_hot_path(f"{DETOKENIZER}:IncrementalDetokenizer.update", optional=True, part=REQUESTS)(
     _wrap_update
 )
 
 
-@integration.patch_hot_path(
+@instrumentor.patch_hot_path(
     f"{OUTPUT_PROCESSOR}.process_outputs", reads=("engine_core_outputs",), part=REQUESTS
 )
 def wrap_process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ def _record_stop(detokenizer: Any) -> None:
     detokenizer.otel_infer.record_event(events.EngineFinished(_clock.now(), "stop", kept))
 
 
-@integration.patch_hot_path(f"{OUTPUT_PROCESSOR}._finish_request", reads=("req_state",), part=REQUESTS)
+@instrumentor.patch_hot_path(f"{OUTPUT_PROCESSOR}._finish_request", reads=("req_state",), part=REQUESTS)
 def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def finish_request(self: Any, req_state: Any) -> Any:
         result = original(self, req_state)
@@ -105,7 +105,7 @@ def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..
     return finish_request
 
 
-@integration.patch_hot_path(f"{OUTPUT_PROCESSOR}.abort_requests", part=REQUESTS)
+@instrumentor.patch_hot_path(f"{OUTPUT_PROCESSOR}.abort_requests", part=REQUESTS)
 def wrap_abort_requests(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Whoever is aborted is forgotten here before the engine core hears of it."""
 
@@ -135,7 +135,7 @@ def _end_sequence(request_id: str, given_up: str) -> None:
         asked.request.close(outcomes.get(given_up, events.OK))
 
 
-@integration.patch_hot_path(f"{OUTPUT_PROCESSOR}.propagate_error", part=REQUESTS)
+@instrumentor.patch_hot_path(f"{OUTPUT_PROCESSOR}.propagate_error", part=REQUESTS)
 def wrap_propagate_error(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """The engine died: everybody is told."""
 

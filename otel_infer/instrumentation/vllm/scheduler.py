@@ -30,7 +30,7 @@ from otel_infer.instrumentation.vllm._integration import (
     REPORT_INTERVAL_NS,
     SCHEDULER,
     STEPS,
-    integration,
+    instrumentor,
 )
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter
@@ -231,7 +231,7 @@ def remove_from_batch(scheduler: Any, request_id: str, is_over: bool) -> Schedul
     return batches
 
 
-@integration.patch_hot_path(f"{SCHEDULER}.schedule", part=STEPS)
+@instrumentor.patch_hot_path(f"{SCHEDULER}.schedule", part=STEPS)
 def wrap_schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
@@ -247,7 +247,7 @@ def wrap_schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
     return schedule
 
 
-@integration.patch_hot_path(
+@instrumentor.patch_hot_path(
     f"{SCHEDULER}.update_from_output", reads=("scheduler_output", "model_runner_output"), part=STEPS
 )
 def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -275,7 +275,7 @@ def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callabl
     return update_from_output
 
 
-@integration.patch_hot_path(f"{BLOCK_POOL}._maybe_evict_cached_block", part=EVICTIONS)
+@instrumentor.patch_hot_path(f"{BLOCK_POOL}._maybe_evict_cached_block", part=EVICTIONS)
 def evict_cached_block(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """For every block that a request gets: told with a step."""
 
@@ -288,7 +288,7 @@ def evict_cached_block(original: Callable[..., Any], hook: Hook) -> Callable[...
     return evict_cached_block
 
 
-@integration.patch_hot_path(f"{ENGINE_CORE}.execute_dummy_batch", part=DUMMY_BATCHES)
+@instrumentor.patch_hot_path(f"{ENGINE_CORE}.execute_dummy_batch", part=DUMMY_BATCHES)
 def wrap_execute_dummy_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

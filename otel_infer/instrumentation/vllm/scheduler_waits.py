@@ -19,7 +19,7 @@ from otel_infer.instrumentation.vllm._integration import (
     REPORT_INTERVAL_NS,
     SCHEDULER,
     TRANSFERS,
-    integration,
+    instrumentor,
 )
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
@@ -99,7 +99,7 @@ def _record_kv_transfer(request: Any, part: Any, at: int) -> None:
         part.record_event(events.StageEnded(at, began, KV_TRANSFER, 0))
 
 
-@integration.patch_hot_path(f"{MANAGER}.grammar_init", reads=("request",), part=GRAMMARS)
+@instrumentor.patch_hot_path(f"{MANAGER}.grammar_init", reads=("request",), part=GRAMMARS)
 def wrap_grammar_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """For every request; the first one with a grammar waits here for the library that compiles it, and all behind it do."""
 
@@ -115,7 +115,7 @@ def wrap_grammar_init(original: Callable[..., Any], hook: Hook) -> Callable[...,
     return grammar_init
 
 
-@integration.patch_hot_path(f"{MANAGER}._create_grammar", reads=("request",), part=GRAMMARS)
+@instrumentor.patch_hot_path(f"{MANAGER}._create_grammar", reads=("request",), part=GRAMMARS)
 def wrap_create_grammar(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """On a thread of a pool, before the request may be scheduled."""
 
@@ -130,7 +130,7 @@ def wrap_create_grammar(original: Callable[..., Any], hook: Hook) -> Callable[..
     return create_grammar
 
 
-@integration.patch_hot_path(f"{SCHEDULER}._update_waiting_for_remote_kv", reads=("request",), part=TRANSFERS)
+@instrumentor.patch_hot_path(f"{SCHEDULER}._update_waiting_for_remote_kv", reads=("request",), part=TRANSFERS)
 def wrap_update_remote_kv(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Its blocks are here; 0.17 also asks whether they are, and is told no by `False`."""
 

@@ -18,7 +18,7 @@ from otel_infer.instrumentation.vllm._integration import (
     LOADING,
     PROCESSES,
     READY,
-    integration,
+    instrumentor,
     model_name,
 )
 from otel_infer.ringbuffer import events
@@ -46,7 +46,7 @@ def _make_phase_wrapper(phase: str) -> Callable[[Callable[..., Any], Hook], Call
                 recorder.record_startup(
                     events.PhaseEnded(_clock.now(), started_at, phase, ENGINE, name, error_type)
                 )
-                if phase == events.WARM_UP and recorder.role == WORKER_ROLE:
+                if phase == events.WARMUP and recorder.role == WORKER_ROLE:
                     _record_ready(error_type)
 
         return run_phase
@@ -67,18 +67,18 @@ def _record_ready(error_type: str = "") -> None:
     recorder.record_startup(events.PhaseEnded(at, at, events.READY, events.BY_ENGINE, "", error_type))
 
 
-integration.patch_hot_path(f"{WORKER}.load_model", part=LOADING)(_make_phase_wrapper(events.WEIGHTS))
-integration.patch_hot_path(f"{WORKER}.load_model", part=LOADING)(mark_engine_models)
-integration.patch_hot_path(f"{WORKER}.compile_or_warm_up_model", part=LOADING)(
-    _make_phase_wrapper(events.WARM_UP)
+instrumentor.patch_hot_path(f"{WORKER}.load_model", part=LOADING)(_make_phase_wrapper(events.WEIGHTS))
+instrumentor.patch_hot_path(f"{WORKER}.load_model", part=LOADING)(mark_engine_models)
+instrumentor.patch_hot_path(f"{WORKER}.compile_or_warm_up_model", part=LOADING)(
+    _make_phase_wrapper(events.WARMUP)
 )
-integration.patch_hot_path(f"{CPU_WORKER}.compile_or_warm_up_model", part=f"{LOADING} on a CPU")(
-    _make_phase_wrapper(events.WARM_UP)
+instrumentor.patch_hot_path(f"{CPU_WORKER}.compile_or_warm_up_model", part=f"{LOADING} on a CPU")(
+    _make_phase_wrapper(events.WARMUP)
 )
 
 
-@integration.patch_hot_path("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", part=READY)
-@integration.patch_hot_path("vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop", part=READY)
+@instrumentor.patch_hot_path("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", part=READY)
+@instrumentor.patch_hot_path("vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop", part=READY)
 def wrap_run_busy_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def run_busy_loop(*args: Any, **kwargs: Any) -> Any:
         if hook.alive:

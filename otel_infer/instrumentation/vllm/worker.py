@@ -15,7 +15,7 @@ from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
 from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.vllm._integration import ENGINE, EXECUTION, integration
+from otel_infer.instrumentation.vllm._integration import ENGINE, EXECUTION, instrumentor
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 
@@ -58,7 +58,7 @@ class RunningStep:
         recorder.record_process(events.StepExecuted(self.ended_at, self.started_at, ENGINE, pid, rank, step))
 
 
-@integration.patch_hot_path(f"{WORKER}.execute_model", reads=("scheduler_output",), part=EXECUTION)
+@instrumentor.patch_hot_path(f"{WORKER}.execute_model", reads=("scheduler_output",), part=EXECUTION)
 def wrap_execute_model(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         step = getattr(scheduler_output, "otel_infer_step", None)
@@ -92,7 +92,7 @@ def wrap_execute_model(original: Callable[..., Any], hook: Hook) -> Callable[...
     return execute_model
 
 
-@integration.patch_hot_path(f"{WORKER}.sample_tokens", part=EXECUTION)
+@instrumentor.patch_hot_path(f"{WORKER}.sample_tokens", part=EXECUTION)
 def wrap_sample_tokens(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

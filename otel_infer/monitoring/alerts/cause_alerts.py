@@ -46,15 +46,7 @@ _QUEUED_SERIES = _OVER_5M.select_series(
     semconv.REQUEST_ACTIVE, label_equals(semconv.REQUEST_STATE, semconv.STATE_QUEUED)
 )
 _QUEUED_BY_JOB = f"sum by (job) ({_QUEUED_SERIES})"
-_EXPECTED_CAUSES = "|".join(
-    (
-        semconv.CAUSE_PREFILL,
-        semconv.CAUSE_DECODE,
-        semconv.CAUSE_BATCHING,
-        semconv.CAUSE_APPLICATION,
-        semconv.CAUSE_UNEXPLAINED,
-    )
-)
+_EXPECTED_CAUSES = "|".join(row.name for row in semconv.CAUSE_TABLE if not row.is_fault)
 """What is no fault: a request's own work, what sharing a batch costs, and what nobody knows."""
 _BY_MODEL = (*BY_JOB, semconv.REQUEST_MODEL)
 _BY_OPERATION = (*BY_JOB, semconv.OPERATION_NAME, semconv.REQUEST_MODEL)
@@ -185,7 +177,7 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         INFO,
         _cause_dominates_query(),
         "10m",
-        "{{ $value | humanizePercentage }} of the time of slow requests on {{ $labels.job }} is {{ $labels.infer_blame_cause }}",
+        "{{ $value | humanizePercentage }} of the time of slow requests on {{ $labels.job }} is {{ $labels.infer_latency_cause }}",
         "One cause that is not the request's own work takes over 30 % of the time of the slow ones.",
         "depends on the cause",
         "`otel-infer explain` on the server names the change for each cause; the table of causes is in the docs.",

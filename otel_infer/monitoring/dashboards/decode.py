@@ -14,14 +14,7 @@ _HOST_CLOCK = label_equals(semconv.CLOCK, semconv.CLOCK_HOST)
 
 
 def _token_latency_row() -> DashboardRow:
-    held = (
-        semconv.CAUSE_BATCHING,
-        semconv.CAUSE_INTERFERENCE,
-        semconv.CAUSE_PREEMPTION,
-        semconv.CAUSE_HOST_BUBBLE,
-        semconv.CAUSE_GPU_THROTTLED,
-        *semconv.PAUSE_CAUSES,
-    )
+    held = [row.name for row in semconv.CAUSE_TABLE if row.slows_decode]
     which = label_matches(semconv.LATENCY_CAUSE, "|".join(held))
     delayed = ratio_to_total(
         PROMQL.rate(semconv.LATENCY_DURATION, which, by=(semconv.LATENCY_CAUSE,)),

@@ -142,7 +142,7 @@ def _requests_row() -> DashboardRow:
                 "Requests worth a look",
                 PanelDescription(
                     "Request spans that were kept since they were slow, missed an objective, failed, were left, preempted, or held up another.",
-                    "open one: its largest `infer.blame.*` is where its time went.",
+                    "open one: its largest `infer.latency.*` is where its time went.",
                 ),
                 f"{{ {chosen} }} | select({shown})",
             ),

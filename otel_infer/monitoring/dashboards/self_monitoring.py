@@ -95,7 +95,7 @@ def _hooks_and_drops_row() -> DashboardRow:
                 "Lost, by reason",
                 PanelDescription(
                     "A second. `steps_over_budget`: step spans that there was no room for; the requests are there.",
-                    "`facts_overwritten`: the sidecar gets no CPU. Refused or given up: look at the collector.",
+                    "`events_overwritten`: the sidecar gets no CPU. Refused or given up: look at the collector.",
                 ),
                 [
                     PanelQuery(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 # Phases of a start, and by what it is known that it is over.
 WEIGHTS = "weights"
-WARM_UP = "warm-up"
+WARMUP = "warmup"
 READY = "ready"
 BY_LIFESPAN, BY_ENGINE, BY_REQUEST = "lifespan", "engine", "request"
 
@@ -59,7 +59,7 @@ class ModuleImported(NamedTuple):
 
 
 class PhaseBegan(NamedTuple):
-    """The process began with something that it does before it serves: `weights`, `warm-up`, `ready`."""
+    """The process began with something that it does before it serves: `weights`, `warmup`, `ready`."""
 
     at: int
     phase: str

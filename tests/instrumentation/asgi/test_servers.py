@@ -48,10 +48,10 @@ TRACEPARENT = f"traceparent: 00-{TRACE_ID}-{SPAN_ID}-01\r\n"
 
 @pytest.fixture(autouse=True)
 def hooked() -> Iterator[None]:
-    asgi.integration.install()
-    assert asgi.integration.status.drift is None
+    asgi.instrumentor.install()
+    assert asgi.instrumentor.status.drift is None
     yield
-    asgi.integration.remove()
+    asgi.instrumentor.remove()
 
 
 @pytest.fixture
@@ -435,9 +435,9 @@ def test_large_bodies_on_one_connection_do_not_make_the_next_request_a_child(
     watched: Watched, serve: Callable[..., int], late: bool
 ) -> None:
     if late:  # without a front
-        asgi.integration.remove()
+        asgi.instrumentor.remove()
     port = serve(make_app())
-    asgi.integration.install()
+    asgi.instrumentor.install()
     connection = Connection(port)
     for _ in range(3):
         connection.ask("/v1/json", body=b"x" * 1_000_000).read_until(b"found")
@@ -458,9 +458,9 @@ def test_pipelined_requests_are_requests_of_their_own(watched: Watched, serve: C
 def test_an_application_that_was_loaded_before_we_came_is_watched(
     watched: Watched, serve: Callable[..., int]
 ) -> None:
-    asgi.integration.remove()
+    asgi.instrumentor.remove()
     port = serve(make_app())
-    asgi.integration.install()
+    asgi.instrumentor.install()
     assert b"200 OK" in posted(port, "/v1/json", headers=TRACEPARENT)
     (seen,) = ended(watched)
     assert seen.arrived.parent_span_id.hex() == SPAN_ID
@@ -471,7 +471,7 @@ def test_an_application_that_was_loaded_is_left_alone_when_we_go(
     watched: Watched, serve: Callable[..., int]
 ) -> None:
     port = serve(make_app())
-    asgi.integration.remove()
+    asgi.instrumentor.remove()
     assert b"200 OK" in posted(port, "/v1/slow")
     assert watched.requests == []
 

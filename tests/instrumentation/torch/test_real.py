@@ -51,10 +51,10 @@ class Net(nn.Module):  # type: ignore[misc, name-defined]
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[Instrumentor]:
-    ours.integration.install()
-    assert ours.integration.status.state == "active", ours.integration.status.drift
-    yield ours.integration
-    ours.integration.remove()
+    ours.instrumentor.install()
+    assert ours.instrumentor.status.state == "active", ours.instrumentor.status.drift
+    yield ours.instrumentor
+    ours.instrumentor.remove()
 
 
 @pytest.fixture
@@ -180,10 +180,10 @@ def test_it_installs_while_torch_is_being_imported_and_compiling_waits_for_the_c
 def test_a_model_gives_what_it_gave(no_grad: None) -> None:
     model = Net()
     data = x()
-    ours.integration.remove()
+    ours.instrumentor.remove()
     before = model.eval()(data)
     model.train()
-    ours.integration.install()
+    ours.instrumentor.install()
     assert torch.equal(model.eval()(data), before)
 
 
@@ -231,12 +231,12 @@ def test_uninstrument_restores_classes_and_a_second_instrument_finds_the_model_a
     recording: Recording, no_grad: None
 ) -> None:
     model = Net().eval()
-    ours.integration.remove()
+    ours.instrumentor.remove()
     assert "_compiled_call_impl" not in vars(Net)
     assert nn.Module.train.__code__.co_filename.endswith("module.py")
     model(x())
     assert rows(recording) == []
-    ours.integration.install()
+    ours.instrumentor.install()
     model(x())
     assert rows(recording) == [[4]]
 
@@ -268,9 +268,9 @@ def test_symbolic_tracing_still_keeps_modules_as_leaves(recording: Recording, no
 
 def test_export_sees_a_model_without_us(no_grad: None) -> None:
     model = Net().eval()
-    ours.integration.remove()
+    ours.instrumentor.remove()
     plain = torch.export.export(model, (x(),))
-    ours.integration.install()
+    ours.instrumentor.install()
     program = torch.export.export(model, (x(),))
     assert [n.name for n in program.graph.nodes] == [n.name for n in plain.graph.nodes]
 
@@ -312,7 +312,7 @@ def test_a_compiled_model_compiles_the_graph_that_it_compiles_without_us(no_grad
     counts = []
     for instrumented in (True, False):
         if not instrumented:
-            ours.integration.remove()
+            ours.instrumentor.remove()
         torch._dynamo.reset()
         graphs: list[int] = []
         compiled = torch.compile(Net().eval(), backend=backend(graphs), fullgraph=True)
@@ -326,15 +326,15 @@ def test_a_compiled_model_compiles_the_graph_that_it_compiles_without_us(no_grad
 def test_a_compilation_holds_up_the_request_that_waits_for_it(
     recording: Recording, no_grad: None, compiling: list[int]
 ) -> None:
-    dynamo.integration.install()
+    dynamo.instrumentor.install()
     try:
-        assert dynamo.integration.status.state == "active", dynamo.integration.status.drift
+        assert dynamo.instrumentor.status.state == "active", dynamo.instrumentor.status.drift
         torch._dynamo.reset()  # which forgets whoever asked by `on_compile_start`
         compiled = torch.compile(Net().eval(), backend=backend(compiling))
         for _ in range(2):
             compiled(x())
     finally:
-        dynamo.integration.remove()
+        dynamo.instrumentor.remove()
     first, second = recording.records()
     assert [pause.cause for pause in first.pauses] == ["compile"]
     assert second.pauses == ()
@@ -382,11 +382,11 @@ def test_a_watched_model_inside_a_compiled_function_is_traced_through(
 @pytest.fixture
 def transformers() -> Iterator[Any]:
     library = pytest.importorskip("transformers", reason="transformers is not installed")
-    from otel_infer.instrumentation.transformers import integration
+    from otel_infer.instrumentation.transformers import instrumentor
 
-    integration.install()
+    instrumentor.install()
     yield library
-    integration.remove()
+    instrumentor.remove()
 
 
 def test_an_encoder_from_pretrained_is_seen_by_its_folders_name(
@@ -448,14 +448,14 @@ def test_the_forwards_of_continuous_batching_are_its_own(
 
 def test_the_graphs_of_this_release_are_hooked_and_cuda_is_left_as_it_was(recording: Recording) -> None:
     before = torch.cuda.is_initialized()
-    cuda_graphs.integration.install()
+    cuda_graphs.instrumentor.install()
     try:
-        assert cuda_graphs.integration.status.state == "active", cuda_graphs.integration.status.drift
+        assert cuda_graphs.instrumentor.status.state == "active", cuda_graphs.instrumentor.status.drift
         request = start.open_request("POST", owner="test")
         assert request is not None
         request.close()
     finally:
-        cuda_graphs.integration.remove()
+        cuda_graphs.instrumentor.remove()
     (record,) = recording.records()
     assert record.marks == ()
     assert torch.cuda.is_initialized() == before

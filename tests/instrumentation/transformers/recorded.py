@@ -8,7 +8,7 @@ from typing import Any
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation.hooks import probe
-from otel_infer.instrumentation.transformers import integration
+from otel_infer.instrumentation.transformers import instrumentor
 from otel_infer.tracing import request_span, start
 from tests.support.rings import Recording, stages_of
 
@@ -29,12 +29,12 @@ class Recorded(Recording):
             importlib.import_module(module)
         super().__init__()
         self._failures = probe.count_errors()
-        integration.install()
-        assert integration.status.state == "active", integration.status.drift
+        instrumentor.install()
+        assert instrumentor.status.state == "active", instrumentor.status.drift
 
     def stop(self) -> None:
         super().stop()
-        integration.remove()
+        instrumentor.remove()
 
     @property
     def raised(self) -> list[str]:

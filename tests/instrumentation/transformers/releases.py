@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from otel_infer.instrumentation.transformers import integration
+from otel_infer.instrumentation.transformers import instrumentor
 from tests.support.releases import Library, wheel
 
 RELEASES = (
@@ -30,7 +30,7 @@ RELIES: dict[str, tuple[str, ...]] = {
 
 LIBRARY = Library(
     "transformers",
-    integration,
+    instrumentor,
     RELEASES,
     RELIES,
     wheel,

@@ -14,7 +14,7 @@ from otel_infer import _clock, semconv
 from otel_infer.assembly.engine.device_steps import BY_EVENT
 from otel_infer.assembly.records.request import Stage
 from otel_infer.gpu.timing import DeviceTiming
-from otel_infer.instrumentation.transformers import integration, transfers
+from otel_infer.instrumentation.transformers import instrumentor, transfers
 from otel_infer.ringbuffer import events
 from tests.instrumentation.transformers.recorded import Recorded, prefilled, sizes
 from tests.support.fake_device import OnHostClock
@@ -68,7 +68,7 @@ def test_two_steps_in_flight_deliver_what_one_does(make: Make, recorded: Recorde
     asked = [(5, 4), (17, 9), (30, 6)]
     ours = run(make(), *asked)
     records, steps = recorded.by_id(), recorded.steps()
-    integration.remove()
+    instrumentor.remove()
     assert run(make(), *asked) == ours
     engine = make()
     engine.manager.continuous_batching_config.use_async_batching = False

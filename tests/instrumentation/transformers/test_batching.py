@@ -13,7 +13,7 @@ import pytest
 
 from otel_infer.assembly.engine.types import StepRecord
 from otel_infer.assembly.records.request import RequestRecord
-from otel_infer.instrumentation.transformers import integration
+from otel_infer.instrumentation.transformers import instrumentor
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from tests.instrumentation.transformers.recorded import Recorded, check_stages, prefilled, served, sizes
@@ -101,7 +101,7 @@ def test_a_batch_gives_the_same_tokens_and_every_step_is_told(
 
     ours = call()
     records = recorded.by_id()
-    integration.remove()
+    instrumentor.remove()
     assert outputs(ours) == outputs(call())
     assert sorted(records) == sorted(ours)
     for number, tokens in enumerate(prompts):
@@ -224,7 +224,7 @@ def test_a_soft_reset_is_a_preemption_and_the_request_goes_on(make: Make, record
         assert (record.outcome, record.output_tokens) == (events.OK, 2 * PAGE + number)
         assert sum(sizes(record)) == len(ours[request_id]) == 2 * PAGE + number
         assert record.finish_reasons == ("length",)
-    integration.remove()
+    instrumentor.remove()
     again = crowded(make)
     again.run()
     assert outputs(again.results()) == ours
@@ -272,7 +272,7 @@ def test_cancelled_while_it_waits(make: Make, recorded: Recorded) -> None:
     engine.run()
     records = recorded.by_id()
     record = records[waiting]
-    assert (record.outcome, record.error_type, record.died_in) == (events.ABORTED, "", "queue")
+    assert (record.outcome, record.error_type, record.failed_stage) == (events.ABORTED, "", "queue")
     assert (record.finish_reasons, record.output_tokens, record.steps) == (("abort",), 0, None)
     assert records[running].outcome == events.OK
 
@@ -284,7 +284,7 @@ def test_cancelled_in_its_prefill(make: Make, recorded: Recorded) -> None:
     engine.manager.cancel_request(request_id)
     engine.run()
     record = recorded.one()
-    assert (record.outcome, record.died_in, record.output_tokens) == (events.ABORTED, "prefill", 0)
+    assert (record.outcome, record.failed_stage, record.output_tokens) == (events.ABORTED, "prefill", 0)
     assert prefilled(record) == [8]
 
 
@@ -300,7 +300,7 @@ def test_cancelled_in_its_decode_it_is_in_no_later_step(make: Make, recorded: Re
     check(engine, records, steps)
     record = records[goes]
     assert (record.outcome, record.error_type, record.finish_reasons) == (events.ABORTED, "", ("abort",))
-    assert (sizes(record), record.output_tokens, record.died_in) == ([1] * 4, 4, "decode")
+    assert (sizes(record), record.output_tokens, record.failed_stage) == ([1] * 4, 4, "decode")
     assert sizes(records[stays]) == [1] * 20
 
 
@@ -342,7 +342,7 @@ def test_one_request_that_is_refused_fails_alone(make: Make, recorded: Recorded)
     assert engine.results()[bad].error
     records = recorded.by_id()
     record = records[bad]
-    assert (record.outcome, record.died_in, record.finish_reasons) == (events.ERROR, "queue", ("error",))
+    assert (record.outcome, record.failed_stage, record.finish_reasons) == (events.ERROR, "queue", ("error",))
     assert record.error_type not in ("", "_OTHER")
     assert records[good].outcome == events.OK
 
@@ -398,7 +398,7 @@ def test_an_engine_that_cannot_be_made_fails_whoever_waited(
     engine.start()
     engine.wait(1)
     record = recorded.one()
-    assert (record.outcome, record.error_type, record.died_in) == (events.ERROR, "MemoryError", "queue")
+    assert (record.outcome, record.error_type, record.failed_stage) == (events.ERROR, "MemoryError", "queue")
 
 
 def test_a_full_queue_is_the_callers_error(
@@ -415,7 +415,7 @@ def test_a_full_queue_is_the_callers_error(
     with pytest.raises(queue.Full):
         engine.add(5)
     record = recorded.one()
-    assert (record.outcome, record.error_type, record.died_in) == (events.ERROR, "Full", "queue")
+    assert (record.outcome, record.error_type, record.failed_stage) == (events.ERROR, "Full", "queue")
 
 
 def test_a_manager_that_takes_no_more_rejects(make: Make, recorded: Recorded) -> None:
@@ -685,11 +685,11 @@ def test_a_state_may_be_copied_and_means_nothing_elsewhere(make: Make, recorded:
 
 
 def test_what_began_before_we_were_here_is_counted_in_its_batch(make: Make, recorded: Recorded) -> None:
-    integration.remove()
+    instrumentor.remove()
     engine = make()
     before = engine.add(5, max_new_tokens=6)
     engine.step()
-    integration.install()
+    instrumentor.install()
     after = engine.add(5, max_new_tokens=3)
     engine.batches.clear()
     engine.run()
@@ -704,14 +704,14 @@ def test_taken_off_in_the_middle_nothing_is_left(make: Make, recorded: Recorded)
     engine = make()
     request_id = engine.add(5, max_new_tokens=6)
     engine.step()
-    integration.remove()
+    instrumentor.remove()
     engine.run()
     assert len(engine.results()[request_id].generated_tokens) == 6
 
 
 def test_nothing_is_recorded_while_nobody_records(make: Make, recorded: Recorded) -> None:
     Recorded.stop(recorded)
-    integration.install()
+    instrumentor.install()
     engine = make()
     request_id = engine.add(5, max_new_tokens=3)
     engine.run()

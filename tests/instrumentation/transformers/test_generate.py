@@ -19,7 +19,7 @@ import pytest
 from otel_infer import _clock, semconv
 from otel_infer.assembly.engine.device_steps import BY_EVENT
 from otel_infer.gpu.timing import DeviceTiming
-from otel_infer.instrumentation.transformers import generation_run, integration, kv_cache
+from otel_infer.instrumentation.transformers import generation_run, instrumentor, kv_cache
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from tests.instrumentation.transformers.recorded import Recorded, check_stages, prefilled, served, sizes
@@ -106,7 +106,7 @@ def test_the_result_is_what_it_was_and_every_step_is_told(way: str, model: Any, 
     more, rows, returned = WAYS[way]
     more = {"eos_token_id": None, **more}
     ours = seeded(lambda: model.generate(**asked(rows, **more)))
-    integration.remove()
+    instrumentor.remove()
     theirs = seeded(lambda: model.generate(**asked(rows, **more)))
     assert type(ours) is type(theirs)
     assert torch.equal(getattr(ours, "sequences", ours), getattr(theirs, "sequences", theirs))
@@ -342,7 +342,7 @@ def test_a_prompt_in_chunks_is_one_prefill(model: Any, recorded: Recorded) -> No
     cache = {"past_key_values": transformers.DynamicCache(config=model.config)}
     ours = model.generate(**asked(prefill_chunk_size=5, **cache))
     record = recorded.one()
-    integration.remove()
+    instrumentor.remove()
     cache = {"past_key_values": transformers.DynamicCache(config=model.config)}
     assert torch.equal(ours, model.generate(**asked(prefill_chunk_size=5, **cache)))
     assert (prefilled(record), sizes(record)) == ([PROMPT], [1] * NEW)
@@ -387,7 +387,7 @@ def test_a_text_streamer_streams_and_its_time_counts_once(
     assert 0 < spent < record.duration_ns
     prefill = record.find_stage("prefill")
     assert prefill is not None and prefill.started_at < record.first_token_at <= prefill.ended_at
-    whole = sum(int(stage.attributes.get("infer.detokenize", 0) * 1e9) for stage in record.stages)
+    whole = sum(int(stage.attributes.get("infer.detokenize.duration", 0) * 1e9) for stage in record.stages)
     assert whole == pytest.approx(spent, abs=1000)
 
 
@@ -486,7 +486,7 @@ def unharmed(recorded: Recorded, call: Callable[[], Any]) -> Any:
     """The record of a call whose result is the same without us."""
     ours = seeded(call)
     record = recorded.one()
-    integration.remove()
+    instrumentor.remove()
     assert torch.equal(ours, seeded(call))
     assert record.outcome == events.OK
     return record
@@ -629,7 +629,7 @@ def test_an_encoder_is_prefill_and_the_decoder_steps(
 ) -> None:
     more = {"max_new_tokens": NEW, "min_new_tokens": NEW, "num_beams": beams, "do_sample": False}
     ours = encoder_decoder.generate(prompt(2), **more)
-    integration.remove()
+    instrumentor.remove()
     assert torch.equal(ours, encoder_decoder.generate(prompt(2), **more))
     record = recorded.one()
     check_stages(record, "queue", "prefill", "decode")
@@ -643,7 +643,7 @@ def test_a_pipeline_is_the_same_with_us(model: Any, tokenizer: Any, recorded: Re
     ask = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     ours = writer("time and again", **ask)
     record = recorded.one()
-    integration.remove()
+    instrumentor.remove()
     assert ours == writer("time and again", **ask)
     assert (record.operation, sizes(record)) == ("text_completion", [1] * NEW)
 
@@ -656,7 +656,7 @@ def test_a_logits_processor_that_raises_is_raised_and_told(model: Any, recorded:
         model.generate(**asked(logits_processor=[Script(fails=4)]))
     assert raised.value.__cause__ is None and raised.value.__context__ is None
     record = recorded.one()
-    assert (record.outcome, record.error_type, record.died_in) == (events.ERROR, "Stop", "decode")
+    assert (record.outcome, record.error_type, record.failed_stage) == (events.ERROR, "Stop", "decode")
     assert (sizes(record), record.finish_reasons) == ([1] * 3, ("error",))
     assert "no telemetry" not in repr(record)
     model.generate(**asked())
@@ -683,7 +683,7 @@ def test_a_prompt_that_cannot_be_read_is_an_error_without_steps(model: Any, reco
     with pytest.raises((IndexError, RuntimeError)):
         model.generate(inputs=prompt() + 10**6, max_new_tokens=2, pad_token_id=0)
     record = recorded.one()
-    assert (record.outcome, record.died_in, record.output_tokens) == (events.ERROR, "prefill", 0)
+    assert (record.outcome, record.failed_stage, record.output_tokens) == (events.ERROR, "prefill", 0)
 
 
 def test_a_streamer_that_raises_ends_the_run(model: Any, recorded: Recorded) -> None:
@@ -738,7 +738,7 @@ def test_what_one_caller_asks_for_in_vain_costs_the_next_nothing(
     assert (record.outcome == events.OK) == ours.startswith("tensor")
     model.generate(**asked())
     assert sizes(recorded.one()) == [1] * NEW
-    integration.remove()
+    instrumentor.remove()
     assert said() == ours
 
 
@@ -746,12 +746,12 @@ def test_what_one_caller_asks_for_in_vain_costs_the_next_nothing(
 
 
 def test_it_is_wrapped_once_and_given_back(recorded: Recorded, model: Any) -> None:
-    integration.install()
-    integration.install()
+    instrumentor.install()
+    instrumentor.install()
     ours = transformers.GenerationMixin.generate
     model.generate(**asked())
     assert len(recorded.records()) == 1
-    integration.remove()
+    instrumentor.remove()
     assert transformers.GenerationMixin.generate is not ours
     model.generate(**asked())
     assert recorded.records() == []

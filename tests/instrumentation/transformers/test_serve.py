@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.instrumentation.transformers import integration
+from otel_infer.instrumentation.transformers import instrumentor
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from tests.instrumentation.transformers.recorded import Recorded, check_stages, served, sizes
@@ -31,7 +31,7 @@ def serving(recorded: Recorded) -> Any:
         except ModuleNotFoundError as missing:
             if not str(missing.name).startswith("transformers.cli.serving.completion"):
                 pytest.skip(f"transformers serve needs {missing.name}")
-    assert integration.parts["serve"] == "active"
+    assert instrumentor.parts["serve"] == "active"
     return importlib.import_module("transformers.cli.serving.utils")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from otel_infer.instrumentation.vllm import integration
+from otel_infer.instrumentation.vllm import instrumentor
 from tests.support.releases import Library, sdist
 
 RELEASES = (
@@ -37,4 +37,4 @@ RELIES: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.llm_engine:LLMEngine": ("output_processor", "model_config"),
 }  # fmt: skip
 
-LIBRARY = Library("vllm", integration, RELEASES, RELIES, sdist, {"vllm.v1.": "", "vllm.": ""})
+LIBRARY = Library("vllm", instrumentor, RELEASES, RELIES, sdist, {"vllm.v1.": "", "vllm.": ""})

@@ -87,7 +87,7 @@ def test_when_the_engine_dies_the_request_goes_on_where_it_arrived(story: Story)
     story.tell(CORE, 0, events.ProcessDied(ns(35)))
     story.ends(45, front, events.ERROR, "EngineDeadError", status=500)
     record = story.record()
-    assert (record.error_type, ms(record.ended_at), record.died_in) == ("EngineDeadError", 45, "decode")
+    assert (record.error_type, ms(record.ended_at), record.failed_stage) == ("EngineDeadError", 45, "decode")
 
 
 def test_what_is_lost_in_the_engine_marks_the_request(story: Story) -> None:

@@ -60,7 +60,7 @@ def test_what_is_compiled_by_a_worker_that_works_is_a_pause_though_nobody_said_t
 
 def test_what_a_server_computes_to_warm_up_makes_nothing_that_it_compiles_then_a_pause() -> None:
     story = server()
-    warm_up = story.arrives(7250, "warm-up", http=False)
+    warm_up = story.arrives(7250, "warmup", http=False)
     story.step(7260, 8350, [warm_up])
     story.ends(8950, warm_up)
     assembler = Assembler()
@@ -71,7 +71,7 @@ def test_what_a_server_computes_to_warm_up_makes_nothing_that_it_compiles_then_a
 def test_the_first_request_leads_to_the_start_and_no_other_does() -> None:
     story = server()
     warm_up, first, second = (
-        story.arrives(7250, "warm-up", http=False),
+        story.arrives(7250, "warmup", http=False),
         story.arrives(9500, "first"),
         story.arrives(9600, "second"),
     )
@@ -90,12 +90,12 @@ def test_the_start_of_a_process_that_a_server_started_is_a_part_of_the_servers()
     story = Starting(role="engine", parent=b"a server")
     story.imported(2000, "torch")
     story.loaded(3500, 7000)
-    story.tell(PROCESS, 0, events.PhaseEnded(ns(8000), ns(7000), events.WARM_UP, "vllm", "toy", ""))
+    story.tell(PROCESS, 0, events.PhaseEnded(ns(8000), ns(7000), events.WARMUP, "vllm", "toy", ""))
     story.ready(9000, 9000, events.BY_ENGINE)
     story.died(20_000)
     root, *phases = story.start_spans()
     assert (root["name"], root["parent_span_id"]) == ("engine start", b"a server".hex())
-    assert [phase["name"] for phase in phases] == ["imports", "weights", "warm-up"]
+    assert [phase["name"] for phase in phases] == ["imports", "weights", "warmup"]
     assert story.outcome() == ("engine", "", 9000)
 
 
@@ -129,7 +129,7 @@ def test_behind_a_server_neither_an_engine_nor_a_warm_up_says_that_it_is_ready()
     story = Starting()
     story.imported(50, "uvicorn.config")
     story.ready(99, 100, events.BY_ENGINE)
-    story.arrives(200, "warm-up", http=False)
+    story.arrives(200, "warmup", http=False)
     assert story.starts() == []
     story.ready(300, 400)
     assert story.outcome() == ("lifespan", "", 400)
@@ -139,7 +139,7 @@ def test_an_application_without_a_lifespan_is_ready_when_a_request_comes_over_ht
     story = Starting()
     story.imported(50, "uvicorn.config")
     story.begins(100, events.READY)  # it raised, and the server went on
-    story.arrives(200, "warm-up", http=False)
+    story.arrives(200, "warmup", http=False)
     story.arrives(700)
     assert story.outcome() == ("request", "", 700)
 

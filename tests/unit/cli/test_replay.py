@@ -70,7 +70,7 @@ def test_a_request_is_an_object_with_lengths_in_ms(path: Path, capsys: pytest.Ca
         "duration_ms": 60.0,
         "ttft_ms": 20.0,
         "error_type": None,
-        "died_in": None,
+        "failed_stage": None,
         "input_tokens": 5,
         "output_tokens": 4,
         "stages": {
@@ -82,7 +82,7 @@ def test_a_request_is_an_object_with_lengths_in_ms(path: Path, capsys: pytest.Ca
             "rerank": 3.0,
             "postprocess": 10.0,
         },
-        "blame_ms": {
+        "causes_ms": {
             "scheduler_queue": 6.0,
             "prefill": 10.0,
             "decode": 30.0,
@@ -247,7 +247,7 @@ def test_described_is_plain_data_of_whatever_a_request_came_to() -> None:
     story.aborts(20, story.arrives(0))
     said: dict[str, Any] = replay.record_to_dict(story.record())
     assert json.loads(json.dumps(said)) == said
-    assert (said["error_type"], said["died_in"], said["ttft_ms"], said["decode_steps"]) == (
+    assert (said["error_type"], said["failed_stage"], said["ttft_ms"], said["decode_steps"]) == (
         "client_disconnect",
         "ingress",
         None,

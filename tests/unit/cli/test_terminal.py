@@ -181,7 +181,7 @@ def test_time_on_a_gpu_stands_beside_the_hosts_and_says_how_sure_it_is() -> None
             stage.attributes.update(
                 {
                     "infer.device.method": "event", "infer.device.steps": 2, "infer.device.steps.all": 4,
-                    "infer.device.duration": 0.01, "infer.device.error": 0.000012, "infer.device.limit": "launch-bound",
+                    "infer.device.duration": 0.01, "infer.device.clock_error": 0.000012, "infer.device.bottleneck": "launch-bound",
                 }
             )  # fmt: skip
     assert shown(terminal.stages_table(records)) == text("""

@@ -162,7 +162,7 @@ def test_the_link_to_whom_held_a_request_up_says_for_how_long_and_of_what_class(
     provider.take([record])
     assert comparable(provider.spans()) == comparable(exported([record], latency=True))
     (link,) = [link for span in provider.spans() for link in span["links"]]
-    assert link["attributes"] == {"infer.offender.delay": 0.008, "infer.offender.class": "long"}
+    assert link["attributes"] == {"infer.interference.delay": 0.008, "infer.interference.class": "long"}
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,12 @@ def test_a_kept_request_is_a_line_with_its_ids_its_stages_and_where_its_time_wen
     RequestLog(str(tmp_path / "a.log")).log_request(record, SLO)
     (said,) = lines(tmp_path / "a.log")
     assert said["trace_id"] == record.trace_id.hex() and said["span_id"] == record.span_id.hex()
-    assert (said["kept_for"], said["missed"], said["outcome"]) == ("slo", ["e2e"], "ok")
+    assert (said["keep_reason"], said["missed"], said["outcome"]) == ("slo", ["e2e"], "ok")
     assert said["stages_ms"] == {"ingress": 2.0, "tokenize": 2.0, "queue": 6.0, "prefill": 20.0,
                                  "decode": 1010.0, "postprocess": 5.0}  # fmt: skip
     assert (said["duration_ms"], said["ttft_ms"], said["output_tokens"]) == (1045.0, 30.0, 2)
-    assert sum(said["blame_ms"].values()) == pytest.approx(1045.0)
-    assert said["top_cause"] == max(said["blame_ms"], key=said["blame_ms"].__getitem__)
+    assert sum(said["causes_ms"].values()) == pytest.approx(1045.0)
+    assert said["top_cause"] == max(said["causes_ms"], key=said["causes_ms"].__getitem__)
     assert said["message"].startswith("ca978112  chat toy  ok  1045 ms")
     assert "error_type" not in said
 
@@ -98,7 +98,7 @@ def test_a_storm_of_failures_is_told_by_its_number(tmp_path: Path) -> None:
         told.log_request(record, Decision(True, 0, "error"))
     said = lines(tmp_path / "a.log")
     assert len(said) == BURST + MAX_PER_SECOND
-    assert [line["left_out_before"] for line in said if "left_out_before" in line] == [1000 - BURST]
+    assert [line["dropped_before"] for line in said if "dropped_before" in line] == [1000 - BURST]
 
 
 def test_a_file_that_is_rotated_away_is_made_again(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_file_that_is_rotated_away_is_made_again(tmp_path: Path) -> None:
 def test_lines_may_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     RequestLog("stderr").log_request(slow(), SLO)
     said = capsys.readouterr()
-    assert json.loads(said.err)["kept_for"] == "slo" and said.out == ""
+    assert json.loads(said.err)["keep_reason"] == "slo" and said.out == ""
 
 
 def test_a_file_that_cannot_be_had_or_is_full_costs_nothing(

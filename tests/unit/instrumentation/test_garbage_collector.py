@@ -27,9 +27,9 @@ OBJECTS = 100_000
 def installed() -> Iterator[None]:
     others = list(gc.callbacks)  # hypothesis has one, once it was used
     gc.callbacks.clear()
-    ours.integration.install()
+    ours.instrumentor.install()
     yield
-    ours.integration.remove()
+    ours.instrumentor.remove()
     left = list(gc.callbacks)
     gc.callbacks[:] = others
     assert left == []
@@ -144,14 +144,14 @@ def test_a_recorder_that_breaks_is_not_the_collectors_trouble(
     recorder.deferred_recorders["gc"]()
     assert lost == []
     assert len(caplog.records) == 1
-    assert ours.integration.status.hooks_active == 0
+    assert ours.instrumentor.status.hooks_active == 0
 
 
 def test_instrumented_twice_is_once() -> None:
     others = len(gc.callbacks)
-    ours.integration.install()
+    ours.instrumentor.install()
     assert len(gc.callbacks) == others
-    assert ours.integration.status.hooks_active == ours.integration.status.hooks_total == 1
+    assert ours.instrumentor.status.hooks_active == ours.instrumentor.status.hooks_total == 1
 
 
 def test_nothing_is_taken_away_that_somebody_else_has_put_there() -> None:
@@ -160,12 +160,12 @@ def test_nothing_is_taken_away_that_somebody_else_has_put_there() -> None:
 
     gc.callbacks.append(theirs)
     try:
-        ours.integration.remove()
+        ours.instrumentor.remove()
         assert gc.callbacks[-1] is theirs
-        ours.integration.install()
+        ours.instrumentor.install()
         gc.callbacks.clear()
-        assert ours.integration.status.hooks_active == 0
-        ours.integration.remove()
+        assert ours.instrumentor.status.hooks_active == 0
+        ours.instrumentor.remove()
         assert gc.callbacks == []
     finally:
         if theirs in gc.callbacks:

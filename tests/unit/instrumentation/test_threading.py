@@ -21,18 +21,18 @@ from opentelemetry import context as otel_context
 from opentelemetry.trace import NonRecordingSpan, SpanContext
 
 from otel_infer.assembly.records.request import UserLink
-from otel_infer.instrumentation.threading import integration
+from otel_infer.instrumentation.threading import instrumentor
 from otel_infer.tracing import request_span, start
 from tests.support.rings import Recording
 
 
 @pytest.fixture
 def recording() -> Iterator[Recording]:
-    integration.install()
+    instrumentor.install()
     recording = Recording()
     yield recording
     recording.stop()
-    integration.remove()
+    instrumentor.remove()
 
 
 class _InRequest:

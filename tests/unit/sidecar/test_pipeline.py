@@ -75,7 +75,7 @@ def test_one_request_that_cannot_be_described_costs_no_other(
         monkeypatch.setattr(pipeline.metrics, "add_request", refusing(pipeline.metrics.add_request))
     pipeline.export_requests(LATER)
     assert {ids("a")[1], ids("c")[1]} <= set(sink.spans)
-    assert (pipeline.requests, pipeline.count_losses()["requests_not_described"]) == (3, 1)
+    assert (pipeline.requests, pipeline.count_losses()["requests_not_converted"]) == (3, 1)
 
 
 def test_without_spans_there_is_no_exemplar_and_what_has_no_room_is_counted(
@@ -148,7 +148,7 @@ def test_deltas_that_nobody_took_are_a_loss(temporality: str, refused: int | Non
 
     outlet: Any = Outlet()
     pipeline = Pipeline(Config(temporality=temporality), MergedReader(), [], None, {}, outlet, 0)
-    assert pipeline.count_losses().get("collections_refused") == refused
+    assert pipeline.count_losses().get("metrics_refused") == refused
 
 
 class Collected(Uncollected):

@@ -210,8 +210,8 @@ def test_the_offender_is_linked_from_the_span_of_the_victim() -> None:
         for s in exported(blamed(story.in_order()))
         if s["name"] == "chat toy" and s["span_id"] == ids("victim")[1].hex()
     ]
-    assert span["attributes"]["infer.blame.interference"] == pytest.approx(0.08)
-    assert span["attributes"]["infer.blame.top"] == "interference"
+    assert span["attributes"]["infer.latency.interference"] == pytest.approx(0.08)
+    assert span["attributes"]["infer.latency.top_cause"] == "interference"
     assert [link["span_id"] for link in span["links"]] == [ids("offender")[1].hex()]
 
 
@@ -248,7 +248,7 @@ def test_interference_is_of_the_traffic_class_where_one_was_said() -> None:
     assert classes(story, victim) == {"batch": 80}
     (span,) = [s for s in exported(blamed(story.in_order())) if s["span_id"] == ids("victim")[1].hex()]
     (link,) = span["links"]
-    assert link["attributes"] == {"infer.offender.delay": 0.08, "infer.offender.class": "batch"}
+    assert link["attributes"] == {"infer.interference.delay": 0.08, "infer.interference.class": "batch"}
 
 
 def test_offenders_of_two_classes_share_interference_by_their_tokens() -> None:
@@ -674,7 +674,7 @@ def test_the_first_slow_step_with_a_batch_of_a_size_is_a_first_use_and_the_secon
     for who in crowd:
         story.ends(at + 620, who)
     said = of(story, crowd[4])
-    assert said["first_use"] == 300
+    assert said["warmup"] == 300
     assert said["unexplained"] == 300
 
 
@@ -686,7 +686,7 @@ def test_the_first_prompt_of_an_engine_takes_long_for_once() -> None:
     for i in range(30):
         story.step(2000 + 10 * i, 2010 + 10 * i, [a])
     story.ends(2300, a)
-    assert of(story, a) == {"prefill": 50, "first_use": 1950, "decode": 300}
+    assert of(story, a) == {"prefill": 50, "warmup": 1950, "decode": 300}
 
 
 def test_others_are_not_to_blame_for_what_the_first_use_of_a_prompt_adds() -> None:
@@ -698,7 +698,7 @@ def test_others_are_not_to_blame_for_what_the_first_use_of_a_prompt_adds() -> No
     story.step(at + 1020, at + 1030, [victim, other])
     story.ends(at + 1030, victim)
     story.ends(at + 1030, other)
-    assert of(story, victim) == {"prefill": 10, "decode": 20, "interference": 160, "first_use": 840}
+    assert of(story, victim) == {"prefill": 10, "decode": 20, "interference": 160, "warmup": 840}
 
 
 def test_where_the_engines_beginning_was_not_seen_nothing_is_a_first_use() -> None:
@@ -709,7 +709,7 @@ def test_where_the_engines_beginning_was_not_seen_nothing_is_a_first_use() -> No
         story.step(2000 + 10 * i, 2010 + 10 * i, [a])
     story.ends(2300, a)
     story.said = [said for said in story.said if getattr(said.event, "step", 0) != 1]
-    assert "first_use" not in of(story, a)
+    assert "warmup" not in of(story, a)
 
 
 # ── what stops everything ────────────────────────────────────────────────────────────────────────────────────────

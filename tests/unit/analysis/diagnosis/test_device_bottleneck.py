@@ -25,7 +25,7 @@ def test_whatever_was_timed_has_a_line_and_what_took_most_of_the_device_s_time_i
     record = with_decode(GPU_BOUND)
     reranked = {semconv.DEVICE_BOTTLENECK: LAUNCH_BOUND, semconv.DEVICE_DURATION: 2.0}
     record.stages.append(Stage("rerank", 0, 1, reranked))
-    assert [(one.stage, one.limit) for one in find_device_bottlenecks([record])] == [
+    assert [(one.stage, one.bottleneck) for one in find_device_bottlenecks([record])] == [
         ("rerank", LAUNCH_BOUND),
         (semconv.SPAN_DECODE, GPU_BOUND),
     ]

@@ -105,12 +105,12 @@ def batching(draw: Draw) -> tuple[Served, list[Asked]]:
 
 
 ROWS: dict[str, Callable[[Draw], tuple[Served, list[Asked]]]] = {
-    "before_the_engine": before_the_engine,
+    "pre_engine": before_the_engine,
     "queueing": queueing,
     "prefill": prefill,
     "stutter": stutter,
     "peak": peak,
-    "big_and_small": big_and_small,
+    "head_of_line_blocking": big_and_small,
     "batching": batching,
 }
 
@@ -149,7 +149,7 @@ def test_the_evidence_names_the_cause_and_who_held_up_whom() -> None:
     served.prompt_token = 0.1
     asked[20].prompt = asked[40].prompt = 4000
     finding, *_ = diagnose(served.records(asked)).findings
-    assert (finding.complaint, finding.cause) == ("stutter", "interference")
+    assert (finding.symptom, finding.cause) == ("stutter", "interference")
     assert re.fullmatch("held up most by trace 0{6}[0-9a-f]{26} and by 1 more", finding.evidence[-1])
 
 
@@ -177,7 +177,7 @@ def test_what_the_application_does_after_the_first_token_is_not_before_the_engin
         record.ended_at = stored.ended_at
         causes = {**record.breakdown.causes, "application": 400_000_000}
         record.breakdown = record.breakdown._replace(causes=causes)
-    assert "before_the_engine" not in [finding.complaint for finding in diagnose(records).findings]
+    assert "pre_engine" not in [finding.symptom for finding in diagnose(records).findings]
 
 
 def test_what_to_change_first_follows_from_what_interrupts() -> None:
@@ -195,7 +195,7 @@ def test_streams_that_the_event_loop_does_not_send_stutter_though_no_step_is_slo
     served.frozen = [(at * 300.0, 250.0) for at in range(10)]
     records = served.records(asked)
     finding, *_ = diagnose(records).findings
-    assert (finding.complaint, finding.cause) == ("stutter", "event_loop")
+    assert (finding.symptom, finding.cause) == ("stutter", "event_loop")
     assert "asyncio.to_thread" in finding.change
     assert "the event loop stood still for" in finding.evidence[0]
     assert not any("event_loop" in record.breakdown.causes for record in records if record.breakdown)
@@ -215,7 +215,7 @@ def test_requests_that_wait_for_the_event_loop_before_the_engine_are_told_so() -
         one.before_ms = 305.0
     served.frozen = [(one.at + 2, 300.0) for one in asked[10:16]]
     finding, *_ = diagnose(served.records(asked)).findings
-    assert (finding.complaint, finding.cause) == ("before_the_engine", "event_loop")
+    assert (finding.symptom, finding.cause) == ("pre_engine", "event_loop")
     assert "asyncio.to_thread" in finding.change
 
 
@@ -223,7 +223,7 @@ def test_the_first_requests_of_a_server_that_is_cold_are_told_to_be() -> None:
     served, asked = Served(), steady(random.Random(3), every=5000)
     served.cold_ms = 3000.0
     finding, *_ = diagnose(served.records(asked)).findings
-    assert (finding.complaint, finding.cause) == ("prefill", "first_use")
+    assert (finding.symptom, finding.cause) == ("prefill", "warmup")
     assert finding.change.startswith("run a batch and a prompt of each size once")
 
 
@@ -278,7 +278,7 @@ def test_prompts_that_nobody_waited_the_end_of_are_expensive_all_the_same() -> N
     served, asked = healthy(random.Random(3))
     records = embedded(served.records(asked), 30_000)
     for record in records:
-        record.outcome, record.died_in = events.ABORTED, "prefill"
+        record.outcome, record.failed_stage = events.ABORTED, "prefill"
         record.breakdown = LatencyBreakdown({"prefill": record.duration_ns}, None)
     assert diagnose(records).verdict == "prefill"
 
@@ -308,7 +308,7 @@ def test_a_prompt_that_came_after_the_first_token_is_no_part_of_the_time_to_it()
         streaming["prefill"] = int(later)
         record.breakdown = record.breakdown._replace(causes=causes, streaming=streaming)
     said = diagnose(records)
-    assert "prefill" not in [finding.complaint for finding in said.findings]
+    assert "prefill" not in [finding.symptom for finding in said.findings]
 
 
 def test_what_nobody_feels_needs_no_name() -> None:
@@ -379,7 +379,7 @@ def test_what_was_before_the_first_token_is_no_stutter() -> None:
         }
         record.breakdown = record.breakdown._replace(causes=causes)
     finding, *others = diagnose(records).findings
-    assert (finding.complaint, finding.cause) == ("prefill", "interference")
+    assert (finding.symptom, finding.cause) == ("prefill", "interference")
     assert finding.change.startswith("long prompts apart")
     assert not others
 
@@ -390,13 +390,13 @@ def test_streams_that_are_given_up_while_the_engine_hangs_froze() -> None:
     for record in records[20:30]:
         hung = 20_000 * MS
         record.outcome, record.error_type = events.ABORTED, "client_disconnect"
-        record.died_in, record.ended_at = "decode", record.last_token_at + hung
+        record.failed_stage, record.ended_at = "decode", record.last_token_at + hung
         assert record.breakdown is not None
         record.breakdown = record.breakdown._replace(
             causes={**record.breakdown.causes, "unexplained": hung}, streaming={"unexplained": hung}
         )
     finding, *_ = diagnose(records).findings
-    assert (finding.complaint, finding.cause) == ("stutter", "unexplained")
+    assert (finding.symptom, finding.cause) == ("stutter", "unexplained")
     assert "is 20000 ms" in finding.evidence[0]
 
 
@@ -406,12 +406,16 @@ def test_requests_that_never_had_their_turn_do_not_say_that_nothing_ran() -> Non
     records = served.records(asked)
     for record in records[-20:]:
         record.stages = [Stage("queue", record.arrived_at, record.arrived_at + 20_000 * MS, {})]
-        record.ended_at, record.outcome, record.died_in = record.stages[0].ended_at, events.ABORTED, "queue"
+        record.ended_at, record.outcome, record.failed_stage = (
+            record.stages[0].ended_at,
+            events.ABORTED,
+            "queue",
+        )
         record.first_token_at, record.steps, record.summary = 0, None, NO_STEPS
         record.breakdown = LatencyBreakdown({"scheduler_queue": record.duration_ns}, None)
     finding, *_ = diagnose(records).findings
     assert finding.cause == "scheduler_queue"
-    assert finding.complaint != "batching"
+    assert finding.symptom != "batching"
 
 
 def test_requests_that_failed_were_running_too() -> None:
@@ -430,7 +434,7 @@ def test_requests_that_failed_were_running_too() -> None:
     assert diagnose(records).verdict == "batching"
     heavy.outcome, heavy.error_type = events.ERROR, "timeout"
     heavy.stages = [Stage("decode", begin, until, {})]
-    assert "batching" not in [finding.complaint for finding in diagnose(records).findings]
+    assert "batching" not in [finding.symptom for finding in diagnose(records).findings]
 
 
 def test_a_few_heavy_requests_that_are_always_there_are_not_why_others_wait() -> None:
@@ -440,7 +444,7 @@ def test_a_few_heavy_requests_that_are_always_there_are_not_why_others_wait() ->
     for one in asked[::33]:
         one.tokens = 240
     finding, *_ = diagnose(served.records(asked)).findings
-    assert finding.complaint == "queueing"
+    assert finding.symptom == "queueing"
 
 
 def test_who_waits_beside_one_that_has_not_ended_does_not_wait_while_nothing_runs() -> None:
@@ -449,9 +453,9 @@ def test_who_waits_beside_one_that_has_not_ended_does_not_wait_while_nothing_run
     heavy, *light = served.records([Asked(0, 32, 400), *(Asked(10, 16, 4) for _ in range(14))])
     light = [record for record in [heavy, *light] if record.output_tokens < 100]
     began = min(stage.started_at for stage in heavy.stages if stage.name == "prefill")
-    assert diagnose(light).findings[0].complaint == "batching", "nothing else is known to have run"
-    assert [one.complaint for one in diagnose(light, unfinished=[began]).findings] != []
-    assert "batching" not in [one.complaint for one in diagnose(light, unfinished=[began]).findings]
+    assert diagnose(light).findings[0].symptom == "batching", "nothing else is known to have run"
+    assert [one.symptom for one in diagnose(light, unfinished=[began]).findings] != []
+    assert "batching" not in [one.symptom for one in diagnose(light, unfinished=[began]).findings]
 
 
 def test_a_stream_is_stalled_by_who_came_while_it_streamed_and_not_by_who_delayed_its_first_token() -> None:
@@ -473,7 +477,7 @@ def test_a_stream_is_stalled_by_who_came_while_it_streamed_and_not_by_who_delaye
     for one in crowd:
         story.ends(at, one)
     records = blamed(story.in_order())
-    (stutter,) = [one for one in diagnose(records).findings if one.complaint == "stutter"]
+    (stutter,) = [one for one in diagnose(records).findings if one.symptom == "stutter"]
     assert "interference" in stutter.evidence[1]
     assert ids("early offender")[0].hex() not in stutter.evidence[-1]
     assert any(ids(f"late {number}")[0].hex() in stutter.evidence[-1] for number in range(3))

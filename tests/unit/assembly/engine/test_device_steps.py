@@ -126,8 +126,8 @@ def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Re
         "infer.device.launch": 0.0003,
         "infer.device.queue": 0.00006,
         "infer.device.gap": 0.00015,
-        "infer.device.error": 0.000008,
-        "infer.device.limit": "gpu-bound",
+        "infer.device.clock_error": 0.000008,
+        "infer.device.bottleneck": "gpu-bound",
     }
     assert prefill.attributes["infer.device.duration"] == 0.003
     assert record.device_ns == [("prefill", 3 * MS), ("decode", 9 * MS)]
@@ -139,8 +139,8 @@ def test_what_nobody_knows_of_the_time_between_steps_is_not_said_and_a_prompt_in
     recording: Recording,
 ) -> None:
     _, prefill, decode = with_gaps(recording, -1)
-    assert prefill.attributes["infer.device.limit"] == "gpu-bound"
-    assert not {"infer.device.limit", "infer.device.gap"} & set(decode.attributes)
+    assert prefill.attributes["infer.device.bottleneck"] == "gpu-bound"
+    assert not {"infer.device.bottleneck", "infer.device.gap"} & set(decode.attributes)
 
 
 def test_a_stage_of_which_some_steps_were_timed_took_as_long_as_if_all_were_as_those(
@@ -173,7 +173,7 @@ def test_on_the_host_the_same_steps_have_the_same_attributes_and_say_by_whose_cl
     assert decode is not None
     assert decode.attributes["infer.device.method"] == "host"
     assert decode.attributes["infer.device.steps"] == 2
-    assert "infer.device.limit" not in decode.attributes
+    assert "infer.device.bottleneck" not in decode.attributes
     assert record.device_ns == []
 
 

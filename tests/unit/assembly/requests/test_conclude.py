@@ -637,7 +637,7 @@ def test_a_request_dies_in_the_stage_it_was_in(stage: str, expected: str, error:
         for said in story.said
     ]
     record = story.record()
-    assert (record.died_in, record.error_type) == (stage, error)
+    assert (record.failed_stage, record.error_type) == (stage, error)
     stages = "\n".join(f"{s.name} {ms(s.started_at):g}–{ms(s.ended_at):g}" for s in record.stages)
     assert stages == expected
 
@@ -688,7 +688,7 @@ def test_what_the_engine_was_told_to_stop_ended_early_and_is_no_error(stage: str
     story.finished(41, a, "abort")
     story.ends(40, a)
     record, request = story.record(), story.span("chat toy")
-    assert (record.outcome, record.error_type, record.died_in) == (events.ABORTED, "", stage)
+    assert (record.outcome, record.error_type, record.failed_stage) == (events.ABORTED, "", stage)
     assert [s.name for s in record.stages][-1] == stage
     assert (request["status"], semconv.ERROR_TYPE in request["attributes"]) == (0, False)
 
@@ -700,7 +700,7 @@ def test_what_the_engine_failed_is_an_error_though_its_response_ended_well() -> 
     story.finished(30, a, "error", tokens=1)
     story.ends(40, a)
     record = story.record()
-    assert (record.outcome, record.error_type, record.died_in) == (events.ERROR, "_OTHER", "decode")
+    assert (record.outcome, record.error_type, record.failed_stage) == (events.ERROR, "_OTHER", "decode")
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -730,14 +730,14 @@ def test_a_stage_by_hand_that_raised_is_where_a_request_died_and_of_nested_ones_
     story.stage("rerank", 5, 8.99, a)
     story.stage("pipeline", 4, 8.995, a)
     story.ends(9, a, events.ERROR, "ValueError", status=500)
-    assert story.record().died_in == "rerank"
+    assert story.record().failed_stage == "rerank"
 
 
 def test_a_request_by_hand_that_raised_before_any_stage_died_in_none() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.ends(9, a, events.ERROR, "ValueError")
-    assert story.record().died_in == ""
+    assert story.record().failed_stage == ""
     assert semconv.FAILED_STAGE not in story.span("chat toy")["attributes"]
 
 
@@ -771,7 +771,7 @@ def test_a_process_that_died_takes_its_requests_along() -> None:
     story.step(10, 20, [a])
     story.tell(PROCESS, 0, events.ProcessDied(ns(50)))
     story.ends(60, other)
-    assert {record.died_in: record.error_type for record in story.records()} == {
+    assert {record.failed_stage: record.error_type for record in story.records()} == {
         "decode": "process_died",
         "queue": "process_died",
         "": "",
@@ -976,7 +976,7 @@ def test_a_request_that_died_while_facts_were_lost_has_no_stage_that_lasts_to_it
     story.aborts(50, a)
     record = story.record()
     assert [stage.name for stage in record.stages] == ["ingress", "tokenize"]
-    assert record.died_in == "queue"
+    assert record.failed_stage == "queue"
 
 
 def test_a_request_known_from_the_live_table_alone_is_an_inference_that_died() -> None:

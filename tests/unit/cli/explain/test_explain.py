@@ -54,10 +54,10 @@ def test_a_server_that_is_fine_is_told_so(fine: Path, capsys: pytest.CaptureFixt
 def test_the_same_as_json(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(slow), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (said["verdict"], said["requests"], len(said["worst"])) == ("before_the_engine", 60, 5)
+    assert (said["verdict"], said["requests"], len(said["worst"])) == ("pre_engine", 60, 5)
     assert said["findings"][0]["cause"] == "ingress"
     worst = said["worst"][0]
-    assert sum(worst["blame_ms"].values()) == pytest.approx(worst["duration_ms"])
+    assert sum(worst["causes_ms"].values()) == pytest.approx(worst["duration_ms"])
 
 
 def test_one_request_is_found_by_the_beginning_of_its_trace_id(

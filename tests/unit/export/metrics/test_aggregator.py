@@ -267,7 +267,7 @@ def test_each_stage_is_counted_and_detokenize_beside_them() -> None:
         Stage("queue", 0, 5 * MS, {}),
         Stage("rerank", 0, 6 * MS, {}),
         Stage("rerank", 0, 7 * MS, {}),
-        Stage("postprocess", 0, 9 * MS, {"infer.detokenize": 0.002}),
+        Stage("postprocess", 0, 9 * MS, {"infer.detokenize.duration": 0.002}),
     ]
     points = counted(sink(), record(stages=stages))["infer.stage.duration"]["points"]
     said = {point["attributes"].pop("infer.stage"): (point["count"], point["max"]) for point in points}
@@ -396,7 +396,7 @@ def test_a_model_is_named_once_it_is_served_and_the_first_fifty_are() -> None:
         (
             semconv.REQUEST_ABANDONED,
             "infer.stage",
-            lambda name: {"outcome": events.ABORTED, "died_in": name, "error_type": "timeout"},
+            lambda name: {"outcome": events.ABORTED, "failed_stage": name, "error_type": "timeout"},
             64,
         ),
     ],
@@ -687,8 +687,11 @@ def test_time_is_counted_by_what_it_went_into() -> None:
         LatencyBreakdown({"decode": 250_000_000, "gc": 50_000_000}, None),
         LatencyBreakdown({"gc": 1_000_000_000}, None),
     )
-    points = counted(metrics, one, two)["infer.blame.duration"]["points"]
-    assert {p["attributes"]["infer.blame.cause"]: p["value"] for p in points} == {"decode": 0.25, "gc": 1.05}
+    points = counted(metrics, one, two)["infer.latency.duration"]["points"]
+    assert {p["attributes"]["infer.latency.cause"]: p["value"] for p in points} == {
+        "decode": 0.25,
+        "gc": 1.05,
+    }
 
 
 def test_pauses_are_counted_by_cause_and_causes_are_few() -> None:
@@ -716,7 +719,7 @@ def test_marks_are_counted_by_what_they_are_and_only_those_that_are_known() -> N
 
 BY_CALLER = {
     "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token",
-    "infer.inter_token_latency", "infer.blame.duration", "infer.request.abandoned", "infer.request.tokens",
+    "infer.inter_token_latency", "infer.latency.duration", "infer.request.abandoned", "infer.request.tokens",
 }  # fmt: skip
 
 
@@ -822,7 +825,7 @@ def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
 
 def test_requests_are_counted_by_what_they_missed_and_those_told_to_stop_by_what_they_had_by_then() -> None:
     metrics = sink(promises=True)
-    left = {"outcome": events.ABORTED, "died_in": "decode"}
+    left = {"outcome": events.ABORTED, "failed_stage": "decode"}
     for each, missed in (
         (generation(), ()),
         (generation(), ("ttft", "e2e")),
@@ -853,7 +856,7 @@ def test_a_post_that_reaches_no_engine_keeps_no_promise_and_is_blamed_on_nothing
     said = sent(metrics)
     points = said["infer.request.objectives"]["points"]
     assert {point["attributes"]["infer.slo.missed"]: point["value"] for point in points} == {"ttft": 1}
-    assert "infer.blame.duration" not in said and "infer.blame.slow.duration" not in said
+    assert "infer.latency.duration" not in said and "infer.latency.slow.duration" not in said
     assert said["gen_ai.server.request.duration"]["points"][0]["count"] == 99
 
 
@@ -868,8 +871,8 @@ def test_where_the_time_of_slow_requests_went_is_counted_apart() -> None:
     for slow in (True, False):
         each = generation(blame=LatencyBreakdown({"decode": 3 * MS, "gc": MS}, None))
         metrics.add_decision(each, Decision(True, 0, "budget", slow=slow))
-    points = sent(metrics)["infer.blame.slow.duration"]["points"]
-    assert {point["attributes"]["infer.blame.cause"]: point["value"] for point in points} == {
+    points = sent(metrics)["infer.latency.slow.duration"]["points"]
+    assert {point["attributes"]["infer.latency.cause"]: point["value"] for point in points} == {
         "decode": 0.003,
         "gc": 0.001,
     }

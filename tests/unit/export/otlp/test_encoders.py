@@ -24,7 +24,7 @@ NAMES = (
     "infer.step.id",
     "infer.batch.size",
     "infer.step.tokens",
-    "infer.others.prefill.tokens",
+    "infer.interference.prefill_tokens",
     "infer.device.span",
 )
 NAME, STEP, BATCH, TOKENS, PREFILL, DEVICE = NAMES

@@ -469,7 +469,7 @@ def waiting(died_in: str, outcome: int, error_type: str, **more: Any) -> Request
     """A request that an engine had when it ended after a second."""
     record = finished(outcome=outcome)
     record.generative, record.engine, record.steps = True, "toy", None
-    record.died_in, record.error_type = died_in, error_type
+    record.failed_stage, record.error_type = died_in, error_type
     for name, value in more.items():
         setattr(record, name, value)
     return record
@@ -494,7 +494,9 @@ GIVEN_UP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("died_in", "outcome", "error", "more", "missed"), GIVEN_UP.values(), ids=GIVEN_UP)
+@pytest.mark.parametrize(
+    ("failed_stage", "outcome", "error", "more", "missed"), GIVEN_UP.values(), ids=GIVEN_UP
+)
 def test_who_ends_waiting_for_a_token_has_waited_so_long_and_who_is_stopped_has_no_end_to_miss(
     died_in: str, outcome: int, error: str, more: dict[str, Any], missed: tuple[str, ...]
 ) -> None:

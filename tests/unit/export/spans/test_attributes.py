@@ -19,7 +19,7 @@ def test_steps_that_are_left_out_are_counted(granted: int) -> None:
     served(story)
     counts = said.step_count_attributes(story.record(), granted)
     assert counts["infer.steps.count"] == 3
-    assert counts.get("infer.steps.left_out", 0) == 3 - granted
+    assert counts.get("infer.steps.dropped", 0) == 3 - granted
 
 
 def test_requests_that_are_alike_share_their_words() -> None:

@@ -366,7 +366,7 @@ def test_the_longest_pauses_are_told_and_the_others_counted() -> None:
     assert len(said) == 32
     assert [at for _, at, _ in said] == sorted(at for _, at, _ in said)
     assert [length for _, _, length in said].count(1) == 0
-    assert attributes(story, "chat toy")["infer.pauses.left_out"] == 8
+    assert attributes(story, "chat toy")["infer.pauses.dropped"] == 8
 
 
 def test_a_request_that_is_not_kept_says_nothing_of_pauses() -> None:

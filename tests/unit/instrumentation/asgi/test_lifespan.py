@@ -132,12 +132,12 @@ async def test_behind_an_application_that_we_hook_what_its_lifespan_raised_is_wh
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asgi.integration.install()
+    asgi.instrumentor.install()
     try:
         with pytest.raises(OSError) as raised:
             await asgi.wrap(starlette.Starlette(lifespan=broken))({"type": "lifespan"}, receive, send)
     finally:
-        asgi.integration.remove()
+        asgi.instrumentor.remove()
     assert raised.value is failure
     assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
     ends = [fact for fact in said(arena) if isinstance(fact, events.PhaseEnded)]

@@ -135,7 +135,11 @@ def test_a_stage_that_raises_is_recorded_and_the_exception_passes_untouched(reco
                 raise raised
     assert caught.value is raised
     record = only(recording)
-    assert (record.outcome, record.error_type, record.died_in) == (events.ERROR, "ValueError", "database")
+    assert (record.outcome, record.error_type, record.failed_stage) == (
+        events.ERROR,
+        "ValueError",
+        "database",
+    )
     assert stages_of(record) == ["database"]
 
 
@@ -356,7 +360,7 @@ def test_a_loop_says_that_it_was_told_to_stop_or_has_failed(
         request.finished(reason)
     record = only(recording)
     assert (record.outcome, record.error_type) == (outcome, error_type)
-    assert record.died_in == ("" if reason == "stop" else "decode")
+    assert record.failed_stage == ("" if reason == "stop" else "decode")
 
 
 async def test_a_decorated_function_is_a_request_at_each_call(recording: Recording) -> None:

@@ -123,9 +123,9 @@ class Allocator:
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     allocator = Allocator(None)
     monkeypatch.setattr(ours, "AllocatorCounters", lambda say: allocator)
-    ours.integration.install()
+    ours.instrumentor.install()
     yield allocator
-    ours.integration.remove()
+    ours.instrumentor.remove()
 
 
 def ends() -> None:
@@ -143,7 +143,7 @@ def ends() -> None:
 def test_the_allocator_is_looked_at_when_a_request_ends(allocator: Allocator) -> None:
     ends()
     assert allocator.looks == 1
-    ours.integration.remove()
+    ours.instrumentor.remove()
     ends()
     assert allocator.looks == 1
 

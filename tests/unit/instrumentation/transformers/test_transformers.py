@@ -21,7 +21,7 @@ from otel_infer.instrumentation.transformers import (
     generate,
     generation_arguments,
     generation_run,
-    integration,
+    instrumentor,
     kv_cache,
     sequences,
     serve,
@@ -436,7 +436,7 @@ class Manager:
 def test_a_request_that_is_not_taken_is_over(answer: Any, error: str, recording: Recording) -> None:
     Manager(answer).add([1, 2, 3])
     (record,) = recording.records()
-    assert (record.outcome, record.error_type, record.died_in) == (events.ERROR, error, "queue")
+    assert (record.outcome, record.error_type, record.failed_stage) == (events.ERROR, error, "queue")
     assert (record.input_tokens, record.max_tokens, record.model) == (3, 7, "org/tiny")
 
 
@@ -679,7 +679,7 @@ def test_a_model_that_looks_before_it_reads_has_begun(
     generate._wrap_encoder(lambda self, *args: None, hook)(model, None, given)
     request.close(events.ERROR, "MemoryError")
     (record,) = recording.records()
-    assert (hook.alive, record.died_in) == (True, "prefill" if ends else "queue")
+    assert (hook.alive, record.failed_stage) == (True, "prefill" if ends else "queue")
 
 
 @pytest.mark.parametrize(("device", "timed"), [("cuda", "cuda"), ("meta", "cpu")])
@@ -745,7 +745,7 @@ def test_a_transfer_is_timed_on_the_device_that_it_goes_to(
 
 
 def test_every_part_has_a_name_and_hooks_what_one_process_imports() -> None:
-    parts = integration.parts
+    parts = instrumentor.parts
     assert set(parts) == {
         "continuous batching", "generate", "processor", "serve", "streamers", "tokenizer", "transfers", "weights",
     }  # fmt: skip

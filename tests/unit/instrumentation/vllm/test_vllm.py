@@ -363,7 +363,7 @@ def test_who_leaves_before_its_grammar_is_there_had_waited_for_it(recording: Rec
     request.close(events.ABORTED, "client_disconnect")
     (record,) = recording.records()
     assert stages_of(record) == ["ingress", "queue", "grammar"]
-    assert record.died_in == "queue"
+    assert record.failed_stage == "queue"
 
 
 def test_blocks_from_elsewhere_are_a_stage_until_the_scheduler_has_seen_that_they_are_here(

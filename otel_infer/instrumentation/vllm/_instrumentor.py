@@ -37,7 +37,7 @@ PART_PROCESSES = {
 }
 """The parts, and the process of each."""
 
-integration = Instrumentor(
+instrumentor = Instrumentor(
     "vllm",
     "vllm",
     ("vllm",),

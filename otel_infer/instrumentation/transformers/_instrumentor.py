@@ -18,7 +18,7 @@ ENGINE = "transformers"
 CANCELLED = "_GenerationCancelled"
 """What a streamer raises to have `generate` stop."""
 
-integration = Instrumentor("transformers", "transformers", ("transformers",), is_engine=True)
+instrumentor = Instrumentor("transformers", "transformers", ("transformers",), is_engine=True)
 
 already_submitted: ContextVar[bool] = ContextVar("otel_infer-handed-over", default=False)
 """Whether what runs next was handed to the thread it runs on, which has been said already."""
