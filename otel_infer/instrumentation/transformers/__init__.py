@@ -19,7 +19,7 @@ from otel_infer.instrumentation.transformers import (
     tokenization,
     transfers,
 )
-from otel_infer.instrumentation.transformers._integration import instrumentor
+from otel_infer.instrumentation.transformers._instrumentor import instrumentor
 
 __all__ = [
     "batch_timing",

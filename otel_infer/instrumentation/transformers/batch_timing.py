@@ -8,7 +8,7 @@ from typing import Any
 from otel_infer.gpu.timed_work import StepWork
 from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.transformers._integration import ENGINE, instrumentor
+from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
 from otel_infer.instrumentation.transformers.continuous_batching import CB, PART, current_loop
 
 

@@ -23,7 +23,7 @@ from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers import kv_cache
-from otel_infer.instrumentation.transformers._integration import ENGINE, instrumentor
+from otel_infer.instrumentation.transformers._instrumentor import ENGINE, instrumentor
 from otel_infer.ringbuffer.batch_writer import BatchWriter
 from otel_infer.ringbuffer.recorder import recorder
 

@@ -22,7 +22,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.hooks.suppression import suppress_torch
 from otel_infer.instrumentation.transformers import kv_cache
-from otel_infer.instrumentation.transformers._integration import (
+from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,
     already_submitted,
     instrumentor,

@@ -12,7 +12,7 @@ from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
 from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation.transformers import kv_cache
-from otel_infer.instrumentation.transformers._integration import CANCELLED, ENGINE
+from otel_infer.instrumentation.transformers._instrumentor import CANCELLED, ENGINE
 from otel_infer.instrumentation.transformers.generation_arguments import tensor_shape
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.batch_writer import BatchWriter

@@ -13,7 +13,7 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.thread_context import ThreadContext
-from otel_infer.instrumentation.transformers._integration import (
+from otel_infer.instrumentation.transformers._instrumentor import (
     CANCELLED,
     ENGINE,
     already_submitted,

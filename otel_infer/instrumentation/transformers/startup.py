@@ -12,7 +12,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.transformers._integration import (
+from otel_infer.instrumentation.transformers._instrumentor import (
     ENGINE,
     instrumentor,
     model_name,

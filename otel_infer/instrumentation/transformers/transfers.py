@@ -18,7 +18,7 @@ from otel_infer.gpu.device import current_device
 from otel_infer.gpu.timed_work import StageWork
 from otel_infer.gpu.timing import UNTIMED, timing
 from otel_infer.instrumentation.hooks.probe import Call, Hook
-from otel_infer.instrumentation.transformers._integration import instrumentor
+from otel_infer.instrumentation.transformers._instrumentor import instrumentor
 from otel_infer.instrumentation.transformers.continuous_batching import CB
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span

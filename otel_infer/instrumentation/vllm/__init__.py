@@ -21,7 +21,7 @@ from otel_infer.instrumentation.vllm import (
     startup,
     worker,
 )
-from otel_infer.instrumentation.vllm._integration import instrumentor
+from otel_infer.instrumentation.vllm._instrumentor import instrumentor
 
 __all__ = [
     "api_server",

@@ -14,7 +14,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Call, Hook
-from otel_infer.instrumentation.vllm._integration import (
+from otel_infer.instrumentation.vllm._instrumentor import (
     ENGINE,
     OFFLINE_NAME,
     REQUESTS,

@@ -14,7 +14,7 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.vllm import scheduler_waits
-from otel_infer.instrumentation.vllm._integration import PREEMPTIONS, SCHEDULER, STEPS, instrumentor
+from otel_infer.instrumentation.vllm._instrumentor import PREEMPTIONS, SCHEDULER, STEPS, instrumentor
 from otel_infer.instrumentation.vllm.scheduler import get_scheduler_steps, remove_from_batch
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import propagation

@@ -14,7 +14,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Call
-from otel_infer.instrumentation.vllm._integration import MEDIA, instrumentor
+from otel_infer.instrumentation.vllm._instrumentor import MEDIA, instrumentor
 from otel_infer.tracing import start
 
 FETCH, PREPARE = "fetch media", "prepare media"

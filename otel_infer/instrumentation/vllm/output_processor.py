@@ -14,7 +14,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.vllm._integration import REQUESTS, instrumentor
+from otel_infer.instrumentation.vllm._instrumentor import REQUESTS, instrumentor
 from otel_infer.instrumentation.vllm.api_server import OUTPUT_PROCESSOR, in_flight
 from otel_infer.ringbuffer import events
 

@@ -23,7 +23,7 @@ from otel_infer import _clock
 from otel_infer.instrumentation.hooks.engines import KvBlockSizeRecorder
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.vllm import scheduler_waits
-from otel_infer.instrumentation.vllm._integration import (
+from otel_infer.instrumentation.vllm._instrumentor import (
     DUMMY_BATCHES,
     ENGINE,
     EVICTIONS,

@@ -14,7 +14,7 @@ from typing import Any
 
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.vllm._integration import (
+from otel_infer.instrumentation.vllm._instrumentor import (
     GRAMMARS,
     REPORT_INTERVAL_NS,
     SCHEDULER,

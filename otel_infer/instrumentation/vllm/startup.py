@@ -13,7 +13,7 @@ from typing import Any
 from otel_infer import _clock
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import mark_engine_models
-from otel_infer.instrumentation.vllm._integration import (
+from otel_infer.instrumentation.vllm._instrumentor import (
     ENGINE,
     LOADING,
     PROCESSES,

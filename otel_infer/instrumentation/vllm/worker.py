@@ -15,7 +15,7 @@ from otel_infer import _clock
 from otel_infer.gpu.timed_work import StepWork
 from otel_infer.gpu.timing import timing
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.vllm._integration import ENGINE, EXECUTION, instrumentor
+from otel_infer.instrumentation.vllm._instrumentor import ENGINE, EXECUTION, instrumentor
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 

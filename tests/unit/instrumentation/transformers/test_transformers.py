@@ -28,7 +28,7 @@ from otel_infer.instrumentation.transformers import (
     tokenization,
     transfers,
 )
-from otel_infer.instrumentation.transformers._integration import model_name, wrap_in_empty_context
+from otel_infer.instrumentation.transformers._instrumentor import model_name, wrap_in_empty_context
 from otel_infer.instrumentation.transformers.tokenization import _token_count, _wrap_tokenize
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span

@@ -24,7 +24,7 @@ from otel_infer.instrumentation.vllm import (
     worker,
 )
 from otel_infer.instrumentation.vllm import scheduler as steps
-from otel_infer.instrumentation.vllm._integration import model_name, response_id
+from otel_infer.instrumentation.vllm._instrumentor import model_name, response_id
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import propagation, request_span, start
 from tests.support.rings import Recording, stages_of
