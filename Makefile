@@ -14,7 +14,7 @@ export PIP_NO_BINARY := urllib3-future
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-vllm test-stack browser tools bench bench-peers bench-vllm lint format wheel clean
+.PHONY: help demo test test-all test-pythons test-oldest test-vllm test-stack browser tools bench bench-peers bench-vllm lint format wheel clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,19 +57,24 @@ browser:  ## a Chromium for the tests of pages, by apt-get as root; without one 
 	} </dev/null >/dev/null 2>&1; then echo "installed Chromium"; \
 	else echo "no Chromium to be had here: the tests of pages in a browser will be skipped"; fi
 
-TOGETHER := \
-  $(patsubst %,tests/e2e/test_%.py,transformers_serve breach_to_page early_ends doctor flight_recorder explain_live examples \
-  report_in_a_browser request_log sampling server_start) \
-  $(patsubst %,tests/contract/test_%.py,docs invariants alert_rules dashboards stack_files) \
-  $(addprefix tests/instrumentation/,torch transformers vllm) tests/benchmarks tests/scripts tests/unit
+# What guards the main job, in minutes; `make test-all` adds the rest.
+MAIN := tests/unit tests/contract $(patsubst %,tests/e2e/test_%.py,transformers_serve stages_are_real early_ends gpu_throttling)
+# Of the rest, what is not timed runs two files at a time.
+PARALLEL := \
+  $(patsubst %,tests/e2e/test_%.py,breach_to_page doctor flight_recorder explain_live examples report_in_a_browser request_log \
+  sampling server_start) \
+  $(addprefix tests/instrumentation/,torch transformers vllm) tests/benchmarks tests/scripts
+SERIAL_IGNORES := $(MAIN:%=--ignore=%) $(PARALLEL:%=--ignore=%) --ignore=tests/stack
 
-test: lint tools  ## format, lint, types, import contracts, tests
-ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest $(TWO) --skips-to $(SKIPPED) $(TOGETHER); first=$$?; \
-	$(BIN)/python -m pytest --skips-from $(SKIPPED) $(TOGETHER:%=--ignore=%) --ignore=tests/stack tests && exit $$first
-else
-	$(BIN)/python -m pytest --ignore=tests/stack $(ARGS)
-endif
+test: lint tools  ## format, lint, types, import contracts, unit and contract tests, the main job end to end
+	$(BIN)/python -m pytest $(TWO) $(if $(strip $(ARGS)),--ignore=tests/stack $(ARGS),$(MAIN))
+
+test-all: $(VENV)/.dev tools  ## every test that `make test` leaves out, but for vLLM's and the stack's
+	$(BIN)/python -m pytest $(TWO) --skips-to $(SKIPPED) $(PARALLEL); first=$$?; \
+	$(BIN)/python -m pytest --skips-from $(SKIPPED) $(SERIAL_IGNORES) tests && exit $$first
+
+test-pythons:  ## the unit and contract tests on each Python from 3.11 to 3.14 that is found, without torch
+	@scripts/test_pythons.sh $(ARGS)
 
 lint: $(VENV)/.dev  ## everything of `make test` but the tests
 	$(BIN)/ruff format --check .
@@ -94,7 +99,7 @@ wheel: $(VENV)/.dev  ## dist/otel_infer-*.whl
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm $(VENV)-oldest $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-vllm $(VENV)-oldest .venv-3.* $(SKIPPED) build dist .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # pip is renewed: the one that Debian brings cannot resolve our extras when two OpenTelemetry releases mix.
 $(BIN)/python:

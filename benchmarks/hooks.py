@@ -12,22 +12,17 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import machine, own_list, transformers_hooks
+from benchmarks.hook_cases import Case, Steps
 from benchmarks.verdict import CONTROL_LIMIT, Control, Gate, Line, line, median
 from otel_infer.instrumentation.hooks import probe
 
-SEQUENCES = 256
-UNCHANGED_NS, CHANGED_NS, DERIVED_NS, KEYFRAME_NS = 1000, 4000, 10_000, 10_000
-
 BEST_PERCENTILE = 2
-
-Steps = Callable[[int], None]
-"""Runs so many steps."""
 
 
 class Found(NamedTuple):
@@ -37,16 +32,6 @@ class Found(NamedTuple):
     hooked: list[float]
     again: list[float]
     pace: list[float]
-
-
-class Case(NamedTuple):
-    """One row: `hooked` against `bare`. `before` gets ready for so many steps, outside the time that is measured."""
-
-    claim: str
-    gate_ns: float | None
-    bare: Steps
-    hooked: Steps
-    before: Callable[[int], None] = lambda steps: None
 
 
 def measure(quick: bool) -> list[Line]:
@@ -69,7 +54,6 @@ def measure(quick: bool) -> list[Line]:
 
 
 def _cases() -> Iterator[Case]:
-    from benchmarks import own_list, transformers_hooks
 
     batch = transformers_hooks.batch_of_all()
     own_list.record_in_memory()
@@ -108,14 +92,3 @@ def _cpu_ns(steps_of: Steps, steps: int) -> float:
     taken = time.thread_time_ns() - began
     gc.enable()
     return taken / steps
-
-
-def repeated(*functions: Callable[[], Any]) -> Steps:
-    """Calls these one after another, so many times."""
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            for function in functions:
-                function()
-
-    return run

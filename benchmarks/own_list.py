@@ -8,7 +8,7 @@ from typing import Any
 
 import otel_infer
 from benchmarks.engine import PROMPT, Sequence
-from benchmarks.hooks import CHANGED_NS, DERIVED_NS, KEYFRAME_NS, SEQUENCES, UNCHANGED_NS, Case, repeated
+from benchmarks.hook_cases import CHANGED_NS, DERIVED_NS, KEYFRAME_NS, SEQUENCES, UNCHANGED_NS, Case, repeated
 from otel_infer import _clock
 from otel_infer._bootstrap import install
 from otel_infer.instrumentation.hooks.probe import Hook

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from benchmarks import continuous
-from benchmarks.hooks import DERIVED_NS, KEYFRAME_NS, SEQUENCES, Case, repeated
+from benchmarks.hook_cases import DERIVED_NS, KEYFRAME_NS, SEQUENCES, Case, repeated
 from benchmarks.own_list import OwnList
 from otel_infer.instrumentation.transformers import instrumentor
 

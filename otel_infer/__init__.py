@@ -1,4 +1,4 @@
-"""Every stage of every inference request as an OpenTelemetry trace, every decode step included, in one line.
+"""Traces every inference request with OpenTelemetry: every stage and every decode step, in one line of code.
 
     import otel_infer
     otel_infer.instrument()
@@ -19,12 +19,15 @@ __all__ = ["flush", "instrument", "request", "stage", "step", "uninstrument"]
 
 
 def instrument(*, tracer_provider: TracerProvider | None = None, integrations: tuple[str, ...] = ()) -> bool:
-    """Binds to the engines and servers that this process uses, now or when it imports them.
+    """Installs hooks in the engines and servers that this process uses, now or when it imports them.
 
-    Nothing is started before an engine is imported or a request arrives, and nothing at all unless something is to be
-    exported (to an OTLP endpoint, say, or since `OTEL_INFER_ENABLED=on`). With `tracer_provider`, spans go to that provider from a
-    thread of this process (costlier). `integrations` limits what is bound, by name. Calling it twice is once; returns
-    whether this call did anything. Never raises for a bad setting: it says so in one line and uses the default.
+    Returns whether this call installed hooks; a second call installs none. Nothing is started before an
+    engine is imported or a request arrives. Nothing is started at all unless an output is configured, for
+    example an OTLP endpoint or `OTEL_INFER_ENABLED=on`.
+
+    `tracer_provider`: spans are exported through this provider by a thread of this process, at a higher cost.
+    `integrations`: the names of the integrations to install; empty = all. A bad setting raises no exception:
+    it is reported in one line, and its default is used.
     """
     from otel_infer._bootstrap.install import installation
 
@@ -32,21 +35,21 @@ def instrument(*, tracer_provider: TracerProvider | None = None, integrations: t
 
 
 def uninstrument() -> None:
-    """Takes off what is still ours; what was recorded is sent."""
+    """Removes the installed hooks and sends what was recorded."""
     from otel_infer._bootstrap.install import installation
 
     installation.uninstrument()
 
 
 def flush(timeout: float = 5.0) -> bool:
-    """Has everything recorded so far sent; False if `timeout` seconds were not enough."""
+    """Sends everything recorded so far. Returns False if `timeout` seconds were not enough."""
     from otel_infer._bootstrap.install import installation
 
     return installation.flush(timeout)
 
 
 def __getattr__(name: str) -> Any:
-    """`stage`, `request` and `step` load OpenTelemetry's API, so they are imported when first used."""
+    """Imports `stage`, `request` or `step` on first use, because they import OpenTelemetry's API."""
     if name in ("request", "stage", "step"):
         from otel_infer.instrumentation import manual
 

@@ -1,4 +1,4 @@
-"""`python -m otel_infer` is `otel-infer`."""
+"""Runs the `otel-infer` command as `python -m otel_infer`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The version of this distribution, as installed, and what of it was tried on a GPU."""
+"""The installed version of this distribution, and what was verified on a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ except metadata.PackageNotFoundError:  # a source tree on sys.path
     VERSION = "0+unknown"
 
 VERIFIED_GPU, GPU_CODE_UNCHANGED = "H100", False
-"""The GPU on which `python -m benchmarks.gpu_verify` passed, and whether the code that marks and reads devices is what it was then; a
-test holds both to what was measured."""
+"""The GPU on which `python -m benchmarks.gpu_verify` passed, and whether the code that times devices is
+unchanged since then. A test compares both with the measured results.
+"""
 GPU_TIMING_STATUS = f"verified on an NVIDIA {VERIFIED_GPU}, unverified " + (
     "on others" if GPU_CODE_UNCHANGED else "since its code was changed, and on others"
 )

@@ -1,23 +1,23 @@
-"""For tests of your own server: what it would export, without a collector, a tracer provider or another process.
+"""Captures what a server would export, for tests of that server, without a collector or another process.
 
     from otel_infer.testing import capture
 
-    def test_documents_are_reranked_before_the_model_is_asked():
+    def test_documents_are_reranked_before_generation():
         with capture() as captured:
             TestClient(app).post("/v1/chat/completions", json={...})
             (request,) = captured.requests()
-            assert request.stage("rerank") is not None
+            assert request.find_stage("rerank") is not None
             assert request.output_tokens == 8
             assert "rerank" in captured.tree()
 
-As a fixture of pytest:
+As a pytest fixture:
 
     @pytest.fixture
     def captured():
         with capture() as captured:
             yield captured
 
-Everything is kept: sampling and budgets of the environment do not apply. What leaves the process: nothing.
+Every step is captured: sampling and budgets of the environment do not apply. Nothing leaves the process.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from otel_infer.tracing import request_span, span_ids
 __all__ = ["Captured", "capture"]
 
 LATE_EVENTS_S = 0.02
-"""How long what other threads are about to say of an ended request is waited for."""
+"""How long to wait for events of ended requests that other threads have not recorded yet."""
 
 STEP_SPAN_NAMES = (semconv.SPAN_PREFILL_STEP, semconv.SPAN_DECODE_STEP)
 
 
 class Captured:
-    """What was recorded since the capture began; also to be asked when it is over."""
+    """The requests recorded since the capture began. It stays readable after the capture."""
 
     def __init__(self) -> None:
         self._arena = MemoryArena()
@@ -66,11 +66,12 @@ class Captured:
         self._has_ended = False
 
     def requests(self, timeout: float = 2.0) -> list[RequestRecord]:
-        """All requests that have ended, in the order of their ends.
+        """Returns all requests that have ended, in the order of their ends.
 
-        A client may have its answer a moment before the server has said so: those in flight are waited for, at most
-        `timeout` s. Where the server runs in the event loop of the test, ask with `await asyncio.to_thread(...)`.
-        Instants of a record are monotonic ns, its lengths ns; see `otel_infer.assembly.records.request`.
+        A client may have its response shortly before the server records the end. So this waits for requests
+        in flight, at most `timeout` s. If the server runs in the event loop of the test, use `await
+        asyncio.to_thread(captured.requests)`. Instants of a record are monotonic ns and lengths are ns; see
+        `otel_infer.assembly.records.request`.
         """
         deadline = time.monotonic() + timeout
         while self._count_in_flight() and time.monotonic() < deadline and not self._has_ended:
@@ -83,16 +84,17 @@ class Captured:
             return list(self._records)
 
     def tree(self, times: bool = False, timeout: float = 2.0) -> str:
-        """The spans of all requests as an indented tree, one line each, in order of time; steps in a row are counted.
+        """Returns the spans of all requests as an indented tree, one line per span, in order of time.
 
-        POST /v1/chat/completions
-          chat tiny
-            tokenize
-            prefill
-            decode
-              decode step ×7
+            POST /v1/chat/completions
+              chat tiny
+                tokenize
+                prefill
+                decode
+                  decode step ×7
 
-        With `times`: from when to when, in ms after the request's arrival.
+        Consecutive steps share a line with their count. `times`: adds start and end in ms after the request's
+        arrival.
         """
         return "\n".join(
             line for record in self.requests(timeout) for line in self._render_spans(record, times)
@@ -104,7 +106,10 @@ class Captured:
             return sum(self._assembler.count_active().values())
 
     def _read_events(self) -> None:
-        """All that was complete before the call: a reader takes what it saw complete the time before."""
+        """Reads all events that were complete before the call.
+
+        A reader returns what was complete at its previous poll, so it polls twice.
+        """
         for _ in range(2):
             now = _clock.now()
             for name, memory in list(self._arena.buffers):
@@ -112,7 +117,7 @@ class Captured:
             self._assembler.feed_events(self._rings.poll(now))
 
     def _drain_rings(self) -> None:
-        """Called once a second while requests arrive, so that rings do not fill up."""
+        """Keeps the rings from filling up. Called once a second while requests arrive."""
         if self._lock.acquire(blocking=False):
             try:
                 self._read_events()
@@ -137,41 +142,42 @@ class Captured:
             )
             if span is decode:
                 lines += [f"{indent}  {semconv.SPAN_DECODE_STEP}"] * decision.steps
-        for line, same in itertools.groupby(lines):
+        for line, group in itertools.groupby(lines):
             if line.strip() in STEP_SPAN_NAMES:
-                yield f"{line} ×{len(list(same))}"
+                yield f"{line} ×{len(list(group))}"
             else:
-                yield from same
+                yield from group
 
 
 def _find_tree_path(span: Span, parents: dict[bytes, Span]) -> list[tuple[int, int, bytes]]:
-    """Where a span stands in its tree, the root first."""
-    above = parents.get(span.parent_span_id)
+    """Returns the position of a span in its tree, from the root down."""
+    parent = parents.get(span.parent_span_id)
     return [
-        *(_find_tree_path(above, parents) if above is not None else []),
+        *(_find_tree_path(parent, parents) if parent is not None else []),
         (span.start, -span.end, span.span_id),
     ]
 
 
 def _format_span(span: Span, record: RequestRecord) -> str:
-    began = record.arrived_at + record.wall_offset
-    return f"{span.name}  {(span.start - began) / 1e6:.1f}–{(span.end - began) / 1e6:.1f} ms"
+    arrived_at = record.arrived_at + record.wall_offset
+    return f"{span.name}  {(span.start - arrived_at) / 1e6:.1f}–{(span.end - arrived_at) / 1e6:.1f} ms"
 
 
 @contextlib.contextmanager
 def capture(*integrations: str) -> Iterator[Captured]:
-    """Instruments this process for as long as the `with` lasts, and gives what was recorded.
+    """Instruments this process for the duration of the `with`, and yields what is recorded.
 
-    `integrations`: only these, by name; by default all that `otel_infer.instrument()` would bind. Servers and engines may
-    be imported before or in the `with`; applications that were started before it are seen as far as an instrumentation
-    can reach them then. Raises RuntimeError in a process that is instrumented already.
+    `integrations`: the names of the integrations to install; empty = all that `otel_infer.instrument()`
+    installs. Servers and engines may be imported before or in the `with`. An application that was started
+    before it is recorded as far as integrations can hook it then. Raises RuntimeError if this process is
+    instrumented already.
     """
     if recorder.active:
         raise RuntimeError(
-            "this process is instrumented already: otel_infer.uninstrument() it before you capture"
+            "this process is instrumented already; call otel_infer.uninstrument() before capture()"
         )
     captured = Captured()
-    bound: list[Instrumentor] = []
+    installed: list[Instrumentor] = []
     recorder.start(lambda: captured._arena, captured._drain_rings, lambda reason: None, role=lambda: "test")
     request_span.span_factory = span_ids.SdkSpanFactory(ALWAYS_ON, RandomIdGenerator(), span_ids.Limits())
     try:
@@ -179,11 +185,11 @@ def capture(*integrations: str) -> Iterator[Captured]:
         registry.configure_instrumentors(settings, _report_hooks)
         for integration in registry.load_instrumentors():
             if not integrations or integration.name in integrations:
-                bound.append(integration)
+                installed.append(integration)
                 integration.install()
         yield captured
     finally:
-        for integration in reversed(bound):
+        for integration in reversed(installed):
             integration.remove()
         try:
             captured._end_capture()

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
 sys.path.insert(0, str(ROOT))
 
 from otel_infer import cli
@@ -66,7 +67,7 @@ def breach(folder: Path) -> None:
     happened = breached(folder, make_model(folder / "model"), 64.0)
     page = folder / "breach.html"
     cli.main(["report", str(happened.tape), "--out", str(page)])
-    pictured(page.as_uri(), ROOT / "docs" / "breach.png", folder, 1500)
+    pictured(page.as_uri(), IMAGES / "breach.png", folder, 1500)
 
 
 def main() -> None:
@@ -80,9 +81,9 @@ def main() -> None:
         writer.write(said, said[-1].event.at)
         writer.close()
         cli.main(["report", str(folder / "stutter.tape"), "--out", str(page)])
-        pictured(page.as_uri(), ROOT / "docs" / "report.png", folder, 1200)
+        pictured(page.as_uri(), IMAGES / "report.png", folder, 1200)
         page.write_text(opened(page.read_text()))
-        pictured(page.as_uri(), ROOT / "docs" / "report-request.png", folder, 1250)
+        pictured(page.as_uri(), IMAGES / "report-request.png", folder, 1250)
 
 
 if __name__ == "__main__":

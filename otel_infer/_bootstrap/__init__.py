@@ -1,1 +1,1 @@
-"""Installs instrumentation in a process: the composition root and the ways in."""
+"""Installs instrumentation in a process: the composition root and the entry points."""

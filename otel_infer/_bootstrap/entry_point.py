@@ -1,6 +1,6 @@
-"""How `opentelemetry-instrument` finds us: the entry point `otel_infer` of the group `opentelemetry_instrumentor`.
+"""Provides the entry point `otel_infer` of `opentelemetry_instrumentor`, for `opentelemetry-instrument`.
 
-Only that command loads this module, and it brings `opentelemetry-instrumentation` along.
+Only that command loads this module, and it depends on `opentelemetry-instrumentation` itself.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import otel_infer
 
 
 class OtelInferInstrumentor(BaseInstrumentor):  # type: ignore[misc]
-    """Instruments all engines; none of them has to be installed, so it depends on none."""
+    """Instrumentor of all engines. It depends on no engine, because none has to be installed."""
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """Engines are looked for when they are imported."""
+        """Returns no dependencies: hooks are installed when an engine is imported."""
         return ()
 
     def _instrument(self, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""The composition root: the only module that knows every part by name.
+"""The composition root: the only module that connects all parts.
 
-`instrument()` binds the integrations and starts nothing: the rings are made, and the sidecar started, when an engine is
-imported or the first fact is stated, and only if something is to be exported.
+`instrument()` installs hooks and starts nothing. The rings are created and the sidecar is started when an
+engine is imported or the first event is recorded, and only if an output is configured.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from otel_infer.ringbuffer import directory, layout
 from otel_infer.ringbuffer.recorder import SERVER, recorder
 from otel_infer.ringbuffer.writer import Arena, FileArena, MemoryArena, RingUnavailable
 from otel_infer.sidecar import launcher
-from otel_infer.tracing import process_start, request_span, span_ids
-from otel_infer.tracing import start as ingress
+from otel_infer.tracing import process_start, request_span, span_ids, start
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class _Installation:
-    """What is installed in this process, and who reads its rings."""
+    """The instrumentation of this process, and the reader of its rings."""
 
     def __init__(self) -> None:
         self.settings = Config()
@@ -61,27 +60,29 @@ class _Installation:
     # ── install and remove ───────────────────────────────────────────────────────────────────────────────────────
 
     def instrument(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
-        """Binds hooks; False if there is nothing to do here or it was done before."""
+        """Installs hooks. Returns False if it installed none: nothing to export, installed already, or an
+        error.
+        """
         if self.installed:
             return False
         try:
             return self._install_hooks(provider, names)
-        except Exception as reason:  # a bad standard variable, say: the server goes on without us
+        except Exception as reason:  # for example a bad standard variable; the server runs uninstrumented
             self.uninstrument()
             _print_stderr(f"otel_infer: not instrumented: {type(reason).__name__}: {reason}")
             return False
 
     def _install_hooks(self, provider: TracerProvider | None, names: Sequence[str]) -> bool:
-        self.settings, complaints = environment.from_env_or_defaults()
-        for complaint in complaints:
-            _print_stderr(f"otel_infer: {complaint}")
+        self.settings, messages = environment.from_env_or_defaults()
+        for message in messages:
+            _print_stderr(f"otel_infer: {message}")
         self.provider = provider
         exports = self.settings.exports or (provider is not None and not self.settings.is_disabled)
         if environment.is_sidecar() or not exports:
             return False
         registry.configure_instrumentors(self.settings, self._on_engine_imported)
         integrations = registry.load_instrumentors()
-        if any(_is_run_as(helper) for one in integrations for helper in one.helpers):
+        if any(_is_run_as(helper) for integration in integrations for helper in integration.helpers):
             return False
         request_span.span_factory = _create_span_factory(provider)
         recorder.start(
@@ -91,19 +92,22 @@ class _Installation:
             self._detect_role,
             lambda: self._start_recorder.make_event(),
         )
-        wanted, disabled = set(names or self.settings.integrations), set(self.settings.disabled_integrations)
+        selected, disabled = (
+            set(names or self.settings.integrations),
+            set(self.settings.disabled_integrations),
+        )
         for integration in integrations:
             off = {integration.name, f"otel_infer_{integration.name}"} & disabled
-            if (not wanted or integration.name in wanted) and not off:
+            if (not selected or integration.name in selected) and not off:
                 self.installed.append(integration)
-        # Whoever asks a device while a graph is captured breaks it, and that is told by the one that is about CUDA.
+        # A device query breaks a CUDA graph capture, and only the CUDA graphs instrumentor detects captures.
         timing.is_on = self.settings.device_timing != "off" and cuda_graphs.instrumentor in self.installed
         for integration in self.installed:
             integration.install()
         return True
 
     def uninstrument(self) -> None:
-        """Takes the hooks off again and lets the reader finish."""
+        """Removes the hooks and lets the reader finish."""
         for integration in reversed(self.installed):
             integration.remove()
         self.installed.clear()
@@ -119,19 +123,21 @@ class _Installation:
             reader.close()
         if self._is_env_exported:
             environment.unset_ringbuffer_dir(str(self.folder))
-        if self.sidecar is not None:  # it ends by itself, and is reaped by whoever looks
-            self._old_sidecars = [one for one in (*self._old_sidecars, self.sidecar) if one.poll() is None]
+        if self.sidecar is not None:  # it exits on its own; `poll()` reaps it
+            self._old_sidecars = [
+                sidecar for sidecar in (*self._old_sidecars, self.sidecar) if sidecar.poll() is None
+            ]
         self.folder = self.sidecar = None
         self.why_in_process = self._sidecar_error = ""
         self._is_env_exported = self._is_startup_reported = self._had_reader = False
         self._restarts = launcher.RestartBackoff()
 
     def list_statuses(self) -> list[InstrumentorStatus]:
-        """What is bound of each integration."""
+        """Returns the status of each installed integration."""
         return [integration.status for integration in self.installed]
 
     def flush(self, timeout: float) -> bool:
-        """Has everything stated so far sent; False if `timeout` s were not enough."""
+        """Sends everything recorded so far. Returns False if `timeout` s were not enough."""
         if self.reader is not None:
             return self.reader.flush(timeout)
         if recorder.requests is not None:
@@ -139,10 +145,10 @@ class _Installation:
         writer = recorder.requests
         if writer is None:
             return True
-        asked = writer.words[layout.W_FLUSH_REQUESTED] = writer.words[layout.W_FLUSH_REQUESTED] + 1
+        requested = writer.words[layout.W_FLUSH_REQUESTED] = writer.words[layout.W_FLUSH_REQUESTED] + 1
         deadline = _clock.now() + int(timeout * 1e9)
         while _clock.now() < deadline:
-            if writer.words[layout.W_FLUSH_DONE] >= asked:
+            if writer.words[layout.W_FLUSH_DONE] >= requested:
                 return True
             threading.Event().wait(0.02)
         return False
@@ -168,8 +174,8 @@ class _Installation:
     def _resolve_folder(self) -> Path:
         if self.settings.rings:
             return directory.resolve_rings_folder(Path(self.settings.rings))
-        if self.folder is not None:  # of the process that forked this one: one sidecar reads both
-            with contextlib.suppress(RingUnavailable):  # this one runs as another user
+        if self.folder is not None:  # from the parent that forked this process: one sidecar reads both
+            with contextlib.suppress(RingUnavailable):  # this process runs as another user
                 return directory.ensure_private_folder(self.folder)
         return directory.create_server_folder()
 
@@ -178,7 +184,10 @@ class _Installation:
             environment.unset_ringbuffer_dir(str(self.folder))
             directory.remove_server_folder(self.folder)
         if self.settings.mode == "sidecar":
-            _print_stderr(f"otel_infer: off, since OTEL_INFER_MODE=sidecar and {reason}")
+            _print_stderr(
+                f"otel_infer: disabled, because OTEL_INFER_MODE=sidecar and {reason}; "
+                "set OTEL_INFER_MODE=auto to export in-process"
+            )
             return None
         return self._use_memory_arena(reason)
 
@@ -188,7 +197,10 @@ class _Installation:
         return MemoryArena()
 
     def _ensure_reader(self) -> None:
-        """Called when rings were made, and then at most once a second while requests arrive."""
+        """Starts a reader if there is none.
+
+        Called when rings were created, then at most once a second while requests arrive.
+        """
         if recorder.requests is not None:
             recorder.requests.words[layout.W_ERRORS] = probe.count_errors()
         with self._lock:
@@ -198,14 +210,13 @@ class _Installation:
                 self._ensure_sidecar(self.folder)
         if not self._is_startup_reported:
             self._is_startup_reported = True
-            atexit.register(
-                process_start.record_process_exit
-            )  # the last that is registered is called first: somebody still reads
+            # atexit calls the last registered function first, so the reader still runs then.
+            atexit.register(process_start.record_process_exit)
             if recorder.role == SERVER:
-                given = self.provider is not None
+                has_provider = self.provider is not None
                 _print_stderr(
                     startup_message.format_message(
-                        self.settings, self.list_statuses(), given, self.why_in_process
+                        self.settings, self.list_statuses(), has_provider, self.why_in_process
                     )
                 )
 
@@ -216,9 +227,9 @@ class _Installation:
             self.reader = InProcessReader(self.settings, arena, self.provider, detect_resource())
             self.reader.start()
             atexit.register(self.reader.close)
-            forks = sys.modules.get("multiprocessing.util")
-            if forks is not None:  # whose children leave without what `atexit` has to do
-                self._exit_finalizer = forks.Finalize(None, self.reader.close, exitpriority=0)
+            multiprocessing_util = sys.modules.get("multiprocessing.util")
+            if multiprocessing_util is not None:  # its child processes exit without the functions of `atexit`
+                self._exit_finalizer = multiprocessing_util.Finalize(None, self.reader.close, exitpriority=0)
 
     def _ensure_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.poll() is None:
@@ -231,29 +242,32 @@ class _Installation:
         if recorder.arena is not None and not recorder.arena.is_visible():
             self._start_recorder.mark_recorded()
             recorder.discard_rings()
-        elif recorder.role != SERVER:  # whoever runs the engine ends its process with all its children
+        elif recorder.role != SERVER:  # the server kills an engine process together with its children
             return
         elif self._restarts.is_due(_clock.now()) and directory.claim_sidecar_start(folder):
             self._start_sidecar(folder)
 
     def _detect_role(self) -> str:
-        """What this process is in its server, by the name that its library gave it."""
-        named = sys.modules.get("multiprocessing.process")
-        name = named.current_process().name if named is not None else ""
+        """Returns the role of this process in its server, by the process name that its library set."""
+        multiprocessing_process = sys.modules.get("multiprocessing.process")
+        name = multiprocessing_process.current_process().name if multiprocessing_process is not None else ""
         roles = [
-            role for one in self.installed for start, role in one.processes.items() if name.startswith(start)
+            role
+            for integration in self.installed
+            for prefix, role in integration.processes.items()
+            if name.startswith(prefix)
         ]
         return roles[0] if roles else SERVER
 
     def _start_sidecar(self, folder: Path) -> None:
         if self.sidecar is not None and self.sidecar.returncode > 0:
-            _print_stderr("otel_infer: the sidecar broke and is started again; `otel-infer doctor` says more")
+            _print_stderr("otel_infer: sidecar crashed, restarting; see `otel-infer doctor`")
         self._restarts.record_start(_clock.now())
         try:
             self.sidecar = launcher.start_sidecar(folder, self.settings, detect_resource())
             self._had_reader = True
         except launcher.SidecarStartError as reason:
-            if self._had_reader:  # so it can be had here, only not now
+            if self._had_reader:  # a sidecar ran here before, so this failure may be temporary
                 return
             self._sidecar_error = str(reason)
             recorder.discard_rings()
@@ -272,20 +286,24 @@ class _Installation:
             process_start.ProcessStartRecorder(),
         )
         for child in (*self._old_sidecars, *filter(None, (self.sidecar,))):
-            child.returncode = 0  # of the process that was forked, which waits for it
+            child.returncode = 0  # a child of the parent process, which reaps it
         self.reader = self.sidecar = self._exit_finalizer = None
         self._old_sidecars = []
         self._had_reader = False
-        live = ingress.current_request()
-        if live is not None:
-            live.ended = True  # the parent's, who states how it goes on; what this process does is a request of its own
+        request = start.current_request()
+        if request is not None:
+            # The parent process records the rest of this request; this process opens requests separately.
+            request.ended = True
 
 
 installation = _Installation()
 
 
 def detect_resource() -> dict[str, Any]:
-    """The resource of this server by the standard variables and detectors; `service.name` only if it was given."""
+    """Returns the resource of this server, by standard variables and detectors.
+
+    `service.name` is only in it if it is configured.
+    """
     from opentelemetry.sdk.resources import Resource
 
     attributes = dict(Resource.create().attributes)
@@ -295,9 +313,9 @@ def detect_resource() -> dict[str, Any]:
 
 
 def _is_run_as(module: str) -> bool:
-    """Whether this process is `python -m module`, as far as that is known before it is."""
-    asked = sys.orig_argv
-    return "-m" in asked and asked[asked.index("-m") + 1 :][:1] == [module]
+    """Returns whether this process was started as `python -m module`, before `sys.argv` shows it."""
+    arguments = sys.orig_argv
+    return "-m" in arguments and arguments[arguments.index("-m") + 1 :][:1] == [module]
 
 
 def _create_span_factory(provider: TracerProvider | None) -> span_ids.SpanFactory:
@@ -306,13 +324,13 @@ def _create_span_factory(provider: TracerProvider | None) -> span_ids.SpanFactor
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 
-    # Sampler and id generator exactly as the standard variables configure them; nothing is exported by this one.
-    standard = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False)
+    # Sampler and id generator as the standard variables configure them; this provider exports nothing.
+    sdk_provider = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False)
     limits = SpanLimits()
     counts = (limits.max_span_attributes, limits.max_events, limits.max_links)
-    known = [128 if count is None else count for count in counts]
-    room = span_ids.Limits(known[0], known[1], known[2], limits.max_span_attribute_length)
-    return span_ids.SdkSpanFactory(standard.sampler, standard.id_generator, room)
+    bounded = [128 if count is None else count for count in counts]
+    span_limits = span_ids.Limits(bounded[0], bounded[1], bounded[2], limits.max_span_attribute_length)
+    return span_ids.SdkSpanFactory(sdk_provider.sampler, sdk_provider.id_generator, span_limits)
 
 
 def _print_stderr(line: str) -> None:

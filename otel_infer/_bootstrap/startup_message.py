@@ -1,4 +1,4 @@
-"""The one line that a server says of us: version, hooks, destination, mode, volume, how to switch off."""
+"""Formats the startup message: version, hooks, destination, mode, span volume, how to disable."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from otel_infer.instrumentation.hooks.instrumentor import InstrumentorStatus
 
 BYTES_PER_STEP_SPAN = 125
 BYTES_PER_STEP_SPAN_SENT = 20
+"""Bytes of an encoded step span, uncompressed and compressed."""
 
 
 def format_message(
     settings: Config, statuses: Sequence[InstrumentorStatus], provider_given: bool, why_in_process: str
 ) -> str:
-    """What is so now; modules that are imported later bind more."""
+    """Returns the startup message for the current state; modules that are imported later have more hooks."""
     present = [status for status in statuses if status.hooks_total]
     bound = sum(status.hooks_active for status in present)
     total = sum(status.hooks_total for status in present)
     names = ", ".join(status.name for status in present if status.hooks_active) or "none yet"
-    later = "" if bound == total else ", the others when their modules are imported"
-    drifted = [f"{status.name}: {status.drift}" for status in present if status.drift]
+    later = "" if bound == total else ", the rest when their modules are imported"
+    mismatches = [f"{status.name}: {status.drift}" for status in present if status.drift]
     parts = [
         f"otel_infer {VERSION}: {bound} of {total} hooks bound ({names}){later}",
         "spans to the given tracer_provider" if provider_given else _format_destination(settings),
-        f"in-process, since {why_in_process}" if why_in_process else "sidecar",
+        f"in-process, because {why_in_process}" if why_in_process else "sidecar",
         _format_volume(settings),
         "off: OTEL_INFER_ENABLED=off",
     ]
-    if drifted:
-        parts.insert(1, "drifted: " + "; ".join(drifted) + " (see `otel-infer doctor`)")
+    if mismatches:
+        parts.insert(1, "mismatch: " + "; ".join(mismatches) + " (see `otel-infer doctor`)")
     return " · ".join(parts)
 
 
@@ -57,15 +58,15 @@ def _format_destination(settings: Config) -> str:
         "request log": settings.request_log,
         "tape": settings.tape,
         "metrics to scrape at": settings.scrape_address,
-        "tapes of breaches in": settings.dump_on_slo,
+        "tapes of SLO breaches in": settings.dump_on_slo,
         "webhook at": settings.dump_port,
     }
-    places += [f"{what} {where}" for what, where in others.items() if where]
+    places += [f"{label} {target}" for label, target in others.items() if target]
     return ", ".join(places) or "nothing is exported"
 
 
 def _redact_endpoint(endpoint: str) -> str:
-    """Without what may be a secret: logs are read by many."""
+    """Returns an endpoint without credentials and query, because many people can read logs."""
     return re.sub(r"(?<=://)[^/\s]*@", "", endpoint).partition("?")[0] or "localhost"
 
 

@@ -1,1 +1,1 @@
-"""Explains latency: where the time of each request went, and what the slow requests have in common."""
+"""Explains latency: the causes of each request's time, and the cause that slow requests share."""

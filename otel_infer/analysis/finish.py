@@ -1,4 +1,4 @@
-"""Returns finished requests: their records, with the time of each attributed to causes. Used live, in replay and in tests."""
+"""Returns the records of finished requests with their latency breakdown. Used live, in replay and in tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ log = logging.getLogger(__name__)
 
 
 def finish_requests(assembler: Assembler, horizon: int) -> list[RequestRecord]:
-    """Builds the records of requests that ended long enough before `horizon` (monotonic ns) and attributes their time.
+    """Returns the records, with breakdown, of requests that ended long enough before `horizon` (monotonic ns).
 
-    What attribution alone reads (`prefillers`, `strain`) is dropped afterwards, since a record may be held for a while.
+    The fields that only attribution reads (`prefills_by_step`, `thread_delays`) are cleared afterwards,
+    because a record may be held for a while.
     """
     records = assembler.drain_records(horizon)
     try:
         request.attribute_latency(records)
-    except Exception:  # a record is true without its causes
+    except Exception:  # a record without causes is still correct
         log.exception("%d requests are exported without causes", len(records))
     for record in records:
         record.prefills_by_step = record.thread_delays = None

@@ -1,8 +1,8 @@
-"""Facts in, records out. Pure: no clock, thread, I/O or OpenTelemetry; the same facts give the same records anywhere.
+"""Turns recorded events into records. Pure: the same events give the same records; no clock, thread or I/O.
 
-Facts come ordered by time. Requests are known by (ring of their process, handle), steps by (ring of their engine, number).
-A request is concluded a little after its end, because the step that held its last token may be told later than the end
-that another thread saw; what is told later than that is not taken, however much is fed at once.
+Events arrive in order of time. A request is identified by (ring of its process, handle), a step by (ring of
+its engine, number). A request is concluded some time after its end, because another thread may record the
+step of its last token later than the end. Events after that are ignored, however many are fed at once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from otel_infer.assembly.startup import StartupTracker
 from otel_infer.ringbuffer import events
 
 GRACE_NS = 300_000_000
-"""How long an ended request waits for facts that were stated before its end and are read after it."""
+"""How long an ended request waits for events that happened before its end and are read after it."""
 
 Key = tuple[int, int]
 _NEVER = 1 << 63
 
 
 class Assembler:
-    """Feed it facts; drain `started`, `concluded`, `drain_steps` and `drain_pauses`."""
+    """Assembles events from `feed_events`; the `drain_…` methods return what is finished."""
 
     def __init__(self) -> None:
         self.open_requests: dict[Key, OpenRequest] = {}
@@ -46,7 +46,7 @@ class Assembler:
         self.steps: list[StepRecord] = []
         self.workers, self.processes, self._clocks = WorkerState(), ProcessState(), GpuClocks()
         self._fragments, self._pauses, self._startups = RequestFragments(), Pauses(), StartupTracker()
-        self._ended: list[tuple[int, int, OpenRequest]] = []  # a heap: when it is due, a number of its own
+        self._ended: list[tuple[int, int, OpenRequest]] = []  # a heap: due instant, unique number, request
         self._due, self._numbers = _NEVER, itertools.count()
         self._closed: list[OpenRequest] = []
         self._closed_steps = 0
@@ -62,9 +62,9 @@ class Assembler:
             events.MarkSeen: self._add_mark,
             events.StepExecuted: self._add_execution,
             events.StepTimed: self._add_execution,
-            events.BlocksSized: lambda ring, handle, fact: self.workers.set_block_size(fact),
-            events.GpuClocksThrottled: lambda ring, handle, fact: self._clocks.add_reading(fact),
-            events.MemorySeen: lambda ring, handle, fact: self.workers.set_memory(ring, fact),
+            events.BlocksSized: lambda ring, handle, event: self.workers.set_block_size(event),
+            events.GpuClocksThrottled: lambda ring, handle, event: self._clocks.add_reading(event),
+            events.MemorySeen: lambda ring, handle, event: self.workers.set_memory(ring, event),
             events.StepScheduled: self._begin_step,
             events.StepDone: self._end_step,
             events.StepsLost: self._record_step_loss,
@@ -77,68 +77,73 @@ class Assembler:
             **dict.fromkeys(startup.STARTUP_EVENTS, self._startups.apply_event),
         }
 
-    def feed_events(self, said: Iterable[events.RecordedEvent]) -> None:
-        """Takes facts in order of time."""
+    def feed_events(self, recorded: Iterable[events.RecordedEvent]) -> None:
+        """Applies events, in order of time."""
         handlers = self._handlers
-        for ring, handle, fact in said:
-            if fact.at > self._due:
-                self._close_due_requests(fact.at - 1)
-            handler = handlers.get(type(fact))
+        for ring, handle, event in recorded:
+            if event.at > self._due:
+                self._close_due_requests(event.at - 1)
+            handler = handlers.get(type(event))
             if handler is not None:
-                handler(ring, handle, fact)
+                handler(ring, handle, event)
                 continue
             request = self.open_requests.get((ring, handle)) or self._fragments.get((ring, handle))
-            if request is not None and not request.apply_event(fact):
+            if request is not None and not request.apply_event(event):
                 self.events_torn += 1
 
     def drain_records(self, horizon: int) -> list[RequestRecord]:
-        """The requests that ended long enough before `horizon` (monotonic ns) that nothing more can come."""
+        """Returns the requests that ended so long before `horizon` (monotonic ns) that no event can follow."""
         self._close_due_requests(horizon)
         self._build_records()
         ready, self._ready = self._ready, []
         return ready
 
     def drain_starts(self, horizon: int) -> list[StartRecord]:
-        """The processes whose start was over long enough before `horizon` (monotonic ns)."""
+        """Returns the starts that ended long enough before `horizon` (monotonic ns)."""
         return self._startups.drain_starts(horizon - GRACE_NS)
 
     def drain_steps(self) -> list[StepRecord]:
-        """The steps done since the last call."""
+        """Returns the steps that were done since the last call."""
         steps, self.steps = self.steps, []
         return steps
 
     def oldest_open_arrival(self, horizon: int) -> int:
-        """When the oldest request that is not concluded arrived; `horizon` if there is none."""
+        """Returns when the oldest request that is not concluded arrived; `horizon` if there is none."""
         return min((request.arrived_at for request in self.open_requests.values()), default=horizon)
 
     def drain_pauses(self) -> list[Pause]:
-        """The pauses seen since the last call, of all processes, but for those that a start is made of."""
+        """Returns the pauses of all processes since the last call, without pauses that are phases of a start."""
         return self._pauses.drain_pauses()
 
     def drain_marks(self) -> list[Mark]:
-        """The marks seen since the last call, of all processes."""
+        """Returns the marks of all processes since the last call."""
         return self._pauses.drain_marks()
 
     def count_active(self) -> dict[str, int]:
-        """How many requests are in flight, by `queued` (not scheduled yet) and `running`, as all are where nobody schedules."""
+        """Returns the requests in flight: `queued` (not scheduled yet) and `running`.
+
+        Without a scheduler, all requests are running.
+        """
         in_flight = [request for request in self.open_requests.values() if not request.ended_at]
-        queued = [one for one in in_flight if not one.is_running and (self.engines or one.submitted)]
+        queued = [
+            request for request in in_flight if not request.is_running and (self.engines or request.submitted)
+        ]
         return {semconv.STATE_QUEUED: len(queued), semconv.STATE_RUNNING: len(in_flight) - len(queued)}
 
-    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _open_request(self, ring: int, handle: int, fact: events.RequestArrived) -> None:
-        if fact.flags & events.JOINED:
-            self._join_request(ring, handle, fact.span_id)
+    def _open_request(self, ring: int, handle: int, event: events.RequestArrived) -> None:
+        if event.flags & events.JOINED:
+            self._join_request(ring, handle, event.span_id)
             return
         before = self.open_requests.get((ring, handle))
-        if before is not None and before.arrived.span_id != fact.span_id:
-            self._end_unobserved(before, fact.at)
-        elif before is not None and (before.ended is not None or not before.recovered):  # told twice
+        if before is not None and before.arrived.span_id != event.span_id:
+            self._end_unobserved(before, event.at)
+        elif before is not None and (before.ended is not None or not before.recovered):  # a duplicate
             return
-        request = self.open_requests[ring, handle] = OpenRequest(ring, handle, fact)
+        request = self.open_requests[ring, handle] = OpenRequest(ring, handle, event)
         self._fragments.add_request(request)
-        request.start_ids = self._startups.record_arrival(ring, fact)
+        request.start_ids = self._startups.record_arrival(ring, event)
         self._mark_missed_steps(request, ring)
 
     def _join_request(self, ring: int, handle: int, span_id: bytes) -> None:
@@ -150,34 +155,34 @@ class Assembler:
         if any(engine.batch_unknown for engine in self.engines.values() if engine.process == ring):
             request.mark_steps_lost()
 
-    def _recover_request(self, ring: int, handle: int, fact: events.LiveRecovered) -> None:
-        if fact.flags & events.JOINED:
-            self._join_request(ring, handle, fact.span_id)
+    def _recover_request(self, ring: int, handle: int, event: events.LiveRecovered) -> None:
+        if event.flags & events.JOINED:
+            self._join_request(ring, handle, event.span_id)
             return
         if (ring, handle) in self.open_requests:
             return
-        flags = fact.flags & ~events.OWN_SERVER_SPAN
-        arrived = events.RequestArrived(*fact[:5], bytes(8), flags, "", "", "", "")
+        flags = event.flags & ~events.OWN_SERVER_SPAN
+        arrived = events.RequestArrived(*event[:5], bytes(8), flags, "", "", "", "")
         request = self.open_requests[ring, handle] = OpenRequest(ring, handle, arrived)
         self._fragments.add_request(request)
         request.recovered = True
         request.mark_events_lost()
         request.mark_steps_lost()
 
-    def _end_request(self, ring: int, handle: int, fact: events.RequestEnded) -> None:
+    def _end_request(self, ring: int, handle: int, event: events.RequestEnded) -> None:
         request = self.open_requests.get((ring, handle))
         if request is not None:
-            self._mark_ended(request, fact)
+            self._mark_ended(request, event)
 
-    def _mark_ended(self, request: OpenRequest, fact: events.RequestEnded) -> None:
+    def _mark_ended(self, request: OpenRequest, event: events.RequestEnded) -> None:
         if request.ended is None:
-            request.ended = fact
+            request.ended = event
             due = request.ended_at + GRACE_NS
             heapq.heappush(self._ended, (due, next(self._numbers), request))
             self._due = min(self._due, due)
 
     def _end_unobserved(self, request: OpenRequest, at: int) -> None:
-        """It ended before this instant, which may be long after: when somebody looked."""
+        """Ends a request whose end was not recorded. `at`: when that was noticed, perhaps long after the end."""
         if request.ended is None:
             request.mark_end_lost()
             self._mark_ended(request, events.RequestEnded(at, events.OK, "", 0, 0, 0, 0))
@@ -186,7 +191,7 @@ class Assembler:
         while self._due <= horizon:
             due, _, request = heapq.heappop(self._ended)
             key = request.ring, request.handle
-            if self.open_requests.get(key) is request:  # or else the handle has been given to another
+            if self.open_requests.get(key) is request:  # else the handle is in use by another request
                 del self.open_requests[key]
             self._fragments.remove_request(request)
             if due > self._concluded_at.get(request.ring, 0):
@@ -199,19 +204,23 @@ class Assembler:
             self._due = self._ended[0][0] if self._ended else _NEVER
 
     def _build_records(self) -> None:
-        left, self._closed, self._closed_steps = self._closed, [], 0
-        for record in build_records(left):
-            free = self.workers.min_free_memory
-            record.memory_free = free(record.arrived_at), free(record.first_token_at), free(record.ended_at)
+        closed, self._closed, self._closed_steps = self._closed, [], 0
+        for record in build_records(closed):
+            min_free = self.workers.min_free_memory
+            record.memory_free = (
+                min_free(record.arrived_at),
+                min_free(record.first_token_at),
+                min_free(record.ended_at),
+            )
             record.gpu_throttled, record.gpu_throttled_at = self._clocks.throttled_between(
                 record.arrived_at, record.ended_at
             )
             self._ready.append(record)
 
-    def _remove_process(self, ring: int, handle: int, fact: events.ProcessDied) -> None:
-        died = events.RequestEnded(fact.at, events.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)
+    def _remove_process(self, ring: int, handle: int, event: events.ProcessDied) -> None:
+        ending = events.RequestEnded(event.at, events.ERROR, semconv.ERROR_PROCESS_DIED, 0, 0, 0, 0)
         for request in self._own_requests(ring):
-            self._mark_ended(request, died)
+            self._mark_ended(request, ending)
             self._pauses.attach_to_request(request)
         self._fragments.remove_process(ring)
         for number in [number for number, engine in self.engines.items() if engine.process == ring]:
@@ -219,19 +228,19 @@ class Assembler:
         self._pauses.remove_process(ring)
         self.workers.remove_process(ring)
         self.processes.remove_process(ring)
-        self._startups.remove_process(ring, fact)
+        self._startups.remove_process(ring, event)
         for key in [key for key in self._seen_step_kinds if key[0] == ring]:
             del self._seen_step_kinds[key]
 
-    def _end_unlisted(self, ring: int, handle: int, fact: events.LiveListed) -> None:
-        living = set(fact.live)
+    def _end_unlisted(self, ring: int, handle: int, event: events.LiveListed) -> None:
+        living = set(event.live)
         for request in self._own_requests(ring):
             if request.handle not in living:
-                self._end_unobserved(request, fact.at)
+                self._end_unobserved(request, event.at)
 
-    def _record_event_loss(self, ring: int, handle: int, fact: events.EventsLost) -> None:
-        self.events_lost += fact.lost
-        self.events_torn += fact.torn
+    def _record_event_loss(self, ring: int, handle: int, event: events.EventsLost) -> None:
+        self.events_lost += event.lost
+        self.events_torn += event.torn
         for request in self._requests_in(ring):
             request.mark_events_lost()
 
@@ -239,71 +248,73 @@ class Assembler:
         return [request for (ring, _), request in self.open_requests.items() if ring == process]
 
     def _requests_in(self, process: int) -> list[OpenRequest]:
-        """Those that are its own, and parts of others'."""
+        """Returns the requests of the process, and the requests that have a fragment in it."""
         return self._own_requests(process) + self._fragments.requests_in(process)
 
-    def _add_pause(self, ring: int, handle: int, fact: events.PauseSeen) -> None:
-        is_new = fact.at > self._concluded_at.get(ring, 0) and not self._startups.is_startup_pause(ring, fact)
-        self._pauses.add_pause(ring, fact, is_new)
-        self._startups.apply_event(ring, handle, fact)
-
-    def _add_mark(self, ring: int, handle: int, fact: events.MarkSeen) -> None:
-        self._pauses.add_mark(ring, fact, is_new=fact.at > self._concluded_at.get(ring, 0))
-
-    # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _add_process(self, ring: int, handle: int, fact: events.ProcessSeen) -> None:
-        self._concluded_at[ring] = fact.processed_until
-        self.workers.add_process(ring, fact.pid)
-        self._startups.add_process(ring, fact.pid, fact.processed_until - GRACE_NS, fact.role)
-        self._pauses.add_process(ring, fact)
-
-    def _add_engine(self, ring: int, handle: int, fact: events.EngineSeen) -> None:
-        opened, parts, process = self.open_requests, self._fragments, fact.process
-        seen = self._seen_step_kinds.setdefault((process, fact.engine), set())
-        engine = self.engines[ring] = EngineStepLog(
-            fact.engine,
-            fact.pid,
-            process,
-            lambda handle: opened.get((process, handle)) or parts.get((process, handle)),
-            seen,
+    def _add_pause(self, ring: int, handle: int, event: events.PauseSeen) -> None:
+        is_new = event.at > self._concluded_at.get(ring, 0) and not self._startups.is_startup_pause(
+            ring, event
         )
-        self.workers.add_engine(fact, engine)
+        self._pauses.add_pause(ring, event, is_new)
+        self._startups.apply_event(ring, handle, event)
 
-    def _add_thread_sample(self, ring: int, handle: int, fact: events.ThreadSeen) -> None:
+    def _add_mark(self, ring: int, handle: int, event: events.MarkSeen) -> None:
+        self._pauses.add_mark(ring, event, is_new=event.at > self._concluded_at.get(ring, 0))
+
+    # ── processes ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _add_process(self, ring: int, handle: int, event: events.ProcessSeen) -> None:
+        self._concluded_at[ring] = event.processed_until
+        self.workers.add_process(ring, event.pid)
+        self._startups.add_process(ring, event.pid, event.processed_until - GRACE_NS, event.role)
+        self._pauses.add_process(ring, event)
+
+    def _add_engine(self, ring: int, handle: int, event: events.EngineSeen) -> None:
+        open_requests, fragments, process = self.open_requests, self._fragments, event.process
+        step_kinds = self._seen_step_kinds.setdefault((process, event.engine), set())
+        engine = self.engines[ring] = EngineStepLog(
+            event.engine,
+            event.pid,
+            process,
+            lambda handle: open_requests.get((process, handle)) or fragments.get((process, handle)),
+            step_kinds,
+        )
+        self.workers.add_engine(event, engine)
+
+    def _add_thread_sample(self, ring: int, handle: int, event: events.ThreadSeen) -> None:
         if ring in self.engines:
-            self.engines[ring].baseline.thread_delays.add_sample(fact)
+            self.engines[ring].baseline.thread_delays.add_sample(event)
 
-    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _begin_step(self, ring: int, handle: int, fact: events.StepScheduled) -> None:
+    def _begin_step(self, ring: int, handle: int, event: events.StepScheduled) -> None:
         engine = self.engines.get(ring)
         if engine is not None:
             self._startups.serving.add(engine.process)
-            engine.begin_step(fact)
+            engine.begin_step(event)
             if engine.batch_unknown:
                 self._mark_steps_lost(engine)
 
-    def _end_step(self, ring: int, handle: int, fact: events.StepDone) -> None:
+    def _end_step(self, ring: int, handle: int, event: events.StepDone) -> None:
         engine = self.engines.get(ring)
         if engine is not None:
-            record = engine.end_step(fact)
-            if record is not None and fact.at > self._concluded_at.get(engine.process, 0):
+            record = engine.end_step(event)
+            if record is not None and event.at > self._concluded_at.get(engine.process, 0):
                 self.steps.append(record)
 
-    def _add_execution(self, ring: int, handle: int, fact: events.StepExecuted | events.StepTimed) -> None:
+    def _add_execution(self, ring: int, handle: int, event: events.StepExecuted | events.StepTimed) -> None:
         self._startups.serving.add(ring)
-        self.workers.add_execution(fact, is_new=fact.at > self._concluded_at.get(ring, 0))
+        self.workers.add_execution(event, is_new=event.at > self._concluded_at.get(ring, 0))
 
-    def _record_step_loss(self, ring: int, handle: int, fact: events.StepsLost) -> None:
-        self.events_lost += fact.lost
+    def _record_step_loss(self, ring: int, handle: int, event: events.StepsLost) -> None:
+        self.events_lost += event.lost
         engine = self.engines.get(ring)
         if engine is not None:
             engine.invalidate_batch()
             self._mark_steps_lost(engine)
 
     def _mark_steps_lost(self, engine: EngineStepLog) -> None:
-        """Whoever is in flight may have been in a step that is missing."""
+        """Marks every request in flight, because each may have been in a step that is missing."""
         since, engine.first_gap_at = engine.first_gap_at, 0
         for request in self._requests_in(engine.process):
             request.mark_steps_lost(since)

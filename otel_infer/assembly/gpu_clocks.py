@@ -7,7 +7,7 @@ from collections import deque
 from otel_infer.ringbuffer.events import GpuClocksThrottled
 
 CAPACITY = 120
-"""Readings that are kept: ten minutes of a GPU that is throttled all the time."""
+"""Stored readings: ten minutes of a GPU that is throttled all the time."""
 
 
 class GpuClocks:
@@ -21,10 +21,13 @@ class GpuClocks:
         self._readings.append(reading)
 
     def throttled_between(self, since: int, until: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The reasons in this time (monotonic ns), sorted and joined by commas, and the intervals in which clocks slowed steps.
+        """Returns why and when clocks were throttled in this time (monotonic ns); empty where they were not.
 
-        Empty where no clock was throttled. An interval reaches from a reading to the next.
+        The reasons are sorted and joined by commas. The intervals are those in which clocks slowed steps;
+        each lasts from a reading to the next.
         """
-        found = [one for one in self._readings if one.until >= since and one.at <= until]
-        reasons = {reason for one in found for reason in one.reasons.split(",")}
-        return ",".join(sorted(reasons)), tuple((one.at, one.until) for one in found if one.is_slowing)
+        readings = [reading for reading in self._readings if reading.until >= since and reading.at <= until]
+        reasons = {reason for reading in readings for reason in reading.reasons.split(",")}
+        return ",".join(sorted(reasons)), tuple(
+            (reading.at, reading.until) for reading in readings if reading.is_slowing
+        )

@@ -1,4 +1,4 @@
-"""What held up each process of a server, and so the requests that were there meanwhile. Pure."""
+"""Collects the pauses and marks of each process, and attaches them to the requests in it meanwhile. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from otel_infer.assembly.requests.conclude import OpenRequest
 
 WORKER_ROLE = "worker"
-"""The role of a process that does an engine's steps for it."""
+"""The role of a process that executes the steps of an engine in another process."""
 MAX_REMEMBERED = 1024
-"""Pauses of one process and cause, and marks of one process, that are remembered: what comes often must not push out the rest."""
+"""Pauses stored per process and cause, and marks per process. Frequent causes must not evict rare ones."""
 
 _KNOWN_CAUSES = frozenset((*semconv.PAUSE_CAUSES, *semconv.EVENT_LOOP_CAUSES))
 _BY_END = attrgetter("ended_at")
@@ -25,7 +25,7 @@ _NO_PAUSES: dict[str, deque[Pause]] = {}
 
 
 class Pauses:
-    """Pauses and marks by the ring of their process; of those that are new, everybody is told once."""
+    """Pauses and marks by the ring of their process. New ones are returned once by `drain_…`."""
 
     def __init__(self) -> None:
         self._pauses: dict[int, dict[str, deque[Pause]]] = {}
@@ -35,100 +35,107 @@ class Pauses:
         self._pids: dict[int, int] = {}
         self._parent_pids: dict[int, int] = {}
 
-    def add_process(self, ring: int, fact: events.ProcessSeen) -> None:
-        """A process is there; for a worker, the engine of the process that made it waits in each step."""
-        self._pids[ring] = fact.pid
-        if fact.role == WORKER_ROLE:
-            self._parent_pids[ring] = fact.parent
+    def add_process(self, ring: int, event: events.ProcessSeen) -> None:
+        """Adds a process. An engine waits for its worker in each step, so the parent of a worker is stored."""
+        self._pids[ring] = event.pid
+        if event.role == WORKER_ROLE:
+            self._parent_pids[ring] = event.parent
 
-    def add_pause(self, ring: int, fact: events.PauseSeen, is_new: bool) -> None:
-        """Kept in order of their ends: of a collection it is said later that it was."""
-        pause = Pause(fact.started_at, fact.at, fact.cause)
-        of_all = self._pauses.setdefault(ring, {})
-        kind = fact.cause if fact.cause in _KNOWN_CAUSES else semconv.CAUSE_PAUSE
-        pauses = of_all.setdefault(kind, deque(maxlen=MAX_REMEMBERED))
+    def add_pause(self, ring: int, event: events.PauseSeen, is_new: bool) -> None:
+        """Adds a pause, in order of the ends: a garbage collection may be recorded late."""
+        pause = Pause(event.started_at, event.at, event.cause)
+        by_cause = self._pauses.setdefault(ring, {})
+        kind = event.cause if event.cause in _KNOWN_CAUSES else semconv.CAUSE_PAUSE
+        pauses = by_cause.setdefault(kind, deque(maxlen=MAX_REMEMBERED))
         is_late = bool(pauses) and pauses[-1].ended_at > pause.ended_at
         pauses.append(pause)
         if is_late:
-            of_all[kind] = deque(sorted(pauses, key=_BY_END), maxlen=MAX_REMEMBERED)
+            by_cause[kind] = deque(sorted(pauses, key=_BY_END), maxlen=MAX_REMEMBERED)
         if is_new:
             self._new.append(pause)
 
-    def add_mark(self, ring: int, fact: events.MarkSeen, is_new: bool) -> None:
-        """Something happened, so many times."""
-        mark = Mark(fact.since, fact.at, fact.mark, fact.times)
+    def add_mark(self, ring: int, event: events.MarkSeen, is_new: bool) -> None:
+        """Adds a mark."""
+        mark = Mark(event.since, event.at, event.mark, event.times)
         self._marks.setdefault(ring, deque(maxlen=MAX_REMEMBERED)).append(mark)
         if is_new:
             self._new_marks.append(mark)
 
     def attach_to_request(self, request: OpenRequest) -> None:
-        """Gives the request what held it up, once: a process that died is forgotten before its requests are concluded."""
+        """Sets the pauses and marks of a request, once.
+
+        A process that died is removed before its requests are concluded.
+        """
         request.pauses = request.pauses or self._find_pauses(request)
         request.marks = request.marks or self._find_marks(request)
 
     def drain_pauses(self) -> list[Pause]:
-        """The new pauses since the last call."""
+        """Returns the new pauses since the last call."""
         pauses, self._new = self._new, []
         return pauses
 
     def drain_marks(self) -> list[Mark]:
-        """The new marks since the last call."""
+        """Returns the new marks since the last call."""
         marks, self._new_marks = self._new_marks, []
         return marks
 
     def remove_process(self, ring: int) -> None:
-        """The process is gone."""
+        """Removes a process."""
         self._pauses.pop(ring, None)
         self._marks.pop(ring, None)
         self._pids.pop(ring, None)
         self._parent_pids.pop(ring, None)
 
     def _find_pauses(self, request: OpenRequest) -> tuple[Pause, ...]:
-        """Its own process, but for the time in which it was elsewhere; there, that process and its workers.
+        """Returns the pauses of the process that the request was in at the time.
 
-        Its own event loop all the time: that brings its reader what comes from elsewhere.
+        While other processes held its fragments, those processes and their workers count. Delays of the
+        request's event loop count all the time, because that loop sends what arrives from other processes.
         """
         begin, end = request.arrived_at, request.ended_at
         if not request.fragments or request.submitted is None:
             return tuple(self._pauses_between(request.ring, begin, end))
-        away, back = request.submitted.at, min(max((fact.at for fact in request.finished), default=end), end)
-        stays = [(request.ring, begin, away), (request.ring, back, end)]
-        stays += [(ring, away, back) for ring in self._remote_rings(request)]
-        found = [
+        submitted_at, finished_at = (
+            request.submitted.at,
+            min(max((event.at for event in request.finished), default=end), end),
+        )
+        locations = [(request.ring, begin, submitted_at), (request.ring, finished_at, end)]
+        locations += [(ring, submitted_at, finished_at) for ring in self._remote_rings(request)]
+        pauses = [
             Pause(max(pause.started_at, since), min(pause.ended_at, until), pause.cause)
-            for ring, since, until in stays
+            for ring, since, until in locations
             for pause in self._pauses_between(ring, since, until)
             if ring != request.ring or pause.cause not in semconv.EVENT_LOOP_CAUSES
         ]
-        found += [
+        pauses += [
             pause
             for pause in self._pauses_between(request.ring, begin, end)
             if pause.cause in semconv.EVENT_LOOP_CAUSES
         ]
-        # Throttling is told by each process of the group that it befell.
-        return tuple(sorted(dict.fromkeys(found), key=_BY_END))
+        # Throttling is recorded by each process of the cgroup, so duplicates are removed.
+        return tuple(sorted(dict.fromkeys(pauses), key=_BY_END))
 
     def _remote_rings(self, request: OpenRequest) -> set[int]:
-        """Where it has parts, and who works for those."""
+        """Returns the rings of its fragments and of their workers."""
         rings = set(dict(request.fragments))
         pids = {self._pids[ring] for ring in rings if ring in self._pids}
         return rings | {ring for ring, pid in self._parent_pids.items() if pid in pids}
 
     def _pauses_between(self, ring: int, begin: int, end: int) -> list[Pause]:
-        found: list[Pause] = []
+        overlapping: list[Pause] = []
         for pauses in self._pauses.get(ring, _NO_PAUSES).values():
             since = itertools.takewhile(lambda pause: pause.ended_at > begin, reversed(pauses))
-            found += [pause for pause in since if pause.started_at < end]
-        return sorted(found, key=_BY_END)
+            overlapping += [pause for pause in since if pause.started_at < end]
+        return sorted(overlapping, key=_BY_END)
 
     def _find_marks(self, request: OpenRequest) -> tuple[Mark, ...]:
-        """What happened to its processes while it may have been there."""
+        """Returns the marks of its processes that may have happened during the request."""
         if not self._marks:
             return ()
         begin, end = request.arrived_at, request.ended_at
-        found = [
+        marks = [
             mark
             for ring in {request.ring, *self._remote_rings(request)}
             for mark in self._marks.get(ring, ())
         ]
-        return tuple(mark for mark in found if mark.since < end and mark.at > begin)
+        return tuple(mark for mark in marks if mark.since < end and mark.at > begin)

@@ -1,4 +1,4 @@
-"""What each process said last of itself: which of its hooks are bound, and who waits in its scheduler. Pure."""
+"""Stores the latest state of each process: active hooks, and requests that its scheduler holds back. Pure."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from otel_infer.ringbuffer import events
 
 
 class ProcessState:
-    """By the ring that a process writes to. `hooks`: of each integration in it, (active, in all)."""
+    """State by the ring of a process. `hooks`: (active, total) of each integration."""
 
     def __init__(self) -> None:
         self.hooks: dict[tuple[int, str], tuple[int, int]] = {}
         self._waiting: dict[tuple[int, str], int] = {}
 
-    def set_hooks(self, ring: int, handle: int, fact: events.HooksReported) -> None:
-        """The hooks of one integration."""
-        self.hooks[ring, fact.integration] = (fact.active, fact.total)
+    def set_hooks(self, ring: int, handle: int, event: events.HooksReported) -> None:
+        """Sets the number of hooks of one integration."""
+        self.hooks[ring, event.integration] = (event.active, event.total)
 
-    def set_waiting(self, ring: int, handle: int, fact: events.WaitingSeen) -> None:
-        """Who waits for one reason."""
-        self._waiting[ring, fact.reason] = fact.requests
+    def set_waiting(self, ring: int, handle: int, event: events.WaitingSeen) -> None:
+        """Sets how many requests wait for one reason."""
+        self._waiting[ring, event.reason] = event.requests
 
     def count_waiting(self) -> Counter[str]:
-        """How many requests wait, by reason; one that was said stays, with 0."""
+        """Returns how many requests wait, by reason. A reason that occurred once stays, with 0."""
         counts = Counter[str]()
         for (_, reason), requests in self._waiting.items():
             counts[reason] += requests
         return counts
 
     def remove_process(self, ring: int) -> None:
-        """The process is gone."""
-        known: tuple[dict[Any, Any], ...] = (self.hooks, self._waiting)
-        for said in known:
-            for key in [key for key in said if key[0] == ring]:
-                del said[key]
+        """Removes a process."""
+        tables: tuple[dict[Any, Any], ...] = (self.hooks, self._waiting)
+        for table in tables:
+            for key in [key for key in table if key[0] == ring]:
+                del table[key]

@@ -1,11 +1,11 @@
-"""Alerts from one file of promises, and on causes; rules for Prometheus, or for Grafana to evaluate.
+"""Alert rules on the objectives in a file and on causes of latency, for Prometheus or Grafana.
 
-otel-infer alerts build slo.yaml --out rules.yml             for Prometheus, Mimir, Thanos, the operator
+otel-infer alerts build slo.yaml --out rules.yml             for Prometheus, Mimir, Thanos, the Prometheus operator
 otel-infer alerts build slo.yaml --format grafana            for Grafana's provisioning API
-otel-infer alerts push slo.yaml --grafana URL                into a Grafana; a token, or user:password, is in GRAFANA_TOKEN
-otel-infer alerts test slo.yaml --prometheus URL             which rules have data, which not, and why
+otel-infer alerts push slo.yaml --grafana URL                push to a Grafana; GRAFANA_TOKEN: a token, or user:password
+otel-infer alerts test slo.yaml --prometheus URL             show which rules have data, which not, and why
 
-Without slo.yaml, each for 99 %: TTFT within 500 ms, gaps between tokens within 50 ms, requests within 40.96 s; errors below 0.5 %.
+Default objectives, each for 99 %: TTFT within 500 ms, ITL within 50 ms, requests within 40.96 s. Errors: below 0.5 %.
 """
 
 from __future__ import annotations
@@ -24,64 +24,67 @@ DEFAULT_DATASOURCE = "prometheus"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommands of `alerts`."""
-    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    build = what.add_parser("build", help="write the rules")
+    """Adds the subcommands of `alerts`."""
+    subcommands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    build = subcommands.add_parser("build", help="write the rules")
     build.add_argument(
-        "--format", choices=(PROMETHEUS, GRAFANA), default=PROMETHEUS, help="who evaluates them (prometheus)"
+        "--format",
+        choices=(PROMETHEUS, GRAFANA),
+        default=PROMETHEUS,
+        help="the system that evaluates them (prometheus)",
     )
     build.add_argument(
         "--datasource",
         metavar="UID",
         default=DEFAULT_DATASOURCE,
-        help="of the data source, for grafana (prometheus)",
+        help="uid of the data source, for grafana (prometheus)",
     )
-    build.add_argument("--out", metavar="FILE", help="where to; by default it is printed")
-    push = what.add_parser("push", help="into a Grafana")
+    build.add_argument("--out", metavar="FILE", help="the file to write; default: print the rules")
+    push = subcommands.add_parser("push", help="push the rules to a Grafana")
     push.add_argument(
-        "--datasource", metavar="UID", default="", help="of the data source; by default the only one there is"
+        "--datasource", metavar="UID", default="", help="uid of the data source; default: the only one"
     )
     grafana.add_arguments(push, writes=True)
-    test = what.add_parser("test", help="which rules have data, which not, and why")
+    test = subcommands.add_parser("test", help="show which rules have data, which not, and why")
     prometheus_check.add_arguments(test)
-    for one in (build, push, test):
-        one.add_argument("slo", nargs="?", metavar="slo.yaml", help="what is promised")
+    for subparser in (build, push, test):
+        subparser.add_argument("slo", nargs="?", metavar="slo.yaml", help="the objectives")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Does it; 2 where it cannot be done."""
+    """Runs the subcommand. Returns 2 if it could not run, 1 if `test` found a rejected query, else 0."""
     try:
-        made = burn_rate_rules.build_rule_groups(_read_slo_spec(arguments.slo))
+        groups = burn_rate_rules.build_rule_groups(_read_slo_spec(arguments.slo))
         if arguments.what == "build":
-            return _write_rules(arguments, made)
+            return _write_rules(arguments, groups)
     except BrokenPipeError:
         raise
     except (slo_spec.InvalidSloSpec, OSError) as reason:
         print(f"otel-infer alerts: {reason}", file=sys.stderr)
         return 2
     if arguments.what == "test":
-        return prometheus_check.print_rules(arguments, made)
+        return prometheus_check.print_rules(arguments, groups)
     return grafana.push_alerts(
-        arguments, lambda datasource: grafana_rules.convert_rule_groups(made, datasource)
+        arguments, lambda datasource: grafana_rules.convert_rule_groups(groups, datasource)
     )
 
 
-def rules_to_yaml(made: Any) -> str:
-    """Rules as YAML."""
-    dumped: str = _import_yaml().safe_dump(made, sort_keys=False, width=1000, allow_unicode=True)
+def rules_to_yaml(rules: Any) -> str:
+    """Returns the rules as YAML."""
+    dumped: str = _import_yaml().safe_dump(rules, sort_keys=False, width=1000, allow_unicode=True)
     return f"# made by otel-infer alerts build; do not edit\n{dumped}"
 
 
-def _write_rules(arguments: argparse.Namespace, made: Any) -> int:
+def _write_rules(arguments: argparse.Namespace, groups: Any) -> int:
     if arguments.format == GRAFANA:
         content = (
             json.dumps(
-                grafana_rules.convert_rule_groups(made, arguments.datasource), indent=2, ensure_ascii=False
+                grafana_rules.convert_rule_groups(groups, arguments.datasource), indent=2, ensure_ascii=False
             )
             + "\n"
         )
     else:
-        content = rules_to_yaml(made)
+        content = rules_to_yaml(groups)
     if arguments.out:
         Path(arguments.out).write_text(content, encoding="utf-8")
     else:
@@ -95,10 +98,10 @@ def _read_slo_spec(path: str | None) -> slo_spec.SloSpec:
     yaml = _import_yaml()
     try:
         return slo_spec.parse_spec(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except slo_spec.InvalidSloSpec as bad:
-        raise slo_spec.InvalidSloSpec(f"{path}: {bad}") from None
-    except (yaml.YAMLError, ValueError) as reason:  # no text, a date that does not exist
-        raise slo_spec.InvalidSloSpec(f"{path} is no YAML: {reason}") from None
+    except slo_spec.InvalidSloSpec as error:
+        raise slo_spec.InvalidSloSpec(f"{path}: {error}") from None
+    except (yaml.YAMLError, ValueError) as reason:  # e.g. not UTF-8, or an invalid date
+        raise slo_spec.InvalidSloSpec(f"{path} is not valid YAML: {reason}") from None
 
 
 def _import_yaml() -> Any:
@@ -106,6 +109,6 @@ def _import_yaml() -> Any:
         import yaml
     except ImportError:
         raise slo_spec.InvalidSloSpec(
-            "reading and writing YAML needs pip install 'otel-infer[alerts]'"
+            "YAML support is not installed; run pip install 'otel-infer[alerts]'"
         ) from None
     return yaml

@@ -1,11 +1,11 @@
-"""The dashboards for Grafana, made from the names that this release emits.
+"""Grafana dashboards, built from the metric names of this release.
 
 otel-infer dashboards build --out DIR             write them as files, for provisioning
-otel-infer dashboards build --check DIR           whether the files there are those of this release
-otel-infer dashboards push --grafana URL          into a Grafana; a token, or user:password, is in GRAFANA_TOKEN
-otel-infer dashboards diff --grafana URL          what is different there
-otel-infer dashboards pull --grafana URL --out D  what is there, as files
-otel-infer dashboards check --prometheus URL      which panels have data, which not, and why
+otel-infer dashboards build --check DIR           check whether the files in DIR are those of this release
+otel-infer dashboards push --grafana URL          push them to a Grafana; GRAFANA_TOKEN holds a token, or user:password
+otel-infer dashboards diff --grafana URL          show how those in Grafana differ
+otel-infer dashboards pull --grafana URL --out D  write those in Grafana as files
+otel-infer dashboards check --prometheus URL      show which panels have data, which not, and why
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from otel_infer.monitoring import dashboards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommands of `dashboards`."""
-    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    build = what.add_parser("build", help="write them as files, or compare")
-    where = build.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", metavar="DIR", help="write them here")
-    where.add_argument(
-        "--check", metavar="DIR", help="write nothing: 1 if a file here is not what would be written"
-    )
-    for name, says in (
-        ("push", "into a Grafana"),
-        ("diff", "what is different there"),
-        ("pull", "as they are there"),
+    """Adds the subcommands of `dashboards`."""
+    subcommands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    build = subcommands.add_parser("build", help="write them as files, or check files")
+    target = build.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", metavar="DIR", help="write them to DIR")
+    target.add_argument("--check", metavar="DIR", help="write nothing; exit with 1 if a file in DIR differs")
+    for name, summary in (
+        ("push", "push them to a Grafana"),
+        ("diff", "show how those in Grafana differ"),
+        ("pull", "write those in Grafana as files"),
     ):
-        one = what.add_parser(name, help=says)
-        grafana.add_arguments(one, writes=name == "push")
+        subparser = subcommands.add_parser(name, help=summary)
+        grafana.add_arguments(subparser, writes=name == "push")
         if name == "push":
-            one.add_argument(
-                "--force", action="store_true", help="also over what has our uid and is not ours"
+            subparser.add_argument(
+                "--force",
+                action="store_true",
+                help="also overwrite dashboards with our uids that otel-infer did not write",
             )
         if name == "pull":
-            one.add_argument("--out", metavar="DIR", required=True, help="write them here")
-    check = what.add_parser("check", help="which panels have data, which not, and why")
+            subparser.add_argument("--out", metavar="DIR", required=True, help="write them to DIR")
+    check = subcommands.add_parser("check", help="show which panels have data, which not, and why")
     prometheus_check.add_arguments(check)
-    check.add_argument("--window", metavar="5m", default="5m", help="over which rates are taken (5m)")
+    check.add_argument("--window", metavar="5m", default="5m", help="the window of rates (5m)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Does it; 1 where something is not as it should be, 2 where it cannot be done."""
+    """Runs the subcommand. Returns 1 if a check found a difference or an error, 2 if it could not run, else 0."""
     if arguments.what == "build":
         return (
             _check_dashboards(Path(arguments.check))
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def dashboard_to_json(board: Mapping[str, Any]) -> str:
-    """A dashboard as it is written to a file."""
+    """Returns the text of a dashboard's file."""
     return json.dumps(board, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -89,7 +89,7 @@ def _check_dashboards(folder: Path) -> int:
         if _read_text(folder / name) != dashboard_to_json(board)
     ]
     for name in stale:
-        print(f"{folder / name}: not what this release makes; otel-infer dashboards build --out {folder}")
+        print(f"{folder / name}: not of this release; run otel-infer dashboards build --out {folder}")
     return 1 if stale else 0
 
 

@@ -1,8 +1,8 @@
-"""Write a tape of the last two minutes of a running server: what its sidecar holds of every step and request.
+"""Write a tape of the last two minutes of a running server: the events of every step and request in its sidecar.
 
-otel-infer dump                                   of the one server that runs here
-otel-infer dump --server 4711 --out slow.tape     of several, the one with this process
-otel-infer dump --rings /rings                    of a sidecar in another container, by the folder that both mount
+otel-infer dump                                   the only server that runs here
+otel-infer dump --server 4711 --out slow.tape     the server with this process, if several run
+otel-infer dump --rings /rings                    a server in another container, by the folder that both mount
 """
 
 from __future__ import annotations
@@ -21,38 +21,43 @@ from otel_infer.sidecar.recording import dump_request, file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dump`."""
-    parser.add_argument("--out", metavar="FILE", help="where to (otel_infer-TIME.tape, here)")
+    """Adds the options of `dump`."""
+    parser.add_argument(
+        "--out", metavar="FILE", help="the tape to write (default: otel_infer-TIME.tape in this folder)"
+    )
     running_server.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Asks, waits, fetches; 2 where there is nobody to ask."""
+    """Requests a tape from the sidecar, waits for it and copies it. Returns 2 if there is no such sidecar or tape."""
     out = Path(arguments.out or f"otel_infer-{datetime.now():%Y%m%d-%H%M%S}.tape")
     try:
         folder = running_server.find_server_folder(arguments.rings, arguments.server)
         if not os.access(out.parent, os.W_OK | os.X_OK) or out.is_dir():
             raise dump_request.DumpFailed(f"{out}: cannot be written")
-        with running_server.open_dump(folder) as told:
-            _copy_recording(told, out)
-        about = file.read_header(out)
+        with running_server.open_dump(folder) as tape:
+            _copy_recording(tape, out)
+        header = file.read_header(out)
     except (dump_request.DumpFailed, file.InvalidRecording, OSError) as reason:
         print(f"otel-infer dump: {reason}", file=sys.stderr)
         return 2
-    print(f"{out}: {about.get('facts', 0)} facts of the last {about.get('seconds', 0.0):.0f} s")
-    if about.get("requests_left_out"):
-        print(f"{about['requests_left_out']} requests in flight were too much to remember, and are not in it")
+    print(f"{out}: {header.get('facts', 0)} events of the last {header.get('seconds', 0.0):.0f} s")
+    if header.get("requests_left_out"):
+        print(f"{header['requests_left_out']} in-flight requests exceeded the memory limit and were dropped")
     print(f"next: otel-infer explain {out}")
     return 0
 
 
-def _copy_recording(told: Path, out: Path) -> None:
-    """Follows no link that somebody may have put there, and lets nobody else read what servers did."""
+def _copy_recording(tape: Path, out: Path) -> None:
+    """Copies the tape to `out`, readable by its owner only.
+
+    The source is opened without following links, because another user may have put one there.
+    """
     with (
-        open(os.open(told, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as source,
+        open(os.open(tape, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as source,
         open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as target,
     ):
-        if stat.S_ISREG(os.fstat(target.fileno()).st_mode):  # it may have been there
-            with contextlib.suppress(OSError):  # and be somebody else's, who lets us write it
+        if stat.S_ISREG(os.fstat(target.fileno()).st_mode):  # an existing file keeps its old mode
+            with contextlib.suppress(OSError):  # it may belong to another user
                 os.fchmod(target.fileno(), 0o600)
         shutil.copyfileobj(source, target)

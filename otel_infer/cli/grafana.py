@@ -1,4 +1,4 @@
-"""What `dashboards` and `alerts` do with a running Grafana."""
+"""The parts of `dashboards` and `alerts` that use a running Grafana."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MAX_PATHS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, writes: bool) -> None:
-    """Which Grafana, and how much of it."""
+    """Adds the options that select a Grafana, and `--dry-run` for a command that writes."""
     parser.add_argument(
         "--grafana",
         metavar="URL",
         required=True,
-        help="where it answers; a token, or user:password, is in GRAFANA_TOKEN",
+        help="its address; GRAFANA_TOKEN holds a token, or user:password",
     )
     if writes:
-        parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+        parser.add_argument("--dry-run", action="store_true", help="print the changes without making them")
 
 
 def run_dashboards_command(arguments: argparse.Namespace, boards: Mapping[str, dict[str, Any]]) -> int:
-    """`push`, `diff` or `pull`; 1 where `diff` finds something, 2 where Grafana refuses."""
+    """Runs `push`, `diff` or `pull`. Returns 1 if `diff` finds a difference, 2 if Grafana rejects a call, else 0."""
     try:
         grafana = GrafanaClient(arguments.grafana, environment.grafana_token())
         if arguments.what == "push":
@@ -37,22 +37,22 @@ def run_dashboards_command(arguments: argparse.Namespace, boards: Mapping[str, d
         if arguments.what == "diff":
             return _diff_dashboards(grafana, boards)
         return _pull_dashboards(grafana, boards, Path(arguments.out))
-    except (GrafanaError, OSError) as refusal:
-        print(f"otel-infer dashboards: {refusal}", file=sys.stderr)
+    except (GrafanaError, OSError) as error:
+        print(f"otel-infer dashboards: {error}", file=sys.stderr)
         return 2
 
 
-def push_alerts(arguments: argparse.Namespace, made: Callable[[str], list[dict[str, Any]]]) -> int:
-    """`push`; `made`: rule groups that ask the data source with this uid."""
+def push_alerts(arguments: argparse.Namespace, make_groups: Callable[[str], list[dict[str, Any]]]) -> int:
+    """Pushes the alert rules. `make_groups`: returns the rule groups for the uid of a data source."""
     try:
         grafana = GrafanaClient(arguments.grafana, environment.grafana_token())
         source = grafana.select_datasources(prometheus=arguments.datasource).prometheus
-        print(f"asks {source.name} ({source.uid})")
+        print(f"data source: {source.name} ({source.uid})")
         _print_changes(
-            grafana.push_rules(made(source.uid), TITLE, dry_run=arguments.dry_run), arguments.dry_run
+            grafana.push_rules(make_groups(source.uid), TITLE, dry_run=arguments.dry_run), arguments.dry_run
         )
-    except GrafanaError as refusal:
-        print(f"otel-infer alerts: {refusal}", file=sys.stderr)
+    except GrafanaError as error:
+        print(f"otel-infer alerts: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -61,7 +61,7 @@ def _push_dashboards(
     grafana: GrafanaClient, arguments: argparse.Namespace, boards: Mapping[str, dict[str, Any]]
 ) -> int:
     sources = grafana.select_datasources()
-    tempo = f"traces of {sources.tempo.name}" if sources.tempo else "no Tempo: exemplars lead nowhere"
+    tempo = f"traces of {sources.tempo.name}" if sources.tempo else "no Tempo: exemplars have no link"
     print(f"metrics of {sources.prometheus.name}; {tempo}")
     _print_changes(
         grafana.push_dashboards(boards, TITLE, dry_run=arguments.dry_run, force=arguments.force),
@@ -77,14 +77,14 @@ def _print_changes(changes: list[GrafanaChange], is_dry: bool) -> None:
 
 
 def _diff_dashboards(grafana: GrafanaClient, boards: Mapping[str, dict[str, Any]]) -> int:
-    found = grafana.diff_dashboards(boards)
-    for one in found:
-        print(f"{one.uid}: {one.state}")
-        for path in one.differing_paths[:MAX_PATHS]:
+    differences = grafana.diff_dashboards(boards)
+    for difference in differences:
+        print(f"{difference.uid}: {difference.state}")
+        for path in difference.differing_paths[:MAX_PATHS]:
             print(f"  {path}")
-        if len(one.differing_paths) > MAX_PATHS:
-            print(f"  and {len(one.differing_paths) - MAX_PATHS} more")
-    return 0 if all(one.state == "same" for one in found) else 1
+        if len(difference.differing_paths) > MAX_PATHS:
+            print(f"  and {len(difference.differing_paths) - MAX_PATHS} more")
+    return 0 if all(difference.state == "same" for difference in differences) else 1
 
 
 def _pull_dashboards(grafana: GrafanaClient, boards: Mapping[str, dict[str, Any]], folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Every panel and every rule, asked of a live Prometheus: which have data, which have none, and why."""
+"""Runs the query of every panel and every rule on a live Prometheus: which have data, which have none, and why."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _METRIC_NAME = re.compile(r"[a-zA-Z_:][\w:]*")
 
 
 class PrometheusError(Exception):
-    """Nobody answers there as a Prometheus does; the message says what was tried."""
+    """The address does not respond as a Prometheus; the message holds the address and the error."""
 
 
 class QueryResult(NamedTuple):
-    """Of one query: where it is, what came of it (`data`, `empty`, `error`), and why."""
+    """The result of one query: the panel or rule, the outcome (`data`, `empty`, `error`), and the reason."""
 
     location: str
     outcome: str
@@ -39,81 +39,84 @@ class QueryResult(NamedTuple):
 
 
 class PrometheusClient:
-    """Questions to the Prometheus at this address."""
+    """A client of the HTTP API of one Prometheus. `timeout`: s per request."""
 
     def __init__(self, url: str, timeout: float = 10.0) -> None:
         self._url, self._timeout = url.rstrip("/"), timeout
 
-    def get(self, path: str, **what: str) -> Any:
-        """The `data` of an answer; raises `ValueError` with what it refuses, and `NoPrometheus`."""
+    def get(self, path: str, **parameters: str) -> Any:
+        """Returns the `data` of a response.
+
+        Raises `ValueError` with the error of a rejected query, `PrometheusError` if there is no Prometheus.
+        """
         if not self._url.startswith(("http://", "https://")):
-            raise PrometheusError(f"{self._url}: an address begins with http:// or https://")
-        address = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(what)}"
+            raise PrometheusError(f"{self._url}: the address must begin with http:// or https://")
+        address = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         request = urllib.request.Request(address, headers={"User-Agent": f"otel-infer/{VERSION}"})
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
-                said = json.load(answer)
-            return said["data"]
-        except urllib.error.HTTPError as refusal:
-            raise self._parse_error(refusal) from None
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                body = json.load(response)
+            return body["data"]
+        except urllib.error.HTTPError as error:
+            raise self._parse_error(error) from None
         except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as reason:
-            raise PrometheusError(f"{self._url} does not answer as a Prometheus does: {reason!r}") from None
+            raise PrometheusError(f"{self._url} does not respond as a Prometheus: {reason!r}") from None
 
-    def _parse_error(self, refusal: urllib.error.HTTPError) -> Exception:
+    def _parse_error(self, error: urllib.error.HTTPError) -> Exception:
         try:
-            return ValueError(json.load(refusal)["error"])
+            return ValueError(json.load(error)["error"])
         except (ValueError, KeyError, TypeError):
-            return PrometheusError(f"{self._url} answers {refusal.code} {refusal.reason}")
+            return PrometheusError(f"{self._url} responds {error.code} {error.reason}")
 
     def fetch_series_names(self) -> set[str]:
-        """The names of all series; raises `NoPrometheus` also where it refuses to tell them."""
+        """Returns the names of all series; raises `PrometheusError`, also if the query is rejected."""
         try:
             return set(self.get("label/__name__/values"))
-        except ValueError as refusal:
-            raise PrometheusError(f"{self._url} does not tell its series: {refusal}") from None
+        except ValueError as error:
+            raise PrometheusError(f"{self._url} does not list its series: {error}") from None
 
     def has_data(self, expr: str) -> bool:
-        """Whether an instant query finds anything that is a number."""
-        found = self.get("query", query=expr)["result"]
-        return any(str(one["value"][1]) != "NaN" for one in found)
+        """Returns whether an instant query has a result other than NaN."""
+        series = self.get("query", query=expr)["result"]
+        return any(str(sample["value"][1]) != "NaN" for sample in series)
 
 
-def check_panels(ask: PrometheusClient, window: str) -> Iterator[QueryResult]:
-    """The queries of all dashboards; those to Tempo are not asked."""
-    names = ask.fetch_series_names()
+def check_panels(client: PrometheusClient, window: str) -> Iterator[QueryResult]:
+    """Yields the result of every Prometheus query of all dashboards. Queries to Tempo are skipped."""
+    names = client.fetch_series_names()
     for file, board in dashboards.build_dashboards().items():
         for panel in _iter_panels(board):
             for target in panel.get("targets", ()):
                 if "expr" in target:
-                    where = f"{file}: {panel['title']} ({target['refId']})"
-                    yield _check_query(ask, names, where, resolve_variables(target["expr"], window))
+                    location = f"{file}: {panel['title']} ({target['refId']})"
+                    yield _check_query(client, names, location, resolve_variables(target["expr"], window))
 
 
-def check_rules(ask: PrometheusClient, rules: Mapping[str, Any]) -> Iterator[QueryResult]:
-    """The series that each rule is about: an alert that is silent has no data, and should have none."""
-    names = ask.fetch_series_names()
+def check_rules(client: PrometheusClient, rules: Mapping[str, Any]) -> Iterator[QueryResult]:
+    """Yields the result of every rule. An alert that does not fire counts as `data` if its series exist."""
+    names = client.fetch_series_names()
     for group in rules["groups"]:
         for rule in group["rules"]:
-            where = f"{group['name']}: {rule.get('alert') or rule['record']}"
-            verdict = _check_query(ask, names, where, rule["expr"])
-            yield _classify_alert(verdict) if "alert" in rule else verdict
+            location = f"{group['name']}: {rule.get('alert') or rule['record']}"
+            result = _check_query(client, names, location, rule["expr"])
+            yield _classify_alert(result) if "alert" in rule else result
 
 
-def _check_query(ask: PrometheusClient, names: set[str], where: str, expr: str) -> QueryResult:
+def _check_query(client: PrometheusClient, names: set[str], location: str, expr: str) -> QueryResult:
     try:
-        if ask.has_data(expr):
-            return QueryResult(where, DATA, "", expr)
-    except ValueError as refusal:
-        return QueryResult(where, ERROR, str(refusal), expr)
+        if client.has_data(expr):
+            return QueryResult(location, DATA, "", expr)
+    except ValueError as error:
+        return QueryResult(location, ERROR, str(error), expr)
     missing = sorted(_extract_series(expr) - names)
-    why = f"no series {', '.join(missing)}" if missing else "the series are there, and nothing fits"
-    return QueryResult(where, EMPTY, why, expr)
+    reason = f"no series {', '.join(missing)}" if missing else "the series exist, but no value matches"
+    return QueryResult(location, EMPTY, reason, expr)
 
 
-def _classify_alert(verdict: QueryResult) -> QueryResult:
-    if verdict.outcome == EMPTY and not verdict.reason.startswith("no series"):
-        return verdict._replace(outcome=DATA, reason="silent")
-    return verdict._replace(reason=verdict.reason or "fires")
+def _classify_alert(result: QueryResult) -> QueryResult:
+    if result.outcome == EMPTY and not result.reason.startswith("no series"):
+        return result._replace(outcome=DATA, reason="silent")
+    return result._replace(reason=result.reason or "fires")
 
 
 def _extract_series(expr: str) -> set[str]:
@@ -129,35 +132,34 @@ def _iter_panels(board: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which Prometheus."""
-    parser.add_argument("--prometheus", metavar="URL", required=True, help="where it answers")
-    parser.add_argument("--all", action="store_true", help="also those that have data")
+    """Adds the options that select a Prometheus."""
+    parser.add_argument("--prometheus", metavar="URL", required=True, help="its address")
+    parser.add_argument("--all", action="store_true", help="also list queries with data")
 
 
 def print_panels(arguments: argparse.Namespace) -> int:
-    """1 if a query is refused, 2 if nobody answers."""
-    return _print_results(arguments, lambda ask: check_panels(ask, arguments.window))
+    """Checks and prints the panels. Returns 1 if a query was rejected, 2 if there is no Prometheus, else 0."""
+    return _print_results(arguments, lambda client: check_panels(client, arguments.window))
 
 
 def print_rules(arguments: argparse.Namespace, rules: Mapping[str, Any]) -> int:
-    """As `print_panels`."""
-    return _print_results(arguments, lambda ask: check_rules(ask, rules))
+    """Checks and prints the rules; returns the same status as `print_panels`."""
+    return _print_results(arguments, lambda client: check_rules(client, rules))
 
 
 def _print_results(
-    arguments: argparse.Namespace, look: Callable[[PrometheusClient], Iterator[QueryResult]]
+    arguments: argparse.Namespace, run_checks: Callable[[PrometheusClient], Iterator[QueryResult]]
 ) -> int:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     try:
-        for verdict in look(PrometheusClient(arguments.prometheus)):
-            found[verdict.outcome] += 1
-            if arguments.all or verdict.outcome != DATA:
+        for result in run_checks(PrometheusClient(arguments.prometheus)):
+            counts[result.outcome] += 1
+            if arguments.all or result.outcome != DATA:
                 print(
-                    f"{verdict.outcome:6} {verdict.location}"
-                    + (f": {verdict.reason}" if verdict.reason else "")
+                    f"{result.outcome:6} {result.location}" + (f": {result.reason}" if result.reason else "")
                 )
     except PrometheusError as reason:
         print(f"otel-infer: {reason}", file=sys.stderr)
         return 2
-    print(f"{found[DATA]} with data, {found[EMPTY]} empty, {found[ERROR]} refused")
-    return 1 if found[ERROR] else 0
+    print(f"{counts[DATA]} with data, {counts[EMPTY]} empty, {counts[ERROR]} rejected")
+    return 1 if counts[ERROR] else 0

@@ -1,6 +1,6 @@
-"""Read a tape: print its requests, one line each, or send them where the standard variables say.
+"""Read a tape: print its requests, one line each, or export them as the standard OTEL_* variables configure.
 
-The same rooms as live: what is sent has the same trace and span ids as when it was recorded.
+The code is that of a live server, so exported spans have the same trace and span ids as when they were recorded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NEVER = 1 << 63
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `replay`."""
+    """Adds the options of `replay`."""
     parser.add_argument("tape", help="a file that `otel-infer run --tape` or `otel-infer dump` wrote")
     parser.add_argument("--send", action="store_true", help="export spans over OTLP instead of printing")
     parser.add_argument("--json", action="store_true", help="one JSON object per request")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replays one tape."""
+    """Prints or exports one tape. Returns 2 if it cannot be read, 1 if the destination refused spans, else 0."""
     from otel_infer.assembly.assembler import Assembler
 
     try:
@@ -56,25 +56,25 @@ def run(arguments: argparse.Namespace) -> int:
 def read_records(
     path: Path, assembler: Assembler | None = None, *, keeps_steps: bool = False
 ) -> Iterator[RequestRecord]:
-    """The finished requests of a tape, in the order in which they ended.
+    """Yields the finished requests of a tape, in the order in which they ended.
 
-    What it tells of starts stays in `assembler`, with `keeps_steps` that of steps and pauses too, of which there are many.
+    Process starts stay in `assembler`. Steps and pauses, which are many, stay there only with `keeps_steps`.
     """
     from otel_infer.analysis.finish import finish_requests
     from otel_infer.assembly.assembler import GRACE_NS, Assembler
 
     assembler = assembler or Assembler()
     horizon = 0
-    for passage in file.read_batches(path):
-        horizon = passage.horizon
-        assembler.feed_events(passage.recorded_events)
+    for batch in file.read_batches(path):
+        horizon = batch.horizon
+        assembler.feed_events(batch.recorded_events)
         _discard_unused(assembler, keeps_steps)
         yield from finish_requests(assembler, horizon)
     yield from finish_requests(assembler, horizon + GRACE_NS)
 
 
 def _discard_unused(assembler: Assembler, keeps_steps: bool) -> None:
-    """What nobody asks for, lest a tape of a day need the memory of a day."""
+    """Discards results that the caller does not read, so that memory does not grow with the length of a tape."""
     assembler.drain_marks()
     assembler.workers.drain_executions()
     if not keeps_steps:
@@ -85,20 +85,25 @@ def _discard_unused(assembler: Assembler, keeps_steps: bool) -> None:
 def read_recent_records(
     path: Path, assembler: Assembler | None = None, *, keeps_steps: bool = False
 ) -> list[RequestRecord]:
-    """As `records`, but for what ended before the time that the tape is of: a flight recorder keeps that to explain others."""
+    """Returns the finished requests of a tape without those that ended before its period.
+
+    A flight recorder keeps earlier requests only to explain the others.
+    """
     began_at = file.read_began_at(path)
-    told = read_records(path, assembler, keeps_steps=keeps_steps)
-    return [record for record in told if record.ended_at > began_at]
+    records = read_records(path, assembler, keeps_steps=keeps_steps)
+    return [record for record in records if record.ended_at > began_at]
 
 
 def running_since(assembler: Assembler) -> list[int]:
-    """Since when each request runs that has not ended, as far as the tape tells."""
-    taken_up = [one for one in assembler.open_requests.values() if one.is_running and not one.ended_at]
-    return [one.scheduled_at or one.arrived_at for one in taken_up]
+    """Returns for each unfinished running request when it was scheduled, or else arrived (monotonic ns)."""
+    running = [
+        request for request in assembler.open_requests.values() if request.is_running and not request.ended_at
+    ]
+    return [request.scheduled_at or request.arrived_at for request in running]
 
 
 def record_to_dict(record: RequestRecord) -> dict[str, Any]:
-    """A request as plain data; lengths in ms."""
+    """Returns a request as JSON-compatible data; lengths in ms."""
     steps = record.steps
     return {
         "trace_id": record.trace_id.hex(),
@@ -120,7 +125,7 @@ def record_to_dict(record: RequestRecord) -> dict[str, Any]:
 
 
 def _stage_durations_ms(record: RequestRecord) -> dict[str, float]:
-    """ms per stage; a stage that was there several times is the sum."""
+    """Returns the length of each stage in ms; repeated stages are summed."""
     lengths: dict[str, float] = {}
     for stage in record.stages:
         lengths[stage.name] = lengths.get(stage.name, 0.0) + (stage.ended_at - stage.started_at) / 1e6
@@ -128,7 +133,7 @@ def _stage_durations_ms(record: RequestRecord) -> dict[str, float]:
 
 
 def _print_starts(assembler: Assembler, horizon: int) -> None:
-    """The servers that had started by then, before the requests they served."""
+    """Prints the process starts that were complete before `horizon` (monotonic ns)."""
     from otel_infer.export.console import format_start
 
     for start in assembler.drain_starts(horizon):
@@ -147,7 +152,7 @@ def _export_recording(path: Path) -> int:
     from otel_infer.ringbuffer.merged_reader import MergedReader
     from otel_infer.sidecar.main import make_pipeline
 
-    # Of then and there, nothing of here and now.
+    # Disables inputs and outputs of this machine: the tape alone is exported.
     settings = environment.from_env(
         environment.child_environment(
             enabled="on", tape="", request_log="", gpu_metrics="off", metrics_port=""
@@ -155,9 +160,9 @@ def _export_recording(path: Path) -> int:
     )
     pipeline = make_pipeline(settings, detect_resource(), MergedReader(), show=False)
     horizon = 0
-    for passage in file.read_batches(path):
-        horizon = passage.horizon
-        pipeline.assembler.feed_events(passage.recorded_events)
+    for batch in file.read_batches(path):
+        horizon = batch.horizon
+        pipeline.assembler.feed_events(batch.recorded_events)
         pipeline.export_requests(horizon)
         for sink in pipeline.exporters:
             sink.flush(horizon)
@@ -169,10 +174,10 @@ def _export_recording(path: Path) -> int:
     pipeline.close(SEND_TIMEOUT_S)
     sender = pipeline.sender
     if sender is None:
-        print("otel-infer replay: OTEL_TRACES_EXPORTER is none, nothing was sent", file=sys.stderr)
+        print("otel-infer replay: OTEL_TRACES_EXPORTER is none, so nothing was sent", file=sys.stderr)
         return 2
     refused = sum(sender.lost.values())
     print(f"{pipeline.requests} requests, {sender.accepted} spans accepted, {refused} refused")
     if refused:
-        print(f"otel-infer replay: the destination said: {sender.last_refusal}", file=sys.stderr)
+        print(f"otel-infer replay: the destination refused spans: {sender.last_refusal}", file=sys.stderr)
     return 1 if refused else 0

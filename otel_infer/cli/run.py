@@ -1,7 +1,8 @@
-"""Start a server instrumented: `otel-infer run -- transformers serve MODEL`, or any other Python server.
+"""Start a server with instrumentation: `otel-infer run -- transformers serve MODEL`, or any other Python server.
 
-Every Python process that it starts is instrumented too. This command is the parent (and inside a container the init) of
-what it runs: it forwards signals, reaps, waits until everything recorded was sent, and returns the server's exit status.
+The Python processes that the server starts are instrumented too. This command is the parent of the server, and in a
+container its init process. It forwards signals, reaps children, waits until the recorded data is exported, and
+returns the exit status of the server.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ FORWARDED_SIGNALS = (
     signal.SIGUSR2,
 )
 AWAITED_SIGNALS = FORWARDED_SIGNALS if hasattr(signal, "sigtimedwait") else ()
-"""Taken one by one while the server runs, where that can be: a handler is not told who sent a signal."""
+"""Signals that `sigtimedwait` takes while the server runs, because a handler does not receive the sender."""
 SI_KERNEL = 0x80
-"""Sent by a terminal, to the whole foreground group: to pass it on would make it two."""
+"""`si_code` of a signal that the terminal sent to its foreground group. Forwarding it would deliver it twice."""
 FLUSH_S = 45.0
-"""Longer than a sidecar waits for its destination, its metrics and a tape together; it mostly ends at once."""
+"""Longer than the sidecar's timeouts for spans, metrics and a tape together; usually the flush ends at once."""
 ORPHANS_S = 2.0
-"""How long processes of a server that ended may take to end as well."""
+"""How long the other processes of the server may run after its main process ended."""
 POLL_S = 0.1
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `run`."""
+    """Adds the options of `run`."""
     parser.add_argument("--show", action="store_true", help="print a line for each finished request")
     parser.add_argument(
         "--tape",
         metavar="FILE",
-        help="save all facts to FILE, for `otel-infer replay`; one that is there already is kept beside it, numbered",
+        help="save all events to FILE, for `otel-infer replay`; an existing FILE is renamed with a number",
     )
     parser.add_argument(
         "server", nargs=argparse.REMAINDER, metavar="-- CMD …", help="the server and its arguments"
@@ -58,11 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the server to its end."""
+    """Runs the server until it ends and returns its exit status; 2 if the command line or the tape is invalid."""
     command = arguments.server[1:] if arguments.server[:1] == ["--"] else arguments.server
     if not command:
         print(
-            "otel-infer run: what? For example: otel-infer run -- transformers serve MODEL", file=sys.stderr
+            "otel-infer run: missing command, e.g. `otel-infer run -- transformers serve MODEL`",
+            file=sys.stderr,
         )
         return 2
     changes = {} if from_env().is_disabled else {"enabled": "on"}
@@ -78,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Supervisor:
-    """Owns a server's folder, its sidecar and the server itself."""
+    """Owns the folder of the rings, the sidecar and the server. `status`: exit status of the server; None = running."""
 
     def __init__(self, settings: Config) -> None:
         self._settings = settings
@@ -92,7 +94,7 @@ class Supervisor:
         self._skips_flush = False
 
     def run(self, command: list[str], changes: dict[str, str]) -> int:
-        """Starts everything, waits for the server, then for the flush."""
+        """Starts the sidecar and the server, waits for the server, then for the flush. Returns the exit status."""
         status = self.start(command, changes)
         if status is not None:
             return status
@@ -107,9 +109,12 @@ class Supervisor:
     def start(
         self, command: list[str], changes: dict[str, str], *, log: Path | None = None, **variables: str
     ) -> int | None:
-        """Starts sidecar and server (its output into `log`); the exit status if it could not."""
+        """Starts the sidecar and the server. Returns the exit status if the server cannot be started, else None.
+
+        `log`: the file for the output of the server. `variables`: added to its environment.
+        """
         _become_reaper()
-        # What is ignored (by nohup, by a shell in the background) the server is to inherit, as it would without us.
+        # The server must inherit ignored signals (nohup, a background job), as it would without this command.
         ignored = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
         for number in set(FORWARDED_SIGNALS).difference(ignored):
             signal.signal(number, self._handle_signal)
@@ -131,20 +136,23 @@ class Supervisor:
         return None
 
     def _prepare_sidecar(self, changes: dict[str, str]) -> dict[str, str]:
-        """Folder and sidecar, and what the server is told of them."""
+        """Creates the folder and the sidecar, and returns the changed settings for the server.
+
+        If this fails, the settings select in-process mode, unless the mode is `sidecar`.
+        """
         if self._settings.mode == "in-process":
             return changes
         try:
-            given = self._settings.rings
+            rings = self._settings.rings
             self._folder = (
-                directory.resolve_rings_folder(Path(given)) if given else directory.create_server_folder()
+                directory.resolve_rings_folder(Path(rings)) if rings else directory.create_server_folder()
             )
             self._owner_lock = directory.FileLock(self._folder / directory.OWNER_LOCK)
             if not self._owner_lock.acquire():
-                whose, self._folder = self._folder, None
-                changes = {**changes, "rings": ""}  # nor are the processes of this server to join that one
+                taken, self._folder = self._folder, None
+                changes = {**changes, "rings": ""}  # keeps this server from writing there
                 raise RingUnavailable(
-                    f"{whose} is another server's: set OTEL_INFER_RINGS to a folder of its own"
+                    f"{taken} belongs to another server: set OTEL_INFER_RINGS to a different folder"
                 )
             self._start_sidecar()
         except (RingUnavailable, OSError, launcher.SidecarStartError) as reason:
@@ -156,39 +164,39 @@ class Supervisor:
         return {**changes, "rings": str(self._folder)}
 
     def is_alive(self) -> bool:
-        """Whether the server still runs."""
+        """Returns whether the server is still running. Reaps children and restarts a dead sidecar."""
         self._reap_children()
         self._restart_dead_sidecar()
         return self.status is None
 
     def stop(self, timeout: float) -> None:
-        """Asks the server to end, again every second (some hang after they have shut down), and insists after `timeout` s.
+        """Sends SIGTERM every second until the server ends, SIGKILL after `timeout` s, then waits for the flush.
 
-        Then waits for the flush.
+        SIGTERM is repeated because some servers hang after their shutdown.
         """
-        began = asked = time.monotonic()
+        began = signalled_at = time.monotonic()
         while self._server is not None and self.is_alive():
             now = time.monotonic()
-            if asked == began or now - asked > 1.0:
-                asked = now
+            if signalled_at == began or now - signalled_at > 1.0:
+                signalled_at = now
                 os.kill(self._server.pid, signal.SIGKILL if now - began > timeout else signal.SIGTERM)
             time.sleep(POLL_S)
         self.wait_for_sidecar()
 
     def wait_for_sidecar(self) -> None:
-        """Lets the sidecar go and waits until it has sent what there was."""
+        """Releases the owner lock and waits until the sidecar has exported everything and ended."""
         if self._owner_lock is not None:
             self._owner_lock.release()
         if self._is_without_sidecar():
             with contextlib.suppress(launcher.SidecarStartError):
-                self._start_sidecar()  # the last one was killed; somebody has to read what is left
-        # Where we are the first process all others end with us.
+                self._start_sidecar()  # the sidecar was killed, and the rings still hold events
+        # If this is process 1 of a container, all other processes end with it.
         ended, patience = time.monotonic(), FLUSH_S if os.getpid() == 1 else ORPHANS_S
         while self._sidecar is not None and self._sidecar.poll() is None and not self._skips_flush:
             waited = time.monotonic() - ended
             if waited > patience and self._has_live_writer():
                 print(
-                    "otel-infer run: processes of the server still run, and their sidecar with them",
+                    "otel-infer run: processes of the server still run; their sidecar stays with them",
                     file=sys.stderr,
                 )
                 return
@@ -197,29 +205,29 @@ class Supervisor:
             time.sleep(POLL_S / 2)
 
     def _wait_for_signal(self) -> None:
-        """Waits a moment, or until there is a signal."""
+        """Waits `POLL_S` or until a signal, and forwards the signal."""
         if not AWAITED_SIGNALS:
             time.sleep(POLL_S)
             return
-        came = signal.sigtimedwait(AWAITED_SIGNALS, POLL_S)
-        if came is not None:
-            self._forward_signal(came.si_signo, is_the_groups=came.si_code == SI_KERNEL)
+        received = signal.sigtimedwait(AWAITED_SIGNALS, POLL_S)
+        if received is not None:
+            self._forward_signal(received.si_signo, sent_to_group=received.si_code == SI_KERNEL)
 
     def _handle_signal(self, number: int, frame: object) -> None:
-        """What comes while none are taken: whoever sends it, on a terminal it is most likely that."""
+        """Forwards a signal outside `sigtimedwait`. In the foreground, SIGINT and SIGQUIT are assumed to be the terminal's."""
         self._forward_signal(number, number in (signal.SIGINT, signal.SIGQUIT) and _is_in_foreground())
 
-    def _forward_signal(self, number: int, is_the_groups: bool) -> None:
+    def _forward_signal(self, number: int, sent_to_group: bool) -> None:
         if self._server is None:
             self._early_signals.append(number)
         elif self.status is not None:
             self._skips_flush = True
-        elif not is_the_groups:
+        elif not sent_to_group:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._server.pid, number)
 
     def _reap_children(self) -> None:
-        """Collects every child that ended: the server, the sidecar, and orphans that fell to us."""
+        """Reaps every ended child: the server, the sidecar, and adopted orphans."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -237,7 +245,7 @@ class Supervisor:
                 self._sidecar.returncode = os.waitstatus_to_exitcode(status)
 
     def _restart_dead_sidecar(self) -> None:
-        """Starts the sidecar again if it died."""
+        """Restarts the sidecar if it died, with a backoff."""
         if self.status is None and self._is_without_sidecar() and self._restarts.is_due(_clock.now()):
             with contextlib.suppress(launcher.SidecarStartError):
                 self._start_sidecar()
@@ -248,23 +256,23 @@ class Supervisor:
         return self._folder.is_dir() and not directory.is_held(self._folder / directory.SIDECAR_LOCK)
 
     def _has_live_writer(self) -> bool:
-        """Whether a process lives that writes to this server's rings."""
+        """Returns whether a live process writes to this server's rings."""
         assert self._folder is not None
         try:
             rings = [path for path in self._folder.iterdir() if path.suffix == layout.SUFFIX_REQUESTS]
-        except OSError:  # the sidecar has just removed it
+        except OSError:  # the sidecar has just removed the folder
             return False
         return any(map(directory.is_held, rings))
 
     def _start_sidecar(self) -> None:
         assert self._folder is not None
         self._restarts.record_start(_clock.now())
-        with _mask_signals(signal.SIG_UNBLOCK):  # a child inherits what is blocked
+        with _mask_signals(signal.SIG_UNBLOCK):  # a child inherits the signal mask
             self._sidecar = launcher.start_sidecar(self._folder, self._settings, detect_resource())
 
 
 def server_environment(changes: dict[str, str]) -> dict[str, str]:
-    """What the server is started with: our variables, and our `sitecustomize` first on its path."""
+    """Returns the environment of the server: our variables, and our `sitecustomize` first on PYTHONPATH."""
     environment = child_environment(**changes)
     bootstrap = str(Path(__file__).parent.parent / "_bootstrap" / "site")
     environment["PYTHONPATH"] = prepend_python_path(environment, bootstrap)
@@ -273,7 +281,7 @@ def server_environment(changes: dict[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _mask_signals(how: signal.Sigmasks) -> Iterator[None]:
-    """Has those that are taken one by one wait until they are, or not wait meanwhile."""
+    """Blocks or unblocks the awaited signals within the `with` block."""
     before = signal.pthread_sigmask(how, AWAITED_SIGNALS)
     try:
         yield
@@ -282,7 +290,7 @@ def _mask_signals(how: signal.Sigmasks) -> Iterator[None]:
 
 
 def _is_in_foreground() -> bool:
-    """Whether we have a terminal that sends its signals to our group."""
+    """Returns whether the terminal sends its signals to our process group."""
     try:
         with open("/dev/tty", "rb", buffering=0) as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -299,7 +307,7 @@ def _find_write_error(path: str) -> str:
 
 
 def _become_reaper() -> None:
-    """Orphans of the server become our children, so that nobody stays a zombie (Linux)."""
+    """Makes orphans of the server our children (Linux), so that none stays a zombie."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (OSError, AttributeError):

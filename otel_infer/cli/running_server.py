@@ -1,4 +1,4 @@
-"""The window of a running server, for commands: which server is meant, and the tape of it, for as long as it is read."""
+"""Selects a running server and reads a temporary tape of its last two minutes, for the commands."""
 
 from __future__ import annotations
 
@@ -13,52 +13,53 @@ from otel_infer.sidecar.recording import dump_request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say which server is meant."""
+    """Adds the options that select a running server."""
     parser.add_argument(
         "--rings",
         metavar="DIR",
-        help="the folder that the server writes to, if it has one (OTEL_INFER_RINGS); as root, of another user's servers: "
+        help="the folder of the server's rings, if it has set one (OTEL_INFER_RINGS); as root, for servers of another user: "
         "/dev/shm/otel_infer-UID",
     )
-    parser.add_argument("--server", metavar="PID", help="of several servers, the one with this process")
+    parser.add_argument("--server", metavar="PID", help="the server with this process, if several run")
 
 
 def find_server_folder(rings: str | None, server: str | None) -> Path:
-    """The folder of the server that is meant; raises `NoTape` unless there is exactly one."""
-    given = rings or environment.from_env().rings
-    looked_in = Path(given) if given else directory.BASE
-    found = {
-        folder: directory.list_writer_pids(folder) for folder in directory.find_served_folders(looked_in)
-    }
+    """Returns the folder of the selected server; raises `DumpFailed` unless exactly one matches."""
+    configured = rings or environment.from_env().rings
+    base = Path(configured) if configured else directory.BASE
+    servers = {folder: directory.list_writer_pids(folder) for folder in directory.find_served_folders(base)}
     if server is not None:
-        found = {
+        servers = {
             folder: pids
-            for folder, pids in found.items()
+            for folder, pids in servers.items()
             if server in map(str, pids) or server == folder.name.partition("-")[0]
         }
-    if len(found) == 1:
-        return next(iter(found))
-    if not found:
-        whose = f" of a server with process {server}" if server is not None else ""
+    if len(servers) == 1:
+        return next(iter(servers))
+    if not servers:
+        of_server = f" of a server with process {server}" if server is not None else ""
         raise dump_request.DumpFailed(
-            f"no sidecar{whose} is at work below {looked_in}; it starts with the first request of an instrumented "
-            "server, and there is none in in-process mode"
+            f"no sidecar{of_server} is running below {base}; it starts with the first request of an instrumented "
+            "server, and in-process mode has none"
         )
     lines = [
         f"  --server {_server_label(folder, pids)}   {_read_command_line(pids)}"
-        for folder, pids in found.items()
+        for folder, pids in servers.items()
     ]
-    raise dump_request.DumpFailed("several servers run here, choose one:\n" + "\n".join(lines))
+    raise dump_request.DumpFailed("several servers run here, select one:\n" + "\n".join(lines))
 
 
 @contextlib.contextmanager
 def open_dump(folder: Path) -> Iterator[Path]:
-    """A tape of what the sidecar of this folder holds, there until the block ends; raises `NoTape`."""
-    told = dump_request.request_dump(folder)
+    """Yields a tape of the events that the sidecar of this folder holds; raises `DumpFailed`.
+
+    The tape is removed when the block ends.
+    """
+    tape = dump_request.request_dump(folder)
     try:
-        yield told
+        yield tape
     finally:
-        told.unlink(missing_ok=True)
+        tape.unlink(missing_ok=True)
 
 
 def _server_label(folder: Path, pids: Sequence[int]) -> str:
@@ -66,9 +67,9 @@ def _server_label(folder: Path, pids: Sequence[int]) -> str:
 
 
 def _read_command_line(pids: Sequence[int]) -> str:
-    """What runs under the first of these, as far as can be seen from here."""
+    """Returns the command line of the first process, at most 100 characters; empty if it cannot be read."""
     try:
-        said = Path(f"/proc/{pids[0]}/cmdline").read_bytes() if pids else b""
+        command = Path(f"/proc/{pids[0]}/cmdline").read_bytes() if pids else b""
     except OSError:
-        said = b""
-    return said.replace(b"\0", b" ").decode("utf-8", "replace").strip()[:100]
+        command = b""
+    return command.replace(b"\0", b" ").decode("utf-8", "replace").strip()[:100]

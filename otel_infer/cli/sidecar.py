@@ -1,7 +1,7 @@
 """Read the rings of servers in another container: `otel-infer sidecar --rings /rings`.
 
-DIR is a folder on a memory volume that both containers mount and that is set as OTEL_INFER_RINGS for the server. Runs
-until it is told to stop; what a dead server left behind is told as requests that died.
+DIR is a folder on a memory volume that both containers mount. The server's OTEL_INFER_RINGS names it too. Runs until
+SIGTERM or SIGINT. Requests that a dead server left in flight are exported as errors (`process_died`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from otel_infer.ringbuffer.writer import RingUnavailable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `sidecar`."""
+    """Adds the options of `sidecar`."""
     parser.add_argument("--rings", metavar="DIR", required=True, help="the folder that the server writes to")
     parser.add_argument("--show", action="store_true", help="print a line for each finished request")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves the folder until a signal comes."""
+    """Reads the rings in the folder until a signal. Returns 2 if the folder or its lock is not available, else 0."""
     from otel_infer.sidecar.main import Sidecar, configure_logging
     from otel_infer.sidecar.malloc import use_single_arena
 

@@ -1,6 +1,6 @@
-"""Records as a person reads them: percentiles per stage, and one request as a waterfall with every decode step as a bar.
+"""Formats records for the terminal: percentiles per stage, and one request as a waterfall with a bar per decode step.
 
-`rich` draws colours on a terminal; piped, the same is plain lines.
+On a terminal `rich` adds colours. On a pipe the output is plain lines.
 """
 
 from __future__ import annotations
@@ -35,22 +35,33 @@ COLOURS = {
 
 
 def make_console() -> Console:
-    """Where to print; piped, a line stays one line, however long."""
-    here = Console(highlight=False)
-    return here if here.is_terminal else Console(highlight=False, width=PIPED_WIDTH, no_color=True)
+    """Returns the console of stdout. On a pipe it has no colours and never wraps a line."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH, no_color=True)
 
 
 def stages_table(records: Sequence[RequestRecord]) -> Table:
-    """p50, p95, p99 of each stage, and each stage's share of all time; beside them a GPU's, where one was timed."""
+    """Returns a table of the stages: p50, p95, p99 and share of all request time.
+
+    It has GPU columns (time and bottleneck) if a GPU was timed in at least one stage.
+    """
     by_name: dict[str, list[Stage]] = {}
     for stage in [stage for record in records for stage in record.stages]:
         by_name.setdefault(stage.name, []).append(stage)
     on_gpu = {
         name: gpu for name, stages in by_name.items() if (gpu := [*map(_gpu_time, stages)]) and any(gpu)
     }
-    more = ("GPU p50", "GPU p99", "held back") if on_gpu else ()
+    gpu_columns = ("GPU p50", "GPU p99", "bottleneck") if on_gpu else ()
     table = _make_table(
-        "where the time went", "stage", "requests", "p50", "p95", "p99", "max", "share of all time", *more
+        "where the time went",
+        "stage",
+        "requests",
+        "p50",
+        "p95",
+        "p99",
+        "max",
+        "share of all time",
+        *gpu_columns,
     )
     total = sum(record.duration_ns for record in records) or 1
     ordered = [name for name in semconv.STAGES if name in by_name]
@@ -58,25 +69,28 @@ def stages_table(records: Sequence[RequestRecord]) -> Table:
         lengths = [stage.ended_at - stage.started_at for stage in by_name[name]]
         share = f"{100 * sum(lengths) / total:.1f} %"
         row = [name, str(len(lengths)), *_format_quantiles(lengths), format_duration(max(lengths)), share]
-        table.add_row(*row, *(_gpu_columns(on_gpu.get(name, [])) if more else ()))
+        table.add_row(*row, *(_gpu_columns(on_gpu.get(name, [])) if gpu_columns else ()))
     return table
 
 
 def device_line(records: Sequence[RequestRecord]) -> str:
-    """By whose clock, and how sure that is."""
+    """Returns a sentence on the GPU timing: how many steps were timed, and the error bound of each instant (µs)."""
     stages = [stage for record in records for stage in record.stages if _gpu_time(stage)]
     if not stages:
         return "no GPU was timed: all times are the host's"
     steps = sum(int(_get_number(stage, semconv.DEVICE_STEPS)) for stage in stages)
     bound = max(_get_number(stage, semconv.DEVICE_CLOCK_ERROR) for stage in stages)
     return (
-        f"GPU: {steps} spans between marks on its streams, each instant within ±{bound * 1e6:.0f} µs; "
-        "of a stage with steps that were not marked, in proportion"
+        f"GPU: {steps} steps timed by events on its streams, each instant within ±{bound * 1e6:.0f} µs; "
+        "the time of the other steps is estimated in proportion"
     )
 
 
 def _gpu_time(stage: Stage) -> tuple[int, str] | None:
-    """How long a GPU was at it, ns, and what held it back."""
+    """Returns the GPU time of a stage (ns) and its bottleneck; None if the stage was not timed by GPU events.
+
+    If only some of its steps were timed, the time is scaled up to all of them.
+    """
     if stage.attributes.get(semconv.DEVICE_METHOD) != BY_EVENT:
         return None
     timed, steps = _get_number(stage, semconv.DEVICE_STEPS), _get_number(stage, semconv.DEVICE_STEPS_ALL)
@@ -90,19 +104,19 @@ def _get_number(stage: Stage, key: str) -> float:
 
 
 def _gpu_columns(stages: Sequence[tuple[int, str] | None]) -> tuple[str, ...]:
-    known = [stage for stage in stages if stage is not None]
-    if not known:
+    timed = [stage for stage in stages if stage is not None]
+    if not timed:
         return "", "", ""
-    p50, _, p99 = _format_quantiles([length for length, _ in known])
-    ((limit, _),) = Counter(limit for _, limit in known).most_common(1)
-    return p50, p99, limit
+    p50, _, p99 = _format_quantiles([length for length, _ in timed])
+    ((bottleneck, _),) = Counter(bottleneck for _, bottleneck in timed).most_common(1)
+    return p50, p99, bottleneck
 
 
 def latency_table(records: Sequence[RequestRecord]) -> Table:
-    """TTFT, time between tokens, end to end; of successful requests."""
+    """Returns a table of time to first token, inter-token latency and end-to-end latency of successful requests."""
     good = [record for record in records if record.outcome == events.OK]
     gaps = np.concatenate([[], *(record.gaps_ns() for record in good)])
-    table = _make_table("what the reader felt", "latency", "values", "p50", "p95", "p99", "max")
+    table = _make_table("client-side latency", "latency", "values", "p50", "p95", "p99", "max")
     rows: tuple[tuple[str, Any], ...] = (
         ("time to first token", [record.ttft_ns for record in good if record.ttft_ns]),
         ("between tokens", gaps),
@@ -117,7 +131,7 @@ def latency_table(records: Sequence[RequestRecord]) -> Table:
 
 
 def render_waterfall(record: RequestRecord, width: int = 64) -> Iterable[Text]:
-    """One request: a line per stage on a common scale, and a strip with one bar per decode step."""
+    """Yields one request as lines: one per stage on a common time scale, then one bar per decode step."""
     head = f"{request_name(record)}  trace {record.trace_id.hex()}  {format_duration(record.duration_ns)}"
     yield Text(f"{head}  {record.input_tokens} → {record.output_tokens} tokens", style="bold")
     for stage in record.stages:
@@ -137,21 +151,21 @@ def _render_stage(record: RequestRecord, stage: Stage, width: int) -> Text:
 
 
 def _render_steps(record: RequestRecord, width: int) -> Iterable[Text]:
-    """Every decode step as a bar; height is its length, red where it is over twice the median."""
+    """Yields the decode steps as bars. The height is the step's length; red is more than twice the median."""
     if record.steps is None or len(record.steps) < 2:
         return
     rows = record.steps
     lengths = (rows.ended_at - rows.started_at)[1:]
-    others = rows.others_prefill_tokens[1:]
+    others_prefill = rows.others_prefill_tokens[1:]
     median, longest = float(np.median(lengths)), int(lengths.max())
     caption = f"{len(lengths)} decode steps, one bar each: median {format_duration(median)}, longest {format_duration(longest)}"
-    if others.max() > 0:
-        caption += "; ▲ = somebody else's prompt was in the same step"
+    if others_prefill.max() > 0:
+        caption += "; ▲ = another request's prompt was in the same step"
     yield Text("  " + caption)
     for begin in range(0, len(lengths), width):
         bars, marks = Text("                 "), Text("                 ")
         for length, prompt in zip(
-            lengths[begin : begin + width].tolist(), others[begin : begin + width].tolist()
+            lengths[begin : begin + width].tolist(), others_prefill[begin : begin + width].tolist()
         ):
             height = BARS[min(int(length / max(longest, 1) * (len(BARS) - 1) + 0.5), len(BARS) - 1)]
             bars.append(height, "red" if length > 2 * median else "green")

@@ -1,4 +1,4 @@
-"""TODO config.budget."""
+"""Parses the CPU and memory budget of the sidecar (OTEL_INFER_BUDGET)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _CPU, _MEMORY = re.compile(r"cpu=(\d+)%"), re.compile(r"memory=(\d+)(KiB|MiB|GiB
 
 
 class OverheadBudget(NamedTuple):
-    """`cpu`: of one core, 1 = all of it. `memory`: bytes."""
+    """The CPU and memory that the sidecar may use.
+
+    `cpu_cores`: 1 = one whole core. `memory_bytes`: resident memory.
+    """
 
     cpu_cores: float
     memory_bytes: int
@@ -20,7 +23,10 @@ DEFAULT_BUDGET = OverheadBudget(0.25, 256 << 20)
 
 
 def parse_budget(text: str) -> OverheadBudget:
-    """Like `cpu=25%,memory=256MiB`; what is left out is the default. Raises `ValueError` with what is accepted."""
+    """Returns the budget of a text like `cpu=25%,memory=256MiB`; a part that is absent has its default.
+
+    Raises `ValueError` with the accepted syntax.
+    """
     cpu, memory = DEFAULT_BUDGET
     for part in text.split(","):
         by_cpu, by_memory = _CPU.fullmatch(part.strip()), _MEMORY.fullmatch(part.strip())

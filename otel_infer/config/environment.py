@@ -1,7 +1,9 @@
-"""Every setting, read once from the environment and frozen. Nobody else reads or writes `os.environ`.
+"""Reads every setting once from the environment into a frozen `Config`.
 
-A bad value raises `BadSetting`, which names the variable and what it accepts. It stops our own commands; in the user's
-server the caller reports it in one line and goes on with the default. Long, since the table of settings is in it.
+Other modules do not use `os.environ`.
+
+A bad value raises `InvalidSetting`, which names the variable and the accepted values. It stops the
+`otel-infer` commands. In the user's server the caller reports it in one line and uses the default.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ _STANDARD_PARSERS: dict[str, Callable[[str], Any]] = {
     "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": _parse_protocol,
     "OTEL_METRIC_EXPORT_INTERVAL": _parse_milliseconds,
 }
-"""Standard variables of which we do not take every value."""
+"""Standard variables of which only some values are accepted."""
 _DISABLED_NAMES = ("otel_infer", "*")
 
 
 @dataclass(frozen=True)
 class Config:
-    """What was configured. Standard variables of OpenTelemetry are here too, so that they are read in one place."""
+    """The configuration of a process.
+
+    It includes OpenTelemetry's standard variables, so that they are read in one place.
+    """
 
     enabled: str = "auto"
     mode: str = "auto"
@@ -82,9 +87,9 @@ class Config:
 
     @property
     def exports(self) -> bool:
-        """Whether anything is to be sent anywhere."""
-        sends = self.exports_spans or self.exports_metrics
-        kept_here = bool(
+        """Whether there is any output: spans or metrics over OTLP, or a local output."""
+        uses_otlp = self.exports_spans or self.exports_metrics
+        has_local_output = bool(
             self.console
             or self.request_log
             or self.tape
@@ -92,27 +97,27 @@ class Config:
             or self.dump_port
             or self.scrape_address
         )
-        return not self.is_disabled and (sends or kept_here)
+        return not self.is_disabled and (uses_otlp or has_local_output)
 
     @property
     def is_disabled(self) -> bool:
-        """Whether somebody said no."""
+        """Whether a variable disables otel_infer."""
         off = self.enabled in ("off", "0", "false") or self.sdk_disabled
         return off or any(name in _DISABLED_NAMES for name in self.disabled_integrations)
 
     @property
     def exports_spans(self) -> bool:
-        """Whether spans leave over OTLP."""
+        """Whether spans are exported over OTLP."""
         return self._has_destination and self.traces_exporter == "otlp"
 
     @property
     def exports_metrics(self) -> bool:
-        """Whether metrics leave over OTLP."""
+        """Whether metrics are exported over OTLP."""
         return self._has_destination and self.metrics_exporter == "otlp"
 
     @property
     def scrape_address(self) -> str:
-        """Where metrics may be scraped; empty if nowhere."""
+        """The address where metrics can be scraped; empty = none."""
         return "" if self.is_disabled else self.metrics_port
 
     @property
@@ -121,12 +126,12 @@ class Config:
 
     @property
     def ratio_sampling(self) -> bool:
-        """Whether the sampler was set to a ratio."""
+        """Whether the configured sampler is a ratio sampler."""
         return "ratio" in self.sampler
 
 
 def _read_standard(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The standard variables, each with its standard meaning and default (but for the export interval)."""
+    """Returns the standard variables with their standard meaning and default, except the export interval."""
 
     def get(*names: str, default: str = "") -> str:
         return next((environ[name].strip() for name in names if environ.get(name, "").strip()), default)
@@ -162,13 +167,15 @@ def _read_standard(environ: Mapping[str, str]) -> dict[str, Any]:
         "exemplars": get("OTEL_METRICS_EXEMPLAR_FILTER", default="trace_based").lower() != "always_off",
         "sampler": get("OTEL_TRACES_SAMPLER", default="parentbased_always_on").lower(),
         "sampler_argument": get("OTEL_TRACES_SAMPLER_ARG"),
-        # The sidecar's own hides all devices, from whoever would use one there.
+        # The server's value: the sidecar's own hides all devices from every library in the sidecar.
         "visible_devices": environ.get("CUDA_VISIBLE_DEVICES"),
     }
 
 
 def _parse_exporter(text: str) -> str:
-    """`otlp` if it is among the exporters asked for (`otlp_proto_http` and `otlp_proto_grpc` count), else `none`."""
+    """Returns `otlp` if the exporters include it (`otlp_proto_http` and `otlp_proto_grpc` count), else
+    `none`.
+    """
     return "otlp" if any(name.startswith("otlp") for name in _parse_names(text.lower())) else "none"
 
 
@@ -180,7 +187,9 @@ def _find_service_name(name: str, attributes: str) -> str:
 
 
 def from_env(environ: Mapping[str, str] | None = None) -> Config:
-    """The configuration of this process; raises `BadSetting` for the first value that is not accepted."""
+    """Returns the configuration of this process; raises `InvalidSetting` for the first value that is not
+    accepted.
+    """
     environ = os.environ if environ is None else environ
     for variable, parse in _STANDARD_PARSERS.items():
         _parse_variable(variable, parse, environ)
@@ -194,7 +203,10 @@ def from_env(environ: Mapping[str, str] | None = None) -> Config:
 
 
 def _check_scrapable(settings: Config) -> Config:
-    """Whoever scrapes needs sums since the beginning, and buckets with bounds; raises `BadSetting` where OTLP asks for others."""
+    """Returns settings whose metrics can be scraped: cumulative sums and buckets with explicit bounds.
+
+    Raises `InvalidSetting` if metrics over OTLP are configured otherwise.
+    """
     if not settings.scrape_address or (
         settings.temporality == "cumulative" and not settings.exponential_histograms
     ):
@@ -202,14 +214,14 @@ def _check_scrapable(settings: Config) -> Config:
     if settings.exports_metrics:
         raise InvalidSetting(
             f"{SETTINGS['metrics_port'].variable}={settings.metrics_port!r}: expected cumulative sums and explicit buckets, "
-            "not what OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE or "
-            "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION asks for"
+            "which OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE or "
+            "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION overrides"
         )
     return replace(settings, temporality="cumulative", exponential_histograms=False)
 
 
 def _parse_variable(variable: str, parse: Callable[[str], Any], environ: Mapping[str, str]) -> Any:
-    """The value of a variable, None where it is not set; raises `BadSetting`."""
+    """Returns the parsed value of a variable, None if it is not set; raises `InvalidSetting`."""
     text = environ.get(variable, "").strip()
     try:
         return parse(text) if text else None
@@ -218,73 +230,80 @@ def _parse_variable(variable: str, parse: Callable[[str], Any], environ: Mapping
 
 
 def from_env_or_defaults(environ: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
-    """As `from_env`, for the user's server: bad values fall back to their defaults, and are said."""
+    """Returns the configuration for the user's server, and a message for each bad value; a bad value has its
+    default.
+    """
     remaining = dict(os.environ if environ is None else environ)
-    complaints: list[str] = []
+    messages: list[str] = []
     for variable, parse in {**{s.variable: s.parse for s in SETTINGS.values()}, **_STANDARD_PARSERS}.items():
         try:
             _parse_variable(variable, parse, remaining)
         except InvalidSetting as bad:
-            complaints.append(f"{bad}; using the default")
+            messages.append(f"{bad}; using the default")
             del remaining[variable]
     try:
-        return from_env(remaining), complaints
+        return from_env(remaining), messages
     except InvalidSetting as bad:
         del remaining[SETTINGS["metrics_port"].variable]
-        return from_env(remaining), [*complaints, f"{bad}; nothing can be scraped"]
+        return from_env(remaining), [*messages, f"{bad}; nothing can be scraped"]
 
 
 def to_json_dict(settings: Config) -> dict[str, Any]:
-    """For JSON, to a process of ours: all but the key, which only the server needs."""
+    """Returns the settings as JSON for a child process, without the hash key, which only the server needs."""
     return {**asdict(settings), "tenant_hash_key": ""}
 
 
 def from_json_dict(values: Mapping[str, Any]) -> Config:
-    """The configuration that a parent process read, as it came through JSON."""
+    """Returns the configuration that a parent process sent as JSON."""
     plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return Config(**plain)
 
 
 def export_to_children(**values: str) -> None:
-    """Sets variables of ours (by field name) for the processes that this one will start."""
+    """Sets variables (by field name) for the processes that this process starts."""
     for name, value in values.items():
         os.environ[SETTINGS[name].variable] = value
 
 
 def unset_ringbuffer_dir(folder: str) -> None:
-    """Takes back what was exported for children, if it is still ours."""
+    """Removes the exported folder of the rings, if it is still `folder`."""
     variable = SETTINGS["rings"].variable
     if os.environ.get(variable) == folder:
         del os.environ[variable]
 
 
 def export_startup_ids(ids: str) -> None:
-    """Leaves the ids of a server's start, in hex, to the processes that this one will start."""
+    """Exports the ids of a server's start, in hex, to the processes that this process starts."""
     os.environ[_STARTUP_IDS] = ids
 
 
 def inherited_startup_ids() -> str:
-    """The ids that the process which started this one left; empty if it left none."""
+    """Returns the start ids that the parent process exported; empty if it exported none."""
     return os.environ.get(_STARTUP_IDS, "")
 
 
 def grafana_token() -> str:
-    """Of a service account (or `user:password`), for our own commands; never among the settings, which are passed on."""
+    """Returns the token of a service account (or `user:password`), for the `otel-infer` commands.
+
+    It is not a setting, because settings are passed to other processes.
+    """
     return os.environ.get("GRAFANA_TOKEN", "")
 
 
 def is_sidecar() -> bool:
-    """Whether this process is a sidecar of ours, or one of its helpers: nothing is instrumented there."""
+    """Returns whether this process is a sidecar, or a helper of one; neither is instrumented."""
     return SIDECAR_GUARD in os.environ
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment with variables of ours (by field name) changed, for a child to be started."""
+    """Returns the environment of this process with some variables (by field name) changed, for a child
+    process.
+    """
     return {**os.environ, **{SETTINGS[name].variable: value for name, value in changes.items()}}
 
 
 def prepend_python_path(environ: Mapping[str, str], first: str) -> str:
-    """PYTHONPATH with `first` in front of what it holds."""
+    """Returns PYTHONPATH with `first` in front."""
     return os.pathsep.join([first, *filter(None, [environ.get("PYTHONPATH", "")])])
 
 
@@ -302,7 +321,7 @@ _SIDECAR_EXCLUDED = (
 )
 
 
-# mallopt(3): columns come and go in the same sizes; without this they are given back and mapped anew each time.
+# mallopt(3): columns are allocated and freed in the same sizes, which malloc unmaps and maps anew by default.
 _MALLOC_DEFAULTS = {"MALLOC_TRIM_THRESHOLD_": str(8 << 20), "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 
 
@@ -314,16 +333,18 @@ _PATH_VARIABLES = {
 
 
 def sidecar_environment() -> dict[str, str]:
-    """The environment of the sidecar: ours, but nothing is injected into it and it instruments nothing."""
-    ours = (SETTINGS[name].variable for name in ("tenant_hash_key", "tenants"))  # it is told what it needs
-    left_out = {*_SIDECAR_EXCLUDED, *ours}
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    for name in _PATH_VARIABLES & kept.keys():  # its working directory is another
-        kept[name] = os.path.abspath(kept[name]) if kept[name] else ""
+    """Returns the environment of the sidecar: like this process's, without injection and instrumentation."""
+    sent_separately = (
+        SETTINGS[name].variable for name in ("tenant_hash_key", "tenants")
+    )  # the boot message has what it needs
+    excluded = {*_SIDECAR_EXCLUDED, *sent_separately}
+    inherited = {name: value for name, value in os.environ.items() if name not in excluded}
+    for name in _PATH_VARIABLES & inherited.keys():  # the sidecar has another working directory
+        inherited[name] = os.path.abspath(inherited[name]) if inherited[name] else ""
     return {
         SIDECAR_GUARD: "1",
         **_MALLOC_DEFAULTS,
-        **kept,
+        **inherited,
         "OTEL_INFER_ENABLED": "off",
         "CUDA_VISIBLE_DEVICES": "",
     }

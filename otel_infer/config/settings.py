@@ -1,4 +1,4 @@
-"""TODO config.settings."""
+"""Defines the table of settings: the variable, default, meaning and parser of each."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from otel_infer.config import budget as governor
-from otel_infer.config import slo as objectives
-from otel_infer.config import tenancy
+from otel_infer.config import budget, slo, tenancy
 
 
 class InvalidSetting(ValueError):
-    """A variable has a value that it does not accept."""
+    """An environment variable whose value is not accepted; the message names both."""
 
 
 class Setting(NamedTuple):
-    """One row of the configuration table."""
+    """One row of the table of settings."""
 
     variable: str
     default: str
@@ -34,7 +32,7 @@ def _choice_parser(*accepted: str) -> Callable[[str], str]:
 
 
 def _parse_bool(text: str) -> bool:
-    known = {
+    values = {
         "1": True,
         "true": True,
         "on": True,
@@ -44,9 +42,9 @@ def _parse_bool(text: str) -> bool:
         "off": False,
         "no": False,
     }
-    if text.lower() not in known:
+    if text.lower() not in values:
         raise ValueError("on or off")
-    return known[text.lower()]
+    return values[text.lower()]
 
 
 def _parse_count(text: str) -> int:
@@ -62,7 +60,7 @@ def _parse_percent(text: str) -> int:
 
 
 def _validated_text(parse: Callable[[str], Any]) -> Callable[[str], str]:
-    """Checked here, and kept as text for whoever reads it again in another process."""
+    """Returns a parser that checks a text and keeps it unparsed, because another process parses it again."""
 
     def check_text(text: str) -> str:
         parse(text)
@@ -78,18 +76,18 @@ def _parse_milliseconds(text: str) -> int:
 
 
 def _parse_path(text: str) -> str:
-    """Absolute: the sidecar and the server's children are elsewhere."""
+    """Returns an absolute path, because the sidecar and child processes have other working directories."""
     return os.path.abspath(text)
 
 
 def _parse_log_target(text: str) -> str:
-    """A file, or where the server says things."""
+    """Returns an absolute path, `stderr`, or an empty text for `off`."""
     words = {"off": "", STDERR: STDERR}
     return words[text.lower()] if text.lower() in words else _parse_path(text)
 
 
 def _parse_address(text: str) -> str:
-    """`PORT`, or `ADDRESS:PORT`."""
+    """Returns the text if it is `PORT` or `ADDRESS:PORT`."""
     address, _, port = text.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65536 or (":" in text and not address):
         raise ValueError("a port, or ADDRESS:PORT")
@@ -101,160 +99,172 @@ def _parse_names(text: str) -> tuple[str, ...]:
 
 
 STDERR = "stderr"
-"""Where a server says things, in place of a file."""
+"""Value in place of a file: standard error of the server."""
 
 SETTINGS: dict[str, Setting] = {
     "enabled": Setting(
         "OTEL_INFER_ENABLED",
         "auto",
-        "`on`: record and export, to the default endpoint if none is named; `off`: do nothing; `auto`: on if an OTLP "
-        "endpoint is configured, or what needs none: console, request log, tape, dumps, metrics port",
+        "`on`: record and export, to the default endpoint if none is configured; `off`: do nothing; `auto`: "
+        "on if an OTLP endpoint or a local output is configured: console, request log, tape, dumps, "
+        "metrics port",
         _choice_parser("auto", "on", "off", "1", "0", "true", "false"),
     ),
     "mode": Setting(
         "OTEL_INFER_MODE",
         "auto",
-        "`sidecar`: a process of its own reads and exports; `in-process`: a thread of the server does, costlier; "
-        "`auto`: sidecar where one can be had",
+        "`sidecar`: a separate process reads and exports; `in-process`: a thread of the server does, at a "
+        "higher cost; `auto`: sidecar if one can be started",
         _choice_parser("auto", "sidecar", "in-process"),
     ),
     "steps": Setting(
         "OTEL_INFER_STEPS",
         "auto",
-        "decode-step spans: `all`, `auto` (inside the budget), `off` (no request has a reason to be kept then, and the request "
-        "log is empty)",
+        "decode-step spans: `all`, `auto` (within the budget), `off` (then no request has a keep reason, "
+        "and the request log is empty)",
         _choice_parser("all", "auto", "off"),
     ),
     "device_timing": Setting(
         "OTEL_INFER_DEVICE_TIMING",
         "auto",
-        "time GPUs by events on their streams, in some 0.3 % of the time: `auto`; `off`: the host's clock alone",
+        "`auto`: time GPU work by events on its streams, which cost at most about 0.3 % of the time; `off`: "
+        "use the host's clock only",
         _choice_parser("auto", "off"),
     ),
     "gpu_metrics": Setting(
         "OTEL_INFER_GPU_METRICS",
         "on",
-        "the state of NVIDIA GPUs every 5 s, as NVML has it: `on`, `off`",
+        "export the state of NVIDIA GPUs every 5 s, as reported by NVML: `on`, `off`",
         _parse_bool,
     ),
     "step_budget": Setting(
-        "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans a second and server, in `auto`", _parse_count
+        "OTEL_INFER_STEP_BUDGET", "2000", "decode-step spans per second and server, in `auto`", _parse_count
     ),
     "budget": Setting(
         "OTEL_INFER_BUDGET",
         "cpu=25%,memory=256MiB",
-        "what the sidecar may take, of one core and of memory: above it, it makes fewer step spans",
-        _validated_text(governor.parse_budget),
+        "CPU (of one core) and memory that the sidecar may use; above it, the sidecar exports fewer step "
+        "spans",
+        _validated_text(budget.parse_budget),
     ),
     "slo": Setting(
         "OTEL_INFER_SLO",
         "",
-        "what a request may take at most: `ttft=1s,itl=200ms,tpot=50ms,e2e=30s,queue=500ms`, for a model or route apart "
-        "after `;`: `model:NAME ttft=3s`; the steps of one that took longer are kept. Who ended waiting for a token has waited so "
-        "long; who was stopped by its client has no `e2e`",
-        _validated_text(objectives.parse_objectives),
+        "latency objectives: `ttft=1s,itl=200ms,tpot=50ms,e2e=30s,queue=500ms`; for one model or route "
+        "after `;`: `model:NAME ttft=3s`. The steps of a request that missed an objective are exported. If "
+        "a request ends while it waits for a token, that wait counts. A request that its client cancelled "
+        "has no `e2e`",
+        _validated_text(slo.parse_objectives),
     ),
     "slow_percent": Setting(
         "OTEL_INFER_SLOW_PERCENT",
         "5",
-        "of the requests of each size, so many percent count as slow, and their steps are kept; `0`: none",
+        "percentage of the requests of each size that count as slow; their steps are exported; `0`: none",
         _parse_percent,
     ),
     "keep_unsampled": Setting(
         "OTEL_INFER_KEEP_UNSAMPLED",
         "off",
-        "export requests whose context says not sampled, marked `infer.unsampled`; a `tracer_provider` of one's own keeps to its sampler",
+        "also export requests whose context is not sampled, marked `infer.unsampled`; with a "
+        "`tracer_provider`, its sampler decides",
         _parse_bool,
     ),
     "rings": Setting(
         "OTEL_INFER_RINGS",
         "",
-        "folder on tmpfs for the shared memory of one server; by default a private one under /dev/shm",
+        "folder on tmpfs for the shared memory of one server; default: a private folder under /dev/shm",
         _parse_path,
     ),
     "console": Setting("OTEL_INFER_CONSOLE", "off", "print one line for each finished request", _parse_bool),
     "request_log": Setting(
         "OTEL_INFER_REQUEST_LOG",
         "",
-        "file, or `stderr`: one JSON line for each request that is kept for a reason of its own, with its trace id, stages and "
-        "where its time went; at most 10 a second",
+        "file, or `stderr`: one JSON line for each request with an error, abort, preemption, missed "
+        "objective or slow duration, or that delayed such a request. A line has the trace id, stages and "
+        "latency breakdown. At most 10 per second",
         _parse_log_target,
     ),
     "tape": Setting(
         "OTEL_INFER_TAPE",
         "",
-        "file to save all facts to, for `otel-infer replay`; one that is there already is kept beside it, numbered",
+        "file that all events are saved to, for `otel-infer replay`; an existing file is kept under a "
+        "numbered name",
         _parse_path,
     ),
     "dump_on_slo": Setting(
         "OTEL_INFER_DUMP_ON_SLO",
         "",
-        "folder: when 3 requests miss objectives (`OTEL_INFER_SLO`) within 10 s, the sidecar writes a tape of the last 120 s "
-        "into it; at most one a minute, of a breach that lasts ever fewer, and the newest 20 stay",
+        "folder for tapes: when 3 requests miss objectives (`OTEL_INFER_SLO`) within 10 s, the sidecar "
+        "writes a tape of the last 120 s. At most one per minute, fewer while a breach continues; the "
+        "newest 20 are kept",
         _parse_path,
     ),
     "dump_port": Setting(
         "OTEL_INFER_DUMP_PORT",
         "",
-        "port, on loopback unless it is ADDRESS:PORT: `POST /dump`, by an Alertmanager say, has the sidecar write such a tape",
+        "port, on loopback unless it is ADDRESS:PORT: `POST /dump`, for example from Alertmanager, makes "
+        "the sidecar write such a tape",
         _parse_address,
     ),
     "metrics_port": Setting(
         "OTEL_INFER_METRICS_PORT",
         "",
-        "port, on loopback unless it is ADDRESS:PORT: `GET /metrics`, for Prometheus to scrape: the same names and labels as over "
-        "OTLP, with exemplars; one server a port; not beside metrics over OTLP that are `delta`, `lowmemory` or exponential",
+        "port, on loopback unless it is ADDRESS:PORT: `GET /metrics` for Prometheus, with the names and "
+        "labels of OTLP, and exemplars. One server per port. Not together with OTLP metrics that are "
+        "`delta`, `lowmemory` or exponential",
         _parse_address,
     ),
     "integrations": Setting(
         "OTEL_INFER_INTEGRATIONS",
         "",
-        "comma-separated: only these integrations; by default all that are found",
+        "comma-separated: only these integrations; default: all that are found",
         _parse_names,
     ),
     "latency_attributes": Setting(
         "OTEL_INFER_LATENCY_ATTRIBUTES",
         "off",
-        "also put the `gen_ai.latency.*` attributes of vLLM and SGLang on the request span, with vLLM's meaning",
+        "also set the `gen_ai.latency.*` attributes of vLLM and SGLang on the request span, with vLLM's "
+        "meaning",
         _parse_bool,
     ),
     "response_headers": Setting(
         "OTEL_INFER_RESPONSE_HEADERS",
         "off",
-        "tell HTTP clients in the response: `traceresponse` (ids of the trace and of the server's span) and `Server-Timing` "
-        "(ms from arrival to response start), which `otel_infer.instrumentation.httpx` reads",
+        "add response headers for HTTP clients: `traceresponse` (ids of the trace and of the server's span) "
+        "and `Server-Timing` (ms from arrival to response start), which `otel_infer.instrumentation.httpx` "
+        "reads",
         _parse_bool,
     ),
     "tenant": Setting(
         "OTEL_INFER_TENANT",
         "",
-        "whose a request is, as `infer.tenant`: `header:NAME` of the HTTP request (or of `otel_infer.request`), `baggage:KEY`, or `lora`, the adapter's "
-        "name (vLLM's); cut to 64 characters",
+        "source of a request's tenant, exported as `infer.tenant`: `header:NAME` of the HTTP request (or of "
+        "`otel_infer.request`), `baggage:KEY`, or `lora`, the adapter's name (vLLM); cut to 64 characters",
         _validated_text(tenancy.parse_tenant_source),
     ),
     "tenant_hash_key": Setting(
         "OTEL_INFER_TENANT_HASH_KEY",
         "",
-        "any secret text: instead of a tenant's name, its hash with this key (16 hex digits) is written, everywhere",
+        "any secret text: every output has the hash of a tenant with this key (16 hex digits) instead of "
+        "its name",
         str,
     ),
     "tenants": Setting(
         "OTEL_INFER_TENANTS",
         "",
-        "comma-separated, at most 50: the tenants that metrics name; every other is `_OTHER`. With a hash key their names "
-        "are written here all the same, and metrics have the hashes",
+        "comma-separated, at most 50: the tenants that metrics name; every other is `_OTHER`. With a hash "
+        "key, write the names here; metrics have the hashes",
         tenancy.parse_tenants,
     ),
     "traffic_class": Setting(
         "OTEL_INFER_TRAFFIC_CLASS",
         "",
-        "which requests are `batch` and which `interactive`, as `infer.traffic.class`: `header:NAME` says one of the two, "
-        "and without it `route:/v1/batches=batch` does (that path and below, `{…}` is any one segment; the first that fits); "
-        "comma-separated; whatever else is `interactive`",
+        "rules for the traffic class of a request, `batch` or `interactive`, exported as "
+        "`infer.traffic.class`; comma-separated. `header:NAME`: the header contains the class. "
+        "`route:/v1/batches=batch`: the class of that path and below, without the header; `{…}` matches any "
+        "one segment, and the first match decides. Any other request is `interactive`",
         _validated_text(tenancy.parse_traffic_rules),
     ),
-    "log": Setting(
-        "OTEL_INFER_LOG", "", "file for what the sidecar has to say; by default it is silent", _parse_path
-    ),
+    "log": Setting("OTEL_INFER_LOG", "", "file for the log of the sidecar; default: no log", _parse_path),
 }
-"""Field of `Config` → its variable. The table in the docs is generated from this."""
+"""The settings by field of `Config`. The table in the docs is generated from this."""

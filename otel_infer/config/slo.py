@@ -1,8 +1,8 @@
-"""What the operator promises: how long a request may take at most, by model and route. Pure text in, comparisons out.
+"""Parses latency objectives by model and route, and finds the objectives that a request missed. Pure.
 
     ttft=1s,itl=200ms; model:llama-70b ttft=3s; route:/v1/embeddings e2e=500ms
 
-A section without a selector holds for all requests; of a section that names a model or a route, what it says goes before.
+A section without a selector applies to all requests. A section with a model or a route overrides it.
 """
 
 from __future__ import annotations
@@ -12,30 +12,36 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 TTFT, ITL, TPOT, E2E, QUEUE = OBJECTIVE_NAMES = ("ttft", "itl", "tpot", "e2e", "queue")
-"""Arrival to first token; the longest gap between tokens; their mean; arrival to last byte; time in both queues."""
+"""Arrival to first token; longest gap between tokens; mean gap between tokens; arrival to last byte; time in
+both queues.
+"""
 _UNITS = {"us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "m": 60_000_000_000}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m)")
 _SELECTORS = ("model", "route")
 
 
 class ObjectiveSection(NamedTuple):
-    """Limits in ns by objective, for the requests with this model or route; both empty: for all."""
+    """Limits in ns by objective, for requests with this model and route; an empty name matches all."""
 
     model: str
     route: str
     limits: Mapping[str, int]
 
     def applies_to(self, model: str, route: str) -> bool:
+        """Returns whether the section covers requests with this model and route."""
         return self.model in ("", model) and self.route in ("", route)
 
 
 class Objectives(NamedTuple):
-    """The sections as written."""
+    """The sections of a setting, in their written order."""
 
     sections: tuple[ObjectiveSection, ...] = ()
 
     def find_missed(self, model: str, route: str, lengths: Mapping[str, int]) -> tuple[str, ...]:
-        """Which objectives a request with these lengths (ns) has missed; one that it does not have is not missed."""
+        """Returns the objectives that a request with these durations (ns) missed.
+
+        An absent duration misses no objective.
+        """
         limits: dict[str, int] = {}
         for section in sorted(self.sections, key=lambda section: bool(section.model) + bool(section.route)):
             if section.applies_to(model, route):
@@ -46,7 +52,7 @@ class Objectives(NamedTuple):
 
 
 def parse_objectives(text: str) -> Objectives:
-    """The objectives in a setting; raises `ValueError` with what is accepted."""
+    """Returns the objectives of a setting; raises `ValueError` with the accepted syntax."""
     return Objectives(tuple(_parse_section(part) for part in text.split(";") if part.strip()))
 
 
@@ -59,15 +65,15 @@ def _parse_section(text: str) -> ObjectiveSection:
             raise ValueError(f"model:NAME or route:PATH before the limits, not {selector!r}")
         chosen[kind] = name
     return ObjectiveSection(
-        chosen["model"], chosen["route"], dict(_parse_limit(one) for one in limits.split(",") if one)
+        chosen["model"], chosen["route"], dict(_parse_limit(limit) for limit in limits.split(",") if limit)
     )
 
 
 def _parse_limit(text: str) -> tuple[str, int]:
     name, _, length = text.partition("=")
-    found = _DURATION.fullmatch(length)
-    if name not in OBJECTIVE_NAMES or found is None:
+    match = _DURATION.fullmatch(length)
+    if name not in OBJECTIVE_NAMES or match is None:
         raise ValueError(
             f"like ttft=1s,itl=200ms (of {', '.join(OBJECTIVE_NAMES)}; in us, ms, s, m), not {text!r}"
         )
-    return name, round(float(found[1]) * _UNITS[found[2]])
+    return name, round(float(match[1]) * _UNITS[match[2]])

@@ -1,4 +1,4 @@
-"""One line for each finished request, for `otel-infer run --show`."""
+"""Prints one line for each finished request, for `otel-infer run --show`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from otel_infer.ringbuffer import events
 
 
 def format_duration(ns: float) -> str:
-    """`0.4 ms`, `12 ms`, `3.2 s`: as many digits as say something."""
+    """Returns `0.4 ms`, `12 ms` or `3.2 s`, with two to four significant digits."""
     value = ns / 1e6
     if value >= 9_999.5:
         return f"{value / 1000:.1f} s"
@@ -22,11 +22,11 @@ def format_duration(ns: float) -> str:
 
 
 def format_request(record: RequestRecord) -> str:
-    """What a person wants to know of one request at a glance."""
+    """Returns one line with the outcome, durations, tokens, top cause and stages of a request."""
     outcome = {events.OK: "ok", events.ERROR: "error", events.ABORTED: "aborted"}[record.outcome]
     where = f"in {record.failed_stage}" if record.failed_stage else ""
-    if said := " ".join(filter(None, (record.error_type, where))):
-        outcome += f" ({said})"
+    if detail := " ".join(filter(None, (record.error_type, where))):
+        outcome += f" ({detail})"
     stages = " · ".join(
         f"{stage.name} {format_duration(stage.ended_at - stage.started_at)}"
         for stage in record.stages
@@ -51,7 +51,7 @@ def format_request(record: RequestRecord) -> str:
 
 
 def format_start(record: StartRecord) -> str:
-    """What a start spent its time on, at a glance."""
+    """Returns one line with the outcome, duration and phases of a process start."""
     outcome = f"ready by {record.ready_by}"
     if record.error_type:
         where = f" in {record.failed_phase}" if record.failed_phase else ""
@@ -69,10 +69,13 @@ def format_start(record: StartRecord) -> str:
 
 
 def is_writable(out: Any) -> bool:
-    """Whether a line goes there at once: a terminal that is paused, or a pipe that nobody reads, would keep us from the rings."""
+    """Returns whether a line can be written without waiting.
+
+    A paused terminal, or a pipe without a reader, would otherwise stop the reader of the rings.
+    """
     try:
         return bool(select.select((), (out.fileno(),), (), 0)[1])
-    except (AttributeError, OSError, ValueError):  # no file, or none any more
+    except (AttributeError, OSError, ValueError):  # not a file, or closed
         return True
 
 
@@ -91,7 +94,7 @@ class Console:
         self._print_line(format_start(record))
 
     def _print_line(self, text: str) -> None:
-        """A closed terminal is no reason to stop."""
+        """Prints a line; ignores a closed terminal."""
         if not is_writable(self._out):
             return
         try:

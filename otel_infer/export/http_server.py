@@ -1,4 +1,4 @@
-"""The small HTTP servers beside a server: one request at a time, on loopback unless told otherwise."""
+"""Small HTTP servers beside the inference server: one request at a time, on loopback by default."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ CLIENT_TIMEOUT_S, CLOSE_TIMEOUT_S = 5.0, 1.0
 
 
 class BackgroundServer(HTTPServer):
-    """Serves in a thread of its own until it is closed. `owner` is whom the handlers serve for."""
+    """An HTTP server that runs in a separate thread. `owner`: the object that its handlers use."""
 
     def __init__(self, address: tuple[str, int], handler: type[HttpHandler], owner: Any) -> None:
         self.owner = owner
         super().__init__(address, handler)
 
     def start(self, name: str) -> None:
-        """Begins to answer."""
+        """Starts the thread that serves requests."""
         threading.Thread(target=self.serve_forever, args=(0.5,), name=name, daemon=True).start()
 
     def close(self) -> None:
-        """Lets go of the port; whoever is being answered is waited for no longer than `CLOSE_S`."""
+        """Releases the port. A request in progress delays this by at most `CLOSE_TIMEOUT_S`."""
         stopping = threading.Thread(target=self.shutdown, daemon=True)
         stopping.start()
         stopping.join(CLOSE_TIMEOUT_S)
         self.server_close()
 
     def server_bind(self) -> None:
-        """Without the look-up of our own name, which may take long; at once again after a restart."""
+        """Binds the port without a look-up of the host name, which may take long.
+
+        SO_REUSEADDR makes the port available again right after a restart.
+        """
         self.socket.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever hangs up is no news."""
-        log.debug("a request to %s broke", self.server_port, exc_info=True)
+        """Logs a failed request at debug level, because it is common that a client disconnects."""
+        log.debug("request to port %s failed", self.server_port, exc_info=True)
 
 
 class _Ipv6BackgroundServer(BackgroundServer):
@@ -51,7 +54,7 @@ class _Ipv6BackgroundServer(BackgroundServer):
 
 
 class _DeadlineReader(io.RawIOBase):
-    """What comes from a connection within so many seconds; raises `TimeoutError` then."""
+    """The input of a connection until a deadline; raises `TimeoutError` after it."""
 
     def __init__(self, connection: socket, seconds: float) -> None:
         self._connection, self._deadline = connection, time.monotonic() + seconds
@@ -60,15 +63,18 @@ class _DeadlineReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
-        self._connection.settimeout(left)
+        self._connection.settimeout(remaining)
         return self._connection.recv_into(buffer)
 
 
 class HttpHandler(BaseHTTPRequestHandler):
-    """Answers in one piece and says nothing of who it is, nor to a log of who asked."""
+    """Base of the handlers.
+
+    It sends each response in one piece, without a Python version, and logs no requests.
+    """
 
     server: BackgroundServer
     timeout = CLIENT_TIMEOUT_S
@@ -76,17 +82,17 @@ class HttpHandler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def setup(self) -> None:
-        """All that is asked has to be there in time, however slowly it comes: others wait."""
+        """Limits the time for reading a request, because other requests wait meanwhile."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BufferedReader(_DeadlineReader(self.connection, CLIENT_TIMEOUT_S))
 
     def path_without_query(self) -> str:
-        """The path, without what follows it."""
+        """Returns the path without its query."""
         return self.path.partition("?")[0]
 
     def send_content(self, status: int, kind: str, content: bytes, **headers: str) -> None:
-        """The whole answer; underscores in the names of `headers` stand for hyphens."""
+        """Sends the whole response. Underscores in the names of `headers` become hyphens."""
         self.close_connection = True
         self.connection.settimeout(CLIENT_TIMEOUT_S)
         self.send_response(status)
@@ -99,11 +105,11 @@ class HttpHandler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent: what is asked of us is not for a log."""
+        """Logs nothing, because requests may contain private data."""
 
 
 def start_server(address: str, handler: type[HttpHandler], owner: Any, name: str) -> BackgroundServer:
-    """A server at `PORT` or `ADDRESS:PORT`, running; raises `OSError` where it cannot be had."""
+    """Returns a running server at `PORT` or `ADDRESS:PORT`; raises `OSError` if it cannot listen there."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or LOOPBACK
     try:

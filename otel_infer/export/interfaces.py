@@ -1,4 +1,4 @@
-"""Where records go: OTLP spans, a provider's spans, metrics, the console."""
+"""Interfaces of the destinations of records: OTLP spans, spans of a provider, metrics, the console."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from otel_infer.export.sampling import tail_sampler
 
 
 class RequestExporter(Protocol):
-    """Takes finished requests: all of them, or only those that are exported."""
+    """A destination of finished requests: all requests, or with `exported_only` the exported ones."""
 
     exported_only: bool
 
@@ -22,7 +22,7 @@ class RequestExporter(Protocol):
 
 
 class RequestListener(Protocol):
-    """Is told of every start and every request when it is concluded, exported or not."""
+    """A listener for every start and every finished request, exported or not."""
 
     def on_request(self, record: RequestRecord) -> None: ...
 

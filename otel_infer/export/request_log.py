@@ -1,7 +1,8 @@
-"""One log record for each request that is kept for a reason of its own: to `logging`, and as JSON lines where that is asked for.
+"""Writes one log record per request with a priority keep reason: to `logging`, and optionally as JSON lines.
 
-A record is bound to the span of its request, so that whatever reads the current context (OpenTelemetry's own logging, say)
-finds the right ids, and it has the same as fields. Rate-limited: a storm of failures is told by its number.
+A record is bound to the span of its request, so a handler that reads the current context (such as
+OpenTelemetry's own) finds the right ids. The ids are fields too. The rate is limited: a later record counts
+the dropped ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _OUTCOMES = {events.OK: "ok", events.ERROR: "error", events.ABORTED: "aborted"}
 
 
 class RequestLog:
-    """Tells of kept requests. `where`: a file, `stderr`, or empty: then only whoever listens to the logger is told."""
+    """Logs requests with a priority keep reason. `where`: a file, `stderr`, or empty = only the logger."""
 
     def __init__(self, where: str = "") -> None:
         self._handler = _open_handler(where)
@@ -39,16 +40,16 @@ class RequestLog:
         self._dropped = 0
 
     def log_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
-        """Logs one request, unless it is an ordinary one, or nobody listens, or there were too many."""
-        listens = request_logger.isEnabledFor(logging.INFO)
-        if decision.reason not in LOGGED_REASONS or not (listens or self._handler is not None):
+        """Logs one request, unless it is ordinary, no handler takes it, or the rate limit is reached."""
+        is_logger_enabled = request_logger.isEnabledFor(logging.INFO)
+        if decision.reason not in LOGGED_REASONS or not (is_logger_enabled or self._handler is not None):
             return
         if not self._spend_budget(record.ended_at):
             self._dropped += 1
             return
-        said = build_fields(record, decision)
+        fields = build_fields(record, decision)
         if self._dropped:
-            said["dropped_before"], self._dropped = self._dropped, 0
+            fields["dropped_before"], self._dropped = self._dropped, 0
         flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if record.sampled else trace.TraceFlags.DEFAULT)
         ids = int.from_bytes(record.trace_id, "big"), int.from_bytes(record.span_id, "big")
         with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(*ids, False, flags))):
@@ -60,24 +61,24 @@ class RequestLog:
                 console.format_request(record),
                 (),
                 None,
-                extra=said,
+                extra=fields,
             )
             if self._handler is not None:
-                line.said = said
+                line.said = fields
                 self._handler.handle(line)
-            if listens:
+            if is_logger_enabled:
                 request_logger.handle(line)
 
     def close(self) -> None:
-        """Closes the file; what a full disk does not take is lost."""
+        """Closes the file. Lines that a full disk rejects are lost."""
         if self._handler is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._handler.close()
 
     def _spend_budget(self, at: int) -> bool:
-        come = max(at - self._refilled_at, 0) * MAX_PER_SECOND / 1e9
+        refill = max(at - self._refilled_at, 0) * MAX_PER_SECOND / 1e9
         self._budget_left, self._refilled_at = (
-            min(self._budget_left + come, BURST),
+            min(self._budget_left + refill, BURST),
             max(at, self._refilled_at),
         )
         if self._budget_left < 1:
@@ -87,9 +88,9 @@ class RequestLog:
 
 
 def build_fields(record: RequestRecord, decision: tail_sampler.Decision) -> dict[str, Any]:
-    """The fields of a log record, content-free; lengths in ms. What a request does not have is not there."""
-    blame = record.breakdown
-    said = {
+    """Returns the fields of a log record, without content; durations in ms. Empty fields are absent."""
+    breakdown = record.breakdown
+    fields = {
         "trace_id": record.trace_id.hex(),
         "span_id": record.span_id.hex(),
         "keep_reason": decision.reason,
@@ -106,15 +107,17 @@ def build_fields(record: RequestRecord, decision: tail_sampler.Decision) -> dict
         "input_tokens": record.input_tokens,
         "output_tokens": record.output_tokens,
         "stages_ms": {stage.name: _ns_to_ms(stage.ended_at - stage.started_at) for stage in record.stages},
-        "top_cause": blame.top_cause if blame is not None else "",
-        "causes_ms": {cause: _ns_to_ms(length) for cause, length in blame.causes.items()} if blame else {},
-        "interferer_trace_id": blame.interferer.trace_id.hex()
-        if blame is not None and blame.interferer
+        "top_cause": breakdown.top_cause if breakdown is not None else "",
+        "causes_ms": {cause: _ns_to_ms(length) for cause, length in breakdown.causes.items()}
+        if breakdown
+        else {},
+        "interferer_trace_id": breakdown.interferer.trace_id.hex()
+        if breakdown is not None and breakdown.interferer
         else "",
         "telemetry_lost": record.telemetry_lost,
     }
     at = datetime.fromtimestamp((record.ended_at + record.wall_offset) / 1e9, timezone.utc)
-    return {"ended_at": at.isoformat(timespec="milliseconds"), **{k: v for k, v in said.items() if v}}
+    return {"ended_at": at.isoformat(timespec="milliseconds"), **{k: v for k, v in fields.items() if v}}
 
 
 def _ns_to_ms(ns: int) -> float:
@@ -122,34 +125,36 @@ def _ns_to_ms(ns: int) -> float:
 
 
 class _JsonLineFormatter(logging.Formatter):
-    """One object on one line."""
+    """Formats a record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = getattr(record, "said", {})
+        fields: dict[str, Any] = getattr(record, "said", {})
         head = {"level": record.levelname, "logger": record.name, "message": record.getMessage()}
-        return json.dumps({**said, **head}, default=str)
+        return json.dumps({**fields, **head}, default=str)
 
 
 class _LogFileHandler(logging.handlers.WatchedFileHandler):
-    """A file that others may rotate."""
+    """Writes to a file that other programs may rotate."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Where the new one cannot be opened, the line is lost, and the request is not."""
+        """Writes a line, or loses it if the rotated file cannot be opened; the request is exported all the
+        same.
+        """
         with contextlib.suppress(OSError):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """A full disk is no reason to stop, nor to say so for each line."""
+        """Ignores the error, because a full disk must not stop the export, nor be reported per line."""
 
 
 class _StderrHandler(logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
-        """A line for which there is no room just now is left out."""
+        """Writes a line, or drops it if the stream is not writable now."""
         if console.is_writable(self.stream):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """As of a file."""
+        """Ignores the error, as `_LogFileHandler` does."""
 
 
 def _open_handler(where: str) -> logging.Handler | None:
@@ -158,7 +163,7 @@ def _open_handler(where: str) -> logging.Handler | None:
     try:
         handler: logging.Handler = _StderrHandler() if where == STDERR else _LogFileHandler(where)
     except OSError as reason:
-        log.error("there is no log of requests: %s", reason)
+        log.error("request log is disabled, because its file cannot be opened: %s", reason)
         return None
     handler.setFormatter(_JsonLineFormatter())
     return handler

@@ -1,1 +1,1 @@
-"""Device time beside host time, without a synchronisation: marks on the device's streams, and memory. And NVML, for the sidecar."""
+"""Measures device time and memory without synchronising, and reads NVML for the sidecar."""

@@ -1,9 +1,9 @@
-"""From the device's clock to the host's: each mapped time has a bound on its error.
+"""Maps the device's clock to the host's, with an error bound on each mapped time.
 
-An anchor is an event on an otherwise idle stream, recorded and seen done on the host as fast as can be: the device reached it
-somewhere in between (Cristian, 1989). Of several tries the narrowest is kept; the rate between the clocks follows from
-neighbouring anchors. torch's events tell float32 milliseconds, so that an anchor must not be old: ±0.25 µs after 4 s, ±4 µs
-after a minute.
+An anchor is an event that is recorded on an otherwise idle stream and polled until done, as fast as possible.
+The device reached it between the two host times (Cristian, 1989). Of several attempts the narrowest is used.
+The rate between the clocks follows from consecutive anchors. torch's events return float32 milliseconds, so
+an anchor must be recent: the error is ±0.25 µs after 4 s and ±4 µs after a minute.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from otel_infer.gpu.device import Device
 
 ANCHOR_ATTEMPTS = 12
 ANCHOR_PERIODS_NS = (250_000_000, 1_000_000_000, 4_000_000_000)
-"""From one anchor to the next: the rate is known to some 20 ppm after the first, to 1 ppm after the third."""
+"""Time between anchors: the rate is known to about 20 ppm after the first period, to 1 ppm after the third.
+"""
 IDLE_PERIOD_NS = 30_000_000_000
-"""While nothing is timed: an old anchor would place the next spans badly."""
+"""Time between anchors while nothing is timed: with an old anchor, the next spans would be inaccurate."""
 RETRY_NS, MAX_RETRY_FACTOR = 1_000_000_000, 60
-"""Where no anchor could be made yet: so long for each that failed, and at most so many times."""
+"""Delay before another attempt at the first anchor: this long per failed attempt, up to this many times."""
 UNMEASURED_DRIFT = 100e-6
-"""How far crystals differ at most, before a rate was measured."""
+"""Largest assumed difference of the clock rates before it is measured."""
 MIN_DRIFT = 0.5e-6
-"""How far a measured rate may have changed since."""
+"""Smallest assumed error of a measured rate, because rates change with time."""
 _EVENT_COUNT = 6
-"""Events that take turns: an anchor that somebody still reads is not recorded anew before several others."""
+"""Events used in rotation: an anchor that is still in use is recorded again only after several others."""
 _ULP = 2.0**-24
 
 
 class ClockAnchor(NamedTuple):
-    """`host_at` ± `half_ns`: when the device reached `event`, host ns. `rate`: host ns per device ns, ± `drift`."""
+    """`host_at` ± `bound_ns`: when the device reached `event`, host ns. `rate`: host ns per device ns, ±
+    `drift`.
+    """
 
     event: Any
     host_at: int
@@ -42,26 +45,26 @@ class ClockAnchor(NamedTuple):
 
 
 class ClockMap:
-    """The anchors of one device. Anchored by one thread, read by any."""
+    """The anchors of one device. One thread adds anchors; any thread reads them."""
 
     def __init__(self, device: Device, now: Callable[[], int] = _clock.now) -> None:
         self._device, self._stream, self._now = device, device.create_idle_stream(), now
         self._events = deque(device.create_event() for _ in range(_EVENT_COUNT))
-        for event in self._events:  # the driver makes an event when it is recorded for the first time
+        for event in self._events:  # the driver creates an event when it is first recorded
             event.record(self._stream)
         self._anchor_count = 0
         self._anchored_at = 0
         self.failed = 0
         self.anchor: ClockAnchor | None = None
-        """The newest."""
+        """The latest anchor; None before the first."""
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether anchors are made more often still."""
+        """Returns whether anchors still follow at the shorter, initial periods."""
         return 0 < self._anchor_count < len(ANCHOR_PERIODS_NS)
 
     def is_due(self, now: int, in_use: bool) -> bool:
-        """Whether it is time for the next anchor."""
+        """Returns whether the next anchor is due."""
         if not self._anchor_count:
             return now - self._anchored_at >= RETRY_NS * min(self.failed, MAX_RETRY_FACTOR)
         period = (
@@ -72,27 +75,33 @@ class ClockMap:
         return now - self._anchored_at >= period
 
     def add_anchor(self) -> bool:
-        """Makes an anchor; False if the device did not answer soon enough. Not while anybody captures."""
+        """Adds an anchor; returns False if the device did not answer soon enough.
+
+        It must not be called during a graph capture.
+        """
         best: tuple[int, int] | None = None
-        spare, kept = self._events.popleft(), self._events.popleft()
+        spare, narrowest = self._events.popleft(), self._events.popleft()
         for _ in range(ANCHOR_ATTEMPTS):
             stamp = self._device.record_and_poll(spare, self._stream)
             if stamp is not None and (best is None or stamp[1] - stamp[0] < best[1] - best[0]):
                 best = stamp
-                spare, kept = kept, spare
+                spare, narrowest = narrowest, spare
         self._events.appendleft(spare)
-        self._events.append(kept)
+        self._events.append(narrowest)
         self._anchored_at = self._now()
         if best is None:
             self.failed += 1
             return False
         low, high = best
-        self.anchor = self._add_rate(ClockAnchor(kept, (low + high) // 2, (high - low + 1) // 2))
+        self.anchor = self._add_rate(ClockAnchor(narrowest, (low + high) // 2, (high - low + 1) // 2))
         self._anchor_count += 1
         return True
 
     def _add_rate(self, new: ClockAnchor) -> ClockAnchor:
-        """With the rate since the anchor before; if a clock jumped meanwhile (suspended, migrated), without one."""
+        """Returns the anchor with the rate since the anchor before.
+
+        The rate stays 1 for the first anchor and after a clock jumped (suspend, migration).
+        """
         before = self.anchor
         if before is None:
             return new
@@ -105,8 +114,10 @@ class ClockMap:
         return new._replace(rate=rate, drift=max((before.bound_ns + new.bound_ns) / device_ns, MIN_DRIFT))
 
     def to_host_time(self, anchor: ClockAnchor, offset_ms: float) -> tuple[int, int]:
-        """Host time of what the device reached so long after the anchor, and how far it may be off, both ns."""
+        """Returns the host time of a device instant `offset_ms` after the anchor, and its error bound, both
+        ns.
+        """
         offset = offset_ms * 1e6
-        away = abs(offset)
-        bound = anchor.bound_ns + away * (anchor.drift + _ULP) + self._device.tick_ns
+        distance = abs(offset)
+        bound = anchor.bound_ns + distance * (anchor.drift + _ULP) + self._device.tick_ns
         return anchor.host_at + round(offset * anchor.rate), round(bound)

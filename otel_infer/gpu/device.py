@@ -1,9 +1,10 @@
-"""What we ask of an accelerator, and torch's ones that answer: CUDA, ROCm under CUDA's names, and XPU.
+"""The interface to an accelerator, and torch's implementations of it: CUDA, ROCm (under CUDA's names) and
+XPU.
 
-An event is torch's own: `record(stream)`, `query()`, `a.elapsed_time(b)` in ms (float32 on CUDA). Nothing here waits for the
-device, and nothing initializes it: where the application has not done so, there is no device. `torch.cuda.Event` is not used,
-since vLLM's CPU runner replaces it by a placeholder for good (vllm/v1/worker/cpu/shm.py, 0.33): the class is asked for where
-torch defines it.
+An event is torch's own: `record(stream)`, `query()`, `a.elapsed_time(b)` in ms (float32 on CUDA). Nothing
+here waits for the device or initializes it: before the application does so, there is no device.
+`torch.cuda.Event` is not used, because vLLM's CPU runner replaces it by a placeholder for good
+(vllm/v1/worker/cpu/shm.py, 0.33). The class is taken from the module in which torch defines it.
 """
 
 from __future__ import annotations
@@ -17,47 +18,51 @@ from typing import Any, Protocol
 from otel_infer import _clock
 
 SPIN_NS = 50_000
-"""How long a stamp may take: whoever stamps holds the GIL meanwhile."""
+"""Longest time for one stamp: the thread holds the GIL meanwhile."""
 OCCUPY_CYCLES = 2_000_000
-"""Of the device's clock: 1 ms at 2 GHz."""
+"""Cycles of the device's clock: 1 ms at 2 GHz."""
 _THREAD_LOCAL = 1
-"""cudaStreamCaptureModeThreadLocal: what this thread asks does not break a capture on another (pytorch#148594)."""
+"""cudaStreamCaptureModeThreadLocal: this thread's queries do not break a capture on another (pytorch#148594).
+"""
 
 
 class Device(Protocol):
-    """One accelerator. `kind`: torch's module of it; `tick_ns`: the resolution of its clock, as far as it is known."""
+    """One accelerator. `kind`: its torch module; `tick_ns`: the resolution of its clock, as far as known."""
 
     kind: str
     index: int
     tick_ns: int
 
     def create_event(self) -> Any:
-        """A new event with timing; it exists on the device when it is recorded for the first time."""
+        """Returns a new event with timing; the device creates it when it is first recorded."""
 
     def current_stream(self) -> Any:
-        """The stream that the calling thread launches on now."""
+        """Returns the stream on which the calling thread launches now."""
 
     def create_idle_stream(self) -> Any:
-        """A new stream that nobody else launches on."""
+        """Returns a new stream that no other code launches on."""
 
     def is_capturing(self) -> bool:
-        """Whether what the calling thread launches now goes into a graph, and is not run."""
+        """Returns whether launches of the calling thread are now captured into a graph instead of run."""
 
     def prepare_thread(self) -> None:
-        """Makes the calling thread one that may ask the device while another thread captures."""
+        """Allows the calling thread to query the device while another thread captures."""
 
     def occupy_stream(self, stream: Any) -> bool:
-        """Keeps an idle stream busy for about a ms, on one of the device's many processors; False where that cannot be."""
+        """Keeps an idle stream busy for about 1 ms, on one processor of the device; False if unsupported."""
 
     def record_and_poll(self, event: Any, stream: Any) -> tuple[int, int] | None:
-        """Records an event on an idle stream: host time before it and after it was seen done; None if that took too long."""
+        """Records an event on an idle stream and polls it.
+
+        Returns the host times before it was recorded and after it was done; None if that took too long.
+        """
 
 
 class TorchDevice:
-    """A device of torch's. Raises `AttributeError` where this release of torch lacks what we call."""
+    """A torch device. Raises `AttributeError` where this torch release lacks a function it calls."""
 
     tick_ns = 1000
-    """Of CUDA's events about 0.5 µs says its manual, 32 ns was seen on an H100; of HIP's, 1 µs."""
+    """CUDA's manual gives about 0.5 µs for events; 32 ns was measured on an H100. HIP's events have 1 µs."""
 
     def __init__(self, torch: Any, kind: str, index: int) -> None:
         self.index, self.kind = index, kind
@@ -74,12 +79,12 @@ class TorchDevice:
         return self._event_class(enable_timing=True)
 
     def current_stream(self) -> Any:
-        # torch's own `current_stream` makes a new object each time, at several µs.
-        told = self._get_current_stream(self.index)
-        stream = self._streams.get(told)
+        # torch's own `current_stream` creates a new object each time, which takes several µs.
+        key = self._get_current_stream(self.index)
+        stream = self._streams.get(key)
         if stream is None:
-            number, index, kind = told
-            stream = self._streams[told] = self._stream_class(
+            number, index, kind = key
+            stream = self._streams[key] = self._stream_class(
                 stream_id=number, device_index=index, device_type=kind
             )
         return stream
@@ -104,15 +109,15 @@ class TorchDevice:
     def record_and_poll(self, event: Any, stream: Any) -> tuple[int, int] | None:
         if self._driver is None:
             return _time_event(lambda: event.record(stream), event.query)
-        # The driver is called with the GIL held: torch gives it up to record, and has it back when the engine lets go.
-        known, queue = ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(stream.cuda_stream)
+        # The driver is called with the GIL held: torch releases it to record, and then waits to get it back.
+        handle, queue = ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(stream.cuda_stream)
         record, query = self._driver.cuEventRecord, self._driver.cuEventQuery
-        return _time_event(lambda: record(known, queue), lambda: query(known) == 0)
+        return _time_event(lambda: record(handle, queue), lambda: query(handle) == 0)
 
 
 def _time_event(record: Callable[[], object], query: Callable[[], bool]) -> tuple[int, int] | None:
     before = _clock.now()
-    if record():  # the driver's status; torch has none and raises
+    if record():  # a driver error code; torch returns None and raises
         return None
     while not query():
         if _clock.now() - before > SPIN_NS:
@@ -121,14 +126,14 @@ def _time_event(record: Callable[[], object], query: Callable[[], bool]) -> tupl
 
 
 def _load_driver() -> Any:
-    """libcuda, called with the GIL held; None where it cannot be had."""
+    """Returns libcuda, whose functions keep the GIL; None where it cannot be loaded."""
     with contextlib.suppress(OSError):
         return ctypes.PyDLL("libcuda.so.1")
     return None
 
 
 def current_device() -> TorchDevice | None:
-    """The device that the calling thread launches on; None where nobody uses one, or none that we can time."""
+    """Returns the calling thread's device; None if no device is in use or it cannot be timed."""
     torch: Any = sys.modules.get("torch")
     for kind in ("cuda", "xpu"):
         module: Any = getattr(torch, kind, None)

@@ -1,7 +1,8 @@
-"""Whether anybody in this process captures a CUDA graph: meanwhile no event of ours is recorded, queried or read.
+"""Tracks CUDA graph captures in this process: during a capture no event here is recorded, queried or read.
 
-A query by another thread breaks a capture in the default mode ("operation not permitted when stream is capturing"; seen on an
-H100 with torch 2.11), and an event that was recorded into a graph can never be read. Told by `integrations.cuda`.
+A query by another thread breaks a capture in the default mode ("operation not permitted when stream is
+capturing"; observed on an H100 with torch 2.11). An event that was recorded into a graph can never be read.
+The hooks of `instrumentation.torch.cuda_graphs` call this module.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import threading
 import time
 
 MAX_WAIT_S = 0.1
-"""Whoever asks a device lets go within µs; a capture does not wait for longer than this."""
+"""Longest time that a capture waits for a device query; queries end within µs."""
 
 open_captures = 0
-"""Captures that are going on."""
+"""Captures in progress."""
 capture_count = 0
-"""Captures that there were, so far."""
+"""Captures begun so far."""
 _active_queries = 0
 _lock = threading.Lock()
 
 
 def begin_capture() -> None:
-    """A capture is about to begin: nobody asks a device from here on."""
+    """Records that a capture is about to begin, and waits until no device query is active."""
     global open_captures, capture_count
     with _lock:
         open_captures, capture_count = open_captures + 1, capture_count + 1
@@ -32,14 +33,14 @@ def begin_capture() -> None:
 
 
 def end_capture() -> None:
-    """It is over, or did not begin."""
+    """Records that a capture ended, or did not begin."""
     global open_captures
     with _lock:
         open_captures = max(open_captures - 1, 0)
 
 
 def try_begin_query() -> bool:
-    """Whether a device may be asked now; if so no capture begins until `asked`."""
+    """Returns whether the device may be queried now; if True, captures wait for `end_query`."""
     global _active_queries
     with _lock:
         if open_captures:
@@ -49,14 +50,14 @@ def try_begin_query() -> bool:
 
 
 def end_query() -> None:
-    """The device has answered."""
+    """Records that a device query ended."""
     global _active_queries
     with _lock:
         _active_queries -= 1
 
 
 def _reset_after_fork() -> None:
-    """In a forked child nobody asks, whoever was about to."""
+    """Resets all counts in a forked child, because the threads that raised them do not exist there."""
     global _lock, _active_queries, open_captures
     _lock, _active_queries, open_captures = threading.Lock(), 0, 0
 

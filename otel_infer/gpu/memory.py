@@ -1,11 +1,14 @@
-"""Memory of the device that this process uses, as torch's allocator and the driver know it; once a second, from the tender.
+"""Device memory of this process, by torch's allocator and the driver; read once a second on the timing
+thread.
 
-torch counts what it gave out (allocated), what it holds of the device (reserved), what of that waits for streams (active), and
-pieces of blocks that cannot be given back (inactive split); CUDA graphs and pools of the application's own have theirs apart
-(private pools, from torch 2.13 on). What is neither free nor reserved is somebody else's: a context, NCCL, another process. Of
-the host's memory it holds some that is page-locked (pinned): to have more of it takes the driver ms. The figures cost 15 to 30 µs
-(H100, torch 2.11). `mem_get_info` costs 7 µs there, but took 8 ms on a driver in a container (sglang#25225), so how free
-the device is, is asked the later the longer it takes.
+torch counts memory in use by tensors (allocated) and memory held from the device (reserved). Memory in use or
+waiting for a stream is active. Parts of blocks that cannot be returned are inactive splits. CUDA graphs and
+the application's own pools are counted apart (private pools, torch 2.13 and later). Memory that is neither
+free nor reserved belongs to something else: a context, NCCL, another process. The host allocator holds
+page-locked memory (pinned), and the driver takes ms to allocate more.
+
+The figures cost 15 to 30 µs (H100, torch 2.11). `mem_get_info` costs 7 µs there, but took 8 ms on a driver in
+a container (sglang#25225). The longer it takes, the less often it is called.
 """
 
 from __future__ import annotations
@@ -20,26 +23,34 @@ from otel_infer.ringbuffer import events
 
 SAMPLE_INTERVAL_NS = 1_000_000_000
 DRIVER_QUERY_RATIO, RECENT_QUERIES = 1000, 4
-"""How many times as far apart the driver is asked as it takes to answer: the quickest of the last answers, since whoever waits for
-the GIL is no slow driver."""
+"""Time between driver queries, as a multiple of the shortest of the last 4 query durations.
+
+The shortest counts, because longer ones may include a wait for the GIL.
+"""
 OomCallback = Callable[[int, int, int, int], None]
 _CURRENT_PATH = ("all", "current")
 
 
 class DeviceMemorySampler:
-    """Of one device. Never loads torch, never makes it turn to CUDA; raises what another release of torch lacks."""
+    """Samples the memory of one device.
+
+    It never imports torch or initializes CUDA. It raises what a torch release without these functions raises.
+    """
 
     def __init__(
-        self, index: int, say: Callable[[events.MemorySeen], None], now: Callable[[], int] = _clock.now
+        self,
+        index: int,
+        record_event: Callable[[events.MemorySeen], None],
+        now: Callable[[], int] = _clock.now,
     ) -> None:
-        self._index, self._record_event, self._now = index, say, now
+        self._index, self._record_event, self._now = index, record_event, now
         self._sampled_at = self._next_query_at = 0
         self._uuid = ""
         self._free = self._total = 0
         self._query_durations: deque[int] = deque(maxlen=RECENT_QUERIES)
 
     def record_sample(self) -> None:
-        """States it; nothing within a second of the last time."""
+        """Records the memory figures, at most once a second."""
         at, cuda = self._now(), sys.modules.get("torch.cuda")
         if cuda is None or (self._sampled_at and at - self._sampled_at < SAMPLE_INTERVAL_NS):
             return
@@ -50,13 +61,13 @@ class DeviceMemorySampler:
         kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes")
         allocated, reserved, active, split = (_read_current(stats, kind) for kind in kinds)
         pools, pinned = _sum_private_pools(stats), _read_pinned_bytes(cuda)
-        said = events.MemorySeen(
+        event = events.MemorySeen(
             at, self._uuid, allocated, reserved, active, split, free, total, pools, pinned
         )
-        self._record_event(said)
+        self._record_event(event)
 
     def _read_device_memory(self, cuda: Any) -> tuple[int, int]:
-        """Free and in all, as of when it was asked last."""
+        """Returns free and total bytes, as of the latest driver query."""
         before = self._now()
         if before >= self._next_query_at:
             self._free, self._total = map(int, cuda.mem_get_info(self._index))
@@ -68,21 +79,26 @@ class DeviceMemorySampler:
 _oom_callbacks: list[OomCallback] = []
 
 
-def attach_oom_observer(say: OomCallback) -> None:
-    """`say` is called with device, bytes wanted, limit and free bytes, before torch raises for want of memory, on the thread that
-    asked. Once for all, since torch lets nobody be taken off again; not before CUDA is in use, since asking turns to it."""
+def attach_oom_observer(callback: OomCallback) -> None:
+    """Registers `callback(device, requested, limit, free)`, bytes, for failed allocations.
+
+    torch calls it before it raises, on the allocating thread. Only the first callback is registered, because
+    torch cannot remove one. It must not be called before CUDA is in use, because it initializes CUDA.
+    """
     attach = getattr(
         getattr(sys.modules.get("torch"), "_C", None), "_cuda_attach_out_of_memory_observer", None
     )
     if attach is not None and not _oom_callbacks:
-        _oom_callbacks.append(say)
-        attach(lambda *said: _oom_callbacks[0](*said))
+        _oom_callbacks.append(callback)
+        attach(lambda *figures: _oom_callbacks[0](*figures))
 
 
 def get_device_uuid(cuda: Any, index: int) -> str:
-    """As NVML has it, which is how both are joined."""
-    said = str(getattr(cuda.get_device_properties(index), "uuid", "") or f"cuda:{index}")
-    return said if said.startswith(("GPU-", "MIG-", "cuda:")) else f"GPU-{said}"
+    """Returns the device's UUID as NVML writes it, which joins the figures of both; `cuda:INDEX` if it has
+    none.
+    """
+    uuid = str(getattr(cuda.get_device_properties(index), "uuid", "") or f"cuda:{index}")
+    return uuid if uuid.startswith(("GPU-", "MIG-", "cuda:")) else f"GPU-{uuid}"
 
 
 def _sum_private_pools(stats: Any) -> int:
@@ -91,50 +107,50 @@ def _sum_private_pools(stats: Any) -> int:
 
 
 def _read_pinned_bytes(cuda: Any) -> int:
-    of_host = getattr(cuda, "host_memory_stats_as_nested_dict", None)
-    held = of_host().get("allocated_bytes") if of_host is not None else None
-    return -1 if held is None else int(held.get("current", 0))
+    read_stats = getattr(cuda, "host_memory_stats_as_nested_dict", None)
+    allocated = read_stats().get("allocated_bytes") if read_stats is not None else None
+    return -1 if allocated is None else int(allocated.get("current", 0))
 
 
 def _read_current(stats: Any, kind: Any) -> int:
-    found: Any = stats.get(kind, {})
+    value: Any = stats.get(kind, {})
     for key in _CURRENT_PATH:
-        found = found.get(key, {}) if isinstance(found, dict) else {}
-    return int(found or 0)
+        value = value.get(key, {}) if isinstance(value, dict) else {}
+    return int(value or 0)
 
 
 COUNTER_INTERVAL_NS = 1_000_000_000
 MARK_BY_COUNTER = {"num_alloc_retries": "allocator_retry", "num_ooms": "allocator_oom"}
-"""Figures of the allocator, and the marks they become."""
+"""The allocator's counters, and the marks that record their increments."""
 
 MarkCallback = Callable[[str, int, int, int], None]
 """(mark, since, at, count)."""
 
 
 class AllocatorCounters:
-    """Its figures as they were at the last look. Never loads torch, never makes it turn to CUDA."""
+    """The allocator's counters at the last reading. It never imports torch or initializes CUDA."""
 
-    def __init__(self, say: MarkCallback, now: Callable[[], int] = _clock.now) -> None:
-        self._record_mark, self._now = say, now
+    def __init__(self, record_mark: MarkCallback, now: Callable[[], int] = _clock.now) -> None:
+        self._record_mark, self._now = record_mark, now
         self._sampled_at = now()
         self._last_counts = self._read_counts() or dict.fromkeys(MARK_BY_COUNTER.values(), 0)
 
     def record_increments(self) -> None:
-        """Says what was added since the last time; nothing within a second of it."""
+        """Records a mark for each counter that rose since the last reading, at most once a second."""
         at = self._now()
         if at - self._sampled_at < COUNTER_INTERVAL_NS:
             return
         since, self._sampled_at = self._sampled_at, at
-        known = self._read_counts()
-        if known is None:
+        counts = self._read_counts()
+        if counts is None:
             return
-        before, self._last_counts = self._last_counts, known
-        for mark, count in known.items():
+        before, self._last_counts = self._last_counts, counts
+        for mark, count in counts.items():
             if count > before[mark]:
                 self._record_mark(mark, since, at, count - before[mark])
 
     def _read_counts(self) -> dict[str, int] | None:
-        """The marks so far, of all devices; None while CUDA is not in use."""
+        """Returns the counters by mark, over all devices; None while CUDA is not in use."""
         cuda = sys.modules.get("torch.cuda")
         is_initialized = getattr(cuda, "is_initialized", None)  # another thread may be importing it
         if cuda is None or is_initialized is None or not is_initialized():

@@ -1,4 +1,4 @@
-"""What NVML says of this machine's GPUs. For the sidecar and for `doctor`, never for the server's own threads."""
+"""The state of this machine's GPUs by NVML, for the sidecar and `doctor`, never for the server's threads."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-"""There where the kernel has the driver, also inside a container that was not given its library."""
+"""Exists where the kernel has the driver, also inside a container that lacks its library."""
 
 NvmlStatus = Literal["ready", "no driver", "no library", "no permission", "no package", "broken"]
 
 
 class NvmlState(NamedTuple):
-    """Whether NVML answers, and for which devices.
+    """Whether NVML is available, its driver version, and the names of the devices.
 
     `status`: "no library", the kernel has the driver but `libnvidia-ml` is not found here; "no package",
-    nvidia-ml-py is not installed; "broken", anything else, which `reason` names.
+    nvidia-ml-py is not installed; "broken", any other error, which `reason` names.
     """
 
     status: NvmlStatus
@@ -26,21 +26,21 @@ class NvmlState(NamedTuple):
 
 
 def query_state() -> NvmlState:
-    """Asks NVML once, and lets go of it again; never raises."""
+    """Returns the state of NVML, from one query; never raises."""
     try:
         import pynvml
     except ImportError:
         return NvmlState("no package")
     try:
         pynvml.nvmlInit()
-    except Exception as refusal:
-        return _state_from_error(pynvml, refusal)
+    except Exception as error:
+        return _state_from_error(pynvml, error)
     try:
         return NvmlState(
             "ready", decode_text(pynvml.nvmlSystemGetDriverVersion()), _list_device_names(pynvml)
         )
-    except Exception as refusal:
-        return _state_from_error(pynvml, refusal)
+    except Exception as error:
+        return _state_from_error(pynvml, error)
     finally:
         with contextlib.suppress(Exception):
             pynvml.nvmlShutdown()
@@ -51,17 +51,17 @@ def _list_device_names(pynvml: Any) -> tuple[str, ...]:
     return tuple(decode_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
 
 
-def _state_from_error(pynvml: Any, refusal: Exception) -> NvmlState:
-    code = getattr(refusal, "value", None)
+def _state_from_error(pynvml: Any, error: Exception) -> NvmlState:
+    code = getattr(error, "value", None)
     if code == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
         return NvmlState("no library" if DRIVER_FILE.exists() else "no driver")
     if code == pynvml.NVML_ERROR_DRIVER_NOT_LOADED:
         return NvmlState("no driver")
     if code == pynvml.NVML_ERROR_NO_PERMISSION:
         return NvmlState("no permission")
-    return NvmlState("broken", reason=f"{type(refusal).__name__}: {refusal}")
+    return NvmlState("broken", reason=f"{type(error).__name__}: {error}")
 
 
-def decode_text(said: str | bytes) -> str:
-    """What NVML says; older bindings answer with bytes."""
-    return said.decode("utf-8", "replace") if isinstance(said, bytes) else said
+def decode_text(text: str | bytes) -> str:
+    """Returns a text of NVML's as str; older bindings return bytes."""
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else text

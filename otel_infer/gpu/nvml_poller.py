@@ -1,8 +1,10 @@
-"""The state of this machine's NVIDIA GPUs, read in the sidecar every 5 s: one poller per server, devices by their UUID.
+"""Polls the state of this machine's NVIDIA GPUs every 5 s in the sidecar; one poller per server, devices by
+UUID.
 
-What a device does not have, or does not show to this user, is left out and not asked again: unsupported is never 0. What fails
-otherwise is left out as long as it fails. Not asked at all: PCIe throughput, which blocks for 20 ms, and processes, whose ids mean something else in a container. The energy counter
-takes 2 ms (H100, driver 580), the others some µs. NVML: nvml.h of driver 580; activity of SMs by GPM, Hopper and later.
+A quantity that a device lacks, or denies to this user, is omitted and not queried again: unsupported is never
+0. A quantity that fails otherwise is omitted while it fails. Two are never queried: PCIe throughput blocks
+for 20 ms, and process ids differ in a container. The energy counter takes 2 ms (H100, driver 580), the others
+a few µs. NVML: nvml.h of driver 580; activity of SMs by GPM, Hopper and later.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from otel_infer.ringbuffer.events import GpuClocksThrottled
 
 
 class GpuReading(NamedTuple):
-    """One value of a GPU of this machine, or of a MIG device of the `parent`. `number`: as NVML counts.
+    """One value of a GPU of this machine, or of a MIG device of the `parent`. `number`: NVML's index.
 
-    `what`: utilization, memory, power (W), energy (J), temperature (°C), throttled, errors or activity; `of`: of which task,
-    reason, kind or unit.
+    `quantity`: utilization, memory (bytes), power (W), energy (J), temperature (°C), throttled, errors,
+    activity or xids. `label`: its task, reason, kind or unit; empty if it has none.
     """
 
     uuid: str
@@ -39,11 +41,11 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 5.0
 MAX_PENDING_EVENTS = 120
-"""Events that wait to be recorded."""
+"""Events that wait to be drained; older ones are dropped."""
 MAX_XID_EVENTS = 64
-"""Of one device, that are taken at once."""
+"""XID events that are read per device and poll."""
 STALE_S = 30.0
-"""A driver that has not answered for so long says nothing any more."""
+"""Age of readings from which they are no longer current: the driver does not answer."""
 THROTTLE_REASONS = {
     "power_cap": 0x4,
     "hw_slowdown": 0x8,
@@ -52,11 +54,12 @@ THROTTLE_REASONS = {
     "hw_thermal": 0x40,
     "power_brake": 0x80,
 }
-"""Why clocks are lower than they could be (nvml.h, nvmlClocksEventReasons); idle and set clocks are no reasons."""
+"""Bits of the reasons for lowered clocks (nvml.h, nvmlClocksEventReasons), without idle and user-set clocks.
+"""
 SLOWING_REASONS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "power_brake"})
-"""Those that come and go with heat and supply. The others are how a GPU that is busy runs all day."""
+"""Reasons that come and go with heat and power supply. A busy GPU can have the others all day."""
 GPM_UNITS = {"sm": 2, "tensor": 5, "dram": 10}
-"""Of GPM: nvmlGpmMetricId_t."""
+"""GPM metric of each unit (nvmlGpmMetricId_t)."""
 
 
 class NvmlDevice(NamedTuple):
@@ -70,11 +73,14 @@ class NvmlDevice(NamedTuple):
 
 
 class NvmlReader:
-    """Asks NVML; never raises. `wanted`: the server's CUDA_VISIBLE_DEVICES, None where it may use all. `unsupported`: (UUID, what)
-    that is not asked again."""
+    """Reads NVML; never raises.
 
-    def __init__(self, wanted: str | None = None) -> None:
-        self._visible_devices = wanted
+    `visible_devices`: the server's CUDA_VISIBLE_DEVICES; None = it may use all. `unsupported`: each (UUID,
+    quantity) that is not queried again.
+    """
+
+    def __init__(self, visible_devices: str | None = None) -> None:
+        self._visible_devices = visible_devices
         self._nvml: Any = None
         self._devices: list[NvmlDevice] = []
         self._gpm_samples: dict[str, list[Any]] = {}
@@ -84,38 +90,41 @@ class NvmlReader:
         self.driver = ""
 
     def open(self) -> bool:
-        """Whether there is a driver, and a device that this server may use."""
+        """Initializes NVML; returns whether there is a device that this server may use."""
         try:
             import pynvml
 
             pynvml.nvmlInit()
             self._nvml, self.driver = pynvml, decode_text(pynvml.nvmlSystemGetDriverVersion())
             self._devices = [device for device in self._find_gpus() if self._is_visible(device)]
-        except Exception as refusal:  # no driver, no library, no permission
-            log.debug("no GPU metrics: %s", refusal)
+        except Exception as error:  # no driver, no library, no permission
+            log.debug("NVML is not available, no GPU metrics: %s", error)
             return False
         return bool(self._devices)
 
     def close(self) -> None:
-        """Lets go of NVML."""
+        """Shuts NVML down."""
         nvml, self._nvml = self._nvml, None
         if nvml is not None:
             with contextlib.suppress(Exception):
                 nvml.nvmlShutdown()
 
     def read_all(self) -> list[GpuReading]:
-        """All values that there are now."""
-        found: list[GpuReading] = []
+        """Returns the current values of all visible devices."""
+        readings: list[GpuReading] = []
         for device in self._devices:
-            for what, ask in self._select_queries(device).items():
-                key = device.uuid, what
+            for quantity, query in self._select_queries(device).items():
+                key = device.uuid, quantity
                 if key in self.unsupported:
                     continue
                 try:
-                    found += [GpuReading(*device[1:], what, of, value) for of, value in ask(device.handle)]
-                except Exception as refusal:
-                    self._record_failure(key, refusal)
-        return found
+                    readings += [
+                        GpuReading(*device[1:], quantity, label, value)
+                        for label, value in query(device.handle)
+                    ]
+                except Exception as error:
+                    self._record_failure(key, error)
+        return readings
 
     def _select_queries(self, device: NvmlDevice) -> dict[str, Callable[[Any], Iterator[tuple[str, float]]]]:
         if device.parent:
@@ -152,18 +161,21 @@ class NvmlReader:
             yield kind, self._nvml.nvmlDeviceGetTotalEccErrors(handle, number, 0)
 
     def _read_xid_errors(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
-        """What its driver called critical since we look, by its number (docs.nvidia.com/deploy/xid-errors)."""
+        """Yields the count of each critical error since the first call, by XID.
+
+        The numbers: docs.nvidia.com/deploy/xid-errors.
+        """
         nvml = self._nvml
         if uuid not in self._event_sets:
             self._event_sets[uuid] = self._register_events(handle)
         for _ in range(MAX_XID_EVENTS):
             try:
                 event = nvml.nvmlEventSetWait_v2(self._event_sets[uuid], 0)
-            except nvml.NVMLError:  # there is none; or the device is lost, of which the last one told
+            except nvml.NVMLError:  # no event; or the device is lost, which an earlier XID reported
                 break
             self._xid_counts[uuid, int(event.eventData)] += 1
-        for (whose, number), count in self._xid_counts.items():
-            if whose == uuid:
+        for (owner, number), count in self._xid_counts.items():
+            if owner == uuid:
                 yield f"xid_{number}", count
 
     def _register_events(self, handle: Any) -> Any:
@@ -177,7 +189,7 @@ class NvmlReader:
         return events
 
     def _read_activity(self, handle: Any, uuid: str) -> Iterator[tuple[str, float]]:
-        """Between this sample and the one before."""
+        """Yields the activity of each unit between the previous sample and this one; nothing at the first."""
         nvml = self._nvml
         if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
@@ -187,15 +199,15 @@ class NvmlReader:
         samples.append(fresh)
         if len(samples) < 2:
             return
-        asked = nvml.c_nvmlGpmMetricsGet_t()
-        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(GPM_UNITS)
-        asked.sample1, asked.sample2 = samples
+        query = nvml.c_nvmlGpmMetricsGet_t()
+        query.version, query.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(GPM_UNITS)
+        query.sample1, query.sample2 = samples
         for place, number in enumerate(GPM_UNITS.values()):
-            asked.metrics[place].metricId = number
-        nvml.nvmlGpmMetricsGet(asked)
+            query.metrics[place].metricId = number
+        nvml.nvmlGpmMetricsGet(query)
         for place, unit in enumerate(GPM_UNITS):
-            if asked.metrics[place].nvmlReturn == nvml.NVML_SUCCESS:
-                yield unit, asked.metrics[place].value / 100
+            if query.metrics[place].nvmlReturn == nvml.NVML_SUCCESS:
+                yield unit, query.metrics[place].value / 100
 
     def _find_gpus(self) -> Iterator[NvmlDevice]:
         nvml = self._nvml
@@ -209,30 +221,33 @@ class NvmlReader:
             yield from self._find_mig_devices(handle, uuid, name, index)
 
     def _find_mig_devices(self, handle: Any, parent: str, name: str, index: int) -> Iterator[NvmlDevice]:
-        """Its MIG devices; most GPUs cannot have any."""
+        """Yields the MIG devices of a GPU; most GPUs cannot have any."""
         nvml = self._nvml
         with contextlib.suppress(Exception):
             if not nvml.nvmlDeviceGetMigMode(handle)[0]:
                 return
             for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                with contextlib.suppress(Exception):  # that place is empty
+                with contextlib.suppress(Exception):  # no device at this index
                     instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
                     yield NvmlDevice(
                         instance, decode_text(nvml.nvmlDeviceGetUUID(instance)), f"{name} MIG", index, parent
                     )
 
     def _is_visible(self, device: NvmlDevice) -> bool:
-        """By CUDA_VISIBLE_DEVICES: UUIDs, or numbers (as NVML counts, by bus; CUDA's own order is the same for equal GPUs)."""
+        """Returns whether CUDA_VISIBLE_DEVICES lists the device, by UUID (or its beginning) or by number.
+
+        A number is taken as NVML's, in bus order. CUDA's own order is the same for equal GPUs.
+        """
         if self._visible_devices is None:
             return True
         names = [name.strip() for name in self._visible_devices.split(",")]
         ids = (device.uuid, device.parent)
         return str(device.number) in names or any(
-            name and any(one.startswith(name) for one in ids) for name in names
+            name and any(uuid.startswith(name) for uuid in ids) for name in names
         )
 
-    def _record_failure(self, key: tuple[str, str], refusal: Exception) -> None:
-        nvml, code = self._nvml, getattr(refusal, "value", None)
+    def _record_failure(self, key: tuple[str, str], error: Exception) -> None:
+        nvml, code = self._nvml, getattr(error, "value", None)
         final = (
             nvml.NVML_ERROR_NOT_SUPPORTED,
             nvml.NVML_ERROR_NO_PERMISSION,
@@ -240,27 +255,27 @@ class NvmlReader:
         )
         if code in final:
             self.unsupported.add(key)
-        log.debug("%s of %s is not to be had: %s", key[1], key[0], refusal)
+        log.debug("cannot read %s of GPU %s: %s", key[1], key[0], error)
 
 
 class NvmlPoller(threading.Thread):
-    """Reads every 5 s, on a thread of its own: a driver may take its time."""
+    """Reads NVML every 5 s, on a separate thread, because a driver may be slow."""
 
-    def __init__(self, wanted: str | None = None, every_s: float = POLL_INTERVAL_S) -> None:
+    def __init__(self, visible_devices: str | None = None, interval_s: float = POLL_INTERVAL_S) -> None:
         super().__init__(name="otel_infer-nvml", daemon=True)
-        self._reader, self._interval_s = NvmlReader(wanted), every_s
+        self._reader, self._interval_s = NvmlReader(visible_devices), interval_s
         self._stopping = threading.Event()
         self._latest: tuple[int, list[GpuReading]] = 0, []
         self._pending_events: deque[GpuClocksThrottled] = deque(maxlen=MAX_PENDING_EVENTS)
 
     @property
     def driver(self) -> str:
-        """Its version."""
+        """Returns the driver version; empty if there is none."""
         return self._reader.driver
 
     @property
     def latest(self) -> list[GpuReading]:
-        """The last values, while they are fresh."""
+        """Returns the latest readings; empty if they are older than `STALE_S`."""
         at, readings = self._latest
         return readings if _clock.now() - at < STALE_S * 1e9 else []
 
@@ -272,19 +287,19 @@ class NvmlPoller(threading.Thread):
         self._reader.close()
 
     def record_readings(self, at: int, readings: list[GpuReading]) -> None:
-        """These were read at this instant."""
+        """Stores the readings of this instant, and an event if they show throttled clocks."""
         self._latest = at, readings
-        held = {one.label for one in readings if one.quantity == "throttled" and one.value}
-        if held:
+        reasons = {reading.label for reading in readings if reading.quantity == "throttled" and reading.value}
+        if reasons:
             until = at + int(self._interval_s * 1e9)
             self._pending_events.append(
-                GpuClocksThrottled(at, until, ",".join(sorted(held)), bool(held & SLOWING_REASONS))
+                GpuClocksThrottled(at, until, ",".join(sorted(reasons)), bool(reasons & SLOWING_REASONS))
             )
 
     def drain_events(self) -> list[GpuClocksThrottled]:
-        """Returns what was seen of throttled clocks since the last call."""
+        """Returns the events of throttled clocks since the last call."""
         return [self._pending_events.popleft() for _ in range(len(self._pending_events))]
 
     def stop(self) -> None:
-        """Ends it, soon."""
+        """Stops the thread after its current reading."""
         self._stopping.set()

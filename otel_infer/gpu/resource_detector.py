@@ -1,6 +1,7 @@
-"""Which GPUs there are, for the resource of any OpenTelemetry SDK: `OTEL_EXPERIMENTAL_RESOURCE_DETECTORS=otel_infer_gpu,otel`.
+"""A resource detector for GPUs, for any OpenTelemetry SDK:
+`OTEL_EXPERIMENTAL_RESOURCE_DETECTORS=otel_infer_gpu,otel`.
 
-There is no convention for GPUs on a resource (`hw.*` are attributes of metrics), so the names are ours.
+No convention covers GPUs on a resource (`hw.*` are attributes of metrics), so the names are this package's.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from otel_infer.gpu import nvml
 
 
 class GpuResourceDetector(ResourceDetector):
-    """Count, models and driver, by NVML; nothing where there is none."""
+    """Detects count, models and driver version of the GPUs by NVML."""
 
     def detect(self) -> Resource:
-        """Asks once; never raises."""
+        """Returns the GPUs as a resource, empty where there are none; never raises."""
         state = nvml.query_state()
         if state.status != "ready" or not state.devices:
             return Resource.get_empty()

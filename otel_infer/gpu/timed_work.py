@@ -1,4 +1,4 @@
-"""What is timed on a device, and the fact that it becomes."""
+"""Work that is timed on a device, and the events that record its time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from otel_infer.ringbuffer.recorder import recorder
 
 
 class StepWork:
-    """A step of an engine in process `pid`, or the part of it that the worker of this rank does. `log`: as in `StepExecuted`."""
+    """A step of an engine in process `pid`, or this rank's part of it. `log`: as in `StepExecuted`."""
 
     __slots__ = ("_step_ids",)
 
     def __init__(self, engine: str, pid: int, rank: int, step: int, log: int) -> None:
         self._step_ids = engine, pid, rank, step, log
 
-    def on_device(self, timed: DeviceInterval) -> None:
-        started_at, ended_at, launched, queued, gap, bound = timed
+    def on_device(self, interval: DeviceInterval) -> None:
+        started_at, ended_at, launched, queued, gap, bound = interval
         lengths = encode_ns(launched), encode_ns(queued), encode_ns(gap), encode_ns(bound)
         recorder.record_process(events.StepTimed(ended_at, started_at, *self._step_ids, *lengths))
 
@@ -26,19 +26,19 @@ class StepWork:
 
 
 class StageWork:
-    """What is launched in a stage, for one request or for several together."""
+    """The launches of a stage, for one request or several together."""
 
     __slots__ = ("_handles", "_stage")
 
     def __init__(self, stage: str, *handles: int) -> None:
         self._stage, self._handles = stage, handles
 
-    def on_device(self, timed: DeviceInterval) -> None:
-        started_at, ended_at, *lengths, bound = timed
+    def on_device(self, interval: DeviceInterval) -> None:
+        started_at, ended_at, *lengths, bound = interval
         launched, queued = map(encode_ns, lengths[:2])
-        fact = events.StageTimed(ended_at, started_at, self._stage, launched, queued, encode_ns(bound))
+        event = events.StageTimed(ended_at, started_at, self._stage, launched, queued, encode_ns(bound))
         for handle in self._handles:
-            recorder.record(handle, fact)
+            recorder.record(handle, event)
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
-        """The stage itself says that."""
+        """Records nothing, because the stage itself has these times."""

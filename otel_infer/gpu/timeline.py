@@ -1,10 +1,11 @@
-"""What one thread launches on a device, from mark to mark: two events each, of a fixed pool, read when the device is done.
+"""Times the launches of one thread on a device with two events per span, from a fixed pool.
 
-    begin ─ the engine launches ─ end          harvest: in the order of launching, some together, never waiting
+    begin_span ─ the engine launches ─ end_span          collect_spans: in launch order, in batches, never waits
 
-Between the marks is everything that ran on that stream, and the time in which nothing did, since the host had not launched it
-yet: a span of the device, not its load. Driver calls per span: 1 question whether it is captured, 2 records, 2 elapsed times,
-and at most 2 queries, of which one may say "not yet". Nothing is made or freed on the way. Which steps are marked: `pacing`.
+A span covers everything that ran on its stream between the two marks. It also covers time in which nothing
+ran, because the host had not launched it yet: it is a span of the device, not its load. Driver calls per
+span: 1 check for a capture, 2 records, 2 elapsed times, and at most 2 queries, one of which may find it
+unfinished. Nothing is allocated or freed per span. `sample_rate` selects the steps to mark.
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ from otel_infer.gpu.device import Device
 from otel_infer.gpu.sample_rate import StepSampler
 
 CAPACITY = 64
-"""Spans in flight at most: what is launched further ahead is timed by the host."""
+"""Most spans in flight; launches beyond them are timed by the host."""
 WARM_UP_NS = 5_000_000
 COLLECT_BATCH = 8
-"""Spans that are read in one go, unless the tender does it before: what is cold for the first is not for the others."""
+"""Pending spans at which the engine's thread collects them itself.
+
+Spans are read together, because caches are cold only for the first. The timing thread may collect them
+earlier.
+"""
 MAX_ERRORS = 3
-"""A device that fails so often is not asked again: after an error of CUDA's, every call fails."""
+"""Errors after which a device is no longer used: after one CUDA error, every call fails."""
 
 
 class DeviceInterval(NamedTuple):
-    """A span of the device on the host's clock, ns. `bound_ns`: how far off the instants may be.
+    """A span of the device on the host's clock, ns. `bound_ns`: error bound of the instants.
 
-    `launched_ns`: what the host took to launch it; -1 = not known, since it had waited for the device by then. `queued_ns`: from
-    being launched to being reached. `gap_ns`: since the end of the span before on this stream; -1 = not known.
+    `launched_ns`: how long the host took to launch it; -1 = unknown, because the host also waited for the
+    device. `queued_ns`: from the begin of launching until the device started. `gap_ns`: since the end of the
+    previous step on this stream; -1 = unknown.
     """
 
     started_at: int
@@ -46,11 +52,11 @@ class DeviceInterval(NamedTuple):
 
 DeviceCallback = Callable[[DeviceInterval], None]
 HostCallback = Callable[[int, int], None]
-"""Told when it began to be launched and when that was over, where the device does not say."""
+"""Called with the begin and the end of launching, ns, where the device's time is not available."""
 
 
 class DeviceSpan:
-    """Two events of a timeline, its `home`, and what is known on the host; used again and again."""
+    """Two events of a timeline, and the host's figures for the current span; reused for later spans."""
 
     __slots__ = (
         "begun_at",
@@ -67,8 +73,8 @@ class DeviceSpan:
         "timeline",
     )  # fmt: skip
 
-    def __init__(self, home: Timeline, start: Any, end: Any) -> None:
-        self.timeline, self.start, self.end = home, start, end
+    def __init__(self, timeline: Timeline, start: Any, end: Any) -> None:
+        self.timeline, self.start, self.end = timeline, start, end
         self.stream: Any = None
         self.on_device: DeviceCallback | None = None
         self.on_host: HostCallback | None = None
@@ -77,7 +83,7 @@ class DeviceSpan:
 
 
 class _PreviousEnd(NamedTuple):
-    """The end of a span that was marked."""
+    """The end of the previous marked step."""
 
     step_number: int
     stream: Any
@@ -86,8 +92,13 @@ class _PreviousEnd(NamedTuple):
 
 
 class Timeline:
-    """The spans of one thread on one device. `dropped`: not timed for want of events; `violations`: put right, since the
-    device cannot have begun before it was asked, nor ended after it was seen done. `own_ms`: what marks take themselves."""
+    """The spans of one thread on one device.
+
+    `dropped`: spans without a free event, or on a broken device. `captured`: spans inside a graph capture.
+    `violations`: starts moved by more than their error bound, because the device cannot start before the
+    launch begins or end after the span was found done. `mark_overhead_ms`: the device's time between two
+    marks with nothing between.
+    """
 
     def __init__(
         self,
@@ -111,24 +122,25 @@ class Timeline:
 
     @property
     def pending(self) -> int:
-        """Spans whose end has not been seen."""
+        """Returns the number of spans that have not been collected."""
         return len(self._pending)
 
     @property
     def has_new_spans(self) -> bool:
-        """Whether anything began since this was asked the last time."""
-        seen, self._begun_seen = self._begun_seen, self.begun
-        return self.begun != seen
+        """Returns whether any span began since the last call."""
+        before, self._begun_seen = self._begun_seen, self.begun
+        return self.begun != before
 
     @property
     def is_broken(self) -> bool:
-        """Whether the device has failed too often."""
+        """Returns whether the device has failed too often."""
         return self.errors >= MAX_ERRORS
 
     def warm_up(self, stream: Any) -> None:
-        """Has the driver make all events, which costs ms: for another thread than the engine's, and an idle stream.
+        """Lets the driver create all events, and measures `mark_overhead_ms`, on an idle stream.
 
-        Queued behind something, two marks with nothing between them are as far apart as marks take themselves.
+        It takes ms, so it must not run on the engine's thread. The marks are queued behind other work: two
+        marks with nothing between them are then apart by their own time.
         """
         is_queued = self._device.occupy_stream(stream)
         for span in self._pool:
@@ -141,8 +153,11 @@ class Timeline:
                 break
 
     def begin_span(self, stream: Any = None, is_step: bool = True) -> DeviceSpan | None:
-        """Marks the stream (None: the thread's current one); None where that cannot be: time it on the host. What is no step is
-        left out of the steps' pace and of the gaps between them."""
+        """Marks the stream (None: the thread's current one) and returns the span.
+
+        None where the device cannot time it, so the host must. Spans other than steps do not count for the
+        sample rate or the gaps between steps.
+        """
         at = self._now()
         if graph_capture.open_captures or self._is_capturing():
             self.captured += 1
@@ -170,16 +185,19 @@ class Timeline:
     def end_span(
         self,
         span: DeviceSpan,
-        say: DeviceCallback,
-        instead: HostCallback | None = None,
+        on_device: DeviceCallback,
+        on_host: HostCallback | None = None,
         has_waited: bool = False,
     ) -> bool:
-        """Marks the stream again; `say` will be told, or `instead`. False where that cannot be, and nobody is told. `has_waited`:
-        the host has waited for the device since it launched the last of it."""
+        """Marks the stream again; later one of the two callbacks is called.
+
+        Returns False if it cannot be marked; then neither is called. `has_waited`: the host waited for the
+        device after the last launch of the span.
+        """
         span.launched_at, span.on_device, span.on_host, span.has_waited = (
             self._now(),
-            say,
-            instead,
+            on_device,
+            on_host,
             has_waited,
         )
         if span.capture_count != graph_capture.capture_count and (
@@ -201,14 +219,17 @@ class Timeline:
         return True
 
     def cancel_span(self, span: DeviceSpan) -> None:
-        """Nobody is told of it."""
+        """Discards the span without a callback."""
         self._pool.append(span)
 
     def collect_spans(self) -> int:
-        """Tells of the spans that are done, in order; how many. For any thread, one at a time; never waits."""
+        """Reports the spans that are done, in launch order; returns how many.
+
+        Any thread may call it. It never waits: if another thread is collecting, it returns 0.
+        """
         if not self._pending or not self._collect_lock.acquire(blocking=False):
             return 0
-        told = 0
+        reported = 0
         try:
             if graph_capture.try_begin_query():
                 try:
@@ -217,20 +238,20 @@ class Timeline:
                         and not graph_capture.open_captures
                         and self._collect_oldest(self._pending[0])
                     ):
-                        told += 1
+                        reported += 1
                 finally:
                     graph_capture.end_query()
         finally:
             self._collect_lock.release()
-        return told
+        return reported
 
     def abandon_pending(self) -> None:
-        """Of what is pending the device will say nothing more."""
+        """Reports the host's times of all pending spans, because the device failed."""
         while self._pending:
             self._report_host_time(self._pending.popleft())
 
     def _collect_oldest(self, span: DeviceSpan) -> bool:
-        """Tells of this one, the oldest; whether it was done."""
+        """Reports the oldest pending span; returns False if it is not done or failed."""
         try:
             if not span.end.query():
                 return False
@@ -251,14 +272,16 @@ class Timeline:
             span.on_host(span.begun_at, span.launched_at)
 
     def _report_device_time(self, span: DeviceSpan) -> None:
-        anchor, say = self._clocks.anchor, span.on_device
-        if say is None:
+        anchor, on_device = self._clocks.anchor, span.on_device
+        if on_device is None:
             return
         if anchor is None:
-            raise LookupError("no anchor")
-        own = self.mark_overhead_ms
-        length = max(round((span.start.elapsed_time(span.end) - own) * 1e6 * anchor.rate), 0)
-        started_at, bound = self._clocks.to_host_time(anchor, anchor.event.elapsed_time(span.start) + own)
+            raise LookupError("no clock anchor")
+        overhead = self.mark_overhead_ms
+        length = max(round((span.start.elapsed_time(span.end) - overhead) * 1e6 * anchor.rate), 0)
+        started_at, bound = self._clocks.to_host_time(
+            anchor, anchor.event.elapsed_time(span.start) + overhead
+        )
         started_at = self._clamp_start(started_at, length, bound, span.begun_at)
         before, gap = self._previous_end, -1
         ended_at = started_at + length
@@ -267,19 +290,19 @@ class Timeline:
                 gap = max(started_at - before.ended_at, 0)
             self._previous_end = _PreviousEnd(span.step_number, span.stream, anchor, ended_at)
         elif before is not None and before.stream == span.stream:
-            self._previous_end = None  # between this step and the next the stream had something to do
+            self._previous_end = None  # the stream was not idle between this step and the next
         launched, queued = (
             -1 if span.has_waited else span.launched_at - span.begun_at,
             started_at - span.begun_at,
         )
-        say(
+        on_device(
             DeviceInterval(
                 started_at, ended_at, launched, max(queued, 0), gap, bound + round(length * anchor.drift)
             )
         )
 
     def _clamp_start(self, started_at: int, length: int, bound: int, begun_at: int) -> int:
-        """Moved by no more than must be; a move beyond the bound is a violation."""
+        """Returns the nearest possible start; counts a violation if it is moved beyond its error bound."""
         possible = max(min(started_at, self._now() - length), begun_at)
         if abs(possible - started_at) > bound:
             self.violations += 1

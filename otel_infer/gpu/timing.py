@@ -1,10 +1,11 @@
-"""Device time for whoever launches: `begin`, launch, `end`.
+"""Times work on the device: call `begin`, launch, call `end`.
 
-    first begin of a thread ─▶ the tender, a thread of ours, makes events and an anchor ─▶ from then on, spans of the device
+    first begin of a thread ─▶ the timing thread makes events and an anchor ─▶ from then on, device spans
 
-The tender is awake five times a second, or ten times while spans wait that no engine harvests, for some µs: what a device says is
-known before the request that it is about is concluded. It anchors the clocks every 4 s. Without a device, before the first anchor, during a capture and where events run out, the host's clock is used, and
-said to be.
+The timing thread wakes 5 times a second, or 10 times while spans are pending, each for a few µs. Device times
+are thus known before their request is concluded. The thread adds a clock anchor every 4 s. The host's clock
+is used, and recorded as such, without a device, before the first anchor, during a capture, and when events
+run out.
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ from otel_infer.gpu.timeline import DeviceInterval, DeviceSpan, Timeline
 log = logging.getLogger(__name__)
 
 IDLE_INTERVAL_S, BUSY_INTERVAL_S = 0.2, 0.1
-"""How long the tender sleeps; and while spans wait."""
+"""Sleep of the timing thread, and its sleep while spans are pending."""
 UNTIMED = 0
 DEVICE_CHECK_NS = 1_000_000_000
-"""How often a thread looks whether the application uses a device by now."""
+"""Time between two checks of a thread whether the application uses a device."""
 
 
 class TimedWork(Protocol):
-    """What is timed, and who is told."""
+    """Work that is timed; one of its methods is called with the result."""
 
-    def on_device(self, timed: DeviceInterval) -> None:
-        """It ran on a device, from mark to mark."""
+    def on_device(self, interval: DeviceInterval) -> None:
+        """Records the device's time from mark to mark."""
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
-        """Nobody knows but the host: when it began to launch it, and when that was over."""
+        """Records when the host began to launch and when it was done, where the device's time is not
+        available.
+        """
 
 
 class _ThreadSlot:
-    """A thread's place for its timeline on this device, which the tender fills."""
+    """A thread's timeline on this device, which the timing thread sets; None until then."""
 
     __slots__ = ("__weakref__", "device", "timeline")
 
@@ -51,44 +54,48 @@ class _ThreadSlot:
         self.device = device
         self.timeline: Timeline | None = None
 
-    def matches_device(self, on: Any) -> bool:
-        """Whether this is its device, as torch has it."""
-        return on.type == self.device.kind and on.index in (None, self.device.index)
+    def matches_device(self, other: Any) -> bool:
+        """Returns whether a `torch.device` is this slot's device."""
+        return other.type == self.device.kind and other.index in (None, self.device.index)
 
 
 class _ThreadState(threading.local):
-    """`looked_at`: when it last looked for a device."""
+    """The slot of a thread. `checked_at`: when the thread last checked for a device."""
 
     slot: _ThreadSlot | None = None
     checked_at = 0
 
 
 class DeviceTiming:
-    """Of one process. `find`: the device of the calling thread, if any by now."""
+    """Device timing of one process. `find_device`: returns the calling thread's device; None if there is none
+    yet.
+    """
 
-    def __init__(self, find: Callable[[], Device | None] = current_device) -> None:
+    def __init__(self, find_device: Callable[[], Device | None] = current_device) -> None:
         self.is_on = True
         self.on_first_use: Callable[[Device], Callable[[], None]] | None = None
-        """Told of each device that is used first; what it returns is called once a second, by the tender."""
-        self._find_device = find
+        """Called at the first use of a device; the timing thread calls the returned function in each cycle.
+        """
+        self._find_device = find_device
         self._lock, self._thread = threading.Lock(), _ThreadState()
         self._worker: _TimingThread | None = None
         os.register_at_fork(after_in_child=self._reset_after_fork)
 
     @property
     def is_device_timed(self) -> bool:
-        """Whether what the calling thread launches is timed by a device, if it is on that one."""
+        """Returns whether the calling thread has a timeline for launches on its device."""
         slot = self._thread.slot
         return slot is not None and slot.timeline is not None
 
     def begin(
         self, stream: object = None, always: bool = False, is_step: bool = True, on: Any = None
     ) -> DeviceSpan | int:
-        """The calling thread is about to launch, on this stream (None: its current one) of this device (a `torch.device`; None:
-        its current one). Of another than the one it uses first, the host's time alone is known.
+        """Begins to time the next launches of the calling thread, and returns what `end` or `cancel` needs.
 
-        An instant if the host times it; `UNTIMED` if nobody does, since it would cost too much (not with `always`). What is no
-        step, but a part of one on another stream, is timed always, and nothing follows from it for the pace of the steps.
+        `stream`, `on` (a `torch.device`): where it launches; None = its current ones. Only the device that a
+        thread uses first has device times. Returns an instant if the host times the launches. Returns
+        `UNTIMED` if the step is not sampled, which cannot be with `always`. `is_step` is False for parts of a
+        step on another stream: they are always timed and do not affect the sample rate.
         """
         slot = self._thread.slot
         if slot is not None and slot.timeline is not None:
@@ -104,8 +111,10 @@ class DeviceTiming:
         return _clock.now()
 
     def end(self, begun: DeviceSpan | int, work: TimedWork, has_waited: bool = False) -> None:
-        """It has launched what it began with. `has_waited`: and waited for the device since, so that nobody knows how long it took
-        to launch."""
+        """Ends the launches that `begin` began.
+
+        `has_waited`: the host also waited for the device, so the time of launching is unknown.
+        """
         if isinstance(begun, int):
             if begun != UNTIMED:
                 work.on_host(begun, _clock.now())
@@ -114,22 +123,25 @@ class DeviceTiming:
             work.on_host(begun.begun_at, _clock.now())
 
     def cancel(self, begun: DeviceSpan | int) -> None:
-        """It did not come to launching."""
+        """Discards a begin whose launches did not happen."""
         if isinstance(begun, DeviceSpan):
             begun.timeline.cancel_span(begun)
 
     def collect_spans(self) -> None:
-        """Tells of what is done by now, of all threads."""
+        """Reports the spans of all threads that are done."""
         if self._worker is not None:
             self._worker.collect_spans()
 
     def stop(self) -> None:
-        """From here on by the host's clock; events stay where they are, since to free one may wait for the device."""
+        """Stops device timing; the host's clock is used from now on.
+
+        Events are not freed, because freeing one may wait for the device.
+        """
         self.is_on = False
-        tender, self._worker = self._worker, None
-        if tender is not None:
-            tender.stop()
-            _never_freed.extend((tender, self._thread))
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop()
+            _never_freed.extend((worker, self._thread))
         self._thread = _ThreadState()
 
     def _register_thread(self) -> None:
@@ -141,28 +153,28 @@ class DeviceTiming:
         if device is not None:
             slot = self._thread.slot = _ThreadSlot(device)
             with self._lock:
-                tender = self._worker
-                if tender is None:
-                    tender = self._worker = _TimingThread(self.on_first_use)
-                    tender.start()
-            tender.add_slot(device, slot)
+                worker = self._worker
+                if worker is None:
+                    worker = self._worker = _TimingThread(self.on_first_use)
+                    worker.start()
+            worker.add_slot(device, slot)
 
     def _reset_after_fork(self) -> None:
-        """In a forked child, where CUDA cannot be used any more, not even to free an event."""
+        """Resets a forked child, where CUDA is unusable, even to free an event."""
         _never_freed.extend((self._worker, self._thread.slot))
         self._lock, self._thread, self._worker = threading.Lock(), _ThreadState(), None
 
 
 _never_freed: list[object] = []
-"""Never freed."""
+"""Objects that own events, kept alive because freeing an event is unsafe or may wait."""
 
 
 class _TimingThread(threading.Thread):
-    """Makes events and anchors, and harvests what nobody else does."""
+    """Creates events and anchors, and collects spans that no engine thread collects."""
 
-    def __init__(self, on_device: Callable[[Device], Callable[[], None]] | None) -> None:
+    def __init__(self, on_first_use: Callable[[Device], Callable[[], None]] | None) -> None:
         super().__init__(name="otel_infer device", daemon=True)
-        self._on_first_use = on_device
+        self._on_first_use = on_first_use
         self._periodic_calls: list[Callable[[], None]] = []
         self._pending_slots: list[tuple[Device, weakref.ref[_ThreadSlot]]] = []
         self._clocks: dict[int, ClockMap] = {}
@@ -173,12 +185,12 @@ class _TimingThread(threading.Thread):
         atexit.register(self.stop)
 
     def add_slot(self, device: Device, slot: _ThreadSlot) -> None:
-        """This slot is to have a timeline."""
+        """Requests a timeline for this slot."""
         self._pending_slots.append((device, weakref.ref(slot)))
         self._wake_event.set()
 
     def stop(self) -> None:
-        """Ends the thread, soon."""
+        """Stops the thread after its current cycle."""
         self._is_stopping = True
         self._wake_event.set()
 
@@ -191,14 +203,16 @@ class _TimingThread(threading.Thread):
             while not self._is_stopping:
                 if not graph_capture.open_captures:
                     self._run_cycle()
-                waits = graph_capture.open_captures or any(
+                is_busy = graph_capture.open_captures or any(
                     timeline.pending for _, timeline, _ in self._active_timelines
                 )
-                is_young = any(clocks.is_warming_up for clocks in self._clocks.values())
-                self._wake_event.wait(BUSY_INTERVAL_S if waits or is_young else IDLE_INTERVAL_S)
+                is_warming_up = any(clocks.is_warming_up for clocks in self._clocks.values())
+                self._wake_event.wait(BUSY_INTERVAL_S if is_busy or is_warming_up else IDLE_INTERVAL_S)
                 self._wake_event.clear()
-        except Exception as broken:
-            log.warning("device time is not measured any more: %s: %s", type(broken).__name__, broken)
+        except Exception as error:
+            log.warning(
+                "device time is no longer measured, host time is used: %s: %s", type(error).__name__, error
+            )
             for _, timeline, slot in self._active_timelines:
                 _clear_timeline(slot)
                 timeline.abandon_pending()
@@ -206,12 +220,12 @@ class _TimingThread(threading.Thread):
     def _run_cycle(self) -> None:
         for _ in range(len(self._pending_slots)):
             self._assign_timeline(*self._pending_slots.pop(0))
-        for look in list(self._periodic_calls):
+        for call in list(self._periodic_calls):
             try:
-                look()
-            except Exception as broken:
-                self._periodic_calls.remove(look)
-                log.warning("device memory is not looked at any more: %s", type(broken).__name__)
+                call()
+            except Exception as error:
+                self._periodic_calls.remove(call)
+                log.warning("device memory is no longer recorded: %s", type(error).__name__)
         now = _clock.now()
         for device, timeline, slot in list(self._active_timelines):
             timeline.collect_spans()
@@ -220,15 +234,17 @@ class _TimingThread(threading.Thread):
                 if timeline.is_broken:
                     _clear_timeline(slot)
                     timeline.abandon_pending()
-                    log.warning("a device is not timed any more: it failed %d times", timeline.errors)
+                    log.warning(
+                        "a device is no longer timed after %d errors, host time is used", timeline.errors
+                    )
                 else:
                     self._free_timelines.append((device, timeline))
             elif self._clocks[device.index].is_due(now, timeline.has_new_spans):
                 self._clocks[device.index].add_anchor()
 
     def _assign_timeline(self, device: Device, slot: weakref.ref[_ThreadSlot]) -> None:
-        asked = slot()
-        if asked is None:
+        requester = slot()
+        if requester is None:
             return
         device.prepare_thread()
         clocks = self._clocks.get(device.index)
@@ -237,7 +253,7 @@ class _TimingThread(threading.Thread):
             if self._on_first_use is not None:
                 self._periodic_calls.append(self._on_first_use(device))
         if clocks.anchor is None and not (clocks.is_due(_clock.now(), True) and clocks.add_anchor()):
-            self._pending_slots.append((device, slot))  # without an anchor nobody knows when anything was
+            self._pending_slots.append((device, slot))  # without an anchor no device time can be mapped
             return
         for free in self._free_timelines:
             if free[0].index == device.index:
@@ -248,14 +264,14 @@ class _TimingThread(threading.Thread):
             timeline = Timeline(device, clocks)
             timeline.warm_up(device.create_idle_stream())
         self._active_timelines.append((device, timeline, slot))
-        asked.timeline = timeline
+        requester.timeline = timeline
 
 
 def _clear_timeline(slot: weakref.ref[_ThreadSlot]) -> None:
-    of_thread = slot()
-    if of_thread is not None:
-        of_thread.timeline = None
+    thread_slot = slot()
+    if thread_slot is not None:
+        thread_slot.timeline = None
 
 
 timing = DeviceTiming()
-"""The one of this process."""
+"""The device timing of this process."""

@@ -1,11 +1,11 @@
-"""Collections of garbage: while one runs, no other Python of this process does.
+"""Records long runs of Python's garbage collector, during which no other Python code of this process runs.
 
     gc ─ start ─ stop      the next start, or the next end of a request ─▶ a pause, if it was longer than 1 ms
 
-A signal that arrives during a collection is handled in the first bytecode after it. Were that in a callback of the
-collector, whatever the handler raises would be lost: a Ctrl-C, or the SystemExit of a SIGTERM. So at the stop no
-bytecode of ours runs, it is only noted when it was, and what is to be said of it is said when Python runs anyway. At the
-start some does: a signal that is still to be handled by then came within the last call of C, if at all.
+A signal that arrives during a collection is handled in the first bytecode after it. If that bytecode belonged
+to a gc callback, an exception of the signal handler would be lost: a KeyboardInterrupt, or the SystemExit of
+a SIGTERM. So the stop callback runs no Python bytecode. It only stores the instant; the pause is recorded
+later. The start callback does run bytecode. A signal pending at that point arrived within the last C call.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from otel_infer.ringbuffer.recorder import recorder
 
 CAUSE = "gc"
 MIN_PAUSE_NS = 1_000_000
-"""Of shorter ones there are thousands, and nobody waits for them."""
+"""Collections up to this length are not recorded: they are frequent and delay no request noticeably."""
 
-instrumentor = Instrumentor("gc", "python", (gc.__name__,))  # built in: to import it costs nothing
+# gc is a built-in module, so importing it costs nothing.
+instrumentor = Instrumentor("gc", "python", (gc.__name__,))
 
 
 class _GcPauseRecorder(defaultdict[str, int]):
-    """The collector calls `getattr(this, phase, info)`: so the phases are properties, and one of them is all C.
+    """The object behind the gc callback, which is `getattr(this, phase, info)`.
 
-    A key that is missing becomes the instant at which it was asked for.
+    The phases `start` and `stop` are therefore properties. `stop` runs in C only: it looks up the missing key
+    `stopped_at`, and the default factory stores the current instant under it.
     """
 
     def __init__(self, hook: Hook) -> None:
@@ -42,14 +44,17 @@ class _GcPauseRecorder(defaultdict[str, int]):
 
     @property
     def start(self) -> None:
-        """A collection begins."""
+        """Records the previous collection and stores the start of this one."""
         self.record_last_pause()
         self._started_at = _clock.now()
 
     stop = property(itemgetter("stopped_at"))
 
     def record_last_pause(self) -> None:
-        """States the last collection, if it is over and was long; once, whoever asks."""
+        """Records the last collection as a pause, if it has ended and exceeded `MIN_PAUSE_NS`.
+
+        Each collection is recorded once, also when several threads call this.
+        """
         started_at, stopped_at = self._started_at, self.pop("stopped_at", 0)
         if started_at and stopped_at - started_at > MIN_PAUSE_NS and self._hook.alive:
             try:
@@ -60,6 +65,6 @@ class _GcPauseRecorder(defaultdict[str, int]):
 
 @instrumentor.add_callback("gc:callbacks")
 def make_gc_callback(hook: Hook) -> Callable[..., Any]:
-    seen = _GcPauseRecorder(hook)
-    recorder.deferred_recorders[CAUSE] = seen.record_last_pause
-    return functools.partial(getattr, seen)
+    pause_recorder = _GcPauseRecorder(hook)
+    recorder.deferred_recorders[CAUSE] = pause_recorder.record_last_pause
+    return functools.partial(getattr, pause_recorder)

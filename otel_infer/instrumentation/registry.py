@@ -1,4 +1,4 @@
-"""Which integrations there are: ours, and those that other distributions offer by the `otel_infer_instrumentor` group."""
+"""Loads the instrumentors: built-in ones, and entry points of the group `otel_infer_instrumentor`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BUILTIN = {
     "torch_compile": "torch.compile",
     "cuda_graphs": "torch.cuda_graphs",
 }
-"""By the name of each integration, the module beside this one that has it as `integration`."""
+"""Instrumentor name → the module below this package that defines it as `instrumentor`."""
 
 _on_change: Callable[[Instrumentor], None] | None = None
 
 
 def configure_instrumentors(settings: Config, on_change: Callable[[Instrumentor], None]) -> None:
-    """Tells integrations what they need of the configuration, and whom to tell when hooks were bound."""
+    """Applies the settings, and sets the callback that runs after hooks were installed."""
     global _on_change
     _on_change = on_change
     caller.caller_settings = tenancy.parse_caller_settings(
@@ -42,17 +42,20 @@ def configure_instrumentors(settings: Config, on_change: Callable[[Instrumentor]
 
 
 def load_instrumentors() -> list[Instrumentor]:
-    """All integrations, ours first; one that cannot be loaded is named in the log and left out."""
-    found = [
+    """Returns all instrumentors, built-in ones first.
+
+    An entry point that fails to load is logged and skipped.
+    """
+    instrumentors = [
         importlib.import_module(f"otel_infer.instrumentation.{name}").instrumentor
         for name in BUILTIN.values()
     ]
-    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+    for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
-            found.append(entry.load())
-        except Exception as reason:  # another distribution's mistake must not stop the server
-            log.warning("integration %s is not loaded: %s", entry.name, type(reason).__name__)
-    for integration in found:
+            instrumentors.append(entry_point.load())
+        except Exception as exc:  # an error in another distribution must not stop the server
+            log.warning("instrumentor %s is not loaded: %s", entry_point.name, type(exc).__name__)
+    for instrumentor in instrumentors:
         if _on_change is not None:
-            integration.on_change = _on_change
-    return found
+            instrumentor.on_change = _on_change
+    return instrumentors

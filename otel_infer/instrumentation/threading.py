@@ -1,11 +1,12 @@
-"""Threads that work for a request: `Thread(target=model.generate)` and pools carry the current request along.
+"""Propagates the current request to threads and thread-pool jobs, e.g. `Thread(target=model.generate)`.
 
-    Thread.start ─ run with what is ours of the caller's context        ThreadPoolExecutor.submit ─ likewise
+    Thread.start ─ run in our part of the caller's context        ThreadPoolExecutor.submit ─ likewise
 
-Only while a request of ours is current or somebody runs a step; everything else is passed through untouched, and so are the
-threads of pools, which outlive whom they were started for: their jobs bring their own. What is opened in another thread that does
-so is no part of the request that it was started in, and links to it. Newer Pythons may be told to carry contexts along
-(`-X thread_inherit_context`).
+Calls pass through unchanged unless a request of ours is current or torch spans are suppressed. Pool worker
+threads are also left unchanged, because they outlive the request that started them; each pool job carries its
+own context. A request that is opened in a thread after the thread's request ended is not part of that
+request. It gets a link to it. Python 3.14 can propagate contexts to threads itself (`-X
+thread_inherit_context`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.instrumentation.hooks.thread_context import ThreadContext
-from otel_infer.tracing import start as ingress
+from otel_infer.tracing import start
 
 POOL_MODULES = ("concurrent.futures.thread", "anyio._backends._asyncio", "multiprocessing.pool")
-"""Modules whose threads, or what these run, take jobs."""
+"""Modules that define the class or the target function of pool worker threads."""
 
 instrumentor = Instrumentor("threading", "python", ("threading",))
 
@@ -29,7 +30,7 @@ instrumentor = Instrumentor("threading", "python", ("threading",))
 @instrumentor.patch_hot_path("threading:Thread.start")
 def start_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def start_with_context(self: Any) -> Any:
-        if hook.alive and (torch_suppressed.get() or ingress.current_request() is not None):
+        if hook.alive and (torch_suppressed.get() or start.current_request() is not None):
             try:
                 if not _is_pool_worker(self):
                     _propagate_context(self)
@@ -41,23 +42,28 @@ def start_with_context(original: Callable[..., Any], hook: Hook) -> Callable[...
 
 
 def _propagate_context(thread: Any) -> None:
-    """What is ours here goes along with a thread that is about to start."""
-    carried = ThreadContext(starts=True)
-    thread.run = functools.partial(_run_in_context, thread, "run" in vars(thread), thread.run, carried)
+    """Replaces `run` of a thread that is about to start, so that it runs in our part of this context."""
+    thread_context = ThreadContext(starts=True)
+    thread.run = functools.partial(_run_in_context, thread, "run" in vars(thread), thread.run, thread_context)
 
 
-def _run_in_context(thread: Any, is_own: bool, run: Callable[[], Any], carried: ThreadContext) -> None:
-    """The thread's `run` has its place again first: it may call itself, and ours would keep the thread alive."""
-    if is_own:
+def _run_in_context(
+    thread: Any, has_own_run: bool, run: Callable[[], Any], thread_context: ThreadContext
+) -> None:
+    """Restores the thread's `run`, then calls it in the context.
+
+    It is restored first, because `run` may call itself, and because our partial would keep the thread alive.
+    """
+    if has_own_run:
         thread.run = run
     else:
         vars(thread).pop("run", None)
-    carried.run(run)
+    thread_context.run(run)
 
 
 def _is_interpreter_pool(pool: Any) -> bool:
-    """Whether its jobs are pickled for other interpreters, which what is carried cannot be."""
-    return any(one.__module__ == "concurrent.futures.interpreter" for one in type(pool).__mro__)
+    """Returns whether the pool pickles its jobs (subinterpreters); a `ThreadContext` cannot be pickled."""
+    return any(base.__module__ == "concurrent.futures.interpreter" for base in type(pool).__mro__)
 
 
 def _is_pool_worker(thread: Any) -> bool:
@@ -68,8 +74,8 @@ def _is_pool_worker(thread: Any) -> bool:
 @instrumentor.patch_hot_path("concurrent.futures.thread:ThreadPoolExecutor.submit", part="pools")
 def submit_with_context(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def submit_with_context(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        wanted = hook.alive and (torch_suppressed.get() or ingress.current_request() is not None)
-        if wanted and not _is_interpreter_pool(self):
+        propagates = hook.alive and (torch_suppressed.get() or start.current_request() is not None)
+        if propagates and not _is_interpreter_pool(self):
             return original(self, ThreadContext().run, fn, *args, **kwargs)
         return original(self, fn, *args, **kwargs)
 

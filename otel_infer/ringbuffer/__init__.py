@@ -1,1 +1,1 @@
-"""The shared memory between server and sidecar: layout, the writing side (server) and the reading side (sidecar)."""
+"""The shared memory between server and sidecar: its layout, its writers and its readers."""

@@ -1,7 +1,7 @@
-"""Where rings are made: files on tmpfs, or memory of this process.
+"""Allocates the memory of rings: files on tmpfs, or memory of this process.
 
-Files are allocated with `posix_fallocate` before they are mapped, because a store into a full tmpfs is an uncatchable
-SIGBUS.
+Files are allocated with `posix_fallocate` before they are mapped, because a store into a full tmpfs is an
+uncatchable SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,46 +17,50 @@ from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.layout import RingSizes
 
 MAX_TOTAL_BYTES = 16 << 20
-"""Of all rings of one server."""
+"""Limit for all rings of one server together."""
 MAX_SHARE_OF_FREE = 4
 MAX_SHARE_OF_REMAINING = 14
-"""Three rings of full size, then ever smaller ones: 33 processes with a ring of requests and one of steps each."""
+"""A ring takes at most this part (1/14) of the remaining bytes. The limit then allows three rings of full
+size and ever smaller ones after them: 33 processes with one request ring and one step ring each.
+"""
 SIZE_CLASSES = 5
 MIN_RING_BYTES = RingSizes().scale_down(SIZE_CLASSES - 1).steps_bytes
-"""No ring is smaller than it would be at this size."""
+"""Size of a step ring of the smallest size class. A ring of this size may exceed its share of the remaining
+bytes.
+"""
 _SUFFIXES = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)
 
 
 class RingUnavailable(Exception):
-    """No shared memory to be had; the message says where, why, and what to change."""
+    """Failure to get shared memory; the message states where, why, and what to change."""
 
 
 class Arena(Protocol):
-    """Where rings are made: files on tmpfs, or memory of this process."""
+    """Allocator of ring memory: files on tmpfs, or memory of this process."""
 
     def allocate(self, name: str, size: int) -> mmap.mmap:
-        """Zeroed, writable, prefaulted memory of exactly `size` bytes; raises `RingRefused`."""
+        """Returns zeroed, writable, prefaulted memory of exactly `size` bytes; raises `RingUnavailable`."""
         ...
 
     def can_allocate(self, size: int) -> bool:
-        """Whether so many more bytes stay inside what we allow ourselves."""
+        """Returns whether `size` more bytes stay within the limits."""
         ...
 
     def remaining_bytes(self) -> int:
-        """How many bytes of what we allow ourselves are not used."""
+        """Returns how many bytes of the limit are unused."""
         ...
 
     def is_visible(self) -> bool:
-        """Whether a reader that comes now would find the rings."""
+        """Returns whether a reader that starts now would find the rings."""
         ...
 
     def close(self) -> None:
-        """No more writing: the reader may take this process for gone."""
+        """Ends writing: from now on the reader may treat this process as dead."""
         ...
 
 
 class FileArena:
-    """Ring files in one 0700 directory, each locked by its writer for as long as the writer lives."""
+    """Ring files in one 0700 directory; the writer holds a lock on each file while it lives."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -64,43 +68,44 @@ class FileArena:
         self._paths: list[Path] = []
 
     def can_allocate(self, size: int) -> bool:
-        """At most 16 MiB in all, and at most a quarter of what the file system has free.
+        """Returns whether `size` more bytes fit: up to 16 MiB in total and up to a quarter of the free space.
 
-        Of the 16 MiB a ring takes a small share of what is left, so that whoever comes later finds some; the smallest take the
-        last of it.
+        A ring takes a small share of the remaining bytes, so that processes that start later find room. Only
+        the smallest rings may use up the rest.
         """
-        left = self.remaining_bytes()
-        share = max(left // MAX_SHARE_OF_REMAINING, MIN_RING_BYTES)
+        remaining = self.remaining_bytes()
+        share = max(remaining // MAX_SHARE_OF_REMAINING, MIN_RING_BYTES)
         try:
             free = os.statvfs(self.directory)
-        except OSError as refusal:
-            raise RingUnavailable(f"{self.directory}: {refusal.strerror}") from None
+        except OSError as error:
+            raise RingUnavailable(f"{self.directory}: {error.strerror}") from None
         available = free.f_bavail * free.f_frsize
-        return size <= min(left, share, available // MAX_SHARE_OF_FREE)
+        return size <= min(remaining, share, available // MAX_SHARE_OF_FREE)
 
     def remaining_bytes(self) -> int:
         try:
             with os.scandir(self.directory) as entries:
                 return MAX_TOTAL_BYTES - sum(map(_ring_bytes, entries))
-        except OSError as refusal:
-            raise RingUnavailable(f"{self.directory}: {refusal.strerror}") from None
+        except OSError as error:
+            raise RingUnavailable(f"{self.directory}: {error.strerror}") from None
 
     def allocate(self, name: str, size: int) -> mmap.mmap:
         path = self.directory / name
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             descriptor = os.open(path, flags, 0o600)
-        except OSError as refusal:
-            raise RingUnavailable(f"{path}: {refusal.strerror}") from None
+        except OSError as error:
+            raise RingUnavailable(f"{path}: {error.strerror}") from None
         try:
             os.posix_fallocate(descriptor, 0, size)
-            # The lock dies with the writer, whatever kills it; the descriptor must stay the only one of this file.
+            # The kernel releases the lock when the writer ends, however it ends. Closing another descriptor
+            # of this file in this process would release it too, so this one must stay the only one.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        except OSError as refusal:
+        except OSError as error:
             os.close(descriptor)
             path.unlink(missing_ok=True)
-            raise RingUnavailable(f"{path}: {refusal.strerror}") from None
+            raise RingUnavailable(f"{path}: {error.strerror}") from None
         self._descriptors.append(descriptor)
         self._paths.append(path)
         return memory
@@ -109,20 +114,20 @@ class FileArena:
         return all(path.exists() for path in self._paths)
 
     def close(self) -> None:
-        """Releases the locks: from here on the reader takes this writer for dead."""
+        """Releases the locks: from now on the reader treats this writer as dead."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
 
 class MemoryArena:
-    """Rings in this process's own memory, for the in-process mode; the reader is handed the buffers."""
+    """Rings in the memory of this process, for the in-process mode; the reader gets the buffers directly."""
 
     def __init__(self) -> None:
         self._rings: list[tuple[str, mmap.mmap]] = []
 
     @property
     def buffers(self) -> list[tuple[str, mmap.mmap]]:
-        """Name and memory of each ring that can be read: its writer may still be about to write its header."""
+        """Returns name and memory of each ring whose header is complete."""
         length = len(layout.MAGIC_BYTES)
         return [(name, memory) for name, memory in self._rings if memory[:length] == layout.MAGIC_BYTES]
 
@@ -141,11 +146,11 @@ class MemoryArena:
         return True
 
     def close(self) -> None:
-        """Nothing to release: the reader lives in the same process."""
+        """Does nothing, because the reader lives in the same process."""
 
 
 def choose_sizes(arena: Arena, size_of: Callable[[RingSizes], int]) -> RingSizes:
-    """The largest sizes that fit; raises `RingRefused` when even the smallest do not."""
+    """Returns the largest sizes that fit; raises `RingUnavailable` if not even the smallest do."""
     for halvings in range(SIZE_CLASSES):
         sizes = RingSizes().scale_down(halvings)
         if arena.can_allocate(size_of(sizes)):
@@ -153,17 +158,17 @@ def choose_sizes(arena: Arena, size_of: Callable[[RingSizes], int]) -> RingSizes
     smallest = size_of(RingSizes().scale_down(SIZE_CLASSES - 1))
     if arena.remaining_bytes() < smallest:
         raise RingUnavailable(
-            f"the {MAX_TOTAL_BYTES >> 20} MiB that one server's rings may take are used up "
-            "(give some of its processes another folder: OTEL_INFER_RINGS)"
+            f"the {MAX_TOTAL_BYTES >> 20} MiB allowed for one server's rings are used up "
+            "(set OTEL_INFER_RINGS to another folder for some of its processes)"
         )
     raise RingUnavailable(
         f"less than {smallest * MAX_SHARE_OF_FREE >> 10} KiB of shared memory is free "
-        "(Docker: --shm-size, pod: emptyDir Memory)"
+        "(increase it: Docker --shm-size, Kubernetes emptyDir with medium Memory)"
     )
 
 
 def _ring_bytes(entry: os.DirEntry[str]) -> int:
-    """The size of a ring; of any other file 0, and of one that its reader has just removed."""
+    """Returns the size of a ring file; 0 for other files and for a ring that its reader has just removed."""
     if not entry.name.endswith(_SUFFIXES):
         return 0
     try:

@@ -1,8 +1,10 @@
-"""Who is in a step: predicted from the step before, verified with one C-level `==`, written as a change.
+"""Writes the batch of each engine step as a change to the batch before, or as a keyframe.
 
-An engine's scheduler may let members sit out, overtake or swap, so a count proves nothing. What is compared is the
-engine's own ordered list against the list we expect: equal, or equal up to newcomers at its end → a change; anything
-else → a keyframe, the whole batch as packed handles. Nothing here runs bytecode per sequence.
+The batch is predicted from the previous step and verified with one C-level `==`. An engine's scheduler may
+let members sit out, overtake or swap, so comparing counts proves nothing. The engine's own ordered list is
+compared with the expected list. If they are equal, or equal except for newcomers at the end, a change is
+written. Otherwise a keyframe is written: the whole batch as packed handles. Bytecode runs per change, never
+per member of the batch.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from otel_infer.ringbuffer.step_writer import (
 KEYFRAME_STEPS = 256
 KEYFRAME_NS = 1_000_000_000
 KEYFRAME_CHECK_NS = 50_000_000
-"""How often it is looked whether the reader asks for a keyframe: as often as that reads."""
+"""Interval of checks whether the reader requests a keyframe; the reader polls as often."""
 MAX_CHANGES = 16
-"""If more left or came at once, a keyframe costs less than saying it one by one."""
+"""If more members left, or more joined, in one step, a keyframe costs less than the single changes."""
 _UNKNOWN_HANDLE = bytes(4)
 _PAGE, _KEYFRAME_REQUESTED = layout.PAGE, layout.W_KEYFRAME_REQUESTED
 
@@ -42,22 +44,25 @@ _pack_pair = struct.Struct("<II").pack
 
 
 class HandleTable(dict[Any, bytes]):
-    """The engine's own key of a sequence → its request's handle as 4 bytes; 0 for what arrived before us."""
+    """Map of the engine's own key of a sequence to its request's handle, packed in 4 bytes.
+
+    The handle is 0 for a sequence that arrived before the instrumentation.
+    """
 
     def __missing__(self, key: Hashable) -> bytes:
         return _UNKNOWN_HANDLE
 
     def bind_handle(self, key: Hashable, handle: int) -> None:
-        """From here on this sequence belongs to that request."""
+        """Binds this sequence to that request from now on."""
         self[key] = struct.pack("<I", handle)
 
 
 class BatchWriter:
-    """The steps of one engine thread.
+    """Writer of the steps of one engine thread.
 
-    Members are whatever objects the engine lists; they are told apart by identity and by `==`. `handles` binds them to
-    requests, or `pack` gives the handles of many, 4 bytes each, if members cannot be dictionary keys. `number`: its ring's, among
-    those of this process.
+    Members are the objects that the engine lists; they are compared by identity and by `==`. `handles` binds
+    them to requests. If members cannot be dictionary keys, `pack_handles` is replaced: it returns the handles
+    of many members, 4 bytes each. `number`: the number of its ring among those of this process.
     """
 
     def __init__(self, writer: StepWriter, handles: HandleTable, number: int = 0) -> None:
@@ -79,7 +84,7 @@ class BatchWriter:
         self._keyframe_requests = 0
 
     def assign_to_thread(self) -> BatchWriter:
-        """To this thread, which writes it from here on."""
+        """Records the calling thread as the writer from now on; returns the writer."""
         self._writer.words[layout.W_THREAD] = threading.get_native_id()
         return self
 
@@ -94,11 +99,12 @@ class BatchWriter:
         waiting: int = 0,
         several: Sequence[tuple[Any, int]] = (),
     ) -> int:
-        """States that a batch was composed, and returns the step's number.
+        """Records that a batch was composed; returns the step's number.
 
-        `members` is the engine's ordered batch, which it may go on changing. `left` are those who finished or were
-        preempted since the last step. Every member is scheduled for one token, but for `several`: a few (member, tokens);
-        where there are many, `tokens` is a u32 column in the order of `members`.
+        `members` is the engine's ordered batch; the engine may change the list afterwards. `left`: the
+        members that finished or were preempted after the last step. Every member is scheduled for one token,
+        except those in `several`: a few (member, tokens). For many exceptions, `tokens` is a u32 column in
+        the order of `members`. `kv_used` and `kv_total` count KV blocks, 0 of 0 = unknown.
         """
         at = _now()
         self._step = step = self._step + 1
@@ -135,10 +141,11 @@ class BatchWriter:
     def write_done(
         self, step: int, tokens: bytes = b"", size: int = 0, discarded: int = 0, at: int = 0
     ) -> None:
-        """States that the step's tokens are known to the engine, since `at` or now.
+        """Records that the step's tokens are known to the engine, at `at` (monotonic ns; 0 = now).
 
-        `tokens` is empty if every member got one, else a u32 column of `size` members in the step's order (0 = a chunk
-        of a prefill, or thrown away). `discarded` counts what was thrown away.
+        `tokens` is empty if every member got one token. Otherwise it is a u32 column of `size` members in the
+        step's order, where 0 = a chunk of a prefill or a discarded result. `discarded` counts the discarded
+        results.
         """
         at = at or _now()
         writer = self._writer
@@ -161,26 +168,26 @@ class BatchWriter:
         )
 
     def write_done_except(self, step: int, exceptions: Iterable[tuple[int, int]], discarded: int = 0) -> None:
-        """As `done`, for a few (position, tokens) that did not get exactly one token."""
+        """Records a done step; `exceptions`: (position, tokens) of members without exactly one token."""
         pairs = [number for pair in exceptions for number in pair]
         head = events.DONE_HEAD.pack(_now(), step, len(pairs) // 2, 0, discarded)
         self._writer.write_record(events.DONE_CODE, head + array("I", pairs).tobytes())
 
     def clear_batch(self) -> None:
-        """The engine has nothing to run: let go of the last batch, so that finished requests are not kept alive."""
+        """Drops the last batch, so that finished requests are not kept alive while the engine is idle."""
         self._members, self._ordinals, self._packed_handles = [], [], bytearray()
         self._ordinal_of.clear()
         self.force_keyframe()
 
     def force_keyframe(self) -> None:
-        """The next step is stated whole."""
+        """Makes the next step a keyframe."""
         self._next_keyframe_step = 0
 
     def find_position(self, member: Any) -> int:
-        """Where a member stands in the batch that was stated last; -1 = nowhere.
+        """Returns the position of a member in the batch that was written last; -1 = not in it.
 
-        Members join at the end and leave anywhere, so the numbers they got on joining stay in order: a position is
-        found by bisection, whatever `==` of a member costs.
+        Members join at the end and leave anywhere, so the ordinals that they got on joining stay sorted.
+        Bisection finds the position, whatever `==` of a member costs.
         """
         ordinal = self._ordinal_of.get(id(member), -1)
         if ordinal >= 0:
@@ -189,24 +196,27 @@ class BatchWriter:
         return self._find_equal(member)
 
     def _find_equal(self, member: Any) -> int:
-        """Strings may come as equal copies."""
+        """Returns the position of an equal string, because strings may come as copies; -1 = none."""
         return self._members.index(member) if isinstance(member, str) and member in self._members else -1
 
     def detach_ring(self) -> None:
-        """The ring is no longer ours (a forked child): what is still stated goes nowhere."""
+        """Detaches from a ring that this process no longer owns, as in a forked child.
+
+        Later steps go to memory that is never read.
+        """
         self.alive = False
-        nowhere = RingSizes(step_cells=8192)
-        self._writer = StepWriter(MemoryArena(), "", "", nowhere)
+        sizes = RingSizes(step_cells=8192)
+        self._writer = StepWriter(MemoryArena(), "", "", sizes)
 
     def _replace_batch(self, members: Sequence[Any]) -> None:
-        """The batch is not what was expected: all are newcomers."""
+        """Replaces the whole batch, because it differs from the expected one."""
         self._members, self._packed_handles = list(members), bytearray(self.pack_handles(members))
         self._ordinals, self._next_ordinal = list(range(len(members))), len(members)
         self._ordinal_of = dict(zip(map(id, members), self._ordinals))
 
     def _remove_members(self, left: Sequence[Any]) -> bytes:
-        """Takes those who left out of the batch; the position of each at its removal."""
-        members, ordinals, gone = self._members, self._ordinals, b""
+        """Removes the members that left; returns the position of each at its removal, packed."""
+        members, ordinals, positions = self._members, self._ordinals, b""
         for member in left:
             ordinal = self._ordinal_of.pop(id(member), -1)
             if ordinal >= 0:
@@ -217,11 +227,11 @@ class BatchWriter:
                     continue
                 del self._ordinal_of[id(members[position])]
             del ordinals[position], members[position], self._packed_handles[position * 4 : position * 4 + 4]
-            gone += _pack_word(position)
-        return gone
+            positions += _pack_word(position)
+        return positions
 
     def _append_members(self, joined: Sequence[Any]) -> bytes:
-        """Adds newcomers at the end; their handles."""
+        """Appends newcomers; returns their packed handles."""
         packed, ordinal, ordinal_of = self.pack_handles(joined), self._next_ordinal, self._ordinal_of
         self._packed_handles += packed
         self._members += joined
@@ -244,34 +254,39 @@ class BatchWriter:
         running: int,
         waiting: int,
     ) -> None:
-        """Says what changed, or the whole batch. One long function: it runs in every other step, and calls are what costs."""
+        """Writes the change, or the whole batch.
+
+        One long function, because it runs in every other step and calls are the main cost.
+        """
         writer, step, size = self._writer, self._step, len(members)
-        gone = handles = pairs = b""
+        removed = handles = pairs = b""
         if len(left) <= MAX_CHANGES:
             if left:
-                gone = self._remove_members(left)
+                removed = self._remove_members(left)
             newcomers = members[len(self._members) :]
             if newcomers and len(newcomers) <= MAX_CHANGES:
                 handles = self._append_members(newcomers)
         predicted = members == self._members
         keyframe = not predicted or step >= self._next_keyframe_step
         if at >= self._next_check_at:
-            self._next_check_at, asked = at + KEYFRAME_CHECK_NS, writer.words[_KEYFRAME_REQUESTED]
-            keyframe = keyframe or at >= self._next_keyframe_at or asked != self._keyframe_requests
-            self._keyframe_requests = asked
+            self._next_check_at, keyframe_requests = at + KEYFRAME_CHECK_NS, writer.words[_KEYFRAME_REQUESTED]
+            keyframe = (
+                keyframe or at >= self._next_keyframe_at or keyframe_requests != self._keyframe_requests
+            )
+            self._keyframe_requests = keyframe_requests
         if keyframe:
             if not predicted:
                 self._replace_batch(members)
-            gone, handles = b"", bytes(self._packed_handles)
+            removed, handles = b"", bytes(self._packed_handles)
             self._next_keyframe_step = step + KEYFRAME_STEPS
             self._next_keyframe_at = at + KEYFRAME_NS
         for member, tokens in several:
-            # A newcomer with its prompt stands last.
+            # Fast path: a newcomer with its prompt is usually the last member.
             position = size - 1 if member is members[-1] else self.find_position(member)
             if position >= 0:
                 pairs += _pack_pair(position, tokens)
-        change = gone + handles + (column or pairs)
-        left_count, joined = len(gone) >> 2, len(handles) >> 2
+        change = removed + handles + (column or pairs)
+        left_count, joined = len(removed) >> 2, len(handles) >> 2
         exceptions = events.COLUMN if column else len(pairs) >> 3
         words = len(change) >> 2
         if words >= len(CHANGE_LAYOUTS):

@@ -1,16 +1,20 @@
-"""Where the rings of one server lie, and who looks after them.
+"""Finds, creates, locks and removes the folders in which the rings of servers lie.
+
+The layout of a folder:
 
     BASE/otel_infer-UID/SERVER/     0700, on tmpfs; BASE is /dev/shm
         owner.lock                  held by `otel-infer run` while it lives
-        sidecar.lock                held by the one sidecar of this server
-        starting                    there while a sidecar was started and has not taken its lock
+        sidecar.lock                held by the only sidecar of this server
+        starting                    exists while a started sidecar has not taken its lock yet
         instance                    this server's `service.instance.id`
+        service                     this server's `service.name`, once it follows from the engine
         PID-TOKEN.requests          held by each writing process
         PID-TOKEN-N.steps
-        dump-TOKEN.*                somebody asks for a tape, and the answer (`flight.asking`)
+        dump-TOKEN.*                a request for a tape, and its answer (`recording.dump_request`)
 
-A folder that somebody named (`OTEL_INFER_RINGS`) takes the place of SERVER, or holds an `otel_infer-UID` in that place if
-others may use it too. Only files with these names are ever removed, and only where no writer lives.
+A folder that the operator named (`OTEL_INFER_RINGS`) takes the place of SERVER. If other users may use it
+too, it holds an `otel_infer-UID` in that place. Only files with these names are ever removed, and only where
+no writer lives.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
 SIDECAR_LOCK = "sidecar.lock"
 RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What says nothing of the file: this process, or the machine, has no more of something."""
+"""Errors that concern no file: this process, or the machine, has run out of a resource."""
 STARTING_FILE = "starting"
 INSTANCE_FILE, SERVICE_FILE = "instance", "service"
 DUMP_PREFIX = "dump-"
@@ -48,59 +52,66 @@ _FLOCK = struct.Struct("hhqqi")
 
 
 def ensure_user_folder(base: Path = BASE) -> Path:
-    """This user's folder; raises `RingRefused` where it cannot be had, or belongs to somebody else."""
+    """Returns this user's folder; raises `RingUnavailable` if it cannot be created or has another owner."""
     return ensure_private_folder(base / _user_folder_name())
 
 
 def ensure_private_folder(folder: Path) -> Path:
-    """A folder of this module's own naming, 0700, made if it is not there; raises `RingRefused` if it is not ours."""
+    """Returns a folder that this module named, 0700, after creating it if it is missing.
+
+    Raises `RingUnavailable` if it cannot be created or has another owner.
+    """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as refusal:
-        raise RingUnavailable(f"{folder}: {refusal.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise RingUnavailable(f"{folder}: belongs to somebody else")
-    if found.st_mode & 0o077:
+        status = folder.lstat()
+    except OSError as error:
+        raise RingUnavailable(f"{folder}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise RingUnavailable(f"{folder}: belongs to another user")
+    if status.st_mode & 0o077:
         folder.chmod(0o700)
     return folder
 
 
 def create_server_folder(base: Path = BASE) -> Path:
-    """A fresh folder for one server; raises `RingRefused` also where `base` is not on tmpfs."""
+    """Returns a new folder for one server; raises `RingUnavailable`, also where `base` is not on tmpfs."""
     if not is_tmpfs(base):
         raise RingUnavailable(f"{base} is not on tmpfs")
     token = f"{os.getpid()}-{secrets.token_hex(4)}"
     return ensure_private_folder(ensure_user_folder(base) / token)
 
 
-def resolve_rings_folder(given: Path) -> Path:
-    """The private folder in, or below, a folder that somebody named; raises `RingRefused` as `new_server_folder` does.
+def resolve_rings_folder(folder: Path) -> Path:
+    """Returns the private folder in, or below, a folder that the operator named.
 
-    A folder that others may use, such as a volume or /dev/shm itself, is left as it is: ours is then inside it.
+    Raises `RingUnavailable` as `create_server_folder` does. A folder that other users may use, such as a
+    volume or /dev/shm itself, stays as it is: the private folder is created inside it.
     """
-    given = Path(os.path.realpath(given))
-    if not is_tmpfs(given):
-        raise RingUnavailable(f"{given} is not on tmpfs")
+    folder = Path(os.path.realpath(folder))
+    if not is_tmpfs(folder):
+        raise RingUnavailable(f"{folder} is not on tmpfs")
     try:
-        given.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = given.stat()
-    except OSError as refusal:
-        raise RingUnavailable(f"{given}: {refusal.strerror}") from None
-    if found.st_uid == os.getuid() and not found.st_mode & 0o077:
-        return given
-    return ensure_user_folder(given)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise RingUnavailable(f"{folder}: {error.strerror}") from None
+    if status.st_uid == os.getuid() and not status.st_mode & 0o077:
+        return folder
+    return ensure_user_folder(folder)
 
 
 class FileLock:
-    """A file lock that lives as long as this object or its process. Held once per file and process."""
+    """File lock that lives as long as this object or its process; at most one per file and process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = -1
 
     def acquire(self) -> bool:
-        """Takes the lock; False while somebody else lives who has it. Raises `OSError` where the file cannot be made."""
+        """Takes the lock; returns False while a living process holds it.
+
+        Raises `OSError` where the file cannot be created.
+        """
         if self._descriptor >= 0:
             return True
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -113,7 +124,10 @@ class FileLock:
         return True
 
     def ensure_held(self) -> bool:
-        """Whether we hold what others see under this name; where the folder was made anew, after taking it there."""
+        """Returns whether the lock is held on the file that now has this name.
+
+        If the folder was removed and created again, the lock is taken on the new file.
+        """
         try:
             if self._descriptor >= 0 and self._is_same_file():
                 return True
@@ -129,19 +143,21 @@ class FileLock:
             return False
 
     def release(self) -> None:
-        """Gives it up."""
+        """Releases the lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds this lock, or nobody can tell. Not for a lock of this process: to look at it would release
-    it."""
+    """Returns whether a living process holds this lock; True also where that cannot be determined.
+
+    Not for a lock of this process, because closing the second descriptor would release it.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as refusal:
-        return refusal.errno in RESOURCE_ERRNOS
+    except OSError as error:
+        return error.errno in RESOURCE_ERRNOS
     try:
         return _query_lock(descriptor)[0] != fcntl.F_UNLCK
     except OSError:
@@ -151,7 +167,7 @@ def is_held(path: Path) -> bool:
 
 
 def find_lock_holder(descriptor: int) -> int:
-    """The pid of whoever holds the lock of this file, as seen from here; 0: nobody, or nobody that can be seen."""
+    """Returns the pid that holds this file's lock, as seen from here; 0 = none, or not visible."""
     try:
         kind, _, _, _, pid = _query_lock(descriptor)
     except OSError:
@@ -160,13 +176,19 @@ def find_lock_holder(descriptor: int) -> int:
 
 
 def _query_lock(descriptor: int) -> tuple[int, ...]:
-    """A `struct flock`. Asking, where trying to take it would keep the one from having it who is just about to."""
-    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    return _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
+    """Returns a `struct flock` of the current holder.
+
+    The lock is queried, not tried, because trying it could make a process fail that is about to take it.
+    """
+    query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
 
 
 def claim_sidecar_start(folder: Path) -> bool:
-    """Whether it is for this process to start the sidecar: not while one that another has started is on its way."""
+    """Returns whether this process is to start the sidecar.
+
+    False while a sidecar that another process started may still come up.
+    """
     starting = folder / STARTING_FILE
     try:
         if starting.exists() and not is_starting(folder):
@@ -174,13 +196,13 @@ def claim_sidecar_start(folder: Path) -> bool:
         os.close(os.open(starting, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except FileExistsError:
         return False
-    except OSError as refusal:
-        return refusal.errno not in RESOURCE_ERRNOS
+    except OSError as error:
+        return error.errno not in RESOURCE_ERRNOS
     return True
 
 
 def is_starting(folder: Path) -> bool:
-    """Whether a sidecar was started here that may still take its lock, whoever started it."""
+    """Returns whether a sidecar that any process started here may still take its lock."""
     try:
         return time.time() - (folder / STARTING_FILE).stat().st_mtime <= START_TIMEOUT_S
     except OSError:
@@ -188,9 +210,10 @@ def is_starting(folder: Path) -> bool:
 
 
 def claim_dead_servers(folder: Path) -> Iterator[tuple[Path, FileLock]]:
-    """Folders beside `folder` whose server and sidecar are gone, each with its sidecar lock, now ours.
+    """Yields the folders beside `folder` whose server and sidecar have ended, each with its sidecar lock.
 
-    There are none beside a folder that somebody named: what lies there is not ours.
+    The lock is held from then on. Beside a folder that the operator named there are none, because its
+    neighbours are not created by otel_infer.
     """
     if folder.parent.name != _user_folder_name():
         return
@@ -209,36 +232,39 @@ def claim_dead_servers(folder: Path) -> Iterator[tuple[Path, FileLock]]:
 
 
 def is_dump(name: str) -> bool:
-    """Whether a file of this name belongs to a tape that somebody asked for."""
+    """Returns whether a file of this name belongs to a requested tape."""
     return _DUMP_PATTERN.fullmatch(name) is not None
 
 
 def find_served_folders(folders: Path) -> list[Path]:
-    """The folder itself, or those in it, where a sidecar is at work now; for this user and those in `otel_infer-UID`."""
+    """Returns the folders where a sidecar runs now: the folder itself and those in it.
+
+    Folders in its `otel_infer-UID` of this user count too.
+    """
     candidates = [folders, folders / _user_folder_name()]
     for folder in list(candidates):
         try:
-            found = sorted(path for path in folder.iterdir() if path.is_dir())
+            subfolders = sorted(path for path in folder.iterdir() if path.is_dir())
         except OSError:
             continue
-        # Where everybody may make folders, only one's own are to be trusted.
-        candidates += [path for path in found if folders != BASE or _is_own(path)]
+        # Every user may create folders in BASE, so only folders of this user are trusted.
+        candidates += [path for path in subfolders if folders != BASE or _is_own(path)]
     return [folder for folder in dict.fromkeys(candidates) if is_held(folder / SIDECAR_LOCK)]
 
 
 def list_writer_pids(folder: Path) -> list[int]:
-    """The pids in the names of this folder's rings: of the server's processes, as they see themselves."""
+    """Returns the pids in the names of this folder's rings, as the server's processes see themselves."""
     names = sorted(path.name.partition("-")[0] for path in folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
     return [int(name) for name in names if name.isdigit()]
 
 
 def remove_server_folder(folder: Path) -> None:
-    """Removes what is ours in a folder where no writer lives, and the folder unless somebody named it."""
+    """Removes the files of otel_infer where no writer lives, and the folder unless the operator named it."""
     try:
-        found = list(folder.iterdir())
-        if any(path.suffix in _RING_SUFFIXES and is_held(path) for path in found):
+        paths = list(folder.iterdir())
+        if any(path.suffix in _RING_SUFFIXES and is_held(path) for path in paths):
             return
-        for path in found:
+        for path in paths:
             if path.suffix in _RING_SUFFIXES or path.name in _SERVER_FILES or is_dump(path.name):
                 path.unlink(missing_ok=True)
         if _user_folder_name() in folder.parts[:-1]:
@@ -253,10 +279,10 @@ def _user_folder_name() -> str:
 
 def _is_own(folder: Path) -> bool:
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _is_abandoned(folder: Path) -> bool:
@@ -267,13 +293,17 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _is_written(ring: Path) -> bool:
-    """Whether the ring is complete: its writer takes the lock first, so until then it may be alive without one."""
+    """Returns whether the ring is complete.
+
+    Its writer takes the lock before it completes the ring. An incomplete ring without a lock may have a
+    living writer.
+    """
     with ring.open("rb") as file:
         return file.read(len(layout.MAGIC_BYTES)) == layout.MAGIC_BYTES
 
 
 def is_tmpfs(folder: Path) -> bool:
-    """Whether stores into files there stay in memory (Linux; elsewhere False)."""
+    """Returns whether files there stay in memory (Linux; elsewhere False)."""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:

@@ -1,18 +1,19 @@
-"""Where every byte of a ring file lies. The one page that writer and reader share.
+"""Byte layout of ring files, shared by writer and reader.
 
-Two kinds of file, each of fixed size, each beginning with one header page:
+There are two kinds of file. Each has a fixed size and begins with one header page:
 
     NAME.requests   header | request ring: cells of 64 B | live table: 80 B a slot | string table: 128 B a string
     NAME.steps      header | step ring: records of n × 64 B
 
-A *cell* is written by one `pack_into`: sequence, code, part, parts, handle, 40 bytes of body, the sequence again. A fact
-longer than a cell takes several; the first 4 bytes of each body are then the low word of its first cell's sequence.
+A *cell* is written by one `pack_into`: sequence, code, part, parts, handle, 40 bytes of body, the sequence
+again. An event longer than a cell takes several cells. The first 4 bytes of each body are then the low word
+of the sequence of the first cell.
 
-A *record* is the cell counter + 1 of its first cell, its length in bytes, its code, its body, and in its last 8 bytes
-the counter again. A record never wraps: the rest of the ring is padded with a record of code 0.
+A *record* is the cell counter + 1 of its first cell, its length in bytes, its code, its body, and in its last
+8 bytes the counter again. A record never wraps: the rest of the ring is padded with a record of code 0.
 
-Whoever reads checks both ends. No barriers exist in Python, so the reader also leaves alone what is younger than its
-previous wake, and rechecks after copying.
+A reader checks both ends. Python has no memory barriers, so it also leaves alone data that is younger than
+its previous poll, and checks again after copying.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 MAGIC = 0x4F54454C_494E4652  # "OTELINFR"
 MAGIC_BYTES = MAGIC.to_bytes(8, sys.byteorder)
-"""What a ring begins with once the rest of its header is there."""
+"""First bytes of a ring; they are written after the rest of its header."""
 VERSION = 3
 PAGE = 4096
 SUFFIX_REQUESTS = ".requests"
@@ -36,21 +37,24 @@ W_CELLS = 5
 W_LIVE_SLOTS = 6
 W_STRINGS = 7
 W_LOST = 8
-"""Facts the writer could not state, of whomever they were; of a step ring: what was longer than the ring takes."""
+"""Events that the writer failed to write, of any request; in a step ring, events longer than the ring allows.
+"""
 W_ERRORS = 9
 """Probes of this process that raised."""
 W_KEYFRAME_REQUESTED = 10
 """Written by the reader: counts its requests for a keyframe."""
 W_UNRECORDED = 11
-"""Requests and engines that there was no room for; what is recorded is whole."""
+"""Requests and engines that found no room; everything that was recorded is complete."""
 W_PROCESSED_UNTIL = 13
-"""Written by the reader: what ended well before this instant was handed on; the next reader does not hand it on again."""
+"""Written by the reader: requests that ended well before this instant were exported. The next reader does not
+export them again.
+"""
 W_FLUSH_REQUESTED = 14
-"""Written by the writer: counts its requests to have everything sent."""
+"""Written by the writer: counts its requests to export everything."""
 W_FLUSH_DONE = 15
-"""Written by the reader: the last such request that it fulfilled."""
+"""Written by the reader: the last of these requests that it completed."""
 W_THREAD = 16
-"""Of a step ring: the kernel's number of the thread that writes it; 0 = not known."""
+"""In a step ring: the kernel's id of the thread that writes it; 0 = unknown."""
 HEADER_WORDS = 32
 TEXT_OFFSET = HEADER_WORDS * 8
 TEXT_LENGTH = struct.Struct("<I")
@@ -63,14 +67,16 @@ BODY_BYTES = 40
 PART_BYTES = 36
 PART = struct.Struct("<I36s")
 PART_CELL = struct.Struct("<QBBBxII36sQ")
-"""A cell whose body is a part."""
+"""A cell whose body is a part of a longer event."""
 MAX_PARTS = 64
 VOID_CODE = 0
-"""A cell of nothing: what was to be written there did not fit."""
+"""Code of an empty cell, whose event could not be packed into it."""
 
 # ── live table ───────────────────────────────────────────────────────────────────────────────────────────────────
 LIVE = struct.Struct("<IHHqq16s8s8s8sqI")
-"""handle, flags, nothing, arrived_at, wall_at, trace id, span id, parent id, server span id, nothing, handle again."""
+"""handle, flags, unused, arrived_at, wall_at, trace id, span id, parent id, server span id, unused, handle
+again.
+"""
 LIVE_BYTES = 80
 SLOT_BITS = 12
 SLOT_MASK = (1 << SLOT_BITS) - 1
@@ -81,7 +87,7 @@ STRING = struct.Struct("<126sH")
 STRING_BYTES = 128
 STRING_MAX = 126
 STRING_OTHER = 0xFFFF
-"""The id of what found the table full, which no table is long enough to have; read as `_OTHER`."""
+"""Id of a string that found the table full; no table is long enough for it. It is read as `_OTHER`."""
 
 # ── step ring ────────────────────────────────────────────────────────────────────────────────────────────────────
 RECORD_HEAD = struct.Struct("<QHBx")
@@ -92,12 +98,12 @@ PAD_CODE = 0
 
 
 def record_struct(cells: int) -> struct.Struct:
-    """A record of so many cells: counter, length, code, body (zero-padded), counter."""
+    """Returns the layout of a record of `cells` cells: counter, length, code, body (zero-padded), counter."""
     return struct.Struct(f"<QHBx{max(cells * CELL_BYTES - RECORD_OVERHEAD, 0)}sQ")
 
 
 class RingSizes(NamedTuple):
-    """How big the rings of one process are: cells (64 B), live slots (80 B), strings (128 B), step cells (64 B)."""
+    """Sizes of one process's rings: cells (64 B), live slots (80 B), strings (128 B), step cells (64 B)."""
 
     cells: int = 8192
     live_slots: int = 4096
@@ -105,7 +111,7 @@ class RingSizes(NamedTuple):
     step_cells: int = 16384
 
     def scale_down(self, halvings: int) -> RingSizes:
-        """The same proportions, 2^halvings times smaller."""
+        """Returns the same proportions, 2^halvings times smaller."""
         return RingSizes(*(size >> halvings for size in self))
 
     @property
@@ -127,14 +133,17 @@ class RequestFileOffsets(NamedTuple):
 
 
 def request_offsets(cells: int, live_slots: int, strings: int) -> RequestFileOffsets:
-    """The offsets that follow from the sizes in the header."""
+    """Returns the offsets that follow from the sizes in the header."""
     live = PAGE + cells * CELL_BYTES
     table = live + live_slots * LIVE_BYTES
     return RequestFileOffsets(PAGE, live, table, table + strings * STRING_BYTES)
 
 
 def read_boot_id() -> str:
-    """This boot of this kernel; rings of another boot are garbage. Empty where the kernel does not say."""
+    """Returns the id of the current boot of this kernel; "" where it is not available.
+
+    Rings of another boot are invalid.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

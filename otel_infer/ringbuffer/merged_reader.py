@@ -1,8 +1,9 @@
-"""All rings of one server as one stream of facts, in order of time.
+"""Merges all rings of one server into one stream of events, in order of time.
 
-A poll hands out what happened before the previous poll: by then every process has committed it. Files appear when a
-process states its first fact and are removed when it is dead and read to the end. Whether a writer lives is asked of
-its file lock, never of a pid: pids lie across namespaces and are reused.
+A poll returns the events up to the instant of the previous poll, because every process has committed them by
+then. A file appears when a process records its first event. It is removed when the process is dead and its
+ring is read to the end. A writer's liveness is determined by its file lock, never by its pid: pids differ
+between namespaces and are reused.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ _READER_EVENTS = (events.EventsLost, events.StepsLost)
 
 
 class _ProcessRings:
-    """The rings of one writing process. `descriptor` is −1 for rings in our own memory."""
+    """Rings of one writing process; `descriptor` is −1 for rings in the reader's own memory."""
 
     def __init__(self, ring: int, reader: RequestReader, descriptor: int, path: Path | None) -> None:
         self.ring, self.reader, self.descriptor, self.path = ring, reader, descriptor, path
         self.engines: list[tuple[StepReader, int, Path | None]] = []
         self.processed_until = int(reader.header.words[layout.W_PROCESSED_UNTIL])
-        """By a reader before us; 0 = there was none."""
+        """Instant up to which an earlier reader exported requests; 0 = there was none."""
         self.latest_event_at = 0
         self.was_alive = False
         self.reported_unrecorded = self.count_unrecorded() if self.processed_until else 0
         self.reported_errors = self.count_errors() if self.processed_until else 0
 
     def count_errors(self) -> int:
-        """Probes that raised, so far."""
+        """Returns the number of probes that raised so far."""
         return int(self.reader.header.words[layout.W_ERRORS])
 
     def count_unrecorded(self) -> int:
-        """What there was no room for, so far."""
+        """Returns the number of requests, engines and batches that found no room so far."""
         lost = [int(steps.header.words[layout.W_LOST]) for steps, _, _ in self.engines]
         return int(self.reader.header.words[layout.W_UNRECORDED]) + sum(lost)
 
@@ -61,7 +62,7 @@ class _ProcessRings:
 
 
 class MergedReader:
-    """Every ring that was added, read together."""
+    """Reader of all rings that were added."""
 
     def __init__(self) -> None:
         self._processes: dict[str, _ProcessRings] = {}
@@ -74,35 +75,38 @@ class MergedReader:
         self._errors_before = self._unrecorded_before = 0
         self.has_seen_rings = False
         self.horizon = 0
-        """Facts up to here were handed out."""
+        """Events up to this instant were returned (monotonic ns)."""
         self.fill_ratio = 0.0
-        """The share of the ring that was filled most between the last two polls."""
+        """Share of the fullest ring that was written between the last two polls."""
 
     # ── finding rings ────────────────────────────────────────────────────────────────────────────────────────────
 
     def discover_rings(self, folder: Path, now: int, prefix: str = "") -> None:
-        """Opens ring files that appeared, of all processes or of one; those that are no ring of ours are named in `refused`."""
+        """Opens ring files that appeared, of all processes or of those with this prefix.
+
+        Files that are not valid rings are listed in `rejected`.
+        """
         try:
-            there = os.listdir(folder)
+            files = os.listdir(folder)
         except OSError:
             return
-        names = sorted(name for name in there if name.startswith(prefix) and name.endswith(_SUFFIXES))
+        names = sorted(name for name in files if name.startswith(prefix) and name.endswith(_SUFFIXES))
         for name in sorted(names, key=lambda n: n.endswith(layout.SUFFIX_STEPS)):
             key = os.path.join(folder, name)
             if key not in self._known_rings:
                 self._open_ring(folder / name, key, now)
 
     def add_ring(self, name: str, memory: mmap.mmap, now: int) -> None:
-        """Adds a ring in our own memory."""
+        """Adds a ring in the memory of this process."""
         if name not in self._known_rings:
             self._register_ring(Path(name), name, memory, -1, None, now)
 
     def _open_ring(self, path: Path, key: str, now: int) -> None:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as refusal:
-            if refusal.errno not in directory.RESOURCE_ERRNOS:
-                self.rejected.append(f"{path.name}: {refusal.strerror}")
+        except OSError as error:
+            if error.errno not in directory.RESOURCE_ERRNOS:
+                self.rejected.append(f"{path.name}: {error.strerror}")
                 self._known_rings.add(key)
             return
         try:
@@ -112,10 +116,10 @@ class MergedReader:
             self._register_ring(path, key, memory, descriptor, path, now)
         except RingNotReady:
             os.close(descriptor)
-        except (InvalidRing, ValueError, OSError) as reason:
+        except (InvalidRing, ValueError, OSError) as failure:
             os.close(descriptor)
-            if not isinstance(reason, OSError) or reason.errno not in directory.RESOURCE_ERRNOS:
-                self.rejected.append(f"{path.name}: {reason}")
+            if not isinstance(failure, OSError) or failure.errno not in directory.RESOURCE_ERRNOS:
+                self.rejected.append(f"{path.name}: {failure}")
                 self._known_rings.add(key)
 
     def _register_ring(
@@ -125,45 +129,48 @@ class MergedReader:
         if path.name.endswith(layout.SUFFIX_REQUESTS):
             requests = RequestReader(memory, next(self._ring_numbers))
             if requests.header.text.get("boot_id", "") != layout.read_boot_id():
-                raise InvalidRing("of another boot")
+                raise InvalidRing("written in another boot of this machine")
             process = self._processes[prefix] = _ProcessRings(requests.ring, requests, descriptor, file)
             self._announce_process(process, now)
         else:
             owner = self._processes.get(prefix.rpartition("-")[0])
             if owner is None:
-                raise RingNotReady("the ring of its process is not there yet")
+                raise RingNotReady("the request ring of its process does not exist yet")
             steps = StepReader(memory, next(self._ring_numbers), taken_over=owner.processed_until > 0)
             owner.engines.append((steps, descriptor, file))
             if owner.processed_until:
                 owner.reported_unrecorded += int(steps.header.words[layout.W_LOST])
-            log = prefix.rpartition("-")[2]
-            number = int(log) if log.isdecimal() else 0
-            said = events.EngineSeen(0, owner.ring, steps.header.pid, steps.engine, number)
-            self._pending.append(events.RecordedEvent(steps.ring, 0, said))
+            suffix = prefix.rpartition("-")[2]
+            number = int(suffix) if suffix.isdecimal() else 0
+            engine_seen = events.EngineSeen(0, owner.ring, steps.header.pid, steps.engine, number)
+            self._pending.append(events.RecordedEvent(steps.ring, 0, engine_seen))
         self._known_rings.add(key)
         self.has_seen_rings = True
 
     def _announce_process(self, process: _ProcessRings, now: int) -> None:
-        header, concluded_at = process.reader.header, process.processed_until
-        said = header.text
+        header, processed_until = process.reader.header, process.processed_until
+        text = header.text
         seen = events.ProcessSeen(
-            0, header.pid, str(said.get("role", "")), concluded_at, int(said.get("parent", 0))
+            0, header.pid, str(text.get("role", "")), processed_until, int(text.get("parent", 0))
         )
         self._pending.append(events.RecordedEvent(process.ring, 0, seen))
-        if concluded_at:  # a reader before us died: arrivals may have been overwritten meanwhile
+        if processed_until:  # an earlier reader died: arrivals may have been overwritten since
             self._pending += self._recover_live_requests(process, now)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def poll(self, now: int, final: bool = False) -> list[events.RecordedEvent]:
-        """The facts up to the instant of the previous poll (`final`: all there are), ordered by time."""
+        """Returns the events up to the instant of the previous poll, ordered by time; `final`: all events."""
         self.fill_ratio = 0.0
         for process in self._processes.values():
-            found = self._poll_process(process, now, final)
+            request_events = self._poll_process(process, now, final)
             self.fill_ratio = max(
-                self.fill_ratio, process.reader.fill_ratio, *(one.fill_ratio for one, _, _ in process.engines)
+                self.fill_ratio,
+                process.reader.fill_ratio,
+                *(steps.fill_ratio for steps, _, _ in process.engines),
             )
-            if found and isinstance(found[0].event, events.EventsLost):  # it is said before all else
+            # A loss is always the first event.
+            if request_events and isinstance(request_events[0].event, events.EventsLost):
                 self._pending += self._recover_live_requests(process, now)
                 self._add_live_list(process, max(now, _clock.now()))
         if now - self._checked_at > LIVENESS_NS or final:
@@ -172,27 +179,34 @@ class MergedReader:
         return self._release_until(None if final else self._previous, now)
 
     def _poll_process(self, process: _ProcessRings, now: int, final: bool) -> list[events.RecordedEvent]:
-        """Takes what there is of a process; what its requests' ring had."""
-        # Steps first: whatever a step refers to was stated before it, so it is found in the requests read after.
-        by_step = [fact for steps, _, _ in process.engines for fact in steps.poll(now, final)]
-        found = list(process.reader.poll(now, final))
-        self._pending += by_step
-        self._pending += found
+        """Reads the rings of a process; returns the events of its request ring."""
+        # Steps first: a step refers only to earlier events, which the request ring, read after, contains.
+        step_events = [event for steps, _, _ in process.engines for event in steps.poll(now, final)]
+        request_events = list(process.reader.poll(now, final))
+        self._pending += step_events
+        self._pending += request_events
         if not process.was_alive:
-            told = [said.event.at for said in by_step + found if not isinstance(said.event, _READER_EVENTS)]
-            process.latest_event_at = max([process.latest_event_at, *told])
-        return found
+            instants = [
+                recorded.event.at
+                for recorded in step_events + request_events
+                if not isinstance(recorded.event, _READER_EVENTS)
+            ]
+            process.latest_event_at = max([process.latest_event_at, *instants])
+        return request_events
 
     def are_filled_above(self, share: float) -> bool:
-        """Whether more than this share of a ring of requests was filled since the last poll."""
+        """Returns whether more than this share of any request ring was written since the last poll."""
         return any(process.reader.is_filled_above(share) for process in self._processes.values())
 
-    def add_event(self, said: events.RecordedEvent) -> None:
-        """Hands out, in its turn, what was learned of a process otherwise than from its ring."""
-        self._pending.append(said)
+    def add_event(self, recorded: events.RecordedEvent) -> None:
+        """Adds an event about a process that does not come from its ring; polls return it in order."""
+        self._pending.append(recorded)
 
     def list_writers(self) -> list[tuple[int, int]]:
-        """(ring, pid as seen from here) of the processes that live and can be seen; never of those in our own memory."""
+        """Returns (ring, pid as seen from here) of the living processes that are visible.
+
+        Rings in the memory of this process have none.
+        """
         holders = [
             (p.ring, directory.find_lock_holder(p.descriptor))
             for p in self._processes.values()
@@ -201,7 +215,10 @@ class MergedReader:
         return [(ring, pid) for ring, pid in holders if pid]
 
     def list_engine_threads(self) -> list[tuple[int, int, int, int]]:
-        """(ring of steps, pid as seen from here, pid and thread as their process sees them) of the engines that live."""
+        """Returns the threads of the living engines.
+
+        Each is (step ring, pid as seen from here, pid and thread id as their process sees them).
+        """
         seen = dict(self.list_writers())
         return [
             (steps.ring, seen[process.ring], steps.header.pid, int(steps.header.words[layout.W_THREAD]))
@@ -211,46 +228,46 @@ class MergedReader:
         ]
 
     def count_writers(self) -> int:
-        """How many writers live."""
+        """Returns the number of processes whose rings are open."""
         return len(self._processes)
 
     def mark_processed(self, horizon: int) -> None:
-        """Notes in every ring that what ended before `horizon` was handed on."""
+        """Records in every ring that requests that ended before `horizon` were exported."""
         for process in self._processes.values():
             words = process.reader.header.words
             words[layout.W_PROCESSED_UNTIL] = max(np.uint64(max(horizon, 0)), words[layout.W_PROCESSED_UNTIL])
 
     def list_pending_flushes(self) -> list[tuple[int, int]]:
-        """(process, request number) of every flush that a writer waits for."""
-        asked = []
+        """Returns (process, request number) of every flush that a writer waits for."""
+        flushes = []
         for process in self._processes.values():
             words = process.reader.header.words
             if words[layout.W_FLUSH_REQUESTED] != words[layout.W_FLUSH_DONE]:
-                asked.append((process.ring, int(words[layout.W_FLUSH_REQUESTED])))
-        return asked
+                flushes.append((process.ring, int(words[layout.W_FLUSH_REQUESTED])))
+        return flushes
 
-    def complete_flushes(self, asked: list[tuple[int, int]]) -> None:
-        """Tells the writers that their flush is done."""
-        numbers = dict(asked)
+    def complete_flushes(self, flushes: list[tuple[int, int]]) -> None:
+        """Marks these flushes as done in the rings of their writers."""
+        numbers = dict(flushes)
         for process in self._processes.values():
             if process.ring in numbers:
                 process.reader.header.words[layout.W_FLUSH_DONE] = np.uint64(numbers[process.ring])
 
     def count_errors(self) -> int:
-        """Probes that raised, in all processes that there were."""
+        """Returns the number of probes that raised, in all processes so far."""
         return self._errors_before + sum(
-            one.count_errors() - one.reported_errors for one in self._processes.values()
+            process.count_errors() - process.reported_errors for process in self._processes.values()
         )
 
     def count_unrecorded(self) -> int:
-        """Requests, engines and batches that no ring had room for, in all processes that there were."""
+        """Returns the number of requests, engines and batches that found no room, in all processes so far."""
         processes = self._processes.values()
         return self._unrecorded_before + sum(
-            one.count_unrecorded() - one.reported_unrecorded for one in processes
+            process.count_unrecorded() - process.reported_unrecorded for process in processes
         )
 
     def close(self, remove: bool) -> None:
-        """Lets go of everything; `remove` deletes the files of the living too."""
+        """Closes all rings; `remove` deletes the files of living processes too."""
         for prefix in list(self._processes):
             self._drop_process(prefix, remove)
 
@@ -263,8 +280,11 @@ class MergedReader:
         return released
 
     def _add_live_list(self, process: _ProcessRings, at: int) -> None:
-        """`at`: just before they are looked up. Who ended by then said so before, and that is handed out before this; who
-        arrives meanwhile said so after."""
+        """Adds the handles in the live table; `at` is just before the table is read.
+
+        A request that ended before `at` has recorded its end earlier, and the end is returned before this
+        list. A request that arrives meanwhile records its arrival after it.
+        """
         listed = events.LiveListed(at, [handle for handle, _ in process.reader.read_live_requests()])
         self._pending.append(events.RecordedEvent(process.ring, 0, listed))
 
@@ -277,21 +297,23 @@ class MergedReader:
             if not process.is_dead():
                 process.was_alive = True
                 continue
-            if process.path is not None:  # what it made last may not have been found yet
+            if process.path is not None:  # its last ring may not be open yet
                 self.discover_rings(process.path.parent, now, f"{prefix}-")
             self._poll_process(process, now, final=True)
             rings = {process.ring, *(steps.ring for steps, _, _ in process.engines)}
-            told = (one for one in self._pending if one.ring in rings)
-            last = [one.event.at for one in told if not isinstance(one.event, _READER_EVENTS)]
-            # Who was dead when found may have been that for hours.
+            pending = (recorded for recorded in self._pending if recorded.ring in rings)
+            instants = [
+                recorded.event.at for recorded in pending if not isinstance(recorded.event, _READER_EVENTS)
+            ]
+            # A process that was dead when it was found may have died hours ago.
             seen_until = (
                 now
                 if process.was_alive
                 else max(process.latest_event_at, process.processed_until) + LIVENESS_NS
             )
-            died_at = max([min(now, seen_until), *last])  # it may have said something after `now`
+            died_at = max([min(now, seen_until), *instants])  # its last event may be younger than `now`
             self._pending += self._recover_live_requests(process, now)
-            self._add_live_list(process, died_at)  # of the others, the ends were overwritten
+            self._add_live_list(process, died_at)  # the ends of all other requests were overwritten
             self._pending.append(events.RecordedEvent(process.ring, 0, events.ProcessDied(died_at)))
             self._drop_process(prefix, remove=True)
 

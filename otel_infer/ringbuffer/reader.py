@@ -1,7 +1,7 @@
-"""The reading side of the request ring: what was complete at the previous wake, checked at both ends, in order of time.
+"""Reads a request ring: the cells that were complete at the previous poll, checked at both ends.
 
-A reader never waits for a writer and never trusts a byte twice: it copies, then looks again whether what it copied is
-still there. What was overwritten or torn is counted and said as a fact (`FactsLost`), never guessed.
+A reader never waits for a writer. It copies cells, then checks that the copied cells are still there.
+Overwritten and torn events are counted and reported as an event (`EventsLost`), never guessed.
 """
 
 from __future__ import annotations
@@ -20,50 +20,51 @@ from otel_infer.ringbuffer import events, layout
 Words = NDArray[np.uint64]
 
 HOLE_WAKES = 8
-"""Wakes for which a reserved but unwritten cell is waited for before it counts as torn."""
+"""Polls for which a reserved but unwritten cell is awaited before it counts as torn."""
 PENDING_CELLS = 4096
-"""Cells after which the missing part of a fact of several cells counts as torn."""
+"""Number of later cells after which an event with missing parts counts as torn."""
 WINDOW = 256
-"""Cells that are looked at together: a look at the whole ring, at each wake, would empty the processor's cache."""
+"""Cells that are examined together. Examining the whole ring at each poll would evict the processor's cache.
+"""
 
 
 class RingNotReady(Exception):
-    """The file is a ring that its writer has not finished yet."""
+    """Failure to read a ring that its writer has not completed yet."""
 
 
 class InvalidRing(Exception):
-    """The memory does not hold a ring of this layout version; the message says why."""
+    """Failure to read memory that holds no ring of this layout version; the message states why."""
 
 
 class RingHeader:
-    """The header page of a ring file."""
+    """Header page of a ring file."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         if len(memory) < layout.PAGE:
-            raise InvalidRing("shorter than a header")
+            raise InvalidRing("shorter than a ring header")
         self.words: Words = np.frombuffer(memory, np.uint64, layout.HEADER_WORDS)
         magic = int(self.words[layout.W_MAGIC])
         if not magic:
-            raise RingNotReady("its writer has not finished it")
+            raise RingNotReady("its header is not complete yet")
         if magic != layout.MAGIC:
             raise InvalidRing("not a ring")
         version = int(self.words[layout.W_VERSION])
         if version != layout.VERSION:
             raise InvalidRing(
-                f"layout version {version}, this reader knows {layout.VERSION}: use one otel-infer version"
+                f"layout version {version}, this reader supports {layout.VERSION}: use one otel-infer version"
             )
         (length,) = layout.TEXT_LENGTH.unpack_from(memory, layout.TEXT_OFFSET)
         begin = layout.TEXT_OFFSET + layout.TEXT_LENGTH.size
         try:
             self.text: dict[str, Any] = json.loads(memory[begin : begin + min(length, layout.TEXT_MAX)])
-        except ValueError as broken:
-            raise InvalidRing("header text is broken") from broken
+        except ValueError as error:
+            raise InvalidRing("header text is not valid JSON") from error
         self.pid = int(self.words[layout.W_PID])
         self.cells = int(self.words[layout.W_CELLS])
 
 
 class RequestReader:
-    """Reads the request ring, live table and string table of one process."""
+    """Reader of the request ring, live table and string table of one process."""
 
     def __init__(self, memory: mmap.mmap, ring: int) -> None:
         self.header = RingHeader(memory)
@@ -90,49 +91,55 @@ class RequestReader:
         self._has_hole = False
         self._latest_event_at = 0
         self.fill_ratio = 0.0
-        """The share of the ring that was written between the last two polls."""
+        """Share of the ring that was written between the last two polls; above 1 = cells were overwritten."""
 
     def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
-        """What is new and was complete at the previous poll; `final`: everything that is complete now."""
+        """Yields new events that were complete at the previous poll; `final`: all that are complete now."""
         newest = self._find_newest()
         self.fill_ratio = (newest - self._complete) / self.header.cells
         upto, self._complete = (newest if final else min(self._complete, newest)), newest
-        # A quarter of the ring is left to the writer, who may be overtaking us while we copy.
+        # A quarter of the ring is left to the writer, which may overtake this reader during the copy.
         oldest = newest - self.header.cells + self.header.cells // 4
         skips = oldest > self._next
-        if skips:  # what was before us was most likely read by the reader before us
+        if skips:  # an earlier reader most likely read the cells before
             self.lost += 0 if self._taken_over and not self._next else oldest - self._next
             self._next, self._has_hole = oldest, True
-        found = self._read_cells(upto, final)
-        by_writer = int(self.header.words[layout.W_LOST])
-        self.lost += by_writer - self._lost_by_writer
-        self._lost_by_writer = by_writer
-        yield from self._yield_losses(found, now, final)
-        yield from found
-        if found:
-            self._latest_event_at = max(self._latest_event_at, found[-1].event.at)
+        recorded = self._read_cells(upto, final)
+        lost_by_writer = int(self.header.words[layout.W_LOST])
+        self.lost += lost_by_writer - self._lost_by_writer
+        self._lost_by_writer = lost_by_writer
+        yield from self._yield_losses(recorded, now, final)
+        yield from recorded
+        if recorded:
+            self._latest_event_at = max(self._latest_event_at, recorded[-1].event.at)
 
     def is_filled_above(self, share: float) -> bool:
-        """Whether more than this share of the ring was written since the last poll; a look at one cell."""
+        """Returns whether more than this share of the ring was written since the last poll.
+
+        It reads one cell only.
+        """
         counter = self._complete + max(int(share * self.header.cells), 1)
         return int(self._cells[counter % self.header.cells, 0]) > counter
 
     def _yield_losses(
-        self, found: list[events.RecordedEvent], now: int, final: bool
+        self, recorded: list[events.RecordedEvent], now: int, final: bool
     ) -> Iterator[events.RecordedEvent]:
-        """What was lost since it was told last. A hole is told of with what came after it, and as before that: requests that end
-        later are concluded by the time."""
+        """Yields what was lost since the last report.
+
+        A hole is reported at the instant of the first event after it. At the instant of the poll it would
+        come too late: requests that ended in between would be finished without the mark.
+        """
         (lost, torn), has_hole = self._reported, self._has_hole
         if (self.lost, self.torn) == (lost, torn) and not has_hole:
             return
-        if has_hole and not found and not final:
+        if has_hole and not recorded and not final:
             return
-        at = max(self._latest_event_at, found[0].event.at) if has_hole and found else now
+        at = max(self._latest_event_at, recorded[0].event.at) if has_hole and recorded else now
         self._reported, self._has_hole = (self.lost, self.torn), False
         yield events.RecordedEvent(self.ring, 0, events.EventsLost(at, self.lost - lost, self.torn - torn))
 
     def read_live_requests(self) -> Iterator[tuple[int, events.LiveRecovered]]:
-        """(handle, arrival) of every request in flight."""
+        """Yields (handle, arrival) of every request in flight."""
         base, size = self._offsets.live_table, layout.LIVE_BYTES
         table = self._memory[base : base + self._slots * size]
         for slot in range(self._slots):
@@ -142,7 +149,7 @@ class RequestReader:
                 yield handle, events.LiveRecovered(at, wall_at, trace, span, parent, flags)
 
     def get_string(self, index: int) -> str:
-        """The string with this id, or `_OTHER` where the table does not hold it."""
+        """Returns the string with this id, or `_OTHER` where the table does not hold it."""
         known = self._strings.get(index)
         if known is None:
             offset = self._offsets.strings + (index - 1) * layout.STRING_BYTES
@@ -155,26 +162,29 @@ class RequestReader:
         return known
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         del self._cells, self.header.words
         self._memory = mmap.mmap(-1, 1)
 
     def _find_newest(self) -> int:
-        """The newest counter there is; of more than a window of cells that nobody wrote, those after are not seen yet."""
+        """Returns the newest counter that was written.
+
+        Cells behind a whole window of unwritten cells are not seen yet.
+        """
         begin, count = self._next, len(self._window)
         while True:
-            # Both ends: a cell whose head was torn and whose tail is new is a torn one, not one yet to be written.
+            # Both ends, because a cell with a torn head and a new tail is torn, not unwritten.
             newest = int(self._cells[(begin + self._window) % self.header.cells][:, ::7].max())
             if newest < begin + count:
                 return max(newest, begin)
-            if newest > begin + count:  # the writer has lapped us
+            if newest > begin + count:  # the writer has lapped this reader
                 return int(self._cells[:, ::7].max())
             begin = newest
 
     def _read_cells(self, upto: int, final: bool) -> list[events.RecordedEvent]:
-        found: list[events.RecordedEvent] = []
+        recorded: list[events.RecordedEvent] = []
         if upto <= self._next:
-            return found
+            return recorded
         counters = np.arange(self._next + 1, upto + 1, dtype=np.uint64)
         index = (counters - np.uint64(1)) % np.uint64(self.header.cells)
         copy = self._cells[index]
@@ -186,7 +196,7 @@ class RequestReader:
                     self.lost += 1
                 elif self._hole_wakes < HOLE_WAKES and not final:
                     self._hole_wakes += 1
-                    return found
+                    return recorded
                 else:
                     self.torn += 1
                 self._hole_wakes = 0
@@ -194,14 +204,14 @@ class RequestReader:
                 continue
             self._next += 1
             self._hole_wakes = 0
-            self._decode_cell(found, *cell)
+            self._decode_cell(recorded, *cell)
         if self._pending:
             self._expire_pending()
-        return found
+        return recorded
 
     def _decode_cell(
         self,
-        found: list[events.RecordedEvent],
+        recorded: list[events.RecordedEvent],
         counter: int,
         code: int,
         part: int,
@@ -218,12 +228,13 @@ class RequestReader:
                 return
             body = whole
         try:
-            said = events.unpack_request(code, body, self.get_string)
+            decoded = events.unpack_request(code, body, self.get_string)
         except (ValueError, TypeError, IndexError, struct.error):
             self.torn += 1
             return
-        found += [
-            events.make_tuple(events.RecordedEvent, (self.ring, handle, fact)) for fact in events.expand(said)
+        recorded += [
+            events.make_tuple(events.RecordedEvent, (self.ring, handle, event))
+            for event in events.expand(decoded)
         ]
 
     def _join_parts(self, counter: int, part: int, parts: int, body: bytes) -> bytes | None:

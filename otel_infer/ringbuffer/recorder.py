@@ -1,7 +1,7 @@
-"""This process's rings, made when the first fact is stated, forgotten in a forked child.
+"""Records events into the rings of this process.
 
-There is one `recorder` per process. It is off until the composition root starts it, and then costs one attribute look-up
-where nothing is to be said.
+The rings are created at the first event and dropped in a forked child. There is one `recorder` per process.
+It is inactive until the bootstrap starts it. While it is inactive, a probe costs one attribute look-up.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from otel_infer.ringbuffer.writer import Arena, RequestWriter, RingUnavailable
 log = logging.getLogger("otel_infer")
 
 SERVER = "server"
-"""A process that may stand for its server: one of its others may be that of an engine alone."""
+"""Role of a process that may represent its server; another process of it may run an engine only."""
 CHECK_NS = 1_000_000_000
 REPEAT_NS = 60 * CHECK_NS
-"""What holds for long is said again: a reader that was started again finds the first telling overwritten."""
+"""Interval at which lasting state is recorded again, because a restarted reader may find the first record
+overwritten.
+"""
 MAX_STARTUP_EVENTS = 128
-"""Facts of the start that are kept for the rings to come."""
+"""Startup events that are held until the rings exist."""
 MAX_STEP_RINGS = 12
-"""Step rings of one process; engines beyond it run unrecorded, and are counted."""
+"""Step rings per process; further engines run unrecorded, and are counted."""
 
 
 class Recorder:
-    """Where integrations state facts. Never raises into its caller once started.
+    """Entry point for probes that record events. Once started, it never raises into its caller.
 
-    A fact that cannot be stated is lost and counted; the first one is named in the log.
+    An event that cannot be recorded is lost and counted; the log names the first one.
     """
 
     def __init__(self) -> None:
@@ -62,27 +64,31 @@ class Recorder:
         self._making_thread = 0
         self._is_loss_logged = False
         self.deferred_recorders: dict[str, Callable[[], None]] = {}
-        """Each says what could not be said when it happened, before a request ends that it may concern."""
+        """Callbacks for events that could not be recorded when they happened. They run before a request ends
+        that the events may concern.
+        """
         os.register_at_fork(after_in_child=self.reset_after_fork)
 
     def start(
         self,
         make_arena: Callable[[], Arena],
-        tend: Callable[[], None],
-        refused: Callable[[str], Arena | None],
+        ensure_reader: Callable[[], None],
+        get_fallback_arena: Callable[[str], Arena | None],
         role: Callable[[], str] = lambda: SERVER,
         born: Callable[[], events.ProcessStarted | None] = lambda: None,
     ) -> None:
-        """Facts are taken from now on. Rings are made at the first one.
+        """Starts recording; the rings are created at the first event.
 
-        `tend` is called when rings were made and then at most once a second from the request path: it sees to it that
-        somebody reads. `refused` is told why there is no shared memory and may give another arena. `role` says what this
-        process is in its server, and `born` how it began, or None where that is nobody's business; asked when there are rings.
+        `ensure_reader` is called after the rings are created, then at most once a second from the request
+        path; it ensures that a reader runs. `get_fallback_arena` receives the reason why there is no shared
+        memory and may return another arena. `role` returns the role of this process in its server. `born`
+        returns the process start, or None if it is not to be recorded. Both are called when the rings are
+        created.
         """
         self._make_arena, self._ensure_reader, self._get_fallback_arena, self._detect_role = (
             make_arena,
-            tend,
-            refused,
+            ensure_reader,
+            get_fallback_arena,
             role,
         )
         self._get_process_start = born
@@ -91,7 +97,7 @@ class Recorder:
         self.active = True
 
     def stop(self) -> None:
-        """No more facts; the rings' locks are released, so that the reader finishes."""
+        """Stops recording and releases the rings' locks, so that the reader finishes."""
         self.active = False
         arena, self.arena, self.requests = self.arena, None, None
         self._retire_batch_writers()
@@ -99,16 +105,16 @@ class Recorder:
             arena.close()
 
     def reset_after_fork(self) -> None:
-        """In a forked child: the parent's rings are not ours to write."""
+        """Drops the rings in a forked child, because they belong to the parent."""
         self._make_lock, self._making_thread = threading.Lock(), 0
         self._lost_before = 0
         self._startup_events.clear()
         self._drop_rings()
 
     def discard_rings(self) -> None:
-        """The rings are nobody's any more (their folder was removed): the next fact makes others.
+        """Discards rings whose folder was removed; the next event creates others.
 
-        What was in flight is lost, and counted there.
+        The requests in flight are lost, and counted in the new rings.
         """
         if self.requests is not None:
             self._lost_before += self.requests.in_flight
@@ -125,7 +131,7 @@ class Recorder:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_request(self, arrived: events.RequestArrived) -> int:
-        """States an arrival and returns the handle; 0 where it could not be recorded."""
+        """Records an arrival and returns the handle; 0 where it could not be recorded."""
         if not self.active:
             return 0
         try:
@@ -133,8 +139,8 @@ class Recorder:
                 self._run_maintenance(arrived.at)
             writer = self.requests or self._make_rings()
             return writer.open_request(arrived) if writer is not None else 0
-        except Exception as broken:  # the request goes on without us
-            self._report_lost_event(broken)
+        except Exception as error:  # the request continues unrecorded
+            self._report_lost_event(error)
             return 0
 
     def _run_maintenance(self, at: int) -> None:
@@ -142,72 +148,80 @@ class Recorder:
         self._ensure_reader()
         if at - self._repeated_at > REPEAT_NS:
             self._repeated_at = at
-            for said in list(self._hook_reports.values()):  # another thread may bind hooks just now
-                self.record_process(said._replace(at=at))
+            for report in list(self._hook_reports.values()):  # another thread may be installing hooks
+                self.record_process(report._replace(at=at))
 
-    def record(self, handle: int, fact: Any) -> None:
-        """States a fact about a request."""
+    def record(self, handle: int, event: Any) -> None:
+        """Records an event of a request."""
         writer = self.requests
         if writer is not None and handle:
             try:
-                writer.write_event(handle, fact)
-            except Exception as broken:  # the request goes on without us
-                self._report_lost_event(broken)
+                writer.write_event(handle, event)
+            except Exception as error:  # the request continues unrecorded
+                self._report_lost_event(error)
 
     def close_request(self, handle: int, ended: events.RequestEnded | events.ExchangeEnded) -> None:
-        """States the end of a request and frees its slot."""
+        """Records the end of a request and frees its slot."""
         writer = self.requests
         if writer is not None and handle:
             try:
                 if self.deferred_recorders:
-                    for say in list(self.deferred_recorders.values()):
-                        say()
+                    for record_deferred in list(self.deferred_recorders.values()):
+                        record_deferred()
                 writer.close_request(handle, ended)
-            except Exception as broken:  # the request goes on without us
-                self._report_lost_event(broken)
+            except Exception as error:  # the request continues unrecorded
+                self._report_lost_event(error)
 
     def record_pause(self, cause: str, started_at: int, ended_at: int) -> None:
-        """States that this process was held up; nothing where nobody records."""
+        """Records that this process was held up; does nothing where there are no rings."""
         self.record_process(events.PauseSeen(ended_at, started_at, cause))
 
     def count(self, mark: str, since: int, at: int, count: int) -> None:
-        """States that something happened so many times; nothing where nobody records."""
+        """Records that something happened `count` times; does nothing where there are no rings."""
         self.record_process(events.MarkSeen(at, since, mark, count))
 
-    def record_process(self, fact: Any) -> None:
-        """States a fact of this process, and of no request; nothing where nobody records."""
+    def record_process(self, event: Any) -> None:
+        """Records an event of this process, not of a request; does nothing where there are no rings."""
         writer = self.requests
         if writer is not None:
             try:
-                writer.write_event(0, fact)
-            except Exception as broken:  # whoever was held up already is not to be stopped as well
-                self._report_lost_event(broken)
+                writer.write_event(0, event)
+            except Exception as error:  # the process continues without the event
+                self._report_lost_event(error)
 
-    def record_startup(self, fact: Any) -> None:
-        """States a fact of how this process gets ready; kept until there are rings, so that it starts nothing."""
+    def record_startup(self, event: Any) -> None:
+        """Records an event of the process start.
+
+        It is held until there are rings, because it must not create them.
+        """
         if not self.active:
             return
         if len(self._startup_events) < MAX_STARTUP_EVENTS:
-            self._startup_events.append(fact)
-        self.record_process(fact)
+            self._startup_events.append(event)
+        self.record_process(event)
 
-    def _report_lost_event(self, broken: Exception) -> None:
+    def _report_lost_event(self, error: Exception) -> None:
         if self.requests is not None:
             self.requests.words[layout.W_LOST] += 1
         if not self._is_loss_logged:
             self._is_loss_logged = True
-            where = traceback.extract_tb(broken.__traceback__)[-1]
-            log.error("a fact is lost: %s at %s:%s", type(broken).__name__, where.filename, where.lineno)
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            log.error(
+                "event lost because of %s at %s:%s; further losses are only counted",
+                type(error).__name__,
+                where.filename,
+                where.lineno,
+            )
 
     def report_hooks(self, integration: str, active: int, total: int) -> None:
-        """Says how many hooks are bound; kept until there are rings, so that it starts nothing by itself."""
-        said = self._hook_reports[integration] = events.HooksReported(
+        """Records how many hooks are installed; held until there are rings, without creating them."""
+        report = self._hook_reports[integration] = events.HooksReported(
             _clock.now(), integration, active, total
         )
-        self.record_process(said)
+        self.record_process(report)
 
     def ensure_rings(self) -> bool:
-        """Makes the rings now (an engine was imported); False where there are none to be had."""
+        """Creates the rings now (an engine was imported); returns False where that is impossible."""
         if not self.active:
             return False
         try:
@@ -215,14 +229,14 @@ class Recorder:
             if made:
                 self._ensure_reader()
             return made
-        except Exception as broken:  # it would be the user's import that fails
-            self._report_lost_event(broken)
+        except Exception as error:  # the user's import must not fail
+            self._report_lost_event(error)
             return False
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def acquire_batch_writer(self, engine: str) -> BatchWriter | None:
-        """A step log for one engine thread to write to, until it gives it back; None = run unrecorded."""
+        """Returns the writer of one engine thread's steps, until it is released; None = run unrecorded."""
         if not self.active:
             return None
         free = self._free_batch_writers.get(engine)
@@ -239,32 +253,35 @@ class Recorder:
             return None
         try:
             if len(self._batch_writers) >= MAX_STEP_RINGS:
-                raise RingUnavailable(f"more than {MAX_STEP_RINGS} engines")
+                raise RingUnavailable(f"more than {MAX_STEP_RINGS} step rings in one process")
             number = next(self._ring_numbers)
             writer = StepWriter(self.arena, f"{self._prefix}-{number}", engine)
-        except RingUnavailable as refusal:
-            # Asked again at every step, it would be refused at every step.
+        except RingUnavailable as reason:
+            # Otherwise every step would try again, and fail again.
             self._is_step_recording_full = True
             if self.requests is not None:
                 self.requests.words[layout.W_UNRECORDED] += 1
-            log.warning("steps of %s are not recorded: %s", engine, refusal)
+            log.warning("steps of %s are not recorded: %s", engine, reason)
             return None
-        made = BatchWriter(writer, HandleTable(), number)
-        self._batch_writers.append(made)
-        return made.assign_to_thread()
+        batch_writer = BatchWriter(writer, HandleTable(), number)
+        self._batch_writers.append(batch_writer)
+        return batch_writer.assign_to_thread()
 
-    def release_batch_writer(self, engine: str, log: BatchWriter) -> None:
-        """This thread is done with the log; the next one may go on with it."""
-        if log.alive:
-            log.clear_batch()
-            log.handles.clear()
-            # The next one on this thread goes on with this one: the steps of a request are easier told from one log.
-            self._free_batch_writers.setdefault(engine, deque()).appendleft(log)
+    def release_batch_writer(self, engine: str, writer: BatchWriter) -> None:
+        """Takes a writer back from this thread, so that another one can continue with it."""
+        if writer.alive:
+            writer.clear_batch()
+            writer.handles.clear()
+            # The next run on this thread reuses it: a request's steps are easier to assemble from one ring.
+            self._free_batch_writers.setdefault(engine, deque()).appendleft(writer)
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── internals ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_rings(self) -> RequestWriter | None:
-        """This process's rings, made by the first that comes; the others wait. Nothing for what we do meanwhile."""
+        """Returns this process's rings, created by the first thread that needs them; other threads wait.
+
+        None for events that the creation itself causes.
+        """
         if self._make_arena is None or self._making_thread == threading.get_ident():
             return None
         with self._make_lock:
@@ -272,36 +289,36 @@ class Recorder:
                 return self.requests
             self._making_thread = threading.get_ident()
             try:
-                made = self._create_writer(self._make_arena)
+                writer = self._create_writer(self._make_arena)
             finally:
                 self._making_thread = 0
-        if made is not None:
+        if writer is not None:
             self._ensure_reader()
-        # Whoever tends may have given them up, if nobody can be started who reads them.
-        return self.requests if made is None or self.requests is made else self._make_rings()
+        # `ensure_reader` may have discarded them, if no reader can be started.
+        return self.requests if writer is None or self.requests is writer else self._make_rings()
 
     def _create_writer(self, make_arena: Callable[[], Arena]) -> RequestWriter | None:
         self._prefix, self.role = f"{os.getpid()}-{_clock.now():x}", self._detect_role()
         try:
             arena = make_arena()
             writer = RequestWriter(arena, self._prefix, self.role)
-        except RingUnavailable as refusal:
-            other = self._get_fallback_arena(str(refusal))
-            if other is None:
+        except RingUnavailable as reason:
+            fallback = self._get_fallback_arena(str(reason))
+            if fallback is None:
                 self.active = False
                 return None
-            arena, writer = other, RequestWriter(other, self._prefix, self.role)
-        for said in (self._get_process_start(), *self._startup_events, *self._hook_reports.values()):
-            if said is not None:
-                writer.write_event(0, said)
+            arena, writer = fallback, RequestWriter(fallback, self._prefix, self.role)
+        for event in (self._get_process_start(), *self._startup_events, *self._hook_reports.values()):
+            if event is not None:
+                writer.write_event(0, event)
         writer.words[layout.W_UNRECORDED] += self._lost_before
         self._lost_before, self._repeated_at = 0, _clock.now()
         self.arena, self.requests = arena, writer
         return writer
 
     def _retire_batch_writers(self) -> None:
-        for log in self._batch_writers:
-            log.detach_ring()
+        for writer in self._batch_writers:
+            writer.detach_ring()
         self._batch_writers.clear()
         self._free_batch_writers.clear()
         self._is_step_recording_full = False

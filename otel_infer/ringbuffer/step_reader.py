@@ -1,5 +1,8 @@
-"""The reading side of a step ring: what was complete at the previous wake, in order; what was overwritten is skipped to the
-oldest record that is safe, and said (`StepsLost`)."""
+"""Reads a step ring: the records that were complete at the previous poll, in order.
+
+After an overwrite, reading continues at the oldest record that is safe, and the loss is reported
+(`StepsLost`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from otel_infer.ringbuffer.reader import InvalidRing, RingHeader, Words
 
 
 class StepReader:
-    """Reads the step ring of one engine thread. `taken_over`: another reader was there before."""
+    """Reader of the step ring of one engine thread. `taken_over`: another reader read it before."""
 
     def __init__(self, memory: mmap.mmap, ring: int, taken_over: bool = False) -> None:
         self.header = RingHeader(memory)
@@ -30,20 +33,20 @@ class StepReader:
         self._taken_over = taken_over
         self.lost = 0
         self.fill_ratio = 0.0
-        """The share of the ring that was written between the last two polls."""
+        """Share of the ring that was written between the last two polls."""
         self.request_keyframe()
 
     @property
     def engine(self) -> str:
-        """The engine's name, as the writer said it."""
+        """Returns the engine's name, as its writer recorded it."""
         return str(self.header.text.get("engine", ""))
 
     def request_keyframe(self) -> None:
-        """Has the writer state the whole batch, as soon as it looks again."""
+        """Requests a keyframe; the writer writes it when it checks next."""
         self.header.words[layout.W_KEYFRAME_REQUESTED] += np.uint64(1)
 
     def poll(self, now: int, final: bool = False) -> Iterator[events.RecordedEvent]:
-        """What is new and was complete at the previous poll; `final`: everything that is complete now."""
+        """Yields new events that were complete at the previous poll; `final`: all that are complete now."""
         if final:
             self._complete = self._scan_complete(self._complete)
         while self._next < self._complete:
@@ -59,15 +62,16 @@ class StepReader:
         self.fill_ratio = (self._complete - before) / self.header.cells
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         del self._heads, self.header.words
         self._memory = mmap.mmap(-1, 1)
 
     def _is_overrun(self) -> bool:
-        """Whether the writer has lapped us: a younger record is complete while ours is not.
+        """Returns whether the writer has lapped this reader.
 
-        Records are overwritten in the order in which they were written, so while the last one that was read is there,
-        nothing after it is gone: no need to search the ring.
+        Then a younger record is complete while the next one is not. Records are overwritten in the order in
+        which they were written. While the last record that was read is intact, nothing after it is gone, so
+        the ring need not be searched.
         """
         is_first_unwritten = self._next == 0 and self._heads[0] == 0
         if is_first_unwritten or any(
@@ -77,7 +81,10 @@ class StepReader:
         return self._find_newest() > self._next
 
     def _find_record_starts(self) -> list[int]:
-        """Counters at which a record may begin, oldest first; bodies can look like heads, so check each."""
+        """Returns the counters at which a record may begin, oldest first.
+
+        Bodies can look like heads, so check each.
+        """
         heads = self._heads.astype(np.int64)
         cells = self.header.cells
         own = np.flatnonzero((heads > 0) & ((heads - 1) % cells == np.arange(cells)))
@@ -89,7 +96,7 @@ class StepReader:
         )
 
     def _scan_complete(self, counter: int) -> int:
-        """The counter up to which records are complete now."""
+        """Returns the counter up to which records are complete now."""
         while True:
             record = self._parse_record_head(counter)
             if record is None:
@@ -103,10 +110,10 @@ class StepReader:
         )
 
     def _read_records(self) -> Iterator[events.RecordedEvent]:
-        """Goes on to what is complete, or to the end of the memory, or to before a record that is not what it should be.
+        """Yields the complete records, up to the end of the memory or to an inconsistent record.
 
-        All of it is copied at once. Records are overwritten in the order in which they were written: if the first one is
-        still there after the copy, so were all.
+        All of them are copied together. Records are overwritten in the order in which they were written: if
+        the first one is intact after the copy, all of them were.
         """
         position = self._next % self.header.cells
         begin, cells = layout.PAGE + (position << 6), self._complete - self._next
@@ -123,16 +130,16 @@ class StepReader:
             if code != layout.PAD_CODE:
                 body = copy[at + layout.RECORD_HEAD.size : at + length - layout.RECORD_TAIL.size]
                 try:
-                    fact = events.unpack_step(code, body)
+                    event = events.unpack_step(code, body)
                 except (ValueError, struct.error):
                     return
-                yield events.make_tuple(events.RecordedEvent, (self.ring, 0, fact))
+                yield events.make_tuple(events.RecordedEvent, (self.ring, 0, event))
             self._last_read = self._next
             self._next += cells
             at += cells << 6
 
     def _skip_to_safe_record(self, now: int) -> events.RecordedEvent:
-        """Goes on at the oldest record that is safe from being overwritten, and says what was skipped."""
+        """Skips to the oldest record that is safe from being overwritten; returns the loss."""
         cells = self.header.cells
         starts = [
             counter for counter in self._find_record_starts() if self._parse_record_head(counter) is not None
@@ -150,7 +157,10 @@ class StepReader:
 def _parse_record_head(
     memory: mmap.mmap | bytes, begin: int, counter: int, room: int
 ) -> tuple[int, int, int] | None:
-    """(cells, code, length) of the record at this counter, or None unless both ends are there, within `room` cells."""
+    """Returns (cells, code, length) of the record at this counter.
+
+    None unless both ends match, within `room` cells.
+    """
     head, length, code = layout.RECORD_HEAD.unpack_from(memory, begin)
     if head != counter + 1 or length < layout.RECORD_OVERHEAD:
         return None

@@ -1,4 +1,4 @@
-"""The writing side of a step ring: records of one engine thread, and how the usual ones are written by one call."""
+"""Writes a step ring: the records of one engine thread. The usual records are written by one call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from otel_infer.ringbuffer.layout import RingSizes
 from otel_infer.ringbuffer.writer import write_header
 
 MAX_CHANGE_WORDS = 64
-"""Of a small change: positions of those who left, handles of newcomers, and (position, tokens) of those who get several."""
+"""Words of a small change: positions of members that left, handles of newcomers, and (position, tokens)
+pairs.
+"""
 
-# A fact that says "the same again": the counts that are 0 are padding, which is written as 0 for nothing.
+# An unchanged batch: counts that are 0 are padding of the struct, which is zeroed at no cost.
 pack_unchanged = struct.Struct("<QIqQ8x5IQ").pack_into
 pack_single_tokens = struct.Struct("<QIqQ8xI16xQ").pack_into
-# Length and code of a record of one cell, as the one number that lies there.
+# Length and code of a record of one cell, as one number.
 SCHEDULED_WORD, DONE_WORD = (
     int.from_bytes(struct.pack("<HBx", layout.CELL_BYTES, code), "little")
     for code in (events.SCHEDULED_CODE, events.DONE_CODE)
@@ -25,12 +27,14 @@ SCHEDULED_WORD, DONE_WORD = (
 
 
 class ChangeLayout(NamedTuple):
-    """How a change of so many words is written by one call: its cell or cells, whose fields are the counts and load, then the
-    change itself."""
+    """Layout of a change with a given number of words, which is written by one call.
+
+    Its fields are the counts and load, then the change itself.
+    """
 
     pack_into: Callable[..., None]
     head: int
-    """Length and code."""
+    """Length and code, as one number."""
     cells: int
 
 
@@ -43,14 +47,15 @@ def _make_change_layout(words: int) -> ChangeLayout:
 
 
 CHANGE_LAYOUTS = tuple(_make_change_layout(words) for words in range(MAX_CHANGE_WORDS + 1))
-"""By the number of words."""
+"""Indexed by the number of words."""
 _RECORD_STRUCTS = tuple(layout.record_struct(cells) for cells in range(64))
 
 
 class StepWriter:
-    """The step ring of one engine thread: one writer, records of any length.
+    """Writer of the step ring of one engine thread: one writer, records of any length.
 
-    `cell`: how many cells were written; `offset`: where the next lies, at most `last`.
+    `cells_written` counts the cells written so far. `offset` is where the next record begins, at most
+    `last_offset`.
     """
 
     def __init__(self, arena: Arena, name: str, engine: str, sizes: RingSizes | None = None) -> None:
@@ -62,7 +67,7 @@ class StepWriter:
         self._max_record_bytes = min(layout.RECORD_MAX, sizes.step_cells // 4 * layout.CELL_BYTES)
 
     def write_record(self, code: int, body: bytes) -> None:
-        """States one step fact; a body that no ring of this size can hold is counted as lost."""
+        """Writes one step event; a body longer than the ring allows is counted as lost."""
         length = len(body) + layout.RECORD_OVERHEAD
         if length > self._max_record_bytes:
             self.words[layout.W_LOST] += 1
@@ -71,11 +76,11 @@ class StepWriter:
         record = _RECORD_STRUCTS[cells] if cells < len(_RECORD_STRUCTS) else layout.record_struct(cells)
         offset = self.reserve_cells(cells)
         counter = self.cells_written - cells + 1
-        # One call: it zeroes the record first and stores the counter at its end last.
+        # One call, which zeroes the record first and stores the counter at its end last.
         record.pack_into(self.memory, offset, counter, length, code, body, counter)
 
     def reserve_cells(self, cells: int) -> int:
-        """The offset of the next record, of so many cells, which lie in one piece; `cell` counts them already."""
+        """Returns the offset of the next record of `cells` adjacent cells, and counts them as written."""
         offset = self.offset
         behind = offset + (cells << 6)
         if behind > self.last_offset:

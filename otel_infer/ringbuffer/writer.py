@@ -1,7 +1,8 @@
-"""The writing side of the rings: stating a fact makes no system call, takes no lock, and never grows.
+"""Writes request rings. An event takes no system call, no lock, and no memory beyond the ring.
 
-Cells and slots are reserved with `next(itertools.count())` and `deque.popleft()`: single C calls, so they are atomic
-under the GIL and safe when a garbage-collection hook re-enters the writer in the middle of a fact.
+Cells and slots are reserved with `next(itertools.count())` and `deque.popleft()`. Both are single C calls:
+they are atomic under the GIL, and safe when a garbage-collection hook re-enters the writer in the middle of
+an event.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ __all__ = [
 
 
 def write_header(memory: mmap.mmap, sizes: RingSizes, text: dict[str, Any]) -> memoryview:
-    """Fills the header page and returns it as u64 words; the magic goes last, since it says that the rest is there."""
+    """Fills the header page and returns it as u64 words.
+
+    The magic is written last, because it marks the rest as complete.
+    """
     words = memoryview(memory)[: layout.HEADER_WORDS * 8].cast("Q")
     started_at, wall = _clock.read_clocks()
     encoded = json.dumps(text).encode()[: layout.TEXT_MAX]
@@ -60,10 +64,10 @@ def write_header(memory: mmap.mmap, sizes: RingSizes, text: dict[str, Any]) -> m
 
 
 def _make_counter() -> Callable[[], int]:
-    """0, 1, 2, …, each to one caller only.
+    """Returns a counter 0, 1, 2, … that returns each number to one caller only.
 
-    Where there is no GIL nothing makes a single C call atomic, so a lock does; one that the same thread may take again, since
-    a garbage-collection hook may come in between.
+    Without a GIL no C call is atomic, so a lock is taken. It is reentrant, because a garbage-collection hook
+    may interrupt its holder on the same thread.
     """
     count = itertools.count().__next__
     if getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -77,13 +81,16 @@ def _make_counter() -> Callable[[], int]:
     return locked
 
 
-def _pack_text_to_fit(fact: Any) -> bytes:
-    """A free-text fact, its texts halved until the ring takes it; what is no text is left out of one that is too long."""
-    most = layout.MAX_PARTS * layout.PART_BYTES
-    packed = events.pack_text(fact)
-    while len(packed) > most:
-        fact = type(fact)(*(_shorten_field(field) for field in fact))
-        packed = events.pack_text(fact)
+def _pack_text_to_fit(event: Any) -> bytes:
+    """Returns a free-text event as bytes, its texts halved until the ring takes it.
+
+    If the event is too long, its other fields are emptied too, except numbers.
+    """
+    limit = layout.MAX_PARTS * layout.PART_BYTES
+    packed = events.pack_text(event)
+    while len(packed) > limit:
+        event = type(event)(*(_shorten_field(field) for field in event))
+        packed = events.pack_text(event)
     return packed
 
 
@@ -96,24 +103,27 @@ def _shorten_field(field: Any) -> Any:
 
 
 def _pack_head(code: int, part: int, parts: int) -> int:
-    """What a cell says of its body, as the one number that lies there."""
+    """Returns the head of a cell (code, part, parts) as one number."""
     return int.from_bytes(struct.pack("<BBBx", code, part, parts), "little")
 
 
 def _make_cell_packer(known: events.EventLayout) -> tuple[Callable[..., None], int, tuple[int, ...]]:
-    """How a fact that fits is written by one call: its cell with its fields in the place of the body."""
+    """Returns the packing function, the head and the string fields of an event that fits one cell.
+
+    The event's fields take the place of the cell's body, so that one call writes it.
+    """
     rest = layout.BODY_BYTES - known.packed.size
     cell = struct.Struct(f"<QII{known.packed.format[1:]}{rest}xQ")
     return cell.pack_into, _pack_head(known.code, 0, 1), known.strings
 
 
-# An arrival as two cells with its fields in the place of their parts; the span id is cut.
+# An arrival fills two cells, with its fields in place of their parts; the span id is split between them.
 _ARRIVED = events.LAYOUT_BY_EVENT[events.RequestArrived].code
 _ARRIVED_HEAD, _ARRIVED_REST_HEAD = _pack_head(_ARRIVED, 0, 2), _pack_head(_ARRIVED, 1, 2)
 _ARRIVED_FIRST = struct.Struct("<QIIIqq16s4sQ").pack_into
 _ARRIVED_REST = struct.Struct("<QIII4s8s8sHHHHH6xQ").pack_into
 _EMPTY_SLOT = bytes(layout.LIVE_BYTES)
-# Looked up once, for what every request comes through.
+# Module globals, because every request uses them.
 _FIRST_CELL, _CELL_BYTES, _LIVE_BYTES = layout.PAGE, layout.CELL_BYTES, layout.LIVE_BYTES
 _SLOT_BITS, _SLOT_MASK, _GENERATIONS = layout.SLOT_BITS, layout.SLOT_MASK, layout.GENERATIONS
 _LIVE_INTO = layout.LIVE.pack_into
@@ -126,7 +136,7 @@ _CELL_PACKERS = {
 
 
 class RequestWriter:
-    """Request ring, live table and string table of one process; any thread may state a fact."""
+    """Writer of the request ring, live table and string table of one process; any thread may use it."""
 
     def __init__(self, arena: Arena, name: str, role: str, sizes: RingSizes | None = None) -> None:
         sizes = sizes or choose_sizes(arena, lambda s: s.requests_bytes)
@@ -146,7 +156,7 @@ class RequestWriter:
         self._strings: dict[str, int] = {"": events.NONE}
         self._slots = sizes.live_slots
         self._free_slots = deque(range(sizes.live_slots))
-        # Handles of another ring (before a fork, of rings that were given up) must not be taken for ours.
+        # Random, so that handles of an earlier ring (before a fork, or discarded) match none of this one.
         first = int.from_bytes(os.urandom(4), "little") % layout.GENERATIONS or 1
         self._generations = [first] * sizes.live_slots
 
@@ -154,11 +164,11 @@ class RequestWriter:
 
     @property
     def in_flight(self) -> int:
-        """How many requests have a slot."""
+        """Returns the number of requests that have a slot."""
         return self._slots - len(self._free_slots)
 
     def open_request(self, arrived: events.RequestArrived) -> int:
-        """Gives the request a slot of the live table, states its arrival, and returns its handle (0 = table full)."""
+        """Gives the request a live slot, records its arrival, and returns its handle (0 = table full)."""
         try:
             slot = self._free_slots.popleft()
         except IndexError:
@@ -169,10 +179,10 @@ class RequestWriter:
         at, wall_at, trace, span, parent, server, flags, operation, provider, model, name = arrived
         memory = self.memory
         _LIVE_INTO(memory, offset, handle, flags, 0, at, wall_at, trace, span, parent, server, 0, handle)
-        known = self._strings.get
-        said: tuple[int | None, ...] = known(operation), known(provider), known(model), known(name)
-        if None in said:
-            said = tuple(map(self._get_string_id, (operation, provider, model, name)))
+        get_id = self._strings.get
+        string_ids: tuple[int | None, ...] = get_id(operation), get_id(provider), get_id(model), get_id(name)
+        if None in string_ids:
+            string_ids = tuple(map(self._get_string_id, (operation, provider, model, name)))
         cell, rest, cells = self._next_cell() + 1, self._next_cell() + 1, self._cells
         first, offset = cell & 0xFFFFFFFF, _FIRST_CELL + (cell - 1) % cells * _CELL_BYTES
         _ARRIVED_FIRST(memory, offset, cell, _ARRIVED_HEAD, handle, first, at, wall_at, trace, span, cell)
@@ -188,13 +198,16 @@ class RequestWriter:
             parent,
             server,
             flags,
-            *said,
+            *string_ids,
             rest,
         )
         return handle
 
     def close_request(self, handle: int, ended: events.RequestEnded | events.ExchangeEnded) -> None:
-        """States the end and gives the slot back; the oldest free slot is used next, so generations last long."""
+        """Records the end and frees the slot.
+
+        The oldest free slot is used next, so that generations repeat late.
+        """
         try:
             self.write_event(handle, ended)
         finally:
@@ -206,47 +219,47 @@ class RequestWriter:
                 generations[slot] = (generation + 1) % _GENERATIONS or 1
                 self._free_slots.append(slot)
 
-    # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def write_event(self, handle: int, fact: Any) -> None:
-        """States one request fact. Raises only for what is not a fact, or does not fit into one."""
-        whole = _CELL_PACKERS.get(type(fact))
+    def write_event(self, handle: int, event: Any) -> None:
+        """Writes one request event; raises only for an object that is no event or does not fit its layout."""
+        whole = _CELL_PACKERS.get(type(event))
         if whole is None:
-            self._write_long_event(handle, fact)
+            self._write_long_event(handle, event)
             return
         pack_into, head, strings = whole
         if strings:
-            known, fact = self._strings, list(fact)
+            known, event = self._strings, list(event)
             for i in strings:
-                text = fact[i]
-                fact[i] = known[text] if text in known else self._intern_string(str(text))
+                text = event[i]
+                event[i] = known[text] if text in known else self._intern_string(str(text))
         cell = self._next_cell()
         offset, counter = _FIRST_CELL + cell % self._cells * _CELL_BYTES, cell + 1
         try:
-            pack_into(self.memory, offset, counter, head, handle, *fact, counter)
-        except struct.error:  # a reader would wait for the rest of it
+            pack_into(self.memory, offset, counter, head, handle, *event, counter)
+        except struct.error:  # otherwise a reader would wait for this cell
             layout.CELL.pack_into(self.memory, offset, cell + 1, layout.VOID_CODE, 0, 1, 0, b"", cell + 1)
             raise
 
-    def _write_long_event(self, handle: int, fact: Any) -> None:
-        """One that may need several cells."""
-        known = events.LAYOUT_BY_EVENT.get(type(fact))
+    def _write_long_event(self, handle: int, event: Any) -> None:
+        """Writes an event that may need several cells."""
+        known = events.LAYOUT_BY_EVENT.get(type(event))
         if known is None:
-            self._write_cells(events.TEXT_CODES[type(fact)], handle, _pack_text_to_fit(fact))
+            self._write_cells(events.TEXT_CODES[type(event)], handle, _pack_text_to_fit(event))
         else:
             self._write_cells(
-                known.code, handle, known.packed.pack(*self._replace_strings(fact, known.strings))
+                known.code, handle, known.packed.pack(*self._replace_strings(event, known.strings))
             )
 
-    def _replace_strings(self, fact: Any, strings: tuple[int, ...]) -> list[Any]:
-        """The fields, those that are strings as numbers of the string table."""
-        fields = list(fact)
+    def _replace_strings(self, event: Any, strings: tuple[int, ...]) -> list[Any]:
+        """Returns the fields, with strings replaced by their ids in the string table."""
+        fields = list(event)
         for i in strings:
             fields[i] = self._get_string_id(fields[i])
         return fields
 
     def _get_string_id(self, text: str) -> int:
-        """This text's place in the string table, in which it gets one if it has none."""
+        """Returns the id of this text in the string table, after adding it if it is new."""
         return self._strings[text] if text in self._strings else self._intern_string(str(text))
 
     def _write_cells(self, code: int, handle: int, body: bytes) -> None:
@@ -269,7 +282,7 @@ class RequestWriter:
         if text == "":
             return events.NONE
         index = self._next_string()
-        if index >= self._strings_max:  # no fact is lost by that: it is stated, of `_OTHER`
+        if index >= self._strings_max:  # the event is still written, with `_OTHER`
             return layout.STRING_OTHER
         encoded = text.encode("utf-8", "replace")[: layout.STRING_MAX]
         layout.STRING.pack_into(

@@ -1,8 +1,8 @@
-"""Every span, attribute and metric name on the wire, once, with unit, buckets and meaning.
+"""Defines every span, attribute and metric name on the wire, with unit, buckets and meaning.
 
-Names of the OpenTelemetry conventions are used as they are (semantic-conventions v1.44 for `http.*`, `error.*`, `hw.*`,
-`server.*`; semantic-conventions-genai for `gen_ai.*`, all of it in development). What no convention has is ours, under
-`infer.*`. Dashboards, alerts, docs and tests take names from here. Long, since it is one table.
+Names of the OpenTelemetry conventions are used unchanged: semantic-conventions v1.44 for `http.*`, `error.*`,
+`hw.*` and `server.*`; semantic-conventions-genai, which is in development, for `gen_ai.*`. Names that no
+convention defines are under `infer.*`. Dashboards, alerts, docs and tests read names from here.
 """
 
 from __future__ import annotations
@@ -21,4 +21,4 @@ METRICS: tuple[Metric, ...] = tuple(
     for value in vars(module).values()
     if isinstance(value, Metric)
 )
-"""All of them, in the order in which docs show them."""
+"""All metrics, in the order in which docs list them."""

@@ -1,10 +1,10 @@
-"""Attribute names and their values on the wire."""
+"""Defines attribute names and their values on the wire."""
 
 from __future__ import annotations
 
 from otel_infer.semconv.causes import CAUSES
 
-# ── conventions ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── attributes of the conventions ──────────────────────────────────────────────────────────────────────────────────
 OPERATION_NAME = "gen_ai.operation.name"
 PROVIDER_NAME = "gen_ai.provider.name"
 REQUEST_MODEL = "gen_ai.request.model"
@@ -34,7 +34,7 @@ HW_ID, HW_NAME, HW_TYPE, HW_PARENT = "hw.id", "hw.name", "hw.type", "hw.parent"
 HW_MODEL, HW_VENDOR, HW_DRIVER_VERSION = "hw.model", "hw.vendor", "hw.driver_version"
 GPU_TASK = "hw.gpu.task"
 GPU_COUNT, GPU_MODELS, GPU_DRIVER = "infer.gpu.count", "infer.gpu.models", "infer.gpu.driver_version"
-"""On a resource."""
+"""Attributes of a resource."""
 
 OPERATION_CHAT = "chat"
 OPERATION_TEXT_COMPLETION = "text_completion"
@@ -45,7 +45,9 @@ OTHER = "_OTHER"
 CLOCK_HOST, CLOCK_DEVICE = "host", "device"
 STEP_PREFILL, STEP_DECODE, STEP_MIXED = "prefill", "decode", "mixed"
 METRIC_OVERFLOW = "otel.metric.overflow"
-"""Attribute of the series that stands for those past the limit (metrics SDK specification)."""
+"""Attribute of the series that aggregates all series beyond the cardinality limit (metrics SDK
+specification).
+"""
 UNKNOWN_SERVICE = "unknown_service:python"
 
 ERROR_CLIENT_DISCONNECT = "client_disconnect"
@@ -53,16 +55,16 @@ ERROR_TIMEOUT = "timeout"
 ERROR_PROCESS_DIED = "process_died"
 ERROR_CANCELLED = "cancelled"
 NON_ERROR_TYPES = ("", ERROR_CLIENT_DISCONNECT, ERROR_CANCELLED)
-"""What is no fault of the server."""
+"""Values of `error.type` that are no fault of the server. The empty string means no error."""
 
-# Compatibility: names that vLLM and SGLang put on their request span, with vLLM's meaning. Off by default.
+# Compatibility: attributes of the request spans of vLLM and SGLang, with vLLM's meaning. Off by default.
 LATENCY_QUEUE = "gen_ai.latency.time_in_queue"
 LATENCY_TTFT = "gen_ai.latency.time_to_first_token"
 LATENCY_E2E = "gen_ai.latency.e2e"
 LATENCY_PREFILL = "gen_ai.latency.time_in_model_prefill"
 LATENCY_DECODE = "gen_ai.latency.time_in_model_decode"
 
-# ── ours: attributes ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── attributes under infer.* ───────────────────────────────────────────────────────────────────────────────────────
 STAGE = "infer.stage"
 CLOCK = "infer.clock"
 KEEP_REASON = "infer.keep.reason"
@@ -82,22 +84,22 @@ KEEP_REASONS = (
     KEEP_REASON_ERROR, KEEP_REASON_ABORTED, KEEP_REASON_PREEMPTED, KEEP_REASON_SLO, KEEP_REASON_SLOW, KEEP_REASON_INTERFERER, KEEP_REASON_BASELINE,
     KEEP_REASON_SAMPLED, KEEP_REASON_ALL, KEEP_REASON_BUDGET, KEEP_REASON_NONE, KEEP_REASON_UNSAMPLED,
 )  # fmt: skip
-"""`budget`: an ordinary request, kept because there was room. `none`: exported without its steps."""
+"""`budget`: an ordinary request whose steps fit the budget. `none`: exported without its steps."""
 SLO_MISSED = "infer.slo.missed"
 SLO_MISSED_NONE, SLO_MISSED_ERROR = "none", "error"
-"""In place of objectives, on a metric: all were met; it failed."""
+"""Values in place of objective names, on a metric: all objectives were met; the request failed."""
 LATENCY_PREFIX = "infer.latency."
 LATENCY_BY_CAUSE = {cause: LATENCY_PREFIX + cause for cause in CAUSES}
-"""The attribute of each cause: its time in s. They sum to the duration."""
+"""Attribute of each cause: its time in seconds. The values of a request sum to its duration."""
 LATENCY_CAUSE = "infer.latency.cause"
 LATENCY_TOP_CAUSE = "infer.latency.top_cause"
 INTERFERENCE_DELAY = "infer.interference.delay"
-"""On the link to the request whose prompt held this one up most: for how long, s."""
+"""On the link to the request whose prompt delayed this request most: the delay in seconds."""
 INTERFERENCE_CLASS, INTERFERENCE_WAITING_CLASS = (
     "infer.interference.class",
     "infer.interference.waiting_class",
 )
-"""The traffic class where one was said, else the size of the prompt."""
+"""The traffic class of a request, or the size class of its prompt if it has none."""
 TENANT = "infer.tenant"
 TRAFFIC_CLASS = "infer.traffic.class"
 REQUEST_ID = "infer.request.id"
@@ -136,26 +138,40 @@ ITL_MAX = "infer.inter_token_latency.max"
 BATCH_SIZE_MAX = "infer.batch.size.max"
 KV_UTILIZATION_START = "infer.kv_cache.utilization.start"
 KV_UTILIZATION_END = "infer.kv_cache.utilization.end"
-"""Of its engine, when a step was scheduled: on `prefill` its first; on `decode` the one after its first token, and its last."""
+"""KV utilization of the engine when a step was scheduled.
+
+On `prefill`: the first step. On `decode`: the step after the first token (start) and the last step (end).
+"""
 KV_SIZE = "infer.kv_cache.size"
-"""On `prefill` and `decode`: bytes of a KV cache that is this request's alone, when the stage ended."""
+"""On `prefill` and `decode`: bytes of a KV cache that only this request uses, at the end of the stage."""
 DEVICE_METHOD = "infer.device.method"
-"""`event`: by marks on the device's streams; `host`: by the host's clock, from before it launched until it had."""
+"""`event`: timed by events on the device's streams.
+
+`host`: timed by the host's clock, from the start of the launch to its end.
+"""
 DEVICE_STEPS = "infer.device.steps"
 DEVICE_STEPS_ALL = "infer.device.steps.all"
-"""On a stage: how many of its steps were timed, of how many."""
+"""On a stage: the number of its timed steps, and the number of all its steps."""
 DEVICE_DURATION = "infer.device.duration"
 DEVICE_SPAN = "infer.device.span"
-"""On a decode step: from mark to mark, ns."""
+"""On a decode step: time between its two events on the device's stream, ns."""
 DEVICE_SHARE = "infer.device.share"
-"""On a stage: its request's part of the duration, an estimate by tokens; with all others' and what nobody got, it is the whole."""
+"""On a stage: the request's part of the device duration, estimated by tokens.
+
+The parts of all requests and the unattributed rest sum to the duration.
+"""
 DEVICE_SHARE_METHOD = "infer.device.share.method"
 MEMORY_FREE_START = "infer.device.memory.free.start"
 MEMORY_FREE_FIRST_TOKEN = "infer.device.memory.free.first_token"
 MEMORY_FREE_END = "infer.device.memory.free.end"
-"""Bytes of the device that had least, as of the second before the request came, had its first token, and ended."""
+"""Free bytes of the device with the least free memory, as last measured before arrival, the first token and
+the end.
+"""
 TRANSFER_SIZE, TRANSFER_PINNED = "infer.transfer.size", "infer.transfer.pinned"
-"""On `h2d` and `d2h`: bytes, and whether the host's side of them was page-locked, without which the host waits for the copy."""
+"""On `h2d` and `d2h`: bytes, and whether the host memory was page-locked.
+
+Without page-locked memory the host waits for the copy.
+"""
 MEMORY_WANTED, MEMORY_LIMIT = "infer.device.memory.wanted", "infer.device.memory.limit"
 MEMORY_FREE = "infer.device.memory.free"
 MEMORY_KIND = "infer.device.memory.kind"
@@ -173,7 +189,7 @@ MARK_EMPTY, MARK_DUMMY = "empty_step", "dummy_batch"
 MARK_NAMES = ("allocator_retry", "allocator_oom", MARK_EMPTY, MARK_DUMMY)
 MARK_COUNT = "infer.mark.count"
 MARK_WINDOW = "infer.mark.window"
-"""How long before the event it may have been, s."""
+"""Longest time that the mark may have happened before its event, s."""
 PAUSES_DROPPED = "infer.pauses.dropped"
 READY_BY = "infer.ready.by"
 MODULE = "infer.module"
@@ -181,7 +197,7 @@ PHASES_DROPPED = "infer.phases.dropped"
 STARTUP_PHASE = "infer.startup.phase"
 FIRST_REQUEST = "infer.request.first"
 THROTTLE_REASON = "infer.gpu.throttle.reason"
-"""On a request, with commas: why clocks were held down when it came or while it was there."""
+"""On a request, comma-separated: why GPU clocks were throttled at its arrival or while it was in flight."""
 GPU_UNIT = "infer.gpu.unit"
 ENGINE = "infer.engine"
 PROCESS_ROLE = "infer.process.role"
@@ -191,7 +207,7 @@ HOOK_STATE = "infer.hook.state"
 HOOK_ACTIVE, HOOK_MISSING = "active", "missing"
 LOSS_REASON = "infer.loss.reason"
 LOSS_OVER_BUDGET = "steps_over_budget"
-"""No loss of a request: step spans that there was no room for."""
+"""Step spans that did not fit the budget; no request is lost."""
 CPU_MODE = "cpu.mode"
 DOCTOR = "infer.doctor"
 CLIENT_TIME_TO_HEADERS = "infer.client.time_to_headers"

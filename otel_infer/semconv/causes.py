@@ -1,7 +1,9 @@
-"""The table of causes: what the time of a request is attributed to. The causes of a request sum to its duration.
+"""The table of causes: what the time of a request is attributed to.
 
-Attribution, diagnosis, the report, docs, dashboards and alerts read this table. A new cause is one row here and the code that
-measures it.
+The causes of a request sum to its duration.
+
+Attribution, diagnosis, the report, docs, dashboards and alerts read this table. A new cause is one row here
+and the code that measures it.
 """
 
 from __future__ import annotations
@@ -49,16 +51,17 @@ GROUP_POST_ENGINE = "post_engine"
 GROUP_UNKNOWN = "unknown"
 """Groups of causes, as diagnosis reads them."""
 STOPS_PROCESS, STOPS_EVENT_LOOP = "process", "event_loop"
-"""What a pause stops: all threads of a process, or its event loop while the engine goes on."""
+"""A pause stops all threads of a process, or its event loop while the engine continues."""
 
 
 class Cause(NamedTuple):
     """A row of the table.
 
-    `colour`: in the report, light enough for black text. `stages`: the stages whose time is this cause unless something else
-    took it. `pause`: what it stops, if it is a pause; empty if it is none. `is_fault`: whether an alert may name it; a
-    request's own work is no fault. `is_warmup`: it happens once, before a server has run all its shapes. `slows_decode`: it
-    delays tokens beyond the request's own decode. `change`: what to change first; empty where that depends on the symptom.
+    `colour`: in the report, light enough for black text. `stages`: the stages whose time is this cause,
+    unless another cause took it. `pause`: what it stops, if it is a pause; empty if it is none. `is_fault`:
+    whether an alert may name it; a request's own work is no fault. `is_warmup`: it happens once, before a
+    server has run all its shapes. `slows_decode`: it delays tokens beyond the request's own decode. `change`:
+    what to change first; empty where that depends on the symptom.
     """
 
     name: str
@@ -102,7 +105,7 @@ CAUSE_TABLE = (
     Cause(
         CAUSE_GRAMMAR, GROUP_PRE_ENGINE, "#d9c069",
         "in the queue until the grammar of its structured output was compiled",
-        "simpler schemas, and the same ones again, since compiled grammars are cached; compile each once before serving",
+        "simpler schemas, and the same ones again, because compiled grammars are cached; compile each once before serving",
         stages=(spans.SPAN_GRAMMAR,),
     ),
     Cause(
@@ -241,7 +244,7 @@ CAUSE_TABLE = (
 
 CAUSES = {row.name: row for row in CAUSE_TABLE}
 STAGE_CAUSES = {stage: row.name for row in CAUSE_TABLE for stage in row.stages}
-"""The cause of a stage's time, unless something else took it."""
+"""The cause of a stage's time, unless another cause took it."""
 PAUSE_CAUSES = tuple(row.name for row in CAUSE_TABLE if row.pause == STOPS_PROCESS)
 """Pauses of a whole process that are recorded by name; any other is a `pause`."""
 EVENT_LOOP_CAUSES = tuple(row.name for row in CAUSE_TABLE if row.pause == STOPS_EVENT_LOOP)

@@ -1,4 +1,4 @@
-"""Metrics of GPUs and of this product itself."""
+"""Defines metrics of GPUs and of otel_infer itself."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ GPU_UTILIZATION = Metric(
     "hw.gpu.utilization",
     GAUGE,
     "1",
-    "Share of the time in which any kernel ran, however small: 1 is not full. See infer.gpu.activity.",
+    "Share of the time in which at least one kernel ran, of any size; 1 does not mean full load. See "
+    "infer.gpu.activity.",
     (*_GPU, GPU_TASK),
 )
 GPU_MEMORY_USAGE = Metric(
-    "hw.gpu.memory.usage", UP_DOWN_COUNTER, "By", "Memory of the GPU in use, by whomever.", _GPU
+    "hw.gpu.memory.usage", UP_DOWN_COUNTER, "By", "GPU memory in use by any process.", _GPU
 )
-GPU_MEMORY_LIMIT = Metric("hw.gpu.memory.limit", UP_DOWN_COUNTER, "By", "Memory of the GPU.", _GPU)
+GPU_MEMORY_LIMIT = Metric("hw.gpu.memory.limit", UP_DOWN_COUNTER, "By", "GPU memory in total.", _GPU)
 GPU_MEMORY_UTILIZATION = Metric(
-    "hw.gpu.memory.utilization", GAUGE, "1", "Memory in use / memory there is.", _GPU
+    "hw.gpu.memory.utilization", GAUGE, "1", "GPU memory in use / in total, 0 to 1.", _GPU
 )
-GPU_POWER = Metric("hw.power", GAUGE, "W", "Power that the GPU draws, over the last second.", _GPU)
+GPU_POWER = Metric("hw.power", GAUGE, "W", "Power draw of the GPU over the last second.", _GPU)
 GPU_ENERGY = Metric(
     "hw.energy", COUNTER, "J", "Energy that the GPU has used since its driver was loaded.", _GPU
 )
@@ -46,60 +47,69 @@ GPU_ERRORS = Metric(
     "hw.errors",
     COUNTER,
     "{error}",
-    "Errors of the GPU: of its memory since its driver was loaded (ECC: corrected, uncorrected); critical ones that the driver "
-    "told since the server began (xid_NUMBER).",
+    "Errors of the GPU: of its memory since its driver was loaded (ECC: corrected, uncorrected); critical "
+    "errors that the driver reported since the server started (xid_NUMBER).",
     (*_GPU, ERROR_TYPE),
 )
 ECC_ERRORS = ("corrected", "uncorrected")
-"""Of the GPU's memory, as ERROR_TYPE."""
+"""Values of `error.type` for errors of GPU memory."""
 PREEXISTING_COUNTERS: dict[Metric, tuple[str, ...]] = {GPU_ENERGY: (), GPU_ERRORS: ECC_ERRORS}
-"""Counters that have counted for longer than we are here; where only some of a counter have, which ones."""
+"""Counters that counted before this process started.
+
+Attribute values limit this to their series; empty = all series.
+"""
 GPU_THROTTLED = Metric(
     "infer.gpu.throttled",
     GAUGE,
     "1",
-    "1 while the GPU's clocks are held down for this reason: power_cap, hw_slowdown, sync_boost, sw_thermal, hw_thermal, "
-    "power_brake.",
+    "1 while the GPU's clocks are throttled for this reason: power_cap, hw_slowdown, sync_boost, "
+    "sw_thermal, hw_thermal, power_brake.",
     (*_GPU, THROTTLE_REASON),
 )
 GPU_ACTIVITY = Metric(
     "infer.gpu.activity",
     GAUGE,
     "1",
-    "Share of the cycles in which a unit of the GPU was at work, over 5 s: sm, tensor, dram (GPM, Hopper and later).",
+    "Share of the cycles in which a unit of the GPU was active, over 5 s: sm, tensor, dram (GPM, Hopper and "
+    "later).",
     (*_GPU, GPU_UNIT),
 )
 SELF_HOOKS = Metric(
     "infer.self.hooks",
     UP_DOWN_COUNTER,
     "{hook}",
-    "Hooks of each integration, where its library is in use: bound (active) or not (missing).",
+    "Hooks of each integration whose library is in use: installed (active) or not (missing).",
     (INTEGRATION, HOOK_STATE),
 )
 SELF_LOST = Metric(
     "infer.self.lost",
     COUNTER,
     "{item}",
-    "Telemetry that did not arrive, by reason: facts overwritten or torn, requests there was no room for, step spans over budget, spans refused.",
+    "Telemetry that was lost, by reason: events overwritten or torn, requests not recorded or not "
+    "converted, step spans over the budget, spans not encoded, dropped from a full queue or refused, "
+    "metrics refused.",
     (LOSS_REASON,),
 )
 SELF_STEPS_DROPPED = Metric(
     "infer.self.steps.dropped",
     COUNTER,
     "{span}",
-    "Step spans that there was no room for, by the reason for which their request was kept.",
+    "Step spans that were dropped because of the budget, by the keep reason of their request.",
     (KEEP_REASON,),
 )
-SELF_ERRORS = Metric("infer.self.errors", COUNTER, "{error}", "Probes of ours that raised and were disabled.")
+SELF_ERRORS = Metric(
+    "infer.self.errors", COUNTER, "{error}", "Probes that raised an exception and were disabled."
+)
 SELF_SPANS = Metric("infer.self.spans", COUNTER, "{span}", "Spans that the destination accepted.")
 SELF_BYTES = Metric(
-    "infer.self.export.size", COUNTER, "By", "Bytes of spans handed to the exporter, uncompressed."
+    "infer.self.export.size", COUNTER, "By", "Size of the spans passed to the exporter, uncompressed."
 )
 SELF_SHARE = Metric(
     "infer.self.steps.share",
     GAUGE,
     "1",
-    "Share of the step spans that may be made, so that the sidecar stays inside OTEL_INFER_BUDGET; 1 = all.",
+    "Share of the step spans that may be exported, which keeps the sidecar within OTEL_INFER_BUDGET; 1 = "
+    "all.",
 )
 SELF_CPU = Metric("infer.self.cpu.time", COUNTER, "s", "CPU time of the sidecar.", (CPU_MODE,))
 SELF_MEMORY = Metric("infer.self.memory.usage", UP_DOWN_COUNTER, "By", "Resident memory of the sidecar.")

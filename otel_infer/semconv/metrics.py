@@ -1,4 +1,4 @@
-"""Metrics of requests, engine steps and KV cache, with unit, buckets and meaning."""
+"""Defines metrics of requests, engine steps and KV cache, with unit, buckets and meaning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from otel_infer.semconv.attributes import (
     WORKER_RANK,
 )
 
-# A superset of the recommended bounds that resolves 1 ms between tokens and 60 s to the first one.
+# Supersets of the recommended bounds, which resolve 1 ms between tokens and 60 s to the first token.
 DURATION_BOUNDS = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68,
 )  # fmt: skip
@@ -55,7 +55,7 @@ HISTOGRAM, COUNTER, UP_DOWN_COUNTER, GAUGE = "histogram", "counter", "updowncoun
 
 
 class Metric(NamedTuple):
-    """One metric on the wire. `bounds` only for histograms; `attributes` are all that it may carry."""
+    """A metric on the wire. `bounds` is for histograms only. `attributes`: all that a data point may have."""
 
     name: str
     instrument: str
@@ -68,13 +68,13 @@ class Metric(NamedTuple):
 _REQUEST = (OPERATION_NAME, PROVIDER_NAME, REQUEST_MODEL)
 _ENGINE = (ENGINE, PROCESS_PID)
 _CALLER = (TENANT, TRAFFIC_CLASS)
-"""Only where it is configured how to find them."""
+"""Present only if OTEL_INFER_TENANT or OTEL_INFER_TRAFFIC_CLASS is set."""
 
 REQUEST_DURATION = Metric(
     "gen_ai.server.request.duration",
     HISTOGRAM,
     "s",
-    "Arrival to last byte, every request; failed and aborted ones carry error.type.",
+    "Arrival to last byte of every request; failed and aborted requests have error.type.",
     (*_REQUEST, ERROR_TYPE, *_CALLER),
     DURATION_BOUNDS,
 )
@@ -82,7 +82,7 @@ TIME_TO_FIRST_TOKEN = Metric(
     "gen_ai.server.time_to_first_token",
     HISTOGRAM,
     "s",
-    "Arrival to first token, as near the reader as the server sees; successful requests only.",
+    "Arrival to first token, measured as close to the client as the server can; successful requests only.",
     (*_REQUEST, *_CALLER),
     TTFT_BOUNDS,
 )
@@ -98,7 +98,7 @@ INTER_TOKEN_LATENCY = Metric(
     "infer.inter_token_latency",
     HISTOGRAM,
     "s",
-    "Time between two steps that delivered tokens to one request, one value per gap.",
+    "Time between two consecutive steps that delivered tokens to a request, one value per gap.",
     (*_REQUEST, *_CALLER),
     TPOT_BOUNDS,
 )
@@ -114,38 +114,40 @@ LATENCY_DURATION = Metric(
     "infer.latency.duration",
     COUNTER,
     "s",
-    "Time of finished requests by what it went into; the causes of a request sum to its duration.",
+    "Time of finished requests by cause; the causes of a request sum to its duration.",
     (LATENCY_CAUSE, *_REQUEST, *_CALLER),
 )
 INTERFERENCE_DURATION = Metric(
     "infer.interference.duration",
     COUNTER,
     "s",
-    "Time that prompts of other requests (offender) took from finished ones (victim), by the class of each: interactive, "
-    "batch, else by prompt: short (under 256 tokens), medium, long (from 2048), unknown; in sum, the cause interference.",
+    "Delay of finished requests by the prompts of other requests; the total is the cause interference. By "
+    "the class of the interfering and of the waiting request: interactive, batch, else by prompt: short "
+    "(under 256 tokens), medium, long (from 2048), unknown.",
     (INTERFERENCE_CLASS, INTERFERENCE_WAITING_CLASS),
 )
 LATENCY_SLOW_DURATION = Metric(
     "infer.latency.slow.duration",
     COUNTER,
     "s",
-    "The part of infer.latency.duration that is of slow requests: those that missed an objective (OTEL_INFER_SLO), or are among "
-    "the slowest of their size (OTEL_INFER_SLOW_PERCENT).",
+    "The part of infer.latency.duration that belongs to slow requests. A slow request missed an objective "
+    "(OTEL_INFER_SLO) or is among the slowest of its size (OTEL_INFER_SLOW_PERCENT).",
     (LATENCY_CAUSE, *_REQUEST, *_CALLER),
 )
 REQUEST_OBJECTIVES = Metric(
     "infer.request.objectives",
     COUNTER,
     "{request}",
-    "Where OTEL_INFER_SLO is set, requests by what they missed of it: `none`, names of objectives, or `error`; not those "
-    "that their client had stopped before they had a token, or missed anything.",
+    "Requests by the objectives of OTEL_INFER_SLO that they missed: names of objectives, `none`, or "
+    "`error`. Not counted: requests that their client cancelled before a token or a missed objective.",
     (SLO_MISSED, *_REQUEST, *_CALLER),
 )
 REQUEST_ABANDONED = Metric(
     "infer.request.abandoned",
     HISTOGRAM,
     "s",
-    "How long an aborted request had waited, by the stage it was in; without error.type its client had it stopped.",
+    "Time from arrival to abort, by the stage that was aborted; without error.type the client cancelled the "
+    "request.",
     (STAGE, ERROR_TYPE, *_REQUEST, *_CALLER),
     STAGE_BOUNDS,
 )
@@ -153,58 +155,60 @@ REQUEST_KEPT = Metric(
     "infer.request.kept",
     COUNTER,
     "{request}",
-    "Requests whose decode steps were kept, by reason; `none`: without them, `unsampled`: not exported.",
+    "Requests by the reason why their decode steps were exported; `none`: exported without steps, "
+    "`unsampled`: not exported.",
     (KEEP_REASON,),
 )
 REQUEST_ACTIVE = Metric(
     "infer.request.active",
     UP_DOWN_COUNTER,
     "{request}",
-    "Requests in flight: queued (no engine has taken them up yet) or running, as all are where there is no engine.",
+    "Requests in flight: queued (not yet taken up by an engine) or running. Without an engine all are "
+    "running.",
     (REQUEST_STATE,),
 )
 ENGINE_WAITING = Metric(
     "infer.engine.waiting",
     UP_DOWN_COUNTER,
     "{request}",
-    "Requests that an engine's scheduler knows and has not scheduled, by what they wait for: room in the batch or in the KV "
-    "cache (capacity); to be allowed at all: a grammar that is compiled (grammar), KV blocks that come from elsewhere "
-    "(kv_transfer), more of their prompt (input), something else (other).",
+    "Requests in an engine's scheduler queue, by wait reason. Room in the batch or in the KV cache: "
+    "capacity. Compilation of a grammar: grammar. KV blocks from elsewhere: kv_transfer. More of the "
+    "prompt: input. Anything else: other.",
     (WAIT_REASON,),
 )
 REQUEST_TOKENS = Metric(
     "infer.request.tokens",
     COUNTER,
     "{token}",
-    "Tokens of finished requests: of their prompts (input) and made for them (output).",
+    "Tokens of finished requests: prompt tokens (input) and generated tokens (output).",
     (TOKEN_TYPE, *_REQUEST, *_CALLER),
 )
 DRAFTED_TOKENS = Metric(
     "infer.speculative.tokens.drafted",
     COUNTER,
     "{token}",
-    "Tokens guessed ahead for finished requests (speculative decoding).",
+    "Draft tokens proposed for finished requests (speculative decoding).",
     _REQUEST,
 )
 ACCEPTED_TOKENS = Metric(
     "infer.speculative.tokens.accepted",
     COUNTER,
     "{token}",
-    "Tokens guessed ahead that were right.",
+    "Draft tokens of finished requests that were accepted.",
     _REQUEST,
 )
 REQUEST_PREEMPTIONS = Metric(
     "infer.request.preemptions",
     COUNTER,
     "{preemption}",
-    "How often a running sequence was put back to free KV blocks.",
+    "Preemptions of finished requests: a running sequence returned to the queue to free KV blocks.",
     _REQUEST,
 )
 STEP_DURATION = Metric(
     "infer.step.duration",
     HISTOGRAM,
     "s",
-    "One engine step, scheduled to tokens known.",
+    "Time of one engine step, from scheduling until its tokens were known.",
     (STEP_KIND, CLOCK, *_ENGINE),
     STAGE_BOUNDS,
 )
@@ -212,8 +216,8 @@ STEP_EXECUTION = Metric(
     "infer.step.execution.duration",
     HISTOGRAM,
     "s",
-    "What a worker took for its part of one engine step, by its rank; the slowest rank is what the others wait for. By the clock "
-    "of its device one that was timed stands for those that were not.",
+    "Time that a worker needed for its part of an engine step, by rank; the other ranks wait for the "
+    "slowest. By the clock of the device, a timed step also stands for steps that were not timed.",
     (WORKER_RANK, CLOCK, *_ENGINE),
     STAGE_BOUNDS,
 )
@@ -221,31 +225,31 @@ DEVICE_ATTRIBUTED = Metric(
     "infer.device.attributed",
     COUNTER,
     "s",
-    "Time of devices that is attributed to finished requests, by their tokens in each step; an estimate: steps that were not timed "
-    "count as those that were, other ranks as the first.",
+    "Device time attributed to finished requests, by their tokens in each step. An estimate: untimed steps "
+    "count like timed steps, and other ranks like the first.",
     (*_REQUEST, *_CALLER),
 )
 DEVICE_MEMORY = Metric(
     "infer.device.memory.usage",
     UP_DOWN_COUNTER,
     "By",
-    "Memory of a device as a process of the server has it: allocated, reserved, active and inactive_split by torch's allocator, "
-    "and of what is reserved, what CUDA graphs and the application's own pools have to themselves (private_pools); free by the "
-    "driver; outside: neither free nor reserved.",
+    "Memory of a device, as reported by a process of the server. By torch's allocator: allocated, reserved, "
+    "active, inactive_split, and private_pools (the reserved part of CUDA graphs and the application's own "
+    "pools). By the driver: free. Neither free nor reserved: outside.",
     (HW_ID, PROCESS_PID, MEMORY_KIND),
 )
 PINNED_MEMORY = Metric(
     "infer.pinned_memory.usage",
     UP_DOWN_COUNTER,
     "By",
-    "Page-locked memory of the host that torch's allocator holds in a process of the server.",
+    "Page-locked host memory that torch's allocator holds in a process of the server.",
     (PROCESS_PID,),
 )
 DEVICE_QUEUED = Metric(
     "infer.step.device.queue",
     HISTOGRAM,
     "s",
-    "How long a step that was launched waited for the device.",
+    "Time that a launched step waited for the device.",
     (WORKER_RANK, *_ENGINE),
     STAGE_BOUNDS,
 )
@@ -253,7 +257,7 @@ DEVICE_IDLE = Metric(
     "infer.step.device.gap",
     HISTOGRAM,
     "s",
-    "How long the device had nothing to do on an engine's stream between two steps.",
+    "Idle time of the device on an engine's stream between two steps.",
     (WORKER_RANK, *_ENGINE),
     STAGE_BOUNDS,
 )
@@ -269,16 +273,16 @@ STEP_TOKENS_TOTAL = Metric(
     "infer.step.tokens",
     COUNTER,
     "{token}",
-    "Tokens scheduled in engine steps: of prompts (prefill) and one per running sequence (decode).",
+    "Tokens scheduled in engine steps: prompt tokens (prefill) and one per running sequence (decode).",
     (STEP_KIND, *_ENGINE),
 )
 PAUSES = Metric(
     "infer.pause.duration",
     HISTOGRAM,
     "s",
-    "How long a process was held up: by garbage collection (gc, over 1 ms), torch.compile (compile), CUDA graph capture "
-    "(capture), CPU quota (throttled); or its event loop alone (event_loop, over 20 ms). What a start compiles and captures is in "
-    "infer.startup.duration.",
+    "Pauses of a process, by cause: garbage collection (gc, over 1 ms), torch.compile (compile), CUDA graph "
+    "capture (capture), CPU quota (throttled); or of its event loop alone (event_loop, over 20 ms). "
+    "Compilation and captures of a start are in infer.startup.duration.",
     (PAUSE_CAUSE,),
     STAGE_BOUNDS,
 )
@@ -286,55 +290,58 @@ MARKS = Metric(
     "infer.marks",
     COUNTER,
     "{mark}",
-    "What may have held up a process, of unknown length: the CUDA allocator freed what it kept and asked again "
-    "(allocator_retry), or had no more memory (allocator_oom); the engine had steps of nothing (empty_step), or one that only "
-    "keeps step with its peers (dummy_batch).",
+    "Marks, which may have delayed a process for an unknown time. The CUDA allocator freed its cache and "
+    "retried (allocator_retry), or ran out of memory (allocator_oom). The engine had empty steps "
+    "(empty_step), or a dummy batch to stay in step with its peers (dummy_batch).",
     (MARK_NAME,),
 )
 STARTUP_DURATION = Metric(
     "infer.startup.duration",
     HISTOGRAM,
     "s",
-    "What a process spent on getting ready, once per process and phase; `total`: from its beginning until it was ready.",
+    "Time that a process needed to get ready, once per process and phase; `total`: from process start until "
+    "it was ready.",
     (STARTUP_PHASE, READY_BY, ERROR_TYPE),
     STAGE_BOUNDS,
 )
-KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN_COUNTER, "{block}", "KV-cache blocks in use.", _ENGINE)
-KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN_COUNTER, "{block}", "KV-cache blocks there are.", _ENGINE)
+KV_USAGE = Metric("infer.kv_cache.usage", UP_DOWN_COUNTER, "{block}", "KV blocks in use.", _ENGINE)
+KV_LIMIT = Metric("infer.kv_cache.limit", UP_DOWN_COUNTER, "{block}", "KV blocks in total.", _ENGINE)
 KV_BLOCK_SIZE = Metric(
     "infer.kv_cache.block.size",
     GAUGE,
     "{token}",
-    "What a block of the KV cache holds, on average where layers differ.",
+    "Tokens per KV block, on average where layers differ.",
     _ENGINE,
 )
 KV_HEADROOM = Metric(
     "infer.kv_cache.headroom",
     GAUGE,
     "{step}",
-    "Steps until the KV cache is full, if all that run go on, nobody leaves and nobody comes: free tokens / running sequences.",
+    "Steps until the KV cache is full, if all running sequences continue and none joins: free tokens / "
+    "running sequences.",
     _ENGINE,
 )
 KV_PREFIX_QUERIES = Metric(
     "infer.kv_cache.prefix.queries",
     COUNTER,
     "{token}",
-    "Prompt tokens of finished requests that were looked up in the prefix cache; what a preemption looks up again is not one.",
+    "Prompt tokens of finished requests that were looked up in the prefix cache; look-ups after a "
+    "preemption do not count.",
     _REQUEST,
 )
 KV_PREFIX_HITS = Metric(
     "infer.kv_cache.prefix.hits",
     COUNTER,
     "{token}",
-    "Prompt tokens of finished requests that the prefix cache had.",
+    "Prompt tokens of finished requests that were in the prefix cache.",
     _REQUEST,
 )
 KV_EVICTIONS = Metric(
     "infer.kv_cache.evictions",
     COUNTER,
     "{block}",
-    "Blocks that the prefix cache gave up for others.",
+    "Blocks that the prefix cache evicted.",
 )
 KV_UTILIZATION = Metric("infer.kv_cache.utilization", GAUGE, "1", "KV-cache usage / limit, 0 to 1.", _ENGINE)
 ENGINE_KV_METRICS = (KV_USAGE, KV_LIMIT, KV_BLOCK_SIZE, KV_HEADROOM, KV_UTILIZATION)
-"""What an engine says with its steps, and nobody says of one that is gone."""
+"""Metrics that an engine reports with its steps. The series of an engine that is gone are removed."""

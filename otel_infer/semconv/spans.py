@@ -1,4 +1,4 @@
-"""Span and event names, stages and phases on the wire."""
+"""Defines span and event names, stages and startup phases on the wire."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ SPAN_FORWARD = "forward"
 SPAN_POSTPROCESS = "postprocess"
 SPAN_DOCTOR = "otel_infer doctor"
 EVENT_PAUSE = "infer.pause"
-"""On the request span: something held up the whole process while the request was there."""
+"""On the request span: a pause of the process, or of its event loop, during the request."""
 EVENT_MARK = "infer.mark"
-"""On the request span: something happened to the process, maybe while the request was there; for how long is not known."""
+"""On the request span: a mark of the process, of unknown duration, perhaps during the request."""
 EVENT_OUT_OF_MEMORY = "infer.out_of_memory"
-"""On the request span: a device had no room for what the request asked for; bytes wanted, free, and in all."""
+"""On the request span: a device allocation of the request failed.
+
+Attributes: bytes wanted, bytes free, and the limit in bytes.
+"""
 SPAN_SERVER_START = "server start"
-"""A trace of its own for each server, with those of its engine and workers in it, from its beginning until it was ready."""
+"""Root span of a trace per server start, which includes the starts of its engine and workers.
+
+It covers the time from the start of the process until it was ready.
+"""
 SPAN_PROCESS_START = {"engine": "engine start", "worker": "worker start"}
-"""By role: processes that a server starts; their spans are below the server's."""
+"""By role: the start of a process that a server starts. The span is below the server's."""
 SPAN_IMPORTS = "imports"
 SPAN_WEIGHTS = "weights"
 SPAN_WARMUP = "warmup"
@@ -37,25 +43,25 @@ SPAN_COMPILE = "compile"
 SPAN_CAPTURE = "capture"
 SPAN_READY = "ready"
 STARTUP_PHASES = {
-    SPAN_IMPORTS: "process began → the last library that was waited for was imported",
-    SPAN_WEIGHTS: "a model was loaded, from wherever its weights lay",
-    SPAN_WARMUP: "an engine tried its model: with compilation and captures, where it does that",
-    SPAN_COMPILE: "torch compiled, for a warm-up",
-    SPAN_CAPTURE: "CUDA graphs were captured, for a warm-up",
-    SPAN_READY: "the application's own startup: its lifespan until it said that it takes requests, or the start of its engine",
+    SPAN_IMPORTS: "from the start of the process until its last watched library was imported",
+    SPAN_WEIGHTS: "loading of a model, from disk or over the network",
+    SPAN_WARMUP: "test run of a model by its engine, with compilation and captures if it does them",
+    SPAN_COMPILE: "torch.compile during the warm-up",
+    SPAN_CAPTURE: "capture of CUDA graphs during the warm-up",
+    SPAN_READY: "the application's own startup: its lifespan until it accepts requests, or the start of its engine",
 }
-"""The phases of a start, in the order in which they mostly happen; they may lie in one another."""
+"""The phases of a start, in their usual order. A phase may contain other phases."""
 STARTUP_PAUSES = (SPAN_COMPILE, SPAN_CAPTURE)
-"""Pauses that are phases of a start."""
+"""Pauses that are also phases of a start."""
 STARTUP_TOTAL = "total"
 """In place of a phase: the whole start."""
 EVENT_IMPORTED = "infer.imported"
-"""On the imports: a library was there."""
+"""On the `imports` span: the import of a library was complete."""
 SPAN_HTTP = "HTTP"
 STAGE_DETOKENIZE = "detokenize"
-"""No span: a part of postprocess, and a stage to the metrics."""
+"""No span: a part of `postprocess`, and a stage of the metrics."""
 NESTED_STAGES = (SPAN_FETCH_MEDIA, SPAN_PREPARE_MEDIA, SPAN_GRAMMAR, SPAN_KV_TRANSFER, STAGE_DETOKENIZE)
-"""Those that lie in others: tokenize, queue, postprocess."""
+"""Stages inside other stages: `tokenize`, `queue`, `postprocess`."""
 STAGES = (
     SPAN_INGRESS,
     SPAN_TOKENIZE,
@@ -69,4 +75,4 @@ STAGES = (
 )
 """The built-in stages of a request, in the order in which they happen."""
 DEVICE_STAGES = (SPAN_H2D, SPAN_FORWARD, SPAN_D2H)
-"""Those that mean the device, so that it must be said by whose clock they were timed."""
+"""Stages that time device work. Their spans name the clock that timed them."""

@@ -1,7 +1,7 @@
-"""What dead servers left beside this one: told under their own names, then removed.
+"""Exports what dead servers left beside this one, under their own names, then removes their folders.
 
-Each in a pipeline of its own and all in a thread of their own, so that nothing of theirs is mixed with what lives, and a destination
-that does not answer keeps nobody from reading.
+Each dead server has its own pipeline, so that its data is never mixed with a living server's. All of them run
+in a separate thread, so that a destination that does not respond blocks no reading.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ SEND_TIMEOUT_S = 5.0
 
 
 class CrashRecovery(threading.Thread):
-    """Takes over the folders beside `folder` that nobody holds. `resource`: this server's, of which the dead share what is not
-    about the service. `make_pipeline`: with senders that run."""
+    """Thread that takes over the folders beside `folder` that no process holds.
+
+    `resource`: this server's; a dead server shares its attributes unless they begin with `service.`.
+    `make_pipeline` returns a pipeline with running senders.
+    """
 
     def __init__(
         self,
@@ -42,16 +45,18 @@ class CrashRecovery(threading.Thread):
         for sibling, lock in directory.claim_dead_servers(self._folder):
             try:
                 self._export(sibling)
-            except Exception:  # one server's must not cost all others
-                log.exception("what is left of a dead server in %s was not told whole", sibling)
+            except Exception:  # a failure with one server must not affect the others
+                log.exception(
+                    "rings of a dead server in %s were not exported completely; they are removed", sibling
+                )
             directory.remove_server_folder(sibling)
             lock.release()
 
     def _export(self, sibling: Path) -> None:
         rings = MergedReader()
         rings.discover_rings(sibling, _clock.now())
-        for refusal in rings.rejected:
-            log.warning("ring refused: %s", refusal)
+        for rejection in rings.rejected:
+            log.warning("ring rejected: %s", rejection)
         if not rings.count_writers():
             return
         pipeline = self._make_pipeline(ServiceResource(sibling, self._shared).resource, rings)

@@ -1,6 +1,6 @@
-"""The in-process mode: the sidecar's rooms as a thread of the server. The compatible, costlier way.
+"""In-process mode: the sidecar's pipeline as a thread of the server. The compatible, costlier way.
 
-Used when a tracer provider is given, when no child process or shared memory is to be had, and in tests.
+It is used when a tracer provider is given, when no child process or shared memory is available, and in tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("otel_infer")
 
 FLUSH_S = 5.0
 
-# A child that is forked while a thread of ours imports could never import the same: so a fork waits for that.
+# A child forked during an import on our thread could never import that module, so a fork waits.
 _import_lock = threading.RLock()
 os.register_at_fork(
     before=_import_lock.acquire, after_in_parent=_import_lock.release, after_in_child=_import_lock.release
@@ -43,7 +43,10 @@ _PRELOADED_MODULES = (
 
 
 class InProcessReader(threading.Thread):
-    """Reads the rings of this process and hands spans to its provider, or sends them itself where there is none."""
+    """Thread that reads the rings of this process.
+
+    It passes spans to the provider, or exports them itself if there is none.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class InProcessReader(threading.Thread):
 
     @property
     def _pipeline(self) -> Pipeline:
-        """Made on the thread, since what it imports takes longer than a request should wait."""
+        """Returns the pipeline, created on the thread, because its imports would delay a request."""
         if self._built_pipeline is None:
             with _import_lock:
                 for name in _PRELOADED_MODULES:
@@ -73,8 +76,11 @@ class InProcessReader(threading.Thread):
         return self._built_pipeline
 
     def start(self) -> None:
-        """Python 3.12 lets nobody start a thread any more once it ends, and what sends has one: that is waited for, at the end of a
-        program that is over before it is made."""
+        """Starts the thread, and makes the interpreter's exit wait for its first cycle.
+
+        Since Python 3.12 no thread can be started once the interpreter exits, but a sender needs one. The
+        wait covers a program that ends before its senders exist.
+        """
         super().start()
         with contextlib.suppress(Exception):
             threading._register_atexit(self._wait_for_first_cycle)  # type: ignore[attr-defined]
@@ -86,19 +92,23 @@ class InProcessReader(threading.Thread):
     def run(self) -> None:
         try:
             self._run_cycles()
-        except Exception as reason:
-            self._mark_failed(reason)
+        except Exception as error:
+            self._mark_failed(error)
         finally:
             self._first_cycle_done.set()
 
-    def _mark_failed(self, reason: Exception) -> None:
-        """The server goes on; what it records is read by nobody."""
+    def _mark_failed(self, error: Exception) -> None:
+        """Records the failure and logs it once; the server continues, but its events are no longer read."""
         if not self._broken:
             self._broken = True
-            log.error("nothing is exported any more: %s: %s", type(reason).__name__, reason)
+            log.error(
+                "export stopped after an internal error: %s: %s; the server continues without telemetry",
+                type(error).__name__,
+                error,
+            )
 
     def flush(self, timeout: float) -> bool:
-        """Concludes everything that has ended and has it sent; False if `timeout` s were not enough."""
+        """Exports everything that has ended; returns False if `timeout` (s) was not enough."""
         deadline = _clock.now() + int(timeout * 1e9)
         if self._broken or not self._cycle_lock.acquire(timeout=timeout):
             return False
@@ -112,7 +122,10 @@ class InProcessReader(threading.Thread):
         return self._pipeline.is_sent(max(deadline - _clock.now(), 0) / 1e9)
 
     def close(self) -> None:
-        """Flushes and stops; the second call does nothing, nor does one in a forked child, whose it is not."""
+        """Flushes and stops.
+
+        A second call does nothing, nor does a call in a forked child, where the thread does not run.
+        """
         if self._closed or self._broken or self._pid != os.getpid():
             return
         self._closed = True
@@ -122,8 +135,8 @@ class InProcessReader(threading.Thread):
                 self._add_rings()
                 self._pipeline.run_cycle(_clock.now(), final=True)
             self._pipeline.close(FLUSH_S)
-        except Exception as reason:
-            self._mark_failed(reason)
+        except Exception as error:
+            self._mark_failed(error)
 
     def _run_cycles(self) -> None:
         with self._cycle_lock:
@@ -138,12 +151,12 @@ class InProcessReader(threading.Thread):
         if self._provider is None:
             resource = {semconv.SERVICE_INSTANCE_ID: str(uuid.uuid4()), **self._resource}
             return make_pipeline(self._settings, resource, self._rings, show=False)
-        sink = TracerProviderExporter(
+        exporter = TracerProviderExporter(
             self._provider.get_tracer("otel_infer"),
             request_span.pending_provider_spans.pop,
             self._settings.latency_attributes,
         )
-        return Pipeline(self._settings, self._rings, [sink], None, {}, None, _clock.read_clocks()[1])
+        return Pipeline(self._settings, self._rings, [exporter], None, {}, None, _clock.read_clocks()[1])
 
     def _run_cycle(self) -> None:
         self._add_rings()

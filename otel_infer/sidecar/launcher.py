@@ -1,4 +1,4 @@
-"""Starting the sidecar from a process that must not import what the sidecar imports (numpy, exporters)."""
+"""Starts the sidecar from a process that must not import the sidecar's dependencies (numpy, exporters)."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ MAX_BACKOFF_NS = 60_000_000_000
 
 
 class SidecarStartError(Exception):
-    """No child process can be started here; the message says why."""
+    """Failure to start a child process; the message states why."""
 
 
 class RestartBackoff:
-    """When a sidecar that ended may be started again: soon, but ever later while each one ends soon."""
+    """Delay until a sidecar that ended may be restarted: short at first, longer while each ends soon."""
 
     def __init__(self) -> None:
         self._started_at = 0
         self._backoff_ns = 0
 
     def is_due(self, now: int) -> bool:
-        """Whether it is time (monotonic ns)."""
+        """Returns whether a start is due at `now` (monotonic ns)."""
         return now - self._started_at >= self._backoff_ns
 
     def record_start(self, now: int) -> None:
-        """One was started."""
-        calm = not self._started_at or now - self._started_at > MAX_BACKOFF_NS
-        self._backoff_ns = INITIAL_BACKOFF_NS if calm else min(2 * self._backoff_ns, MAX_BACKOFF_NS)
+        """Records a start at `now` (monotonic ns)."""
+        is_stable = not self._started_at or now - self._started_at > MAX_BACKOFF_NS
+        self._backoff_ns = INITIAL_BACKOFF_NS if is_stable else min(2 * self._backoff_ns, MAX_BACKOFF_NS)
         self._started_at = now
 
 
 def start_sidecar(
     folder: Path, settings: Config, resource: dict[str, Any], *, show: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Starts the sidecar of the server whose rings are in `folder`; raises `CannotStart`.
+    """Starts the sidecar of the server whose rings are in `folder`; raises `SidecarStartError`.
 
-    Isolated (`-I`), in a session of its own, without the server's descriptors; what it needs goes through its standard
-    input, never through argv.
+    It is isolated (`-I`), in its own session, without the server's descriptors. Its configuration goes
+    through its standard input, never through argv.
     """
     boot = {
         "folder": str(folder),
@@ -61,14 +61,14 @@ def start_sidecar(
         "path": [os.path.abspath(entry) for entry in sys.path if entry],
         "show": show,
     }
-    says = show or settings.console or settings.request_log == STDERR
+    uses_stderr = show or settings.console or settings.request_log == STDERR
     child: subprocess.Popen[bytes] | None = None
     try:
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", _BOOT, PROCESS_NAME],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=None if says else subprocess.DEVNULL,
+            stderr=None if uses_stderr else subprocess.DEVNULL,
             close_fds=True,
             start_new_session=True,
             env=environment.sidecar_environment(),
@@ -77,9 +77,9 @@ def start_sidecar(
         assert child.stdin is not None
         with child.stdin:
             child.stdin.write(json.dumps(boot).encode())
-    except OSError as reason:
-        if child is not None:  # it ended before it was told what to do
+    except OSError as error:
+        if child is not None:  # it ended before it read its configuration
             child.kill()
             child.wait()
-        raise SidecarStartError(str(reason)) from None
+        raise SidecarStartError(str(error)) from None
     return child

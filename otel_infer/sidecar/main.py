@@ -1,7 +1,8 @@
 """The sidecar process: reads a server's rings until its last writer is gone, then flushes and exits.
 
-It ignores SIGINT and SIGTERM while a writer lives, holds none of the server's descriptors, and never instruments itself.
-It is told what it needs as JSON on its standard input; what it sends, and where, follows from the standard environment.
+It ignores SIGINT and SIGTERM while a writer lives, holds none of the server's descriptors, and never
+instruments itself. It reads its configuration as JSON from its standard input. Signals and destinations
+follow from the standard environment.
 """
 
 from __future__ import annotations
@@ -42,29 +43,36 @@ log = logging.getLogger(__name__)
 
 IDLE_AFTER_NS = 2_000_000_000
 IDLE_CYCLE_NS = 200_000_000
-"""While nothing happens, not even the kernel is asked more often."""
+"""Cycle time while no events arrive; kernel counters are not read more often either."""
 LIGHT_LOAD_CYCLE_NS = 100_000_000
-"""Whoever wakes finds the processor's caches empty, which is most of what it costs, so where nothing presses it is half as often."""
+"""Cycle time under light load: half as many wake-ups, because most of their cost is the processor's cold
+caches.
+"""
 LIGHT_LOAD_READ_NS = EXPORT_INTERVAL_NS
-"""What comes in many small portions costs more than the same at once: the processor's caches are somebody else's by then."""
+"""Time between reads under light load. Many small reads cost more than one large read, because the caches are
+cold each time.
+"""
 LIGHT_LOAD_FILL = 1 / 8
-"""Rings that would be fuller than this after so long are read at each wake instead, and those that are, at the next one."""
+"""Rings that would fill beyond this share in that time are read at every wake-up; rings beyond it are read at
+the next one.
+"""
 WEBHOOK_RETRY_NS = 2_000_000_000
 DISCOVER_NS = 250_000_000
 LINGER_NS = 1_000_000_000
-"""After the last writer: wait this long for one that is just starting (a reload, a fork)."""
+"""After the last writer: time to wait for another one that is just starting (a reload, a fork)."""
 ORPHAN_NS = 60_000_000_000
 FLUSH_S = 5.0
 RECORDING_TIMEOUT_S = 30.0
-"""How long the end waits for tapes that are being written: a full window takes its time."""
+"""Longest wait at exit for tapes that are being written, because a full window takes time."""
 NICENESS = 10
-"""Where cores are short the server goes first: the rings hold what comes meanwhile."""
+"""Where cores are short the server goes first, because the rings hold the events meanwhile."""
 GC_THRESHOLD = 50_000
-"""Objects between two looks for garbage: records are no circles, and go without."""
+"""Allocations between two garbage collections; records form no reference cycles and are freed without them.
+"""
 
 
 def main(boot: dict[str, Any]) -> None:
-    """The whole life of the sidecar process; exits 0, or 1 if it broke."""
+    """Runs the sidecar process until its end; exits 0, or 1 after a crash."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
@@ -77,7 +85,7 @@ def main(boot: dict[str, Any]) -> None:
             sys.exit(0)
         Sidecar(lock, settings, boot["resource"], show=boot.get("show", False)).run()
     except Exception:
-        log.exception("the sidecar broke")
+        log.exception("sidecar crashed")
         sys.exit(1)
     sys.exit(0)
 
@@ -97,27 +105,35 @@ def make_pipeline(
     show: bool,
     flight: FlightRecorder | None = None,
 ) -> Pipeline:
-    """Pipeline and senders as configured, running."""
-    sinks: list[RequestExporter] = []
-    sender = outlet = None
+    """Returns the pipeline as configured; its senders are running."""
+    exporters: list[RequestExporter] = []
+    sender = metrics_sender = None
     if settings.exports_spans:
         sender = BatchSender(
             transport.make_transport(settings.traces_protocol, settings.traces_compression),
             lambda: encode_resource_and_scope(resource),
         )
         sender.start()
-        sinks.append(OtlpSpanExporter(sender, settings.latency_attributes))
+        exporters.append(OtlpSpanExporter(sender, settings.latency_attributes))
     if settings.exports_metrics:
-        outlet = MetricsSender(settings.metrics_protocol)
-        outlet.start()
-    watchers = [Console()] if show or settings.console else []
+        metrics_sender = MetricsSender(settings.metrics_protocol)
+        metrics_sender.start()
+    listeners = [Console()] if show or settings.console else []
     return Pipeline(
-        settings, rings, sinks, sender, resource, outlet, _clock.read_clocks()[1], watchers, flight
+        settings,
+        rings,
+        exporters,
+        sender,
+        resource,
+        metrics_sender,
+        _clock.read_clocks()[1],
+        listeners,
+        flight,
     )
 
 
 class Sidecar:
-    """Finds rings, wakes the pipeline, and knows when it is over."""
+    """Main loop of the sidecar: discovers rings, runs the pipeline, and determines when to exit."""
 
     def __init__(
         self,
@@ -128,7 +144,10 @@ class Sidecar:
         show: bool = False,
         stays: bool = False,
     ) -> None:
-        """`lock`: that of the folder, held. `stays`: it does not end with its last writer, but when it is told to."""
+        """Prepares the loop.
+
+        `lock`: the folder's lock, held. `stays`: it ends on `stop`, not after its last writer.
+        """
         self._lock, self._folder = lock, lock.path.parent
         self._is_persistent, self._stopped = stays, False
         self._rings = MergedReader()
@@ -155,9 +174,9 @@ class Sidecar:
         self._busy_at = self._read_at = self._read_due = 0
 
     def run(self) -> None:
-        """Until the last writer is gone."""
+        """Runs until the last writer is gone."""
         fill_numpy_cache()
-        gc.freeze()  # what is here now stays
+        gc.freeze()  # objects that exist now stay alive
         gc.set_threshold(GC_THRESHOLD)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR2, self._on_sigusr2)
@@ -169,7 +188,7 @@ class Sidecar:
             if self._is_over(began):
                 break
             time.sleep(max(self._cycle_interval_ns(began) - (_clock.now() - began), CYCLE_NS // 10) / 1e9)
-        # Only a sidecar that ended well removes rings: the next one goes on with those of one that broke.
+        # Only an orderly exit removes rings: after a crash, the next sidecar continues with them.
         if self._webhook is not None:  # the next sidecar of this server may be waiting for the port
             self._webhook.close()
         self._pipeline.run_cycle(_clock.now(), final=True)
@@ -184,11 +203,11 @@ class Sidecar:
             directory.remove_server_folder(self._folder)
 
     def stop(self) -> None:
-        """Ends a sidecar that stays."""
+        """Ends a sidecar that does not end with its last writer."""
         self._stopped = True
 
     def _cycle_interval_ns(self, now: int) -> int:
-        """From one wake to the next, ns."""
+        """Returns the time from one wake-up to the next, ns."""
         if now - self._busy_at >= IDLE_AFTER_NS:
             return IDLE_CYCLE_NS
         return LIGHT_LOAD_CYCLE_NS if now < self._read_due and not self._pending_flushes else CYCLE_NS
@@ -203,37 +222,44 @@ class Sidecar:
             self._malloc_trimmer.tick(now)
             self._service.save()
             self._pipeline.enforce_budget(now)
-        looked = self._throttling_probe.read_events(
+        samples = self._throttling_probe.read_events(
             self._rings.list_writers
         ) + self._thread_probe.read_events(self._rings.list_engine_threads)
-        for said in looked:
-            self._rings.add_event(said)
-        asked = self._rings.list_pending_flushes()
-        if now >= self._read_due or asked or self._rings.are_filled_above(LIGHT_LOAD_FILL):
-            self._read_rings(now, asked)
+        for recorded in samples:
+            self._rings.add_event(recorded)
+        flushes = self._rings.list_pending_flushes()
+        if now >= self._read_due or flushes or self._rings.are_filled_above(LIGHT_LOAD_FILL):
+            self._read_rings(now, flushes)
 
-    def _read_rings(self, now: int, asked: list[tuple[int, int]]) -> None:
-        """Reads the rings. `asked`: the flushes that writers wait for, which are read for at each wake."""
+    def _read_rings(self, now: int, flushes: list[tuple[int, int]]) -> None:
+        """Reads the rings.
+
+        `flushes`: the flushes that writers wait for; while there are any, every wake-up reads.
+        """
         before, self._read_at = self._read_at, now
-        if self._pipeline.run_cycle(now) or asked:
+        if self._pipeline.run_cycle(now) or flushes:
             self._busy_at = now
         is_calm = self._rings.fill_ratio * LIGHT_LOAD_READ_NS <= LIGHT_LOAD_FILL * (now - before)
-        # Half a wake early: a wake that comes a little too soon is the one that is meant.
+        # Half a cycle early, so that a wake-up slightly before the due time still reads.
         self._read_due = now + (LIGHT_LOAD_READ_NS - CYCLE_NS // 2 if is_calm else 0)
         self._flight_recorder.process_dump_requests(now)
-        self._complete_flushes(now, asked)
+        self._complete_flushes(now, flushes)
 
     def _discover_rings(self, now: int) -> None:
         self._discovered_at = now
-        # Where the folder was removed and made anew, another sidecar may be reading it.
+        # If the folder was removed and created again, another sidecar may be reading it.
         if self._lock.ensure_held():
             self._rings.discover_rings(self._folder, now)
-        for refusal in self._rings.rejected:
-            log.warning("ring refused: %s", refusal)
+        for rejection in self._rings.rejected:
+            log.warning("ring rejected: %s", rejection)
         self._rings.rejected.clear()
 
     def _start_webhook(self, now: int) -> None:
-        """For whoever wants a tape. The port may be somebody else's for now: the last sidecar's of this server, say."""
+        """Starts the webhook for dump requests, if configured.
+
+        The port may still be in use, for example by the previous sidecar of this server; then it is tried
+        again later.
+        """
         is_first = not self._webhook_tried_at
         if (
             not self._dump_port
@@ -246,17 +272,18 @@ class Sidecar:
         self._webhook_tried_at = now
         try:
             self._webhook = Webhook(self._dump_port, self._flight_recorder)
-        except OSError as reason:
+        except OSError as error:
             if is_first:
-                log.error("no webhook at %s yet: %s", self._dump_port, reason)
+                log.error("no webhook at %s yet, trying again every 2 s: %s", self._dump_port, error)
 
-    def _complete_flushes(self, now: int, asked: list[tuple[int, int]]) -> None:
-        """Writers wait: two more wakes hand out what they stated before they asked, then it has to be sent.
+    def _complete_flushes(self, now: int, flushes: list[tuple[int, int]]) -> None:
+        """Completes the flushes that writers wait for.
 
-        They wait, we do not: rings fill meanwhile.
+        After two more cycles the events recorded before the request have been read; then they are exported.
+        Only the writers wait: this thread does not, because rings fill meanwhile.
         """
         if not self._pending_flushes:
-            self._pending_flushes, self._cycles_since_flush_request = asked, 0
+            self._pending_flushes, self._cycles_since_flush_request = flushes, 0
             return
         self._cycles_since_flush_request += 1
         if self._cycles_since_flush_request == 2:
@@ -280,30 +307,36 @@ class Sidecar:
 
     def _exit_delay_ns(self) -> int:
         if (self._folder / directory.OWNER_LOCK).exists():
-            return 0  # `otel-infer run` and all that it started are gone
+            return 0  # `otel-infer run` and its children have ended
         return LINGER_NS if self._rings.has_seen_rings else ORPHAN_NS
 
 
 def _make_recovery(folder: Path, settings: Config, resource: dict[str, Value]) -> CrashRecovery | None:
-    """None where nothing is sent: what dead servers left is for whoever sends. No tape, port or line of this server is theirs."""
+    """Returns the recovery of dead servers; None if nothing is exported.
+
+    Dead servers are then left to a sidecar that exports. The recovery uses no tape, port or console output of
+    this server.
+    """
     if not (settings.exports_spans or settings.exports_metrics):
         return None
-    theirs = dataclasses.replace(
+    recovery_settings = dataclasses.replace(
         settings, tape="", metrics_port="", gpu_metrics=False, console=False, request_log=""
     )
     return CrashRecovery(
-        folder, resource, lambda named, rings: make_pipeline(theirs, named, rings, show=False)
+        folder,
+        resource,
+        lambda server_resource, rings: make_pipeline(recovery_settings, server_resource, rings, show=False),
     )
 
 
 def configure_logging(path: str) -> None:
-    """What the sidecar has to say goes to this file; nowhere if there is none."""
-    silent = logging.NullHandler()
+    """Directs the log of the sidecar to this file; "" = no log."""
+    null_handler = logging.NullHandler()
     try:
-        handler = logging.FileHandler(path) if path else silent
+        handler = logging.FileHandler(path) if path else null_handler
     except OSError:
-        handler = silent
+        handler = null_handler
     layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(
-        handlers=[handler], level=logging.CRITICAL if handler is silent else logging.INFO, format=layout
+        handlers=[handler], level=logging.CRITICAL if handler is null_handler else logging.INFO, format=layout
     )

@@ -1,8 +1,8 @@
-"""Memory that is free and that the C library keeps all the same.
+"""Returns free memory to the system that the C library would keep.
 
-Batches, chunks of the flight recorder and columns of steps are of all sizes and ages, so that what they leave lies between what
-stays: by itself glibc gives back the end of its heaps alone. Here it is asked for the rest as well, page by page (`malloc_trim`,
-malloc(3)): some ms, without the GIL. Other C libraries are left alone.
+Batches, chunks of the flight recorder and columns of steps differ in size and age, so the memory that they
+free lies between memory in use. By itself glibc returns only the end of its heaps. `malloc_trim` (malloc(3))
+returns the rest as well, page by page; it takes some ms, without the GIL. Other C libraries are left alone.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import numpy as np
 
 TRIM_INTERVAL_NS = 5_000_000_000
 M_ARENA_MAX = -8
-"""As malloc.h has it."""
+"""As in malloc.h."""
 NUMPY_CACHE_SIZES, NUMPY_CACHE_DEPTH = range(1, 1024), 7
 
 
 def use_single_arena() -> None:
-    """Has threads that are begun from now on take memory from the same heap: what one of them gave back, another takes."""
+    """Makes threads started from now on share one heap, so that they reuse each other's freed memory."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def fill_numpy_cache() -> None:
-    """Has numpy take at once, and beside each other, what it keeps in the end."""
+    """Fills numpy's cache of small buffers now, so that the buffers lie beside each other."""
     for size in NUMPY_CACHE_SIZES:
         arrays = [np.empty(size, np.uint8) for _ in range(NUMPY_CACHE_DEPTH)]
-        del arrays  # to where the next ones of this size come from
+        del arrays  # into the cache from which the next arrays of this size come
 
 
 class MallocTrimmer:
-    """Gives back what is free, once in a while. `trim`: how."""
+    """Periodic return of free memory. `trim`: replaces `malloc_trim`."""
 
     def __init__(self, trim: Callable[[int], object] | None = None) -> None:
         self._trim = trim
@@ -43,7 +43,7 @@ class MallocTrimmer:
                 self._trim = ctypes.CDLL(None).malloc_trim
 
     def tick(self, now: int) -> None:
-        """At this instant (monotonic ns)."""
+        """Trims if that is due at `now` (monotonic ns)."""
         if now >= self._due_at and self._trim is not None:
             self._due_at = now + TRIM_INTERVAL_NS
             self._trim(0)

@@ -1,8 +1,7 @@
-"""One wake of the reading side: rings → assembler → keeper → sinks. The same in the sidecar and in a thread.
+"""One cycle of the reading side: rings → assembler → sampler → exporters.
 
-Who wakes it, and how often, is the owner's business. Nothing here blocks: sinks queue, senders send.
-
-A little longer than a module should be: a wake is one thing, from the first fact to the last word of ourselves.
+It is the same in the sidecar and in a thread. The owner decides when a cycle runs. Nothing here blocks:
+exporters queue, senders send.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ log = logging.getLogger(__name__)
 _NEVER = 1 << 63
 
 SERVER_RING = 0
-"""In place of a ring: what is recorded of no single process."""
+"""In place of a ring number: events that belong to no single process."""
 CYCLE_NS = 50_000_000
 EXPORT_INTERVAL_NS = 500_000_000
-"""Under load, requests are concluded so much apart: many at once cost each of them less."""
+"""Under load, time between exports of finished requests: many together cost less per request."""
 FINAL_METRICS_S = 1.0
-"""How long the end waits for metrics at least, once spans are flushed."""
+"""Minimum wait for metrics at exit, after spans are flushed (s)."""
 
 
 class Pipeline:
-    """Everything between rings and senders. `resource` may gain a service name when the engine is known.
+    """All processing between rings and senders. `resource` gains a service name when the engine is known.
 
-    `watchers` are told of every request when it is concluded; sinks, when it is decided what is kept of it.
+    `watchers` get each request when it is finished; exporters get it after the sampling decision.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Pipeline:
     ) -> None:
         self.config, self.rings, self.exporters, self.sender = config, rings, sinks, sender
         self.assembler = Assembler()
-        # The spans of a provider have ids of its own making, and of what it does not sample there are none.
+        # A provider creates its own span ids, and no spans of requests that it does not sample.
         self._uses_provider = bool(sinks) and sender is None
         self.sampler = tail_sampler.TailSampler(
             config.steps,
@@ -99,51 +98,51 @@ class Pipeline:
             self._gpu_poller.start()
 
     def run_cycle(self, now: int, final: bool = False) -> bool:
-        """Reads, concludes and hands on; whether there was anything. `final`: there will be no other wake."""
+        """Reads, assembles and exports; returns whether there were events. `final`: the last cycle."""
         for throttled in self._gpu_poller.drain_events() if self._gpu_poller is not None else ():
             self.rings.add_event(RecordedEvent(SERVER_RING, 0, throttled))
-        said = self.rings.poll(now, final)
+        recorded = self.rings.poll(now, final)
         horizon = now + GRACE_NS if final else self.rings.horizon
-        self._record_events(said, horizon)
-        self.assembler.feed_events(said)
+        self._record_events(recorded, horizon)
+        self.assembler.feed_events(recorded)
         if final or now - self._exported_at >= EXPORT_INTERVAL_NS:
             self._exported_at = now if self.export_requests(horizon, final) else 0
             self.rings.mark_processed(horizon)
-        for sink in self.exporters:
-            sink.flush(0 if final else now)
+        for exporter in self.exporters:
+            exporter.flush(0 if final else now)
         if final or now - self._collected_at >= self.config.metric_export_interval_ms * 1_000_000:
             self._collect_metrics(now, final)
         if self._scrape is not None and self._scrape.has_pending_scrape(now):
             self._scrape.publish_metrics(self._snapshot_metrics())
-        return bool(said)
+        return bool(recorded)
 
     def enforce_budget(self, now: int) -> None:
-        """Sheds detail if this process takes more than it may; for one that does nothing else."""
+        """Drops detail if this process exceeds its budget; for a process that does nothing else."""
         usage = rusage.getrusage(rusage.RUSAGE_SELF)
         cpu = round((usage.ru_utime + usage.ru_stime) * 1e9)
         self.sampler.share = self._governor.update_share(now, cpu, self_metrics.read_resident_bytes())
 
-    def _record_events(self, said: list[RecordedEvent], horizon: int) -> None:
+    def _record_events(self, recorded: list[RecordedEvent], horizon: int) -> None:
         if self._flight_recorder is not None:
-            self._flight_recorder.add_events(said, horizon)
+            self._flight_recorder.add_events(recorded, horizon)
         try:
             if self._recording is not None:
-                if said:
-                    self._recording.write(said, horizon)
+                if recorded:
+                    self._recording.write(recorded, horizon)
                 self._recording.sync_if_due(horizon)
-        except OSError as reason:
+        except OSError as error:
             self._recording = None
-            log.error("the tape ends here: %s", reason)
+            log.error("cannot write the tape, it ends here: %s", error)
 
     def export_requests(self, horizon: int, final: bool = False) -> bool:
-        """Hands on the requests that ended before `horizon`; whether there were any. `final`: none of them waits."""
+        """Exports requests that ended before `horizon`; returns whether any did. `final`: holds none."""
         self._drain_engine_records()
         for start in self.assembler.drain_starts(horizon):  # before the requests that link to it
             self._run_guarded(self._export_start, start)
         records = finish_requests(self.assembler, horizon)
         self.requests += len(records)
         decided: list[tail_sampler.SampledRequest] = []
-        # One thing after another, each of all requests: the processor has its code at hand then, which is the most of it.
+        # Each phase runs over all requests, because most of its cost is loading its code into the cache.
         for record in records:
             self._run_guarded(self._count_request, record)
         for record in records:
@@ -156,7 +155,7 @@ class Pipeline:
         return bool(records)
 
     def _drain_engine_records(self) -> None:
-        """What engines and processes did."""
+        """Drains the records of engines and processes into the metrics."""
         steps, executions = self.assembler.drain_steps(), self.assembler.workers.drain_executions()
         pauses, marks = self.assembler.drain_pauses(), self.assembler.drain_marks()
         if steps:
@@ -171,34 +170,34 @@ class Pipeline:
         decided += self.sampler.add(record)
 
     def _run_guarded(
-        self, work: Callable[..., None], record: RequestRecord | StartRecord, *more: Any
+        self, work: Callable[..., None], record: RequestRecord | StartRecord, *arguments: Any
     ) -> None:
         try:
-            work(record, *more)
-        except Exception:  # one request that we cannot describe must not cost all others
+            work(record, *arguments)
+        except Exception:  # a failure with one request must not affect the others
             self.failed += 1
-            log.exception("a request is not exported: trace %s", record.trace_id.hex())
+            log.exception("request not exported because of an error: trace %s", record.trace_id.hex())
 
     def _export_start(self, record: StartRecord) -> None:
-        """Whatever is decided of requests: there is one of these for each process."""
+        """Exports the start of a process; it is not sampled, because there is one per process."""
         self._set_service_name(record.engine)
         if self._metrics_enabled:
             self.metrics.add_start(record, exported=not self._uses_provider)
-        for take in (
-            *(one.on_start for one in self._listeners),
-            *(one.export_start for one in self.exporters),
+        for export in (
+            *(listener.on_start for listener in self._listeners),
+            *(exporter.export_start for exporter in self.exporters),
         ):
-            take(record)
+            export(record)
 
     def _count_request(self, record: RequestRecord) -> None:
-        """What does not wait for the keeper's last word."""
+        """Passes a request to metrics and listeners, before its sampling decision."""
         self._set_service_name(record.engine or record.provider)
         if self._metrics_enabled:
             if record.model and (record.engine or record.provider == events.TORCH):
                 self.metrics.allow_model(record.model)
             self.metrics.add_request(record, exported=self.sampler.is_exported(record))
-        for watch in self._listeners:
-            watch.on_request(record)
+        for listener in self._listeners:
+            listener.on_request(record)
 
     def _record_decision(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
         if self._metrics_enabled:
@@ -208,13 +207,13 @@ class Pipeline:
         self._request_log.log_request(record, decision)
 
     def _export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
-        for sink in self.exporters:
-            if decision.export or not sink.exported_only:
-                sink.export_request(record, decision)
+        for exporter in self.exporters:
+            if decision.export or not exporter.exported_only:
+                exporter.export_request(record, decision)
 
     @property
     def metrics(self) -> MetricsAggregator:
-        """Made when first needed, so that the service has its name by then."""
+        """Returns the aggregator, created on first use, so that the service has its name by then."""
         if self._metrics is None:
             self._metrics = MetricsAggregator(
                 resource=self.resource,
@@ -229,12 +228,12 @@ class Pipeline:
         return self._metrics
 
     def close(self, timeout: float) -> None:
-        """Sends what is queued for at most `timeout` s, metrics a moment longer, then lets go."""
+        """Sends queued data for at most `timeout` s, metrics slightly longer, then closes everything."""
         deadline = _clock.now() + int(timeout * 1e9)
         if self.sender is not None:
             self.sender.close(timeout)
         if self._metrics_sender is not None:
-            # Once more, since only now it is known which spans were refused; behind what is still being sent.
+            # Once more, because refused spans are known only now; queued behind metrics still being sent.
             self._collect_metrics(_clock.now(), final=True)
             self._metrics_sender.close(max((deadline - _clock.now()) / 1e9, FINAL_METRICS_S))
         self._close_recording()
@@ -248,23 +247,23 @@ class Pipeline:
         try:
             if self._recording is not None:
                 self._recording.close()
-        except OSError as reason:  # a full disk, say; others have to be let go of
-            log.error("the end of the tape is missing: %s", reason)
+        except OSError as error:  # a full disk, for example; the rest must be closed too
+            log.error("cannot complete the tape, its end is missing: %s", error)
 
     def export_without_grace(self, now: int) -> None:
-        """Concludes what has ended without waiting for stragglers: somebody wants everything sent."""
+        """Exports ended requests without waiting for late events, because a flush was requested."""
         self.export_requests(now + GRACE_NS, final=True)
         self.rings.mark_processed(self.rings.horizon + GRACE_NS)
 
     def flush(self, timeout: float) -> bool:
-        """Waits until what was handed on so far has been tried."""
-        for sink in self.exporters:
-            sink.flush(0)
+        """Waits up to `timeout` s until all data handed over was tried; returns whether it was."""
+        for exporter in self.exporters:
+            exporter.flush(0)
         self._collect_metrics(_clock.now(), behind=True)
         return self.is_sent(timeout)
 
     def is_sent(self, timeout: float = 0.0) -> bool:
-        """Whether everything queued has been tried, or is within `timeout` s."""
+        """Returns whether everything queued was tried, now or within `timeout` s."""
         deadline = _clock.now() + int(timeout * 1e9)
         if self.sender is not None and not self.sender.flush(timeout):
             return False
@@ -273,14 +272,17 @@ class Pipeline:
         )
 
     def _set_service_name(self, engine: str) -> None:
-        """After the engine, if nobody named it; where there is none it has no name."""
+        """Names the service after the engine, unless it has a name; without an engine it gets none."""
         self._is_service_named = True
         if engine and semconv.SERVICE_NAME not in self.resource:
             self.resource[semconv.SERVICE_NAME] = engine
 
     def _collect_metrics(self, now: int, final: bool = False, behind: bool = False) -> None:
-        """Not before it is known whose metrics they are: what had another name would be another server's, that is soon gone.
-        `behind`, or at the end: though others are still being sent."""
+        """Sends the metrics, but not before the service name is known.
+
+        Under another name they would look like another, short-lived server. `behind` or `final`: although
+        others are still being sent.
+        """
         if (
             self._metrics_sender is None
             or not self.rings.has_seen_rings
@@ -327,7 +329,7 @@ class Pipeline:
         metrics.set_value(semconv.SELF_SHARE, {}, self.sampler.share)
 
     def count_losses(self) -> dict[str, int]:
-        """What did not arrive, by reason."""
+        """Returns the losses by reason."""
         lost = {
             "events_overwritten": self.assembler.events_lost,
             "events_torn": self.assembler.events_torn,
@@ -335,7 +337,8 @@ class Pipeline:
             "requests_not_converted": self.failed,
             "not_recorded": self.rings.count_unrecorded(),
         }
-        if self._metrics_sender is not None and self.metrics.is_delta:  # else it is said again
+        # Cumulative metrics are sent again anyway.
+        if self._metrics_sender is not None and self.metrics.is_delta:
             lost["metrics_refused"] = self._metrics_sender.failed_exports
         if self.sender is not None:
             lost.update(self.sender.lost)

@@ -1,7 +1,7 @@
-"""What a server is called, for as long as it lives: whoever reads its rings next calls it the same.
+"""Keeps the resource of a server constant, for every sidecar that reads its rings.
 
-A name that was not given follows from the engine, which is not known before it has started. Both that and the id of the instance
-are remembered beside the rings, for a sidecar that takes over.
+A service name that is not configured follows from the engine, which is unknown until it has started. The name
+and the instance id are stored beside the rings, for a sidecar that takes over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class ServiceResource:
-    """The server whose rings are in `folder`. `resource`: what its process told of it; the name comes in when it is known."""
+    """Resource of the server whose rings are in `folder`.
+
+    `resource`: the attributes from the server's process; the name is added when it is known.
+    """
 
     def __init__(self, folder: Path, resource: Mapping[str, Value]) -> None:
         self._folder = folder
@@ -34,7 +37,7 @@ class ServiceResource:
         self._saved_name = name
 
     def save(self) -> None:
-        """Its name, once there is one: for a sidecar that takes over, and for the one of another server that finds it dead."""
+        """Stores the service name once there is one, for the next sidecar or for crash recovery."""
         name = str(self.resource.get(semconv.SERVICE_NAME, ""))
         if name and name != self._saved_name:
             self._saved_name = name
@@ -42,7 +45,7 @@ class ServiceResource:
 
 
 def _read_text(path: Path) -> str:
-    """Empty where there is none; a full disk makes it an empty one."""
+    """Returns the text of a file; "" if it is missing, unreadable, or empty because of a full disk."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -54,4 +57,4 @@ def _write_text(path: Path, text: str) -> None:
         path.touch(mode=0o600)
         path.write_text(text, encoding="utf-8")
     except OSError:
-        log.warning("%s cannot be written", path)
+        log.warning("cannot write %s; a later sidecar may use another name or instance id", path)

@@ -115,7 +115,7 @@ INTEGRATION = """
 import functools, os
 from otel_infer.instrumentation.hooks.instrumentor import Instrumentor
 
-integration = Instrumentor("stub", "stub-engine", ("stublib",), is_engine=True)
+instrumentor = Instrumentor("stub", "stub-engine", ("stublib",), is_engine=True)
 PROBED = ("generate", "stream", "agenerate", "astream")
 
 def probe(call):
@@ -126,9 +126,9 @@ def probe(call):
 
 for name in PROBED:
     reads = ("prompt", os.environ["STUB_DRIFTS"]) if os.environ.get("STUB_DRIFTS") else ("prompt",)
-    integration.around(f"stublib:Engine.{name}", reads=reads)(probe)
+    instrumentor.patch_function(f"stublib:Engine.{name}", reads=reads)(probe)
 
-@integration.step_hook("stublib:Engine.step")
+@instrumentor.patch_hot_path("stublib:Engine.step")
 def step(original, hook):
     def step(self, batch):
         return original(self, batch)
@@ -143,10 +143,10 @@ def stub(tmp_path: Path) -> Path:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stub-engine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
-        "[otel_infer_instrumentor]\nstub = stub_integration:integration\n"
+        "[otel_infer_instrumentor]\nstub = stub_instrumentor:instrumentor\n"
     )
     (tmp_path / "stublib.py").write_text(LIBRARY)
-    (tmp_path / "stub_integration.py").write_text(INTEGRATION)
+    (tmp_path / "stub_instrumentor.py").write_text(INTEGRATION)
     return tmp_path
 
 
@@ -176,7 +176,7 @@ import asyncio, inspect, types
 import otel_infer
 assert otel_infer.instrument()
 from stublib import Engine
-from stub_integration import integration
+from stub_instrumentor import integration
 assert integration.status.state == "active", integration.status
 assert integration.status.hooks_active == 5
 
@@ -482,7 +482,7 @@ def test_5_an_integration_installs_wholly_or_not_at_all_and_a_mismatch_is_drift_
 import otel_infer
 otel_infer.instrument()
 from stublib import Engine
-from stub_integration import integration
+from stub_instrumentor import integration
 before = {name: Engine.__dict__[name] for name in ("generate", "stream", "agenerate", "astream", "step")}
 assert all(not hasattr(held, "__wrapped__") for held in before.values())
 assert integration.status.state == "drifted" and integration.status.hooks_active == 0
@@ -549,7 +549,7 @@ keep = keeper.TailSampler("auto", 2000, False, False)
 for record in replay.read_records(Path(sys.argv[1])):
     said = replay.record_to_dict(record)
     said["steps"] = None if record.steps is None else record.steps.table.tolist()
-    said["spans"] = [str(span) for span in tree.build_request_spans(record, keep.decide(record))]
+    said["spans"] = [str(span) for span in tree.build_request_spans(record, keep.make_decision(record))]
     print(json.dumps(said))
 """
 

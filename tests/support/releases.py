@@ -45,7 +45,7 @@ class Library:
     """
 
     name: str
-    integration: Instrumentor
+    instrumentor: Instrumentor
     releases: tuple[str, ...]
     relies: Mapping[str, tuple[str, ...]]
     obtain: Callable[[str, str, Path], Path | None]
@@ -58,7 +58,7 @@ class Library:
     @property
     def hooks(self) -> list[FunctionPatch | HotPathPatch]:
         """Every hook, one for each target."""
-        found = [hook for part in self.integration._parts.values() for hook in part.hooks]
+        found = [hook for part in self.instrumentor._parts.values() for hook in part.hooks]
         return list({(hook.part, hook.target): hook for hook in found}.values())
 
     def short(self, target: str) -> str:
@@ -268,7 +268,7 @@ def matrix(library: Library, reads: dict[str, Read]) -> Matrix:
 BOUND = """
 import importlib, json
 from tests.instrumentation.{name}.releases import LIBRARY
-LIBRARY.integration.install()
+LIBRARY.instrumentor.install()
 for hook in LIBRARY.hooks:
     try: importlib.import_module(hook.module)
     except ModuleNotFoundError: pass

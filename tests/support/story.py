@@ -339,9 +339,9 @@ class Batches:
 class Uncollected:
     """An outlet that takes no metrics, so that they are counted: the test asks the pipeline for them."""
 
-    failed = 0
+    failed_exports = 0
 
-    def takes(self, *, behind: bool) -> bool:
+    def can_accept(self, *, behind: bool) -> bool:
         return False
 
     def wait(self, timeout: float) -> bool:

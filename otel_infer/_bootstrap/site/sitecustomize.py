@@ -1,6 +1,6 @@
-"""Found first on PYTHONPATH by every Python that `otel-infer run` starts: instruments it, then lets others have their turn.
+"""Instruments every Python process of `otel-infer run`, which puts this folder first on PYTHONPATH.
 
-Nothing in here may stop the interpreter from starting.
+The `sitecustomize` that this file hides runs first. No error in here stops the interpreter from starting.
 """
 
 import os
@@ -8,7 +8,7 @@ import sys
 
 
 def _run_next_sitecustomize() -> None:
-    """Runs the `sitecustomize` that ours hides, if there is one."""
+    """Runs the `sitecustomize` that this file hides, if there is one."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 

@@ -1,4 +1,4 @@
-"""Who held up a request: whose prompts were in its steps, and for how long each. Pure."""
+"""Finds the interferers of a request: whose prompts were in its steps, and for how long each. Pure."""
 
 from __future__ import annotations
 
@@ -10,79 +10,99 @@ from otel_infer.assembly.records.request import Interferer, RequestRecord
 from otel_infer.config import tenancy
 
 MAX_NAMED_PER_STEP = 16
-"""Requests with prompts in one step of which each may be named as the offender."""
+"""Requests with prompt tokens in one step that may be named as interferers."""
 
 
 class StepPrefills:
-    """Whose prompts were in one step. Of many, those with few tokens only count for their class."""
+    """The requests with prompt tokens in one step.
 
-    def __init__(self, prefillers: Sequence[PrefillInStep]) -> None:
-        known = sorted(prefillers, key=lambda who: -who.tokens)
-        named, rest = known[:MAX_NAMED_PER_STEP], known[MAX_NAMED_PER_STEP:]
+    The `MAX_NAMED_PER_STEP` largest are named. Smaller ones count for their traffic class only.
+    """
+
+    def __init__(self, prefills: Sequence[PrefillInStep]) -> None:
+        by_size = sorted(prefills, key=lambda prefill: -prefill.tokens)
+        named, rest = by_size[:MAX_NAMED_PER_STEP], by_size[MAX_NAMED_PER_STEP:]
         self.named_prefills = [
-            ((who.trace_id, who.span_id), who.tokens, who.traffic_class) for who in named if who.tokens
+            ((prefill.trace_id, prefill.span_id), prefill.tokens, prefill.traffic_class)
+            for prefill in named
+            if prefill.tokens
         ]
-        self.tokens = {who.span_id: who.tokens for who in known}
+        self.tokens = {prefill.span_id: prefill.tokens for prefill in by_size}
         self.total_tokens = sum(self.tokens.values())
         self.rest_by_class: dict[str, int] = defaultdict(int)
-        self._rest_classes = {who.span_id: who.traffic_class for who in rest}
-        for who in rest:
-            self.rest_by_class[who.traffic_class] += who.tokens
+        self._rest_classes = {prefill.span_id: prefill.traffic_class for prefill in rest}
+        for prefill in rest:
+            self.rest_by_class[prefill.traffic_class] += prefill.tokens
 
     def count_other_tokens(self, span_id: bytes) -> tuple[int, dict[str, int]]:
-        """Tokens of all but this request; those by class that nobody is named for."""
+        """Returns the prompt tokens of all other requests, and those of unnamed requests by traffic class."""
         own = self.tokens.get(span_id, 0)
-        named = self._rest_classes.get(span_id)
-        return self.total_tokens - own, self.rest_by_class if named is None else {
+        own_class = self._rest_classes.get(span_id)
+        return self.total_tokens - own, self.rest_by_class if own_class is None else {
             **self.rest_by_class,
-            named: self.rest_by_class[named] - own,
+            own_class: self.rest_by_class[own_class] - own,
         }
 
 
 def interferers(
-    record: RequestRecord, steps: Sequence[tuple[int, int]], crowds: dict[tuple[int, int], StepPrefills]
+    record: RequestRecord,
+    steps: Sequence[tuple[int, int]],
+    step_prefills: dict[tuple[int, int], StepPrefills],
 ) -> list[Interferer]:
-    """Whose prompts were in the steps that took it longer, so many ns each: by tokens, for how long each."""
+    """Returns the interferers of a request and their share of each step's interference, by prompt tokens.
+
+    `steps`: (step, ns of interference). `step_prefills`: a cache, shared by the records of one call.
+    """
     if record.prefills_by_step is None:
         return []
     lengths: dict[tuple[bytes, bytes], int] = defaultdict(int)
-    named: dict[tuple[bytes, bytes], str] = {}
-    for step, length in sorted(steps):  # what is known of an offender last is most
-        crowd = crowds.get((id(record.prefills_by_step), step))
-        if crowd is None:
-            crowd = crowds[id(record.prefills_by_step), step] = StepPrefills(
+    classes: dict[tuple[bytes, bytes], str] = {}
+    for step, length in sorted(steps):  # the latest step has the most complete class of an interferer
+        prefills = step_prefills.get((id(record.prefills_by_step), step))
+        if prefills is None:
+            prefills = step_prefills[id(record.prefills_by_step), step] = StepPrefills(
                 record.prefills_by_step.get(step, ())
             )
-        tokens, rest = crowd.count_other_tokens(record.span_id)
-        for who, of_who, class_ in crowd.named_prefills:
-            if who[1] != record.span_id:
-                lengths[who] += length * of_who // tokens
-                named[who] = class_
-        for class_, of_class in rest.items():
-            if of_class:
-                lengths[b"", class_.encode()] += length * of_class // tokens
-                named[b"", class_.encode()] = class_
-    return [Interferer(*who, length, named[who]) for who, length in lengths.items() if length]
+        tokens, rest = prefills.count_other_tokens(record.span_id)
+        for ids, own_tokens, traffic_class in prefills.named_prefills:
+            if ids[1] != record.span_id:
+                lengths[ids] += length * own_tokens // tokens
+                classes[ids] = traffic_class
+        for traffic_class, class_tokens in rest.items():
+            if class_tokens:
+                lengths[b"", traffic_class.encode()] += length * class_tokens // tokens
+                classes[b"", traffic_class.encode()] = traffic_class
+    return [Interferer(*ids, length, classes[ids]) for ids, length in lengths.items() if length]
 
 
 def worst_interferer(
-    record: RequestRecord, offenders: Sequence[Interferer], interference: int
+    record: RequestRecord, known_interferers: Sequence[Interferer], interference: int
 ) -> Interferer | None:
-    """Who interfered most; nobody is named for what is below a fiftieth of the request."""
-    if interference * 50 < record.duration_ns or not offenders:
+    """Returns the request that interfered most, if it has a name.
+
+    None where the interference is below a fiftieth of the request's duration.
+    """
+    if interference * 50 < record.duration_ns or not known_interferers:
         return None
-    most = max(offenders, key=lambda offender: offender.length if offender.trace_id else 0)
-    return most._replace(length=min(most.length, interference)) if most.trace_id else None
+    worst = max(known_interferers, key=lambda interferer: interferer.length if interferer.trace_id else 0)
+    return worst._replace(length=min(worst.length, interference)) if worst.trace_id else None
 
 
-def interference_by_class(offenders: Sequence[Interferer], interference: int) -> tuple[tuple[str, int], ...]:
-    """The interference, divided as those who are known have caused it; in whole ns, the rest is of the largest."""
+def interference_by_class(
+    known_interferers: Sequence[Interferer], interference: int
+) -> tuple[tuple[str, int], ...]:
+    """Returns the interference in ns by traffic class, in proportion to the known interferers.
+
+    The values sum to `interference`. The rounding error goes to the largest class.
+    """
     lengths: dict[str, int] = defaultdict(int)
-    for offender in offenders:
-        lengths[offender.traffic_class] += offender.length
+    for interferer in known_interferers:
+        lengths[interferer.traffic_class] += interferer.length
     if not lengths:
         return ((tenancy.UNKNOWN, interference),)
     whole = sum(lengths.values())
-    parts = {named: interference * length // whole for named, length in lengths.items()}
-    parts[max(lengths, key=lambda named: lengths[named])] += interference - sum(parts.values())
-    return tuple((named, length) for named, length in parts.items() if length)
+    parts = {traffic_class: interference * length // whole for traffic_class, length in lengths.items()}
+    parts[max(lengths, key=lambda traffic_class: lengths[traffic_class])] += interference - sum(
+        parts.values()
+    )
+    return tuple((traffic_class, length) for traffic_class, length in parts.items() if length)

@@ -1,4 +1,4 @@
-"""The prompt of a request by cause, from its first chunk to its first token. Pure; `blame` says what the causes mean."""
+"""Divides the prefill of a request by cause, from its first chunk to its first token. Pure."""
 
 from __future__ import annotations
 
@@ -17,49 +17,53 @@ _THREAD_DELAY_CAUSES = (semconv.CAUSE_STARVED, semconv.CAUSE_PAGE_FAULTS)
 
 
 def divide_prefill(record: RequestRecord) -> StepBreakdown:
-    """The chunks of its prompt: shared with others' prompts by tokens; between them, others ran or the host was busy."""
+    """Returns the breakdown of the chunks of the prompt and of the time between them.
+
+    A chunk is shared with other requests' prompts by tokens. Between chunks, other requests ran or the host
+    was busy.
+    """
     chunks = _prefill_chunks(record)
     if not chunks:
         return EMPTY_BREAKDOWN
     parts: Causes = defaultdict(int)
-    interfered: list[tuple[int, int]] = []
+    interfered_steps: list[tuple[int, int]] = []
     per_sequence = record.cost_model.per_sequence if record.cost_model is not None else 0.0
-    again, before = 0, None
+    recompute_tokens, before = 0, None
     pauses = inactive_intervals(record)
-    extra = _recomputed_tokens(record, chunks) if record.preempted_at else 0
+    unplaced_tokens = _recomputed_tokens(record, chunks) if record.preempted_at else 0
     for chunk in chunks:
         began = chunk.started_at
         if before is not None or chunk.previous_ended_at:
-            if before is not None and not again and _was_preempted_between(record, before, chunk):
-                again, extra = extra, 0
-            began = _attribute_wait(record, chunk, before, pauses, parts, interfered)
+            if before is not None and not recompute_tokens and _was_preempted_between(record, before, chunk):
+                recompute_tokens, unplaced_tokens = unplaced_tokens, 0
+            began = _attribute_wait(record, chunk, before, pauses, parts, interfered_steps)
         length = _attribute_delays(
             record, chunk, uncovered_length(pauses, began, chunk.ended_at), began, parts
         )
-        mates = min(int(per_sequence * (chunk.batch_size - 1)), length)
-        others, repeated = chunk.others_prefill_tokens, min(again, chunk.tokens)
-        theirs = (length - mates) * others // max(chunk.tokens + others, 1)
-        lost = (length - mates - theirs) * repeated // max(chunk.tokens, 1)
-        again -= repeated
-        parts[semconv.CAUSE_BATCHING] += mates
-        parts[semconv.CAUSE_INTERFERENCE] += theirs
-        parts[semconv.CAUSE_PREEMPTION] += lost
-        parts[semconv.CAUSE_PREFILL] += length - mates - theirs - lost
-        interfered.append((chunk.step, theirs))
+        batching_ns = min(int(per_sequence * (chunk.batch_size - 1)), length)
+        others, repeated = chunk.others_prefill_tokens, min(recompute_tokens, chunk.tokens)
+        interference_ns = (length - batching_ns) * others // max(chunk.tokens + others, 1)
+        recompute_ns = (length - batching_ns - interference_ns) * repeated // max(chunk.tokens, 1)
+        recompute_tokens -= repeated
+        parts[semconv.CAUSE_BATCHING] += batching_ns
+        parts[semconv.CAUSE_INTERFERENCE] += interference_ns
+        parts[semconv.CAUSE_PREEMPTION] += recompute_ns
+        parts[semconv.CAUSE_PREFILL] += length - batching_ns - interference_ns - recompute_ns
+        interfered_steps.append((chunk.step, interference_ns))
         before = chunk
-    return StepBreakdown(parts, interfered)
+    return StepBreakdown(parts, interfered_steps)
 
 
 def _prefill_chunks(record: RequestRecord) -> list[PrefillStep]:
-    """With the one that it did not see the end of."""
-    cut = record.interrupted_step
-    if cut is None or record.first_token_at or not cut.tokens:
+    """Returns the chunks of the prompt, with the unfinished one if the request ended before its first token."""
+    unfinished = record.interrupted_step
+    if unfinished is None or record.first_token_at or not unfinished.tokens:
         return record.prefill_steps
-    return [*record.prefill_steps, cut]
+    return [*record.prefill_steps, unfinished]
 
 
 def _recomputed_tokens(record: RequestRecord, chunks: Sequence[PrefillStep]) -> int:
-    """Tokens of its prompt that were computed more than once, since it was put back."""
+    """Returns the prompt tokens that were computed again after a preemption."""
     tokens = sum([chunk.tokens for chunk in chunks])
     return (
         max(tokens - max(record.input_tokens - record.cached_input_tokens, 0), 0)
@@ -78,9 +82,12 @@ def _attribute_wait(
     before: PrefillStep | None,
     pauses: Sequence[tuple[Any, ...]],
     parts: Causes,
-    interfered: list[tuple[int, int]],
+    interfered_steps: list[tuple[int, int]],
 ) -> int:
-    """Gives away the time before a chunk; when its own began, which is when the step before it was done."""
+    """Attributes the time before a chunk.
+
+    Returns when the chunk's own time began, which is when the previous step was done.
+    """
     since = chunk.started_at if before is None else before.ended_at
     began = max(chunk.started_at, chunk.previous_ended_at, since)
     length = uncovered_length(pauses, since, began)
@@ -97,18 +104,18 @@ def _attribute_wait(
     else:
         cause = semconv.CAUSE_INTERFERENCE
         if before is None:
-            parts[semconv.CAUSE_BATCHING] += (usual := _cost_without_prompts(record, chunk, length))
-            length -= usual
+            parts[semconv.CAUSE_BATCHING] += (batching_ns := _cost_without_prompts(record, chunk, length))
+            length -= batching_ns
         steps = range(chunk.step - 1 if before is None else before.step + 1, chunk.step)[
             :MAX_INTERFERED_STEPS
         ]
-        interfered += [(step, length // len(steps)) for step in steps]
+        interfered_steps += [(step, length // len(steps)) for step in steps]
     parts[cause] += length
     return began
 
 
 def _cost_without_prompts(record: RequestRecord, chunk: PrefillStep, length: int) -> int:
-    """Of a wait for the step before: what that would have taken had there been no prompts in it."""
+    """Returns how much of a wait for the previous step that step would have taken without prompts, ns."""
     if record.cost_model is None or not chunk.previous_prompt_tokens:
         return length
     return min(length, int(record.cost_model.base + record.cost_model.per_sequence * chunk.batch_size))
@@ -117,17 +124,17 @@ def _cost_without_prompts(record: RequestRecord, chunk: PrefillStep, length: int
 def _attribute_delays(
     record: RequestRecord, chunk: PrefillStep, length: int, began: int, parts: Causes
 ) -> int:
-    """Gives away what of the `length` of a chunk has a reason of its own; the rest, ns."""
+    """Attributes warmup and thread delays of a chunk of `length` ns. Returns the rest, ns."""
     if record.warmup_steps is not None:
         tokens = chunk.tokens + chunk.others_prefill_tokens
-        first = record.warmup_steps.excess_time(chunk.step, length, chunk.batch_size, tokens)
-        parts[semconv.CAUSE_WARMUP] += first
-        length -= first
+        warmup_ns = record.warmup_steps.excess_time(chunk.step, length, chunk.batch_size, tokens)
+        parts[semconv.CAUSE_WARMUP] += warmup_ns
+        length -= warmup_ns
     if record.thread_delays is not None:
-        for cause, held in zip(
+        for cause, delay_ns in zip(
             _THREAD_DELAY_CAUSES, record.thread_delays.delay_in_interval(began, chunk.ended_at)
         ):
-            held = min(held, length)
-            parts[cause] += held
-            length -= held
+            delay_ns = min(delay_ns, length)
+            parts[cause] += delay_ns
+            length -= delay_ns
     return length

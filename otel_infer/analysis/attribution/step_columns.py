@@ -1,4 +1,4 @@
-"""The decode steps of many requests as columns, and what held them up from outside. Pure."""
+"""Returns the decode steps of many requests as columns, and the pauses and delays in them. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from otel_infer.assembly.records.process import Pause
 from otel_infer.assembly.records.request import RequestRecord
 
 _UNKNOWN_COST = StepCostModel(float(1 << 60), 0.0, 0.0, 0)
+"""In place of an unknown cost model: all time of a step is the request's own."""
 
 
 def attributable_pauses(record: RequestRecord) -> Sequence[Pause]:
-    """The pauses of which it is known which steps they held up.
+    """Returns the pauses that can be placed in steps.
 
-    Of throttling it is known how much there was, roughly, and not when; where the kernel tells how long the engine's thread
-    had no CPU, that is the better word for its steps.
+    The amount of throttling is known roughly, but not its instants. Where thread delays of the engine's
+    thread are recorded, they are more exact for its steps, so throttling is left out.
     """
     if record.thread_delays is None:
         return record.pauses
@@ -30,7 +31,7 @@ def attributable_pauses(record: RequestRecord) -> Sequence[Pause]:
 
 
 def inactive_intervals(record: RequestRecord) -> list[tuple[Any, ...]]:
-    """When nothing was done for it, as far as that is known of single steps: begin and end of each, which may overlap."""
+    """Returns the pauses and generation gaps of a request as (begin, end, …). They may overlap."""
     return (
         [*attributable_pauses(record), *record.generation_gaps]
         if record.pauses or record.generation_gaps
@@ -39,9 +40,11 @@ def inactive_intervals(record: RequestRecord) -> list[tuple[Any, ...]]:
 
 
 class _DecodeSteps:
-    """The steps of all requests as columns. `begins`: where each request's are.
+    """The steps of several requests as columns, request after request.
 
-    The first one of each is its prompt's: here it takes no time. Who was put back before that was `asked` for had no token.
+    `begins`: the first row of each request. It is the request's prefill and has length 0 here. `since`: the
+    end of the previous step. `first_step_started_at`: a request that was preempted before this instant had no
+    token then.
     """
 
     def __init__(self, records: list[RequestRecord]) -> None:
@@ -63,61 +66,65 @@ class _DecodeSteps:
         self._ends = (self.begins + self.counts).tolist()
         for i, record in enumerate(records):
             if record.step_stride > 1:
-                mine = self.decode_slice(i)
-                self.is_consecutive[mine] = (
-                    self.step[mine] - self.step[mine.start - 1 : mine.stop - 1] == record.step_stride
+                own_rows = self.decode_slice(i)
+                self.is_consecutive[own_rows] = (
+                    self.step[own_rows] - self.step[own_rows.start - 1 : own_rows.stop - 1]
+                    == record.step_stride
                 )
-            if record.is_multi_engine:  # steps of several engines have numbers of their own
+            if record.is_multi_engine:  # step numbers are counted per engine
                 self.is_consecutive[self.decode_slice(i)] = True
             elif record.later_prefill_tokens:
                 for step, tokens in record.later_prefill_tokens.items():
                     self.own_prefill[self.decode_slice(i)][self.step[self.decode_slice(i)] == step] = tokens
 
     def repeat_per_step(self, lines: Any) -> Any:
-        """A number of each request (a row of several lines) for each of its steps; one for all where they have the same."""
+        """Repeats each request's numbers (one line per quantity) for each of its steps.
+
+        Where all requests have the same numbers, one number per line is enough and is returned.
+        """
         if (lines == lines[:, :1]).all():
             return lines[:, 0]
         return np.repeat(lines, self.counts, axis=1)
 
     def decode_slice(self, i: int) -> slice:
-        """Where the decode steps of this request are."""
+        """Returns the rows of the decode steps of request `i`."""
         return slice(self._firsts[i] + 1, self._ends[i])
 
 
 def _subtract_pauses(records: list[RequestRecord], steps: _DecodeSteps, ran: Any, waited: Any) -> None:
-    """Takes what the process was held up out of the steps it happened in, and when the engine was done with it."""
+    """Subtracts pauses and generation gaps from the run and wait times of the steps."""
     for i, record in enumerate(records):
         pauses = inactive_intervals(record)
         if not pauses:
             continue
-        mine = steps.decode_slice(i)
-        instants = np.stack((steps.since[mine], steps.began[mine], steps.until[mine]))
+        own_rows = steps.decode_slice(i)
+        instants = np.stack((steps.since[own_rows], steps.began[own_rows], steps.until[own_rows]))
         since, began, until = _paused_time_before(pauses, instants)
-        waited[mine] -= began - since
-        ran[mine] -= until - began
+        waited[own_rows] -= began - since
+        ran[own_rows] -= until - began
 
 
 def _paused_time_before(pauses: list[tuple[Any, ...]], instants: Any) -> Any:
-    """How much of the time before each of these instants is in the pauses, of which each ns counts once; ns."""
-    begins, ends, told = [], [], 0
+    """Returns the ns of pauses before each instant. Overlapping pauses count once."""
+    begins, ends, covered_until = [], [], 0
     for started, end, *_ in sorted(pauses, key=itemgetter(0)):
-        if max(started, told) < end:
-            begins.append(max(started, told))
+        if max(started, covered_until) < end:
+            begins.append(max(started, covered_until))
             ends.append(end)
-            told = end
+            covered_until = end
     starts, stops = np.array([begins, ends], np.int64)
-    whole = np.append(0, np.cumsum(stops - starts))
-    begun = np.searchsorted(starts, instants, "right")
-    left = np.append(0, stops)[begun] - instants
-    return whole[begun] - np.maximum(left, 0) * (begun > 0)
+    total_before = np.append(0, np.cumsum(stops - starts))
+    index = np.searchsorted(starts, instants, "right")
+    remaining = np.append(0, stops)[index] - instants
+    return total_before[index] - np.maximum(remaining, 0) * (index > 0)
 
 
 def _requests_with_delays(
     records: list[RequestRecord], steps: _DecodeSteps
 ) -> Iterator[tuple[int, KnownDelays]]:
-    """The requests of whose steps the kernel knows something, and who says it."""
+    """Yields the index and the thread delays of each request whose steps overlap a delay."""
     begins, ends = steps.until[steps.begins], steps.until[steps.begins + steps.counts - 1]
-    for strain in {record.thread_delays for record in records if record.thread_delays is not None}:
-        for i in np.flatnonzero(strain.has_delays(begins, ends)).tolist():
-            if records[i].thread_delays is strain:
-                yield i, strain
+    for delays in {record.thread_delays for record in records if record.thread_delays is not None}:
+        for i in np.flatnonzero(delays.has_delays(begins, ends)).tolist():
+            if records[i].thread_delays is delays:
+                yield i, delays

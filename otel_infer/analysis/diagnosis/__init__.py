@@ -1,1 +1,1 @@
-"""Finds the symptom that slow requests amount to, its evidence and what to change."""
+"""Finds the symptom of the slow requests, its evidence and what to change."""

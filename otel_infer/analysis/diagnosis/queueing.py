@@ -1,4 +1,4 @@
-"""What a queue is made of: a peak, heavy requests that run, or nothing that runs at all. Pure."""
+"""Finds why requests queue: a peak, large requests that run, or no running request at all. Pure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from otel_infer.analysis.diagnosis.slow_requests import time_in
 from otel_infer.assembly.records.request import RequestRecord
 
 LARGE_FACTOR = 6.0
-"""A request is heavy with so many times the work of the usual one."""
+"""A request is large if its own work is this many times the median."""
 MIN_LARGE_WORK_SHARE = 0.4
-"""Of all work: what is less is in nobody's way, though it may always be there."""
+"""Share of all work; below it, large requests delay no others, even if one is always running."""
 _WORK_CAUSES = (semconv.CAUSE_PREFILL, semconv.CAUSE_DECODE)
 ARRIVAL_BINS = 12
-_PEAK_FACTOR, _PEAK_SIGMAS = 1.8, 4.0  # more than chance makes of steady arrivals
+"""Intervals of equal length in which arrivals are counted."""
+_PEAK_FACTOR, _PEAK_SIGMAS = 1.8, 4.0  # above the random variation of steady arrivals
 _NS_PER_MS = 1_000_000
 
 
 class QueueAnalysis:
-    """Requests that waited, by when they did and beside whom. `others` ran meanwhile; `unfinished`: since when those run that
-    have not ended.
+    """The queue intervals of requests, and the requests that ran meanwhile.
 
-    `since`: the instant from which on all are known (monotonic ns); of those from before only who was still there then.
+    `others`: requests that ran meanwhile. `unfinished`: start instants of running requests that have not
+    ended. `since`: from this instant on (monotonic ns) all requests are recorded; earlier ones only if they
+    were open then.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class QueueAnalysis:
         return (self._waits[:, 1] - self._waits[:, 0]).astype(float)
 
     def idle_wait_share(self) -> float:
-        """Of the waiting of all that had their turn, the part in which no request was running.
+        """Returns the share of the waiting time in which no request was running.
 
-        Who never had it may have waited for some that are running still.
+        Only for requests that ran afterwards. Others may have waited for requests that are still running.
         """
         ran = self._runs[:, 1] > self._runs[:, 0]
         busy = _merge_intervals([*self._runs.tolist(), *self._others])
@@ -60,15 +62,15 @@ class QueueAnalysis:
         return 1 - float(_overlap_lengths(self._waits[ran], busy).sum()) / total if total else 0.0
 
     def waiting_behind_large(self) -> str | None:
-        """How light requests fare beside heavy ones, if that is why they wait."""
-        light, heavy = ~self._is_large, self._is_large
-        if not 0.01 < heavy.mean() < 0.4 or light.sum() < 4:
+        """Returns evidence that small requests wait behind large ones; None where they do not."""
+        small, large = ~self._is_large, self._is_large
+        if not 0.01 < large.mean() < 0.4 or small.sum() < 4:
             return None
-        if self._work[heavy].sum() < MIN_LARGE_WORK_SHARE * self._work.sum():
+        if self._work[large].sum() < MIN_LARGE_WORK_SHARE * self._work.sum():
             return None
-        runs = _merge_intervals(self._runs[heavy].tolist())
-        waits = self._wait_lengths[light]
-        beside = _overlap_lengths(self._waits[light], runs)
+        runs = _merge_intervals(self._runs[large].tolist())
+        waits = self._wait_lengths[small]
+        beside = _overlap_lengths(self._waits[small], runs)
         total = float(waits.sum())
         if not total or beside.sum() / total < 0.6:
             return None
@@ -77,12 +79,15 @@ class QueueAnalysis:
         if beside.sum() / total < 1.25 * covered / span and covered / span < 0.8:
             return None
         return (
-            f"{beside.sum() / total:.0%} of the waiting of light requests is beside {int(heavy.sum())} heavy ones "
-            f"({LARGE_FACTOR:.0f} times the work or more), which ran {covered / span:.0%} of the time"
+            f"{beside.sum() / total:.0%} of the waiting time of small requests passes while one of {int(large.sum())} large ones "
+            f"runs ({LARGE_FACTOR:.0f} times the median work or more); large ones run {covered / span:.0%} of the time"
         )
 
     def describe_peak(self) -> str | None:
-        """When more came than usual, if that is when requests waited, until those who came then had their turn."""
+        """Returns evidence that requests wait because of a peak of arrivals; None where they do not.
+
+        A peak lasts until the requests that arrived during it were scheduled.
+        """
         arrivals, lengths = (
             self._arrivals[self._arrived_in_window],
             self._wait_lengths[self._arrived_in_window],
@@ -90,40 +95,40 @@ class QueueAnalysis:
         if not len(arrivals) or arrivals.min() == arrivals.max():
             return None
         begin, end = arrivals.min(), arrivals.max()
-        which = np.minimum((arrivals - begin) * ARRIVAL_BINS // (end - begin), ARRIVAL_BINS - 1)
-        came = np.bincount(which, minlength=ARRIVAL_BINS).astype(float)
-        waited = np.bincount(which, weights=lengths, minlength=ARRIVAL_BINS)
-        usual = float(np.median(came))
-        busy = came >= max(_PEAK_FACTOR * usual, usual + _PEAK_SIGMAS * max(usual, 1.0) ** 0.5)
-        if not busy.any() or busy.sum() > ARRIVAL_BINS / 3:
+        bins = np.minimum((arrivals - begin) * ARRIVAL_BINS // (end - begin), ARRIVAL_BINS - 1)
+        counts = np.bincount(bins, minlength=ARRIVAL_BINS).astype(float)
+        waited = np.bincount(bins, weights=lengths, minlength=ARRIVAL_BINS)
+        usual = float(np.median(counts))
+        is_peak = counts >= max(_PEAK_FACTOR * usual, usual + _PEAK_SIGMAS * max(usual, 1.0) ** 0.5)
+        if not is_peak.any() or is_peak.sum() > ARRIVAL_BINS / 3:
             return None
-        calm = waited[: int(np.argmax(busy))].sum() / max(came[: int(np.argmax(busy))].sum(), 1)
-        late = _extend_to_calm(busy, waited / np.maximum(came, 1), 2 * calm + _NS_PER_MS)
-        then = waited[late].sum() / max(came[late].sum(), 1)
-        if waited[late].sum() < 0.6 * waited.sum() or then < 3 * calm:
+        calm_wait = waited[: int(np.argmax(is_peak))].sum() / max(counts[: int(np.argmax(is_peak))].sum(), 1)
+        is_delayed = _extend_to_calm(is_peak, waited / np.maximum(counts, 1), 2 * calm_wait + _NS_PER_MS)
+        delayed_wait = waited[is_delayed].sum() / max(counts[is_delayed].sum(), 1)
+        if waited[is_delayed].sum() < 0.6 * waited.sum() or delayed_wait < 3 * calm_wait:
             return None
         return (
-            f"{came.max():.0f} requests came where {usual:.0f} are usual; "
-            f"from then on they wait {then / _NS_PER_MS:.0f} ms, before {calm / _NS_PER_MS:.0f} ms"
+            f"{counts.max():.0f} requests arrived where {usual:.0f} are usual; "
+            f"from then on they wait {delayed_wait / _NS_PER_MS:.0f} ms, before it {calm_wait / _NS_PER_MS:.0f} ms"
         )
 
 
-def _extend_to_calm(busy: Any, mean: Any, calm: float) -> Any:
-    """The busy bins and those after each in which requests still wait longer than in calm."""
-    late = busy.copy()
-    for i in range(1, len(late)):
-        late[i] = late[i] or (late[i - 1] and mean[i] > calm)
-    return late
+def _extend_to_calm(is_peak: Any, mean: Any, calm: float) -> Any:
+    """Returns the bins of the peak, and the bins after each in which requests still wait longer than `calm`."""
+    is_delayed = is_peak.copy()
+    for i in range(1, len(is_delayed)):
+        is_delayed[i] = is_delayed[i] or (is_delayed[i - 1] and mean[i] > calm)
+    return is_delayed
 
 
 def _queue_interval(record: RequestRecord) -> tuple[int, int]:
-    """In the queue; empty for one that was not."""
+    """Returns the time in the queue; an empty interval if the request was not queued."""
     queue = record.find_stage(semconv.SPAN_QUEUE)
     return (queue.started_at, queue.ended_at) if queue is not None else (record.ended_at, record.ended_at)
 
 
 def _running_interval(record: RequestRecord) -> tuple[int, int]:
-    """From its first step to its last token."""
+    """Returns the time from the first step to the last token; an empty interval if there was none."""
     stages = [s for s in record.stages if s.name in (semconv.SPAN_PREFILL, semconv.SPAN_DECODE)]
     if not stages:
         return record.ended_at, record.ended_at
@@ -131,6 +136,7 @@ def _running_interval(record: RequestRecord) -> tuple[int, int]:
 
 
 def _merge_intervals(intervals: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
+    """Returns the union of the intervals, in order and without overlaps."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted((begin, end) for begin, end in intervals if begin < end):
         if merged and begin <= merged[-1][1]:
@@ -141,7 +147,7 @@ def _merge_intervals(intervals: Iterable[Sequence[int]]) -> list[tuple[int, int]
 
 
 def _overlap_lengths(waits: Any, merged: list[tuple[int, int]]) -> Any:
-    """How much of each of these intervals lies in the others; ns."""
+    """Returns how much of each of these intervals is covered by the merged ones, ns."""
     if not merged:
         return np.zeros(len(waits))
     covered = np.cumsum([end - begin for begin, end in merged])

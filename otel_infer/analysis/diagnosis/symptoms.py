@@ -1,4 +1,4 @@
-"""The seven complaints about latency in the words of those who have them, and what to change first, by cause. Pure."""
+"""Defines the table of symptoms: the users' own words, what happens, and what to change first. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from otel_infer import semconv
 
 
 class Symptom(NamedTuple):
-    """A row of the table: how people say it, what happens, what to change first."""
+    """A row of the table: the users' own words, what happens, and what to change first."""
 
     complaint: str
     meaning: str
@@ -18,56 +18,57 @@ class Symptom(NamedTuple):
 SYMPTOMS = {
     "pre_engine": Symptom(
         "slow even for tiny prompts",
-        "time goes before inference starts",
-        "look at what runs before the engine: body reads, tokenizing, look-ups; make them fewer, nearer, or concurrent",
+        "time is spent before inference starts",
+        "look at what runs before the engine: body reads, tokenization, lookups; make them fewer, faster or concurrent",
     ),
     "queueing": Symptom(
         "fine locally, bad in production",
-        "requests wait for their turn at any time of the load",
-        "limit concurrency where requests come in, give the engine a larger batch or another replica, separate traffic",
+        "requests wait in the queue at any load",
+        "limit concurrency at ingress, allow larger batches or add a replica, separate traffic",
     ),
     "prefill": Symptom(
         "nothing for a while, then fast",
         "prompts are expensive",
-        "shorten or cap prompts, switch the prefix cache on, prefill in smaller batches",
+        "shorten or cap prompts, enable the prefix cache, prefill in smaller batches",
     ),
     "stutter": Symptom(
         "starts, then freezes or stutters",
         "decode is interrupted",
-        "find out what stops the process: other work on its cores, a lock, a slow disk",
+        "find what stops the process: other work on its cores, a lock, a slow disk",
     ),
     "peak": Symptom(
         "explodes at peak hours",
-        "for a time more is accepted than served",
-        "shed or spread load at the peak, scale up earlier, shorten the queue's limit",
+        "for a time, more requests are accepted than served",
+        "shed or spread load at the peak, scale up earlier, lower the queue's limit",
     ),
     "head_of_line_blocking": Symptom(
         "big customers slow down small ones",
-        "light requests wait behind heavy ones",
-        "serve heavy requests apart, or limit how many of them run at once; priorities for short ones",
+        "small requests wait behind large ones",
+        "serve large requests separately, or limit how many run at the same time; give small ones priority",
     ),
     "batching": Symptom(
         "cheap batch mode is fine, live is slow",
-        "batches are made large, or waited for, at the cost of each request",
-        "batch only where nobody waits: no batching delay and a smaller batch for live traffic",
+        "batches are large, or requests wait for a batch to fill",
+        "batch only offline traffic: no batching delay and smaller batches for live traffic",
     ),
 }
+"""By name. `Finding.change` refines `change` by cause."""
 
 
 _CHANGE_BY_SYMPTOM_AND_CAUSE = {
     (
         "prefill",
         semconv.CAUSE_INTERFERENCE,
-    ): "long prompts apart, or fewer of them at once; the prefix cache, shorter prompts",
+    ): "long prompts apart from other traffic, or fewer at the same time; the prefix cache, shorter prompts",
     ("queueing", semconv.CAUSE_HIDDEN_QUEUE): (
-        "shorter steps: fewer prompt tokens in one (chunked prefill); or the engine has to look for new requests more often"
+        "shorter steps: fewer prompt tokens in each (chunked prefill); or let the engine poll for new requests more often"
     ),
 }
-"""The same, where it is another thing in this row of the table."""
+"""The first change to make, where it differs from the cause's and the symptom's own."""
 
 
 class Finding(NamedTuple):
-    """One complaint that fits. `weight`: share of its slow requests' whole time."""
+    """A symptom of the slow requests. `weight`: its share of their whole time."""
 
     symptom: str
     cause: str
@@ -76,6 +77,6 @@ class Finding(NamedTuple):
 
     @property
     def change(self) -> str:
-        """What to change first."""
-        usual = semconv.CAUSES[self.cause].change or SYMPTOMS[self.symptom].change
-        return _CHANGE_BY_SYMPTOM_AND_CAUSE.get((self.symptom, self.cause), usual)
+        """The first change to make."""
+        default = semconv.CAUSES[self.cause].change or SYMPTOMS[self.symptom].change
+        return _CHANGE_BY_SYMPTOM_AND_CAUSE.get((self.symptom, self.cause), default)

@@ -1,1 +1,1 @@
-"""Keeps the step log of each engine and models what its steps cost."""
+"""Keeps the step log of each engine and models the cost of its steps."""

@@ -1,4 +1,4 @@
-"""What is learned of an engine from its steps: what they cost, what held them up, which were the first of their kind. Pure."""
+"""The baseline of one engine, learned from its steps: step cost model, thread delays, warmup steps. Pure."""
 
 from __future__ import annotations
 
@@ -10,48 +10,57 @@ from otel_infer.assembly.engine.thread_delays import ThreadDelays
 from otel_infer.assembly.engine.warmup import WarmupSteps, WarmupTracker
 
 FIT_FIRST, FIT_EVERY, FIT_OVER = 16, 256, 1024
-"""What a step costs is estimated anew when there are twice as many steps, then every so often, from so many."""
+"""Steps before the first fit of the cost model, most steps between two fits, and steps that a fit uses.
+
+The model is fitted again when the number of steps has doubled, at the latest after `FIT_EVERY` steps.
+"""
 RESOLVE_STEPS = 512
-"""Steps among which those are found that were in a look at their thread."""
+"""Latest steps in which the steps of a thread sample are searched."""
 
 
 class EngineBaseline:
-    """Of the engine whose steps are in `table`. `seen`: kinds of steps it had on other threads as well (`Firsts`)."""
+    """The baseline of the engine whose steps are in `table`.
 
-    def __init__(self, table: StepTable, seen: set[int] | None = None) -> None:
+    `seen_kinds`: kinds of steps that the engine had before, also on its other threads (see `WarmupTracker`).
+    """
+
+    def __init__(self, table: StepTable, seen_kinds: set[int] | None = None) -> None:
         self.thread_delays = ThreadDelays()
-        self.warmup = WarmupTracker(seen)
+        self.warmup = WarmupTracker(seen_kinds)
         self._table = table
         self._cost_model: StepCostModel | None = None
         self._fit_due = FIT_FIRST
 
     def record_step_end(self, at: int) -> None:
-        """A step ended."""
+        """Records that a step ended, and resolves the thread samples that are due by then."""
         if at >= self.thread_delays.due:
             self.thread_delays.resolve_samples(self._table.latest_steps(RESOLVE_STEPS), self.get_cost_model())
 
     def resolve_pending(self) -> None:
-        """Nothing more is to come of the steps that are done: what is known of the thread counts for them."""
+        """Resolves all pending thread samples, because no step that is done will get more events."""
         if self.thread_delays.has_pending:
             self.thread_delays.resolve_samples(
                 self._table.latest_steps(RESOLVE_STEPS), self.get_cost_model(), final=True
             )
 
     def get_cost_model(self) -> StepCostModel | None:
-        """What a step without prompts costs; the same for the same facts before it."""
+        """Returns the cost of a step without prompts; None before it can be estimated.
+
+        The result depends only on the events before this call, so a tape gives the same one.
+        """
         last = self._table.last
         if last >= self._fit_due:
             table = self._table.latest_steps(FIT_OVER)
-            held = sum(
+            delays = sum(
                 self.thread_delays.delays_in_intervals(np.maximum(table[1, 1:], table[2, :-1]), table[2, 1:])
             )
-            # Where each step has prompts, what those without one cost before is the best that is known.
-            self._cost_model = cost_model_from_steps(table, held) or self._cost_model
+            # Where every recent step has prompts, the previous model is the best estimate.
+            self._cost_model = cost_model_from_steps(table, delays) or self._cost_model
             self.warmup.learn_prompt_costs(table, self._cost_model)
             self._fit_due = last + min(last, FIT_EVERY)
         return self._cost_model
 
     def get_model_and_warmup(self) -> tuple[StepCostModel | None, WarmupSteps | None]:
-        """What a step costs, and which were the first of their kind."""
-        costs = self.get_cost_model()
-        return costs, self.warmup.get_warmup_steps(costs)
+        """Returns the step cost model and the warmup steps; None where unknown."""
+        cost_model = self.get_cost_model()
+        return cost_model, self.warmup.get_warmup_steps(cost_model)

@@ -1,4 +1,4 @@
-"""What a device, or the host in its place, said of the last steps of one engine, as columns. Pure."""
+"""The device time (or else the host time) of one engine's last steps, as columns. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MIN_QUEUED_NS = 40_000
-"""A device that comes to its work sooner than this had nothing else to do."""
+"""A device that starts its work sooner than this after the launch was idle before it."""
 LAUNCH_BOUND_SHARE = 1 / 1.15
-"""A span of which the host spent this share on launching is as long as that."""
+"""A span is launch-bound if launching took the host at least this share of it."""
 HOST_STALL_SHARE = 0.1
-"""As a share of the spans: more, and the device waits for the host between steps."""
+"""Gaps between steps, as a share of the spans, above which the device waits for the host."""
 
 GPU_BOUND, LAUNCH_BOUND, HOST_STALLED, BACK_PRESSURED = (
     "gpu-bound",
@@ -21,12 +21,15 @@ GPU_BOUND, LAUNCH_BOUND, HOST_STALLED, BACK_PRESSURED = (
 )
 BY_EVENT, BY_HOST = "event", "host"
 STEP, STARTED_AT, SPAN, LAUNCHED, QUEUED, GAP, BOUND, TIMED_BY_EVENT = range(8)
-"""The lines of a table: what `by_event` is told, in its order, and whether it was."""
+"""Lines of the table: the parameters of `set_device_time`, in its order, and whether an event gave them."""
 
 
 class DeviceTime(NamedTuple):
-    """What some steps come to, ns. `steps`: how many were timed. `launched`, `queued` and `gaps` are known by events alone, and
-    -1 where not even by them; where of some steps, as that of all is in proportion. `bound`: how far off instants were at most.
+    """The summed times of some steps, ns. `steps`: how many of them were timed.
+
+    Only events give `launched`, `queued` and `gaps`. `launched` and `gaps` are -1 where unknown. Where they
+    are known for some of the steps, they are scaled up to all timed steps. `bound`: largest error of an
+    instant.
     """
 
     method: str
@@ -39,8 +42,11 @@ class DeviceTime(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """What held the device back: nothing (gpu-bound), the host while launching (launch-bound), the host between steps
-        (host-stalled), or, of the host, a device that is behind (back-pressured); empty where nobody knows."""
+        """Returns the bottleneck of these steps; empty where it is unknown.
+
+        The device itself is `gpu-bound`. The host is `launch-bound` while it launches, `host-stalled` between
+        steps, and `back-pressured` where it waited while launching because the device was behind.
+        """
         if self.method != BY_EVENT or not self.span or self.launched < 0:
             return ""
         in_time = self.queued < MIN_QUEUED_NS * self.steps
@@ -52,14 +58,17 @@ class DeviceTime(NamedTuple):
 
 
 class DeviceSteps:
-    """Of the last `capacity` steps. Filled in any order; what a device says of a step goes before what its host does."""
+    """The times of the last `capacity` steps, set in any order.
+
+    A step's device time takes precedence over its host time.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._table: Any = np.zeros((8, capacity), np.int64)
 
     def set_host_time(self, step: int, length: int) -> None:
-        """So long it took by the host's clock."""
+        """Records how long a step took by the host's clock, ns."""
         i = step % self._capacity
         if self._table[STEP, i] != step:
             self._table[:, i] = step, 0, length, 0, 0, 0, 0, 0
@@ -67,41 +76,47 @@ class DeviceSteps:
     def set_device_time(
         self, step: int, started_at: int, span: int, launched: int, queued: int, gap: int, bound: int
     ) -> None:
-        """From then on the device was at it, so long."""
+        """Records when the device started a step, and its lengths in ns; -1 = `launched` or `gap` unknown."""
         self._table[:, step % self._capacity] = step, started_at, span, launched, queued, gap, bound, 1
 
     def sum_step_times(self, steps: Any) -> tuple[DeviceTime | None, Any]:
-        """What these come to, by events if any of them was timed so, and how long each took by the same clock, ns (0 = not
-        timed); None where nobody timed any."""
-        found = self._table[:, steps % self._capacity]
-        found *= found[STEP] == steps  # in the place of a step may be an older one
-        if found[TIMED_BY_EVENT].any():
-            found *= found[TIMED_BY_EVENT]
-            span, queued, timed = found[[SPAN, QUEUED, TIMED_BY_EVENT]].sum(axis=1).tolist()
-            launched, gaps = (_scale_known_sum(found, line) for line in (LAUNCHED, GAP))
-            time = DeviceTime(BY_EVENT, timed, span, launched, queued, gaps, int(found[BOUND].max()))
-            return time, found[SPAN]
-        timed = int(np.count_nonzero(found[STEP]))
-        return (DeviceTime(BY_HOST, timed, int(found[SPAN].sum())) if timed else None), found[SPAN]
+        """Returns the summed times of these steps, and a column with the length of each, ns (0 = not timed).
+
+        If any step was timed by events, only those steps count. The sum is None where no step was timed.
+        """
+        columns = self._table[:, steps % self._capacity]
+        columns *= columns[STEP] == steps  # the slot of a step may hold an older one
+        if columns[TIMED_BY_EVENT].any():
+            columns *= columns[TIMED_BY_EVENT]
+            span, queued, timed = columns[[SPAN, QUEUED, TIMED_BY_EVENT]].sum(axis=1).tolist()
+            launched, gaps = (_scale_known_sum(columns, line) for line in (LAUNCHED, GAP))
+            time = DeviceTime(BY_EVENT, timed, span, launched, queued, gaps, int(columns[BOUND].max()))
+            return time, columns[SPAN]
+        timed = int(np.count_nonzero(columns[STEP]))
+        return (DeviceTime(BY_HOST, timed, int(columns[SPAN].sum())) if timed else None), columns[SPAN]
 
     def idle_times(self, steps: Any, since: Any, until: Any, is_followed: Any) -> Any:
-        """How long in each interval the device had nothing to do, ns; -1 where that is not known, as the step was not timed.
+        """Returns how long the device was idle in each interval, ns; -1 where its step was not timed.
 
-        That is until it came to the step, unless it was behind, and after it, unless the next one had been launched by then.
+        The device is idle before it starts the step, unless it was behind (the step was queued). It is idle
+        after the step, unless the next step had been launched by then (`is_followed`).
         """
-        found = self._table[:, steps % self._capacity]
-        began, ended = found[STARTED_AT], found[STARTED_AT] + found[SPAN]
-        before = np.maximum(np.minimum(began, until) - since, 0) * (found[QUEUED] < MIN_QUEUED_NS)
+        columns = self._table[:, steps % self._capacity]
+        began, ended = columns[STARTED_AT], columns[STARTED_AT] + columns[SPAN]
+        before = np.maximum(np.minimum(began, until) - since, 0) * (columns[QUEUED] < MIN_QUEUED_NS)
         after = np.maximum(until - np.maximum(ended, since), 0) * ~is_followed
-        is_timed = (found[STEP] == steps) & (found[TIMED_BY_EVENT] == 1)
+        is_timed = (columns[STEP] == steps) & (columns[TIMED_BY_EVENT] == 1)
         return np.where(is_timed, np.minimum(before + after, until - since), -1)
 
 
-def _scale_known_sum(found: Any, line: int) -> int:
-    """The sum of a line over the timed steps, of those for which it is known in proportion to their spans; -1 = of none."""
-    is_known = (found[TIMED_BY_EVENT] == 1) & (found[line] >= 0)
-    spans = int(found[SPAN][is_known].sum())
+def _scale_known_sum(columns: Any, line: int) -> int:
+    """Returns the sum of a line over the timed steps; -1 where no step has a known value.
+
+    The sum of the known values is scaled by the spans, from the steps with a value to all timed steps.
+    """
+    is_known = (columns[TIMED_BY_EVENT] == 1) & (columns[line] >= 0)
+    spans = int(columns[SPAN][is_known].sum())
     if not is_known.any():
         return -1
-    known = int(found[line][is_known].sum())
-    return known * int(found[SPAN].sum()) // spans if spans else known
+    known = int(columns[line][is_known].sum())
+    return known * int(columns[SPAN].sum()) // spans if spans else known

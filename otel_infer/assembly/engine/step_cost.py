@@ -1,8 +1,9 @@
-"""What a decode step costs an engine by the number of sequences in it, fitted from its own log. Pure.
+"""The step cost model: the length of a decode step by its number of sequences, fitted to the step log. Pure.
 
-The estimate is `base + per_sequence × sequences`: medians of the steps without a prompt in them, by batch size, and the
-median of the slopes between those (Theil-Sen), so that a few stalled steps change nothing. Its error is given beside it:
-`spread`, the median absolute deviation of those steps from the estimate, scaled to a standard deviation.
+The estimate is `base + per_sequence × sequences`. `per_sequence` is the median of the slopes between the
+median lengths of each batch size (Theil-Sen), over steps without prompts. Medians make it robust against a
+few stalled steps. `spread` is its error: the median absolute deviation of those steps, scaled to a standard
+deviation.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MIN_STEPS = 6
-"""Steps without which nothing is estimated."""
+"""Fewest steps for an estimate."""
 MIN_GROUP_STEPS, MAX_GROUPS = 3, 32
 _MAD_TO_SIGMA = 1.4826
 
 
 class StepCostModel(NamedTuple):
-    """ns; `steps`: how many the estimate is from."""
+    """The cost of a step without prompts, ns. `steps`: number of steps the model was fitted to."""
 
     base: float
     per_sequence: float
@@ -26,24 +27,25 @@ class StepCostModel(NamedTuple):
     steps: int
 
 
-def cost_model_from_steps(table: Any, held: Any = 0) -> StepCostModel | None:
-    """From a step log's columns (lines of `StepRows`, prompt tokens of all in the last): its steps without prompts.
+def cost_model_from_steps(table: Any, delays: Any = 0) -> StepCostModel | None:
+    """Returns the model fitted to the steps without prompts in a step log; None if they are too few.
 
-    A step that began before the one before it was done (two are in flight) is counted from there on. `held`: ns of each
-    step but the first in which it was held up for a reason that is known.
+    `table`: columns of a `StepTable`. Two steps can be in flight: a step that began before its predecessor
+    was done counts from the predecessor's end. `delays`: for each step but the first, its delay of known
+    cause, ns.
     """
     step, started, ended, _, size, prompts = table
     lengths = ended[1:] - np.maximum(started[1:], ended[:-1])
     plain = (prompts[1:] == 0) & (ended[1:] > 0) & (ended[:-1] > 0) & (step[1:] - step[:-1] == 1)
-    return fit_cost_model(np.maximum(lengths - held, 0)[plain], size[1:][plain])
+    return fit_cost_model(np.maximum(lengths - delays, 0)[plain], size[1:][plain])
 
 
 def fit_cost_model(lengths: Any, sizes: Any) -> StepCostModel | None:
-    """From the lengths (ns) and batch sizes of steps without prompts; None where there are too few."""
+    """Returns the model fitted to lengths (ns) and batch sizes of steps; None for fewer than `MIN_STEPS`."""
     if len(lengths) < MIN_STEPS:
         return None
     _, group, often = np.unique(sizes, return_inverse=True, return_counts=True)
-    # Sizes that were seen too seldom for a median go together with their neighbours.
+    # Batch sizes with too few steps for a median are grouped with their neighbours.
     together = max(MIN_GROUP_STEPS, -(-len(lengths) // MAX_GROUPS))
     group = np.unique((np.cumsum(often) - often) // together, return_inverse=True)[1][group]
     order = np.lexsort((lengths, group))
@@ -53,12 +55,15 @@ def fit_cost_model(lengths: Any, sizes: Any) -> StepCostModel | None:
     size = np.add.reduceat(sizes[order], begins) / counts
     slope = _fit_slope(size, middle, counts)
     base = max(float(np.median(np.repeat(middle - slope * size, counts))), 0.0)
-    off = np.abs(lengths - (base + slope * sizes))
-    return StepCostModel(base, slope, float(np.median(off)) * _MAD_TO_SIGMA, len(lengths))
+    deviations = np.abs(lengths - (base + slope * sizes))
+    return StepCostModel(base, slope, float(np.median(deviations)) * _MAD_TO_SIGMA, len(lengths))
 
 
 def _fit_slope(size: Any, middle: Any, counts: Any) -> float:
-    """Never negative: a bigger batch is no cheaper. Sizes that were seen once or twice say little."""
+    """Returns the cost per sequence, ns; never negative, because a bigger batch is no cheaper.
+
+    Groups of fewer than `MIN_GROUP_STEPS` steps are ignored, because their medians are noise.
+    """
     often = counts >= MIN_GROUP_STEPS
     size, middle = size[often], middle[often]
     if len(size) < 2:

@@ -1,7 +1,7 @@
-"""The step log of one engine: who is in the batch now, and so who was in which step. Pure.
+"""The step log of one engine: its current batch, and the steps each request was a member of. Pure.
 
-A request remembers only the runs of steps it was a member of, so a step that changes nothing costs nothing per sequence.
-What is not known for sure is not known: at a missing step the batch is forgotten until the next keyframe.
+A request records only its runs of steps, so a step that changes nothing costs nothing per sequence.
+After a missing step the batch is unknown until the next keyframe; it is never guessed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from otel_infer.assembly.engine.types import PrefillInStep, StepRecord
 from otel_infer.ringbuffer import events
 
 MAX_UNFINISHED_STEPS = 64
-"""Far more than any engine keeps in flight: the ends of older ones will not come."""
+"""Unfinished steps that are remembered: far more than an engine has in flight, so older ones will not end."""
 
 
 class StepMember(Protocol):
-    """A request as the step log knows it: what a request is told when it joins, is computed in or leaves a step."""
+    """A request as the step log uses it: it records when it joins, is computed in, or leaves a step."""
 
     arrived: events.RequestArrived
     is_prefilling: bool
@@ -54,14 +54,14 @@ class StepRun(NamedTuple):
 
 
 class _PrefillPositions(NamedTuple):
-    """Members of one request that have no token yet: positions in the batch, tokens scheduled for each; longest first."""
+    """One request's sequences without a token yet: batch positions and scheduled tokens; longest first."""
 
     positions: Sequence[int]
     tokens: Sequence[int]
 
 
 class _UnfinishedStep(NamedTuple):
-    """A step that was scheduled and is not done. `prefills` by handle; it shrinks when an earlier step is done."""
+    """A scheduled step that is not done. `prefills`: by handle; shrinks when an earlier step is done."""
 
     scheduled: events.StepScheduled
     members: Sequence[int] | None
@@ -69,97 +69,96 @@ class _UnfinishedStep(NamedTuple):
 
 
 class EngineStepLog:
-    """Membership of one engine's steps. `process` is the ring whose handles the batches hold; `find`: whose a handle is.
+    """The steps of one engine and their members. `process`: the ring whose request handles the batches hold.
 
-    `holed`: it is not known who is in the batch, for steps were lost. `gap_at`: the first step after some that are missing,
-    while nobody has said that they were lost (an engine may have skipped what it could not state); 0 = none.
+    `batch_unknown`: steps were lost and no keyframe came since. `first_gap_at`: when the first step after
+    missing ones was scheduled, until the assembler handles it; 0 = none. Engines also skip steps that they
+    cannot record.
     """
 
     def __init__(
-        self, engine: str, pid: int, process: int, find: FindMember, seen: set[int] | None = None
+        self, engine: str, pid: int, process: int, find: FindMember, seen_kinds: set[int] | None = None
     ) -> None:
         self.engine, self.pid, self.process = engine, pid, process
         self.table = StepTable()
         self.device: DeviceSteps | None = None
-        """Once anybody said how long a worker or a device was at a step."""
+        """Times of the steps by a worker or a device; None before the first."""
         self.block_tokens = 0
-        """What a block of the KV cache holds; 0 = nobody said."""
+        """Tokens in a block of the KV cache; 0 = unknown."""
         self.ranks = 1
-        """Workers that are seen at its steps, each with a device of its own."""
+        """Workers that recorded steps, each with its own device."""
         self.prefill_history = PrefillHistory()
-        self.baseline = EngineBaseline(self.table, seen)
+        self.baseline = EngineBaseline(self.table, seen_kinds)
         self.batch_unknown = False
         self.first_gap_at = 0
         self._find_member = find
         self._members: list[int] | None = None
-        self._sequences: dict[int, int] = {}  # handle → how many of the members are its
-        self._prefilling: dict[int, int] = {}  # handle → how many of its members have no token yet
+        self._sequences: dict[int, int] = {}  # handle → its sequences in the batch
+        self._prefilling: dict[int, int] = {}  # handle → its sequences in the batch without a token yet
         self._unfinished: dict[int, _UnfinishedStep] = {}
 
-    # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin_step(self, fact: events.StepScheduled) -> None:
-        """A batch was composed: whose run begins, whose is over, and how many prompt tokens are in it."""
-        at, step, keyframe, size, left, joined, *_ = fact
+    def begin_step(self, event: events.StepScheduled) -> None:
+        """Records a scheduled batch: changes in membership, and its prompt tokens."""
+        at, step, keyframe, size, left, joined, *_ = event
         last = self.table.last
-        if step <= last:  # told twice
+        if step <= last:  # recorded twice
             return
         if step != last + 1:
             self.invalidate_batch()
             self.first_gap_at = self.first_gap_at or at
         if keyframe:
-            self._apply_keyframe(fact)
+            self._apply_keyframe(event)
         elif self._members is not None and (left or joined):
-            self._apply_delta(fact)
+            self._apply_delta(event)
         if self._members is None or len(self._members) != size:
             self.invalidate_batch()
-        prefills, tokens = self._find_prefills(fact) if self._prefilling else ({}, 0)
-        self.table.begin_step(fact, tokens)
+        prefills, tokens = self._find_prefills(event) if self._prefilling else ({}, 0)
+        self.table.begin_step(event, tokens)
         self.baseline.warmup.add_step(step, size, tokens)
-        if size or self._members is not None:  # a tape may begin with a step of which nothing is known
-            self._unfinished[step] = _UnfinishedStep(fact, self._members, prefills)
+        if size or self._members is not None:  # the first step of a tape may be one without any information
+            self._unfinished[step] = _UnfinishedStep(event, self._members, prefills)
         if len(self._unfinished) > MAX_UNFINISHED_STEPS:
             del self._unfinished[min(self._unfinished)]
 
-    def end_step(self, fact: events.StepDone) -> StepRecord | None:
-        """A step's tokens are known; None for a step whose beginning or whose batch is not known."""
-        flight = self._unfinished.pop(fact.step, None)
-        if flight is None:
+    def end_step(self, event: events.StepDone) -> StepRecord | None:
+        """Records a step's tokens and returns its record; None if its beginning or its batch is unknown."""
+        unfinished = self._unfinished.pop(event.step, None)
+        if unfinished is None:
             return None
-        scheduled, members, prefills = flight
-        ended_at = max(fact.at, scheduled.at)
-        self.table.end_step(fact.step, ended_at)
+        scheduled, members, prefills = unfinished
+        ended_at = max(event.at, scheduled.at)
+        self.table.end_step(event.step, ended_at)
         if members is None:
             return None
-        delivered: dict[int, int] = {}
-        if fact.delivered:
-            delivered = {at: tokens for at, tokens in fact.delivered if at < len(members)}
-            self._record_tokens(fact.step, members, prefills, delivered)
-            self.table.raise_computed_tokens(
-                fact.step, sum(delivered.values()) + len(members) - len(delivered)
-            )
+        counts: dict[int, int] = {}
+        if event.delivered:
+            counts = {at: tokens for at, tokens in event.delivered if at < len(members)}
+            self._record_tokens(event.step, members, prefills, counts)
+            self.table.raise_computed_tokens(event.step, sum(counts.values()) + len(members) - len(counts))
         prefilling = 0
         for handle, (positions, _) in prefills.items():
             prefilling += len(positions)
-            grown = len([at for at in positions if delivered.get(at, 1) > 0])
-            if grown:
-                self._complete_prefills(handle, grown, ended_at, fact.step)
+            completed = len([at for at in positions if counts.get(at, 1) > 0])
+            if completed:
+                self._complete_prefills(handle, completed, ended_at, event.step)
         self.baseline.record_step_end(ended_at)
         return StepRecord(
-            self.engine, self.pid, fact.step, scheduled.at, ended_at, scheduled.size,
-            self.table.prefill_tokens(fact.step), scheduled.size - prefilling,
+            self.engine, self.pid, event.step, scheduled.at, ended_at, scheduled.size,
+            self.table.prefill_tokens(event.step), scheduled.size - prefilling,
             scheduled.kv_used, scheduled.kv_total, scheduled.running, scheduled.waiting, self.block_tokens,
         )  # fmt: skip
 
     def add_host_time(self, step: int, length: int) -> None:
-        """A worker took so long for its part, by its host."""
+        """Records how long a worker's part of a step took by the host's clock, ns."""
         self._get_device_steps().set_host_time(step, length)
 
-    def add_device_time(self, fact: events.StepTimed) -> None:
-        """A device was at it."""
-        launched, gap = events.decode_ns(fact.launched_ns), events.decode_ns(fact.gap_ns)
-        lengths = fact.at - fact.started_at, launched, fact.queued_ns, gap, fact.bound_ns
-        self._get_device_steps().set_device_time(fact.step, fact.started_at, *lengths)
+    def add_device_time(self, event: events.StepTimed) -> None:
+        """Records when and how long a device ran a step."""
+        launched, gap = events.decode_ns(event.launched_ns), events.decode_ns(event.gap_ns)
+        lengths = event.at - event.started_at, launched, event.queued_ns, gap, event.bound_ns
+        self._get_device_steps().set_device_time(event.step, event.started_at, *lengths)
 
     def _get_device_steps(self) -> DeviceSteps:
         if self.device is None:
@@ -167,7 +166,7 @@ class EngineStepLog:
         return self.device
 
     def invalidate_batch(self) -> None:
-        """Facts are missing: nothing is known of the batch until the next keyframe."""
+        """Discards the batch after events were lost; the next keyframe restores it."""
         for handle in set(self._members or ()):
             self._update_membership(handle, self.table.last + 1, 0)
         self._members = None
@@ -177,151 +176,144 @@ class EngineStepLog:
         self.batch_unknown = True
 
     def restart_prefill(self, handle: int) -> None:
-        """The only sequence of this request has lost its KV. If it is rescheduled at once, it does not leave the batch."""
+        """Records that a request's only sequence lost its KV; it may never have left the batch."""
         self._prefilling[handle] = 1
 
     def resolve_pending(self) -> None:
-        """Nothing more is to come of the steps that are done."""
+        """Resolves pending thread samples if no step is unfinished."""
         if not self._unfinished:
             self.baseline.resolve_pending()
 
-    # ── who is in the batch ──────────────────────────────────────────────────────────────────────────────────────
+    # ── batch membership ────────────────────────────────────────────────────────────────────────────────────
 
-    def _apply_delta(self, fact: events.StepScheduled) -> None:
+    def _apply_delta(self, event: events.StepScheduled) -> None:
         members, sequences = list(self._members or ()), self._sequences
-        for position in fact.left:
+        for position in event.left:
             if position >= len(members):
                 self.invalidate_batch()
                 return
             handle = members.pop(position)
             sequences[handle] -= 1
-            self._update_membership(handle, fact.step, sequences[handle])
+            self._update_membership(handle, event.step, sequences[handle])
             if not sequences[handle]:
                 del sequences[handle]
-        members += fact.joined
-        for handle in fact.joined:
+        members += event.joined
+        for handle in event.joined:
             sequences[handle] = sequences.get(handle, 0) + 1
-        long = _multi_token_handles(fact)
-        for handle in dict.fromkeys(fact.joined):
-            self._update_membership(handle, fact.step, sequences[handle], long.count(handle))
+        multi_token = _multi_token_handles(event)
+        for handle in dict.fromkeys(event.joined):
+            self._update_membership(handle, event.step, sequences[handle], multi_token.count(handle))
         self._members = members
 
-    def _apply_keyframe(self, fact: events.StepScheduled) -> None:
-        before, self._sequences = self._sequences, dict(Counter(fact.joined))
-        long = Counter(_multi_token_handles(fact))
+    def _apply_keyframe(self, event: events.StepScheduled) -> None:
+        before, self._sequences = self._sequences, dict(Counter(event.joined))
+        multi_token = Counter(_multi_token_handles(event))
         for handle in before.keys() - self._sequences.keys():
-            self._update_membership(handle, fact.step, 0)
+            self._update_membership(handle, event.step, 0)
         for handle, sequences in self._sequences.items():
-            self._update_membership(handle, fact.step, sequences, long[handle])
-        self._members = list(fact.joined)
+            self._update_membership(handle, event.step, sequences, multi_token[handle])
+        self._members = list(event.joined)
         self.batch_unknown = False
 
-    def _update_membership(self, handle: int, step: int, sequences: int, long: int = 0) -> None:
-        """From `step` on there are so many sequences of a request; `long` of them joined with several tokens scheduled."""
+    def _update_membership(self, handle: int, step: int, sequences: int, multi_token: int = 0) -> None:
+        """Sets a request's sequences from `step` on; `multi_token` of them joined with several tokens."""
         request = self._find_member(handle) if handle else None
-        if request is None:  # one that is concluded may have left without a token
+        if request is None:  # a concluded request may have left without a token
             if not sequences:
                 self._prefilling.pop(handle, None)
             return
         joined = sequences - request.update_membership(self, step, sequences)
-        young = min(self._prefilling.pop(handle, 0), sequences)
+        prefilling = min(self._prefilling.pop(handle, 0), sequences)
         if joined > 0:
             if request.is_prefilling:
-                young += joined
+                prefilling += joined
             elif request.may_prefill_again:
-                young += min(joined, long)
-        if young:
-            self._prefilling[handle] = min(young, sequences)
+                prefilling += min(joined, multi_token)
+        if prefilling:
+            self._prefilling[handle] = min(prefilling, sequences)
 
-    # ── who has no token yet ─────────────────────────────────────────────────────────────────────────────────────
+    # ── prefills ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _find_prefills(self, fact: events.StepScheduled) -> tuple[dict[int, _PrefillPositions], int]:
-        """Those in this step that have no token yet; of several sequences of a request, it is the longest ones.
+    def _find_prefills(self, event: events.StepScheduled) -> tuple[dict[int, _PrefillPositions], int]:
+        """Returns this step's sequences without a token yet, by handle, and their scheduled tokens in all.
 
-        Also, how many tokens are scheduled for them.
+        If only some sequences of a request have none, the longest ones are taken.
         """
         if self._members is None:
             return {}, 0
         all_tokens = 0
-        tokens, backwards = dict(fact.tokens), self._members[::-1]
+        tokens, backwards = dict(event.tokens), self._members[::-1]
         found: dict[int, _PrefillPositions] = {}
-        whose: list[PrefillInStep] = []
-        for handle, young in self._prefilling.items():
+        prefills: list[PrefillInStep] = []
+        for handle, prefilling in self._prefilling.items():
             positions = _find_positions(backwards, handle, self._sequences.get(handle, 0))
             if not positions:
                 continue
             if len(positions) > 1:
-                positions = sorted(positions, key=lambda position: -tokens.get(position, 1))[:young]
-            of_each = [tokens.get(position, 1) for position in positions]
-            found[handle] = _PrefillPositions(positions, of_each)
-            tokens_of = sum(of_each)
-            all_tokens += tokens_of
+                positions = sorted(positions, key=lambda position: -tokens.get(position, 1))[:prefilling]
+            counts = [tokens.get(position, 1) for position in positions]
+            found[handle] = _PrefillPositions(positions, counts)
+            prompt_tokens = sum(counts)
+            all_tokens += prompt_tokens
             request = self._find_member(handle)
             if request is not None:
-                request.record_prefill(self, fact.step, fact.at, tokens_of, fact.size)
-                whose.append(request.build_prefill_in_step(tokens_of))
-        self.prefill_history.add_prefills(fact.step, whose)
+                request.record_prefill(self, event.step, event.at, prompt_tokens, event.size)
+                prefills.append(request.build_prefill_in_step(prompt_tokens))
+        self.prefill_history.add_prefills(event.step, prefills)
         return found, all_tokens
 
     def _record_tokens(
-        self,
-        step: int,
-        members: Sequence[int],
-        prefills: dict[int, _PrefillPositions],
-        delivered: dict[int, int],
+        self, step: int, batch: Sequence[int], prefills: dict[int, _PrefillPositions], counts: dict[int, int]
     ) -> None:
-        for position, tokens in delivered.items():
-            handle = members[position]
+        for position, tokens in counts.items():
+            handle = batch[position]
             request = self._find_member(handle) if handle else None
             if request is not None:
                 prefill = prefills.get(handle)
                 is_chunk = prefill is not None and position in prefill.positions
                 request.record_tokens(self, step, tokens, discarded=tokens == 0 and not is_chunk)
 
-    def _complete_prefills(self, handle: int, grown: int, at: int, done: int) -> None:
-        """So many sequences of a request have got their first token: in the steps after it that are in flight, they
-        decode."""
-        self._prefilling[handle] = self._prefilling.get(handle, 0) - grown
+    def _complete_prefills(self, handle: int, completed: int, at: int, done: int) -> None:
+        """Records first tokens of `completed` sequences; in steps in flight after step `done` they decode."""
+        self._prefilling[handle] = self._prefilling.get(handle, 0) - completed
         if self._prefilling[handle] <= 0:
             del self._prefilling[handle]
         request = self._find_member(handle)
         if request is not None:
             request.record_first_token(at)
-        for step, flight in self._unfinished.items():
-            prefill = flight.prefills.get(handle)
+        for step, later in self._unfinished.items():
+            prefill = later.prefills.get(handle)
             if prefill is not None and step > done:
-                positions, tokens = prefill.positions[:-grown], prefill.tokens[:-grown]
-                flight.prefills[handle] = _PrefillPositions(positions, tokens)
+                positions, tokens = prefill.positions[:-completed], prefill.tokens[:-completed]
+                later.prefills[handle] = _PrefillPositions(positions, tokens)
                 self.table.subtract_prompt_tokens(step, sum(prefill.tokens) - sum(tokens))
                 if request is not None:
-                    request.record_prefill(
-                        self, step, flight.scheduled.at, sum(tokens), flight.scheduled.size
-                    )
+                    request.record_prefill(self, step, later.scheduled.at, sum(tokens), later.scheduled.size)
                     self.prefill_history.correct_tokens(step, request.arrived.span_id, sum(tokens))
 
 
-def _multi_token_handles(fact: events.StepScheduled) -> list[int]:
-    """Whose sequences are scheduled for several tokens, of those that joined (at the end of the batch)."""
-    joined, before = fact.joined, fact.size - len(fact.joined)
-    return [joined[at - before] for at, tokens in fact.tokens if tokens > 1 and before <= at < fact.size]
+def _multi_token_handles(event: events.StepScheduled) -> list[int]:
+    """Returns the handle of each joined sequence (at the end of the batch) with several tokens scheduled."""
+    joined, before = event.joined, event.size - len(event.joined)
+    return [joined[at - before] for at, tokens in event.tokens if tokens > 1 and before <= at < event.size]
 
 
 def _find_positions(backwards: list[int], handle: int, sequences: int) -> list[int]:
-    """Where it stands in a batch; from its end, since that is where those are who have no token yet, and batches are long."""
-    found: list[int] = []
+    """Returns a request's positions, searched from the end: prefills are there, and batches are long."""
+    positions: list[int] = []
     at = -1
     for _ in range(sequences):
         at = backwards.index(handle, at + 1)
-        found.append(len(backwards) - 1 - at)
-    return found[::-1]
+        positions.append(len(backwards) - 1 - at)
+    return positions[::-1]
 
 
 MAX_PREFILLS = 32768
-"""Prompts in steps that are remembered, some 7 MB: a step may hold one of them, or hundreds."""
+"""Prompts in steps that are remembered, about 7 MB: a step may hold one of them, or hundreds."""
 
 
 class PrefillHistory:
-    """Of each step, who had a part of a prompt in it. Steps come in order."""
+    """The prompts, or parts of prompts, in each step. Steps are added in order."""
 
     def __init__(self) -> None:
         self._by_step: dict[int, tuple[PrefillInStep, ...]] = {}
@@ -329,29 +321,29 @@ class PrefillHistory:
         self._frozen: Mapping[int, Sequence[PrefillInStep]] | None = None
 
     def get_prefills(self, step: int) -> tuple[PrefillInStep, ...]:
-        """Whose prompts were in this step; empty if there were none, or if it is too long ago."""
+        """Returns the prompts in a step; empty if it had none or is no longer remembered."""
         return self._by_step.get(step, ())
 
     def freeze(self) -> Mapping[int, Sequence[PrefillInStep]]:
-        """The prompts in each step as they are known now; shared by all who ask until one more is known."""
+        """Returns the prompts in each step up to now, as a view that is shared until the next change."""
         if self._frozen is None:
             self._frozen = MappingProxyType(dict(self._by_step))
         return self._frozen
 
-    def add_prefills(self, step: int, whose: Sequence[PrefillInStep]) -> None:
-        """They have prompts in this step, the latest so far."""
-        if not whose:
+    def add_prefills(self, step: int, prefills: Sequence[PrefillInStep]) -> None:
+        """Adds the prompts in `step`, the latest so far."""
+        if not prefills:
             return
         self._frozen = None
-        self._by_step[step] = tuple(whose)
-        self._count += len(whose)
+        self._by_step[step] = tuple(prefills)
+        self._count += len(prefills)
         while self._count > MAX_PREFILLS:
             self._count -= len(self._by_step.pop(next(iter(self._by_step))))
 
     def correct_tokens(self, step: int, span_id: bytes, tokens: int) -> None:
-        """It turned out that this request had so many tokens of its prompt in the step."""
+        """Corrects how many prompt tokens this request had in a step."""
         if step in self._by_step:
             self._frozen = None
             self._by_step[step] = tuple(
-                who._replace(tokens=tokens) if who.span_id == span_id else who for who in self._by_step[step]
+                old._replace(tokens=tokens) if old.span_id == span_id else old for old in self._by_step[step]
             )

@@ -1,15 +1,17 @@
-"""Why steps of one engine took longer than such steps take, from what the kernel counted of its thread. Pure.
+"""Delays of one engine's steps beyond the cost model, explained by kernel counters of its thread. Pure.
 
-A look (`facts.ThreadSeen`) says sums of 50 to 100 ms and not where in between they were. So the steps of that time say how
-much they took beyond their estimate (`stepcosts`), and the look says how much of that there was a reason for:
+A sample (`ThreadSeen`) holds sums over 50 to 100 ms, without instants in between. The steps in that time have
+an excess over their estimate (`step_cost`). The sample explains part of that excess by a cause:
 
-    starved       it could have run and had no CPU
-    page faults   the kernel mapped memory to it page by page: times what a fault costs this thread (its system time by
-                  its faults, at most 4 µs; up to twice that where the steps say so)
-    blocked       it neither ran nor wanted to, and ran no longer than its steps take: a lock, the GIL, a disk, the device
+    starved       the thread was runnable and had no CPU
+    page faults   the kernel mapped memory page by page
+    blocked       the thread was not runnable (lock, GIL, disk, device) and ran no longer than usual
 
-Each step that took longer gets the same share of its excess. The error: what happened within a look is divided among the
-steps in it by their excess; where the thread ran longer for reasons of its own nothing is said.
+A page fault costs the thread's system time divided by its faults, at most 4 µs. Where the steps show it, the
+cost is up to twice that.
+
+Every step with an excess gets the same shares of its excess. The error: a delay within a sample is divided
+among its steps by their excess. Where the thread itself ran longer, no cause is given.
 """
 
 from __future__ import annotations
@@ -25,21 +27,24 @@ from otel_infer.assembly.engine.step_cost import StepCostModel
 from otel_infer.ringbuffer.events import ThreadSeen
 
 CAPACITY = 4096
-"""Looks that are remembered; half of them go at once."""
+"""Samples that are remembered; when full, the older half is dropped."""
 MAX_PENDING = 1024
-"""Looks that wait for the steps in them to be done: no step lasts longer than those."""
+"""Samples that wait until the steps in them are done; they cover more time than any step takes."""
 MAX_FAULT_NS = 4000
-"""No fault costs more than that: beyond it the kernel did something else."""
+"""The largest cost of a page fault; system time beyond it has another cause."""
 FAULT_COST_SAMPLES, MAX_FAULT_COST_FACTOR = 8, 2.0
-"""Looks from which is seen how much more than the kernel's part a fault costs: the pages are cold. At most twice as much."""
+"""A fault costs more than the kernel's part, because the new pages are not in the caches.
+
+The factor is estimated from this many samples, and is at most 2.
+"""
 MIN_DELAY_SHARE = 0.01
-"""Share of a look below which nothing is said of page faults and of waiting for a CPU: every thread does a little."""
+"""Share of a sample below which faults and CPU waits are ignored, because every thread has a few."""
 _ERROR_SIGMAS, _MIN_ERROR_SHARE = 3.0, 0.05
 _NEVER = 1 << 63
 
 
 class DelayShares(NamedTuple):
-    """Shares of what a step took longer; `blocked` of what is left of it then. Numbers or columns."""
+    """Shares of a step's excess, as numbers or columns; `blocked` is a share of the remaining excess."""
 
     starved: Any
     faulted: Any
@@ -50,37 +55,38 @@ _NO_DELAY = DelayShares(0.0, 0.0, 0.0)
 
 
 def error_margin(typical: Any, spread: Any) -> Any:
-    """How much (ns) beyond the estimate is within its error: three times its spread, at least a twentieth."""
+    """Returns the error of the estimate, ns: three times its spread, at least a twentieth of the estimate."""
     return np.maximum(_ERROR_SIGMAS * spread, _MIN_ERROR_SHARE * typical)
 
 
 class KnownDelays:
-    """What samples of one engine's thread explain of the steps in them, up to now. It does not change.
+    """The delays that samples of one engine's thread explain; immutable unless a `ThreadDelays`.
 
-    `bounds`: ends of the samples; `shares` and `counted`: sums up to each bound, of the shares of excess over time, and of ns.
+    `bounds`: ends of the samples. `shares`, `delays`: running sums at each bound, of the shares of excess
+    (times the sample's length) and of the delays themselves, ns.
     """
 
-    def __init__(self, bounds: Any, shares: Any, counted: Any) -> None:
-        self._bounds, self._share_sums, self._delay_sums = bounds, shares, counted
+    def __init__(self, bounds: Any, shares: Any, delays: Any) -> None:
+        self._bounds, self._share_sums, self._delay_sums = bounds, shares, delays
         self._sample_count = len(bounds)
-        # Single numbers are looked up through memoryviews, at half the price of numpy's.
+        # Single numbers are read through memoryviews, at half the cost of numpy's indexing.
         self._bound_view: Any = memoryview(bounds)
-        self._delay_sum_views: list[Any] = [memoryview(line) for line in counted]
+        self._delay_sum_views: list[Any] = [memoryview(line) for line in delays]
 
     def has_delays(self, begin: Any, end: Any) -> Any:
-        """Whether anything in between is explained. Numbers or columns."""
+        """Returns whether any delay is known in the interval, for numbers or columns."""
         bounds = self._bounds[: self._sample_count]
         first = np.maximum(bounds.searchsorted(begin) - 1, 0)
         last = np.minimum(bounds.searchsorted(end), self._sample_count - 1)
         return (last > first) & (self._share_sums[:, last] > self._share_sums[:, first]).any(axis=0)
 
     def delay_shares(self, begin: Any, end: Any) -> DelayShares:
-        """What share of its excess each step from `begin` to `end` (columns) had for which reason."""
+        """Returns the shares of excess of each step from `begin` to `end` (columns)."""
         lengths = np.maximum(end - begin, 1)
         return DelayShares(*(self._sum_between(sums, begin, end) / lengths for sums in self._share_sums))
 
     def delay_in_interval(self, begin: int, end: int) -> tuple[int, int]:
-        """`counted` of one interval, in half the time."""
+        """Returns `delays_in_intervals` of one interval, in half the time."""
         after_begin, after_end = (
             bisect_left(self._bound_view, at, 0, self._sample_count) for at in (begin, end)
         )
@@ -91,7 +97,7 @@ class KnownDelays:
         return int(starved), int(faulted)
 
     def _sum_until(self, at: int, after: int) -> Any:
-        """What was counted up to an instant, which lies between look `after` and the one before."""
+        """Returns the delays up to an instant between bound `after` and the bound before it."""
         if after in (0, self._sample_count):
             return self._delay_sums[:, max(after - 1, 0)]
         before, bounds = self._delay_sums[:, after - 1], self._bounds
@@ -99,7 +105,10 @@ class KnownDelays:
         return before + share * (self._delay_sums[:, after] - before)
 
     def delays_in_intervals(self, begin: Any, end: Any) -> tuple[Any, Any]:
-        """ns without a CPU, ns of page faults in these intervals, as if they were evenly spread over each look."""
+        """Returns the ns without a CPU and the ns of page faults in each interval.
+
+        Delays are assumed to be spread evenly over their sample.
+        """
         starved, faulted = (self._sum_between(sums, begin, end) for sums in self._delay_sums)
         return starved, faulted
 
@@ -111,9 +120,10 @@ class KnownDelays:
 
 
 class ThreadDelays(KnownDelays):
-    """Looks at one engine's thread, and what they explain of the steps in them.
+    """Samples of one engine's thread, and the delays that they explain.
 
-    `due`: the end of the oldest look that has not been set against steps and that nothing more is known of later.
+    `due`: the end of the oldest pending sample, once a later sample exists. Before that, a later sample may
+    still add waiting time to it.
     """
 
     def __init__(self) -> None:
@@ -128,29 +138,29 @@ class ThreadDelays(KnownDelays):
 
     @property
     def has_pending(self) -> bool:
-        """Whether looks wait to be set against steps."""
+        """Returns whether samples wait to be compared with steps."""
         return bool(self._pending)
 
     @property
     def has_samples(self) -> bool:
-        """Whether the kernel says anything of this thread."""
+        """Returns whether there is any sample of this thread."""
         return bool(self._sample_count)
 
     def freeze(self) -> KnownDelays | None:
-        """What is known now, shared by all who ask until more is known; None where the kernel says nothing of this thread."""
+        """Returns the delays up to now, shared until the next change; None without samples of this thread."""
         if self._frozen is None and self._sample_count:
             n = self._sample_count
             tables = self._bounds[:n], self._share_sums[:, :n], self._delay_sums[:, :n]
             self._frozen = KnownDelays(*(table.copy() for table in tables))
         return self._frozen
 
-    def add_sample(self, seen: ThreadSeen) -> None:
-        """Takes a look; it counts once the steps in it are done."""
+    def add_sample(self, sample: ThreadSeen) -> None:
+        """Adds a sample; it has an effect once the steps in it are done."""
         if not self._sample_count:
-            self._append_bound(seen.since, 0.0, 0.0)
-        self._system_ns += seen.system_ns
-        self._faults += seen.faults
-        self._pending.append(seen)
+            self._append_bound(sample.since, 0.0, 0.0)
+        self._system_ns += sample.system_ns
+        self._faults += sample.faults
+        self._pending.append(sample)
         self._carry_wait_back()
         self._update_due()
 
@@ -158,51 +168,59 @@ class ThreadDelays(KnownDelays):
         self.due = self._pending[0].at if len(self._pending) > 1 else _NEVER
 
     def _carry_wait_back(self) -> None:
-        """The kernel counts a wait when it is over: what does not fit into the last look was in those before it."""
-        for i in range(len(self._pending) - 1, 0, -1):
-            seen, before = self._pending[i], self._pending[i - 1]
-            over = seen.waited_ns - _off_cpu(seen)
-            if over <= 0 or seen.since != before.at:
-                break
-            self._pending[i] = seen._replace(waited_ns=seen.waited_ns - over)
-            self._pending[i - 1] = before._replace(waited_ns=before.waited_ns + over)
+        """Moves waiting time that exceeds the last sample's time off the CPU into the samples before it.
 
-    def resolve_samples(self, steps: Any, costs: StepCostModel | None, final: bool = False) -> None:
-        """Sets looks against the steps up to their ends (lines of `StepRows`, all prompts in the last); `final`: all of them."""
+        The kernel counts a wait when it ends.
+        """
+        for i in range(len(self._pending) - 1, 0, -1):
+            sample, before = self._pending[i], self._pending[i - 1]
+            excess = sample.waited_ns - _off_cpu(sample)
+            if excess <= 0 or sample.since != before.at:
+                break
+            self._pending[i] = sample._replace(waited_ns=sample.waited_ns - excess)
+            self._pending[i - 1] = before._replace(waited_ns=before.waited_ns + excess)
+
+    def resolve_samples(self, steps: Any, cost_model: StepCostModel | None, final: bool = False) -> None:
+        """Compares due samples with the steps up to their ends; `final`: all pending samples.
+
+        `steps`: columns of a `StepTable`.
+        """
         _, started, ended, _, size, prompts = steps
-        some = _SampledSteps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
-        last = int(ended.max())  # later ones are in flight
+        columns = _SampledSteps(np.maximum(started[1:], ended[:-1]), ended[1:], size[1:], prompts[1:] == 0)
+        last = int(ended.max())  # later steps are in flight
         while self._pending and (final or self.due <= last):
-            seen = self._pending.popleft()
+            sample = self._pending.popleft()
             self._update_due()
-            if seen.since > self._bounds[self._sample_count - 1]:
-                self._append_bound(seen.since, 0.0, 0.0)
-            fault_ns = self.fault_ns * seen.faults
-            if seen.waited_ns + fault_ns < MIN_DELAY_SHARE * (seen.at - seen.since):
-                seen, fault_ns = seen._replace(waited_ns=0), 0.0
-            excess = _compute_excess(seen, some, costs) if costs is not None else None
+            if sample.since > self._bounds[self._sample_count - 1]:
+                self._append_bound(sample.since, 0.0, 0.0)
+            fault_ns = self.fault_ns * sample.faults
+            if sample.waited_ns + fault_ns < MIN_DELAY_SHARE * (sample.at - sample.since):
+                sample, fault_ns = sample._replace(waited_ns=0), 0.0
+            excess = _compute_excess(sample, columns, cost_model) if cost_model is not None else None
             if excess is not None and excess.without_prompts and fault_ns:
                 self._fault_cost_ratios.append(
-                    (excess.total - min(seen.waited_ns, excess.total)) / fault_ns * self._fault_cost_factor
+                    (excess.total - min(sample.waited_ns, excess.total)) / fault_ns * self._fault_cost_factor
                 )
                 self._fault_cost_factor = min(
                     max(median(self._fault_cost_ratios), 1.0), MAX_FAULT_COST_FACTOR
                 )
-            shares = _compute_shares(seen, fault_ns, excess)
+            shares = _compute_shares(sample, fault_ns, excess)
             self._append_bound(
-                seen.at, np.array(shares) * (seen.at - seen.since), np.array([seen.waited_ns, fault_ns])
+                sample.at,
+                np.array(shares) * (sample.at - sample.since),
+                np.array([sample.waited_ns, fault_ns]),
             )
 
     @property
     def fault_ns(self) -> float:
-        """What a fault costs this thread."""
+        """Returns the cost of a page fault to this thread, ns; 0 before the first fault."""
         return (
             min(self._system_ns / self._faults, MAX_FAULT_NS) * self._fault_cost_factor
             if self._faults
             else 0.0
         )
 
-    def _append_bound(self, at: int, shares: Any, counted: Any) -> None:
+    def _append_bound(self, at: int, shares: Any, delays: Any) -> None:
         self._frozen = None
         if self._sample_count == CAPACITY:
             self._sample_count //= 2
@@ -211,13 +229,13 @@ class ThreadDelays(KnownDelays):
         i = self._sample_count
         self._bounds[i] = at
         if i:
-            shares, counted = shares + self._share_sums[:, i - 1], counted + self._delay_sums[:, i - 1]
-        self._share_sums[:, i], self._delay_sums[:, i] = shares, counted
+            shares, delays = shares + self._share_sums[:, i - 1], delays + self._delay_sums[:, i - 1]
+        self._share_sums[:, i], self._delay_sums[:, i] = shares, delays
         self._sample_count = i + 1
 
 
 class _SampledSteps(NamedTuple):
-    """Columns. `plain`: without a prompt."""
+    """Steps as columns. `without_prompts`: whether a step has no prompt in it."""
 
     begins: Any
     ends: Any
@@ -225,14 +243,15 @@ class _SampledSteps(NamedTuple):
     without_prompts: Any
 
 
-def _off_cpu(seen: ThreadSeen) -> int:
-    return max(seen.at - seen.since - seen.ran_ns, 0)
+def _off_cpu(sample: ThreadSeen) -> int:
+    return max(sample.at - sample.since - sample.ran_ns, 0)
 
 
 class _Excess(NamedTuple):
-    """What the steps in a look took beyond their estimate, and what of that were stalls of steps without prompts; ns.
+    """The excess of the steps in a sample over their estimate; ns.
 
-    `usual`: what they took otherwise. `is_plain`: no prompts were among them, whose cost is not known as well.
+    `stalls`: the part of it from stalled steps without prompts. `usual`: the time of the steps without
+    excess. `without_prompts`: no step has prompts, whose cost is known less well.
     """
 
     total: float
@@ -241,29 +260,31 @@ class _Excess(NamedTuple):
     without_prompts: bool
 
 
-def _compute_excess(seen: ThreadSeen, steps: _SampledSteps, costs: StepCostModel) -> _Excess | None:
-    inside = (steps.begins < seen.at) & (steps.ends > seen.since)
+def _compute_excess(sample: ThreadSeen, steps: _SampledSteps, cost_model: StepCostModel) -> _Excess | None:
+    inside = (steps.begins < sample.at) & (steps.ends > sample.since)
     if not inside.any():
         return None
     begins, ends, size, plain = (column[inside] for column in steps)
     lengths = np.maximum(ends - begins, 1)
-    part = (np.minimum(ends, seen.at) - np.maximum(begins, seen.since)) / lengths
-    typical = np.minimum(costs.base + costs.per_sequence * size, lengths)
-    over = lengths - typical
-    # That a prompt takes its time on the device is no lock: for this, only steps without one count.
-    stalls = (over * part)[(over > error_margin(typical, costs.spread)) & plain]
+    part = (np.minimum(ends, sample.at) - np.maximum(begins, sample.since)) / lengths
+    typical = np.minimum(cost_model.base + cost_model.per_sequence * size, lengths)
+    excess = lengths - typical
+    # Only steps without prompts count as stalls, because a prompt's time on the device is no lock.
+    stalls = (excess * part)[(excess > error_margin(typical, cost_model.spread)) & plain]
     usual = np.where(plain, typical, lengths) * part
-    return _Excess(float((over * part).sum()), float(stalls.sum()), float(usual.sum()), bool(plain.all()))
+    return _Excess(float((excess * part).sum()), float(stalls.sum()), float(usual.sum()), bool(plain.all()))
 
 
-def _compute_shares(seen: ThreadSeen, fault_ns: float, excess: _Excess | None) -> DelayShares:
-    """What share of the excess of the steps in this look had which reason."""
+def _compute_shares(sample: ThreadSeen, fault_ns: float, excess: _Excess | None) -> DelayShares:
+    """Returns the share of each cause in the excess of the steps in this sample."""
     if excess is None or excess.total <= 0:
         return _NO_DELAY
-    starved = min(seen.waited_ns, excess.total)
+    starved = min(sample.waited_ns, excess.total)
     faulted = min(fault_ns, excess.total - starved)
-    left = excess.stalls * (1 - (starved + faulted) / excess.total)
-    longer = max(seen.ran_ns - excess.usual - faulted, 0.0)
-    slept = max(_off_cpu(seen) - seen.waited_ns, 0)
-    blocked = min(max(left - longer, 0.0), slept)
-    return DelayShares(starved / excess.total, faulted / excess.total, blocked / left if left else 0.0)
+    remaining = excess.stalls * (1 - (starved + faulted) / excess.total)
+    longer = max(sample.ran_ns - excess.usual - faulted, 0.0)
+    slept = max(_off_cpu(sample) - sample.waited_ns, 0)
+    blocked = min(max(remaining - longer, 0.0), slept)
+    return DelayShares(
+        starved / excess.total, faulted / excess.total, blocked / remaining if remaining else 0.0
+    )

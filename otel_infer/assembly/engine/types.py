@@ -1,4 +1,4 @@
-"""TODO assembly.engine.types."""
+"""Values that the engine step log passes to attribution and metrics. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from otel_infer.config import tenancy
 
 
 class PrefillInStep(NamedTuple):
-    """A request that had so many tokens of its prompt in a step, and its class (`callers.class_of`) as known by then."""
+    """A request with `tokens` of its prompt in a step.
+
+    `traffic_class`: its class (`tenancy.request_class`), as known when the step was scheduled.
+    """
 
     trace_id: bytes
     span_id: bytes
@@ -17,8 +20,11 @@ class PrefillInStep(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """What the worker of this rank took for one step of an engine, whose process id this is, by its host or its device; the rest
-    as in `facts.StepTimed`, -1 = not known. `steps`, `gaps`: for how many it stands."""
+    """The time that the worker of a rank spent on one step, by its host's clock or by its device.
+
+    `pid`: process of the engine. `queued_ns`, `gap_ns`: as in `StepTimed`; -1 = unknown.
+    `steps`, `gaps`: how many steps and gaps it represents, because a device times only some steps.
+    """
 
     engine: str
     pid: int
@@ -32,7 +38,10 @@ class Execution(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One engine step, for metrics. Tokens are those scheduled. `block_tokens`: what a block of its KV cache holds, 0 = not known."""
+    """One engine step, for metrics. Tokens are the scheduled ones.
+
+    `block_tokens`: tokens in a block of the KV cache; 0 = unknown.
+    """
 
     engine: str
     pid: int
@@ -50,7 +59,7 @@ class StepRecord(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """`prefill`, `decode` or `mixed`."""
+        """Returns `prefill`, `decode` or `mixed`."""
         if self.prefill_tokens == 0:
             return "decode"
         return "mixed" if self.decode_tokens else "prefill"

@@ -1,10 +1,12 @@
-"""Which steps of an engine are the first of their kind, and what of them is slow for once. Pure.
+"""Warmup steps of an engine: the first steps of their kind, and their excess time. Pure.
 
-The first steps of an engine load kernels, make plans, fill caches; so does the first one with a batch, or with prompts, of a
-size that was not there before (up to 1, 2, 4, 8 …). What such a step took longer than others like it is the work of nobody.
+The first steps of an engine load kernels, make plans and fill caches. So does the first step with a batch
+size, or a number of prompt tokens, that was not there before (up to 1, 2, 4, 8 …). The excess of such a step
+over others like it is not caused by any request.
 
-What prompts cost is not known as what a sequence costs is (`stepcosts`), so they are given what they cost at most: twice what
-prompts of about that length usually do, once enough of them were seen, and never more than their tokens one by one.
+The cost of a prompt is known less well than the cost of a sequence (`step_cost`), so an upper bound is used.
+It is twice the usual cost of prompts of about that length, once enough of them were measured. It is never
+more than the cost of the prompt's tokens as one decode step each.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ import numpy as np
 from otel_infer.assembly.engine.step_cost import StepCostModel
 
 EARLY_STEPS = 3
-"""Steps of an engine that are first uses whatever their size."""
+"""First steps of an engine that are warmup steps, whatever their size."""
 MIN_PROMPTS = 3
-"""Prompts of about a length without which it is not known what they cost."""
+"""Steps with prompts of about one length before their cost is known."""
 _SIMILAR_CLASSES = 2  # powers of two
 _MAX_RATE_FACTOR = 2.0
 
 
 class WarmupSteps(NamedTuple):
-    """The steps of an engine that were the first of their kind, and the latest of them.
+    """The warmup steps of an engine, and the latest of them.
 
-    `rates`: what a token of prompts of a size usually costs, ns.
+    `rates`: the usual cost of a prompt token, ns, by size class of the prompts.
     """
 
     steps: frozenset[int]
@@ -36,21 +38,21 @@ class WarmupSteps(NamedTuple):
     rates: Mapping[int, float]
 
     def find_rows(self, steps: Any) -> list[int]:
-        """Where they are in a column of numbers."""
+        """Returns the indexes of warmup steps in a column of step numbers."""
         if not len(steps) or steps[0] > self.latest:
             return []
-        found: list[int] = np.flatnonzero(np.isin(steps, list(self.steps))).tolist()
-        return found
+        rows: list[int] = np.flatnonzero(np.isin(steps, list(self.steps))).tolist()
+        return rows
 
     def max_prompt_cost(self, tokens: int) -> float:
-        """What prompts of so many tokens add to a step, ns."""
+        """Returns the most that this many prompt tokens add to a step, ns."""
         near = range(_size_class(tokens) - _SIMILAR_CLASSES, _size_class(tokens) + _SIMILAR_CLASSES + 1)
         rate = max((self.rates[size] for size in near if size in self.rates), default=None)
         one_by_one = self.cost_model.base * tokens
         return one_by_one if rate is None else min(rate * tokens * _MAX_RATE_FACTOR, one_by_one)
 
     def excess_time(self, step: int, length: int, size: int, tokens: int) -> int:
-        """What of the `length` (ns) of a step with prompts is of its first use; 0 if it is none."""
+        """Returns the warmup time in a step of this `length` with prompts, ns; 0 if it is no warmup step."""
         if step not in self.steps:
             return 0
         usual = self.cost_model.base + self.cost_model.per_sequence * size
@@ -58,10 +60,13 @@ class WarmupSteps(NamedTuple):
 
 
 class WarmupTracker:
-    """Notes the first steps of an engine. `seen`: the kinds there were, shared by its logs on several threads."""
+    """Finds the warmup steps of an engine.
 
-    def __init__(self, seen: set[int] | None = None) -> None:
-        self._seen_kinds: set[int] = set() if seen is None else seen
+    `seen_kinds`: kinds of steps that the engine has had, shared by its step logs on several threads.
+    """
+
+    def __init__(self, seen_kinds: set[int] | None = None) -> None:
+        self._seen_kinds: set[int] = set() if seen_kinds is None else seen_kinds
         self._early_until = 0 if self._seen_kinds else EARLY_STEPS
         self._steps: frozenset[int] = frozenset()
         self._rates: dict[int, float] = {}
@@ -69,7 +74,7 @@ class WarmupTracker:
         self._is_tracking = True
 
     def add_step(self, step: int, size: int, prompt_tokens: int) -> None:
-        """A step with so many sequences, and so many tokens of prompts among them."""
+        """Adds a step with `size` sequences and `prompt_tokens` tokens of prompts."""
         batch, prompts = (size - 1).bit_length(), ~_size_class(prompt_tokens)
         if batch in self._seen_kinds and prompts in self._seen_kinds and step > self._early_until:
             return
@@ -79,20 +84,20 @@ class WarmupTracker:
             self._warmup_steps = None
 
     def stop_tracking(self) -> None:
-        """Steps are missing: of no later one is it known to be a first."""
+        """Stops tracking after steps were lost, because a lost step may have been the first of its kind."""
         self._is_tracking = False
 
-    def learn_prompt_costs(self, table: Any, costs: StepCostModel | None) -> None:
-        """What prompts cost, from a step log's columns (lines of `StepRows`, prompt tokens of all in the last)."""
-        if costs is None:
+    def learn_prompt_costs(self, table: Any, cost_model: StepCostModel | None) -> None:
+        """Estimates the cost of prompts from columns of a `StepTable`; does nothing without a cost model."""
+        if cost_model is None:
             return
         step, started, ended, _, size, prompts = table
         lengths = ended[1:] - np.maximum(started[1:], ended[:-1])
         usable = (prompts[1:] > 0) & (ended[1:] > 0) & (ended[:-1] > 0) & (step[1:] - step[:-1] == 1)
         usable &= ~np.isin(step[1:], list(self._steps))
         tokens = prompts[1:][usable]
-        added = lengths[usable] - costs.base - costs.per_sequence * size[1:][usable]
-        sizes = np.array([_size_class(int(one)) for one in tokens], np.int64)
+        added = lengths[usable] - cost_model.base - cost_model.per_sequence * size[1:][usable]
+        sizes = np.array([_size_class(int(count)) for count in tokens], np.int64)
         rates = dict(self._rates)
         for kind, often in zip(*np.unique(sizes, return_counts=True)):
             if often >= MIN_PROMPTS:
@@ -100,12 +105,12 @@ class WarmupTracker:
                 rates[int(kind)] = max(rate, 0.0)
         self._rates, self._warmup_steps = rates, None
 
-    def get_warmup_steps(self, costs: StepCostModel | None) -> WarmupSteps | None:
-        """What is known by now; None where nobody knows what a step costs, or no first one was seen."""
-        if costs is None or not self._steps:
+    def get_warmup_steps(self, cost_model: StepCostModel | None) -> WarmupSteps | None:
+        """Returns the warmup steps up to now; None without a cost model or without warmup steps."""
+        if cost_model is None or not self._steps:
             return None
-        if self._warmup_steps is None or self._warmup_steps.cost_model is not costs:
-            self._warmup_steps = WarmupSteps(self._steps, max(self._steps), costs, self._rates)
+        if self._warmup_steps is None or self._warmup_steps.cost_model is not cost_model:
+            self._warmup_steps = WarmupSteps(self._steps, max(self._steps), cost_model, self._rates)
         return self._warmup_steps
 
 

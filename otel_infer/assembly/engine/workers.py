@@ -1,4 +1,4 @@
-"""What workers and their devices said: how long they were at the steps of engines, and what memory is left. Pure."""
+"""The state of workers and their devices: time spent on engine steps, and free memory. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from otel_infer.ringbuffer import events
 
 _INSTANT = itemgetter(0)
 MAX_MEMORY_SAMPLES = 4096
-"""Instants at which free memory became another; each process tells it once a second."""
+"""Changes of free memory that are kept at least; each process records its memory once a second."""
 MAX_STEPS_IN_FLIGHT = 64
 MAX_STEPS_REPRESENTED = 1024
-"""Steps, by one that was timed: where more are missing, facts were lost, or it is another engine's."""
+"""Steps that one timed step represents at most; where more are missing, events were lost or the engine is
+another.
+"""
 
 
 class _SampleWeights:
-    """The steps of one worker, of which a device timed some (`gpu.pacing`): for how many each of these stands, so that sums over
-    them are about all steps. One with a prompt in it stands for those with prompts before it that were not timed, one without
-    for those without. A gap is known only if the step before was timed, too, and stands for those that are not known.
+    """Weights for the timed steps of one worker, so that weighted sums estimate all its steps.
+
+    A device times only some steps (`gpu.sample_rate`). A timed step with a prompt represents the untimed
+    steps with prompts before it; a timed step without a prompt represents those without. A gap is known only
+    if the step before was timed too; it represents the unknown gaps before it.
     """
 
     def __init__(self) -> None:
@@ -29,8 +33,8 @@ class _SampleWeights:
         self._untimed = [0, 0]
 
     def weigh_step(self, step: int, has_gap: bool, has_prompt: Callable[[int], bool]) -> tuple[int, int]:
-        """How many steps, and how many gaps."""
-        if step <= min(self._last - MAX_STEPS_IN_FLIGHT, MAX_STEPS_IN_FLIGHT):  # of an engine that begins
+        """Returns how many steps, and how many gaps, this step represents."""
+        if step <= min(self._last - MAX_STEPS_IN_FLIGHT, MAX_STEPS_IN_FLIGHT):  # a new engine counts from 1
             self._last = 0
         if step <= self._last:
             return 1, 1
@@ -38,8 +42,8 @@ class _SampleWeights:
             range(self._last + 1, step) if self._last and step - self._last <= MAX_STEPS_REPRESENTED else ()
         )
         between = len(missing)
-        for one in missing:
-            self._untimed[has_prompt(one)] += 1
+        for number in missing:
+            self._untimed[has_prompt(number)] += 1
         self._last, kind = step, has_prompt(step)
         steps, self._untimed[kind] = 1 + min(self._untimed[kind], MAX_STEPS_REPRESENTED), 0
         self._unknown_gaps = min(self._unknown_gaps + between, MAX_STEPS_REPRESENTED)
@@ -52,7 +56,7 @@ class _SampleWeights:
 
 
 class WorkerState:
-    """Of all processes, known by the rings they write to. `executions`: not drained yet."""
+    """The workers of all processes, by the rings that they write to. `executions`: those not drained yet."""
 
     def __init__(self) -> None:
         self.executions: list[Execution] = []
@@ -64,77 +68,87 @@ class WorkerState:
         self._sample_weights: dict[tuple[int, str, int, int], _SampleWeights] = {}
 
     def add_process(self, ring: int, pid: int) -> None:
-        """A process is there."""
+        """Adds the process that writes to this ring."""
         self._pids[ring] = pid
 
-    def add_engine(self, fact: events.EngineSeen, engine: EngineStepLog) -> None:
-        """An engine is there; who does not say which of a process's it was means the first."""
-        self._logs[fact.pid, fact.engine, fact.log] = engine
-        self._logs.setdefault((fact.pid, fact.engine, 0), engine)
-        engine.block_tokens = self._block_sizes.get((fact.pid, fact.engine, fact.log), 0)
+    def add_engine(self, event: events.EngineSeen, engine: EngineStepLog) -> None:
+        """Adds an engine; the first of a process also gets the executions that name no step ring (0)."""
+        self._logs[event.pid, event.engine, event.log] = engine
+        self._logs.setdefault((event.pid, event.engine, 0), engine)
+        engine.block_tokens = self._block_sizes.get((event.pid, event.engine, event.log), 0)
 
     def remove_process(self, ring: int) -> None:
-        """The process is gone, with its engines."""
+        """Removes a process and its engines."""
         pid = self._pids.pop(ring, 0)
         self._block_sizes = {key: tokens for key, tokens in self._block_sizes.items() if key[0] != pid}
-        self._memory = {key: fact for key, fact in self._memory.items() if key[0] != ring}
+        self._memory = {key: event for key, event in self._memory.items() if key[0] != ring}
         self._logs = {key: engine for key, engine in self._logs.items() if engine.process != ring}
         self._sample_weights = {
-            key: sampled for key, sampled in self._sample_weights.items() if key[0] != pid
+            key: weights for key, weights in self._sample_weights.items() if key[0] != pid
         }
 
-    def set_block_size(self, fact: events.BlocksSized) -> None:
-        """Said by an engine, whose ring may be found later."""
-        key = fact.pid, fact.engine, fact.log
-        self._block_sizes[key] = fact.tokens
+    def set_block_size(self, event: events.BlocksSized) -> None:
+        """Records the KV block size of an engine, whose step ring may be found later."""
+        key = event.pid, event.engine, event.log
+        self._block_sizes[key] = event.tokens
         if key in self._logs:
-            self._logs[key].block_tokens = fact.tokens
+            self._logs[key].block_tokens = event.tokens
 
-    def add_execution(self, fact: events.StepExecuted | events.StepTimed, is_new: bool) -> None:
-        """A worker's host or its device was at a step; steps have what the first of several ranks says."""
-        length = max(fact.at - fact.started_at, 0)
-        done, engine = Execution(*fact[2:5], length), self._logs.get((fact.pid, fact.engine, fact.log))
+    def add_execution(self, event: events.StepExecuted | events.StepTimed, is_new: bool) -> None:
+        """Adds a worker's or its device's time on a step; the step itself gets the time of rank 0.
+
+        `is_new`: it is to be drained for metrics.
+        """
+        length = max(event.at - event.started_at, 0)
+        execution, engine = (
+            Execution(*event[2:5], length),
+            self._logs.get((event.pid, event.engine, event.log)),
+        )
         if engine is not None:
-            engine.ranks = max(engine.ranks, fact.rank + 1)
-        if isinstance(fact, events.StepTimed):
-            done = self._with_device_time(done, fact, engine)
+            engine.ranks = max(engine.ranks, event.rank + 1)
+        if isinstance(event, events.StepTimed):
+            execution = self._with_device_time(execution, event, engine)
         if is_new:
-            self.executions.append(done)
-        if engine is None or fact.rank:
+            self.executions.append(execution)
+        if engine is None or event.rank:
             return
-        if isinstance(fact, events.StepTimed):
-            engine.add_device_time(fact)
+        if isinstance(event, events.StepTimed):
+            engine.add_device_time(event)
         else:
-            engine.add_host_time(fact.step, length)
+            engine.add_host_time(event.step, length)
 
     def _with_device_time(
-        self, done: Execution, fact: events.StepTimed, engine: EngineStepLog | None
+        self, execution: Execution, event: events.StepTimed, engine: EngineStepLog | None
     ) -> Execution:
-        worker, gap = (fact.pid, fact.engine, fact.log, fact.rank), events.decode_ns(fact.gap_ns)
-        tokens_of = engine.table.prefill_tokens if engine is not None else lambda step: 0
-        sampled = self._sample_weights.setdefault(worker, _SampleWeights())
-        steps, gaps = sampled.weigh_step(fact.step, gap >= 0, lambda step: tokens_of(step) > 0)
-        return done._replace(on_device=True, queued_ns=fact.queued_ns, gap_ns=gap, steps=steps, gaps=gaps)
+        worker, gap = (event.pid, event.engine, event.log, event.rank), events.decode_ns(event.gap_ns)
+        prefill_tokens = engine.table.prefill_tokens if engine is not None else lambda step: 0
+        weights = self._sample_weights.setdefault(worker, _SampleWeights())
+        steps, gaps = weights.weigh_step(event.step, gap >= 0, lambda step: prefill_tokens(step) > 0)
+        return execution._replace(
+            on_device=True, queued_ns=event.queued_ns, gap_ns=gap, steps=steps, gaps=gaps
+        )
 
     def drain_executions(self) -> list[Execution]:
-        """What was done since the last call."""
+        """Returns the executions since the last call."""
         executions, self.executions = self.executions, []
         return executions
 
-    def set_memory(self, ring: int, fact: events.MemorySeen) -> None:
-        """What a process says of one of its devices; the last word counts."""
-        self._memory[ring, fact.uuid] = fact
-        least = min([fact.free for fact in self._memory.values() if fact.total], default=0)
+    def set_memory(self, ring: int, event: events.MemorySeen) -> None:
+        """Sets the latest memory figures of one of a process's devices."""
+        self._memory[ring, event.uuid] = event
+        least = min([memory.free for memory in self._memory.values() if memory.total], default=0)
         if not self._free_memory or self._free_memory[-1][1] != least:
-            self._free_memory.append((fact.at, least))
+            self._free_memory.append((event.at, least))
             if len(self._free_memory) > 2 * MAX_MEMORY_SAMPLES:
                 del self._free_memory[:MAX_MEMORY_SAMPLES]
 
     def min_free_memory(self, instant: int) -> int:
-        """Of the device that had least then, bytes; 0 = nobody knows, or the instant is 0."""
+        """Returns the free bytes of the device with the least at that instant; 0 = unknown, or the instant is
+        0.
+        """
         place = bisect_right(self._free_memory, instant, key=_INSTANT)
         return self._free_memory[place - 1][1] if place else 0
 
     def memory_by_process(self) -> list[tuple[int, events.MemorySeen]]:
-        """What was said last of each device, by the process id of who said it."""
-        return [(self._pids.get(ring, 0), fact) for (ring, _), fact in self._memory.items()]
+        """Returns the latest memory figures of each device, each with the process id that recorded it."""
+        return [(self._pids.get(ring, 0), event) for (ring, _), event in self._memory.items()]

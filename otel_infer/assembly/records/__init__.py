@@ -1,1 +1,1 @@
-"""Records as plain data: what assembly concludes and everything after it reads."""
+"""Defines records: the plain data that assembly concludes and later stages read."""

@@ -1,4 +1,4 @@
-"""Intervals of which each instant is given away once. Pure."""
+"""Subtracts and intersects intervals, so that each instant is attributed once. Pure."""
 
 from __future__ import annotations
 
@@ -9,83 +9,87 @@ from typing import Any
 
 _NEVER = 1 << 63
 FreeIntervals = list[tuple[int, int]]
-"""Begin and end of what nobody has, ns, in order."""
+"""(begin, end) of the time that is not attributed yet, ns, in order and without overlaps."""
 
 
 def subtract_interval(free: FreeIntervals, begin: int, end: int) -> tuple[FreeIntervals, int]:
-    """What is free after this interval was given away, and how much of it was."""
+    """Returns the free intervals without this interval, and how much of it was free, ns."""
     if begin >= end:
         return free, 0
-    left, taken = [], 0
+    remaining, taken = [], 0
     for since, until in free:
         if until <= begin or end <= since:
-            left.append((since, until))
+            remaining.append((since, until))
             continue
         if since < begin:
-            left.append((since, begin))
+            remaining.append((since, begin))
             since = begin
         if end < until:
-            left.append((end, until))
+            remaining.append((end, until))
             until = end
         taken += until - since
-    return left, taken
+    return remaining, taken
 
 
 def intersect_intervals(
     free: FreeIntervals, busy: Sequence[tuple[Any, ...]]
 ) -> Iterator[tuple[int, int, Any]]:
-    """The parts of these that are free, and what stands behind the begin and end of each, in order. An instant is of the one that
-    ends first: what lies inside another is its own.
+    """Yields the free parts of (begin, end, label) intervals, each with its label, in order.
 
-    However many there are, each is looked at once.
+    Where intervals overlap, an instant belongs to the interval that ends first, so an inner interval keeps
+    its time. Each interval is visited once.
     """
     at = 0
-    for since, until, named in _flatten_overlaps(busy):
+    for since, until, label in _flatten_overlaps(busy):
         while at < len(free) and free[at][0] < until:
             begin, end = free[at]
             if max(since, begin) < min(until, end):
-                yield max(since, begin), min(until, end), named
+                yield max(since, begin), min(until, end), label
             if until < end:
                 break
             at += 1
 
 
 def _flatten_overlaps(busy: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
-    going: list[tuple[int, int, Any]] = []
+    """Yields the intervals without overlaps, in order; an instant belongs to the interval that ends first."""
+    open_intervals: list[tuple[int, int, Any]] = []
     at = 0
-    for number, (since, until, named) in enumerate(
+    for number, (since, until, label) in enumerate(
         sorted([*busy, (_NEVER, _NEVER, None)], key=itemgetter(0))
     ):
-        while going and at < since:
-            end, _, name = going[0]
+        while open_intervals and at < since:
+            end, _, open_label = open_intervals[0]
             if end > at:
-                yield at, min(end, since), name
+                yield at, min(end, since), open_label
                 at = min(end, since)
             if end <= at:
-                heapq.heappop(going)
+                heapq.heappop(open_intervals)
         at = max(at, since)
-        heapq.heappush(going, (until, number, named))
+        heapq.heappush(open_intervals, (until, number, label))
 
 
 def subtract_intervals(free: FreeIntervals, busy: Sequence[tuple[Any, ...]]) -> FreeIntervals:
-    """What is free after these, which are in order and do not overlap, were given away."""
-    left, at = [], 0
+    """Returns the free intervals without these intervals, which must be in order and must not overlap."""
+    remaining, at = [], 0
     for begin, end in free:
         while at < len(busy) and busy[at][0] < end:
             since, until, *_ = busy[at]
             if begin < since:
-                left.append((begin, since))
+                remaining.append((begin, since))
             begin = max(begin, until)
             if end < until:
                 break
             at += 1
         if begin < end:
-            left.append((begin, end))
-    return left
+            remaining.append((begin, end))
+    return remaining
 
 
 def uncovered_length(busy: Iterable[tuple[Any, ...]], begin: int, end: int) -> int:
-    """How much of an interval, ns, is in none of these, each of which begins with its own begin and end; they may overlap."""
+    """Returns how much of an interval none of `busy` covers, ns.
+
+    Each item of `busy` starts with its begin and end. They may overlap and need no order.
+    """
     free = max(end - begin, 0)
     for since, until, *_ in sorted(busy, key=itemgetter(0)):
         since, until = max(since, begin), min(until, end)

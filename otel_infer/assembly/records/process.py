@@ -1,4 +1,4 @@
-"""TODO assembly.records.process."""
+"""Records of processes: pauses, marks, and starts with their phases. Instants are monotonic ns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Pause(NamedTuple):
-    """A time in which the whole process was held up, or its event loop, and by what (gc, compile, …, event_loop)."""
+    """An interval in which a whole process or its event loop was stopped, and its cause (gc, compile, …)."""
 
     started_at: int
     ended_at: int
@@ -14,7 +14,7 @@ class Pause(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened to the process so many times between two looks, of unknown length."""
+    """Something that happened `times` times in a process between `since` and `at`. Its duration is unknown."""
 
     since: int
     at: int
@@ -23,7 +23,7 @@ class Mark(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A part of a start: imports, weights, compile, …; `error_type` says of what it failed."""
+    """A phase of a start: imports, weights, compile, … `error_type`: empty unless the phase failed."""
 
     name: str
     started_at: int
@@ -33,11 +33,13 @@ class Phase(NamedTuple):
 
 
 class StartRecord(NamedTuple):
-    """How one process got ready, or did not (`error_type`). `wall_offset`: unix ns − monotonic ns.
+    """The start of one process, until it was ready or failed.
 
-    `ready_by`: by what it is known: lifespan, engine, request; empty if it never was. `died_in`: the phase that it did not
-    survive, if it was in one. `imported`: instant and name of the packages that were waited for, in order of time.
-    `parent_span_id`: of the start that this one is a part of, as the process with this `role`; empty if it is nobody's.
+    `error_type`: empty if it did not fail. `wall_offset`: unix ns − monotonic ns. `ready_by`: the evidence
+    that it is ready: lifespan, engine or request; empty if it never was. `failed_phase`: the phase in which
+    it failed or died, if any. `imported`: instant and name of each watched package, in order of time.
+    `parent_span_id`: the start that this one belongs to, as the process with this `role`; empty if there is
+    none.
     """
 
     trace_id: bytes
@@ -57,5 +59,5 @@ class StartRecord(NamedTuple):
 
     @property
     def duration_ns(self) -> int:
-        """From the start of the process to when it was ready, or gave up."""
+        """From the start of the process until it was ready or failed, ns."""
         return self.ended_at - self.started_at

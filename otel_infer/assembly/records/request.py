@@ -1,7 +1,4 @@
-"""What the assembler concludes from facts: requests with their stages and steps. Instants are monotonic ns.
-
-Long: a word for each thing that is concluded, and nothing else.
-"""
+"""Records of requests with their stages, steps and latency breakdown. Instants are monotonic ns."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from otel_infer.ringbuffer.events import OK, Value
 
 
 class Stage(NamedTuple):
-    """A named interval of a request, as it was seen; `attributes` keyed by names on the wire."""
+    """A named interval of a request, as recorded. `attributes`: keyed by their names on the wire."""
 
     name: str
     started_at: int
@@ -45,7 +42,7 @@ class UserEvent(NamedTuple):
 
 
 class UserLink(NamedTuple):
-    """A link from the live request span to another, that user code added."""
+    """A link that user code added from the live request span to another span."""
 
     trace_id: bytes
     span_id: bytes
@@ -53,7 +50,11 @@ class UserLink(NamedTuple):
 
 
 class PrefillStep(NamedTuple):
-    """One chunk of a prompt. `behind_until`: when the step before it was done, and `behind_prompts`: the prompt tokens in that one."""
+    """One chunk of a prompt.
+
+    `previous_ended_at`: end of the step before it, if that was still in flight; 0 otherwise.
+    `previous_prompt_tokens`: prompt tokens in that step.
+    """
 
     step: int
     started_at: int
@@ -66,7 +67,7 @@ class PrefillStep(NamedTuple):
 
 
 class Interferer(NamedTuple):
-    """A request whose prompt held up another, for how long (ns), and its class."""
+    """A request whose prompt delayed another one, by `length` ns, and its traffic class."""
 
     trace_id: bytes
     span_id: bytes
@@ -75,10 +76,11 @@ class Interferer(NamedTuple):
 
 
 class LatencyBreakdown(NamedTuple):
-    """Where the time of a request went: ns by cause (none of them 0), and who interfered most.
+    """The time of a request by cause, ns (none of them 0), and the request that interfered most.
 
-    `classes`: the interference by class of those who caused it; they sum to it. `streaming`: what of the causes was between its
-    first token and its last, and `stalled_by`: who interfered most then.
+    `interference_by_class`: the interference by traffic class of the interferers; sums to it. `streaming`:
+    the part of each cause between the first and the last token. `stalled_by`: the request that interfered
+    most then.
     """
 
     causes: Mapping[str, int]
@@ -89,12 +91,15 @@ class LatencyBreakdown(NamedTuple):
 
     @property
     def top_cause(self) -> str:
-        """The cause with the most time; empty if the request took none."""
+        """The cause with the most time; empty if the request took no time."""
         return max(self.causes, key=self.causes.__getitem__, default="")
 
 
 class GenerationGap(NamedTuple):
-    """The engine had done all that it was asked for, until it was asked again. `scheduled_at`: when it took that up; 0 = not seen."""
+    """The time from the end of one generation of a request to the submission of its next.
+
+    `scheduled_at`: when the next generation was first scheduled; 0 = not seen.
+    """
 
     since: int
     until: int
@@ -103,20 +108,30 @@ class GenerationGap(NamedTuple):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One finished request, with everything that its spans and metrics say. `wall_offset`: unix ns − monotonic ns.
+    """One finished request, with all that its spans and metrics contain.
 
-    `server_span_id`: of the server span, if it is ours; the same as `span_id` where the request reached no engine, so that the
-    two are one. `redundant`: its span would say nothing that the one above it does not. `telemetry_lost`: what is here is true,
-    but not all of it is. `costs`: of its engine's steps, as known at its end. `prefillers`: whose prompts were in a step, and
-    `strain`: what its engine's thread suffered, asked soon after. `pauses` held up the whole process, `loop_pauses` its event
-    loop alone. `device_ns`: how long a device was at each stage, of which some steps at least were timed; `device_share`: its part of
-    all its steps on all devices, ns; `device_idle`: by row of `steps`, ns in which the device had nothing to do (-1 = not timed),
-    None if nobody knows. `memory_free`: bytes of the device that had least, at arrival, the first token and the end; 0 = not
-    known. `throttled`: why GPUs' clocks were held down meanwhile, `throttled_at`: when. `later_prompts`: after its first token, by
-    step, the tokens of its own prompts, of other sequences of it or computed again. `is_split`: several engines had sequences of
-    it. `cut_step`: of one that did not end well, the step that went on then, up to there. `absences`: where it came to the engine
-    more than once, the time between; `at_once`: then, how many of its `sequences` there were at a time. `stride`: where batches take turns and several are in flight (pipeline parallel), one of so many steps is of its
-    own. `start`: of the first request of a process, trace and span id of the process's start.
+    Spans. `wall_offset`: unix ns − monotonic ns. `server_span_id`: id of the server span if it is ours, else
+    empty. It equals `span_id` where the request reached no engine, because one span is then exported for
+    both. `redundant`: the parent span contains all that this request's span would. `telemetry_lost`: the
+    record is true but incomplete. `start_ids`: trace and span id of the process's start, on the first request
+    of a process.
+
+    Steps. `step_stride`: one of this many steps is the request's, where several batches are in flight
+    (pipeline parallelism). `is_multi_engine`: several engines ran its sequences. `interrupted_step`: the
+    unfinished step of a request that failed, up to its end. `later_prefill_tokens`: own prompt tokens by step
+    after the first token, of other sequences or computed again. `generation_gaps`: the time between
+    generations, where the request was submitted several times. `concurrent_sequences`: how many of its
+    `sequences` then ran at a time.
+
+    Causes. `cost_model`: of the engine's steps, as known at the end. `prefills_by_step`: the requests with
+    prompt tokens in each step. `thread_delays`: of the engine's thread, read soon after the end. `pauses`: of
+    the whole process; `loop_pauses`: of its event loop only.
+
+    Device. `device_ns`: device time by stage, for stages with at least one timed step. `device_share`: the
+    request's share of all its steps on all devices, ns. `device_idle`: ns without device work by row of
+    `steps`; -1 = not timed, None = no device times. `memory_free`: bytes of the device with the least free
+    memory at arrival, first token and end; 0 = unknown. `gpu_throttled`: why GPU clocks were throttled
+    meanwhile, and `gpu_throttled_at`: when.
     """
 
     trace_id: bytes
@@ -194,22 +209,22 @@ class RequestRecord:
 
     @property
     def duration_ns(self) -> int:
-        """Arrival to last byte."""
+        """From arrival to the last byte, ns."""
         return self.ended_at - self.arrived_at
 
     @property
     def all_pauses(self) -> tuple[Pause, ...]:
-        """Of the whole process, then of its event loop."""
+        """Pauses of the whole process, then of its event loop."""
         return self.pauses + self.loop_pauses
 
     @property
     def ttft_ns(self) -> int:
-        """Arrival to first token; 0 = there was none."""
+        """From arrival to the first token, ns; 0 = there was none."""
         return self.first_token_at - self.arrived_at if self.first_token_at else 0
 
     @property
     def decode_ns(self) -> int:
-        """First token to last, but for gaps that were not seen."""
+        """From the first token to the last, ns, without gaps in which steps were lost."""
         if self.steps is not None:
             return self.summary.gaps_total
         if not 0 < self.first_token_at < self.last_token_at:
@@ -218,33 +233,33 @@ class RequestRecord:
 
     @property
     def final_wait_ns(self) -> int:
-        """How long nothing had come when it was given up, or failed, in the middle of its stream; 0 = it was not."""
+        """From the last token to the end of a request that failed while streaming, ns; 0 for other requests."""
         if self.outcome == OK or self.failed_stage != semconv.SPAN_DECODE or not self.last_token_at:
             return 0
         return max(self.ended_at - self.last_token_at, 0)
 
     @property
     def tokens_after_first(self) -> float:
-        """How many tokens each of its sequences got in the gaps that were seen.
+        """Tokens of each sequence in the gaps that were observed.
 
-        Where facts were lost, a request may seem to wait from one step to a much later one: that gap was never seen.
+        Where events were lost, the time from one step to a much later one is not an observed gap.
         """
-        rows, at_once = self.steps, max(self.concurrent_sequences or self.sequences, 1)
+        rows, concurrent = self.steps, max(self.concurrent_sequences or self.sequences, 1)
         if rows is not None and (self.telemetry_lost or self.steps_evicted):
-            seen = (rows.step[1:] - rows.step[:-1] == 1) | (not self.telemetry_lost)
-            seen[[row - 1 for row in rows.gap_rows]] = False
-            return int(rows.tokens[1:][seen].sum()) / at_once
+            is_observed = (rows.step[1:] - rows.step[:-1] == 1) | (not self.telemetry_lost)
+            is_observed[[row - 1 for row in rows.gap_rows]] = False
+            return int(rows.tokens[1:][is_observed].sum()) / concurrent
         firsts = len(self.generation_gaps) + 1
-        is_seen = self.decode_ns if rows is None else self.summary.gaps
-        return self.output_tokens / at_once - firsts if is_seen else 0
+        has_gaps = self.decode_ns if rows is None else self.summary.gaps
+        return self.output_tokens / concurrent - firsts if has_gaps else 0
 
     def gaps_ns(self) -> Any:
-        """The time between each two steps that delivered tokens, as a column; a hole where steps were lost is none."""
+        """Returns the times between consecutive steps with tokens, ns; no gap spans steps that were lost."""
         return () if self.steps is None else compute_token_gaps([self.steps], [self.telemetry_lost])[0]
 
     @property
     def summary(self) -> StepSummary:
-        """What its decode steps come to."""
+        """Totals and percentiles of the decode steps."""
         if self._summary is None:
             (self._summary,) = summarize_steps([self.steps], [self.telemetry_lost])
         return self._summary
@@ -254,7 +269,7 @@ class RequestRecord:
         self._summary = summary
 
     def find_stage(self, name: str) -> Stage | None:
-        """The first stage of this name."""
+        """Returns the first stage with this name; None if there is none."""
         for stage in self.stages:
             if stage.name == name:
                 return stage

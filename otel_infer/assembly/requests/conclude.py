@@ -1,7 +1,7 @@
-"""What follows from the facts of one request when it is over. Pure.
+"""Builds the record of each request that is over from its events. Pure.
 
-What the engine computed after the end is no part of a request, and what cannot be known because facts are missing is left
-out: a record says less then, never something else.
+Work of the engine after the end is no part of a request. Values that cannot be known because events are
+missing are left out; a record is never wrong because of them.
 """
 
 from __future__ import annotations
@@ -17,57 +17,67 @@ from otel_infer.assembly.engine.step_log import EngineStepLog
 from otel_infer.assembly.engine.step_rows import RequestSteps, summarize_steps
 from otel_infer.assembly.records.request import PrefillStep, RequestRecord
 from otel_infer.assembly.requests import device_time
-from otel_infer.assembly.requests import stages as absences
 from otel_infer.assembly.requests.open_request import OUTCOME_BY_REASON, OpenRequest
-from otel_infer.assembly.requests.stages import Milestones, build_stages, stage_at_end
+from otel_infer.assembly.requests.stages import (
+    Milestones,
+    apply_generation_gaps,
+    build_stages,
+    stage_at_end,
+)
 from otel_infer.assembly.requests.steps import DeliveredSteps, collect_steps
 from otel_infer.ringbuffer import events
 
 __all__ = ["OpenRequest", "build_records"]
 
 MAX_STEPS_AFTER_END = 1024
-"""Steps that may have begun between the end of a request and when nothing more can come of it."""
+"""Steps that may begin between the end of a request and its conclusion."""
 
 
 def build_records(requests: Sequence[OpenRequest]) -> list[RequestRecord]:
-    """The records of ended requests."""
+    """Returns the records of ended requests."""
     records = [_new_record(request) for request in requests]
-    firsts = [_find_first_token_time(record, request) for record, request in zip(records, requests)]
-    parts = collect_steps(requests, records, firsts)
-    # One thing after another, each of all requests: the processor has its code at hand then.
+    first_token_times = [
+        _find_first_token_time(record, request) for record, request in zip(records, requests)
+    ]
+    deliveries = collect_steps(requests, records, first_token_times)
+    # Each phase runs over all requests, which keeps its code in the processor's instruction cache.
     for record, request in zip(records, requests):
         _apply_attributes(record, request)
-    for record, request, part in zip(records, requests, parts):
-        _apply_steps(record, request, part)
+    for record, request, delivered in zip(records, requests, deliveries):
+        _apply_steps(record, request, delivered)
         if len(request.submissions) > 1:
-            absences.apply_generation_gaps(record, request)
-    lives = [_find_milestones(*one) for one in zip(records, requests, firsts, parts)]
-    for record, request, life in zip(records, requests, lives):
-        _apply_prefill_steps(record, request, life)
-        record.interrupted_step = _find_interrupted_step(record, request) if life.died else None
-    for record, request, life, part in zip(records, requests, lives, parts):
-        _apply_tokens(record, request, life, part)
-        record.stages = build_stages(record, request, life)
-    for record, request, life in zip(records, requests, lives):
-        _complete_record(record, request, life)
-    lost = [record.telemetry_lost for record in records]
-    for record, summary in zip(records, summarize_steps([record.steps for record in records], lost)):
+            apply_generation_gaps(record, request)
+    all_milestones = [
+        _find_milestones(*arguments) for arguments in zip(records, requests, first_token_times, deliveries)
+    ]
+    for record, request, milestones in zip(records, requests, all_milestones):
+        _apply_prefill_steps(record, request, milestones)
+        record.interrupted_step = _find_interrupted_step(record, request) if milestones.died else None
+    for record, request, milestones, delivered in zip(records, requests, all_milestones, deliveries):
+        _apply_tokens(record, request, milestones, delivered)
+        record.stages = build_stages(record, request, milestones)
+    for record, request, milestones in zip(records, requests, all_milestones):
+        _complete_record(record, request, milestones)
+    telemetry_lost = [record.telemetry_lost for record in records]
+    for record, summary in zip(
+        records, summarize_steps([record.steps for record in records], telemetry_lost)
+    ):
         record.summary = summary
     return records
 
 
-def _complete_record(record: RequestRecord, request: OpenRequest, life: Milestones) -> None:
+def _complete_record(record: RequestRecord, request: OpenRequest, milestones: Milestones) -> None:
     if record.steps is None:
-        record.last_token_at = life.last_token_at
+        record.last_token_at = milestones.last_token_at
     if request.timed_stages or any(run.log.device is not None for run in request.runs):
         device_time.apply_device_time(record, request)
-    if life.died:
-        record.failed_stage = stage_at_end(record, request, life)
+    if milestones.died:
+        record.failed_stage = stage_at_end(record, request, milestones)
     if not record.operation and (_reached_engine(record) or not record.name):
         record.operation = semconv.OPERATION_INFERENCE
     record.redundant = request.unseen and _is_redundant(record)
     if not record.operation and record.server_span_id:
-        # One span is enough, and it is the live one: what ran below it names it as its parent.
+        # One span is exported for both: the live one, because its children refer to it as their parent.
         record.server_span_id = record.span_id
 
 
@@ -75,7 +85,7 @@ def _new_record(request: OpenRequest) -> RequestRecord:
     arrived, ended, submitted = request.arrived, request.ended, request.submitted
     assert ended is not None
     outcome = request.outcome
-    # Where nobody said what went wrong; nothing did where its client had it stopped.
+    # An error without a type gets the default type. An abort by the client is no error.
     error_type = ended.error_type or (semconv.OTHER if outcome == events.ERROR else "")
     return RequestRecord(
         trace_id=arrived.trace_id,
@@ -104,7 +114,7 @@ def _new_record(request: OpenRequest) -> RequestRecord:
 
 
 def _apply_attributes(record: RequestRecord, request: OpenRequest) -> None:
-    """What user code and the integrations said of the request; the conventions' own keys win a field each."""
+    """Copies what user code and integrations recorded; the conventions' keys go into fields."""
     if request.attributes:
         attributes = dict(request.attributes)
         record.operation = str(attributes.pop(semconv.OPERATION_NAME, record.operation))
@@ -121,68 +131,70 @@ def _apply_attributes(record: RequestRecord, request: OpenRequest) -> None:
         )
     record.marks = request.marks
     record.is_multi_engine = len(request.runs) > 1 and len({run.log for run in request.runs}) > 1
-    if (
-        request.runs and not record.is_multi_engine
-    ):  # steps are looked up by their numbers, of which each engine has its own
+    # Steps are identified by number, and each engine counts its own.
+    if request.runs and not record.is_multi_engine:
         log = request.runs[-1].log
-        strain = log.baseline.thread_delays
-        record.prefills_by_step, record.thread_delays = log.prefill_history.freeze(), strain.freeze()
+        thread_delays = log.baseline.thread_delays
+        record.prefills_by_step, record.thread_delays = log.prefill_history.freeze(), thread_delays.freeze()
         record.cost_model, record.warmup_steps = request.cost_model, request.warmup_steps
     record.received_at = request.received_at
     if request.preempted:
-        record.preempted_at = tuple(fact.at for fact in request.preempted)
+        record.preempted_at = tuple(event.at for event in request.preempted)
         record.preemptions = len(request.preempted)
     if request.prefixes:
-        record.prefix_tokens = sum([fact.tokens for fact in request.prefixes])
-        record.cached_tokens = sum([fact.cached for fact in request.prefixes])
+        record.prefix_tokens = sum([event.tokens for event in request.prefixes])
+        record.cached_tokens = sum([event.cached for event in request.prefixes])
         record.cached_input_tokens = _count_cached_input_tokens(request)
     if request.drafts:
-        record.drafted_tokens = sum([fact.drafted for fact in request.drafts])
-        record.accepted_tokens = sum([fact.accepted for fact in request.drafts])
+        record.drafted_tokens = sum([event.drafted for event in request.drafts])
+        record.accepted_tokens = sum([event.accepted for event in request.drafts])
     record.span_name, record.tracestate = request.span_name, request.tracestate
     record.telemetry_lost = request.telemetry_lost
-    record.finish_reasons = tuple([fact.reason for fact in request.finished if fact.reason])
+    record.finish_reasons = tuple([event.reason for event in request.finished if event.reason])
     record.sequences = request.sequences
     if request.submitted:
         record.input_tokens, record.max_tokens = request.submitted.input_tokens, request.submitted.max_tokens
 
 
 def _count_cached_input_tokens(request: OpenRequest) -> int:
-    """What need not be computed of the prompts. Sequences of one prompt find in the cache what the first of them has just put
-    there, and the prompt counts once: so do those that ask for it first."""
-    asked = cached = 0
-    most = request.submitted.input_tokens if request.submitted else 0
-    for fact in request.prefixes:
-        if most and asked >= most:
+    """Returns the prompt tokens that were in the prefix cache when the prompt was first looked up.
+
+    Other sequences of the same prompt find what the first has just cached. The prompt counts once, so only
+    the first lookups count.
+    """
+    looked_up = cached = 0
+    prompt_tokens = request.submitted.input_tokens if request.submitted else 0
+    for event in request.prefixes:
+        if prompt_tokens and looked_up >= prompt_tokens:
             break
-        asked += fact.tokens
-        cached += fact.cached
-    return min(cached, most) if most else cached
+        looked_up += event.tokens
+        cached += event.cached
+    return min(cached, prompt_tokens) if prompt_tokens else cached
 
 
-# ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _apply_steps(record: RequestRecord, request: OpenRequest, part: DeliveredSteps) -> None:
-    record.steps_evicted = part.evicted
+def _apply_steps(record: RequestRecord, request: OpenRequest, delivered: DeliveredSteps) -> None:
+    record.steps_evicted = delivered.evicted
     record.discarded = request.discarded
-    if part.tokens:
-        record.steps = part.rows
-        record.last_token_at = part.ended_at if part.is_last_known else 0
-        record.step_stride = 1 if record.is_multi_engine else _find_step_stride(part.rows, request)
+    if delivered.tokens:
+        record.steps = delivered.rows
+        record.last_token_at = delivered.ended_at if delivered.is_last_known else 0
+        record.step_stride = 1 if record.is_multi_engine else _find_step_stride(delivered.rows, request)
 
 
 def _find_step_stride(rows: RequestSteps, request: OpenRequest) -> int:
-    """One of how many steps it is in, if those between are in flight together with its own."""
+    """Returns n if the request is in one of n steps and the steps between are in flight with its own, else 1."""
     steps = rows.step
     if 2 * (steps[-1] - steps[0]) < 3 * len(rows):
         return 1
-    is_beside = request.runs[-1].log.table.end_times(steps[1:] - 1) > rows.started_at[1:]
-    return int(np.median(steps[1:] - steps[:-1])) if 2 * is_beside.sum() > len(rows) else 1
+    is_in_flight = request.runs[-1].log.table.end_times(steps[1:] - 1) > rows.started_at[1:]
+    return int(np.median(steps[1:] - steps[:-1])) if 2 * is_in_flight.sum() > len(rows) else 1
 
 
 def _find_first_token_time(record: RequestRecord, request: OpenRequest) -> int:
-    """When the engine had the first token, or else when it came by; 0 = there was none, or nobody saw it."""
+    """Returns when the engine had the first token, else when the front end had it; 0 = none, or not seen."""
     at = request.first_step_done_at
     if record.outcome == events.OK:
         at = min(at, record.ended_at)
@@ -190,15 +202,18 @@ def _find_first_token_time(record: RequestRecord, request: OpenRequest) -> int:
 
 
 def _clip_to_request(record: RequestRecord, at: int) -> int:
-    """This instant, if it is no later than the end."""
+    """Returns the instant, but not before the arrival; 0 if it is 0 or after the end."""
     return max(at, record.arrived_at) if 0 < at <= record.ended_at else 0
 
 
-def _apply_prefill_steps(record: RequestRecord, request: OpenRequest, life: Milestones) -> None:
-    """Chunks of the prompt up to the first token; later ones are other sequences', or compute again what a preemption took."""
+def _apply_prefill_steps(record: RequestRecord, request: OpenRequest, milestones: Milestones) -> None:
+    """Adds the chunks of the prompt up to the first token.
+
+    Later chunks belong to other sequences, or are computed again after a preemption.
+    """
     if request.steps_lost and not request.first_step_done_at:
         return
-    until = life.first_token_at or record.ended_at
+    until = milestones.first_token_at or record.ended_at
     for log, chunks in request.chunks.items():
         for step, (at, tokens, size) in chunks.items():
             ended_at = log.table.ended_at(step)
@@ -221,50 +236,56 @@ def _build_prefill_step(
 ) -> PrefillStep:
     others = max(log.table.prefill_tokens(step) - tokens, 0)
     chunk = PrefillStep(step, started_at, ended_at, tokens, size, others)
-    behind_until = min(log.table.ended_at(step - 1), ended_at)
-    if behind_until > started_at:  # two were in flight
-        behind_prompts = log.table.prefill_tokens(step - 1)
-        chunk = chunk._replace(previous_ended_at=behind_until, previous_prompt_tokens=behind_prompts)
+    previous_ended_at = min(log.table.ended_at(step - 1), ended_at)
+    if previous_ended_at > started_at:  # two steps were in flight
+        previous_prompt_tokens = log.table.prefill_tokens(step - 1)
+        chunk = chunk._replace(
+            previous_ended_at=previous_ended_at, previous_prompt_tokens=previous_prompt_tokens
+        )
     return chunk
 
 
 def _find_interrupted_step(record: RequestRecord, request: OpenRequest) -> PrefillStep | None:
-    """The step that it did not see the end of; None where that is not known."""
+    """Returns the step that was in flight when the request ended; None where it is not known."""
     if record.is_multi_engine or request.steps_lost or not request.runs:
         return None
     log, first, last, _ = request.runs[-1]
     first = max(first, last - MAX_STEPS_AFTER_END, log.table.oldest)
-    if first > last:  # long forgotten
+    if first > last:  # no longer in the table
         return None
     step, started_at, ended_at, _, size, _ = np.concatenate(log.table.get_columns(first, last), axis=1)
     is_open = (ended_at == 0) | (ended_at > record.ended_at)
-    found = np.flatnonzero((step >= first) & (started_at < record.ended_at) & is_open)
-    if not len(found):
+    open_rows = np.flatnonzero((step >= first) & (started_at < record.ended_at) & is_open)
+    if not len(open_rows):
         return None
-    at = int(found[0])
-    chunk = request.chunks.get(log, {}).get(int(step[at]))
+    row = int(open_rows[0])
+    chunk = request.chunks.get(log, {}).get(int(step[row]))
     tokens = chunk.tokens if chunk is not None else 0
-    began = max(int(started_at[at]), record.arrived_at)
-    return _build_prefill_step(log, int(step[at]), began, record.ended_at, tokens, int(size[at]))
+    began = max(int(started_at[row]), record.arrived_at)
+    return _build_prefill_step(log, int(step[row]), began, record.ended_at, tokens, int(size[row]))
 
 
-# ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tokens ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _find_milestones(
-    record: RequestRecord, request: OpenRequest, first_at: int, part: DeliveredSteps
+    record: RequestRecord, request: OpenRequest, first_at: int, delivered: DeliveredSteps
 ) -> Milestones:
     died = record.outcome != events.OK
-    # Of a success that is all, though it may have been told late.
-    in_time = [fact for fact in request.finished if fact.at <= record.ended_at] if died else request.finished
-    done = [fact for fact in in_time if fact.reason not in OUTCOME_BY_REASON]
-    said = _count_finished_tokens(done, request)
-    # Some engines say once that they are done with all sequences.
-    with_all = len(done) >= request.sequences or (0 < said >= part.tokens and not request.steps_lost)
-    finished = bool(done) and with_all
+    # A success includes every end, even one that was recorded late.
+    in_time = (
+        [event for event in request.finished if event.at <= record.ended_at] if died else request.finished
+    )
+    completed = [event for event in in_time if event.reason not in OUTCOME_BY_REASON]
+    reported = _count_finished_tokens(completed, request)
+    # Some engines record one end for all sequences.
+    with_all = len(completed) >= request.sequences or (
+        0 < reported >= delivered.tokens and not request.steps_lost
+    )
+    finished = bool(completed) and with_all
     last_at = record.last_token_at
     if not last_at and finished:
-        last_at = min(max(fact.at for fact in done), record.ended_at)
+        last_at = min(max(event.at for event in completed), record.ended_at)
     return Milestones(
         _clip_to_request(record, request.submitted.at) if request.submitted else 0,
         _clip_to_request(record, request.scheduled_at),
@@ -278,32 +299,36 @@ def _find_milestones(
 
 
 def _count_finished_tokens(finished: Sequence[events.EngineFinished], request: OpenRequest) -> int:
-    """Tokens. Where the front end stops what the engine, in another process, is just about to end, what it kept is less."""
-    tokens = sorted([fact.output_tokens for fact in finished])
+    """Returns the output tokens of the finished sequences.
+
+    Where the front end stops a sequence that the engine, in another process, ends as well, both record an
+    end. The client received the smaller number of tokens, so the smaller numbers count.
+    """
+    tokens = sorted([event.output_tokens for event in finished])
     return sum(tokens[: request.sequences] if request.fragments else tokens)
 
 
 def _apply_tokens(
-    record: RequestRecord, request: OpenRequest, life: Milestones, part: DeliveredSteps
+    record: RequestRecord, request: OpenRequest, milestones: Milestones, delivered: DeliveredSteps
 ) -> None:
-    """The first one as near the reader as it was seen; and how many there were, if that is known."""
-    for at in (request.first_sent_at, request.token_reached_at, life.first_token_at):
+    """Sets the first token, as close to the client as it was observed, and the output tokens where known."""
+    for at in (request.first_sent_at, request.token_reached_at, milestones.first_token_at):
         record.first_token_at = record.first_token_at or _clip_to_request(record, at)
     is_whole = not (request.steps_lost or record.steps_evicted)
     if not is_whole:
-        record.output_tokens = life.reported_tokens
+        record.output_tokens = milestones.reported_tokens
     else:
-        record.output_tokens = (life.finished and life.reported_tokens) or max(
-            life.reported_tokens, part.tokens
+        record.output_tokens = (milestones.finished and milestones.reported_tokens) or max(
+            milestones.reported_tokens, delivered.tokens
         )
 
 
 def _is_redundant(record: RequestRecord) -> bool:
-    """An HTTP request that reached no engine, below the span of another instrumentation that tells the same."""
-    told = record.attributes.keys() - {semconv.TENANT, semconv.TRAFFIC_CLASS}
-    said = record.operation or record.span_name or told or record.events or record.links
+    """Returns whether an HTTP request reached no engine and the span above it, of another library, is enough."""
+    attributes = record.attributes.keys() - {semconv.TENANT, semconv.TRAFFIC_CLASS}
+    has_content = record.operation or record.span_name or attributes or record.events or record.links
     below_another = record.parent_span_id and not (record.server_span_id or record.remote_parent)
-    return bool(below_another and record.outcome == events.OK and not said)
+    return bool(below_another and record.outcome == events.OK and not has_content)
 
 
 def _reached_engine(record: RequestRecord) -> bool:

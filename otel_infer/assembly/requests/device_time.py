@@ -1,9 +1,10 @@
-"""Whose the time of a batch was: an estimate by tokens, which sums to the batch with its named remainders. Pure.
+"""Estimates each request's share of a batch's device time, by tokens. Pure.
 
-The device was at the whole batch for `span`, which is measured, and each request was there for all of it. What a single request
-took of it cannot be measured; here everybody has a part by the tokens that the step computed for them. Tokens of a prompt and of
-decoding weigh the same, which favours neither; where prompts are long, they are charged more of the memory traffic than they
-cause (arXiv 2401.00588 weighs by kind; nobody knows the weights of another's hardware).
+The shares and the named remainders sum to the batch. The device worked for `span` ns on the whole batch,
+which is measured. The share of a single request cannot be measured, so it is estimated from the tokens that
+the step computed for it. Prompt tokens and decode tokens weigh the same, which favours neither. Long prompts
+are charged more memory traffic than they cause. arXiv 2401.00588 weighs tokens by kind, but the weights of
+the user's hardware are unknown.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class DeviceTimeShares(NamedTuple):
-    """ns. `of`: each one's part. `wasted`: of tokens that nobody got (rejected drafts, padding, discarded results).
-    `rounding`: less than one ns for each. All of it is the span."""
+    """ns; all fields sum to the span.
+
+    `wasted`: for tokens that no request got (rejected drafts, padding, discarded results). `rounding`: less
+    than one ns per request.
+    """
 
     by_request: dict[Any, int]
     wasted: int
@@ -35,38 +39,41 @@ class DeviceTimeShares(NamedTuple):
 
 
 def share_span(span: int, tokens: Mapping[K, int], computed: int) -> DeviceTimeShares:
-    """Divides the span of a step that computed so many tokens; `tokens`: of each one who got some."""
-    got = sum(tokens.values())
-    computed = max(computed, got)
+    """Divides the span of a step that computed `computed` tokens. `tokens`: delivered tokens by request."""
+    delivered = sum(tokens.values())
+    computed = max(computed, delivered)
     if not computed:
         return DeviceTimeShares(dict.fromkeys(tokens, 0), span, 0)
-    of = {who: span * number // computed for who, number in tokens.items()}
-    wasted = span * (computed - got) // computed
-    return DeviceTimeShares(of, wasted, span - sum(of.values()) - wasted)
+    by_request = {key: span * count // computed for key, count in tokens.items()}
+    wasted = span * (computed - delivered) // computed
+    return DeviceTimeShares(by_request, wasted, span - sum(by_request.values()) - wasted)
 
 
 def sum_request_share(spans: Any, tokens: Any, computed: Any) -> int:
-    """The part of one who got these tokens in these steps, ns; columns of the same length. As `shared` has it, step by step."""
+    """Returns the share of one request in several steps, ns; the arguments are columns of equal length.
+
+    The result is the same as from `share_span`, step by step.
+    """
     spans, tokens = np.asarray(spans, np.int64), np.asarray(tokens, np.int64)
     return int((spans * tokens // np.maximum(np.maximum(computed, tokens), 1)).sum())
 
 
 _COPY_STAGES = (semconv.SPAN_H2D, semconv.SPAN_D2H)
-"""What holds these back is neither launching nor the host."""
+"""Stages without a bottleneck: neither launching nor the host limits a copy."""
 
 
 def apply_device_time(record: RequestRecord, request: OpenRequest) -> None:
-    """Onto its stages, and its decode steps."""
+    """Adds device times to the stages and the decode steps of the record."""
     logs = [run.log for run in request.runs if run.log.device is not None]
     if logs and logs[-1].device is not None and not record.is_multi_engine:
         _apply_step_times(record, logs[-1], logs[-1].device)
-    for fact in request.timed_stages:
-        _set_stage_attributes(_find_stage(record, fact), record, _stage_device_time(fact))
+    for event in request.timed_stages:
+        _set_stage_attributes(_find_stage(record, event), record, _stage_device_time(event))
 
 
 def _apply_step_times(record: RequestRecord, log: EngineStepLog, device: DeviceSteps) -> None:
     chunks, rows = record.prefill_steps, record.steps
-    prompt = np.array([(one.step, one.tokens) for one in chunks], np.int64).reshape(-1, 2)
+    prompt = np.array([(chunk.step, chunk.tokens) for chunk in chunks], np.int64).reshape(-1, 2)
     kinds = [(semconv.SPAN_PREFILL, prompt[:, 0], prompt[:, 1])]
     if rows is not None and len(rows) > 1:
         later = (
@@ -79,24 +86,28 @@ def _apply_step_times(record: RequestRecord, log: EngineStepLog, device: DeviceS
         time, lengths = device.sum_step_times(steps)
         if time is None:
             continue
-        if name == semconv.SPAN_PREFILL and len(steps) == 1:  # what was before it is no part of the stage
+        if name == semconv.SPAN_PREFILL and len(steps) == 1:  # a gap before the step is no part of the stage
             time = time._replace(gaps=max(time.gaps, 0))
         share = sum_request_share(lengths, tokens, log.table.computed_tokens(steps))
         _set_stage_attributes(record.find_stage(name), record, time, len(steps), share)
         if time.method == BY_EVENT:
-            of_all = _estimate_share(steps, tokens, lengths, log)
-            record.device_share += of_all * log.ranks  # other ranks as the first
+            estimated_share = _estimate_share(steps, tokens, lengths, log)
+            # Only the first rank is timed; the others are assumed equal.
+            record.device_share += estimated_share * log.ranks
         if rows is not None and name == semconv.SPAN_DECODE and time.method == BY_EVENT:
-            rows.device = np.append(0, lengths)  # the first row is the prefill's
+            rows.device = np.append(0, lengths)  # the first row is prefill
             record.device_idle = np.append(0, _compute_idle(rows, device))
 
 
 def _estimate_share(steps: Any, tokens: Any, lengths: Any, log: EngineStepLog) -> int:
-    """The part of one who got these tokens: steps that were not timed as those that were, with prompts in them or without."""
+    """Returns the share of a request with these tokens, ns, including steps that were not timed.
+
+    Untimed steps count like timed ones, with and without prompt tokens separately.
+    """
     has_prompt = np.array([log.table.prefill_tokens(step) > 0 for step in steps.tolist()])
     computed, is_timed, share = log.table.computed_tokens(steps), lengths > 0, 0
     for kind in (has_prompt, ~has_prompt):
-        # Of a kind of which none was timed nothing is known: as all others.
+        # If no step of this kind was timed, all timed steps are the best estimate.
         timed = kind & is_timed if (kind & is_timed).any() else is_timed
         if kind.any() and timed.any():
             part = sum_request_share(lengths[timed], tokens[timed], computed[timed])
@@ -105,24 +116,28 @@ def _estimate_share(steps: Any, tokens: Any, lengths: Any, log: EngineStepLog) -
 
 
 def _compute_idle(rows: RequestSteps, device: DeviceSteps) -> Any:
-    """Of the time from one token to the next, step by step."""
+    """Returns the idle time of the device from each token to the next, ns."""
     since, until = rows.ended_at[:-1], rows.ended_at[1:]
     is_followed = np.append(rows.started_at[2:] < until[:-1], False)
-    if len(rows) > 2:  # what came after its last step was not its own: as before
+    if len(rows) > 2:  # whether its last step was followed is unknown; assume the same as for the one before
         is_followed[-1] = is_followed[-2]
     return device.idle_times(rows.step[1:], since, until, is_followed)
 
 
-def _find_stage(record: RequestRecord, fact: events.StageTimed) -> Stage | None:
-    """The one that it was launched in: of several of a name the last that had begun."""
-    launched_at = fact.started_at - fact.queued_ns
-    begun = [one for one in record.stages if one.name == fact.stage and one.started_at <= launched_at]
-    return begun[-1] if begun else record.find_stage(fact.stage)
+def _find_stage(record: RequestRecord, event: events.StageTimed) -> Stage | None:
+    """Returns the stage in which the work was launched: the last of this name that had begun by then."""
+    launched_at = event.started_at - event.queued_ns
+    begun = [
+        stage for stage in record.stages if stage.name == event.stage and stage.started_at <= launched_at
+    ]
+    return begun[-1] if begun else record.find_stage(event.stage)
 
 
-def _stage_device_time(fact: events.StageTimed) -> DeviceTime:
-    span = fact.at - fact.started_at
-    return DeviceTime(BY_EVENT, 1, span, events.decode_ns(fact.launched_ns), fact.queued_ns, 0, fact.bound_ns)
+def _stage_device_time(event: events.StageTimed) -> DeviceTime:
+    span = event.at - event.started_at
+    return DeviceTime(
+        BY_EVENT, 1, span, events.decode_ns(event.launched_ns), event.queued_ns, 0, event.bound_ns
+    )
 
 
 def _set_stage_attributes(
@@ -130,20 +145,20 @@ def _set_stage_attributes(
 ) -> None:
     if stage is None:
         return
-    said: dict[str, events.Value] = {
+    attributes: dict[str, events.Value] = {
         semconv.DEVICE_METHOD: time.method,
         semconv.DEVICE_STEPS: time.steps,
         semconv.DEVICE_STEPS_ALL: steps,
         semconv.DEVICE_DURATION: time.span / 1e9,
     }
     if share is not None:
-        said |= {semconv.DEVICE_SHARE: share / 1e9, semconv.DEVICE_SHARE_METHOD: SHARE_METHOD}
+        attributes |= {semconv.DEVICE_SHARE: share / 1e9, semconv.DEVICE_SHARE_METHOD: SHARE_METHOD}
     if time.method == BY_EVENT:
-        said |= {semconv.DEVICE_QUEUE: time.queued / 1e9, semconv.DEVICE_CLOCK_ERROR: time.bound / 1e9}
-        known = {semconv.DEVICE_LAUNCH: time.launched, semconv.DEVICE_GAP: time.gaps}
-        said |= {key: length / 1e9 for key, length in known.items() if length >= 0}
+        attributes |= {semconv.DEVICE_QUEUE: time.queued / 1e9, semconv.DEVICE_CLOCK_ERROR: time.bound / 1e9}
+        optional = {semconv.DEVICE_LAUNCH: time.launched, semconv.DEVICE_GAP: time.gaps}
+        attributes |= {key: length / 1e9 for key, length in optional.items() if length >= 0}
         if stage.name not in _COPY_STAGES and time.limit:
-            said[semconv.DEVICE_BOTTLENECK] = time.limit
-        # As long as all steps took if the others were as those: long answers are seldom timed whole, and belong to the mean.
+            attributes[semconv.DEVICE_BOTTLENECK] = time.limit
+        # Scaled from the timed steps to all: long answers are rarely timed whole, but count in the mean.
         record.device_ns.append((stage.name, time.span * steps // time.steps))
-    stage.attributes.update(said)
+    stage.attributes.update(attributes)

@@ -1,7 +1,7 @@
-"""The stages of a request that is over: intervals between instants that were seen.
+"""Builds the stages of a request that is over: intervals between observed instants.
 
-None is the remainder of another: what lies between two stages stays unattributed. A stage lasts to the end of a request
-only if the request died in it, and only if nothing is missing that could have ended it.
+No stage is the remainder of another, so time between two stages stays unattributed. A stage lasts until the
+end of a request only if the request failed in it. No event that could have ended the stage may be missing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ NO_INTERVAL: Interval = (0, 0)
 
 
 class Milestones(NamedTuple):
-    """Instants of a request that is over, none after its end; 0 = not seen. `last_at`: the last token.
+    """Instants of a request that is over, none after its end; 0 = not seen.
 
-    `finished`: the engine was done with it. `died`: it ended otherwise than well. `said`: tokens, by the engine.
+    `finished`: the engine ended all sequences. `died`: the outcome is not `OK`. `reported_tokens`: from the
+    engine.
     """
 
     submitted_at: int
@@ -38,85 +39,93 @@ class Milestones(NamedTuple):
 
     @property
     def has_token(self) -> bool:
+        """Whether a token was observed."""
         return bool(self.first_token_at or self.last_token_at)
 
 
-def build_stages(record: RequestRecord, request: OpenRequest, life: Milestones) -> list[Stage]:
-    """All stages, in the order in which they began. What was said goes before what would be derived."""
+def build_stages(record: RequestRecord, request: OpenRequest, milestones: Milestones) -> list[Stage]:
+    """Returns all stages in the order in which they began. Recorded stages replace derived ones."""
     stages = _recorded_stages(record, request) if request.stages else []
     names = {stage.name for stage in stages}
     touched = [stage.started_at for stage in stages]
-    touched += [at for at in (life.submitted_at, life.scheduled_at) if at]
-    kinds = (
-        (semconv.SPAN_INGRESS, _ingress_interval(record, request, life, touched), None),
-        (semconv.SPAN_QUEUE, _queue_interval(record, life), _queue_attributes),
-        (semconv.SPAN_PREFILL, _prefill_interval(record, life, names), _prefill_attributes),
-        (semconv.SPAN_DECODE, _decode_interval(record, life), _decode_attributes),
+    touched += [at for at in (milestones.submitted_at, milestones.scheduled_at) if at]
+    derived = (
+        (semconv.SPAN_INGRESS, _ingress_interval(record, request, milestones, touched), None),
+        (semconv.SPAN_QUEUE, _queue_interval(record, milestones), _queue_attributes),
+        (semconv.SPAN_PREFILL, _prefill_interval(record, milestones, names), _prefill_attributes),
+        (semconv.SPAN_DECODE, _decode_interval(record, milestones), _decode_attributes),
         (
             semconv.SPAN_POSTPROCESS,
-            _postprocess_interval(record, request, life, bool(touched)),
+            _postprocess_interval(record, request, milestones, bool(touched)),
             _egress_attributes,
         ),
     )
-    for name, (began, ended), described in kinds:
+    for name, (began, ended), describe in derived:
         if began < ended and name not in names:
-            stages.append(Stage(name, began, ended, described(request, began, ended) if described else {}))
+            stages.append(Stage(name, began, ended, describe(request, began, ended) if describe else {}))
     stages.sort(key=attrgetter("started_at"))
     return stages
 
 
-def stage_at_end(record: RequestRecord, request: OpenRequest, life: Milestones) -> str:
-    """The stage the request was in when it ended: the last one that had begun; empty if none is known."""
-    if life.has_token:
-        return semconv.SPAN_POSTPROCESS if life.finished else semconv.SPAN_DECODE
-    if life.scheduled_at and record.generative:
+def stage_at_end(record: RequestRecord, request: OpenRequest, milestones: Milestones) -> str:
+    """Returns the stage in which the request ended: the last one that had begun; empty if none is known."""
+    if milestones.has_token:
+        return semconv.SPAN_POSTPROCESS if milestones.finished else semconv.SPAN_DECODE
+    if milestones.scheduled_at and record.generative:
         return semconv.SPAN_PREFILL
-    if life.submitted_at and not life.scheduled_at:
+    if milestones.submitted_at and not milestones.scheduled_at:
         return semconv.SPAN_QUEUE
-    going = [stage for stage in record.stages if stage.ended_at == record.ended_at]
-    begun = going or record.stages
-    if begun:
-        return begun[-1].name
+    open_stages = [stage for stage in record.stages if stage.ended_at == record.ended_at]
+    candidates = open_stages or record.stages
+    if candidates:
+        return candidates[-1].name
     return semconv.SPAN_INGRESS if _is_http(record, request) else ""
 
 
 def _recorded_stages(record: RequestRecord, request: OpenRequest) -> list[Stage]:
     stages = []
-    for fact in request.stages:
-        started_at, ended_at = max(fact.started_at, record.arrived_at), min(fact.at, record.ended_at)
+    for event in request.stages:
+        started_at, ended_at = max(event.started_at, record.arrived_at), min(event.at, record.ended_at)
         if started_at <= ended_at:
-            stages.append(Stage(fact.stage, started_at, ended_at, _recorded_attributes(fact)))
+            stages.append(Stage(event.stage, started_at, ended_at, _recorded_attributes(event)))
     return stages
 
 
-def _recorded_attributes(fact: events.StageEnded | events.BytesMoved) -> Attributes:
-    if isinstance(fact, events.StageEnded):
-        return {semconv.ITEMS: fact.items} if fact.items else {}
-    pinned = {} if fact.pinned == events.PINNED_UNKNOWN else {semconv.TRANSFER_PINNED: bool(fact.pinned)}
-    return {semconv.TRANSFER_SIZE: fact.size, **pinned}
+def _recorded_attributes(event: events.StageEnded | events.BytesMoved) -> Attributes:
+    if isinstance(event, events.StageEnded):
+        return {semconv.ITEMS: event.items} if event.items else {}
+    pinned = {} if event.pinned == events.PINNED_UNKNOWN else {semconv.TRANSFER_PINNED: bool(event.pinned)}
+    return {semconv.TRANSFER_SIZE: event.size, **pinned}
 
 
 def _is_http(record: RequestRecord, request: OpenRequest) -> bool:
-    """Whoever opens a request for an engine's call knows the operation; an HTTP server does not yet."""
+    """Returns whether an HTTP server opened the request.
+
+    An HTTP server does not know the operation at arrival, unlike an engine call.
+    """
     arrived = request.arrived
     return bool(record.server_span_id or record.status_code or (arrived.name and not arrived.operation))
 
 
 def _ingress_interval(
-    record: RequestRecord, request: OpenRequest, life: Milestones, touched: list[int]
+    record: RequestRecord, request: OpenRequest, milestones: Milestones, touched: list[int]
 ) -> Interval:
     if request.early_events_lost or not _is_http(record, request):
         return NO_INTERVAL
     if touched:
         return record.arrived_at, min(touched)
-    return (record.arrived_at, record.ended_at) if life.died and not life.has_token else NO_INTERVAL
+    return (
+        (record.arrived_at, record.ended_at) if milestones.died and not milestones.has_token else NO_INTERVAL
+    )
 
 
-def _queue_interval(record: RequestRecord, life: Milestones) -> Interval:
-    if not life.submitted_at:
+def _queue_interval(record: RequestRecord, milestones: Milestones) -> Interval:
+    if not milestones.submitted_at:
         return NO_INTERVAL
-    died_here = life.died and not record.telemetry_lost and not life.has_token and not life.finished
-    return life.submitted_at, life.scheduled_at or (record.ended_at if died_here else 0)
+    died_here = (
+        milestones.died and not record.telemetry_lost and not milestones.has_token and not milestones.finished
+    )
+    return milestones.submitted_at, milestones.scheduled_at or (record.ended_at if died_here else 0)
 
 
 def _queue_attributes(request: OpenRequest, began: int, ended: int) -> Attributes:
@@ -128,36 +137,39 @@ def _queue_attributes(request: OpenRequest, began: int, ended: int) -> Attribute
     }
 
 
-def _prefill_interval(record: RequestRecord, life: Milestones, said: set[str]) -> Interval:
-    if not life.scheduled_at or not record.generative or semconv.SPAN_DECODE in said:
+def _prefill_interval(record: RequestRecord, milestones: Milestones, recorded_names: set[str]) -> Interval:
+    if not milestones.scheduled_at or not record.generative or semconv.SPAN_DECODE in recorded_names:
         return NO_INTERVAL
-    if life.finished and not (
-        life.reported_tokens or life.first_token_at or record.telemetry_lost
-    ):  # an embedding has no token
-        return life.scheduled_at, life.last_token_at
-    died_here = life.died and not record.telemetry_lost and not life.has_token and not life.finished
-    return life.scheduled_at, life.first_token_at or (record.ended_at if died_here else 0)
+    # An embedding generates no token.
+    if milestones.finished and not (
+        milestones.reported_tokens or milestones.first_token_at or record.telemetry_lost
+    ):
+        return milestones.scheduled_at, milestones.last_token_at
+    died_here = (
+        milestones.died and not record.telemetry_lost and not milestones.has_token and not milestones.finished
+    )
+    return milestones.scheduled_at, milestones.first_token_at or (record.ended_at if died_here else 0)
 
 
 def _prefill_attributes(request: OpenRequest, began: int, ended: int) -> Attributes:
-    said: Attributes = {semconv.KV_SIZE: request.cache[0].size} if len(request.cache) > 1 else {}
+    attributes: Attributes = {semconv.KV_SIZE: request.cache[0].size} if len(request.cache) > 1 else {}
     for _, log, step in _list_chunks(request)[:1]:
-        said |= _kv_attribute(semconv.KV_UTILIZATION_START, log.table.kv_usage_at(step))
-    return said
+        attributes |= _kv_attribute(semconv.KV_UTILIZATION_START, log.table.kv_usage_at(step))
+    return attributes
 
 
 def _decode_attributes(request: OpenRequest, began: int, ended: int) -> Attributes:
-    said: Attributes = {semconv.KV_SIZE: request.cache[-1].size} if request.cache else {}
+    attributes: Attributes = {semconv.KV_SIZE: request.cache[-1].size} if request.cache else {}
     for _, log, step in [chunk for chunk in _list_chunks(request) if chunk[0] < began][-1:]:
-        said |= _kv_attribute(semconv.KV_UTILIZATION_START, log.table.kv_usage_at(step + 1))
+        attributes |= _kv_attribute(semconv.KV_UTILIZATION_START, log.table.kv_usage_at(step + 1))
     if request.runs:
         log, _, step, _ = request.runs[-1]
-        said |= _kv_attribute(semconv.KV_UTILIZATION_END, log.table.kv_usage_at(step))
-    return said
+        attributes |= _kv_attribute(semconv.KV_UTILIZATION_END, log.table.kv_usage_at(step))
+    return attributes
 
 
 def _list_chunks(request: OpenRequest) -> list[tuple[int, EngineStepLog, int]]:
-    """When each piece of its prompt was scheduled, and the step of which engine it was in."""
+    """Returns for each chunk of its prompt when it was scheduled, the engine's log, and the step."""
     return sorted(
         [(chunk.at, log, step) for log, chunks in request.chunks.items() for step, chunk in chunks.items()],
         key=itemgetter(0),
@@ -168,70 +180,91 @@ def _kv_attribute(key: str, utilization: float) -> Attributes:
     return {} if utilization != utilization else {key: utilization}
 
 
-def _decode_interval(record: RequestRecord, life: Milestones) -> Interval:
-    if not life.first_token_at:
+def _decode_interval(record: RequestRecord, milestones: Milestones) -> Interval:
+    if not milestones.first_token_at:
         return NO_INTERVAL
-    died_here = life.died and not record.telemetry_lost and not life.finished
-    return life.first_token_at, record.ended_at if died_here else life.last_token_at
+    died_here = milestones.died and not record.telemetry_lost and not milestones.finished
+    return milestones.first_token_at, record.ended_at if died_here else milestones.last_token_at
 
 
 def _postprocess_interval(
-    record: RequestRecord, request: OpenRequest, life: Milestones, is_touched: bool
+    record: RequestRecord, request: OpenRequest, milestones: Milestones, is_touched: bool
 ) -> Interval:
-    if not (life.submitted_at or life.scheduled_at or life.has_token):  # nothing was generated
-        return (life.response_at, record.ended_at) if life.response_at and is_touched else NO_INTERVAL
-    if life.died and not life.finished:
+    # Nothing was generated.
+    if not (milestones.submitted_at or milestones.scheduled_at or milestones.has_token):
+        return (
+            (milestones.response_at, record.ended_at)
+            if milestones.response_at and is_touched
+            else NO_INTERVAL
+        )
+    if milestones.died and not milestones.finished:
         return NO_INTERVAL
     ended = request.ended
-    is_seen = record.chunks or record.status_code or life.died or (ended is not None and ended.detokenize_ns)
-    return (life.last_token_at, record.ended_at) if life.last_token_at and is_seen else NO_INTERVAL
+    is_seen = (
+        record.chunks or record.status_code or milestones.died or (ended is not None and ended.detokenize_ns)
+    )
+    return (
+        (milestones.last_token_at, record.ended_at) if milestones.last_token_at and is_seen else NO_INTERVAL
+    )
 
 
 def _egress_attributes(request: OpenRequest, began: int, ended: int) -> Attributes:
-    said = request.ended
-    if said is None:
+    end_event = request.ended
+    if end_event is None:
         return {}
-    attributes: Attributes = {semconv.SEND_WAIT: said.send_wait_ns / 1e9}
-    if said.detokenize_ns:
-        attributes[semconv.DETOKENIZE_DURATION] = said.detokenize_ns / 1e9
-    if said.chunks:
-        attributes[semconv.RESPONSE_CHUNKS] = said.chunks
+    attributes: Attributes = {semconv.SEND_WAIT: end_event.send_wait_ns / 1e9}
+    if end_event.detokenize_ns:
+        attributes[semconv.DETOKENIZE_DURATION] = end_event.detokenize_ns / 1e9
+    if end_event.chunks:
+        attributes[semconv.RESPONSE_CHUNKS] = end_event.chunks
     return attributes
 
 
 def apply_generation_gaps(record: RequestRecord, request: OpenRequest) -> None:
-    """Writes them into the record, and how many sequences there were at once; before which rows they lie, into its steps."""
-    ends = sorted([fact.at for fact in request.finished])
-    asked, at_once = request.submissions[0][1], [request.submissions[0][1]]
-    apart: list[int] = []
-    for again, sequences in request.submissions[1:]:
-        over = bisect_right(ends, again)
-        absence = _find_gap(again, ends[over - 1], record, request) if over >= asked else None
-        asked += sequences
-        if absence is None:
-            at_once[-1] += sequences
+    """Sets the generation gaps, the number of concurrent sequences, and the rows before which the gaps lie."""
+    ends = sorted([event.at for event in request.finished])
+    submitted, concurrent = request.submissions[0][1], [request.submissions[0][1]]
+    gap_rows: list[int] = []
+    for resubmitted_at, sequences in request.submissions[1:]:
+        finished_before = bisect_right(ends, resubmitted_at)
+        gap = (
+            _find_gap(resubmitted_at, ends[finished_before - 1], record, request)
+            if finished_before >= submitted
+            else None
+        )
+        submitted += sequences
+        if gap is None:
+            concurrent[-1] += sequences
             continue
-        at_once.append(sequences)
-        record.generation_gaps += (absence,)
-        row = _find_row(record, again)
+        concurrent.append(sequences)
+        record.generation_gaps += (gap,)
+        row = _find_row(record, resubmitted_at)
         if record.steps is not None and 0 < row < len(record.steps):
-            apart.append(row)
-    record.concurrent_sequences = max(at_once)
+            gap_rows.append(row)
+    record.concurrent_sequences = max(concurrent)
     if record.steps is not None:
-        record.steps.gap_rows = tuple(apart)
+        record.steps.gap_rows = tuple(gap_rows)
 
 
-def _find_gap(again: int, finished: int, record: RequestRecord, request: OpenRequest) -> GenerationGap | None:
-    """None where a step that had begun by then brought it something all the same."""
-    rows, row = record.steps, _find_row(record, again)
-    if again >= record.ended_at or (rows is not None and row < len(rows) and rows.started_at[row] < again):
+def _find_gap(
+    resubmitted_at: int, finished_at: int, record: RequestRecord, request: OpenRequest
+) -> GenerationGap | None:
+    """Returns the gap before a submission; None if a step that had begun by then still delivered a token."""
+    rows, row = record.steps, _find_row(record, resubmitted_at)
+    if resubmitted_at >= record.ended_at or (
+        rows is not None and row < len(rows) and rows.started_at[row] < resubmitted_at
+    ):
         return None
-    since = int(rows.ended_at[row - 1]) if rows is not None and row else finished
+    since = int(rows.ended_at[row - 1]) if rows is not None and row else finished_at
     began = sorted([chunk.at for chunks in request.chunks.values() for chunk in chunks.values()])
-    at = bisect_left(began, again)
-    return GenerationGap(since, again, began[at] if at < len(began) else 0) if since < again else None
+    at = bisect_left(began, resubmitted_at)
+    return (
+        GenerationGap(since, resubmitted_at, began[at] if at < len(began) else 0)
+        if since < resubmitted_at
+        else None
+    )
 
 
 def _find_row(record: RequestRecord, at: int) -> int:
-    """Its first step that was done after this instant."""
+    """Returns its first row that was done after this instant."""
     return int(record.steps.ended_at.searchsorted(at, "right")) if record.steps is not None else 0

@@ -1,7 +1,7 @@
-"""Which steps requests that are over took part in, for many requests at once. Pure.
+"""Finds the steps of requests that are over, for many requests in one call. Pure.
 
-Every line of the tables here belongs to one step of one request; columns of whole groups of requests are worked on
-together, since numpy's price per call would otherwise be most of what a request costs.
+A column of the tables belongs to one step of one request. Whole groups of requests are processed together,
+because numpy's cost per call would otherwise dominate the cost of a request.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _NEVER = 1 << 62
 
 
 class DeliveredSteps(NamedTuple):
-    """Steps that delivered something to a request. `forgotten`: how many more there were, that nobody remembers.
+    """The steps that delivered something to a request.
 
-    `is_last_known`: whether the last of them is the last there was. `tokens`: of all of them; `ended_at`: of the last.
+    `evicted`: further steps that are no longer in the step log. `is_last_known`: the last row is certainly
+    the last step. `tokens`: of all rows. `ended_at`: of the last row.
     """
 
     rows: RequestSteps
@@ -36,7 +37,7 @@ class DeliveredSteps(NamedTuple):
 
 
 class _RunSegment(NamedTuple):
-    """Steps of one request in one run that are all remembered, or missing. They are `at`..`end` in the table of all."""
+    """The steps of a run that are still in the step log. Their columns in the common table are `at`..`end`."""
 
     owner: int
     log: EngineStepLog
@@ -50,64 +51,69 @@ class _RunSegment(NamedTuple):
 def collect_steps(
     requests: Sequence[OpenRequest], records: Sequence[RequestRecord], first_at: Sequence[int]
 ) -> list[DeliveredSteps]:
-    """The part of each request; `first_at`: when it had its first token, as far as is known, or else 0."""
-    pieces, forgotten = _split_runs(requests)
-    if not pieces:
-        return [DeliveredSteps(RequestSteps(_EMPTY), lost, False, 0, 0) for lost in forgotten]
-    columns = [part for piece in pieces for part in piece.log.table.get_columns(piece.first, piece.last)]
+    """Returns the delivered steps of each request. `first_at`: its first token; 0 = not known."""
+    segments, evicted = _split_runs(requests)
+    if not segments:
+        return [DeliveredSteps(RequestSteps(_EMPTY), count, False, 0, 0) for count in evicted]
+    columns = [
+        view for segment in segments for view in segment.log.table.get_columns(segment.first, segment.last)
+    ]
     table = np.concatenate(columns, axis=1)
-    counts = np.array([piece.end - piece.at for piece in pieces])
-    seen = _fill_request_columns(table, pieces, counts, requests)
-    known = _find_known_ends(table, pieces, seen, requests)
-    owner = np.repeat(np.array([piece.owner for piece in pieces]), counts)
+    counts = np.array([segment.end - segment.at for segment in segments])
+    seen = _fill_request_columns(table, segments, counts, requests)
+    known = _find_known_ends(table, segments, seen, requests)
+    owner = np.repeat(np.array([segment.owner for segment in segments]), counts)
     table, owner = _clip_to_requests(table, owner, seen, _build_limits(requests, records, first_at))
     bounds = np.searchsorted(owner, np.arange(len(requests) + 1))
     tokens = np.diff(np.append(0, np.cumsum(table[RequestSteps.TOKENS]))[bounds])
     last = np.append(0, table[RequestSteps.ENDED_AT])[bounds[1:]]
-    each = zip(bounds.tolist(), bounds[1:].tolist(), forgotten, known, tokens.tolist(), last.tolist())
-    return [DeliveredSteps(RequestSteps(table[:, begin:end]), *of_it) for begin, end, *of_it in each]
+    per_request = zip(bounds.tolist(), bounds[1:].tolist(), evicted, known, tokens.tolist(), last.tolist())
+    return [DeliveredSteps(RequestSteps(table[:, begin:end]), *values) for begin, end, *values in per_request]
 
 
 def _split_runs(requests: Sequence[OpenRequest]) -> tuple[list[_RunSegment], list[int]]:
-    """The runs of all requests, request by request, and how many steps of each are no longer remembered."""
-    pieces: list[_RunSegment] = []
-    forgotten = [0] * len(requests)
+    """Returns the segments of all requests, request after request, and the number of evicted steps of each."""
+    segments: list[_RunSegment] = []
+    evicted = [0] * len(requests)
     at = 0
     for owner, request in enumerate(requests):
         for log, begin, last, sequences in request.runs:
             first = max(begin, log.table.oldest)
-            forgotten[owner] += min(first, last + 1) - begin
+            evicted[owner] += min(first, last + 1) - begin
             if first <= last:
                 end = at + last - first + 1
-                pieces.append(_RunSegment(owner, log, first, last, sequences, at, end))
+                segments.append(_RunSegment(owner, log, first, last, sequences, at, end))
                 at = end
-    return pieces, forgotten
+    return segments, evicted
 
 
 def _fill_request_columns(
-    table: Any, pieces: list[_RunSegment], counts: Any, requests: Sequence[OpenRequest]
+    table: Any, segments: list[_RunSegment], counts: Any, requests: Sequence[OpenRequest]
 ) -> Any:
-    """Writes into the table what is each request's own; returns which rows delivered something to it."""
-    table[RequestSteps.TOKENS] = np.repeat(np.array([piece.sequences for piece in pieces]), counts)
-    more: dict[int, int] = {}
-    own: dict[int, int] = {}
-    said: dict[tuple[int, EngineStepLog], tuple[list[int], list[int]]] = {}
-    for owner, log, first, last, _, at, _ in pieces:
+    """Writes the values of each request into the table. Returns which columns delivered something to it."""
+    table[RequestSteps.TOKENS] = np.repeat(np.array([segment.sequences for segment in segments]), counts)
+    token_changes: dict[int, int] = {}
+    prefill_changes: dict[int, int] = {}
+    steps_with_changes: dict[tuple[int, EngineStepLog], tuple[list[int], list[int]]] = {}
+    for owner, log, first, last, _, at, _ in segments:
         deltas, chunks = requests[owner].token_deltas.get(log, {}), requests[owner].chunks.get(log, {})
         if not (deltas or chunks):
             continue
-        if (owner, log) not in said:  # its runs may be as many as its steps
-            said[owner, log] = sorted(deltas), sorted(chunks)
-        of_deltas, of_chunks = said[owner, log]
-        for step in _steps_between(of_deltas, first, last):
-            more[at + step - first] = deltas[step]
-        for step in _steps_between(of_chunks, first, last):
-            own[at + step - first] = -chunks[step].tokens
-    for line, changes in ((RequestSteps.TOKENS, more), (RequestSteps.OTHERS_PREFILL_TOKENS, own)):
+        if (owner, log) not in steps_with_changes:  # sorted once, because there may be as many runs as steps
+            steps_with_changes[owner, log] = sorted(deltas), sorted(chunks)
+        delta_steps, chunk_steps = steps_with_changes[owner, log]
+        for step in _steps_between(delta_steps, first, last):
+            token_changes[at + step - first] = deltas[step]
+        for step in _steps_between(chunk_steps, first, last):
+            prefill_changes[at + step - first] = -chunks[step].tokens
+    for row, changes in (
+        (RequestSteps.TOKENS, token_changes),
+        (RequestSteps.OTHERS_PREFILL_TOKENS, prefill_changes),
+    ):
         if changes:
-            table[line, list(changes)] += np.array(list(changes.values()))
-    # Where a step is missing, its place holds an older one.
-    firsts = np.repeat(np.array([piece.first for piece in pieces]), counts)
+            table[row, list(changes)] += np.array(list(changes.values()))
+    # In place of a missing step, the step log holds an older one.
+    firsts = np.repeat(np.array([segment.first for segment in segments]), counts)
     seen: Any = (table[RequestSteps.TOKENS] > 0) & (table[RequestSteps.STEP] >= firsts)
     seen &= table[RequestSteps.ENDED_AT] > 0
     return seen
@@ -118,29 +124,29 @@ def _steps_between(steps: list[int], first: int, last: int) -> list[int]:
 
 
 def _find_known_ends(
-    table: Any, pieces: list[_RunSegment], seen: Any, requests: Sequence[OpenRequest]
+    table: Any, segments: list[_RunSegment], seen: Any, requests: Sequence[OpenRequest]
 ) -> list[bool]:
-    """Whether the last step that is known to have delivered something to a request is the last one that did."""
+    """Returns for each request whether its last observed step with a token is certainly the last one."""
     known = [False] * len(requests)
-    some = np.logical_or.reduceat(seen, [piece.at for piece in pieces]).tolist()
-    for piece, is_some in zip(pieces, some):
-        request = requests[piece.owner]
-        if is_some and not request.steps_lost:
-            known[piece.owner] = True
-        elif is_some:
-            # A later run of the same engine has the last word.
-            steps = table[RequestSteps.STEP, piece.at : piece.end][seen[piece.at : piece.end]]
-            known[piece.owner] = request.is_last(piece.log, int(steps[-1]))
+    has_rows = np.logical_or.reduceat(seen, [segment.at for segment in segments]).tolist()
+    for segment, has_row in zip(segments, has_rows):
+        request = requests[segment.owner]
+        if has_row and not request.steps_lost:
+            known[segment.owner] = True
+        elif has_row:
+            # A later run of the same engine overrides this one.
+            steps = table[RequestSteps.STEP, segment.at : segment.end][seen[segment.at : segment.end]]
+            known[segment.owner] = request.is_last(segment.log, int(steps[-1]))
     return known
 
 
 def _build_limits(
     requests: Sequence[OpenRequest], records: Sequence[RequestRecord], first_at: Sequence[int]
 ) -> Any:
-    """Lines: when each request arrived, ended, had its first token; before when its steps were begun, by when they were done.
+    """Returns limits by request, one line each: arrival, end, first token, latest start and end of steps.
 
-    Nobody is given a token that is not known yet, so where a success ended before its last step was told to be done, that
-    was told late.
+    A client receives no token before the step is done. If a success ended before its last step was recorded
+    as done, that record was late.
     """
     limits = []
     for request, record, first in zip(requests, records, first_at):
@@ -151,9 +157,9 @@ def _build_limits(
 
 
 def _clip_to_requests(table: Any, owner: Any, seen: Any, limits: Any) -> tuple[Any, Any]:
-    """The steps of which the reader could have had something, with what of them lies inside the request.
+    """Returns the steps that the client could have received tokens from, clipped to the request.
 
-    A step that was scheduled before the first token (two are in flight) is this request's from there on.
+    A step that was scheduled before the first token (two are in flight) counts from the first token on.
     """
     arrived, ended, first, begun, done = _repeat_per_step(limits, owner)
     started_at, ended_at = table[RequestSteps.STARTED_AT], table[RequestSteps.ENDED_AT]
@@ -165,21 +171,21 @@ def _clip_to_requests(table: Any, owner: Any, seen: Any, limits: Any) -> tuple[A
     np.minimum(ended_at, ended, out=ended_at)
     np.maximum(started_at, arrived, out=started_at)
     same = owner[1:] == owner[:-1]
-    # Of several engines, in the order in which they were done.
+    # Steps of several engines are ordered by their ends.
     if (same & (ended_at[1:] < ended_at[:-1])).any():
         table = table[:, np.lexsort((ended_at, owner))]
         started_at, ended_at = table[RequestSteps.STARTED_AT], table[RequestSteps.ENDED_AT]
     is_before = ended_at <= first
     np.maximum(started_at, first, out=started_at, where=~is_before)
-    # Where the first step is not known, the first token is: those before it are no decode steps.
-    dropped = is_before[1:] & same
-    if not dropped.any():
+    # Where the first step is unknown, the first token is the limit: steps before it are no decode steps.
+    is_dropped = is_before[1:] & same
+    if not is_dropped.any():
         return table, owner
-    kept = np.append(~dropped, True)
-    return table.compress(kept, axis=1), owner[kept]
+    is_kept = np.append(~is_dropped, True)
+    return table.compress(is_kept, axis=1), owner[is_kept]
 
 
 def _repeat_per_step(lines: Any, owner: Any) -> Any:
-    """A number of each request for every of its steps. `owner` is in order."""
+    """Repeats each request's numbers for each of its steps. `owner`: sorted."""
     bounds = np.searchsorted(owner, np.arange(lines.shape[1] + 1))
     return np.repeat(lines, np.diff(bounds), axis=1)

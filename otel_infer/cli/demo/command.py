@@ -1,8 +1,8 @@
-"""Make a tiny model, serve it instrumented, load it, and show where the time goes.
+"""Make a tiny model, serve it with instrumentation, load it, and show where the time goes.
 
-Nothing is downloaded. The server is an ordinary `transformers serve` with continuous batching, started the way
-`otel-infer run` does; the load comes from a client that shares no code with us. With OTEL_EXPORTER_OTLP_ENDPOINT set the
-same traces and metrics are exported too.
+Nothing is downloaded. The server is an ordinary `transformers serve` with continuous batching, started as
+`otel-infer run` starts it. The load client shares no code with otel_infer. If OTEL_EXPORTER_OTLP_ENDPOINT is set, the
+traces and metrics are exported too.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ PROGRAM = "otel-infer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `demo`."""
-    parser.add_argument("--requests", type=int, default=60, help="how many requests (60)")
-    parser.add_argument("--concurrency", type=int, default=6, help="how many at once (6)")
-    parser.add_argument("--seconds", type=float, help="load for so long instead")
-    parser.add_argument("--serve", action="store_true", help="go on serving after the load, until Ctrl-C")
-    parser.add_argument(
-        "--tape", metavar="FILE", default="otel-infer-demo.tape", help="where to save the facts"
-    )
-    parser.add_argument("--json", action="store_true", help="the requests as JSON instead of tables")
+    """Adds the options of `demo`."""
+    parser.add_argument("--requests", type=int, default=60, help="number of requests (60)")
+    parser.add_argument("--concurrency", type=int, default=6, help="concurrent requests (6)")
+    parser.add_argument("--seconds", type=float, help="load the server for this long instead")
+    parser.add_argument("--serve", action="store_true", help="keep serving after the load, until Ctrl-C")
+    parser.add_argument("--tape", metavar="FILE", default="otel-infer-demo.tape", help="the tape to write")
+    parser.add_argument("--json", action="store_true", help="print the requests as JSON instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The whole demo; 0 if every request was answered and its trace is there."""
+    """Runs the demo. Returns 0 if every request succeeded and was recorded, 2 if a package is missing, else 1."""
     for module in ("torch", "transformers", "tokenizers", "fastapi", "uvicorn"):
         if not _is_installed(module):
             print(f"otel-infer demo: {module} is missing; {INSTALL_HINT}", file=sys.stderr)
@@ -70,7 +68,7 @@ class Demo:
         self.supervisor: Supervisor | None = None
 
     def run(self) -> int:
-        """Model, server, load, tables."""
+        """Makes the model, starts the server, loads it and prints the results. Returns the exit status."""
         from otel_infer.cli.demo.model import make_demo_model
 
         began = time.monotonic()
@@ -89,7 +87,7 @@ class Demo:
             return status
         try:
             if not self.wait_until_ready():
-                self.print_progress(f"the server did not get ready; its last words:\n{_read_tail(log)}")
+                self.print_progress(f"the server did not get ready; the end of its log:\n{_read_tail(log)}")
                 return 1
             self.print_progress(f"ready after {time.monotonic() - began:.0f} s")
             observed = self.apply_load()
@@ -100,22 +98,22 @@ class Demo:
         return self.print_results(observed)
 
     def server_command(self) -> list[str]:
-        """`transformers serve`, as a person would start it."""
-        beside = Path(sys.executable).parent / "transformers"
-        program = str(beside) if beside.exists() else shutil.which("transformers") or "transformers"
+        """Returns the command line of `transformers serve`."""
+        sibling = Path(sys.executable).parent / "transformers"
+        program = str(sibling) if sibling.exists() else shutil.which("transformers") or "transformers"
         device = "cuda" if _has_gpu() else "cpu"
         options = f"--device {device} --dtype float32 --attn-implementation sdpa --continuous-batching"
         sizes = "--cb-num-blocks 128 --cb-block-size 32 --cb-max-batch-tokens 256"
-        where = f"--host 127.0.0.1 --port {self.port}"
-        return [program, "serve", str(self.model), *f"{where} {options} {sizes}".split()]
+        address = f"--host 127.0.0.1 --port {self.port}"
+        return [program, "serve", str(self.model), *f"{address} {options} {sizes}".split()]
 
     def wait_until_ready(self) -> bool:
-        """Until the server answers; False if it died or took too long."""
+        """Waits until the server is healthy. Returns False if it died or took more than `READY_S` s."""
         assert self.supervisor is not None
         return wait_until_healthy(f"http://127.0.0.1:{self.port}", self.supervisor.is_alive, READY_S)
 
     def apply_load(self) -> list[Any]:
-        """Warms up, then drives concurrent streams of mixed lengths, with a progress bar."""
+        """Warms the server up, then sends concurrent streaming requests of mixed lengths. Returns their results."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         from otel_infer.cli.demo.load_client import run_load
@@ -137,9 +135,9 @@ class Demo:
             )
 
     def serve_until_interrupted(self) -> None:
-        """Until Ctrl-C."""
+        """Keeps the server running until Ctrl-C."""
         self.print_progress(
-            f"serving on http://127.0.0.1:{self.port}/v1 (model {self.model}); Ctrl-C ends it"
+            f"serving on http://127.0.0.1:{self.port}/v1 (model {self.model}); stop with Ctrl-C"
         )
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -148,19 +146,22 @@ class Demo:
         except KeyboardInterrupt:
             pass
 
-    def print_results(self, observed: list[Any]) -> int:
-        """Tables, the slowest request, and what to do next."""
+    def print_results(self, results: list[Any]) -> int:
+        """Prints the tables, the slowest request and the next steps.
+
+        Returns 1 if a request failed or was not recorded, else 0.
+        """
         from otel_infer.cli import replay, terminal
 
-        wanted = {one.trace_id for one in observed}
+        sent_ids = {result.trace_id for result in results}
         records = [
-            record for record in replay.read_records(Path(self.tape)) if record.trace_id.hex() in wanted
+            record for record in replay.read_records(Path(self.tape)) if record.trace_id.hex() in sent_ids
         ]
-        failed = [one for one in observed if one.error]
-        for one in failed[:3]:
-            self.print_progress(f"a request failed: {one.error}")
+        failed = [result for result in results if result.error]
+        for result in failed[:3]:
+            self.print_progress(f"a request failed: {result.error}")
         if not records:
-            self.print_progress("no request was recorded; `otel-infer doctor` says why")
+            self.print_progress("no request was recorded; run `otel-infer doctor` to see why")
             return 1
         if self.arguments.json:
             print(json.dumps([replay.record_to_dict(record) for record in records]))
@@ -172,26 +173,26 @@ class Demo:
             for line in terminal.render_waterfall(slowest):
                 self.console.print(line)
             self.print_next_steps(records)
-        missing = len(wanted) - len(records)
+        missing = len(sent_ids) - len(records)
         if missing:
-            self.print_progress(f"{missing} of {len(wanted)} requests have no trace")
+            self.print_progress(f"{missing} of {len(sent_ids)} requests have no trace")
         return 1 if failed or missing else 0
 
     def print_next_steps(self, records: list[RequestRecord]) -> None:
-        """What a newcomer does next."""
+        """Prints the commands to try next."""
         steps = sum(len(record.steps) - 1 for record in records if record.steps is not None)
         program = find_program()
-        self.console.print(f"\n{len(records)} requests and {steps} decode steps, all on {self.tape}")
+        self.console.print(f"\n{len(records)} requests and {steps} decode steps, recorded on {self.tape}")
         self.console.print(
             f"what to change first:       {program} explain {self.tape}\n"
             f"the same for your server:   {program} run --show -- <your command>\n"
-            "to Grafana (`docker compose up` with the docker-compose.yml of our repository, then):\n"
+            "with Grafana (first `docker compose up` in a clone of our repository):\n"
             f"  OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 {program} demo",
             markup=False,
         )
 
     def print_progress(self, text: str) -> None:
-        """A line about the progress."""
+        """Prints a line about the progress."""
         self.console.print(text, markup=False)
 
 
@@ -199,7 +200,7 @@ SERVER_VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS
 
 
 def wait_until_healthy(url: str, alive: Callable[[], bool], timeout: float) -> bool:
-    """Waits until the server at this address is healthy; False if it died or that took more than `timeout` s."""
+    """Waits until the server at `url` is healthy. Returns False if it died or took more than `timeout` s."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and alive():
         try:
@@ -211,11 +212,11 @@ def wait_until_healthy(url: str, alive: Callable[[], bool], timeout: float) -> b
 
 
 def find_program() -> str:
-    """This program as it can be called from here: by its name where that finds it, else by its path."""
-    beside, found = Path(sys.executable).with_name(PROGRAM), shutil.which(PROGRAM)
-    if not beside.exists() or (found is not None and beside.samefile(found)):
+    """Returns how to call this program: its name if PATH finds it, else its relative path."""
+    sibling, found = Path(sys.executable).with_name(PROGRAM), shutil.which(PROGRAM)
+    if not sibling.exists() or (found is not None and sibling.samefile(found)):
         return PROGRAM
-    return os.path.relpath(beside)
+    return os.path.relpath(sibling)
 
 
 def _has_gpu() -> bool:

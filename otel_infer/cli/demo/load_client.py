@@ -1,6 +1,6 @@
-"""A load client for an OpenAI-compatible server that shares no code with the rest of us.
+"""A load client for an OpenAI-compatible server that shares no code with the rest of otel_infer.
 
-What it times on its own sockets is the truth our spans are compared with, so nothing here may come from otel_infer.
+Its own timing is the reference that our spans are compared with, so this module must not import otel_infer.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ WORDS = (
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request as its client saw it. `_at` are `time.perf_counter_ns()` instants, `_ns` lengths."""
+    """One request as its client measured it. `_at`: `time.perf_counter_ns()` instants; `_ns`: lengths."""
 
     prompt_words: int
     max_tokens: int
     trace_id: str | None
-    """32 hex digits of the `traceparent` sent; None when none was."""
+    """32 hex digits from the `traceparent` header; None if none was sent."""
     started_at: int = 0
     """Just before the request is written."""
     started_unix_ns: int = 0
     """The same instant on the wall clock."""
     content_at: list[int] = field(default_factory=list)
-    """When each event that carried text arrived; an event with only a role is not among them."""
+    """When each event with text arrived. Events with only a role are not included."""
     ended_at: int = 0
     """End of the response body, or when the request failed."""
     status: int = 0
-    """HTTP status; 0 when no answer came."""
+    """HTTP status; 0 if there was no response."""
     error: str | None = None
 
     @property
     def ttft_ns(self) -> int | None:
-        """Time to the first text; None when none came."""
+        """Time to the first text; None if there was none."""
         return self.content_at[0] - self.started_at if self.content_at else None
 
     @property
     def gaps_ns(self) -> list[int]:
-        """Time between one text event and the next."""
+        """Times between consecutive text events."""
         return [later - sooner for sooner, later in zip(self.content_at, self.content_at[1:], strict=False)]
 
     @property
     def e2e_ns(self) -> int:
-        """From start to the end of the response."""
+        """Time from the start of the request to the end of the response."""
         return self.ended_at - self.started_at
 
 
@@ -72,31 +72,31 @@ def run_load(
     traceparent: bool = True,
     timeout_s: float = 120.0,
 ) -> list[RequestResult]:
-    """Stream chat completions from `concurrency` clients at once; return every request in the order they ended.
+    """Streams chat completions from `concurrency` clients. Returns the results in the order in which they ended.
 
-    Stops after `requests`, or starts no more after `seconds`, whichever comes first; one of them is given. Prompts are so
-    many words and answers so many tokens, drawn per request from the two lists: one `seed` is one sequence of requests,
-    whatever the timing. `on_done` is called once per request, never twice at a time. `timeout_s` bounds one socket wait.
-    A request that fails is an Observed with an error, never an exception; what `on_done` raises ends the drive.
+    Stops after `requests`, or starts no request after `seconds`, whichever is first. At least one of them must be given.
+    Each request draws its prompt length (words) and its output length (tokens) from the two lists. The same `seed` gives
+    the same sequence of requests, independent of timing. `on_done` is called once per request, never concurrently; an
+    exception from it ends the load. `timeout_s` limits each socket wait. A failed request is a result with an `error`.
     """
     if requests is None and seconds is None:
-        raise ValueError("give requests, seconds or both: nothing would end the drive")
+        raise ValueError("requests and seconds are both None, so the load would never end; give one of them")
     plan = _generate_requests(prompt_lengths, output_lengths, seed, traceparent)
     deadline = None if seconds is None else time.perf_counter() + seconds
-    turn, stop, done = threading.Lock(), threading.Event(), list[RequestResult]()
+    lock, stop, done = threading.Lock(), threading.Event(), list[RequestResult]()
 
     def run_client() -> None:
         client = _ChatClient(base_url, model, timeout_s, stop)
         while not stop.is_set() and (deadline is None or time.perf_counter() < deadline):
-            with turn:
-                index, prompt, observed = next(plan)
+            with lock:
+                index, prompt, result = next(plan)
             if requests is not None and index >= requests:
                 break
-            client.send_request(prompt, observed)
-            with turn:
-                done.append(observed)
+            client.send_request(prompt, result)
+            with lock:
+                done.append(result)
                 if on_done is not None:
-                    on_done(observed)
+                    on_done(result)
         client.close()
 
     with ThreadPoolExecutor(concurrency, thread_name_prefix="client") as clients:
@@ -113,17 +113,17 @@ def run_load(
 def _generate_requests(
     prompt_lengths: Sequence[int], output_lengths: Sequence[int], seed: int, traceparent: bool
 ) -> Iterator[tuple[int, str, RequestResult]]:
-    """Requests without end: index, prompt, and what is known of it before it starts."""
-    chance, index = random.Random(seed), 0
+    """Yields requests without end: the index, the prompt, and an empty result."""
+    generator, index = random.Random(seed), 0
     while True:
-        words, tokens = chance.choice(prompt_lengths), chance.choice(output_lengths)
-        prompt = " ".join(chance.choices(WORDS, k=words))
+        words, tokens = generator.choice(prompt_lengths), generator.choice(output_lengths)
+        prompt = " ".join(generator.choices(WORDS, k=words))
         yield index, prompt, RequestResult(words, tokens, secrets.token_hex(16) if traceparent else None)
         index += 1
 
 
 class _ChatClient:
-    """One connection, kept alive over its requests as a browser or SDK keeps it."""
+    """A client with one connection, kept alive over its requests as in a browser or SDK."""
 
     def __init__(self, base_url: str, model: str, timeout_s: float, stop: threading.Event) -> None:
         url = urlsplit(base_url)
@@ -133,32 +133,32 @@ class _ChatClient:
         self._model = model
         self._stop = stop
 
-    def send_request(self, prompt: str, observed: RequestResult) -> None:
-        """Send one request and read its answer to the end into `observed`."""
+    def send_request(self, prompt: str, result: RequestResult) -> None:
+        """Sends one request, reads its response to the end and records it in `result`."""
         body = {
             "model": self._model,
             "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": observed.max_tokens,
+            "max_tokens": result.max_tokens,
             "temperature": 1.0,
             "stream": True,
         }
         headers = {"content-type": "application/json", "accept": "text/event-stream"}
-        if observed.trace_id is not None:
-            headers["traceparent"] = f"00-{observed.trace_id}-{secrets.token_hex(8)}-01"
+        if result.trace_id is not None:
+            headers["traceparent"] = f"00-{result.trace_id}-{secrets.token_hex(8)}-01"
         payload = json.dumps(body).encode()
-        observed.started_unix_ns, observed.started_at = time.time_ns(), time.perf_counter_ns()
+        result.started_unix_ns, result.started_at = time.time_ns(), time.perf_counter_ns()
         try:
             self._connection.request("POST", self._path, payload, headers)
-            self._read_stream(self._connection.getresponse(), observed)
+            self._read_stream(self._connection.getresponse(), result)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            observed.error = f"{type(error).__name__}: {error}"
+            result.error = f"{type(error).__name__}: {error}"
             self._connection.close()
-        observed.ended_at = time.perf_counter_ns()
+        result.ended_at = time.perf_counter_ns()
 
-    def _read_stream(self, response: http.client.HTTPResponse, observed: RequestResult) -> None:
-        observed.status = response.status
+    def _read_stream(self, response: http.client.HTTPResponse, result: RequestResult) -> None:
+        result.status = response.status
         if response.status != 200:
-            observed.error = f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}"
+            result.error = f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}"
             return
         finished = False
         while line := response.readline():
@@ -171,15 +171,15 @@ class _ChatClient:
                 continue
             event = json.loads(data)
             if "error" in event:
-                observed.error = f"error event: {str(event['error'])[:200]}"
+                result.error = f"error event: {str(event['error'])[:200]}"
             for choice in event.get("choices", ()):
                 finished |= choice.get("finish_reason") is not None
                 if choice.get("delta", {}).get("content"):
-                    observed.content_at.append(arrived_at)
+                    result.content_at.append(arrived_at)
             if self._stop.is_set():
-                raise OSError("stopped by the one who drives")
-        if not finished and observed.error is None:
-            observed.error = "the stream broke off before its end"
+                raise OSError("the load was stopped")
+        if not finished and result.error is None:
+            result.error = "the stream ended early"
 
     def close(self) -> None:
         self._connection.close()

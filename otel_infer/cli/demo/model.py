@@ -1,8 +1,8 @@
-"""A tiny language model made on the spot, so that the demo and the tests need no download.
+"""Makes a tiny language model locally, so that the demo and the tests need no download.
 
-Its weights are random and its text is nonsense; its shape, its tokenizer and its chat template are those of a real
-Llama. It never ends by itself and every token it emits is readable text of its own, so that a client that asks for n
-tokens sees n pieces arrive.
+Its weights are random and its text is nonsense. Its architecture, tokenizer and chat template are like those of a real
+Llama. It never emits an end token, and every token is readable text. A client that requests n tokens therefore receives
+n pieces of text.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PROSE = "The quick brown fox jumps over the lazy dog. Hello world, how are you t
 
 
 def make_demo_model(folder: Path, *, layers: int = 4, hidden: int = 256) -> Path:
-    """Write a random Llama of `layers` × `hidden` with its tokenizer into `folder`, the same one every time.
+    """Writes a random Llama of `layers` × `hidden` with its tokenizer into `folder`; the seed is fixed.
 
-    Returns the folder, which `from_pretrained` and `transformers serve` take as a model name. `hidden` is a multiple of 64.
-    Raises ImportError when torch, transformers or tokenizers is missing.
+    Returns the folder, which `from_pretrained` and `transformers serve` accept as a model name. `hidden` must be a
+    multiple of 64. Raises ImportError if torch, transformers or tokenizers is missing.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,7 +56,7 @@ def make_demo_model(folder: Path, *, layers: int = 4, hidden: int = 256) -> Path
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Write both into `folder` without transformers' progress bar, which would draw over ours."""
+    """Writes model and tokenizer into `folder`, without transformers' progress bar, which would overwrite ours."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -70,7 +70,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def make_tokenizer() -> Any:
-    """A byte-level BPE tokenizer with a chat template, trained here in about a second."""
+    """Trains a byte-level BPE tokenizer with a chat template, in about a second."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -97,7 +97,7 @@ def make_tokenizer() -> Any:
 
 
 def _read_corpus() -> Iterator[str]:
-    """Python's own library as text: on every machine, and words enough for 2,000 merges."""
+    """Yields the text of Python's standard library. Every machine has it, with enough words for 2,000 merges."""
     yield PROSE * 50
     left = CORPUS_BYTES
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -109,15 +109,16 @@ def _read_corpus() -> Iterator[str]:
 
 
 def _suppress_tokens(model: Any, tokenizer: Any) -> None:
-    """Keep the model from ending and from emitting half a character.
+    """Suppresses special tokens and tokens that are not printable text, e.g. unprintable a character.
 
-    Spreading the logits and zeroing a token's row puts that token some three deviations below the best ones.
+    The weights of the output layer are multiplied by 10, which spreads the logits. The row of a suppressed token is set
+    to 0, which puts it about three standard deviations below the most likely tokens.
     """
     import torch
 
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
-    half = [token for token, text in enumerate(texts) if not text.isprintable() or "\ufffd" in text]
-    unspeakable = half + list(range(len(SPECIAL_TOKENS)))
+    unprintable = [token for token, text in enumerate(texts) if not text.isprintable() or "\ufffd" in text]
+    suppressed = unprintable + list(range(len(SPECIAL_TOKENS)))
     with torch.no_grad():
         model.lm_head.weight.mul_(10)
-        model.lm_head.weight[unspeakable] = 0
+        model.lm_head.weight[suppressed] = 0

@@ -1,7 +1,7 @@
-"""What `otel-infer doctor` looks at. Each check says what it found and, unless that is fine, what to do.
+"""The result of one check of `otel-infer doctor`: its state, the finding and the remedy.
 
-Nothing is changed by being looked at: what a trial needs is made apart from everybody else's, and removed; what is loud,
-heavy or may hang (importing engines, exporting) happens in a process of its own (`apart`).
+Checks leave the machine unchanged: a trial uses resources of its own and removes them. Checks that are loud, heavy or may
+hang (importing engines, exporting) run in a separate process (`probe_process`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ State = Literal["ok", "warn", "fail"]
 
 
 class Check(NamedTuple):
-    """One thing looked at. `do` says what to do about it, and is empty where all is well."""
+    """The result of one check. `do` is the remedy; empty if the state is `ok`."""
 
     name: str
     state: State
@@ -24,13 +24,13 @@ class Check(NamedTuple):
 
 
 def mask_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """The text without credentials in URLs, without their queries, and without the values of configured headers."""
+    """Returns the text with the credentials and queries of URLs and the values of configured headers masked."""
     for name, headers in environ.items():
         if name.startswith("OTEL_") and name.endswith("_HEADERS"):
             for pair in headers.split(","):
                 value = pair.partition("=")[2].strip()
-                said = {value, unquote(value), unquote(value).rpartition(" ")[2]}
-                for secret in sorted(said, key=len, reverse=True):
+                secrets = {value, unquote(value), unquote(value).rpartition(" ")[2]}
+                for secret in sorted(secrets, key=len, reverse=True):
                     text = text.replace(secret, "***") if len(secret) > 3 else text
     text = re.sub(r"(?<=://)[^/\s]+@", "***@", text)
     return re.sub(r"(://[^\s?]*)\?[^\s,)]+", r"\1?***", text)

@@ -1,8 +1,8 @@
-"""Say what binds here, what has drifted, what the destination answers, and what to do about it.
+"""Check which integrations bind, what does not match, whether the destination accepts data, and how to fix it.
 
-Imports the installed engines in a process of its own, sends one span named `otel_infer doctor` where the configuration
-says, allocates shared memory, starts a sidecar on it, and removes all of it again. Run it with the Python and the
-environment of your server. Ends with status 1 if something failed, else 0.
+Imports the installed engines in a separate process and sends one span named `otel_infer doctor` to the configured
+destination. Allocates shared memory, starts a sidecar on it, and removes both again. Run it with the Python and the
+environment of your server. Exits with status 1 if a check failed, else 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME_WIDTH = 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `doctor`."""
+    """Adds the options of `doctor`."""
     parser.add_argument(
         "--json", action="store_true", help="one JSON object: {checks: [{name, state, found, do}], ok}"
     )
@@ -31,37 +31,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--imports",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="import the installed engines, in a process of its own (default: yes)",
+        help="import the installed engines, in a separate process (default: yes)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Looks at everything; 1 if something failed."""
-    page = _JsonReport() if arguments.json else _TerminalReport() if sys.stdout.isatty() else _PlainReport()
+    """Runs all checks and reports them. Returns 1 if a check failed, else 0."""
+    report = _JsonReport() if arguments.json else _TerminalReport() if sys.stdout.isatty() else _PlainReport()
     environ = child_environment()
     checks: list[Check] = []
-    for about, look in iter_checks(environ, arguments.imports):
-        with page.show_progress(about):
-            found = run_check(about, look)
+    for topic, check_function in iter_checks(environ, arguments.imports):
+        with report.show_progress(topic):
+            found = run_check(topic, check_function)
         for check in found:
-            shown = check._replace(
+            masked = check._replace(
                 found=mask_secrets(check.found, environ), do=mask_secrets(check.do, environ)
             )
-            checks.append(shown)
-            page.add_check(shown)
-    page.finish_report(checks)
+            checks.append(masked)
+            report.add_check(masked)
+    report.finish_report(checks)
     return 0 if is_healthy(checks) else 1
 
 
 def is_healthy(checks: list[Check]) -> bool:
-    """Whether nothing failed."""
+    """Returns whether no check failed."""
     return all(check.state != "fail" for check in checks)
 
 
 def iter_checks(environ: dict[str, str], imports: bool) -> Iterator[tuple[str, CheckFunction]]:
-    """(what it is about, what looks at it), in order; each is done before the next is asked for."""
-    from otel_infer.cli.doctor import environment, exporter, instrumentations
-    from otel_infer.cli.doctor import shared_memory as memory
+    """Yields (topic, check function) in order. The caller runs each function before it takes the next.
+
+    The sidecar check reads the result of the shared memory check.
+    """
+    from otel_infer.cli.doctor import environment, exporter, instrumentations, shared_memory
     from otel_infer.gpu import nvml
 
     settings, _ = from_env_or_defaults(environ)
@@ -69,7 +71,7 @@ def iter_checks(environ: dict[str, str], imports: bool) -> Iterator[tuple[str, C
 
     def check_shared_memory() -> list[Check]:
         nonlocal refused
-        check, refused = memory.check_shared_memory(settings)
+        check, refused = shared_memory.check_shared_memory(settings)
         return [check]
 
     yield "versions", lambda: [environment.check_versions()]
@@ -77,18 +79,25 @@ def iter_checks(environ: dict[str, str], imports: bool) -> Iterator[tuple[str, C
     yield "integrations", lambda: instrumentations.check_instrumentations(settings, imports)
     yield "exporter", lambda: exporter.check_exporter(settings, environ)
     yield "shared memory", check_shared_memory
-    yield "sidecar", lambda: [memory.check_sidecar(settings, refused)]
-    yield "leftovers", lambda: [memory.check_leftovers(settings)]
+    yield "sidecar", lambda: [shared_memory.check_sidecar(settings, refused)]
+    yield "leftovers", lambda: [shared_memory.check_leftovers(settings)]
     yield "gpu", lambda: [environment.check_gpu(nvml.query_state())]
 
 
-def run_check(about: str, look: CheckFunction) -> list[Check]:
-    """What `look` found; a check that breaks is a finding, and the others go on."""
+def run_check(topic: str, check_function: CheckFunction) -> list[Check]:
+    """Runs one check. An exception becomes a failed check, so that the other checks still run."""
     try:
-        return look()
-    except Exception as broken:
-        found = f"this check broke: {type(broken).__name__}: {broken}"
-        return [Check(about, "fail", found, "tell us, with the line above and `otel-infer --version`")]
+        return check_function()
+    except Exception as error:
+        found = f"this check raised {type(error).__name__}: {error}"
+        return [
+            Check(
+                topic,
+                "fail",
+                found,
+                "report it as a bug, with the line above and the output of `otel-infer --version`",
+            )
+        ]
 
 
 def _format_summary(checks: list[Check]) -> str:
@@ -98,10 +107,10 @@ def _format_summary(checks: list[Check]) -> str:
 
 
 class _DoctorReport(Protocol):
-    """Where findings are shown."""
+    """Shows the results of checks."""
 
     def show_progress(self, about: str) -> AbstractContextManager[Any]:
-        """Shows what is being looked at."""
+        """Shows which topic is being checked."""
 
     def add_check(self, check: Check) -> None: ...
 
@@ -109,7 +118,7 @@ class _DoctorReport(Protocol):
 
 
 class _JsonReport:
-    """All at once, when all is known."""
+    """Prints all results as one JSON object at the end."""
 
     def show_progress(self, about: str) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -124,7 +133,7 @@ class _JsonReport:
 
 
 class _PlainReport:
-    """For a file or a pipe: a line for each finding, one more where there is something to do."""
+    """Prints one line per result, and one more if there is a remedy; for a file or a pipe."""
 
     def show_progress(self, about: str) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -142,7 +151,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 class _TerminalReport:
-    """For a person: coloured, wrapped, and saying what is being looked at."""
+    """Prints coloured, wrapped results and the topic that is being checked; for a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -159,10 +168,10 @@ class _TerminalReport:
         row = Table.grid(padding=(0, 2))
         for width in (4, NAME_WIDTH - 2, None):
             row.add_column(width=width, overflow="fold")
-        said = Text(check.found)
+        text = Text(check.found)
         if check.do:
-            said.append(f"\n→ {check.do}", "bold")
-        row.add_row(Text(check.state, _COLOURS[check.state]), check.name, said)
+            text.append(f"\n→ {check.do}", "bold")
+        row.add_row(Text(check.state, _COLOURS[check.state]), check.name, text)
         self._console.print(row)
 
     def finish_report(self, checks: list[Check]) -> None:

@@ -1,4 +1,4 @@
-"""Versions, configuration, GPU driver: what can be read without trying anything."""
+"""Checks of versions, configuration and GPU driver, which need no trial."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ REQUIRED_PACKAGES = (
     "protobuf",
 )
 REPORTED_PACKAGES = (*REQUIRED_PACKAGES, "opentelemetry-exporter-otlp-proto-grpc")
-_URLLIB3_REPLACED = "urllib3 is replaced by urllib3-future: what a server exports after a fork may be lost"
+_URLLIB3_REPLACED = "urllib3 is replaced by urllib3-future: exports of a forked process may be lost"
 _URLLIB3_REMEDY = (
-    f"install otel-infer[grafana] in an environment of its own; here: {sys.executable} -m pip uninstall urllib3-future urllib3, "
+    f"install otel-infer[grafana] in a separate environment; here: {sys.executable} -m pip uninstall urllib3-future urllib3, "
     "and install urllib3 again"
 )
 HOST_TIMING = f"the time of steps is the host's; GPU timing: {GPU_TIMING_STATUS}"
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of a distribution, or None where it is not installed."""
+    """Returns the version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -43,36 +43,36 @@ def installed_version(distribution: str) -> str | None:
 
 
 def is_urllib3_replaced() -> bool:
-    """Whether urllib3-future (which grafana-client asks for) lies where urllib3 was."""
-    found = find_spec("urllib3")
-    return found is not None and found.origin is not None and (Path(found.origin).parent / "_async").is_dir()
+    """Returns whether urllib3-future, a dependency of grafana-client, has replaced urllib3."""
+    spec = find_spec("urllib3")
+    return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "_async").is_dir()
 
 
 def check_versions(
     installed: Callable[[str], str | None] = installed_version,
     is_replaced: Callable[[], bool] = is_urllib3_replaced,
 ) -> Check:
-    """What is installed for this interpreter."""
-    found = {name: installed(name) for name in REPORTED_PACKAGES}
-    said = [f"otel-infer {VERSION}", f"Python {platform.python_version()} ({sys.executable})"]
-    said += [f"{name} {version}" for name, version in found.items() if version]
-    missing = [name for name in REQUIRED_PACKAGES if not found[name]]
+    """Checks which packages are installed for this interpreter."""
+    versions = {name: installed(name) for name in REPORTED_PACKAGES}
+    parts = [f"otel-infer {VERSION}", f"Python {platform.python_version()} ({sys.executable})"]
+    parts += [f"{name} {version}" for name, version in versions.items() if version]
+    missing = [name for name in REQUIRED_PACKAGES if not versions[name]]
     if not missing and is_replaced():
-        return Check("versions", "warn", f"{', '.join(said)}; {_URLLIB3_REPLACED}", _URLLIB3_REMEDY)
+        return Check("versions", "warn", f"{', '.join(parts)}; {_URLLIB3_REPLACED}", _URLLIB3_REMEDY)
     if not missing:
-        return Check("versions", "ok", ", ".join(said))
-    said.append(f"not installed: {', '.join(missing)}")
-    return Check("versions", "fail", ", ".join(said), f"{sys.executable} -m pip install {' '.join(missing)}")
+        return Check("versions", "ok", ", ".join(parts))
+    parts.append(f"not installed: {', '.join(missing)}")
+    return Check("versions", "fail", ", ".join(parts), f"{sys.executable} -m pip install {' '.join(missing)}")
 
 
 def check_configuration(environ: Mapping[str, str]) -> Check:
-    """Bad values, variables of ours that do not exist, and where things go."""
-    settings, complaints = environment.from_env_or_defaults(environ)
-    found = list(complaints)
-    do = [f"set {said.partition('=')[0]} to a value it accepts, or unset it" for said in complaints]
-    for name, meant in _find_unknown_variables(environ):
-        found.append(f"{name} is no setting")
-        do.append(f"set {meant} instead" if meant else f"unset {name}")
+    """Checks the environment variables: invalid values, unknown OTEL_INFER_* names, and the destinations."""
+    settings, errors = environment.from_env_or_defaults(environ)
+    found = list(errors)
+    do = [f"set {error.partition('=')[0]} to a value it accepts, or unset it" for error in errors]
+    for name, similar in _find_unknown_variables(environ):
+        found.append(f"{name} is not a setting")
+        do.append(f"set {similar} instead" if similar else f"unset {name}")
     if settings.is_disabled:
         found.append(f"switched off by {_disabling_variable(settings)}")
         do.append(f"unset {_disabling_variable(settings)}")
@@ -83,12 +83,12 @@ def check_configuration(environ: Mapping[str, str]) -> Check:
         do.append(
             "set OTEL_EXPORTER_OTLP_ENDPOINT=http://HOST:4318, or start the server with `otel-infer run`"
         )
-    state: State = "fail" if complaints else "warn" if do else "ok"
+    state: State = "fail" if errors else "warn" if do else "ok"
     return Check("configuration", state, "; ".join(found), "; ".join(do))
 
 
 def resolve_endpoint(signal: str, protocol: str, environ: Mapping[str, str]) -> str:
-    """Where `traces` or `metrics` are sent, by the rules of the exporters."""
+    """Returns the URL for `traces` or `metrics`, by the rules of the OTLP exporters."""
     own = environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT", "").strip()
     base = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip()
     if protocol == "grpc":
@@ -97,7 +97,7 @@ def resolve_endpoint(signal: str, protocol: str, environ: Mapping[str, str]) -> 
 
 
 def _describe_destinations(settings: Config, environ: Mapping[str, str]) -> str:
-    said = []
+    destinations = []
     for signal, name, exporter, sends, protocol in (
         ("traces", "spans", settings.traces_exporter, settings.exports_spans, settings.traces_protocol),
         (
@@ -108,26 +108,26 @@ def _describe_destinations(settings: Config, environ: Mapping[str, str]) -> str:
             settings.metrics_protocol,
         ),
     ):
-        why = "without an endpoint" if exporter == "otlp" else f"by OTEL_{signal.upper()}_EXPORTER"
-        where = f"to {resolve_endpoint(signal, protocol, environ)} ({protocol})"
-        said.append(f"{name} {where}" if sends else f"no {name}, {why}")
+        reason = "without an endpoint" if exporter == "otlp" else f"by OTEL_{signal.upper()}_EXPORTER"
+        target = f"to {resolve_endpoint(signal, protocol, environ)} ({protocol})"
+        destinations.append(f"{name} {target}" if sends else f"no {name}, {reason}")
     if settings.console:
-        said.append("a line for each request")
+        destinations.append("a line for each request")
     if settings.request_log:
-        said.append(f"a log of kept requests to {settings.request_log}")
+        destinations.append(f"a log of requests with a priority keep reason to {settings.request_log}")
     if settings.tape:
-        said.append(f"a tape to {settings.tape}")
+        destinations.append(f"a tape to {settings.tape}")
     if settings.scrape_address:
-        said.append(f"metrics to scrape at {settings.scrape_address}")
+        destinations.append(f"metrics to scrape at {settings.scrape_address}")
     if settings.dump_on_slo:
-        said.append(f"tapes of breaches to {settings.dump_on_slo}")
+        destinations.append(f"tapes of breaches to {settings.dump_on_slo}")
     if settings.dump_port:
-        said.append(f"a webhook at {settings.dump_port}")
-    return ", ".join(said)
+        destinations.append(f"a webhook at {settings.dump_port}")
+    return ", ".join(destinations)
 
 
 def _find_unknown_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(variable that nobody reads, the one that was probably meant)."""
+    """Yields (unknown OTEL_INFER_* variable, the most similar setting); the latter is empty if none is similar."""
     known = [setting.variable for setting in SETTINGS.values()]
     for name in sorted(environ):
         if name.startswith("OTEL_INFER_") and name not in (*known, environment.SIDECAR_GUARD):
@@ -143,7 +143,7 @@ def _disabling_variable(settings: Config) -> str:
 
 
 def check_gpu(nvml: NvmlState) -> Check:
-    """What NVML answers. To have no NVIDIA GPU is no fault."""
+    """Checks NVML. A machine without an NVIDIA GPU is `ok`."""
     match nvml.status:
         case "ready":
             devices = ", ".join(nvml.devices) or "no device"
@@ -153,15 +153,18 @@ def check_gpu(nvml: NvmlState) -> Check:
         case "no driver":
             return Check("gpu", "ok", f"no NVIDIA driver: GPU metrics are absent; {HOST_TIMING}")
         case "no library":
-            found = "the kernel has an NVIDIA driver, but libnvidia-ml is not found here"
+            found = "the kernel has an NVIDIA driver, but libnvidia-ml was not found"
             do = "start the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         case "no permission":
-            found, do = "NVML refuses this user", "give this user access to /dev/nvidiactl and /dev/nvidia*"
+            found, do = (
+                "this user has no permission for NVML",
+                "give this user access to /dev/nvidiactl and /dev/nvidia*",
+            )
         case "no package":
             found, do = "nvidia-ml-py is not installed", f"{sys.executable} -m pip install nvidia-ml-py"
         case "broken":
             found, do = (
                 f"NVML does not answer ({nvml.reason})",
-                "run nvidia-smi, which says what the driver lacks",
+                "run nvidia-smi to see why",
             )
     return Check("gpu", "warn", f"{found}: GPU metrics are absent; {HOST_TIMING}", do)

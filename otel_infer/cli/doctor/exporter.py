@@ -1,6 +1,6 @@
-"""What the destination answers when a real span, and a real export of metrics without any, are sent.
+"""Checks the destination with a real span and a real, empty export of metrics.
 
-In a process of its own: the exporters retry, log and may wait for long.
+The exports run in a separate process, because the exporters retry, log and may wait for long.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ TIMEOUT_VARIABLE = "OTEL_EXPORTER_OTLP_TIMEOUT"
 DEFAULT_TIMEOUT_S = 3.0
 IMPORT_TIMEOUT_S = 30.0
 
-_START_HINT = "start a collector there, or set OTEL_EXPORTER_OTLP_ENDPOINT to where one listens"
+_START_HINT = "start a collector there, or set OTEL_EXPORTER_OTLP_ENDPOINT to the address of a collector"
 _HTTP_HINT = "is this the gRPC port 4317? use OTEL_EXPORTER_OTLP_PROTOCOL=grpc or port 4318"
 _GRPC_HINT = "is this the HTTP port 4318? use OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf or port 4317"
-_PATH_HINT = "correct the path of the endpoint: OTEL_EXPORTER_OTLP_ENDPOINT gets /v1/… appended, the variables of one signal not"
-_LOG_HINT = "read the destination's own log"
-_NO_METRICS_HINT = "if it takes no metrics, set OTEL_METRICS_EXPORTER=none"
+_PATH_HINT = "correct the path of the endpoint: /v1/… is appended to OTEL_EXPORTER_OTLP_ENDPOINT, not to the variables of one signal"
+_LOG_HINT = "read the log of the destination"
+_NO_METRICS_HINT = "if it accepts no metrics, set OTEL_METRICS_EXPORTER=none"
 
 _KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
     (r"[Cc]onnection refused", "connection refused", _START_HINT),
-    (r"BadStatusLine", "what listens there speaks no HTTP/1", _HTTP_HINT),
-    (r"parsing HTTP/2|http1\.x|protocol error.*HTTP", "what listens there speaks no gRPC", _GRPC_HINT),
+    (r"BadStatusLine", "the server there speaks no HTTP/1", _HTTP_HINT),
+    (r"parsing HTTP/2|http1\.x|protocol error.*HTTP", "the server there speaks no gRPC", _GRPC_HINT),
     (
         r"not resolved|NameResolution|Name or service|errors resolving|DNS resolution|lookup failed",
-        "the host name is not known",
+        "the host name cannot be resolved",
         "correct the host in OTEL_EXPORTER_OTLP_ENDPOINT",
     ),
     (
@@ -48,18 +48,18 @@ _KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"ProxyError|HTTP 407",
-        "the proxy refuses",
+        "the proxy refused the connection",
         "add the host to NO_PROXY, or correct HTTP_PROXY and HTTPS_PROXY",
     ),
     (
         r"TLS|SSL",
         "TLS error",
-        "use http:// where there is no TLS, else set OTEL_EXPORTER_OTLP_CERTIFICATE to its authority",
+        "use http:// without TLS, else set OTEL_EXPORTER_OTLP_CERTIFICATE to the CA certificate file",
     ),
     (
         r"HTTP 40[13]|UNAUTHENTICATED|PERMISSION_DENIED",
         "",
-        "set OTEL_EXPORTER_OTLP_HEADERS to what the destination wants, such as Authorization=Bearer%20TOKEN",
+        "set OTEL_EXPORTER_OTLP_HEADERS to the credentials of the destination, such as Authorization=Bearer%20TOKEN",
     ),
     (r"HTTP 40[45]|UNIMPLEMENTED", "", _PATH_HINT),
     (
@@ -75,29 +75,29 @@ _KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
         f"{_START_HINT}; if it is slow, raise {TIMEOUT_VARIABLE} (s)",
     ),
 )
-"""What is recognised in an exporter's words, what to call it (nothing: as it is), what to do. The first counts."""
+"""(pattern in an exporter's error text, label, remedy). An empty label means the matched text. The first match counts."""
 
 
 def check_exporter(settings: Config, environ: Mapping[str, str]) -> list[Check]:
-    """The exporters' private seam, then one check for each signal that is sent."""
+    """Checks the adapter to the exporters' private API, then each exported signal."""
     limit = IMPORT_TIMEOUT_S + 2 * _read_timeout(environ)
-    told = {"config": environment.to_json_dict(settings)}
-    found, trouble = probe_process.run_in_subprocess(
-        "exporter", told, {TIMEOUT_VARIABLE: f"{DEFAULT_TIMEOUT_S:g}", **environ}, limit
+    options = {"config": environment.to_json_dict(settings)}
+    lines, error = probe_process.run_in_subprocess(
+        "exporter", options, {TIMEOUT_VARIABLE: f"{DEFAULT_TIMEOUT_S:g}", **environ}, limit
     )
-    said = {line["what"]: line for line in found}
-    checks = [check_sdk_adapter(said.get("seam", {"error": "", "text": trouble}), settings.traces_protocol)]
+    results = {line["what"]: line for line in lines}
+    checks = [check_sdk_adapter(results.get("seam", {"error": "", "text": error}), settings.traces_protocol)]
     if not settings.exports:
-        untried = "not tried: nothing is exported"
-        return [*checks, Check("exporter", "warn", untried, "first do what configuration says")]
-    no_answer = {"accepted": 0, "reason": trouble, "log": ""}
+        not_tried = "not tried: nothing is exported"
+        return [*checks, Check("exporter", "warn", not_tried, "first fix the configuration, see above")]
+    no_answer = {"accepted": 0, "reason": error, "log": ""}
     for signal, sends, protocol in (
         ("spans", settings.exports_spans, settings.traces_protocol),
         ("metrics", settings.exports_metrics, settings.metrics_protocol),
     ):
         if sends and checks[0].state == "ok":
-            where = resolve_endpoint("traces" if signal == "spans" else signal, protocol, environ)
-            checks.append(check_signal(signal, where, said.get(signal, no_answer)))
+            url = resolve_endpoint("traces" if signal == "spans" else signal, protocol, environ)
+            checks.append(check_signal(signal, url, results.get(signal, no_answer)))
     return checks
 
 
@@ -108,29 +108,32 @@ def _read_timeout(environ: Mapping[str, str]) -> float:
         return DEFAULT_TIMEOUT_S
 
 
-# ── in the other process ─────────────────────────────────────────────────────────────────────────────────────────
+# ── in the child process ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_probe(told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Rehearses the seam, then sends what is configured to be sent."""
+def run_probe(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Builds the transport, then sends one span and one metrics export, as far as they are configured."""
     from otel_infer.export.otlp import transport
 
-    settings = environment.from_json_dict(told["config"])
-    with _ExportLog() as heard:
+    settings = environment.from_json_dict(options["config"])
+    with _ExportLog() as log:
         try:
-            outlet = transport.make_transport(settings.traces_protocol, settings.traces_compression)
-        except Exception as refusal:
-            yield {"what": "seam", "error": type(refusal).__name__, "text": str(refusal)}
+            sender = transport.make_transport(settings.traces_protocol, settings.traces_compression)
+        except Exception as error:
+            yield {"what": "seam", "error": type(error).__name__, "text": str(error)}
             return
         yield {"what": "seam", "error": "", "text": ""}
         if settings.exports_spans:
-            yield {"what": "spans", **_send_span(outlet, heard)}
+            yield {"what": "spans", **_send_span(sender, log)}
         if settings.exports_metrics:
-            yield {"what": "metrics", **_send_metrics(settings.metrics_protocol, heard)}
+            yield {"what": "metrics", **_send_metrics(settings.metrics_protocol, log)}
 
 
 class _ExportLog(logging.Handler):
-    """What the SDK says and meets while it sends: the exporters return no reason, and log one only now and then."""
+    """Collects log lines, exceptions and the HTTP status of an export.
+
+    The exporters return no reason for a failure, and log it only sometimes.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -141,9 +144,9 @@ class _ExportLog(logging.Handler):
         self.lines.append(record.getMessage())
 
     def reset_log(self) -> None:
-        """From here on for the next signal."""
+        """Clears the log before the next signal is sent."""
         self.lines, self.status = [], ""
-        for name in list(logging.Logger.manager.loggerDict):  # one of them leaves out what it has just said
+        for name in list(logging.Logger.manager.loggerDict):  # the SDK filters repeated messages
             if name.startswith("opentelemetry."):
                 logging.getLogger(name).filters.clear()
 
@@ -168,85 +171,85 @@ class _ExportLog(logging.Handler):
             self.status = f"HTTP {response.status_code}"
             return response
 
-        session.send = send_and_record  # for good: this process does nothing else
+        session.send = send_and_record  # never restored, because the process only runs this probe
 
 
-def _send_span(outlet: Any, heard: _ExportLog) -> dict[str, Any]:
+def _send_span(sender: Any, log: _ExportLog) -> dict[str, Any]:
     from otel_infer._bootstrap.install import detect_resource
     from otel_infer.export import otlp
     from otel_infer.export.spans.exporter import encode_resource_and_scope
 
-    at = _clock.read_clocks()[1]
+    now = _clock.read_clocks()[1]
     trace_id, span_id = secrets.token_bytes(16), secrets.token_bytes(8)
     span = otlp.Span(
-        trace_id, span_id, b"", semconv.SPAN_DOCTOR, 1, at, at + 1000, {semconv.DOCTOR: True}, flags=1
+        trace_id, span_id, b"", semconv.SPAN_DOCTOR, 1, now, now + 1000, {semconv.DOCTOR: True}, flags=1
     )
     identity = encode_resource_and_scope({semconv.SERVICE_NAME: "otel-infer", **detect_resource()})
-    heard.reset_log()
-    sent = outlet.send_spans(otlp.build_export_request(*identity, [otlp.encode_span(span)]), 1)
-    said = {"accepted": sent.accepted, "reason": sent.reason or "", "log": "\n".join(heard.lines)}
-    return {**said, "trace": trace_id.hex()}
+    log.reset_log()
+    sent = sender.send_spans(otlp.build_export_request(*identity, [otlp.encode_span(span)]), 1)
+    result = {"accepted": sent.accepted, "reason": sent.reason or "", "log": "\n".join(log.lines)}
+    return {**result, "trace": trace_id.hex()}
 
 
-def _send_metrics(protocol: str, heard: _ExportLog) -> dict[str, Any]:
+def _send_metrics(protocol: str, log: _ExportLog) -> dict[str, Any]:
     from opentelemetry.sdk.metrics.export import MetricsData
 
     from otel_infer.export.metrics.sender import make_metric_exporter
 
-    heard.reset_log()
+    log.reset_log()
     try:
         accepted = make_metric_exporter(protocol).export(MetricsData(resource_metrics=[])).name == "SUCCESS"
-    except Exception as refusal:
+    except Exception as error:
         return {
             "accepted": 0,
-            "reason": type(refusal).__name__,
-            "log": "\n".join([*heard.lines, str(refusal)]),
+            "reason": type(error).__name__,
+            "log": "\n".join([*log.lines, str(error)]),
         }
-    return {"accepted": int(accepted), "reason": heard.status, "log": "\n".join(heard.lines)}
+    return {"accepted": int(accepted), "reason": log.status, "log": "\n".join(log.lines)}
 
 
-# ── what to say of it ────────────────────────────────────────────────────────────────────────────────────────────
+# ── as checks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_sdk_adapter(said: Mapping[str, str], protocol: str) -> Check:
-    """Whether the installed exporter takes batches that are encoded already."""
+def check_sdk_adapter(result: Mapping[str, str], protocol: str) -> Check:
+    """Checks whether the installed exporter accepts encoded batches, which needs its private API."""
     package = f"opentelemetry-exporter-otlp-proto-{'grpc' if protocol == 'grpc' else 'http'}"
-    if not said["error"] and not said["text"]:
-        return Check("SDK seam", "ok", f"{package} {installed_version(package)} takes encoded batches")
-    if not said["error"]:
+    if not result["error"] and not result["text"]:
+        return Check("SDK seam", "ok", f"{package} {installed_version(package)} accepts encoded batches")
+    if not result["error"]:
         do = f"run `{sys.executable} -c 'import otel_infer.export.otlp.transport'` to see why"
-        return Check("SDK seam", "fail", f"the trial {said['text']}", do)
+        return Check("SDK seam", "fail", f"the trial export {result['text']}", do)
     do = {
         "ImportError": f"{sys.executable} -m pip install {package}",
         "IncompatibleSdk": f"install another release of {package}, or give instrument() a tracer_provider",
-    }.get(said["error"], "correct the OTEL_EXPORTER_OTLP_* variable that this is about")
-    return Check("SDK seam", "fail", f"{said['error']}: {said['text']}", do)
+    }.get(result["error"], "correct the OTEL_EXPORTER_OTLP_* variable that the message names")
+    return Check("SDK seam", "fail", f"{result['error']}: {result['text']}", do)
 
 
-def check_signal(signal: str, where: str, said: Mapping[str, Any]) -> Check:
-    """What became of one signal."""
-    name, reason = f"exporter {signal}", str(said["reason"])
+def check_signal(signal: str, url: str, result: Mapping[str, Any]) -> Check:
+    """Returns the check of one signal from the result of its export. `url`: the URL it was sent to."""
+    name, reason = f"exporter {signal}", str(result["reason"])
     if reason.startswith("partial success"):
         message = reason.partition(": ")[2] or "no reason given"
-        if said["accepted"]:
-            return Check(name, "warn", f"{where}: accepted, but with a warning: {message}", _LOG_HINT)
-        return Check(name, "fail", f"{where}: partial success, 1 rejected: {message}", _LOG_HINT)
-    if said["accepted"]:
-        found = f"; look for trace {said['trace']}" if "trace" in said else ""
-        return Check(name, "ok", f"{where}: accepted{found}")
-    # What comes with a status is the destination's own text, which may name somebody else's trouble.
-    label, do = identify_error(reason if reason.startswith("HTTP ") else f"{reason}\n{said['log']}")
+        if result["accepted"]:
+            return Check(name, "warn", f"{url}: accepted, but with a warning: {message}", _LOG_HINT)
+        return Check(name, "fail", f"{url}: partial success, 1 rejected: {message}", _LOG_HINT)
+    if result["accepted"]:
+        hint = f"; look for trace {result['trace']}" if "trace" in result else ""
+        return Check(name, "ok", f"{url}: accepted{hint}")
+    # With an HTTP status, the log holds the text of the destination, which may describe an unrelated error.
+    label, do = identify_error(reason if reason.startswith("HTTP ") else f"{reason}\n{result['log']}")
     if signal == "metrics" and do == _PATH_HINT:
         do = f"{do}; {_NO_METRICS_HINT}"
     return Check(
-        name, "fail", f"{where}: {label or reason or 'not accepted, no reason given'}", do or _START_HINT
+        name, "fail", f"{url}: {label or reason or 'not accepted, no reason given'}", do or _START_HINT
     )
 
 
-def identify_error(words: str) -> tuple[str, str]:
-    """(what it is called, what to do) of what an exporter said; empty where we do not know it."""
+def identify_error(text: str) -> tuple[str, str]:
+    """Returns (label, remedy) for the error text of an exporter; both are empty if it is unknown."""
     for pattern, label, do in _KNOWN_ERRORS:
-        found = re.search(pattern, words)
-        if found:
-            return label or found[0], do
+        match = re.search(pattern, text)
+        if match:
+            return label or match[0], do
     return "", ""

@@ -1,4 +1,4 @@
-"""Which integrations bind. Engines are imported in a process of its own, with our hooks waiting for them."""
+"""Checks which integrations bind. Engines are imported in a separate process, with our import hooks in place."""
 
 from __future__ import annotations
 
@@ -19,176 +19,188 @@ PROBE_TIMEOUT_S = 120.0
 
 
 def check_instrumentations(settings: Config, imports: bool) -> list[Check]:
-    """One check for each integration, and one for engines as such."""
+    """Returns one check per integration, and one on whether any engine is installed."""
     if imports:
         environ = environment.child_environment(enabled="off")
-        found, trouble = probe_process.run_in_subprocess(
+        statuses, error = probe_process.run_in_subprocess(
             "instrumentations", {"excluded_urls": settings.excluded_urls}, environ, PROBE_TIMEOUT_S
         )
     else:
-        found, trouble = list(run_probe({"excluded_urls": settings.excluded_urls, "imports": False})), ""
-    checks = [check_instrumentor(seen, is_disabled(seen["name"], settings)) for seen in found]
-    return [*checks, _report_aborted_import(len(found), trouble) if trouble else check_engine(found)]
+        statuses, error = list(run_probe({"excluded_urls": settings.excluded_urls, "imports": False})), ""
+    checks = [check_instrumentor(status, is_disabled(status["name"], settings)) for status in statuses]
+    return [*checks, _report_aborted_import(len(statuses), error) if error else check_engine(statuses)]
 
 
 def is_disabled(name: str, settings: Config) -> bool:
-    """Whether the configuration leaves this integration out."""
+    """Returns whether the configuration disables this integration."""
     listed = not settings.integrations or name in settings.integrations
     return not listed or bool({name, f"otel_infer_{name}"} & set(settings.disabled_integrations))
 
 
-# ── in the other process ─────────────────────────────────────────────────────────────────────────────────────────
+# ── in the child process ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_probe(told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is bound of each integration, after its library was imported unless that is not wanted."""
-    registry.configure_instrumentors(Config(excluded_urls=told["excluded_urls"]), lambda integration: None)
+def run_probe(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the state of each integration and its hooks, as JSON.
+
+    Its library is imported first, unless the option `imports` is false.
+    """
+    registry.configure_instrumentors(Config(excluded_urls=options["excluded_urls"]), lambda integration: None)
     for integration in registry.load_instrumentors():
-        refused: dict[str, str] = {}
-        if told.get("imports", True) and integration.status.state != "absent":
+        import_errors: dict[str, str] = {}
+        if options.get("imports", True) and integration.status.state != "absent":
             integration.install()
-            refused = {
-                name: why for name in _hooked_modules(integration) if (why := _find_import_error(name))
+            import_errors = {
+                name: error for name in _hooked_modules(integration) if (error := _find_import_error(name))
             }
         yield {
             **integration.status.__dict__,
             "engine": integration.is_engine,
-            "parts": _describe_parts(integration, refused),
+            "parts": _describe_parts(integration, import_errors),
             "unlisted": integration.plugins if _omits_otel_infer(os.environ.get(integration.plugins)) else "",
         }
 
 
 def _omits_otel_infer(plugins: str | None) -> bool:
-    """Whether a list of plugins is without us; where there is no list all are loaded."""
+    """Returns whether a list of plugins omits otel_infer. None means no list: all plugins are loaded."""
     return plugins is not None and "otel_infer" not in plugins.split(",")
 
 
 def _hooked_modules(integration: Instrumentor) -> list[str]:
-    """All that it hooks in, once each, in the order in which it names them; without hooks, what it watches."""
+    """Returns the modules that an integration hooks, without duplicates and in its order.
+
+    For an integration without hooks: the modules whose import it awaits.
+    """
     hooked = [hook.module for part in integration._parts.values() for hook in part.hooks]
     return list(dict.fromkeys(hooked or integration.modules))
 
 
 def _find_import_error(name: str) -> str:
-    """Why a module cannot be imported; nothing if it can, or if this release has none of that name."""
+    """Returns why a module cannot be imported; empty if it can, or if this release has no such module."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as missing:
-        own = missing.name and (name == missing.name or name.startswith(f"{missing.name}."))
-        return "" if own else f"there is no module {missing.name}"
-    except BaseException as broken:  # whatever an import may do, SystemExit included
-        said = str(broken).strip().splitlines()
-        return f"{type(broken).__name__}: {said[0][: probe_process.MAX_REASON_CHARS] if said else ''}".rstrip(
-            ": "
+        is_absent = missing.name and (name == missing.name or name.startswith(f"{missing.name}."))
+        return "" if is_absent else f"there is no module {missing.name}"
+    except BaseException as error:  # an import may raise anything, SystemExit included
+        lines = str(error).strip().splitlines()
+        return (
+            f"{type(error).__name__}: {lines[0][: probe_process.MAX_REASON_CHARS] if lines else ''}".rstrip(
+                ": "
+            )
         )
     return ""
 
 
-def _describe_parts(integration: Instrumentor, refused: Mapping[str, str]) -> list[dict[str, Any]]:
+def _describe_parts(integration: Instrumentor, import_errors: Mapping[str, str]) -> list[dict[str, Any]]:
     parts = []
     for part in integration._parts.values():
         state, drift = integration._resolve_part_state(part)
-        why = next((refused[hook.module] for hook in part.hooks if hook.module in refused), "")
-        active = sum(hook.active for hook in part.hooks)
+        error = next((import_errors[hook.module] for hook in part.hooks if hook.module in import_errors), "")
+        bound = sum(hook.active for hook in part.hooks)
         parts.append(
             {
                 "name": part.name,
                 "state": state,
                 "drift": drift,
-                "refused": why,
+                "refused": error,
                 "where": integration.where.get(part.name, ""),
-                "hooks_active": active,
+                "hooks_active": bound,
                 "hooks_total": 0 if state == "absent" else part.count_expected(),
             }
         )
     return parts
 
 
-# ── what to say of it ────────────────────────────────────────────────────────────────────────────────────────────
+# ── as checks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_instrumentor(seen: Mapping[str, Any], off: bool) -> Check:
-    """One integration as a check."""
-    name = f"integration {seen['name']}"
-    if off:
-        return Check(name, "ok", "switched off by the configuration")
-    if seen["state"] == "absent":
-        return Check(name, "ok", f"{seen['distribution']} is not installed")
-    which = f"{seen['distribution']} {seen['version']}" if seen["version"] else seen["distribution"]
-    bound = f"{seen['hooks_active']} of {seen['hooks_total']} hooks bound"
-    if seen["state"] == "drifted":
-        said = f"{which}: drifted, {bound}{_hooks_by_process(seen)}; {_describe_drift(seen)}"
-        return Check(name, "fail", said, _drift_remedy(seen))
-    broken = sorted({part["refused"] for part in seen["parts"] if part["refused"]})
-    if seen["state"] == "waiting" and broken:
-        do = f"run `{sys.executable} -c 'import {seen['name']}'`: it fails without us, too"
-        return Check(name, "warn", f"{which}: cannot be imported: {'; '.join(broken)}", do)
-    if seen.get("unlisted"):
-        do = f"name otel_infer in {seen['unlisted']}, or start your server with `otel-infer run -- …`"
-        found = f"{which}: {bound}, but {seen['unlisted']} does not name otel_infer, so that {seen['name']} does not load it"
+def check_instrumentor(status: Mapping[str, Any], disabled: bool) -> Check:
+    """Returns the check of one integration."""
+    name = f"integration {status['name']}"
+    if disabled:
+        return Check(name, "ok", "switched disabled by the configuration")
+    if status["state"] == "absent":
+        return Check(name, "ok", f"{status['distribution']} is not installed")
+    library = f"{status['distribution']} {status['version']}" if status["version"] else status["distribution"]
+    bound = f"{status['hooks_active']} of {status['hooks_total']} hooks bound"
+    if status["state"] == "drifted":
+        found = f"{library}: mismatch, {bound}{_hooks_by_process(status)}; {_describe_drift(status)}"
+        return Check(name, "fail", found, _drift_remedy(status))
+    import_errors = sorted({part["refused"] for part in status["parts"] if part["refused"]})
+    if status["state"] == "waiting" and import_errors:
+        do = f"run `{sys.executable} -c 'import {status['name']}'`: it fails without otel_infer, too"
+        return Check(name, "warn", f"{library}: cannot be imported: {'; '.join(import_errors)}", do)
+    if status.get("unlisted"):
+        do = f"name otel_infer in {status['unlisted']}, or start your server with `otel-infer run -- …`"
+        found = f"{library}: {bound}, but {status['unlisted']} does not name otel_infer, so {status['name']} does not load it"
         return Check(name, "warn", found, do)
-    if not seen["hooks_total"]:
-        return Check(name, "ok", f"{which}: nothing to hook")
+    if not status["hooks_total"]:
+        return Check(name, "ok", f"{library}: nothing to hook")
     return Check(
-        name, "ok", f"{which}: {seen['state']}, {bound}{_hooks_by_process(seen)}{_describe_unbound(seen)}"
+        name,
+        "ok",
+        f"{library}: {status['state']}, {bound}{_hooks_by_process(status)}{_describe_unbound(status)}",
     )
 
 
-def check_engine(found: list[dict[str, Any]]) -> Check:
-    """Whether there is any engine at all."""
-    supported = [seen["distribution"] for seen in found if _is_engine(seen)]
-    present = [seen["distribution"] for seen in found if _is_engine(seen) and seen["state"] != "absent"]
+def check_engine(statuses: list[dict[str, Any]]) -> Check:
+    """Checks whether a supported engine is installed."""
+    supported = [status["distribution"] for status in statuses if _is_engine(status)]
+    present = [
+        status["distribution"] for status in statuses if _is_engine(status) and status["state"] != "absent"
+    ]
     if present:
         return Check("engine", "ok", ", ".join(present))
-    said = f"none is installed for {sys.executable}; supported: {', '.join(supported)}"
+    found = f"none is installed for {sys.executable}; supported: {', '.join(supported)}"
     do = f"run {sys.executable} -m pip install 'transformers[serving]' torch, or run `otel-infer doctor` with the "
-    return Check("engine", "warn", said, f"{do}Python that runs your server")
+    return Check("engine", "warn", found, f"{do}Python that runs your server")
 
 
-def _is_engine(seen: Mapping[str, Any]) -> bool:
-    return bool(seen["engine"])
+def _is_engine(status: Mapping[str, Any]) -> bool:
+    return bool(status["engine"])
 
 
-def _describe_drift(seen: Mapping[str, Any]) -> str:
-    """What drifted, why, and what is not recorded for it."""
-    drifted = [part for part in seen["parts"] if part["state"] == "drifted"]
-    why = "; ".join(str(part["drift"]) for part in drifted)
-    lost = " and ".join(part["name"] or seen["name"] for part in drifted)
-    rest = any(part["state"] in ("active", "waiting") for part in seen["parts"])
-    verb = "are" if len(drifted) > 1 else "is"
-    return f"{why}. {lost} {verb} not recorded; {'everything else is' if rest else 'the server runs on all the same'}"
+def _describe_drift(status: Mapping[str, Any]) -> str:
+    """Returns the mismatches, and which parts are therefore not recorded."""
+    mismatched = [part for part in status["parts"] if part["state"] == "drifted"]
+    reasons = "; ".join(str(part["drift"]) for part in mismatched)
+    parts = " and ".join(part["name"] or status["name"] for part in mismatched)
+    any_recorded = any(part["state"] in ("active", "waiting") for part in status["parts"])
+    verb = "are" if len(mismatched) > 1 else "is"
+    return f"{reasons}. {parts} {verb} not recorded; {'everything else is' if any_recorded else 'the server still runs'}"
 
 
-def _hooks_by_process(seen: Mapping[str, Any]) -> str:
-    """How many of how many in each process, where the library has several."""
-    bound: dict[str, tuple[int, int]] = {}
-    for part in seen["parts"]:
+def _hooks_by_process(status: Mapping[str, Any]) -> str:
+    """Returns the counts and total hooks per process role; empty if the library has one process."""
+    counts: dict[str, tuple[int, int]] = {}
+    for part in status["parts"]:
         if part.get("where"):
-            active, total = bound.get(part["where"], (0, 0))
-            bound[part["where"]] = active + part["hooks_active"], total + part["hooks_total"]
-    said = ", ".join(f"{where} {active} of {total}" for where, (active, total) in bound.items())
-    return f" ({said})" if said else ""
+            active, total = counts.get(part["where"], (0, 0))
+            counts[part["where"]] = active + part["hooks_active"], total + part["hooks_total"]
+    text = ", ".join(f"{where} {active} of {total}" for where, (active, total) in counts.items())
+    return f" ({text})" if text else ""
 
 
-def _drift_remedy(seen: Mapping[str, Any]) -> str:
-    library = seen["distribution"]
-    return f"{sys.executable} -m pip install -U otel-infer; if that is no help, install another release of {library}"
+def _drift_remedy(status: Mapping[str, Any]) -> str:
+    library = status["distribution"]
+    return f"{sys.executable} -m pip install -U otel-infer; if it still fails, install another release of {library}"
 
 
-def _describe_unbound(seen: Mapping[str, Any]) -> str:
-    """The parts that wait, and what for."""
-    waiting = [part for part in seen["parts"] if part["state"] == "waiting" and seen["state"] == "active"]
-    said = [
-        f"{part['name'] or seen['name']} waits{': ' * bool(part['refused'])}{part['refused']}"
+def _describe_unbound(status: Mapping[str, Any]) -> str:
+    """Returns the parts that are not bound: those that wait, with the reason, and those that are absent."""
+    waiting = [part for part in status["parts"] if part["state"] == "waiting" and status["state"] == "active"]
+    notes = [
+        f"{part['name'] or status['name']} waits{': ' * bool(part['refused'])}{part['refused']}"
         for part in waiting
     ]
-    absent = [part["name"] for part in seen["parts"] if part["state"] == "absent"]
-    said += [f"not here: {', '.join(absent)}"] if absent else []
-    return "".join(f"; {one}" for one in said)
+    absent = [part["name"] for part in status["parts"] if part["state"] == "absent"]
+    notes += [f"absent: {', '.join(absent)}"] if absent else []
+    return "".join(f"; {note}" for note in notes)
 
 
-def _report_aborted_import(after: int, trouble: str) -> Check:
+def _report_aborted_import(checked: int, error: str) -> Check:
     names = list(registry.BUILTIN)
-    name = names[after] if after < len(names) else "another distribution's"
-    do = f"run `{sys.executable} -c 'import {name}'`: if that is no better, the trouble is not ours; else --no-imports"
-    return Check(f"integration {name}", "fail", f"importing what it hooks {trouble}", do)
+    name = names[checked] if checked < len(names) else "of another distribution"
+    do = f"run `{sys.executable} -c 'import {name}'`: if that fails too, repair {name}; else use --no-imports"
+    return Check(f"integration {name}", "fail", f"importing its library {error}", do)

@@ -1,6 +1,6 @@
-"""Asks a process of its own: for what is loud, heavy or may never return.
+"""Runs a probe in a separate process, because it is loud, heavy or may never return.
 
-Its answers come as lines of JSON on its first standard output; what anybody prints there goes nowhere.
+The probe writes its results as lines of JSON to the original standard output. Output that libraries print is discarded.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MAX_REASON_CHARS = 200
 
 
 class ProbeResult(NamedTuple):
-    """What was answered before it ended, and what went wrong, if anything did."""
+    """The results of a probe until it ended, and its error; the error is empty on success."""
 
     lines: list[dict[str, Any]]
     error: str
 
 
 def run_in_subprocess(
-    what: str, told: Mapping[str, Any], environ: Mapping[str, str], limit: float
+    what: str, options: Mapping[str, Any], environ: Mapping[str, str], limit: float
 ) -> ProbeResult:
-    """Runs `answers(told)` of the module `what` beside this one, for at most `limit` s."""
-    boot = {"what": what, "told": dict(told), "path": [os.path.abspath(entry) for entry in sys.path]}
-    guarded = {**environ, environment.SIDECAR_GUARD: "1"}  # nothing instruments it at its start
+    """Runs `run_probe(options)` of the sibling module `what` in a child process, for at most `limit` s."""
+    boot = {"what": what, "told": dict(options), "path": [os.path.abspath(entry) for entry in sys.path]}
+    guarded = {**environ, environment.SIDECAR_GUARD: "1"}  # keeps our `sitecustomize` from instrumenting it
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", _BOOT],
@@ -52,17 +52,17 @@ def run_in_subprocess(
 
 
 def run_child_probe(boot: Mapping[str, Any]) -> None:
-    """What the other process does."""
+    """Runs the probe in the child process and exits."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         module = importlib.import_module(f"otel_infer.cli.doctor.{boot['what']}")
-        for line in module.answers(boot["told"]):
+        for line in module.run_probe(boot["told"]):
             print(json.dumps(line), file=out, flush=True)
-    os._exit(0)  # what an engine does when its process ends is not ours to wait for
+    os._exit(0)  # skips exit handlers of imported engines, which may be slow
 
 
 def _parse_lines(output: bytes) -> list[dict[str, Any]]:
-    """The whole lines; a process that was killed may have left half of one."""
+    """Parses the complete lines. The last line of a killed process may be cut off."""
     whole, _, _ = output.rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
 
@@ -70,9 +70,9 @@ def _parse_lines(output: bytes) -> list[dict[str, Any]]:
 def _describe_failure(status: int, errors: bytes) -> str:
     if status < 0:
         return f"was ended by signal {-status}"
-    said = errors.decode("utf-8", "replace").strip().splitlines()
+    lines = errors.decode("utf-8", "replace").strip().splitlines()
     return (
-        f"ended with status {status}: {said[-1][:MAX_REASON_CHARS] if said else 'no reason given'}"
+        f"ended with status {status}: {lines[-1][:MAX_REASON_CHARS] if lines else 'no reason given'}"
         if status
         else ""
     )

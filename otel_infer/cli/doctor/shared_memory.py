@@ -1,4 +1,4 @@
-"""Shared memory, the sidecar that reads it, and what dead servers left in it."""
+"""Checks shared memory, the sidecar that reads it, and the rings that dead servers left."""
 
 from __future__ import annotations
 
@@ -22,63 +22,71 @@ from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingUnavailab
 from otel_infer.sidecar import launcher
 
 RINGS = "OTEL_INFER_RINGS"
-MORE_MEMORY_HINT = f"give it more: Docker --shm-size=256m; Kubernetes an emptyDir with medium: Memory, a folder of it as {RINGS}"
+MORE_MEMORY_HINT = f"give it more memory: Docker --shm-size=256m; Kubernetes an emptyDir with medium: Memory, and a folder of it as {RINGS}"
 SUFFIXES = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)
 START_S, READ_S, END_S, POLL_S = 20.0, 10.0, 15.0, 0.05
 
 
 def check_shared_memory(settings: Config) -> tuple[Check, str]:
-    """Allocates what one server needs, and gives it back. The second answer: why there is none, or nothing."""
+    """Allocates and frees the rings of one server.
+
+    Returns the check, and why the allocation failed (empty if it succeeded).
+    """
     base = Path(settings.rings or directory.BASE)
     try:
         with scratch_folder(settings) as folder:
-            shrunk, free = _allocate_rings(folder)
+            divisor, free = _allocate_rings(folder)
     except (RingUnavailable, OSError) as refusal:
         return _report_no_memory(settings, base, str(refusal)), str(refusal)
     found = f"{base} on tmpfs, {free >> 20} MiB free; mode: {describe_fallback(settings, '') or 'sidecar'}"
-    if shrunk > 1:
+    if divisor > 1:
         return Check(
-            "shared memory", "warn", f"{found}; rings fit only at 1/{shrunk} of their size", MORE_MEMORY_HINT
+            "shared memory", "warn", f"{found}; rings fit only at 1/{divisor} of their size", MORE_MEMORY_HINT
         ), ""
     return Check("shared memory", "ok", f"{found}; rings fit at full size"), ""
 
 
 def describe_fallback(settings: Config, refused: str) -> str:
-    """What is done instead of a sidecar, and why; empty where there is one. `refused`: why there is no memory."""
+    """Returns the mode that replaces the sidecar, and why; empty if a sidecar is used.
+
+    `refused`: why the rings cannot be allocated; empty if they can.
+    """
     if settings.mode == "in-process":
-        return "in-process, since OTEL_INFER_MODE=in-process"
+        return "in-process, because OTEL_INFER_MODE=in-process"
     if not sys.executable or getattr(sys, "frozen", False):
-        return "in-process, since the interpreter is frozen or embedded"
+        return "in-process, because the interpreter is frozen or embedded"
     if not refused:
         return ""
     return (
-        "off, since OTEL_INFER_MODE=sidecar" if settings.mode == "sidecar" else "in-process, which costs more"
+        "off, because OTEL_INFER_MODE=sidecar"
+        if settings.mode == "sidecar"
+        else "in-process, which costs more"
     )
 
 
 @contextlib.contextmanager
 def scratch_folder(settings: Config) -> Iterator[Path]:
-    """A server's folder where servers have theirs, gone afterwards; raises `RingRefused`.
+    """Yields a new server folder in the usual place, and removes it afterwards; raises `RingUnavailable`.
 
-    It has a parent of its own, since a sidecar takes over what dead servers left beside its folder.
+    The folder has a private parent, because a sidecar recovers the rings of dead servers beside its folder.
     """
     base = directory.BASE
     with contextlib.ExitStack() as undo:
         if settings.rings:
-            given = Path(settings.rings)
-            for path in reversed([path for path in (given, *given.parents) if not path.exists()]):
+            rings = Path(settings.rings)
+            for path in reversed([path for path in (rings, *rings.parents) if not path.exists()]):
                 undo.callback(_remove_if_empty, path)
-            base = directory.resolve_rings_folder(given)
+            base = directory.resolve_rings_folder(rings)
             undo.callback(_remove_if_empty, _user_folder(base))
-        outer = directory.create_server_folder(base)
-        undo.callback(directory.remove_server_folder, outer)
-        folder = directory.ensure_private_folder(outer / "server")
+        parent = directory.create_server_folder(base)
+        undo.callback(directory.remove_server_folder, parent)
+        folder = directory.ensure_private_folder(parent / "server")
         undo.callback(directory.remove_server_folder, folder)
         yield folder
 
 
 def _user_folder(base: Path) -> Path:
-    """This user's folder, whether it is there or not."""
+    """Returns the path of this user's folder. The folder may not exist."""
     return base / f"otel_infer-{os.getuid()}"
 
 
@@ -88,7 +96,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _allocate_rings(folder: Path) -> tuple[int, int]:
-    """(how much smaller than they should be the rings are, bytes free before)."""
+    """Returns (divisor of the full ring size; 1 = full size, free bytes before the allocation)."""
     arena = FileArena(folder)
     free = os.statvfs(folder)
     try:
@@ -114,88 +122,91 @@ def _find_remedy(reason: str, base: Path) -> str:
     if "not on tmpfs" in reason:
         return f"unset {RINGS}, or set it to a folder on tmpfs, such as /dev/shm/NAME"
     if "belongs to somebody else" in reason:
-        return f"have its owner remove it, or set {RINGS} to a folder on tmpfs that is yours"
+        return f"have its owner remove it, or set {RINGS} to your own folder on tmpfs"
     if "are used up" in reason:
         return f"give some of the server's processes another folder on tmpfs: {RINGS}"
     if "is free" in reason or "No space" in reason:
         return MORE_MEMORY_HINT
-    return f"let user {os.getuid()} write to {base}, or set {RINGS} to a folder on tmpfs where it may"
+    return f"let user {os.getuid()} write to {base}, or set {RINGS} to a writable folder on tmpfs"
 
 
 # ── the sidecar ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_sidecar(settings: Config, refused: str) -> Check:
-    """Starts a real one on rings of its own, and sees it take them, read them and leave. It exports nothing."""
-    instead = describe_fallback(settings, refused)
-    if instead:
-        lacking = refused and settings.mode != "in-process"
-        state: State = "ok" if not lacking else "fail" if settings.mode == "sidecar" else "warn"
+    """Starts a real sidecar on temporary rings and checks that it locks, reads and leaves them. It exports nothing."""
+    fallback = describe_fallback(settings, refused)
+    if fallback:
+        no_memory = refused and settings.mode != "in-process"
+        state: State = "ok" if not no_memory else "fail" if settings.mode == "sidecar" else "warn"
         return Check(
-            "sidecar", state, f"not started: {instead}", "first do what shared memory says" if lacking else ""
+            "sidecar",
+            state,
+            f"not started: {fallback}",
+            "first fix shared memory, see above" if no_memory else "",
         )
     for folder in _configured_folders(settings):
         if any(directory.is_held(folder / lock) for lock in (directory.SIDECAR_LOCK, directory.OWNER_LOCK)):
-            return Check("sidecar", "ok", f"one reads {folder} already")
+            return Check("sidecar", "ok", f"a sidecar reads {folder} already")
     began = time.monotonic()
     try:
         with scratch_folder(settings) as folder:
-            trouble = _try_sidecar(folder, settings)
+            error = _try_sidecar(folder, settings)
     except launcher.SidecarStartError as reason:
         found = f"it cannot be started: {reason}; mode: {describe_fallback(settings, str(reason))}"
         do = "let this user start processes, or set OTEL_INFER_MODE=in-process"
         return Check("sidecar", "fail" if settings.mode == "sidecar" else "warn", found, do)
-    if not trouble:
-        return Check("sidecar", "ok", f"starts, reads and leaves ({time.monotonic() - began:.1f} s)")
+    if not error:
+        return Check("sidecar", "ok", f"starts, reads and exits ({time.monotonic() - began:.1f} s)")
     do = f"run `{sys.executable} -c 'import otel_infer.sidecar.main'` to see why; meanwhile set OTEL_INFER_MODE=in-process"
-    return Check("sidecar", "fail", trouble, do)
+    return Check("sidecar", "fail", error, do)
 
 
 def _try_sidecar(folder: Path, settings: Config) -> str:
-    """What went wrong with a sidecar here; nothing if nothing did. Raises `launch.CannotStart`."""
-    diary = folder.parent / "log"
-    nowhere = dataclasses.replace(
+    """Returns the error of a sidecar on this folder; empty on success. Raises `launcher.SidecarStartError`."""
+    log_path = folder.parent / "log"
+    without_exports = dataclasses.replace(
         settings, traces_exporter="none", metrics_exporter="none", console=False, request_log="", tape="",
         dump_port="", metrics_port="", dump_on_slo="",
     )  # fmt: skip
     arena = FileArena(folder)
-    words = RequestWriter(arena, "doctor", "doctor").words
+    header = RequestWriter(arena, "doctor", "doctor").words
     try:
         child = launcher.start_sidecar(
-            folder, dataclasses.replace(nowhere, log=str(diary)), detect_resource()
+            folder, dataclasses.replace(without_exports, log=str(log_path)), detect_resource()
         )
         try:
-            trouble = _watch_sidecar(child, folder, words, arena)
+            error = _watch_sidecar(child, folder, header, arena)
         finally:
             if child.poll() is None:
                 child.kill()
             child.wait()
-        return trouble and f"{trouble}{_read_last_line(diary)}"
+        return error and f"{error}{_read_last_line(log_path)}"
     finally:
         arena.close()
-        diary.unlink(missing_ok=True)
+        log_path.unlink(missing_ok=True)
 
 
-def _read_last_line(diary: Path) -> str:
-    """What it said last, if it came so far as to say something."""
-    lines = diary.read_text("utf-8", "replace").strip().splitlines() if diary.exists() else []
+def _read_last_line(log_path: Path) -> str:
+    """Returns the last line of the log, after `: `; empty if there is none."""
+    lines = log_path.read_text("utf-8", "replace").strip().splitlines() if log_path.exists() else []
     return f": {lines[-1][:MAX_REASON_CHARS]}" if lines else ""
 
 
-def _watch_sidecar(child: subprocess.Popen[bytes], folder: Path, words: memoryview, arena: FileArena) -> str:
+def _watch_sidecar(child: subprocess.Popen[bytes], folder: Path, header: memoryview, arena: FileArena) -> str:
     def has_ended() -> bool:
         return child.poll() is not None
 
     if not _wait_until(lambda: directory.is_held(folder / directory.SIDECAR_LOCK) or has_ended(), START_S):
         return f"it did not take its lock within {START_S:.0f} s"
-    words[layout.W_FLUSH_REQUESTED] = 1
-    if not _wait_until(lambda: words[layout.W_FLUSH_DONE] == 1 or has_ended(), READ_S):
+    header[layout.W_FLUSH_REQUESTED] = 1
+    if not _wait_until(lambda: header[layout.W_FLUSH_DONE] == 1 or has_ended(), READ_S):
         return f"it did not read within {READ_S:.0f} s"
     if has_ended():
         return f"it ended at once, with status {child.returncode}"
     arena.close()
     if not _wait_until(has_ended, END_S):
-        return f"it did not leave within {END_S:.0f} s of the last writer"
+        return f"it did not exit within {END_S:.0f} s after the last writer"
     return f"it ended with status {child.returncode}" if child.returncode else ""
 
 
@@ -212,34 +223,42 @@ def _wait_until(done: Callable[[], bool], within: float) -> bool:
 
 
 def check_leftovers(settings: Config) -> Check:
-    """Rings of dead servers. Only looked at: the next sidecar beside them that sends tells what was in flight."""
-    home = _user_folder(directory.BASE)
-    dead = [folder for folder in (*_list_folders(home), *_configured_folders(settings)) if _is_dead(folder)]
+    """Checks for rings of dead servers, without changing them.
+
+    The next exporting sidecar beside them exports what was in flight, and removes them.
+    """
+    user_folder = _user_folder(directory.BASE)
+    dead = [
+        folder for folder in (*_list_folders(user_folder), *_configured_folders(settings)) if _is_dead(folder)
+    ]
     if not dead:
-        return Check("leftovers", "ok", f"none in {settings.rings or home}")
+        return Check("leftovers", "ok", f"none in {settings.rings or user_folder}")
     rings = [path for folder in dead for path in folder.iterdir() if path.suffix in SUFFIXES]
     size = sum(path.stat().st_size for path in rings) / (1 << 20)
     found = f"rings of {len(dead)} dead server{'s' if len(dead) > 1 else ''} ({size:.1f} MiB)"
     names = ", ".join(map(str, dead[:3]))
-    do = f"start a server that exports: what was in flight is told under the names it had, and they go; or remove the files in {names}"
+    do = f"start a server that exports: its sidecar exports what was in flight and removes them; or remove the files in {names}"
     return Check("leftovers", "warn", found, do)
 
 
 def _configured_folders(settings: Config) -> list[Path]:
-    """Where the rings of a server may lie for which the configuration names a folder."""
-    given = Path(settings.rings)
-    return [given, _user_folder(given)] if settings.rings else []
+    """Returns the folders that may hold rings if the configuration names a folder, else none."""
+    rings = Path(settings.rings)
+    return [rings, _user_folder(rings)] if settings.rings else []
 
 
-def _list_folders(home: Path) -> list[Path]:
+def _list_folders(parent: Path) -> list[Path]:
     try:
-        return sorted(path for path in home.iterdir() if path.is_dir())
+        return sorted(path for path in parent.iterdir() if path.is_dir())
     except OSError:
         return []
 
 
 def _is_dead(folder: Path) -> bool:
-    """As `place.dead_servers` sees it, but without making a lock file there. The living are known by their rings."""
+    """Returns whether a folder holds the rings of a dead server.
+
+    This is the rule of `directory.claim_dead_servers`, without creating a lock file. A live process holds a lock.
+    """
     rings = list(folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
     locks = (*rings, folder / directory.OWNER_LOCK, folder / directory.SIDECAR_LOCK)
     return bool(rings) and not directory.is_starting(folder) and not any(map(directory.is_held, locks))

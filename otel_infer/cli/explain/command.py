@@ -1,9 +1,9 @@
-"""Say which complaint about latency the requests of a server amount to, with the evidence, and what to change first.
+"""Name the symptom of slow requests, with the evidence, and what to change first.
 
-otel-infer explain                                  the last two minutes of the one server that runs here; leaves no file
-otel-infer explain --server 4711                    of several, the one with this process
-otel-infer explain --request chatcmpl-abc           one request, by its response id, or by the beginning of its trace id
-otel-infer explain demo.tape                        the requests of a tape, now or later, here or elsewhere
+otel-infer explain                                  the last two minutes of the only server that runs here; leaves no file
+otel-infer explain --server 4711                    the server with this process, if several run
+otel-infer explain --request chatcmpl-abc           one request, by its response id or the beginning of its trace id
+otel-infer explain demo.tape                        the requests of a tape, also on another machine
 otel-infer explain after.tape --against before.tape
 """
 
@@ -22,6 +22,7 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.cli import running_server
 from otel_infer.cli.explain import client_spans
 from otel_infer.cli.explain.client_spans import ClientLatency
+from otel_infer.cli.explain.source import ExplainSource, describe_source
 from otel_infer.sidecar.recording import dump_request, file
 
 SHOWN_CAUSES = 4
@@ -29,17 +30,17 @@ SHOWN_TENANTS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `explain`."""
+    """Adds the options of `explain`."""
     parser.add_argument(
         "tape",
         nargs="?",
-        help="a file that `otel-infer run --tape` or `otel-infer dump` wrote; without one, a running server is asked",
+        help="a file that `otel-infer run --tape` or `otel-infer dump` wrote; default: a running server",
     )
     running_server.add_arguments(parser)
     parser.add_argument(
         "--request",
         metavar="ID",
-        help="only this one: a trace id, its beginning, a span id, or a response id",
+        help="one request: a trace id or its beginning, a span id, or a response id",
     )
     parser.add_argument(
         "--against", metavar="TAPE", help="compare with the requests of another tape, stage by stage"
@@ -47,22 +48,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--client",
         metavar="FILE",
-        help="spans of `otel_infer.instrumentation.httpx` (OTLP JSON, or of ConsoleSpanExporter): how long the readers waited elsewhere",
+        help="spans of `otel_infer.instrumentation.httpx` (OTLP JSON, or by ConsoleSpanExporter): adds the latency outside the server",
     )
     parser.add_argument(
         "--worst", type=int, default=5, metavar="N", help="how many slow requests to show (5)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explains a tape, or what a sidecar holds; 2 where that cannot be had or holds no such request."""
+    """Explains a tape or a running server. Returns 2 if it cannot be read or has no such request, else 0."""
     try:
-        told = _read_input(arguments)
-        records = told.records
-        felt = _read_client_latency(records, arguments.client)
-        if felt is not None and (arguments.request or arguments.against):
-            raise client_spans.InvalidSpanFile("--client goes with neither --request nor --against")
+        data = _read_input(arguments)
+        records = data.records
+        latency = _read_client_latency(records, arguments.client)
+        if latency is not None and (arguments.request or arguments.against):
+            raise client_spans.InvalidSpanFile(
+                "--client can be combined with neither --request nor --against"
+            )
         if arguments.against:
             return _compare_recordings(
                 _read_inferences(Path(arguments.against)).records, records, arguments.json
@@ -74,12 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.request:
         return _explain_request(records, arguments.request, arguments.json)
-    return _explain_all(told, arguments.worst, arguments.json, felt)
+    return _explain_all(data, arguments.worst, arguments.json, latency)
 
 
 class ExplainInput(NamedTuple):
-    """`since`: from which instant on everything is told. `running`: since when those run that have not ended."""
+    """The requests to explain, without those that reached no engine (e.g. health checks).
 
+    `complete_since`: from when on the tape has all events (monotonic ns). `running_since`: when each unfinished request
+    was scheduled, or else arrived.
+    """
+
+    source: ExplainSource
     records: list[RequestRecord]
     complete_since: int
     running_since: list[int]
@@ -87,72 +95,76 @@ class ExplainInput(NamedTuple):
 
 def _read_input(arguments: argparse.Namespace) -> ExplainInput:
     if arguments.tape is None:
-        with running_server.open_dump(
-            running_server.find_server_folder(arguments.rings, arguments.server)
-        ) as told:
-            return _read_inferences(told, arguments.request)
+        folder = running_server.find_server_folder(arguments.rings, arguments.server)
+        with running_server.open_dump(folder) as tape:
+            return _read_inferences(tape, arguments.request, folder)
     if arguments.rings or arguments.server:
-        raise dump_request.DumpFailed("a tape, or a running server by --rings and --server: not both")
+        raise dump_request.DumpFailed("give a tape, or a running server by --rings and --server, not both")
     return _read_inferences(Path(arguments.tape), arguments.request)
 
 
 def _read_client_latency(records: list[RequestRecord], path: str | None) -> ClientLatency | None:
-    """What their readers felt; raises `BadSpans`, also where none of these requests is in the file."""
+    """Returns the client-side latency; None without a file. Raises `InvalidSpanFile`, also if no request matches."""
     if not path:
         return None
-    felt = client_spans.compare_latency(records, client_spans.read_client_requests(Path(path)))
-    if felt is None:
+    latency = client_spans.compare_latency(records, client_spans.read_client_requests(Path(path)))
+    if latency is None:
         raise client_spans.InvalidSpanFile(
-            f"{path}: none of its spans is of one of these {len(records)} requests"
+            f"{path}: none of its spans matches one of these {len(records)} requests"
         )
-    return felt
+    return latency
 
 
-def _read_inferences(path: Path, wanted: str | None = None) -> ExplainInput:
-    """Those that were to reach an engine: health checks and the like have no complaint. One that is wanted may be any on the tape."""
+def _read_inferences(path: Path, request_id: str | None = None, folder: Path | None = None) -> ExplainInput:
+    """Reads a tape. With a request id, it includes the requests that ended before the period of the tape.
+
+    `folder`: the folder of the rings if the tape is a dump of a running server.
+    """
     from otel_infer.assembly.assembler import Assembler
     from otel_infer.cli.replay import read_recent_records, read_records, running_since
 
     assembler = Assembler()
-    found = [
-        record
-        for record in (read_records if wanted else read_recent_records)(path, assembler)
-        if record.operation
-    ]
-    return ExplainInput(found, file.read_began_at(path), running_since(assembler))
+    finished = list((read_records if request_id else read_recent_records)(path, assembler))
+    complete_since = file.read_began_at(path)
+    source = describe_source(finished, complete_since, tape=None if folder else path, folder=folder)
+    inferences = [record for record in finished if record.operation]
+    return ExplainInput(source, inferences, complete_since, running_since(assembler))
 
 
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _explain_all(told: ExplainInput, worst: int, as_json: bool, felt: ClientLatency | None = None) -> int:
+def _explain_all(data: ExplainInput, worst: int, as_json: bool, latency: ClientLatency | None = None) -> int:
     from otel_infer.analysis.diagnosis.device_bottleneck import find_device_bottlenecks
     from otel_infer.analysis.diagnosis.rules import diagnose
     from otel_infer.analysis.diagnosis.symptoms import SYMPTOMS
 
-    records = told.records
-    diagnosis = diagnose(*told)
+    records = data.records
+    diagnosis = diagnose(records, data.complete_since, data.running_since)
     slowest = sorted(records, key=lambda record: -record.duration_ns)[: max(worst, 0)]
     if as_json:
         findings = [
             {**finding._asdict(), **SYMPTOMS[finding.symptom]._asdict(), "change": finding.change}
             for finding in diagnosis.findings
         ]
-        said = {
+        result = {
+            "source": data.source.to_dict(),
             **diagnosis._asdict(),
             "findings": findings,
             "tenants": summarise_tenants(records),
             "devices": [
-                {**one._asdict(), **one.advice._asdict()} for one in find_device_bottlenecks(records)
+                {**limit._asdict(), **limit.advice._asdict()} for limit in find_device_bottlenecks(records)
             ],
             "worst": [record_with_interferer(record) for record in slowest],
-            "readers": felt._asdict() if felt is not None else None,
+            "readers": latency._asdict() if latency is not None else None,
         }
-        print(json.dumps(said))
+        print(json.dumps(result))
         return 0
     from otel_infer.cli import terminal
 
     out = terminal.make_console()
+    out.print(data.source.to_sentence(), markup=False)
+    out.print()
     out.print(terminal.latency_table(records))
     out.print()
     if not diagnosis.findings:
@@ -163,8 +175,8 @@ def _explain_all(told: ExplainInput, worst: int, as_json: bool, felt: ClientLate
         for evidence in finding.evidence:
             out.print(f"  · {evidence}")
         out.print(f"  change first: {finding.change}")
-    if felt is not None:
-        out.print(felt.to_sentence())
+    if latency is not None:
+        out.print(latency.to_sentence())
     out.print()
     out.print("where the time of the slowest tenth went", style="bold")
     for cause, share in diagnosis.causes.items():
@@ -172,11 +184,12 @@ def _explain_all(told: ExplainInput, worst: int, as_json: bool, felt: ClientLate
             out.print(f"  {cause:<16} {100 * share:5.1f} %  {semconv.describe_cause(cause)}")
     for line in map(_format_tenant, summarise_tenants(records)):
         out.print(line, markup=False)
-    for one in find_device_bottlenecks(records):
+    for limit in find_device_bottlenecks(records):
         out.print(
-            f"the device, in {one.stage}: {one.bottleneck} in {one.requests} of {one.timed}: {one.advice.meaning}"
+            f"the device, in {limit.stage}: {limit.bottleneck} in {limit.requests} of {limit.timed}: "
+            f"{limit.advice.meaning}"
         )
-        out.print(f"  makes it quicker: {one.advice.change}")
+        out.print(f"  makes it faster: {limit.advice.change}")
     out.print()
     out.print(f"the slowest {len(slowest)}", style="bold")
     for record in slowest:
@@ -185,14 +198,17 @@ def _explain_all(told: ExplainInput, worst: int, as_json: bool, felt: ClientLate
 
 
 def summarise_tenants(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
-    """The tenants with the most requests, where tenants are told; p95 in ms, None where nothing had a first token."""
+    """Returns the tenants with the most requests; empty if requests have no tenant.
+
+    p95 in ms; `ttft_p95_ms` is None if no request had a first token.
+    """
     by_name: dict[str, list[RequestRecord]] = {}
     for record in records:
         name = record.attributes.get(semconv.TENANT)
         if name:
             by_name.setdefault(str(name), []).append(record)
     most = sorted(by_name.items(), key=lambda item: (-len(item[1]), item[0]))[:SHOWN_TENANTS]
-    return [{"tenant": name, **_summarise_requests(theirs)} for name, theirs in most]
+    return [{"tenant": name, **_summarise_requests(requests)} for name, requests in most]
 
 
 def _summarise_requests(records: list[RequestRecord]) -> dict[str, Any]:
@@ -224,48 +240,52 @@ def _format_tenant(row: dict[str, Any]) -> str:
 
 
 def summarise_record(record: RequestRecord) -> str:
-    """One request: how long it took, what that went into, and who held it up."""
+    """Returns one line: trace id, duration, largest causes and interferer of a request."""
     from otel_infer.export.console import format_duration
 
-    said = f"{record.trace_id.hex()[:8]}  {format_duration(record.duration_ns)}"
+    line = f"{record.trace_id.hex()[:8]}  {format_duration(record.duration_ns)}"
     if record.breakdown is None:
-        return said
+        return line
     largest = sorted(record.breakdown.causes.items(), key=lambda item: -item[1])[:SHOWN_CAUSES]
-    said += ": " + ", ".join(
+    line += ": " + ", ".join(
         f"{cause.replace('_', ' ')} {format_duration(length)}" for cause, length in largest
     )
-    offender = record.breakdown.interferer
-    if offender is not None:
-        said += f"; held up {format_duration(offender.length)} by trace {offender.trace_id.hex()[:8]}"
-    return said
+    interferer = record.breakdown.interferer
+    if interferer is not None:
+        line += f"; delayed {format_duration(interferer.length)} by trace {interferer.trace_id.hex()[:8]}"
+    return line
 
 
 def record_with_interferer(record: RequestRecord) -> dict[str, Any]:
-    """A request as plain data; lengths in ms."""
-    from otel_infer.cli.replay import record_to_dict as plain
+    """Returns a request and its interferer as JSON-compatible data; lengths in ms."""
+    from otel_infer.cli.replay import record_to_dict
 
-    offender = record.breakdown.interferer if record.breakdown is not None else None
-    by = {"trace_id": offender.trace_id.hex(), "ms": offender.length / 1e6} if offender is not None else None
-    return {**plain(record), "interferer": by}
+    interferer = record.breakdown.interferer if record.breakdown is not None else None
+    interference = (
+        {"trace_id": interferer.trace_id.hex(), "ms": interferer.length / 1e6}
+        if interferer is not None
+        else None
+    )
+    return {**record_to_dict(record), "interferer": interference}
 
 
 # ── one ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _explain_request(records: Sequence[RequestRecord], wanted: str, as_json: bool) -> int:
-    found = [record for record in records if _matches_id(record, wanted)]
-    if len(found) != 1:
+def _explain_request(records: Sequence[RequestRecord], request_id: str, as_json: bool) -> int:
+    matches = [record for record in records if _matches_id(record, request_id)]
+    if len(matches) != 1:
         several = ", ".join(
-            f"trace {record.trace_id.hex()} span {record.span_id.hex()}" for record in found[:5]
+            f"trace {record.trace_id.hex()} span {record.span_id.hex()}" for record in matches[:5]
         )
         reason = (
-            f"several requests: {several}"
-            if found
-            else f"none of its {len(records)} requests is {wanted}, unless it has not ended"
+            f"{request_id} matches several requests: {several}"
+            if matches
+            else f"no finished request of {len(records)} matches {request_id}; it may still be running"
         )
         print(f"otel-infer explain: {reason}", file=sys.stderr)
         return 2
-    (record,) = found
+    (record,) = matches
     if as_json:
         print(json.dumps(record_with_interferer(record)))
         return 0
@@ -283,9 +303,11 @@ def _explain_request(records: Sequence[RequestRecord], wanted: str, as_json: boo
     return 0
 
 
-def _matches_id(record: RequestRecord, wanted: str) -> bool:
-    is_of_trace = record.trace_id.hex().startswith(wanted.lower())
-    return is_of_trace or record.span_id.hex() == wanted.lower() or wanted in record.attributes.values()
+def _matches_id(record: RequestRecord, request_id: str) -> bool:
+    is_in_trace = record.trace_id.hex().startswith(request_id.lower())
+    return (
+        is_in_trace or record.span_id.hex() == request_id.lower() or request_id in record.attributes.values()
+    )
 
 
 # ── two tapes ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,7 @@
-"""A report as one HTML page that loads nothing. Everything from a tape goes through `safe` or `data`; scripts by their hash."""
+"""Renders a report as one HTML page that loads nothing.
+
+Text from a tape is escaped by `escape_text` or `json_for_script`. Scripts are allowed by their hash.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import resources
 
 from otel_infer import semconv
@@ -47,7 +50,7 @@ _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 
 def render_page(view: ReportView, source: str) -> str:
-    """The page; `source` is what the tape is called."""
+    """Returns the HTML of the page. `source`: the file name of the tape."""
     template = (resources.files("otel_infer.cli.report") / "report.html").read_text(encoding="utf-8")
     scripts = " ".join(f"'sha256-{_script_hash(script)}'" for script in _SCRIPT.findall(template))
     parts = {
@@ -56,9 +59,9 @@ def render_page(view: ReportView, source: str) -> str:
         "about": _render_about(view, source),
         "verdict": _render_verdict(view),
         "latencies": _render_percentiles(
-            "What the reader felt; successful requests", "latency", view.latencies
+            "Client-side latency of successful requests", "latency", view.latencies
         ),
-        "stages": _render_percentiles("All requests; share of all time", "stage", view.stages),
+        "stages": _render_percentiles("All requests; share of all request time", "stage", view.stages),
         "causes": _render_causes(view),
         "timeline": _render_timeline(view),
         "requests": _render_requests(view),
@@ -76,27 +79,27 @@ def _script_hash(script: str) -> str:
 
 
 def _render_about(view: ReportView, source: str) -> str:
-    told = view.recording
+    recording = view.recording
     seconds = (view.ended - view.began) / 1e9
-    counts = [f"{len(told.records):,} requests"]
+    counts = [f"{len(recording.records):,} requests"]
     counts += [
-        f"{many:,} {word}"
-        for many, word in (
+        f"{count:,} {text}"
+        for count, text in (
             (view.count_outcome(events.ERROR), "failed"),
             (view.count_outcome(events.ABORTED), "aborted"),
             (len(view.missed_objectives), "missed an objective"),
-            (len(told.unfinished_arrivals), "still in flight at its end"),
-            (told.non_engine_requests, "that reached no engine"),
+            (len(recording.unfinished_arrivals), "still in flight at the end"),
+            (recording.non_engine_requests, "that reached no engine"),
         )
-        if many
+        if count
     ]
-    when = f"from {_format_utc(view.began + view.wall_offset)}, " if told.records else ""
-    return f"<code>{escape_text(source)}</code>: {when}{seconds:,.1f} s; {', '.join(counts)}; {len(told.steps):,} engine steps"
+    when = f"from {_format_utc(view.began + view.wall_offset)}, " if recording.records else ""
+    return f"<code>{escape_text(source)}</code>: {when}{seconds:,.1f} s; {', '.join(counts)}; {len(recording.steps):,} engine steps"
 
 
 def _format_utc(unix_ns: int) -> str:
     try:
-        at = datetime.fromtimestamp(unix_ns // 1_000_000_000, timezone.utc)
+        at = datetime.fromtimestamp(unix_ns // 1_000_000_000, UTC)
     except (OverflowError, ValueError, OSError):
         return "an unknown time"
     return f"{at:%Y-%m-%d %H:%M:%S} UTC"
@@ -105,7 +108,9 @@ def _format_utc(unix_ns: int) -> str:
 def _render_verdict(view: ReportView) -> str:
     diagnosis = view.diagnosis
     if not diagnosis.findings:
-        head = {"healthy": "No complaint", "insufficient": "Insufficient evidence"}.get(diagnosis.verdict, "")
+        head = {"healthy": "No problem found", "insufficient": "Insufficient evidence"}.get(
+            diagnosis.verdict, ""
+        )
         nothing = "" if view.recording.records else " There are no requests on this tape."
         note = escape_text(diagnosis.note)
         return f'<h2 id="verdict" data-verdict="{escape_text(diagnosis.verdict)}">{head}</h2><p>{note}.{nothing}</p>'
@@ -128,12 +133,12 @@ def _render_finding(view: ReportView, diagnosis: Diagnosis, number: int) -> str:
 
 
 def _link_trace_ids(view: ReportView, line: str) -> str:
-    """Trace ids in a sentence lead to their rows."""
+    """Links the trace ids in a line to the rows of their requests."""
     shown = {record.trace_id.hex(): record.span_id.hex() for record in view.shown}
 
-    def link_trace(found: re.Match[str]) -> str:
-        span_id = shown.get(found[0])
-        return f'<a href="#r-{span_id}">{found[0]}</a>' if span_id else found[0]
+    def link_trace(match: re.Match[str]) -> str:
+        span_id = shown.get(match[0])
+        return f'<a href="#r-{span_id}">{match[0]}</a>' if span_id else match[0]
 
     return re.sub(r"\b[0-9a-f]{32}\b", link_trace, line)
 
@@ -157,26 +162,26 @@ def _render_percentiles(caption: str, what: str, spreads: Sequence[Percentiles])
 
 def _render_causes(view: ReportView) -> str:
     if not view.causes:
-        return '<p class="dim">Nothing to divide.</p>'
+        return '<p class="dim">No latency breakdown.</p>'
     lines = [
         f'<th scope="row">{colour_swatch(COLOURS.get(row.cause, STEP_COLOUR))}{escape_text(row.cause.replace("_", " "))}</th>'
         f'<td class="n">{format_share(row.slowest_share)}</td><td class="n">{format_share(row.overall_share)}</td>'
         f'<td class="dim">{escape_text(semconv.describe_cause(row.cause))}</td>'
         for row in view.causes
     ]
-    heads = ("cause", "#slowest tenth", "#everybody", "meaning")
+    heads = ("cause", "#slowest tenth", "#all requests", "meaning")
     bar = render_cause_bar([(row.cause, row.slowest_share) for row in view.causes])
     return bar + render_table("Share of these requests' time", heads, lines)
 
 
 def _render_requests(view: ReportView) -> str:
-    many = len(view.recording.records)
-    some = f"all {many:,}" if many == len(view.shown) else f"{len(view.shown)} of {many:,}"
+    total = len(view.recording.records)
+    shown = f"all {total:,}" if total == len(view.shown) else f"{len(view.shown)} of {total:,}"
     caption = (
-        f"{some}, {'those that missed an objective and then the longest' if view.missed_objectives else 'longest'} first; "
-        "open one by its trace id."
-        + (f" At most {MAX_REQUESTS} are shown: the slowest by end to end, first token and gap, and those who held them up."
-           if many > len(view.shown) else "")
+        f"{shown}, {'missed objectives, then longest' if view.missed_objectives else 'longest'} first; "
+        "open a request by its trace id."
+        + (f" At most {MAX_REQUESTS} are shown: the slowest by end to end, first token and gap, and their interferers."
+           if total > len(view.shown) else "")
     )  # fmt: skip
     page = make_page_context(view.began, view.shown, view.missed_objectives)
     lines = [render_rows(record, page) for record in view.shown]
@@ -189,28 +194,30 @@ def _render_requests(view: ReportView) -> str:
 
 def _render_interferers(view: ReportView) -> str:
     if not view.interferers:
-        return '<p class="dim">Nobody held up another for a fiftieth of its time or more.</p>'
+        return '<p class="dim">No request delayed another by 2 % of its time or more.</p>'
     shown = {record.span_id for record in view.shown}
     lines = []
     for row in view.interferers:
-        own = f"{row.record.input_tokens:,}" if row.record is not None else "not on this tape"
+        prompt_tokens = f"{row.record.input_tokens:,}" if row.record is not None else "not on this tape"
         worst = link_request(
             row.worst_affected.trace_id, row.worst_affected.span_id, row.worst_affected.span_id in shown
         )
         lines.append(
             f"<td>{link_request(row.trace_id, row.span_id, row.span_id in shown)}</td>"
-            f'<td class="n">{own}</td>{number_cell(row.affected_requests)}{duration_cell(row.total_delay_ns)}<td>{worst} {format_duration(row.worst_delay_ns)}</td>'
+            f'<td class="n">{prompt_tokens}</td>{number_cell(row.affected_requests)}{duration_cell(row.total_delay_ns)}<td>{worst} {format_duration(row.worst_delay_ns)}</td>'
         )
-    caption = f"By the time they took from those who name them first; at most {MAX_INTERFERERS}"
-    heads = ("who", "#its prompt tokens", "#held up", "#total time", "worst hit")
+    caption = (
+        f"By the total delay of the requests that name them as main interferer; at most {MAX_INTERFERERS}"
+    )
+    heads = ("request", "#prompt tokens", "#delayed requests", "#total delay", "longest delay")
     return render_table(caption, heads, lines)
 
 
-# ── over the tape ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── timeline ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _WIDTH, _LANE_HEIGHT, _GAP = 1000, 80, 26
 _LANES: tuple[tuple[str, str, Callable[[TimelineBin], float], str], ...] = (
-    ("requests at once: running, and queued on top", QUEUE_COLOUR, lambda b: b.running + b.queued, ""),
+    ("concurrent requests: running, and queued on top", QUEUE_COLOUR, lambda b: b.running + b.queued, ""),
     ("longest step", STEP_COLOUR, lambda b: b.longest_step, "ns"),
     ("prompt tokens computed", PROMPT_COLOUR, lambda b: b.prompt_tokens, ""),
 )
@@ -218,36 +225,40 @@ _LANES: tuple[tuple[str, str, Callable[[TimelineBin], float], str], ...] = (
 
 def _render_timeline(view: ReportView) -> str:
     if not view.recording.records and not view.recording.steps:
-        return '<p class="dim">Nothing happened on this tape.</p>'
+        return '<p class="dim">There are no requests and no steps on this tape.</p>'
     drawn = []
-    for place, (name, colour, of, unit) in enumerate(_LANES):
-        top = place * (_LANE_HEIGHT + _GAP) + _GAP
-        most = max(map(of, view.bins))
-        said = format_duration(most) if unit == "ns" else f"{most:,.0f}"
-        if place == 0:  # not at the same instant
-            said = f"{max(b.running for b in view.bins):,} and {max(b.queued for b in view.bins):,}"
+    for lane, (name, colour, value_of, unit) in enumerate(_LANES):
+        top = lane * (_LANE_HEIGHT + _GAP) + _GAP
+        highest = max(map(value_of, view.bins))
+        maximum = format_duration(highest) if unit == "ns" else f"{highest:,.0f}"
+        if lane == 0:  # the two maxima may be at different instants
+            maximum = f"{max(b.running for b in view.bins):,} and {max(b.queued for b in view.bins):,}"
         drawn.append(
-            f'<text x="0" y="{top - 7}">{name} (most: {said})</text>{_render_area(view.bins, of, most, top, colour)}'
+            f'<text x="0" y="{top - 7}">{name} (max: {maximum})</text>{_render_area(view.bins, value_of, highest, top, colour)}'
         )
-        if place == 0:
-            drawn.append(_render_area(view.bins, lambda b: b.running, most, top, RUNNING_COLOUR))
+        if lane == 0:
+            drawn.append(_render_area(view.bins, lambda b: b.running, highest, top, RUNNING_COLOUR))
         drawn.append(f'<line x1="0" x2="{_WIDTH}" y1="{top + _LANE_HEIGHT}" y2="{top + _LANE_HEIGHT}"/>')
     height = len(_LANES) * (_LANE_HEIGHT + _GAP)
     drawn += _render_pauses(view, height) + _render_missed(view, height)
     return (
-        f'<svg class="time" viewBox="0 0 {_WIDTH} {height + 22}" role="img" aria-label="Requests at once, longest step and '
+        f'<svg class="time" viewBox="0 0 {_WIDTH} {height + 22}" role="img" aria-label="Concurrent requests, longest step and '
         f'prompt tokens over the tape; the numbers are in the table below">{"".join(drawn)}{_render_ticks(view, height)}</svg>'
         f"{_render_legend(view)}{_render_bins(view)}"
     )
 
 
 def _render_area(
-    bins: Sequence[TimelineBin], of: Callable[[TimelineBin], float], most: float, top: int, colour: str
+    bins: Sequence[TimelineBin],
+    value_of: Callable[[TimelineBin], float],
+    highest: float,
+    top: int,
+    colour: str,
 ) -> str:
     width = _WIDTH / BIN_COUNT
     bottom, points = top + _LANE_HEIGHT, ""
-    for place, value in enumerate(map(of, bins)):
-        points += f"H{place * width:g}V{bottom - _LANE_HEIGHT * value / (most or 1):.1f}"
+    for place, value in enumerate(map(value_of, bins)):
+        points += f"H{place * width:g}V{bottom - _LANE_HEIGHT * value / (highest or 1):.1f}"
     return f'<path d="M0 {bottom}{points}H{_WIDTH}V{bottom}Z" fill="{colour}"/>'
 
 
@@ -262,7 +273,7 @@ def _render_pauses(view: ReportView, height: int) -> list[str]:
 
 
 def _render_missed(view: ReportView, height: int) -> list[str]:
-    """A line where each request ended that missed an objective: that is when it was known."""
+    """Returns a line at the end of each request that missed an objective, because it is known only then."""
     scale = _WIDTH / max(view.ended - view.began, 1)
     return [
         f'<line class="missed" x1="{x:.1f}" x2="{x:.1f}" y1="{_GAP}" y2="{height}"><title>{record.trace_id.hex()[:8]} '
@@ -288,10 +299,10 @@ def _render_legend(view: ReportView) -> str:
     if view.pauses:
         causes = ", ".join(sorted({escape_text(pause.cause) for pause in view.pauses})[:8])
         entries.append(
-            (PAUSE_COLOUR, f"pauses of the whole process ({causes}), {len(view.recording.pauses):,} in all")
+            (PAUSE_COLOUR, f"pauses of the whole process ({causes}), {len(view.recording.pauses):,} in total")
         )
     if view.missed_objectives:
-        entries.append((MISSED_COLOUR, "a request ended that missed an objective"))
+        entries.append((MISSED_COLOUR, "end of a request that missed an objective"))
     return (
         '<p class="legend">'
         + " ".join(f"<span>{colour_swatch(c)}{text}</span>" for c, text in entries)
@@ -306,6 +317,6 @@ def _render_bins(view: ReportView) -> str:
         f"{duration_cell(b.longest_step)}{number_cell(b.prompt_tokens)}"
         for place, b in enumerate(view.bins)
     ]
-    heads = ("#from", "#running", "#queued", "#usual step", "#longest step", "#prompt tokens")
-    inside = render_table(f"Each row is {format_duration(width)}", heads, lines)
-    return f"<details><summary>The same as a table</summary>{inside}</details>"
+    heads = ("#from", "#running", "#queued", "#median step", "#longest step", "#prompt tokens")
+    inside = render_table(f"Each row covers {format_duration(width)}", heads, lines)
+    return f"<details><summary>Show as a table</summary>{inside}</details>"

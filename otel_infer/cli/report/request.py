@@ -1,4 +1,4 @@
-"""One request of a report: its row, and what the row opens to: waterfall, step strip, blame."""
+"""Renders one request of a report: its row, and the details: waterfall, step strip and latency breakdown."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ from otel_infer.export.spans.tree import request_name
 from otel_infer.ringbuffer import events
 
 MAX_BARS, MAX_BARS_PER_PAGE = 2000, 100_000
-"""Of one strip, and of all; of more steps the slowest of each group is drawn."""
+"""Bars of one strip, and of all strips. With more steps, the slowest step of each group is drawn."""
 MAX_STAGES = 16
 MAX_ATTRIBUTES = 4
-"""Of one stage; of a request, twice as many."""
+"""Attributes shown per stage; per request, twice as many."""
 MAX_STEPS = 8
 """Slowest steps in the table below a strip."""
 MAX_PAUSES = 50
 MAX_CAUSES = 4
-"""Causes of pauses of one request, each a line."""
+"""Causes of pauses per request, one line each."""
 COLUMN_HEADS = (
-    "trace", "request", "ended", "#end to end", "#first token", "#longest gap", "#prompt", "#tokens", "most of it",
-    "held up by",
+    "trace", "request", "ended", "#end to end", "#first token", "#longest gap", "#prompt", "#tokens", "top cause",
+    "delayed by",
 )  # fmt: skip
 OUTCOMES = {events.OK: "ok", events.ERROR: "error", events.ABORTED: "aborted"}
 
 
 class PageContext(NamedTuple):
-    """Where a request stands: when the tape began, which requests (span ids) are in the page too, bars of a strip.
+    """The page around a request.
 
-    `missed`: by span id, the objectives that a request did not meet.
+    `began`: when the tape began (monotonic ns). `shown`: span ids of the requests on the page. `bars`: maximum bars of a
+    strip. `missed`: the missed objectives by span id.
     """
 
     began: int
@@ -61,13 +62,13 @@ class PageContext(NamedTuple):
 def make_page_context(
     began: int, shown: Sequence[RequestRecord], missed: Mapping[bytes, tuple[str, ...]]
 ) -> PageContext:
-    """The same for all requests of a page."""
+    """Returns the context that all requests of a page share."""
     bars = min(MAX_BARS, MAX_BARS_PER_PAGE // max(len(shown), 1))
     return PageContext(began, frozenset(record.span_id for record in shown), bars, missed)
 
 
 def render_rows(record: RequestRecord, page: PageContext) -> str:
-    """Two rows: what it came to, and all about it."""
+    """Returns two table rows: the summary and the details of a request."""
     return _render_summary_row(record, page) + "\n" + _render_detail_row(record, page)
 
 
@@ -77,19 +78,21 @@ def _render_summary_row(record: RequestRecord, page: PageContext) -> str:
     missed = page.missed.get(record.span_id, ())
     ended += f", missed {', '.join(missed)}" if missed else ""
     top = record.breakdown.top_cause if record.breakdown is not None else ""
-    part = (
+    share = (
         record.breakdown.causes[top] / max(record.duration_ns, 1)
         if record.breakdown is not None and top
         else 0.0
     )
-    most = (
-        f"{colour_swatch(COLOURS.get(top, STEP_COLOUR))}{escape_text(top.replace('_', ' '))} {format_share(part)}"
+    top_text = (
+        f"{colour_swatch(COLOURS.get(top, STEP_COLOUR))}{escape_text(top.replace('_', ' '))} {format_share(share)}"
         if top
         else "–"
     )
-    offender = record.breakdown.interferer if record.breakdown is not None else None
+    interferer = record.breakdown.interferer if record.breakdown is not None else None
     by = (
-        link_request(offender.trace_id, offender.span_id, offender.span_id in page.shown) if offender else "–"
+        link_request(interferer.trace_id, interferer.span_id, interferer.span_id in page.shown)
+        if interferer
+        else "–"
     )
     bad = ' class="bad"' if record.outcome != events.OK or missed else ""
     return (
@@ -97,7 +100,7 @@ def _render_summary_row(record: RequestRecord, page: PageContext) -> str:
         f"<code>{record.trace_id.hex()[:8]}</code></a></td><td>{escape_text(request_name(record))}</td><td{bad}>{escape_text(ended)}</td>"
         f"{duration_cell(record.duration_ns)}{duration_cell(record.ttft_ns)}{duration_cell(record.summary.gap_max)}"
         f"{number_cell(record.input_tokens)}{number_cell(record.output_tokens)}"
-        f'<td data-v="{part:.4f}">{most}</td><td>{by}{f" {format_duration(offender.length)}" if offender else ""}</td></tr>'
+        f'<td data-v="{share:.4f}">{top_text}</td><td>{by}{f" {format_duration(interferer.length)}" if interferer else ""}</td></tr>'
     )
 
 
@@ -109,8 +112,8 @@ def _render_detail_row(record: RequestRecord, page: PageContext) -> str:
 
 
 def _render_about(record: RequestRecord, began: int) -> str:
-    """What is said of it under names that are ours or the conventions'; an application's own attributes stay on the tape."""
-    said: dict[str, object] = {
+    """Returns the attributes of a request. Attributes set by the application are not shown."""
+    fields: dict[str, object] = {
         "trace": record.trace_id.hex(),
         "span": record.span_id.hex(),
         "arrived at": f"{(record.arrived_at - began) / 1e9:.3f} s",
@@ -118,17 +121,19 @@ def _render_about(record: RequestRecord, began: int) -> str:
         "engine": record.engine,
         "finished": ", ".join(map(str, record.finish_reasons)),
         "error": record.error_type,
-        "died in": record.failed_stage,
+        "failed in": record.failed_stage,
         "preemptions": record.preemptions,
         "sequences": record.sequences if record.sequences > 1 else 0,
-        "telemetry lost": "yes: what is here is true, but not all of it" if record.telemetry_lost else "",
+        "telemetry lost": "yes: the data shown is correct but incomplete" if record.telemetry_lost else "",
     }
-    known = (semconv.RESPONSE_ID, semconv.HTTP_ROUTE)
-    more = [(k, v) for k, v in sorted(record.attributes.items()) if k in known or k.startswith("infer.")]
-    said |= dict(more[: 2 * MAX_ATTRIBUTES])
+    shown_keys = (semconv.RESPONSE_ID, semconv.HTTP_ROUTE)
+    attributes = [
+        (k, v) for k, v in sorted(record.attributes.items()) if k in shown_keys or k.startswith("infer.")
+    ]
+    fields |= dict(attributes[: 2 * MAX_ATTRIBUTES])
     return (
         "<dl>"
-        + "".join(f"<dt>{escape_text(k)}</dt><dd>{escape_text(v)}</dd>" for k, v in said.items() if v)
+        + "".join(f"<dt>{escape_text(k)}</dt><dd>{escape_text(v)}</dd>" for k, v in fields.items() if v)
         + "</dl>"
     )
 
@@ -144,28 +149,28 @@ def _render_waterfall(record: RequestRecord) -> str:
             semconv.STAGE_CAUSES.get(stage.name, stage.name), COLOURS[semconv.CAUSE_APPLICATION]
         )
         bar = _render_bars(record, [(stage.started_at, stage.ended_at)], colour)
-        more = escape_text(
+        attributes = escape_text(
             ", ".join(f"{k} = {v}" for k, v in [*stage.attributes.items()][:MAX_ATTRIBUTES]), 240
         )
         lines.append(
             f'<th scope="row">{escape_text(stage.name)}</th><td class="bar">{bar}</td>'
             f'<td class="n">{_format_duration(stage.started_at - record.arrived_at)}</td>'
-            f'<td class="n">{_format_duration(stage.ended_at - stage.started_at)}</td><td class="dim">{more}</td>'
+            f'<td class="n">{_format_duration(stage.ended_at - stage.started_at)}</td><td class="dim">{attributes}</td>'
         )
     pauses = _longest_pauses(record)
     for cause in sorted({pause.cause for pause in pauses})[:MAX_CAUSES]:
-        there = [(pause.started_at, pause.ended_at) for pause in pauses if pause.cause == cause]
-        total = sum(min(end, record.ended_at) - max(begin, record.arrived_at) for begin, end in there)
+        intervals = [(pause.started_at, pause.ended_at) for pause in pauses if pause.cause == cause]
+        total = sum(min(end, record.ended_at) - max(begin, record.arrived_at) for begin, end in intervals)
         lines.append(
-            f'<th scope="row">pause: {escape_text(cause)}</th><td class="bar">{_render_bars(record, there, PAUSE_COLOUR)}</td>'
-            f'<td class="n">{len(there)} ×</td><td class="n">{_format_duration(total)}</td><td class="dim">{_PAUSE_NOTES.get(cause, "the whole process stood still")}</td>'
+            f'<th scope="row">pause: {escape_text(cause)}</th><td class="bar">{_render_bars(record, intervals, PAUSE_COLOUR)}</td>'
+            f'<td class="n">{len(intervals)} ×</td><td class="n">{_format_duration(total)}</td><td class="dim">{_PAUSE_NOTES.get(cause, "the whole process was paused")}</td>'
         )
-    left = len(record.stages) - len(stages)
-    caption = "Stages" + (f"; {left} more are on the tape" if left else "")
+    hidden = len(record.stages) - len(stages)
+    caption = "Stages" + (f"; {hidden} attributes are on the tape" if hidden else "")
     return render_table(caption, ("stage", "", "#begins", "#takes", ""), lines, "fall")
 
 
-_PAUSE_NOTES = {semconv.CAUSE_EVENT_LOOP: "the event loop stood still, not the engine"}
+_PAUSE_NOTES = {semconv.CAUSE_EVENT_LOOP: "the event loop was blocked, not the engine"}
 
 
 def _format_duration(ns: int) -> str:
@@ -173,7 +178,7 @@ def _format_duration(ns: int) -> str:
 
 
 def _render_bars(record: RequestRecord, intervals: Sequence[tuple[int, int]], colour: str) -> str:
-    """Intervals on the scale of the request; none is too short to be seen."""
+    """Draws intervals on the scale of the request, with a minimum width."""
     scale = 1000 / max(record.duration_ns, 1)
     boxes = []
     for begin, end in intervals:
@@ -185,7 +190,7 @@ def _render_bars(record: RequestRecord, intervals: Sequence[tuple[int, int]], co
 
 
 def _longest_pauses(record: RequestRecord) -> list[Pause]:
-    """What of them lies inside the request counts."""
+    """Returns at most `MAX_PAUSES` pauses: those with the longest part inside the request, in order of time."""
 
     def time_inside(pause: Pause) -> int:
         return min(pause.ended_at, record.ended_at) - max(pause.started_at, record.arrived_at)
@@ -197,32 +202,34 @@ def _longest_pauses(record: RequestRecord) -> list[Pause]:
 
 
 def _render_step_strip(record: RequestRecord, bars: int) -> str:
-    """The bars are drawn from the numbers when the row is opened; the slowest are a table for whoever cannot see them."""
+    """Renders the decode steps. A script draws the bars when the row is opened; the slowest steps are also a table."""
     rows = record.steps
     if rows is None or len(rows) < 2:
         return '<p class="dim">No decode steps of this request are on the tape.</p>'
     began, ended = rows.started_at[1:], rows.ended_at[1:]
     lengths, idle = ended - began, np.maximum(began - rows.ended_at[:-1], 0)
-    held = _find_paused_steps(record, rows.ended_at[:-1], ended)
+    paused = _find_paused_steps(record, rows.ended_at[:-1], ended)
     columns = (rows.step[1:], ended - record.arrived_at, lengths, idle, *rows.table[3:, 1:])
     keep = slowest_per_group(lengths + idle, bars)
     slowest = np.argsort(-(lengths + idle), kind="stable")[:MAX_STEPS]
     return (
         f'<h4>Decode steps</h4><p class="caption">{_strip_caption(lengths, keep)}</p>'
-        '<div class="strip"><noscript>The bars are drawn by a script; the slowest steps are below.</noscript></div>'
-        f'<script type="application/json">{json_for_script(_encode_steps(columns, held, keep))}</script>'
-        f"{_render_slowest_steps(columns, held, slowest, record.pauses)}"
+        '<div class="strip"><noscript>A script draws the bars; the slowest steps are below.</noscript></div>'
+        f'<script type="application/json">{json_for_script(_encode_steps(columns, paused, keep))}</script>'
+        f"{_render_slowest_steps(columns, paused, slowest, record.pauses)}"
     )
 
 
 def _strip_caption(lengths: Any, keep: Any) -> str:
     median, longest = format_duration(float(np.median(lengths))), format_duration(int(lengths.max()))
-    some = "" if len(keep) == len(lengths) else f" (the slowest of each group: {len(keep):,} bars)"
-    return f"{len(lengths):,} steps that gave this request a token{some}; median {median}, longest {longest}"
+    reduced = "" if len(keep) == len(lengths) else f" (the slowest of each group: {len(keep):,} bars)"
+    return (
+        f"{len(lengths):,} steps that gave this request a token{reduced}; median {median}, longest {longest}"
+    )
 
 
 def slowest_per_group(lengths: Any, bars: int) -> Any:
-    """The rows that are drawn."""
+    """Returns the indices of the steps to draw: all, or the slowest of each of `bars` groups."""
     if len(lengths) <= bars:
         return np.arange(len(lengths))
     begins = np.arange(bars) * len(lengths) // bars
@@ -232,15 +239,15 @@ def slowest_per_group(lengths: Any, bars: int) -> Any:
 
 
 def _find_paused_steps(record: RequestRecord, since: Any, until: Any) -> Any:
-    """Before or in which steps the process was held up."""
-    held = np.zeros(len(until), bool)
+    """Returns for each step whether the process was paused before or during it."""
+    paused = np.zeros(len(until), bool)
     for pause in record.pauses:
-        held |= (since < pause.ended_at) & (until > pause.started_at)
-    return held
+        paused |= (since < pause.ended_at) & (until > pause.started_at)
+    return paused
 
 
-def _encode_steps(columns: Sequence[Any], held: Any, keep: Any) -> dict[str, list[int]]:
-    """Lengths and instants in µs; steps and instants as differences, which are short."""
+def _encode_steps(columns: Sequence[Any], paused: Any, keep: Any) -> dict[str, list[int]]:
+    """Encodes the steps for the script. Lengths and instants in µs; steps and instants as differences, to save space."""
     step, at, lengths, idle, tokens, size, others = (column[keep] for column in columns)
     return {
         "step": np.diff(step, prepend=0).tolist(),
@@ -250,19 +257,19 @@ def _encode_steps(columns: Sequence[Any], held: Any, keep: Any) -> dict[str, lis
         "tokens": tokens.tolist(),
         "batch": size.tolist(),
         "others": others.tolist(),
-        "paused": np.flatnonzero(held[keep]).tolist(),
+        "paused": np.flatnonzero(paused[keep]).tolist(),
     }
 
 
-def _render_slowest_steps(columns: Sequence[Any], held: Any, slowest: Any, pauses: Sequence[Pause]) -> str:
+def _render_slowest_steps(columns: Sequence[Any], paused: Any, slowest: Any, pauses: Sequence[Pause]) -> str:
     lines = []
     for i in slowest.tolist():
-        step, at, took, idle, tokens, size, others = (int(column[i]) for column in columns)
-        mark = ("▲ others' prompt " if others else "") + ("❚❚ pause" if held[i] else "")
+        step, at, length, idle, tokens, size, others = (int(column[i]) for column in columns)
+        mark = ("▲ other prompts " if others else "") + ("❚❚ pause" if paused[i] else "")
         cells = (
             str(step),
             f"{at / 1e9:.3f} s",
-            format_duration(took),
+            format_duration(length),
             format_duration(idle) if idle else "–",
         )
         lines.append(
@@ -275,14 +282,14 @@ def _render_slowest_steps(columns: Sequence[Any], held: Any, slowest: Any, pause
         "#takes",
         "#idle before",
         "#batch",
-        "#others' prompt tokens",
+        "#other prompt tokens",
         "#own tokens",
         "",
     )
-    return render_table("Its slowest steps", heads, lines)
+    return render_table("Slowest steps", heads, lines)
 
 
-# ── blame ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── latency breakdown ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _render_breakdown(record: RequestRecord, page: PageContext) -> str:
@@ -292,14 +299,14 @@ def _render_breakdown(record: RequestRecord, page: PageContext) -> str:
     causes = sorted(record.breakdown.causes.items(), key=lambda item: (-item[1], item[0]))
     lines = [
         f'<th scope="row">{colour_swatch(COLOURS.get(cause, STEP_COLOUR))}{escape_text(cause.replace("_", " "))}</th>'
-        f'<td class="n">{took / 1e6:,.1f} ms</td><td class="n">{format_share(took / whole)}</td>'
+        f'<td class="n">{length / 1e6:,.1f} ms</td><td class="n">{format_share(length / whole)}</td>'
         f'<td class="dim">{escape_text(semconv.describe_cause(cause))}</td>'
-        for cause, took in causes
+        for cause, length in causes
     ]
-    said = "Where its time went; the parts sum to its duration"
-    offender = record.breakdown.interferer
-    if offender is not None:
-        who = link_request(offender.trace_id, offender.span_id, offender.span_id in page.shown)
-        said += f". Held up most by {who}: {format_duration(offender.length)}"
-    bar = render_cause_bar([(cause, took / whole) for cause, took in causes])
-    return f"{bar}{render_table(said, ('cause', '#time', '#share', 'meaning'), lines)}"
+    caption = "Where its time went; the parts sum to its duration"
+    interferer = record.breakdown.interferer
+    if interferer is not None:
+        link = link_request(interferer.trace_id, interferer.span_id, interferer.span_id in page.shown)
+        caption += f". Main interferer: {link}, {format_duration(interferer.length)}"
+    bar = render_cause_bar([(cause, length / whole) for cause, length in causes])
+    return f"{bar}{render_table(caption, ('cause', '#time', '#share', 'meaning'), lines)}"

@@ -1,1 +1,1 @@
-"""Aggregates records into metrics and sends or serves them."""
+"""Aggregates records into metrics, and sends or serves them."""

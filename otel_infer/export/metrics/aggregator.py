@@ -1,7 +1,7 @@
-"""Records → counts → the SDK's `MetricsData`, which the SDK's own OTLP exporter sends.
+"""Aggregates records into the SDK's `MetricsData`, which the SDK's own OTLP exporter sends.
 
-There are no instruments: every value is counted here, whether its request is exported or not, and becomes a
-data point when somebody collects. Exemplars name exported requests only. One thread calls all of it.
+There are no instruments. Every value is counted here, whether its request is exported or not, and becomes a
+data point at collection. Exemplars refer to exported requests only. All calls come from one thread.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ KV_IDLE_NS = 1_000_000_000
 
 
 class MetricsAggregator:
-    """Counts finished requests and engine steps.
+    """Counts finished requests, engine steps and process events.
 
-    `temporality`: `cumulative`, `delta` or `lowmemory`. `resource` is read at each collection, so it may still
-    gain names. `tenants`: those that may be named, None where nobody asked for tenants; `traffic_classes`: they are told;
-    `promises`: there are objectives.
+    `temporality`: `cumulative`, `delta` or `lowmemory`. `resource`: read at each collection, so it may still
+    gain attributes. `tenants`: tenants that metrics may name, None = no tenants. `traffic_classes`: metrics
+    carry the traffic class. `promises`: objectives are configured.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MetricsAggregator:
     ) -> None:
         self._resource = resource
         self._has_objectives = promises
-        self.is_delta = temporality in ("delta", "lowmemory")  # the same, but for observable counters
+        self.is_delta = temporality in ("delta", "lowmemory")  # they differ only for observable counters
         self._last_step_at = 0
         self._exemplars_enabled = exemplars
         self._started_at = self._collected_at = started_at_unix_ns
@@ -87,43 +87,45 @@ class MetricsAggregator:
         self._tenants, self._traffic_classes = tenants, traffic_classes
 
     def allow_model(self, model: str) -> None:
-        """This model is served, so metrics may name it; the first 50 are. Every other model is `_OTHER`."""
+        """Allows metrics to name this served model; the first 50 are allowed. Any other model is `_OTHER`."""
         if model and len(self._served_models) < MAX_MODELS:
             self._served_models.add(model)
 
     def add_decision(self, record: RequestRecord, decision: Decision) -> None:
-        """Counts why a request was kept, or that it was not; what it missed; where the time of a slow one went."""
+        """Counts the keep reason of a request, its missed objectives, and the causes of a slow one."""
         self._number_series[semconv.REQUEST_KEPT.name].add((decision.reason,), 1)
         if not (record.generative and record.operation and (self._has_objectives or decision.slow)):
-            return  # a POST that reached no engine keeps no promise
-        who = (*self._make_request_key(record), *self._make_caller_key(record))
+            return  # objectives do not apply to a POST that reached no engine
+        key = (*self._make_request_key(record), *self._make_caller_key(record))
         if self._has_objectives:
-            count_objectives(self._number_series, record, decision, who)
+            count_objectives(self._number_series, record, decision, key)
         if decision.slow and record.breakdown is not None:
-            count_slow_causes(self._number_series, record.breakdown, who)
+            count_slow_causes(self._number_series, record.breakdown, key)
 
     def add_request(self, record: RequestRecord, *, exported: bool) -> None:
-        """Counts a finished request, kept or not; only an exported one becomes an exemplar."""
-        who, caller = self._make_request_key(record), self._make_caller_key(record)
+        """Counts a finished request, exported or not. Only an exported request becomes an exemplar."""
+        request_key, caller_key = self._make_request_key(record), self._make_caller_key(record)
         source = _source_of_request(record) if exported and self._exemplars_enabled else None
         error_type = record.error_type or (semconv.OTHER if record.outcome == events.ERROR else "")
         error = self._errors.admit_label(error_type) if error_type else None
-        self._record_duration(semconv.REQUEST_DURATION, (*who, error, *caller), record.duration_ns, source)
-        self._record_stages(record, who, source)
+        self._record_duration(
+            semconv.REQUEST_DURATION, (*request_key, error, *caller_key), record.duration_ns, source
+        )
+        self._record_stages(record, request_key, source)
         if not record.generative:
             return
-        request_counters.count_usage(self._number_series, record, who, caller)
+        request_counters.count_usage(self._number_series, record, request_key, caller_key)
         if record.outcome == events.ABORTED:
-            key = (self._stages.admit_label(record.failed_stage), error, *who, *caller)
+            key = (self._stages.admit_label(record.failed_stage), error, *request_key, *caller_key)
             self._record_duration(semconv.REQUEST_ABANDONED, key, record.duration_ns, source)
         if record.breakdown is not None and record.operation:
-            self._count_breakdown(record, record.breakdown, (*who, *caller))
+            self._count_breakdown(record, record.breakdown, (*request_key, *caller_key))
         if record.preemptions:
-            self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(who, record.preemptions)
-        self._record_token_latency(record, (*who, *caller), source)
+            self._number_series[semconv.REQUEST_PREEMPTIONS.name].add(request_key, record.preemptions)
+        self._record_token_latency(record, (*request_key, *caller_key), source)
 
     def add_steps(self, records: Sequence[StepRecord]) -> None:
-        """Counts engine steps, and takes over the KV usage that each engine said last."""
+        """Counts engine steps, and sets the KV usage of each engine from its latest step."""
         groups: dict[Key, list[StepRecord]] = {}
         latest: dict[Key, StepRecord] = {}
         for record in records:
@@ -144,17 +146,17 @@ class MetricsAggregator:
                 self._number_series[semconv.KV_HEADROOM.name].set(key, free / max(record.running, 1))
 
     def add_executions(self, executions: Sequence[Execution]) -> None:
-        """Counts what workers took for steps."""
+        """Counts the execution times of workers."""
         engine_steps.record_executions(self._histograms, executions)
 
     def add_pauses(self, pauses: Sequence[Pause]) -> None:
-        """Counts what held up a process; what holds up several is counted for each."""
+        """Counts the pauses of processes. A pause of several processes counts once for each."""
         for pause in pauses:
             key = (self._causes.admit_label(pause.cause),)
             self._record_duration(semconv.PAUSES, key, pause.ended_at - pause.started_at, None)
 
     def add_marks(self, marks: Sequence[Mark]) -> None:
-        """Counts what happened to processes."""
+        """Counts the marks of processes."""
         for mark in marks:
             if mark.name == semconv.MARK_EVICTION:
                 self._number_series[semconv.KV_EVICTIONS.name].add((), mark.times)
@@ -163,40 +165,47 @@ class MetricsAggregator:
                 self._number_series[semconv.MARKS.name].add((name,), mark.times)
 
     def add_start(self, record: StartRecord, *, exported: bool) -> None:
-        """Counts the start of a process: each phase, which may have been there several times, and the whole. Only one that is
-        exported under its own ids becomes an exemplar."""
+        """Counts the start of a process: the sum of each phase, and the whole.
+
+        Only a start that is exported under its own ids becomes an exemplar.
+        """
         source = ExemplarSource(
             *_ids_to_ints(record.trace_id, record.span_id), record.ended_at + record.wall_offset
         )
         is_named = exported and self._exemplars_enabled
         error = self._errors.admit_label(record.error_type) if record.error_type else None
-        lengths: Counter[Label] = Counter({semconv.STARTUP_TOTAL: record.duration_ns})
+        durations: Counter[Label] = Counter({semconv.STARTUP_TOTAL: record.duration_ns})
         for phase in record.phases:
-            lengths[self._stages.admit_label(phase.name)] += phase.ended_at - phase.started_at
-        for name, length in lengths.items():
+            durations[self._stages.admit_label(phase.name)] += phase.ended_at - phase.started_at
+        for name, duration in durations.items():
             key = (name, record.ready_by or None, error)
-            self._record_duration(semconv.STARTUP_DURATION, key, length, source if is_named else None)
+            self._record_duration(semconv.STARTUP_DURATION, key, duration, source if is_named else None)
 
     def retain_engines(self, living: Collection[tuple[str, int]]) -> None:
-        """These (engine, pid) are there: nothing uses the KV cache of any other."""
+        """Removes the KV-cache series of all engines except these (engine, pid)."""
         keys = {(engine or None, pid) for engine, pid in living}
         for metric in semconv.ENGINE_KV_METRICS:
             self._number_series[metric.name].retain_keys(keys)
 
     def reset_idle_kv_usage(self, now: int) -> None:
-        """Nobody is in flight: where no step was taken for a while, nothing is in a KV cache."""
+        """Sets the KV usage to 0 if no step ran for `KV_IDLE_NS`. For a time without requests in flight."""
         if now - self._last_step_at > KV_IDLE_NS:
             for metric in (semconv.KV_USAGE, semconv.KV_UTILIZATION):
                 self._number_series[metric.name].reset_values()
             self._number_series[semconv.KV_HEADROOM.name].retain_keys(())
 
     def set_value(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
-        """The value of a gauge or an up-down counter, or the total of a counter, from now on."""
+        """Sets the value of a gauge or up-down counter, or the total of a counter."""
         self._number_series[metric.name].set_for_attributes(attributes, value)
 
-    def replace_values(self, metrics: Collection[semconv.Metric], say: Callable[[SetValue], None]) -> None:
-        """Sets what `say` says; of these metrics, what it does not say is of things that are gone."""
-        replace_values(self._number_series, metrics, say)
+    def replace_values(
+        self, metrics: Collection[semconv.Metric], set_values: Callable[[SetValue], None]
+    ) -> None:
+        """Sets the values that `set_values` sets.
+
+        Other series of these metrics are removed, because what they measured is gone.
+        """
+        replace_values(self._number_series, metrics, set_values)
 
     def add_value(self, metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
         """Adds to a counter or an up-down counter."""
@@ -204,7 +213,7 @@ class MetricsAggregator:
         numbers.add(numbers.make_key(attributes), value)
 
     def collect(self, now_unix_ns: int) -> export.MetricsData:
-        """All data points there are; where it is delta, those of the time since the last collection."""
+        """Returns all data points; for delta, those since the last collection."""
         self._inter_token_latency.record_pending()
         self._flush_cause_totals()
         metrics = []
@@ -227,7 +236,7 @@ class MetricsAggregator:
         return export.MetricsData(resource_metrics=[resource])
 
     def _make_request_key(self, record: RequestRecord) -> Key:
-        """What every metric of requests carries: operation, provider, model."""
+        """Returns the attributes of every request metric: operation, provider, model."""
         model = record.model if record.model in self._served_models else semconv.OTHER
         return (
             self._operations.admit_label(record.operation),
@@ -236,11 +245,11 @@ class MetricsAggregator:
         )
 
     def _make_caller_key(self, record: RequestRecord) -> Key:
-        """A tenant that may be named, and the traffic class; nothing where nobody asked for either."""
+        """Returns tenant and traffic class; empty if neither is configured."""
         tenant = traffic = None
         if self._tenants is not None:
-            said = str(record.attributes.get(semconv.TENANT, ""))
-            tenant = said if said in self._tenants else semconv.OTHER
+            name = str(record.attributes.get(semconv.TENANT, ""))
+            tenant = name if name in self._tenants else semconv.OTHER
         if self._traffic_classes:
             batch = record.attributes.get(semconv.TRAFFIC_CLASS) == tenancy.BATCH
             traffic = tenancy.BATCH if batch else tenancy.INTERACTIVE
@@ -251,10 +260,10 @@ class MetricsAggregator:
     ) -> None:
         self._histograms[metric.name].get_or_create(key).record(length_ns / 1e9, source)
 
-    def _record_stages(self, record: RequestRecord, who: Key, source: ExemplarSource | None) -> None:
+    def _record_stages(self, record: RequestRecord, request_key: Key, source: ExemplarSource | None) -> None:
         points = self._histograms[semconv.STAGE_DURATION.name]
         for name, started_at, ended_at, attributes in record.stages:
-            key = (self._stages.admit_label(name), semconv.CLOCK_HOST, *who)
+            key = (self._stages.admit_label(name), semconv.CLOCK_HOST, *request_key)
             points.get_or_create(key).record((ended_at - started_at) / 1e9, source)
             if name == semconv.SPAN_POSTPROCESS:
                 detokenize = attributes.get(semconv.DETOKENIZE_DURATION)
@@ -262,47 +271,49 @@ class MetricsAggregator:
                     points.get_or_create((semconv.STAGE_DETOKENIZE, *key[1:])).record(detokenize, source)
         if record.device_share:
             attributed = self._number_series[semconv.DEVICE_ATTRIBUTED.name]
-            attributed.add((*who, *self._make_caller_key(record)), record.device_share / 1e9)
+            attributed.add((*request_key, *self._make_caller_key(record)), record.device_share / 1e9)
         for name, length in record.device_ns:
-            points.get_or_create((self._stages.admit_label(name), semconv.CLOCK_DEVICE, *who)).record(
+            points.get_or_create((self._stages.admit_label(name), semconv.CLOCK_DEVICE, *request_key)).record(
                 length / 1e9, source
             )
 
-    def _count_breakdown(self, record: RequestRecord, blame: LatencyBreakdown, who: Key) -> None:
-        spent = self._cause_totals.setdefault(who, {})
-        for cause, length in blame.causes.items():
-            spent[cause] = spent.get(cause, 0) + length
-        if blame.interference_by_class:
+    def _count_breakdown(self, record: RequestRecord, breakdown: LatencyBreakdown, key: Key) -> None:
+        totals = self._cause_totals.setdefault(key, {})
+        for cause, length in breakdown.causes.items():
+            totals[cause] = totals.get(cause, 0) + length
+        if breakdown.interference_by_class:
             prompt = record.input_tokens or sum(chunk.tokens for chunk in record.prefill_steps)
-            victim = tenancy.request_class(record.attributes.get(semconv.TRAFFIC_CLASS), prompt)
-            held_up = self._number_series[semconv.INTERFERENCE_DURATION.name]
-            for offender, length in blame.interference_by_class:
-                held_up.add((offender, victim), length / 1e9)
+            waiting_class = tenancy.request_class(record.attributes.get(semconv.TRAFFIC_CLASS), prompt)
+            delays = self._number_series[semconv.INTERFERENCE_DURATION.name]
+            for interfering_class, length in breakdown.interference_by_class:
+                delays.add((interfering_class, waiting_class), length / 1e9)
 
     def _flush_cause_totals(self) -> None:
-        """What requests were blamed for since the last collection, in s."""
-        spent = self._number_series[semconv.LATENCY_DURATION.name]
-        for who, causes in self._cause_totals.items():
+        """Adds the cause times since the last collection to their counter, in s."""
+        seconds = self._number_series[semconv.LATENCY_DURATION.name]
+        for key, causes in self._cause_totals.items():
             for cause, length in causes.items():
-                spent.add((cause, *who), length / 1e9)
+                seconds.add((cause, *key), length / 1e9)
         self._cause_totals = {}
 
-    def _record_token_latency(self, record: RequestRecord, who: Key, source: ExemplarSource | None) -> None:
+    def _record_token_latency(self, record: RequestRecord, key: Key, source: ExemplarSource | None) -> None:
         if record.outcome == events.ERROR:
             return
         if record.summary.gaps:
-            self._inter_token_latency.add_request(who, record, source)
+            self._inter_token_latency.add_request(key, record, source)
         if record.outcome != events.OK:
             return
         if record.ttft_ns:
-            self._record_duration(semconv.TIME_TO_FIRST_TOKEN, who, record.ttft_ns, source)
+            self._record_duration(semconv.TIME_TO_FIRST_TOKEN, key, record.ttft_ns, source)
         tokens = record.tokens_after_first
         if tokens > 0:
-            self._record_duration(semconv.TIME_PER_OUTPUT_TOKEN, who, record.decode_ns / tokens, source)
+            self._record_duration(semconv.TIME_PER_OUTPUT_TOKEN, key, record.decode_ns / tokens, source)
 
 
 def _source_of_request(record: RequestRecord) -> ExemplarSource | None:
-    """The span that stands for this request in a trace: its own, or the server's if it was no inference."""
+    """Returns the span of a request in its trace: its request span, or the server span if it reached no
+    engine.
+    """
     span_id = record.span_id if record.operation else record.server_span_id or record.span_id
     if not any(record.trace_id) or not any(span_id):
         return None

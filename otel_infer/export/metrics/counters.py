@@ -1,4 +1,4 @@
-"""Counters and gauges as points of the SDK, and which names may become values of their attributes."""
+"""Counters and gauges as data points of the SDK, and limits for the values of their attributes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from otel_infer.ringbuffer.events import Value
 DELTA, CUMULATIVE = export.AggregationTemporality.DELTA, export.AggregationTemporality.CUMULATIVE
 
 SetValue = Callable[[semconv.Metric, Mapping[str, Value], float], None]
-"""Sets the value of a point."""
+"""Sets the value of a data point."""
 
 
 class CardinalityLimit:
-    """Lets the first so many different names through; those that come later are `_OTHER`."""
+    """Admits the first `limit` different names; every later name becomes `_OTHER`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._admitted: set[str] = set()
 
     def admit_label(self, name: str) -> str | None:
-        """The name, as it may be said; None for no name."""
+        """Returns the name if it is admitted, else `_OTHER`; None for an empty name."""
         if name in self._admitted:
             return name
         if not name:
@@ -37,7 +37,7 @@ class CardinalityLimit:
 
 
 class NumberSeries:
-    """The points of a counter, an up-down counter or a gauge."""
+    """The series of a counter, an up-down counter or a gauge."""
 
     def __init__(self, metric: semconv.Metric) -> None:
         self._metric = metric
@@ -45,36 +45,36 @@ class NumberSeries:
         self._reported: dict[Key, float] = {}
 
     def make_key(self, attributes: Mapping[str, Value]) -> Key:
-        """Attributes that the metric does not have are left out."""
+        """Returns the key of these attributes, without attributes that the metric does not have."""
         return tuple(_value_to_label(attributes.get(name)) for name in self._metric.attributes)
 
     def retain_keys(self, keys: Collection[Key]) -> None:
-        """Points of other attributes are of things that are gone."""
+        """Removes all series except these, because what they measured is gone."""
         self._values = {key: value for key, value in self._values.items() if key in keys}
 
     def reset_values(self) -> None:
-        """All points are 0."""
+        """Sets all series to 0."""
         self._values = dict.fromkeys(self._values, 0)
 
     def set(self, key: Key, value: float) -> None:
-        """The value, or the total, from now on."""
+        """Sets the value of a gauge, or the total of a counter."""
         self._values[self._limit_key(key)] = value
 
     def set_for_attributes(self, attributes: Mapping[str, Value], value: float) -> Key:
-        """As `set`; the key of these attributes."""
+        """Sets the value for these attributes, and returns their key."""
         key = self.make_key(attributes)
         self.set(key, value)
         return key
 
     def add(self, key: Key, value: float) -> None:
-        """Adds to what was counted."""
+        """Adds to the value of a key."""
         values = self._values
         if key not in values:
             key = self._limit_key(key)
         values[key] = values.get(key, 0) + value
 
     def collect_data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
-        """The SDK's data of this metric, or None if there are no points."""
+        """Returns the SDK's data of this metric; None if it has no series."""
         delta, reported = temporality is DELTA, self._reported
         if delta and self._metric in semconv.PREEXISTING_COUNTERS:
             reported = {**self._preexisting_values(), **reported}
@@ -96,26 +96,35 @@ class NumberSeries:
         return export.Sum(data_points=points, aggregation_temporality=temporality, is_monotonic=monotonic)
 
     def _preexisting_values(self) -> dict[Key, float]:
-        """Of what was counted before we came, that is."""
-        some = set(semconv.PREEXISTING_COUNTERS[self._metric])
-        return {key: value for key, value in self._values.items() if not some or some.intersection(key)}
+        """Returns the values that were counted before this process started, for the first delta."""
+        preexisting = set(semconv.PREEXISTING_COUNTERS[self._metric])
+        return {
+            key: value
+            for key, value in self._values.items()
+            if not preexisting or preexisting.intersection(key)
+        }
 
     def _limit_key(self, key: Key) -> Key:
         return key if key in self._values or len(self._values) < MAX_SERIES else OVERFLOW_KEY
 
 
 def replace_values(
-    numbers: Mapping[str, NumberSeries], metrics: Collection[semconv.Metric], say: Callable[[SetValue], None]
+    numbers: Mapping[str, NumberSeries],
+    metrics: Collection[semconv.Metric],
+    set_values: Callable[[SetValue], None],
 ) -> None:
-    """Sets what `say` says; of these metrics, what it does not say is of things that are gone."""
-    said: dict[str, set[Key]] = {metric.name: set() for metric in metrics}
+    """Sets the values that `set_values` sets.
+
+    Other series of these metrics are removed, because what they measured is gone.
+    """
+    keys: dict[str, set[Key]] = {metric.name: set() for metric in metrics}
 
     def set_value(metric: semconv.Metric, attributes: Mapping[str, Value], value: float) -> None:
-        said.setdefault(metric.name, set()).add(numbers[metric.name].set_for_attributes(attributes, value))
+        keys.setdefault(metric.name, set()).add(numbers[metric.name].set_for_attributes(attributes, value))
 
-    say(set_value)
+    set_values(set_value)
     for metric in metrics:
-        numbers[metric.name].retain_keys(said[metric.name])
+        numbers[metric.name].retain_keys(keys[metric.name])
 
 
 def _value_to_label(value: Value | None) -> Label:

@@ -1,4 +1,4 @@
-"""The state of GPUs as metrics: `hw.*` where the conventions have a name, ours for what they lack."""
+"""Sets metrics of GPU state: `hw.*` where the conventions have a name, `infer.*` otherwise."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ STATE_METRICS = tuple(
     )
     if metric.instrument != semconv.COUNTER
 )
-"""What `say` sets of GPUs that are there now."""
+"""Metrics that `set_gpu_metrics` sets for the GPUs present now."""
 MEMORY_METRICS = semconv.DEVICE_MEMORY, semconv.PINNED_MEMORY
-"""What `say_memory` sets of processes that are there now."""
+"""Metrics that `set_memory_metrics` sets for the processes present now."""
 
 
 def set_gpu_metrics(readings: Iterable[GpuReading], driver: str, set_value: SetValue) -> None:
-    """Sets every value."""
-    used: dict[str, dict[str, float]] = {}
+    """Sets all values of these readings, and the memory utilization."""
+    memory_by_device: dict[str, dict[str, float]] = {}
     for reading in readings:
-        uuid, _, _, _, what, of, value = reading
-        who = _attributes_of_device(reading, driver)
-        plain = _PLAIN_METRICS.get((what, of))
+        uuid, _, _, _, quantity, label, value = reading
+        device = _attributes_of_device(reading, driver)
+        plain = _PLAIN_METRICS.get((quantity, label))
         if plain is not None:
-            task = {semconv.GPU_TASK: of} if plain is semconv.GPU_UTILIZATION else {}
-            set_value(plain, {**who, **task}, value)
+            task = {semconv.GPU_TASK: label} if plain is semconv.GPU_UTILIZATION else {}
+            set_value(plain, {**device, **task}, value)
         else:
-            metric, key = _KEYED_METRICS[what]
-            set_value(metric, {**who, key: of}, value)
-        if what == "memory":
-            both = used.setdefault(uuid, {})
-            both[of] = value
-            if both.get("total") and "used" in both:
-                set_value(semconv.GPU_MEMORY_UTILIZATION, who, both["used"] / both["total"])
+            metric, key = _KEYED_METRICS[quantity]
+            set_value(metric, {**device, key: label}, value)
+        if quantity == "memory":
+            memory = memory_by_device.setdefault(uuid, {})
+            memory[label] = value
+            if memory.get("total") and "used" in memory:
+                set_value(semconv.GPU_MEMORY_UTILIZATION, device, memory["used"] / memory["total"])
 
 
 def _attributes_of_device(device: GpuReading, driver: str) -> dict[str, Value]:
-    said: dict[str, Value] = {
+    attributes: dict[str, Value] = {
         semconv.HW_ID: device.uuid,
         semconv.HW_NAME: f"GPU {device.number}",
         semconv.HW_TYPE: "gpu",
@@ -66,13 +66,13 @@ def _attributes_of_device(device: GpuReading, driver: str) -> dict[str, Value]:
         semconv.HW_VENDOR: "NVIDIA",
         semconv.HW_DRIVER_VERSION: driver,
     }
-    return {**said, semconv.HW_PARENT: device.parent} if device.parent else said
+    return {**attributes, semconv.HW_PARENT: device.parent} if device.parent else attributes
 
 
-def set_memory_metrics(seen: Iterable[tuple[int, MemorySeen]], set_value: SetValue) -> None:
-    """Sets what processes (pid) say of their devices."""
-    for pid, fact in seen:
-        _, uuid, allocated, reserved, active, split, free, total, pools, pinned = fact
+def set_memory_metrics(reports: Iterable[tuple[int, MemorySeen]], set_value: SetValue) -> None:
+    """Sets the memory that processes (by pid) reported for their devices."""
+    for pid, report in reports:
+        _, uuid, allocated, reserved, active, split, free, total, pools, pinned = report
         values = {"allocated": allocated, "reserved": reserved, "active": active, "inactive_split": split}
         if total:
             values |= {"free": free, "outside": max(total - free - reserved, 0)}
@@ -81,9 +81,9 @@ def set_memory_metrics(seen: Iterable[tuple[int, MemorySeen]], set_value: SetVal
         if pinned >= 0:
             set_value(semconv.PINNED_MEMORY, {semconv.PROCESS_PID: pid}, pinned)
         for kind, value in values.items():
-            said: dict[str, Value] = {
+            attributes: dict[str, Value] = {
                 semconv.HW_ID: uuid,
                 semconv.PROCESS_PID: pid,
                 semconv.MEMORY_KIND: kind,
             }
-            set_value(semconv.DEVICE_MEMORY, said, value)
+            set_value(semconv.DEVICE_MEMORY, attributes, value)

@@ -1,8 +1,8 @@
-"""Histograms counted here and handed out as points of the SDK: explicit bounds, or exponential of base 2.
+"""Counts values into histograms, as data points of the SDK: explicit bounds, or exponential with base 2.
 
-An instrument's `record()` costs microseconds for every value, and a request has a value for every token. So the
-values of a request are sorted once and counted whole. Buckets are those of the OpenTelemetry data model (upper
-bounds inclusive); the exponential index is the SDK's, to the last bit. Values that are negative or not finite are
+An instrument's `record()` costs microseconds per value, and a request has a value per token. So the values of
+a request are sorted and counted together. Buckets are those of the OpenTelemetry data model (upper bounds are
+inclusive). The exponential index equals the SDK's to the last bit. Negative and non-finite values are
 ignored.
 """
 
@@ -22,23 +22,23 @@ from otel_infer.ringbuffer.events import Value
 
 try:
     from opentelemetry.sdk.metrics import Exemplar
-except ImportError:  # SDK 1.27, whose points have no exemplars either
+except ImportError:  # SDK 1.27, whose data points have no exemplars
     Exemplar = None  # type: ignore[assignment, misc]
 
 MAX_BUCKETS = 160
 MAX_SCALE = 20
 
 MAX_SERIES = 2000
-"""Attribute sets of one metric; what comes later is counted in one more point, marked as such."""
+"""Maximum attribute sets of one metric. Later sets are counted in one further series, marked as overflow."""
 
 Label = Union[str, bool, int, float, None]
 Key = tuple[Label, ...]
-"""The values of the attributes that a metric may carry, in their order; None = not said."""
+"""The values of the attributes that a metric may have, in their order; None = absent."""
 OVERFLOW_KEY: Key = (semconv.METRIC_OVERFLOW,)
 
 
 class ExemplarSource(NamedTuple):
-    """Where a value comes from: an exported span, and when its request ended (unix ns)."""
+    """The source of a value: an exported span, and when its request ended (unix ns)."""
 
     trace_id: int
     span_id: int
@@ -46,11 +46,11 @@ class ExemplarSource(NamedTuple):
 
 
 def _no_source(position: int) -> None:
-    """Comes from no span."""
+    """Returns None: the value has no span."""
 
 
 class Histogram:
-    """What both forms share. The exemplar of a bucket is the latest value in it that has a source."""
+    """Base of both forms. The exemplar of a bucket is its latest value that has a source."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -73,9 +73,9 @@ class Histogram:
             self._exemplars[bucket] = (value, source)
 
     def record_many(self, values: Any, source: Callable[[int], ExemplarSource | None] = _no_source) -> None:
-        """Counts a sorted numpy array of values; the largest in each bucket may become its exemplar.
+        """Counts a sorted numpy array of values. The largest value of each bucket may become its exemplar.
 
-        `source`: of the value at a position.
+        `source`: returns the source of the value at a position.
         """
         begin = 0
         if len(values) and not (values[0] >= 0 and values[-1] < math.inf):  # NaN sorts last
@@ -87,26 +87,26 @@ class Histogram:
         self.sum += float(values.sum())
         self.min, self.max = min(self.min, float(values[0])), max(self.max, float(values[-1]))
         for bucket, largest in self._count_sorted(values):
-            known = source(begin + largest)
-            if known is not None:
-                self._exemplars[bucket] = (float(values[largest]), known)
+            found_source = source(begin + largest)
+            if found_source is not None:
+                self._exemplars[bucket] = (float(values[largest]), found_source)
 
     def make_point(self, attributes: Mapping[str, Value], started_at: int, now: int) -> Any:
-        """The SDK's data point for all values since `started_at`; instants in unix ns."""
+        """Returns the SDK's data point for all values since `started_at`; instants in unix ns."""
         raise NotImplementedError
 
     def _count_value(self, value: float) -> int:
-        """Counts it and says in which bucket."""
+        """Counts a value and returns its bucket."""
         raise NotImplementedError
 
     def _count_sorted(self, values: Any) -> Iterable[tuple[int, int]]:
-        """Counts them; (bucket, position of the largest value in it) of every bucket that was touched."""
+        """Counts values and returns (bucket, position of its largest value) for every changed bucket."""
         raise NotImplementedError
 
     def _make_point_fields(
         self, attributes: Mapping[str, Value], started_at: int, now: int
     ) -> dict[str, Any]:
-        """What both kinds of points say."""
+        """Returns the fields that both kinds of data points have."""
         fields: dict[str, Any] = {"count": self.count, "sum": self.sum, "min": self.min, "max": self.max}
         fields.update(attributes=attributes, start_time_unix_nano=started_at, time_unix_nano=now)
         if Exemplar is not None:
@@ -127,7 +127,7 @@ class ExplicitHistogram(Histogram):
     def make_point(
         self, attributes: Mapping[str, Value], started_at: int, now: int
     ) -> export.HistogramDataPoint:
-        """With one count more than there are bounds."""
+        """Returns a data point with one more count than there are bounds."""
         return export.HistogramDataPoint(
             bucket_counts=tuple(self._counts),
             explicit_bounds=self._bounds,
@@ -152,7 +152,7 @@ class ExplicitHistogram(Histogram):
 
 
 _ZERO_BUCKET = -(1 << 62)
-"""The bucket of zeroes, beside the exponential ones."""
+"""The bucket of zeros, beside the exponential buckets."""
 
 
 class ExponentialHistogram(Histogram):
@@ -171,7 +171,7 @@ class ExponentialHistogram(Histogram):
     def make_point(
         self, attributes: Mapping[str, Value], started_at: int, now: int
     ) -> export.ExponentialHistogramDataPoint:
-        """Neither its first nor its last bucket is empty."""
+        """Returns a data point whose first and last buckets are not empty."""
         return export.ExponentialHistogramDataPoint(
             scale=self._scale if self._counts else 0,
             zero_count=self._zero_count,
@@ -210,7 +210,10 @@ class ExponentialHistogram(Histogram):
         return touched
 
     def _make_room(self, low: int, high: int) -> bool:
-        """Whether there is room for these indexes now; if not, the scale has fallen and they are void."""
+        """Extends the buckets to these indexes and returns True.
+
+        Returns False if the scale was reduced, so the indexes are void.
+        """
         if self._counts:
             low, high = min(low, self._offset), max(high, self._offset + len(self._counts) - 1)
         fall = 0
@@ -238,14 +241,14 @@ class ExponentialHistogram(Histogram):
 
 
 class HistogramSeries:
-    """The points of a histogram metric."""
+    """The series of a histogram metric."""
 
     def __init__(self, metric: semconv.Metric, exponential: bool) -> None:
         self._metric, self._exponential = metric, exponential
         self._histograms: dict[Key, Histogram] = {}
 
     def get_or_create(self, key: Key) -> Histogram:
-        """The histogram with these attributes, made when first asked for."""
+        """Returns the histogram of this key, and creates it on first use."""
         known = self._histograms.get(key)
         if known is not None:
             return known
@@ -255,7 +258,10 @@ class HistogramSeries:
         return self._histograms.setdefault(key, new)
 
     def collect_data(self, temporality: export.AggregationTemporality, since: int, now: int) -> Any:
-        """The SDK's data of this metric, or None if nothing was counted. Delta begins anew."""
+        """Returns the SDK's data of this metric, None if nothing was counted.
+
+        Delta temporality resets the counts.
+        """
         counted = [(key, histogram) for key, histogram in self._histograms.items() if histogram.count]
         points = [
             histogram.make_point(key_to_attributes(self._metric, key), since, now)
@@ -270,7 +276,7 @@ class HistogramSeries:
 
 
 def key_to_attributes(metric: semconv.Metric, key: Key) -> dict[str, Any]:
-    """The attributes of the point with this key."""
+    """Returns the attributes of the series with this key."""
     if key is OVERFLOW_KEY:
         return {semconv.METRIC_OVERFLOW: True}
     return {name: value for name, value in zip(metric.attributes, key) if value is not None}
@@ -284,7 +290,7 @@ def _make_exemplar(value: float, source: ExemplarSource) -> Exemplar:
 
 
 def bucket_of_value(value: float, scale: int) -> int:
-    """The bucket of a positive value, as the SDK has it: by its logarithm, but exact for powers of two."""
+    """Returns the bucket of a positive value like the SDK: by its logarithm, but exact for powers of two."""
     value = max(value, sys.float_info.min)
     mantissa, exponent = math.frexp(value)
     is_power = mantissa == 0.5
@@ -297,10 +303,10 @@ def bucket_of_value(value: float, scale: int) -> int:
 
 
 def buckets_of_values(values: Any, scale: int) -> Any:
-    """`index_of` for a numpy array, as int64.
+    """Returns `bucket_of_value` for each value of a numpy array, as int64.
 
-    The logarithms of numpy and of the C library may differ in the last bits, so what lies that near to the edge
-    of a bucket is computed by the latter.
+    The logarithms of numpy and the C library may differ in the last bits. So values that close to a bucket's
+    edge are computed by the C library.
     """
     values = np.maximum(values, sys.float_info.min)
     mantissas, exponents = np.frexp(values)

@@ -1,4 +1,4 @@
-"""Times between tokens on their way into a histogram: thousands are sorted and counted at once."""
+"""Collects the gaps between tokens for a histogram, and sorts and counts thousands of them at a time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export.metrics.histograms import ExemplarSource, HistogramSeries, Key
 
 GAPS_PER_FLUSH = 8192
-"""Gaps that are counted at once."""
+"""Gaps that are counted at a time."""
 _REQUEST_BITS = 16
 MAX_REQUESTS = 1 << _REQUEST_BITS
 _MAX_NS = 1 << 62 - _REQUEST_BITS
 
 
 class _PendingRequests(NamedTuple):
-    """Requests whose gaps are not counted yet, and the span that stands for each."""
+    """Requests whose gaps are not counted yet, and the exemplar source of each."""
 
     records: list[RequestRecord]
     sources: list[ExemplarSource | None]
 
 
 class InterTokenLatency:
-    """Counts gaps into `histograms`, in s; what was added is in there after `count()`."""
+    """Counts gaps into `histograms`, in s. Added requests are counted by `record_pending()`."""
 
     def __init__(self, histograms: HistogramSeries) -> None:
         self._histograms = histograms
@@ -34,7 +34,7 @@ class InterTokenLatency:
         self._gap_count = 0
 
     def add_request(self, key: Key, record: RequestRecord, source: ExemplarSource | None) -> None:
-        """The gaps of one request, for the point with these attributes."""
+        """Adds the gaps of one request, for the series with this key."""
         waiting = self._pending.setdefault(key, _PendingRequests([], []))
         waiting.records.append(record)
         waiting.sources.append(source)
@@ -43,14 +43,14 @@ class InterTokenLatency:
             self.record_pending()
 
     def record_pending(self) -> None:
-        """Counts what waits."""
+        """Counts the gaps of all pending requests."""
         for key, (records, sources) in self._pending.items():
-            lengths, owners = compute_token_gaps(
+            gaps, owners = compute_token_gaps(
                 [record.steps for record in records if record.steps is not None],
                 [record.telemetry_lost for record in records],
             )
-            # One sort of integers orders the lengths and takes along whose they are.
-            ordered = np.sort(np.minimum(lengths, _MAX_NS) << _REQUEST_BITS | owners)
+            # The low bits hold the request of a gap, so that one sort of integers orders both.
+            ordered = np.sort(np.minimum(gaps, _MAX_NS) << _REQUEST_BITS | owners)
             values = (ordered >> _REQUEST_BITS) / 1e9
             self._histograms.get_or_create(key).record_many(values, partial(_source_at, ordered, sources))
         self._pending, self._gap_count = {}, 0

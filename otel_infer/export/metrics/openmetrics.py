@@ -1,7 +1,9 @@
-"""Collected metrics as text for whoever scrapes: OpenMetrics 1.0 with exemplars, or Prometheus' older format without.
+"""Renders collected metrics as text for a scraper: OpenMetrics 1.0 with exemplars, or Prometheus' older
+format without.
 
-Names and labels are those that Prometheus gives to the same metrics when they come as OTLP (`prometheus`); `job` and `instance`
-are the scraper's to say. What else is known of the server is on `target_info`, as there. Cumulative, explicit buckets.
+Prometheus gives the same names and labels to these metrics over OTLP (`semconv.prometheus`). The scraper adds
+`job` and `instance`. Other resource attributes are on `target_info`, as over OTLP. Sums are cumulative and
+buckets explicit.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ _TYPE_BY_INSTRUMENT = {semconv.HISTOGRAM: "histogram", semconv.COUNTER: "counter
 
 
 def render_metrics(data: Any, *, is_open: bool) -> bytes:
-    """The SDK's `MetricsData`, which holds one resource."""
+    """Returns the text of the SDK's `MetricsData`, which holds one resource."""
     lines: list[str] = []
-    for of_resource in data.resource_metrics:
-        lines += _render_target_info(of_resource.resource.attributes, is_open)
-        for scope in of_resource.scope_metrics:
+    for resource_metrics in data.resource_metrics:
+        lines += _render_target_info(resource_metrics.resource.attributes, is_open)
+        for scope in resource_metrics.scope_metrics:
             for metric in scope.metrics:
                 lines += _render_family(_METRIC_BY_NAME[metric.name], metric.data.data_points, is_open)
     if is_open:
@@ -58,24 +60,24 @@ def _render_family(metric: semconv.Metric, points: Any, is_open: bool) -> Iterat
 def _render_histogram(name: str, point: Any, is_open: bool) -> Iterator[str]:
     bounds, below = point.explicit_bounds, 0
     exemplars = getattr(point, "exemplars", ()) if is_open else ()  # points of SDK 1.27 have none
-    found = {bisect_left(bounds, one.value): one for one in exemplars}
+    exemplar_by_bucket = {bisect_left(bounds, exemplar.value): exemplar for exemplar in exemplars}
     edges = [*(repr(float(bound)) for bound in bounds), "+Inf"]
     for i, (edge, count) in enumerate(zip(edges, point.bucket_counts)):
         below += count
-        exemplar = _render_exemplar(found[i]) if i in found else ""
-        yield f"{name}{prometheus.BUCKET}{_render_labels(point.attributes, le=edge)} {below}{exemplar}"
+        suffix = _render_exemplar(exemplar_by_bucket[i]) if i in exemplar_by_bucket else ""
+        yield f"{name}{prometheus.BUCKET}{_render_labels(point.attributes, le=edge)} {below}{suffix}"
     yield f"{name}{prometheus.COUNT}{_render_labels(point.attributes)} {point.count}"
     yield f"{name}{prometheus.SUM}{_render_labels(point.attributes)} {point.sum!r}"
 
 
 def _render_labels(attributes: Mapping[str, Any], **more: str) -> str:
-    said: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for key, value in attributes.items():
         name = prometheus.label_name(key)
-        # Two that have one name are joined, as Prometheus' OTLP receiver does.
-        said[name] = f"{said[name]};{_format_value(value)}" if name in said else _format_value(value)
-    said.update(more)
-    inside = ",".join(f'{key}="{value.translate(_ESCAPES)}"' for key, value in said.items())
+        # Values of attributes with the same label name are joined, as Prometheus' OTLP receiver does.
+        labels[name] = f"{labels[name]};{_format_value(value)}" if name in labels else _format_value(value)
+    labels.update(more)
+    inside = ",".join(f'{key}="{value.translate(_ESCAPES)}"' for key, value in labels.items())
     return f"{{{inside}}}" if inside else ""
 
 
@@ -83,6 +85,6 @@ def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _render_exemplar(one: Any) -> str:
-    ids = f'trace_id="{one.trace_id:032x}",span_id="{one.span_id:016x}"'
-    return f" # {{{ids}}} {one.value!r} {one.time_unix_nano / 1e9:.3f}"
+def _render_exemplar(exemplar: Any) -> str:
+    ids = f'trace_id="{exemplar.trace_id:032x}",span_id="{exemplar.span_id:016x}"'
+    return f" # {{{ids}}} {exemplar.value!r} {exemplar.time_unix_nano / 1e9:.3f}"

@@ -1,6 +1,8 @@
-"""`GET /metrics`, for Prometheus: what is counted, as of now, with exemplars for who accepts OpenMetrics.
+"""Serves `GET /metrics` for Prometheus: the current metrics, with exemplars for clients that accept
+OpenMetrics.
 
-Counting is one thread's, so a scrape asks, and that thread answers at its next wake, a fifth of a second later at most.
+Only one thread counts metrics. So a scrape leaves a request, which that thread answers in its next cycle,
+after at most 0.2 s.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ from otel_infer.export.metrics import openmetrics
 log = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 4.0
-"""How long a scrape waits; Prometheus itself gives up after 10 s."""
+"""How long a scrape waits; Prometheus' own default timeout is 10 s."""
 BIND_RETRY_NS = 2_000_000_000
-"""Between two tries to have the port."""
+"""Time between two attempts to listen on the port."""
 METRICS_PATH = "/metrics"
 
 
 class ScrapeEndpoint:
-    """The endpoint, and what is asked of it. `address`: `PORT` or `ADDRESS:PORT`.
+    """The endpoint, and the pending scrape. `address`: `PORT` or `ADDRESS:PORT`.
 
-    The port may be somebody else's for now: the last sidecar's of a server that was started again, say.
+    Another process may still use the port, for example the previous sidecar of a restarted server. Then
+    listening is retried.
     """
 
     def __init__(self, address: str) -> None:
@@ -37,7 +40,10 @@ class ScrapeEndpoint:
         self._bind_tried_at = 0
 
     def has_pending_scrape(self, now: int) -> bool:
-        """Whether somebody waits for what is counted; by the thread that counts. Listens, where it does not yet."""
+        """Returns whether a scrape waits for metrics.
+
+        For the counting thread; it also starts listening if needed.
+        """
         if self._server is None and (not self._bind_tried_at or now - self._bind_tried_at > BIND_RETRY_NS):
             self._start_listening(now)
         return self._is_pending
@@ -48,23 +54,23 @@ class ScrapeEndpoint:
             self._server = http_server.start_server(self._address, _ScrapeHandler, self, "otel_infer scrape")
         except OSError as reason:
             if is_first:
-                log.error("no metrics to scrape at %s: %s", self._address, reason)
+                log.error("cannot listen on %s for scrapes, retrying: %s", self._address, reason)
 
     def publish_metrics(self, data: Any) -> None:
-        """What is counted as of now; by the thread that counts."""
+        """Hands the current metrics to the waiting scrape. For the counting thread."""
         with self._condition:
             self._data, self._is_pending = data, False
             self._condition.notify_all()
 
     def wait_for_metrics(self) -> Any:
-        """What is counted as of now, or None where nobody answers."""
+        """Returns the current metrics; None if the counting thread did not publish them in time."""
         with self._condition:
             self._data, self._is_pending = None, True
             self._condition.wait_for(lambda: self._data is not None or self._is_closed, SCRAPE_TIMEOUT_S)
             return self._data
 
     def close(self) -> None:
-        """Lets go of the port; who waits is not answered any more."""
+        """Releases the port; waiting scrapes get no metrics."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -79,7 +85,7 @@ class _ScrapeHandler(http_server.HttpHandler):
             return
         data = self.server.owner.wait_for_metrics()
         if data is None:
-            self.send_content(503, "text/plain", b"nothing was collected in time\n")
+            self.send_content(503, "text/plain", b"metrics were not collected in time\n")
             return
         is_open = "application/openmetrics-text" in self.headers.get("Accept", "")
         content = openmetrics.render_metrics(data, is_open=is_open)

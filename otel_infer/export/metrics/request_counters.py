@@ -1,4 +1,6 @@
-"""What finished requests used: tokens, prompt tokens that a cache had, tokens that were guessed ahead."""
+"""Counts the usage of finished requests: tokens, cached prompt tokens, draft tokens; and their objectives and
+causes.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +14,46 @@ from otel_infer.export.sampling.tail_sampler import Decision, is_client_cancelle
 from otel_infer.ringbuffer import events
 
 
-def count_usage(numbers: Mapping[str, NumberSeries], record: RequestRecord, who: Key, caller: Key) -> None:
-    """Adds it to the counters in `numbers`, whatever came of the request; nothing to those that it has nothing of."""
+def count_usage(
+    numbers: Mapping[str, NumberSeries], record: RequestRecord, request_key: Key, caller_key: Key
+) -> None:
+    """Adds the usage of a request to `numbers`, whatever its outcome.
+
+    Counters without usage get no series.
+    """
     tokens = numbers[semconv.REQUEST_TOKENS.name]
-    for of, used in (
+    for token_type, count in (
         (semconv.TOKEN_INPUT, record.input_tokens),
         (semconv.TOKEN_OUTPUT, record.output_tokens),
     ):
-        if used:
-            tokens.add((of, *who, *caller), used)
+        if count:
+            tokens.add((token_type, *request_key, *caller_key), count)
     if record.prefix_tokens:
-        numbers[semconv.KV_PREFIX_QUERIES.name].add(who, record.prefix_tokens)
-        numbers[semconv.KV_PREFIX_HITS.name].add(who, record.cached_tokens)
+        numbers[semconv.KV_PREFIX_QUERIES.name].add(request_key, record.prefix_tokens)
+        numbers[semconv.KV_PREFIX_HITS.name].add(request_key, record.cached_tokens)
     if record.drafted_tokens:
-        numbers[semconv.DRAFTED_TOKENS.name].add(who, record.drafted_tokens)
-        numbers[semconv.ACCEPTED_TOKENS.name].add(who, record.accepted_tokens)
+        numbers[semconv.DRAFTED_TOKENS.name].add(request_key, record.drafted_tokens)
+        numbers[semconv.ACCEPTED_TOKENS.name].add(request_key, record.accepted_tokens)
 
 
 def count_objectives(
-    numbers: Mapping[str, NumberSeries], record: RequestRecord, decision: Decision, who: Key
+    numbers: Mapping[str, NumberSeries], record: RequestRecord, decision: Decision, key: Key
 ) -> None:
-    """A request that failed has kept no promise; one that its client had stopped was promised nothing any more from then on, and
-    says nothing where it had no token by then."""
+    """Counts a request by its missed objectives.
+
+    A failed request counts as `error`. A request that its client cancelled is not counted, if it had neither
+    a token nor missed an objective.
+    """
     stopped = is_client_cancelled(record)
     if stopped and not (decision.missed or record.first_token_at):
         return
     missed = ",".join(decision.missed) or semconv.SLO_MISSED_NONE
-    said = missed if stopped or record.outcome == events.OK else semconv.SLO_MISSED_ERROR
-    numbers[semconv.REQUEST_OBJECTIVES.name].add((said, *who), 1)
+    result = missed if stopped or record.outcome == events.OK else semconv.SLO_MISSED_ERROR
+    numbers[semconv.REQUEST_OBJECTIVES.name].add((result, *key), 1)
 
 
-def count_slow_causes(numbers: Mapping[str, NumberSeries], blame: LatencyBreakdown, who: Key) -> None:
-    """The causes of one slow request."""
-    spent = numbers[semconv.LATENCY_SLOW_DURATION.name]
-    for cause, length in blame.causes.items():
-        spent.add((cause, *who), length / 1e9)
+def count_slow_causes(numbers: Mapping[str, NumberSeries], breakdown: LatencyBreakdown, key: Key) -> None:
+    """Adds the causes of one slow request."""
+    seconds = numbers[semconv.LATENCY_SLOW_DURATION.name]
+    for cause, length in breakdown.causes.items():
+        seconds.add((cause, *key), length / 1e9)

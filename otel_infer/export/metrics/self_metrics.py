@@ -1,4 +1,4 @@
-"""What we say of ourselves and of the processes that we watch: which hooks are bound, who waits, and what this process takes."""
+"""Sets metrics of otel_infer and of the observed processes: hooks, waiting requests, CPU and memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from otel_infer.export.metrics.counters import SetValue
 
 
 def read_resident_bytes() -> int:
-    """Bytes of memory that this process holds now; the most it ever held where that cannot be read."""
+    """Returns the resident memory of this process in bytes; its peak if the current value cannot be read."""
     try:
-        with open("/proc/self/statm", "rb", buffering=0) as said:
-            return int(said.read().split()[1]) * resource.getpagesize()
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def set_self_usage(set_value: SetValue) -> None:
-    """Sets CPU time and memory."""
+    """Sets the CPU time and memory of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     set_value(semconv.SELF_CPU, {semconv.CPU_MODE: "user"}, usage.ru_utime)
     set_value(semconv.SELF_CPU, {semconv.CPU_MODE: "system"}, usage.ru_stime)
@@ -31,8 +31,9 @@ PROCESS_METRICS = (semconv.ENGINE_WAITING, semconv.SELF_HOOKS)
 
 
 def set_process_metrics(processes: ProcessState, set_value: SetValue) -> None:
-    """Sets how many requests wait in engines, by reason, and how many hooks of each integration are bound and how many are
-    not, over all processes."""
+    """Sets the waiting requests of engines by reason, and the active and missing hooks of integrations, over
+    all processes.
+    """
     for reason, count in processes.count_waiting().items():
         set_value(semconv.ENGINE_WAITING, {semconv.WAIT_REASON: reason}, count)
     hooks: Counter[tuple[str, str]] = Counter()

@@ -1,4 +1,4 @@
-"""The thread that sends metrics."""
+"""Sends metrics from a background thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from opentelemetry.sdk.metrics import export
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 8
-"""Deltas that wait for one that is being sent; what is counted after them is carried along by a later one."""
+"""Deltas that may wait while another is sent. Later counts are part of a later delta."""
 
 
 class MetricsSender(threading.Thread):
-    """Sends collected metrics by the SDK's exporter, one collection after the other. What is collected now and then is so only
-    when it is free, since the next one says it all again (cumulative) or carries it along (delta); for a flush, and at the end,
-    one waits."""
+    """The thread that sends collected metrics through the SDK's exporter, one collection at a time.
+
+    A periodic collection is accepted only while the thread is idle, because the next one contains its values
+    (cumulative) or adds them (delta). The collections of a flush and of the end may wait in the queue.
+    """
 
     def __init__(self, protocol: str) -> None:
         super().__init__(name="otel_infer-metrics", daemon=True)
@@ -30,17 +32,20 @@ class MetricsSender(threading.Thread):
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was handed over has been sent."""
+        """Whether every accepted collection has been sent."""
         return not self._pending and not self._busy
 
     def can_accept(self, *, behind: bool) -> bool:
-        """Whether it takes a collection now, or, if one may wait `behind` others, has room for it."""
+        """Returns whether a collection can be put now.
+
+        `behind`: it may wait for others, if the queue has room.
+        """
         takes = len(self._pending) < MAX_PENDING if behind else self.is_idle
         self._has_refused = (self._has_refused or behind) and not takes
         return takes
 
     def put(self, data: Any, *, is_delta: bool) -> None:
-        """Hands over one collection. It takes the place of those that still wait, unless they are deltas."""
+        """Queues a collection. It replaces waiting collections, unless they are deltas."""
         with self._condition:
             if not is_delta:
                 self._pending.clear()
@@ -66,13 +71,15 @@ class MetricsSender(threading.Thread):
                 self._condition.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Waits until all that was handed over has been sent or given up; False if `timeout` s were not enough, or there was no
-        room for what should have been handed over."""
+        """Waits until every accepted collection was tried.
+
+        Returns False if `timeout` s were not enough, or if the queue had no room for a collection.
+        """
         with self._condition:
             return self._condition.wait_for(lambda: self.is_idle, timeout) and not self._has_refused
 
     def close(self, timeout: float) -> None:
-        """Sends what is left, for at most `timeout` s."""
+        """Sends the rest for at most `timeout` s, then stops the thread."""
         if not self.wait(timeout):
             log.warning("the last metrics were not sent within %.0f s", timeout)
         with self._condition:
@@ -81,7 +88,10 @@ class MetricsSender(threading.Thread):
 
 
 def make_metric_exporter(protocol: str) -> export.MetricExporter:
-    """The SDK's OTLP exporter: `grpc`, or HTTP for anything else; it reads all its settings itself."""
+    """Returns the SDK's OTLP exporter: `grpc`, or HTTP for any other value.
+
+    It reads its settings from the environment.
+    """
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
 

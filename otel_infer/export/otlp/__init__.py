@@ -1,9 +1,10 @@
-"""Records as OTLP bytes, without span objects and without protobuf.
+"""Encodes records as OTLP bytes, without span objects and without protobuf.
 
-Two ways in. `encode_span` writes one span of any shape exactly as the stock protobuf classes would. `StepEncoder` writes
-thousands of decode-step spans at once. `envelope` makes a request of what either wrote.
+`encode_span` encodes one span of any shape, byte for byte like the stock protobuf classes. `StepEncoder`
+encodes thousands of decode-step spans at a time. `build_export_request` combines their output into one
+request.
 
-Refuses: clocks, names of its own (they come from `semconv` through the caller), batching, sending.
+Not in here: clocks, names (callers pass them from `semconv`), batching, sending.
 """
 
 from otel_infer.export.otlp.span_encoder import (

@@ -1,10 +1,13 @@
-"""The way for ready bytes into the SDK's OTLP exporters, which take spans and encode them: all we know of their insides.
+"""Passes encoded bytes through the SDK's OTLP exporters, which accept spans and encode them.
 
-* HTTP: the module's global `encode_spans`, which `export` calls; a ready batch passes through it untouched.
+Uses SDK internals:
+
+* HTTP: the module's global `encode_spans`, which `export` calls. An encoded batch passes through it
+  unchanged.
 * gRPC: the exporter's `_translate_data`, and `_stub`, from which it makes the client of each channel.
 
-None of these is public, so the way is rehearsed without a network before it is used: `SeamDrift` says that bytes do not
-come out as they went in.
+None of these is public. So each exporter is tested without a network before its first use: `IncompatibleSdk`
+is raised if the bytes are changed on the way.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ _TEST_BODY = b"rehearsal"
 
 
 class IncompatibleSdk(RuntimeError):
-    """The installed exporter no longer has what we send bytes through; says which release and what is missing."""
+    """The installed exporter lacks an internal that encoded bytes pass through; names the release and the
+    internal.
+    """
 
 
 class EncodedBatch:
-    """An encoded batch where exporters expect spans (their number) and where they expect a message (its bytes)."""
+    """An encoded batch. It acts as a sequence of spans (by its length) and as a message (by its bytes)."""
 
     def __init__(self, body: bytes, count: int) -> None:
         self.body, self._count = body, count
@@ -40,8 +45,11 @@ class EncodedBatch:
 
 
 def make_http_exporter(compression: str, session: Any) -> Any:
-    """The SDK's exporter, taking `Ready` batches, sending with this `requests.Session`; `compression`: `none` or
-    `deflate`. Raises ImportError and `SeamDrift`."""
+    """Returns the SDK's HTTP exporter, which accepts `EncodedBatch` and sends through this
+    `requests.Session`.
+
+    `compression`: `none` or `deflate`. Raises ImportError and `IncompatibleSdk`.
+    """
     module = _import_exporter("http")
     _patch_encode_spans(module)
     names = import_module("opentelemetry.exporter.otlp.proto.http").Compression
@@ -50,26 +58,29 @@ def make_http_exporter(compression: str, session: Any) -> Any:
 
 
 def make_http_session() -> Any:
-    """The `requests.Session` of the user's credential provider, which only newer releases know, else a new one."""
+    """Returns the `requests.Session` of the user's credential provider (newer releases), else a new one."""
     load = getattr(_import_exporter("http"), "_load_session_from_envvar", None)
     return (load(_CREDENTIAL_PROVIDER_ENV) if load else None) or import_module("requests").Session()
 
 
-def make_grpc_exporter(compression: str, called: Callable[[Callable[[], bytes]], bytes]) -> Any:
-    """The SDK's exporter, taking `Ready` batches; `compression`: `none`, `gzip` or `deflate`. `called` is handed every
-    single call, to make it and return its answer. Raises ImportError and `SeamDrift`."""
+def make_grpc_exporter(compression: str, interceptor: Callable[[Callable[[], bytes]], bytes]) -> Any:
+    """Returns the SDK's gRPC exporter, which accepts `EncodedBatch`.
+
+    `compression`: `none`, `gzip` or `deflate`. `interceptor`: receives each call, makes it and returns its
+    response. Raises ImportError and `IncompatibleSdk`.
+    """
     module = _import_exporter("grpc")
     names = import_module("grpc").Compression
     _check_grpc_exporter(module)
     chosen = {"none": names.NoCompression, "gzip": names.Gzip, "deflate": names.Deflate}[compression]
-    return _make_exporter_class(module, functools.partial(_BytesStub, called))(compression=chosen)
+    return _make_exporter_class(module, functools.partial(_BytesStub, interceptor))(compression=chosen)
 
 
 class _BytesStub:
-    """In the place of the generated stub, whose serializer wants a message: sends bytes as they are."""
+    """Replacement for the generated stub, whose serializer requires a message: sends bytes unchanged."""
 
-    def __init__(self, called: Callable[[Callable[[], bytes]], bytes], channel: Any) -> None:
-        self._interceptor = called
+    def __init__(self, interceptor: Callable[[Callable[[], bytes]], bytes], channel: Any) -> None:
+        self._interceptor = interceptor
         self._call = channel.unary_unary(_EXPORT_METHOD)
 
     def Export(self, request: bytes, **options: Any) -> bytes:  # noqa: N802
@@ -77,10 +88,10 @@ class _BytesStub:
 
 
 def _make_exporter_class(module: ModuleType, make_stub: Callable[[Any], Any]) -> Any:
-    """The exporter's class, sending what is ready through stubs of ours."""
+    """Returns a subclass of the exporter that sends encoded batches through the stubs of `make_stub`."""
 
     class EncodedBatchExporter(module.OTLPSpanExporter):  # type: ignore[misc, name-defined]
-        # Old releases read a class attribute; newer ones first set it on the instance, and are not heard.
+        # Old releases read a class attribute. Newer releases set it on the instance: no effect here.
         _stub = property(lambda self: make_stub, lambda self, generated: None)
 
         def _translate_data(self, data: EncodedBatch) -> bytes:
@@ -90,7 +101,7 @@ def _make_exporter_class(module: ModuleType, make_stub: Callable[[Any], Any]) ->
 
 
 def _patch_encode_spans(module: ModuleType) -> None:
-    """Once in a process, for all exporters in it: real spans are encoded as before."""
+    """Patches `encode_spans` once per process, for all exporters in it. Real spans are encoded as before."""
     encode = getattr(module, "encode_spans", None)
     if encode is None:
         raise _make_incompatible_error("http", "its module trace_exporter has no `encode_spans`")
@@ -108,41 +119,41 @@ def _patch_encode_spans(module: ModuleType) -> None:
 def _check_http_exporter(make: Callable[..., Any]) -> None:
     """Exports to a session that sends nothing."""
     requests = import_module("requests")
-    session, came_out = requests.Session(), []
+    session, sent_bodies = requests.Session(), []
 
     def send(request: Any, **options: Any) -> Any:
-        came_out.append(request.body)
+        sent_bodies.append(request.body)
         response = requests.Response()
         response.status_code = 200
         return response
 
-    # No trust in the environment: no proxies and no .netrc are looked up.
+    # `trust_env` off: no proxies and no .netrc are looked up.
     session.send, session.trust_env = send, False
     make = functools.partial(make, endpoint="http://rehearsal.invalid", session=session)
-    _check_exporter("http", make, came_out, "`export` calls no `encode_spans`, or takes no `session`")
+    _check_exporter("http", make, sent_bodies, "`export` calls no `encode_spans`, or takes no `session`")
 
 
 def _check_grpc_exporter(module: ModuleType) -> None:
-    """Exports to a stub that sends nothing; a channel connects at its first call only."""
-    came_out: list[bytes] = []
+    """Exports to a stub that sends nothing. A channel connects only at its first call."""
+    sent_bodies: list[bytes] = []
 
     class Stub:
         def Export(self, request: bytes, **options: Any) -> None:  # noqa: N802
-            came_out.append(request)
+            sent_bodies.append(request)
 
     make = functools.partial(_make_exporter_class(module, lambda channel: Stub()), insecure=True)
     make = functools.partial(make, endpoint="http://rehearsal.invalid")
-    _check_exporter("grpc", make, came_out, "`export` uses no `_translate_data`, or no `_stub`")
+    _check_exporter("grpc", make, sent_bodies, "`export` uses no `_translate_data`, or no `_stub`")
 
 
-def _check_exporter(protocol: str, make: Callable[[], Any], came_out: list[bytes], missing: str) -> None:
+def _check_exporter(protocol: str, make: Callable[[], Any], sent_bodies: list[bytes], missing: str) -> None:
     try:
         exporter = make()
         exporter.export(EncodedBatch(_TEST_BODY, 0))
         exporter.shutdown()
     except Exception as error:
         raise _make_incompatible_error(protocol, f"{missing} ({type(error).__name__}: {error})") from error
-    if came_out != [_TEST_BODY]:
+    if sent_bodies != [_TEST_BODY]:
         raise _make_incompatible_error(protocol, missing)
 
 
@@ -164,4 +175,4 @@ def _make_incompatible_error(protocol: str, missing: str) -> IncompatibleSdk:
         release = metadata.version(_package_of_protocol(protocol))
     except metadata.PackageNotFoundError:
         release = "(release unknown)"
-    return IncompatibleSdk(f"{_package_of_protocol(protocol)} {release} cannot send ready bytes: {missing}")
+    return IncompatibleSdk(f"{_package_of_protocol(protocol)} {release} cannot send encoded bytes: {missing}")

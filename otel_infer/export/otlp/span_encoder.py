@@ -1,4 +1,4 @@
-"""One span at a time, field by field, and the envelope around many: canonical protobuf by plain joins."""
+"""Encodes spans one at a time, and the request around many: canonical protobuf by plain joins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from otel_infer.ringbuffer.events import Value as AttributeValue
 
 deflate: Any
-try:  # the same format for a tenth of the CPU
+try:  # igzip: the same format for a tenth of the CPU
     from isal import isal_zlib as deflate
 except ImportError:
     import zlib as deflate
@@ -24,11 +24,11 @@ _GZIP_CONTAINER = 31
 _DOUBLE, _FIXED64 = struct.Struct("<d"), struct.Struct("<Q")
 _NO_ATTRIBUTES: Mapping[str, AttributeValue] = MappingProxyType({})
 Encoded = Union[bytes, memoryview]
-"""A part of a message, as it is sent."""
+"""A part of an encoded message."""
 
 
 class SpanEvent(NamedTuple):
-    """Something that happened in a span; `at`: unix ns."""
+    """An event of a span. `at`: unix ns."""
 
     at: int
     name: str
@@ -36,7 +36,7 @@ class SpanEvent(NamedTuple):
 
 
 class SpanLink(NamedTuple):
-    """To another span, by its ids (16 and 8 bytes)."""
+    """A link to another span, by its trace id (16 bytes) and span id (8 bytes)."""
 
     trace_id: bytes
     span_id: bytes
@@ -44,11 +44,11 @@ class SpanLink(NamedTuple):
 
 
 class SharedAttributes(dict[str, AttributeValue]):
-    """Attributes that many spans have in common: whoever has them holds the same object, which is encoded once."""
+    """Attributes that many spans share. All of them refer to the same object, which is encoded once."""
 
     @cached_property
     def encoded(self) -> bytes:
-        """As fields of a span."""
+        """The attributes as encoded fields of a span."""
         return _encode_attributes(9, self)
 
 
@@ -56,10 +56,10 @@ _NO_SHARED = SharedAttributes()
 
 
 class Span(NamedTuple):
-    """One span of the ordinary kind. `start`, `end`: unix ns. `status`: 0 unset, 1 ok, 2 error; never with a message.
+    """A span of any shape. `start`, `end`: unix ns. `status`: 0 unset, 1 ok, 2 error; never with a message.
 
-    `kind` and `flags` are numbers of the protocol; `parent_span_id` is empty for a root. `lengths` and `recurring` are
-    attributes too, and no name is in two of them; what is in `lengths` is a float.
+    `kind` and `flags`: numbers of the protocol. `parent_span_id`: empty for a root. `durations` and `shared`
+    are attributes too, and no name is in two of the three mappings. Values of `durations` are floats.
     """
 
     trace_id: bytes
@@ -80,12 +80,12 @@ class Span(NamedTuple):
 
     @property
     def all_attributes(self) -> dict[str, AttributeValue]:
-        """All its attributes."""
+        """All attributes of the span in one dict."""
         return {**self.durations, **self.shared, **self.attributes}
 
 
 def encode_varint(value: int) -> bytes:
-    """Canonical; a negative number is its two's complement in 64 bits."""
+    """Returns a canonical varint; a negative number is encoded as its two's complement in 64 bits."""
     if 0 <= value < 128:
         return _SMALL_VARINTS[value]
     if 128 <= value < 1 << 14:
@@ -101,22 +101,22 @@ def encode_varint(value: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _encode_prefix(number: int, length: int) -> bytes:
-    """Tag and length; the same few hundred recur in every span."""
+    """Returns tag and length of a field, cached, because the same few hundred recur in every span."""
     return encode_varint(number << 3 | 2) + encode_varint(length)
 
 
 def encode_field(number: int, payload: bytes) -> bytes:
-    """A length-delimited field, there even if empty."""
+    """Returns a length-delimited field, which is present even if it is empty."""
     return _encode_prefix(number, len(payload)) + payload
 
 
 def encode_string(number: int, text: str) -> bytes:
-    """A string field, left out if empty as proto3 does."""
+    """Returns a string field; empty bytes for an empty text, as in proto3."""
     return _encode_bytes(number, _encode_utf8(text))
 
 
 def encode_number(tag: int, value: int) -> bytes:
-    """A varint field, left out if 0."""
+    """Returns a varint field; empty bytes for 0."""
     return encode_varint(tag << 3) + encode_varint(value) if value else b""
 
 
@@ -129,12 +129,18 @@ def _encode_fixed64(number: int, value: int) -> bytes:
 
 
 def _encode_utf8(text: str) -> bytes:
-    """Lone surrogates become `?`: a string that is not UTF-8 makes receivers refuse the whole batch."""
+    """Returns UTF-8 with `?` for lone surrogates.
+
+    A string that is not UTF-8 makes receivers refuse the whole batch.
+    """
     return text.encode("utf-8", "replace")
 
 
 def _encode_any_value(value: object) -> bytes:
-    """What no kind of AnyValue holds, an integer past 64 bits among them, is sent as its text."""
+    """Returns an AnyValue.
+
+    A value that no kind of AnyValue holds, such as an integer beyond 64 bits, is sent as text.
+    """
     match value:
         case str():
             return encode_field(1, _encode_utf8(value))
@@ -160,12 +166,12 @@ def _encode_any_value(value: object) -> bytes:
 
 @lru_cache(maxsize=1024)
 def encode_key(name: str) -> bytes:
-    """The key field of a KeyValue; names recur in every span."""
+    """Returns the key field of a KeyValue, cached, because names recur in every span."""
     return encode_string(1, name)
 
 
 def _encode_attributes(number: int, attributes: Mapping[str, AttributeValue]) -> bytes:
-    """Repeated KeyValue fields; what recurs in every request is remembered."""
+    """Returns repeated KeyValue fields. Parts that recur in every request are cached."""
     parts: list[bytes] = []
     for name, value in attributes.items():
         kind = type(value)
@@ -213,19 +219,19 @@ def _encode_link(link: SpanLink) -> bytes:
 
 
 def encode_span(span: Span) -> bytes:
-    """One span as an entry of `ScopeSpans`, byte for byte what the stock classes would write."""
+    """Returns one span as an entry of `ScopeSpans`, byte for byte as the stock classes write it."""
     (
         trace_id, span_id, parent, name, kind, start, end,
-        attributes, events, links, status, state, flags, lengths, recurring,
+        attributes, events, links, status, state, flags, durations, shared,
     ) = span  # fmt: skip
     if trace_id and span_id and start > 0 < end and not state:
-        layout = _make_layout(name, kind, bool(parent), tuple(lengths))
+        layout = _make_layout(name, kind, bool(parent), tuple(durations))
         ids = (trace_id, span_id, parent) if parent else (trace_id, span_id)
-        parts = [layout.fill_holes(*ids, start, end, *lengths.values())]
+        parts = [layout.fill_holes(*ids, start, end, *durations.values())]
     else:
         parts = [_encode_without_layout(span)]
-    if recurring:
-        parts.append(recurring.encoded)
+    if shared:
+        parts.append(shared.encoded)
     if attributes:
         parts.append(_encode_attributes(9, attributes))
     if events or links:
@@ -238,7 +244,9 @@ def encode_span(span: Span) -> bytes:
 
 
 def _encode_without_layout(span: Span) -> bytes:
-    """Of a span that is in no layout what would be: ids, name, instants and lengths."""
+    """Returns the fields that a layout would contain, for a span without one: ids, name, instants and
+    durations.
+    """
     trace_id, span_id, parent, name, kind, start, end = span[:7]
     ids = (
         _encode_bytes(1, trace_id)
@@ -256,25 +264,28 @@ def _encode_without_layout(span: Span) -> bytes:
 
 
 class _SpanLayout:
-    """What stands before each hole of some bytes, and the form (of `struct`) of what fills it."""
+    """A run of bytes with holes: the bytes before each hole, and the `struct` format of the value in it."""
 
     def __init__(self, holes: Sequence[tuple[bytes, str]]) -> None:
         self._parts: list[Any] = [part for before, _ in holes for part in (before, None)]
         self._pack = struct.Struct("<" + "".join(f"{len(before)}s{form}" for before, form in holes)).pack
 
     def fill_holes(self, *values: Any) -> bytes:
-        """With a value in each hole."""
+        """Returns the bytes with one value in each hole."""
         parts = self._parts.copy()
         parts[1::2] = values
         return self._pack(*parts)
 
 
 @lru_cache(maxsize=1024)
-def _make_layout(name: str, kind: int, has_parent: bool, lengths: tuple[str, ...]) -> _SpanLayout:
-    """Of the spans of this name that have these lengths; they differ in ids and numbers only."""
+def _make_layout(name: str, kind: int, has_parent: bool, durations: tuple[str, ...]) -> _SpanLayout:
+    """Returns the layout of the spans with this name and these durations.
+
+    Such spans differ only in ids and numbers.
+    """
     holes = [(b"\x0a\x10", "16s"), (b"\x12\x08", "8s"), (b"\x22\x08", "8s")][: 3 if has_parent else 2]
     holes += [(_encode_name_and_kind(name, kind) + b"\x39", "Q"), (b"\x41", "Q")]
-    return _SpanLayout(holes + [(_encode_double_prefix(9, length), "d") for length in lengths])
+    return _SpanLayout(holes + [(_encode_double_prefix(9, duration), "d") for duration in durations])
 
 
 @lru_cache(maxsize=1024)
@@ -283,17 +294,20 @@ def _encode_name_and_kind(name: str, kind: int) -> bytes:
 
 
 def encode_resource(attributes: Mapping[str, AttributeValue]) -> bytes:
-    """The resource, for `envelope`."""
+    """Returns the encoded resource, for `build_export_request`."""
     return encode_field(1, _encode_attributes(1, attributes))
 
 
 def encode_scope(name: str, version: str, schema_url: str = "") -> bytes:
-    """The instrumentation scope and the schema of its spans, for `envelope`."""
+    """Returns the encoded instrumentation scope and the schema of its spans, for `build_export_request`."""
     return encode_field(1, encode_string(1, name) + encode_string(2, version)) + encode_string(3, schema_url)
 
 
 def build_export_request(resource: bytes, scope: bytes, spans: Sequence[Encoded]) -> list[Encoded]:
-    """An ExportTraceServiceRequest, in parts, of already encoded ones; each of `spans` may hold any number of spans."""
+    """Returns an ExportTraceServiceRequest, in parts.
+
+    Each item of `spans` may hold any number of encoded spans.
+    """
     length = sum(map(len, spans))
     inner = b"\x12" + encode_varint(len(scope) + length) + scope
     outer = b"\x0a" + encode_varint(len(resource) + len(inner) + length) + resource
@@ -301,6 +315,9 @@ def build_export_request(resource: bytes, scope: bytes, spans: Sequence[Encoded]
 
 
 def gzip_parts(parts: Sequence[Encoded]) -> bytes:
-    """All parts as one gzip member, level 1; the same bytes each time, for it has no time stamp."""
+    """Returns all parts as one gzip member of level 1.
+
+    The bytes are reproducible, because there is no time stamp.
+    """
     stream = deflate.compressobj(1, deflate.DEFLATED, _GZIP_CONTAINER)
     return b"".join([*map(stream.compress, parts), stream.flush()])

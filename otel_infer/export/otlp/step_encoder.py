@@ -1,6 +1,6 @@
-"""Decode-step spans, thousands at a time: a row is a template with holes, filled for all rows column by column.
+"""Encodes thousands of decode-step spans at a time: a row is a template with holes, filled column by column.
 
-Integers are varints padded to one width per batch, which every protobuf parser accepts and none writes.
+Integers are varints padded to one width per batch. Every protobuf parser accepts padded varints.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ _INTERNAL = 1
 
 
 class StepColumns(NamedTuple):
-    """Decode-step spans, one row each. `owner`: row of `StepOwners`. `start`, `end`: unix ns. `tokens`: delivered to
-    the owner. `others_prefill_tokens`: prompt tokens of other requests in the step. `device_span`: ns, 0 = not timed."""
+    """Decode-step spans, one per row.
+
+    `owner`: row of `StepOwners`. `start`, `end`: unix ns. `tokens`: delivered to the owner.
+    `others_prefill_tokens`: prompt tokens of other requests in the step. `device_span`: ns, 0 = not timed.
+    """
 
     owner: npt.NDArray[np.uint32]
     start: Ints
@@ -34,14 +37,17 @@ class StepColumns(NamedTuple):
     device_span: Ints
 
     def select_rows(self, rows: npt.NDArray[np.intp]) -> StepColumns:
-        """These rows, in this order."""
+        """Returns these rows, in this order."""
         columns: list[Any] = [column[rows] for column in self]
         return StepColumns(*columns)
 
 
 class StepOwners(NamedTuple):
-    """Whose steps they are, one row each: `trace_id` (m, 16); `parent_span_id`, which the steps hang from, and
-    `request_span_id`, which their ids follow from (m, 8)."""
+    """The requests that the steps belong to, one per row.
+
+    `trace_id`: (m, 16). `parent_span_id`: parent of the step spans (m, 8). `request_span_id`: the ids of the
+    step spans are derived from it (m, 8).
+    """
 
     trace_id: Bytes
     parent_span_id: Bytes
@@ -52,7 +58,7 @@ _GOLDEN_GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 def _mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64: each input has its own output, and every bit depends on every bit."""
+    """Applies the finaliser of splitmix64, a bijection: each output bit depends on every input bit."""
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58_476D_1CE4_E5B9)
     values ^= values >> np.uint64(27)
@@ -62,9 +68,10 @@ def _mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def derive_step_span_ids(request_span_id: Bytes, step: Ints) -> Bytes:
-    """Span ids (n, 8) that follow from the request's span id and the step, so that a resend carries the same ones.
+    """Returns span ids (n, 8), derived from the request's span id and the step, so that a resend carries the
+    same ids.
 
-    Different for all steps of a request; the same on any machine; never zero.
+    The ids of a request's steps differ from each other. They are the same on every machine, and never zero.
     """
     return _derive_step_ids(_hash_request_ids(request_span_id), step).view(np.uint8).reshape(-1, 8)
 
@@ -81,14 +88,14 @@ def _derive_step_ids(seeds: npt.NDArray[np.uint64], step: Ints) -> npt.NDArray[n
 
 
 def _varint_width(values: Ints) -> int:
-    """Bytes of the longest varint among these; 0 where there are none."""
+    """Returns the length in bytes of the longest varint of these values; 0 if there are none."""
     if not len(values):
         return 0
     return max(1, -(-int(values.view(np.uint64).max()).bit_length() // 7))
 
 
 def _pad_varints(values: Ints, width: int) -> Rows:
-    """Varints of exactly `width` bytes each, every one a single item."""
+    """Returns one varint of exactly `width` bytes per value, each as a single item."""
     if width > 4:
         return _pad_long_varints(values, width).view(f"V{width}").ravel()
     rest = values.astype("<u4")
@@ -96,8 +103,8 @@ def _pad_varints(values: Ints, width: int) -> Rows:
     for place in range(1, width):
         out |= np.uint32(128 << 8 * (place - 1))
         out |= (rest << np.uint32(place)) & np.uint32(127 << 8 * place)
-    one: Any = {"names": ["varint"], "formats": [f"V{width}"], "itemsize": 4}
-    return out.view(one)["varint"]  # type: ignore[no-any-return]
+    item: Any = {"names": ["varint"], "formats": [f"V{width}"], "itemsize": 4}
+    return out.view(item)["varint"]  # type: ignore[no-any-return]
 
 
 def _pad_long_varints(values: Ints, width: int) -> Bytes:
@@ -111,7 +118,10 @@ def _pad_long_varints(values: Ints, width: int) -> Bytes:
 
 
 def _sort_by_request(columns: StepColumns, owners: int) -> StepColumns:
-    """Stable: rows of one request keep their order. Neighbours with the same ids compress to half the bytes."""
+    """Sorts rows by request; the sort is stable, so the rows of a request keep their order.
+
+    Neighbouring rows with the same ids compress to half the bytes.
+    """
     owner = columns.owner
     if bool((owner[1:] >= owner[:-1]).all()):
         return columns
@@ -123,8 +133,8 @@ def _sort_by_request(columns: StepColumns, owners: int) -> StepColumns:
 class StepEncoder:
     """Encodes decode-step spans called `name`, with these attribute names.
 
-    A row has its step and batch size always, its tokens where they are not 1, others' prefill tokens where there are
-    some, and how long a device was at it where one said.
+    A row always has its step and batch size. It has its tokens if they are not 1, others' prefill tokens if
+    there are any, and the device span if it was timed.
     """
 
     def __init__(
@@ -141,7 +151,7 @@ class StepEncoder:
         }
 
     def encode_steps(self, columns: StepColumns, owners: StepOwners) -> tuple[bytes | memoryview, int]:
-        """All rows as entries of `ScopeSpans`, request by request, and how many there are."""
+        """Returns all rows as entries of `ScopeSpans`, request by request, and their number."""
         count = len(columns.owner)
         if not count:
             return b"", 0
@@ -162,21 +172,24 @@ class StepEncoder:
         if device:
             shape |= timed.view(np.uint8) << 2
         shapes = []
-        for one in range(shape.min(), shape.max() + 1):
-            at = np.flatnonzero(shape == one)
+        for form in range(shape.min(), shape.max() + 1):
+            at = np.flatnonzero(shape == form)
             if len(at):
-                widths = (step, batch, tokens * (one & 1), prefill * (one >> 1 & 1), device * (one >> 2))
-                of_shape = columns.select_rows(at) if len(at) < count else columns
-                shapes.append((at, self._build_rows(of_shape, owners, widths)))
+                widths = (step, batch, tokens * (form & 1), prefill * (form >> 1 & 1), device * (form >> 2))
+                selected = columns.select_rows(at) if len(at) < count else columns
+                shapes.append((at, self._build_rows(selected, owners, widths)))
         return _interleave_rows(shapes, count), count
 
     def _build_rows(self, columns: StepColumns, owners: StepOwners, widths: tuple[int, ...]) -> Rows:
-        """Rows of one shape: those attributes whose width is not 0."""
-        known = self._templates.get(widths)
-        if known is None:  # widths are few: each is at most 10
-            known = self._templates[widths] = self._build_template(widths)
+        """Returns encoded rows of one shape.
+
+        `widths`: bytes of each attribute's value; 0 = the rows lack the attribute.
+        """
+        template = self._templates.get(widths)
+        if template is None:  # widths are few: each is at most 10
+            template = self._templates[widths] = self._build_template(widths)
         counts = np.diff(columns.owner.searchsorted(np.arange(len(owners.trace_id) + 1, dtype=np.uint32)))
-        rows = _repeat_per_owner(*known, owners, counts)
+        rows = _repeat_per_owner(*template, owners, counts)
         rows["span_id"] = _derive_step_ids(
             _hash_request_ids(owners.request_span_id).repeat(counts), columns.step
         )
@@ -187,7 +200,7 @@ class StepEncoder:
         return rows
 
     def _build_template(self, widths: Sequence[int]) -> tuple[bytes, np.dtype[Any]]:
-        """A row with zeros in its holes, and a type that says where the holes are."""
+        """Returns a row with zeros in its holes, and a dtype with the positions of the holes."""
         holes = [
             ("trace_id", b"\x0a\x10", "(16,)u1"),
             ("span_id", b"\x12\x08", "<u8"),
@@ -200,7 +213,7 @@ class StepEncoder:
                 attribute = encode_field(9, encode_key(wire_name) + encode_field(2, b"\x18" + bytes(width)))
                 holes.append((name, attribute[:-width], f"V{width}"))
         names, befores, formats = zip(*holes)
-        lengths = [np.dtype(form).itemsize for form in formats]
+        lengths = [np.dtype(field_format).itemsize for field_format in formats]
         body = b"".join(before + bytes(length) for before, length in zip(befores, lengths))
         row = encode_field(2, body)
         ends = len(row) - len(body) + np.cumsum(lengths) + np.cumsum([len(before) for before in befores])
@@ -212,15 +225,17 @@ class StepEncoder:
 def _repeat_per_owner(
     template: bytes, holes: np.dtype[Any], owners: StepOwners, counts: npt.NDArray[np.intp]
 ) -> Rows:
-    """So many rows for each owner, with what all of them share: cheaper than as columns."""
-    of_owners = np.frombuffer(bytearray(template) * len(counts), holes)
-    of_owners["trace_id"], of_owners["parent_span_id"] = owners.trace_id, owners.parent_span_id
-    # As plain bytes they are copied whole, not field by field.
-    return of_owners.view(f"V{holes.itemsize}").repeat(counts).view(holes)
+    """Returns `counts` rows per owner with their shared fields set, which is cheaper than to fill these as
+    columns.
+    """
+    owner_rows = np.frombuffer(bytearray(template) * len(counts), holes)
+    owner_rows["trace_id"], owner_rows["parent_span_id"] = owners.trace_id, owners.parent_span_id
+    # Plain bytes are copied whole, not field by field.
+    return owner_rows.view(f"V{holes.itemsize}").repeat(counts).view(holes)
 
 
 def _interleave_rows(shapes: Sequence[tuple[npt.NDArray[np.intp], Rows]], count: int) -> memoryview:
-    """Rows of different lengths, each at its place (`shapes`: places and rows), as one run of bytes."""
+    """Returns rows of different lengths as one run of bytes. `shapes`: positions and rows of each length."""
     if len(shapes) == 1:
         return shapes[0][1].view(np.uint8).data
     lengths = np.empty(count, np.intp)
@@ -229,7 +244,7 @@ def _interleave_rows(shapes: Sequence[tuple[npt.NDArray[np.intp], Rows]], count:
     starts = np.cumsum(lengths) - lengths
     out = np.empty(int(lengths.sum()), np.uint8)
     for at, rows in shapes:
-        # Every offset of `out` seen as the beginning of a row, so that one indexed store copies each row whole.
+        # A view with a row at every offset of `out`, so that one indexed store copies each row whole.
         window = np.ndarray((len(out) - rows.itemsize + 1,), f"V{rows.itemsize}", out, strides=(1,))
         window[starts[at]] = rows.view(f"V{rows.itemsize}")
     return out.data

@@ -1,7 +1,8 @@
-"""Sends ready OTLP bytes through the SDK's own exporters, and reads what the receiver answers.
+"""Sends encoded OTLP bytes through the SDK's own exporters, and reads the receiver's response.
 
-Retry, TLS, headers, timeouts, proxies and the OTEL_EXPORTER_OTLP_* variables stay the exporters'. They ignore
-`partial_success` and say no more than that an export failed; so answers and errors are noted on their way back.
+The exporters handle retry, TLS, headers, timeouts, proxies and the OTEL_EXPORTER_OTLP_* variables. They
+ignore `partial_success` and report only that an export failed. So responses and errors are recorded before
+the exporter handles them.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _REASON_BY_ERROR: tuple[tuple[type[BaseException], str], ...] = (
 
 
 class SendResult(NamedTuple):
-    """How many spans of a batch the receiver took, how many not, and why not or what it warned of.
+    """The spans of a batch that the receiver accepted and rejected, and the reason for a rejection or a
+    warning.
 
-    What stands before the first colon of `reason` is one of a few dozen texts ("connection refused", "HTTP 401",
-    "DEADLINE_EXCEEDED", "partial success"); what follows, if anything, is the receiver's own message, cut short.
+    The text before the first colon of `reason` is one of a few dozen ("connection refused", "HTTP 401",
+    "DEADLINE_EXCEEDED", "partial success"). The rest, if any, is the receiver's own message, cut short.
     """
 
     accepted: int
@@ -43,21 +45,26 @@ class SendResult(NamedTuple):
 
 
 class Transport(Protocol):
-    """Where batches go. For one thread; `shutdown` may be called from another."""
+    """The destination of batches. For one thread, except that any thread may call `shutdown`."""
 
     def send_spans(self, parts: Sequence[Encoded], count: int) -> SendResult:
-        """Sends an uncompressed ExportTraceServiceRequest, in parts, of `count` spans. Blocks while the exporter retries, at most
-        its timeout (10 s unless configured; old releases of the SDK up to a minute). Never raises."""
+        """Sends an uncompressed ExportTraceServiceRequest, in parts, of `count` spans. Never raises.
+
+        Blocks while the exporter retries, at most for its timeout (10 s by default; old SDK releases up to a
+        minute).
+        """
 
     def shutdown(self) -> None:
-        """Ends a retry that is waiting, and closes connections. What is sent later is rejected."""
+        """Stops a pending retry and closes connections. Later batches are rejected."""
 
 
 def make_transport(protocol: str, compression: str = "") -> Transport:
-    """A transport for `http/protobuf` or `grpc`, configured by the environment as the SDK's exporter would be.
+    """Returns a transport for `http/protobuf` or `grpc`, configured by the environment like the SDK's
+    exporter.
 
-    `compression`: what the user asked for, `none`, `gzip` or `deflate`; anything else is gzip, at level 1 over HTTP.
-    Raises ValueError for another protocol, ImportError where its exporter is not installed, and `SeamDrift`.
+    `compression`: the configured `none`, `gzip` or `deflate`; any other value is gzip, at level 1 over HTTP.
+    Raises ValueError for another protocol, ImportError if its exporter is not installed, and
+    `IncompatibleSdk`.
     """
     if protocol == HTTP:
         return HttpTransport(compression)
@@ -67,7 +74,7 @@ def make_transport(protocol: str, compression: str = "") -> Transport:
 
 
 class _ExportOutcome:
-    """What the last attempt of an export came to: each attempt overwrites the one before."""
+    """The outcome of an export's last attempt. Each attempt overwrites the previous outcome."""
 
     def __init__(self) -> None:
         self.accepted, self.rejected = False, 0
@@ -77,13 +84,16 @@ class _ExportOutcome:
         self.accepted, self.rejected, self.reason = False, 0, reason
 
     def record_response(self, response: bytes) -> None:
-        """The receiver took the batch; `response` is an ExportTraceServiceResponse, or else nothing we know."""
+        """Records that the receiver accepted the batch.
+
+        `response`: an ExportTraceServiceResponse, or an unknown body.
+        """
         self.accepted, self.rejected, self.reason = True, 0, None
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
         try:
             partial = ExportTraceServiceResponse.FromString(response).partial_success
-        except Exception:  # some receivers answer in JSON, or with a page
+        except Exception:  # some receivers respond with JSON or a web page
             return
         self.rejected = partial.rejected_spans
         if partial.rejected_spans or partial.error_message:
@@ -92,7 +102,7 @@ class _ExportOutcome:
 
 
 class _SdkTransport:
-    """What both protocols share: an exporter of the SDK, and an outcome that its innermost call notes."""
+    """Base of both protocols: an SDK exporter, and the outcome that its innermost call records."""
 
     _exporter: Any
 
@@ -109,7 +119,7 @@ class _SdkTransport:
         try:
             self._exporter.export(sdk_adapter.EncodedBatch(self._build_body(parts), count))
         except Exception as error:
-            # Old releases let connection errors out, which the outcome has by then.
+            # Old releases raise connection errors, which are recorded in the outcome already.
             if outcome.reason == _NOT_SENT:
                 outcome.record_failure(_describe_error(error))
         if not outcome.accepted:
@@ -128,7 +138,7 @@ class _SdkTransport:
 
 
 class HttpTransport(_SdkTransport):
-    """OTLP over HTTP. We compress bodies ourselves: the exporter would at level 9, for seven times the CPU."""
+    """OTLP over HTTP. Bodies are compressed here, because the exporter uses level 9: seven times the CPU."""
 
     def __init__(self, compression: str = "") -> None:
         super().__init__()
@@ -138,14 +148,14 @@ class HttpTransport(_SdkTransport):
         if self._uses_gzip:
             session.headers["Content-Encoding"] = "gzip"
         self._session_send = session.send
-        # Around `send` and no response hook, for hooks do not see a connection fail.
+        # A wrapper of `send` and not a response hook, because a hook is not called for a failed connection.
         session.send = self._send_and_record
 
     def _build_body(self, parts: Sequence[Encoded]) -> bytes:
         return gzip_parts(parts) if self._uses_gzip else super()._build_body(parts)
 
     def _send_and_record(self, request: Any, **options: Any) -> Any:
-        # Old exporters follow redirects, and a page to log in at would be an acceptance.
+        # Old exporters follow redirects, and would take a login page for an accepted batch.
         options["allow_redirects"] = False
         try:
             response = self._session_send(request, **options)
@@ -153,7 +163,7 @@ class HttpTransport(_SdkTransport):
         except Exception as error:
             self._outcome.record_failure(_describe_error(error))
             raise
-        # The exporter takes a redirect for a success.
+        # The exporter treats a redirect as a success.
         if 200 <= response.status_code < 300:
             self._outcome.record_response(content)
         else:
@@ -162,7 +172,7 @@ class HttpTransport(_SdkTransport):
 
 
 class GrpcTransport(_SdkTransport):
-    """OTLP over gRPC. Messages are compressed inside gRPC, which has one level only."""
+    """OTLP over gRPC. gRPC compresses messages itself, at its only level."""
 
     def __init__(self, compression: str = "") -> None:
         super().__init__()
@@ -181,7 +191,7 @@ class GrpcTransport(_SdkTransport):
 
 
 def _describe_error(error: BaseException) -> str:
-    """What went wrong, without the message: it may hold addresses and credentials."""
+    """Returns the kind of an error, without its message: that may contain addresses and credentials."""
     for cause in _iter_causes(error):
         for kind, reason in _REASON_BY_ERROR:
             if isinstance(cause, kind):
@@ -190,9 +200,12 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _iter_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what is behind it, outermost first; urllib3 hides causes in `reason`, requests in `args`."""
+    """Yields the error and its causes, outermost first.
+
+    urllib3 keeps causes in `reason`, requests in `args`.
+    """
     seen = [error]
-    for each in seen:
-        yield each
-        behind = (each.__cause__, each.__context__, getattr(each, "reason", None), *each.args)
-        seen += [one for one in behind if isinstance(one, BaseException) and one not in seen]
+    for current in seen:
+        yield current
+        causes = (current.__cause__, current.__context__, getattr(current, "reason", None), *current.args)
+        seen += [cause for cause in causes if isinstance(cause, BaseException) and cause not in seen]

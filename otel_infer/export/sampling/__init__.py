@@ -1,1 +1,1 @@
-"""Decides which requests are exported and which of them with every decode step."""
+"""Decides which requests are exported, and which of them with every decode step."""

@@ -1,8 +1,9 @@
-"""Which requests are the slowest of their size, as they come. Pure.
+"""Finds the slowest requests of each size, as they finish. Pure.
 
-A long answer takes long: a request is compared with those of about its prompt and answer (powers of two), by its duration
-and by its time to the first token. Quantiles come from DDSketch (Masson et al., VLDB 2019), to 1 %; each class begins anew
-after `RENEWED` requests, so that what is slow follows the load.
+A long answer takes long. So a request is compared with requests of similar prompt and answer lengths (powers
+of two), by its duration and its time to first token. Quantiles are from DDSketch (Masson et al., VLDB 2019),
+with 1 % accuracy. Each class starts anew after `MAX_SKETCH_REQUESTS` requests, so that the threshold follows
+the load.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ddsketch import DDSketch
 from otel_infer.assembly.records.request import RequestRecord
 
 MIN_REQUESTS = 40
-"""Requests of a class before any of it can be called slow."""
+"""Requests of a class before any of its requests counts as slow."""
 MAX_SKETCH_REQUESTS = 4096
 UPDATE_EVERY = 16
 MAX_CLASSES = 128
@@ -22,7 +23,7 @@ ACCURACY = 0.01
 
 
 class _SlowThreshold:
-    """One length of the requests of a class."""
+    """The threshold for one duration of the requests in a class."""
 
     def __init__(self) -> None:
         self._sketch = DDSketch(ACCURACY)
@@ -30,7 +31,7 @@ class _SlowThreshold:
         self._limit = float("inf")
 
     def is_slow(self, length: int, share: float) -> bool:
-        """Whether this one is among the slowest `share`, by those before it; counts it."""
+        """Returns whether this duration is among the slowest `share` of the previous ones, and adds it."""
         slow = length > self._limit
         self._sketch.add(length)
         self._count += 1
@@ -42,7 +43,7 @@ class _SlowThreshold:
 
 
 class SlowRequestDetector:
-    """`share` of the requests of each size, 0 to 1; 0 = none."""
+    """Detects the slowest `share` of the requests of each size, 0 to 1; 0 = none."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -51,15 +52,15 @@ class SlowRequestDetector:
         )
 
     def is_slow(self, record: RequestRecord) -> bool:
-        """Whether this request is one of them; it counts for those after it."""
+        """Returns whether this request is slow, and counts it for later requests."""
         if not self._share:
             return False
         size = record.input_tokens.bit_length(), record.output_tokens.bit_length()
-        measures = self._size_classes.get(size)
-        if measures is None:
-            measures = self._size_classes[size] = _SlowThreshold(), _SlowThreshold()
+        thresholds = self._size_classes.get(size)
+        if thresholds is None:
+            thresholds = self._size_classes[size] = _SlowThreshold(), _SlowThreshold()
             if len(self._size_classes) > MAX_CLASSES:
                 self._size_classes.popitem(last=False)
         self._size_classes.move_to_end(size)
-        slow = measures[0].is_slow(record.duration_ns, self._share)
-        return bool(record.ttft_ns and measures[1].is_slow(record.ttft_ns, self._share)) or slow
+        is_slow_duration = thresholds[0].is_slow(record.duration_ns, self._share)
+        return bool(record.ttft_ns and thresholds[1].is_slow(record.ttft_ns, self._share)) or is_slow_duration

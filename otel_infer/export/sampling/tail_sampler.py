@@ -1,8 +1,9 @@
-"""Which requests are exported, and which with every decode step. Pure.
+"""Decides which requests are exported, and which with every decode step. Pure.
 
-Two decisions. *Trace*: a request whose context says sampled is exported with its stages; one that is not sampled is not,
-unless the configuration keeps those too (then it is marked). *Step detail*: inside a budget of step spans per second,
-and per trace id, because trace stores refuse traces over a few MB and with them other people's spans.
+There are two decisions. *Trace*: a request whose context is sampled is exported with its stages. Other
+requests are not exported, unless the configuration keeps them too, with a mark. *Step detail*: step spans are
+limited by a budget per second, and by a maximum per trace id. Trace stores refuse traces over a few MB,
+including the spans of other services in them.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from otel_infer.ringbuffer import events
 MAX_STEPS_PER_TRACE = 1000
 MAX_TRACES = 4096
 BURST_SECONDS = 10
-"""At low load everything is kept: unused budget of so many seconds may be spent at once."""
+"""At low load every step is exported: unused budget of this many seconds may be spent at a time."""
 RESERVED_SHARE = 0.25
-"""So much of the budget is there only for requests that are kept for a reason of their own."""
+"""Share of the budget for requests with a priority reason, or that delayed such a request."""
 BASELINE_SHARE = 0.125
-"""So much more, for ordinary ones to compare them with."""
+"""Further share of the budget, for ordinary requests as a baseline of comparison."""
 
 MAX_HOLD_NS = 30_000_000_000
 MAX_HELD_REQUESTS = 2000
-"""A finished request without steps waits so long, at most so many do, for one that it held up to end and name it."""
+"""A finished request without steps is held this long, and at most this many are.
+
+A request that it delayed may still end and name it.
+"""
 MAX_INTERFERERS = 4096
 BASELINE_INTERVAL_NS = 10_000_000_000
-"""Where there is no room for ordinary requests, one of each size is kept so often, to compare the slow ones with."""
+"""Without budget for ordinary requests, one request of each size is exported this often, as a baseline."""
 
 PRIORITY_REASONS = (
     semconv.KEEP_REASON_ERROR,
@@ -41,14 +45,15 @@ PRIORITY_REASONS = (
     semconv.KEEP_REASON_SLO,
     semconv.KEEP_REASON_SLOW,
 )
-"""Of requests that somebody may ask about: what held them up is kept too."""
+"""Keep reasons that a user may ask about. The request that delayed such a request most is exported too."""
 
 
 class Decision(NamedTuple):
-    """`export`: request and stage spans. `steps`: how many decode-step spans at most. `reason`: why those.
+    """The decision for a request.
 
-    `prefill_steps`: whether the chunks of its prompt are spans too. `missed`: objectives that it did not meet. `slow`: it missed
-    one, or is among the slowest of its size.
+    `export`: its request and stage spans. `steps`: how many decode-step spans at most. `reason`: the keep
+    reason. `prefill_steps`: whether the chunks of its prompt are spans too. `missed`: the objectives that it
+    missed. `slow`: it missed an objective, or is among the slowest of its size.
     """
 
     export: bool
@@ -60,17 +65,19 @@ class Decision(NamedTuple):
 
 
 class SampledRequest(NamedTuple):
-    """A request whose decision is final."""
+    """A request and its final decision."""
 
     record: RequestRecord
     decision: Decision
 
 
 class TailSampler:
-    """`mode`: `all`, `auto` or `off`; `budget`: step spans a second, in `auto`; `ratio`: the sampler is a ratio.
+    """Decides about finished requests.
 
-    `slow_share`: of the requests of each size, how many count as slow, 0 to 1. `share`: of the step spans that it would keep,
-    how many it may, 0 to 1: of a budget that much, of `all` those of that many requests, by trace id.
+    `mode`: `all`, `auto` or `off`. `budget`: step spans per second, in `auto`. `ratio`: the configured
+    sampler is a ratio. `slow_share`: share of the requests of each size that count as slow, 0 to 1. `share`:
+    reduces the step spans, 0 to 1. In `auto` it scales the budget. In `all` it is the share of requests with
+    step spans, by trace id.
     """
 
     def __init__(
@@ -79,11 +86,11 @@ class TailSampler:
         budget: int,
         keep_unsampled: bool,
         ratio: bool,
-        promised: Objectives | None = None,
+        objectives: Objectives | None = None,
         slow_share: float = 0.0,
     ) -> None:
         self._mode, self._budget, self._keep_unsampled, self._ratio = mode, budget, keep_unsampled, ratio
-        self._objectives, self._slow_detector = promised or Objectives(), SlowRequestDetector(slow_share)
+        self._objectives, self._slow_detector = objectives or Objectives(), SlowRequestDetector(slow_share)
         self._budget_left = float(budget * BURST_SECONDS)
         self._refilled_at = 0
         self._steps_by_trace: OrderedDict[bytes, int] = OrderedDict()
@@ -94,14 +101,18 @@ class TailSampler:
         self.share = 1.0
 
     def is_exported(self, record: RequestRecord) -> bool:
-        """Whether request and stage spans leave at all: the caller's word, or the configuration's."""
+        """Returns whether request and stage spans are exported, as the caller's context or the configuration
+        decides.
+        """
         return not record.redundant and self._is_sampled(record)
 
     def _is_sampled(self, record: RequestRecord) -> bool:
         return record.sampled or self._keep_unsampled
 
     def add(self, record: RequestRecord) -> list[SampledRequest]:
-        """A finished request: what is decided by it, of itself and of one that waited to be named."""
+        """Returns the requests whose decisions are final now: this one, unless it is held, and a held one
+        that it names.
+        """
         decision = self.make_decision(record)
         final = [SampledRequest(record, decision)]
         if (
@@ -110,37 +121,38 @@ class TailSampler:
             and self._mode == "auto"
             and record.steps
         ):
-            before = self._held_requests.pop(record.span_id, None)
-            final = [before] if before is not None else []
+            previous = self._held_requests.pop(record.span_id, None)
+            final = [previous] if previous is not None else []
             self._held_requests[record.span_id] = SampledRequest(_detach_steps(record), decision)
-        offender = record.breakdown.interferer if record.breakdown is not None else None
-        if offender is not None and decision.reason in PRIORITY_REASONS:
-            final += self._sample_interferer(offender.span_id, record.ended_at)
+        interferer = record.breakdown.interferer if record.breakdown is not None else None
+        if interferer is not None and decision.reason in PRIORITY_REASONS:
+            final += self._sample_interferer(interferer.span_id, record.ended_at)
         return self._count_dropped(final)
 
     def flush_held(self, now: int, oldest_live: int) -> list[SampledRequest]:
-        """Those that nobody can name any more, or that have waited too long.
+        """Releases held requests that can no longer be named as a cause, or whose hold expired.
 
-        `oldest_live`: when the oldest request in flight arrived; what ended before held up none of those, nor they it.
+        `oldest_live`: arrival of the oldest request in flight. A request that ended earlier delayed none of the
+        requests in flight.
         """
         for span_id in [span_id for span_id, at in self._pending_interferers.items() if at < oldest_live]:
             del self._pending_interferers[span_id]
         limit = max(now - MAX_HOLD_NS, oldest_live)
-        gone = [span_id for span_id, kept in self._held_requests.items() if kept.record.ended_at < limit]
-        gone += list(self._held_requests)[: max(len(self._held_requests) - MAX_HELD_REQUESTS, 0)]
-        return self._count_dropped([self._held_requests.pop(span_id) for span_id in dict.fromkeys(gone)])
+        released = [span_id for span_id, held in self._held_requests.items() if held.record.ended_at < limit]
+        released += list(self._held_requests)[: max(len(self._held_requests) - MAX_HELD_REQUESTS, 0)]
+        return self._count_dropped([self._held_requests.pop(span_id) for span_id in dict.fromkeys(released)])
 
     def _count_dropped(self, final: list[SampledRequest]) -> list[SampledRequest]:
-        """What is left out is counted when that is final: a counter never goes back."""
+        """Counts dropped steps. Only final decisions are counted, because a counter never decreases."""
         for record, decision in final if self._mode != "off" else ():
             chunks = _count_prefill_chunks(record)
-            left_out = chunks * (not decision.prefill_steps) + _count_decode_steps(record) - decision.steps
-            if decision.export and left_out:
-                self.dropped_steps[decision.reason] += left_out
+            dropped = chunks * (not decision.prefill_steps) + _count_decode_steps(record) - decision.steps
+            if decision.export and dropped:
+                self.dropped_steps[decision.reason] += dropped
         return final
 
     def make_decision(self, record: RequestRecord) -> Decision:
-        """The decision for a finished request as it looks now; spends its part of the budget."""
+        """Returns the decision for a finished request as of now, and spends its part of the budget."""
         missed = find_missed_objectives(record, self._objectives)
         is_slow = self._slow_detector.is_slow(record)
         export, steps, reason, prefill_steps, *_ = self._decide_by_mode(record, missed, is_slow)
@@ -168,7 +180,7 @@ class TailSampler:
         return self._grant_steps(record, urgent)
 
     def _find_priority_reason(self, record: RequestRecord, missed: tuple[str, ...], is_slow: bool) -> str:
-        """Why this is one of those that steps are kept for; empty for an ordinary one."""
+        """Returns the reason to export a request's steps with priority; empty for an ordinary request."""
         if record.outcome == events.ERROR:
             return semconv.KEEP_REASON_ERROR
         if record.outcome == events.ABORTED:
@@ -206,32 +218,37 @@ class TailSampler:
         return True
 
     def _sample_interferer(self, span_id: bytes, at: int) -> list[SampledRequest]:
-        """Somebody who ended then was held up by this request: it is kept too, now or when it ends."""
+        """Marks the request that delayed another, which ended at `at`: its steps are exported now, or when it
+        ends.
+        """
         held = self._held_requests.pop(span_id, None)
         if held is None:
             self._pending_interferers[span_id] = at
             if len(self._pending_interferers) > MAX_INTERFERERS:
                 self._pending_interferers.popitem(last=False)
             return []
-        record, before = held
+        record, previous = held
         return [
             SampledRequest(
                 record,
                 self._grant_steps(record, semconv.KEEP_REASON_INTERFERER)._replace(
-                    missed=before.missed, slow=before.slow
+                    missed=previous.missed, slow=previous.slow
                 ),
             )
         ]
 
     def _refill_budget(self, at: int) -> None:
-        """The budget comes back with time."""
+        """Adds the budget of the time since the last refill."""
         if self._refilled_at:
-            come = max(at - self._refilled_at, 0) * self._budget * self.share / 1e9
-            self._budget_left = min(self._budget * self.share * BURST_SECONDS, self._budget_left + come)
+            refill = max(at - self._refilled_at, 0) * self._budget * self.share / 1e9
+            self._budget_left = min(self._budget * self.share * BURST_SECONDS, self._budget_left + refill)
         self._refilled_at = max(at, self._refilled_at)
 
     def _budget_for_reason(self, reason: str) -> int:
-        """How many step spans there is room for; whoever has no reason leaves what is reserved alone."""
+        """Returns how many step spans the budget has for this reason.
+
+        An ordinary request cannot use the reserved shares.
+        """
         reserved = {"": RESERVED_SHARE + BASELINE_SHARE, semconv.KEEP_REASON_BASELINE: RESERVED_SHARE}.get(
             reason, 0.0
         )
@@ -246,47 +263,60 @@ class TailSampler:
 
 
 def _count_decode_steps(record: RequestRecord) -> int:
-    """How many decode steps could be spans: those that delivered tokens after the first one."""
+    """Returns how many decode steps could be spans: those with tokens after the first one."""
     if record.steps is None or record.find_stage(semconv.SPAN_DECODE) is None:
         return 0
     return len(record.steps) - 1
 
 
 def _count_prefill_chunks(record: RequestRecord) -> int:
-    """How many chunks of the prompt could be spans; one alone is the prefill itself."""
+    """Returns how many chunks of the prompt could be spans; 0 for a single chunk, which is the prefill
+    itself.
+    """
     return len(record.prefill_steps) if len(record.prefill_steps) > 1 else 0
 
 
-def find_missed_objectives(record: RequestRecord, promised: Objectives) -> tuple[str, ...]:
-    """The objectives that a request did not meet, sampled or not."""
+def find_missed_objectives(record: RequestRecord, objectives: Objectives) -> tuple[str, ...]:
+    """Returns the objectives that a request missed, sampled or not."""
     route = str(record.attributes.get(semconv.HTTP_ROUTE, ""))
-    return promised.find_missed(record.model, route, _measure_durations(record)) if promised.sections else ()
+    return (
+        objectives.find_missed(record.model, route, _measure_durations(record)) if objectives.sections else ()
+    )
 
 
 def is_client_cancelled(record: RequestRecord) -> bool:
-    """Whether its client had it end, which is no fault of the server; what it waited for until then may be."""
+    """Returns whether the client ended the request.
+
+    That is no fault of the server, but the wait until then may be.
+    """
     return record.outcome == events.ABORTED and record.error_type in semconv.NON_ERROR_TYPES
 
 
 def _measure_durations(record: RequestRecord) -> dict[str, int]:
-    """What objectives are about, ns; what a request does not have is not there, nor is the end of one that was stopped."""
-    queued = [stage for stage in record.stages if stage.name == semconv.SPAN_QUEUE]
-    lengths = {slo.QUEUE: sum(stage.ended_at - stage.started_at for stage in queued)}
+    """Returns the durations that objectives apply to, ns. Durations that a request does not have are absent.
+
+    A request that its client cancelled has no end-to-end duration.
+    """
+    queue_stages = [stage for stage in record.stages if stage.name == semconv.SPAN_QUEUE]
+    durations = {slo.QUEUE: sum(stage.ended_at - stage.started_at for stage in queue_stages)}
     if not is_client_cancelled(record):
-        lengths[slo.E2E] = record.duration_ns
+        durations[slo.E2E] = record.duration_ns
     if record.ttft_ns:
-        lengths[slo.TTFT] = record.ttft_ns
+        durations[slo.TTFT] = record.ttft_ns
     if record.summary.gaps:
-        lengths[slo.ITL] = record.summary.gap_max
+        durations[slo.ITL] = record.summary.gap_max
     for name, waited in _iter_unserved_waits(record):
-        lengths[name] = max(lengths.get(name, 0), waited)
+        durations[name] = max(durations.get(name, 0), waited)
     if record.tokens_after_first > 0:
-        lengths[slo.TPOT] = round(record.decode_ns / record.tokens_after_first)
-    return lengths
+        durations[slo.TPOT] = round(record.decode_ns / record.tokens_after_first)
+    return durations
 
 
 def _iter_unserved_waits(record: RequestRecord) -> Iterator[tuple[str, int]]:
-    """For what token an engine let it wait when it ended otherwise than well, and how long (ns): it took longer than that."""
+    """Yields the objective and the wait (ns) for the token that a failed or aborted request still waited for.
+
+    The token would have taken longer than this wait.
+    """
     if record.outcome == events.OK or record.telemetry_lost or not (record.generative and record.engine):
         return
     if record.operation == semconv.OPERATION_EMBEDDINGS:
@@ -298,12 +328,14 @@ def _iter_unserved_waits(record: RequestRecord) -> Iterator[tuple[str, int]]:
 
 
 def _trace_to_fraction(record: RequestRecord) -> float:
-    """0 to 1, the same for all requests of a trace."""
+    """Returns a fraction from 0 to 1, the same for all requests of a trace."""
     return int.from_bytes(record.trace_id[:4], "big") / (1 << 32)
 
 
 def _detach_steps(record: RequestRecord) -> RequestRecord:
-    """Its steps are a part of the table of many; what waits is not to hold that."""
+    """Copies the steps of a held request, because they are a view that keeps the table of many requests
+    alive.
+    """
     if record.steps is not None:
         record.steps = record.steps.copy()
     return record

@@ -1,1 +1,1 @@
-"""Builds the spans of a request or a server start."""
+"""Builds the spans of a request or of a server start."""

@@ -1,4 +1,4 @@
-"""What the spans of a request say: in words, which recur, in numbers, and in lengths (s)."""
+"""Returns the attributes of a request's spans: recurring strings, counts, and durations (s)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from otel_infer.export.sampling import tail_sampler
 from otel_infer.ringbuffer.events import Value
 
 MAX_PAUSES = 32
-"""Events for pauses on one request; the longest are told."""
+"""Maximum pause events on a request. The longest pauses are exported."""
 _SERVER_PREFIXES = ("http.", "url.", "server.", "client.", "network.", "user_agent.")
 _STRING_KEYS = (
     semconv.OPERATION_NAME,
@@ -46,12 +46,12 @@ _COUNT_KEYS = (
 
 
 def has_sampling_reason(decision: tail_sampler.Decision) -> bool:
-    """Whether there was a reason to keep this request's steps."""
+    """Returns whether there was a reason to export this request's steps."""
     return decision.reason not in (semconv.KEEP_REASON_NONE, semconv.KEEP_REASON_UNSAMPLED)
 
 
 def split_attributes(record: RequestRecord) -> tuple[dict[str, Value], dict[str, Value]]:
-    """What was said of the request, and of what its server span is about."""
+    """Returns the recorded attributes of a request: of its request span, and of its server span."""
     own: dict[str, Value] = {}
     http: dict[str, Value] = {}
     for key, value in record.attributes.items():
@@ -63,12 +63,12 @@ def split_attributes(record: RequestRecord) -> tuple[dict[str, Value], dict[str,
 
 @lru_cache(maxsize=128)
 def _intern_attributes(*values: Value) -> SharedAttributes:
-    """Values of `_WORDS`, without those that say nothing."""
+    """Returns the non-empty values of `_STRING_KEYS`, as a shared object for equal values."""
     return SharedAttributes({key: value for key, value in zip(_STRING_KEYS, values) if value})
 
 
 def string_attributes(record: RequestRecord, decision: tail_sampler.Decision) -> SharedAttributes:
-    """What is said of the request in words."""
+    """Returns the attributes of a request that recur in other requests: strings and flags."""
     return _intern_attributes(
         record.operation,
         record.provider,
@@ -88,7 +88,7 @@ def string_attributes(record: RequestRecord, decision: tail_sampler.Decision) ->
 
 
 def count_attributes(record: RequestRecord, decision: tail_sampler.Decision) -> dict[str, Value]:
-    """What is said of the request in numbers; usage stands here only."""
+    """Returns the numeric attributes of a request. Token usage is on this span only."""
     counted = (
         record.max_tokens,
         record.input_tokens,
@@ -100,65 +100,65 @@ def count_attributes(record: RequestRecord, decision: tail_sampler.Decision) -> 
         record.preemptions,
         *record.memory_free,
     )
-    said: dict[str, Value] = {key: count for key, count in zip(_COUNT_KEYS, counted) if count}
+    attributes: dict[str, Value] = {key: count for key, count in zip(_COUNT_KEYS, counted) if count}
     if len(record.pauses) + len(record.loop_pauses) > MAX_PAUSES and has_sampling_reason(decision):
-        said[semconv.PAUSES_DROPPED] = len(record.all_pauses) - MAX_PAUSES
-    return said
+        attributes[semconv.PAUSES_DROPPED] = len(record.all_pauses) - MAX_PAUSES
+    return attributes
 
 
 def duration_attributes(record: RequestRecord) -> dict[str, float]:
-    """What is said of the request in s."""
-    lengths = {semconv.TTFT: record.ttft_ns / 1e9} if record.ttft_ns else {}
+    """Returns the durations of a request and the times of its causes, s."""
+    durations = {semconv.TTFT: record.ttft_ns / 1e9} if record.ttft_ns else {}
     if record.breakdown is not None and record.operation:
-        names = semconv.LATENCY_BY_CAUSE
-        lengths.update([(names[cause], length / 1e9) for cause, length in record.breakdown.causes.items()])
-    return lengths
+        keys = semconv.LATENCY_BY_CAUSE
+        durations.update([(keys[cause], length / 1e9) for cause, length in record.breakdown.causes.items()])
+    return durations
 
 
 def step_count_attributes(record: RequestRecord, granted: int) -> dict[str, Value]:
-    """Counts of all steps, whichever of them are written as spans."""
-    seen = record.summary
+    """Returns the counts of all decode steps, exported as spans or not."""
+    summary = record.summary
     attributes: dict[str, Value] = {}
-    if seen.steps:
-        attributes[semconv.STEPS_COUNT] = seen.steps
-        attributes[semconv.STEPS_SLOWEST_ID] = seen.slowest_step
-        attributes[semconv.BATCH_SIZE_MAX] = seen.batch_size_max
-        left_out = seen.steps - granted + record.steps_evicted
-        if left_out > 0:
-            attributes[semconv.STEPS_DROPPED] = left_out
+    if summary.steps:
+        attributes[semconv.STEPS_COUNT] = summary.steps
+        attributes[semconv.STEPS_SLOWEST_ID] = summary.slowest_step
+        attributes[semconv.BATCH_SIZE_MAX] = summary.batch_size_max
+        dropped = summary.steps - granted + record.steps_evicted
+        if dropped > 0:
+            attributes[semconv.STEPS_DROPPED] = dropped
     if record.discarded:
         attributes[semconv.STEPS_DISCARDED] = record.discarded
     return attributes
 
 
 def step_duration_attributes(record: RequestRecord) -> dict[str, float]:
-    """Of all steps, s."""
-    seen = record.summary
-    if not seen.steps:
+    """Returns the durations of all decode steps, s."""
+    summary = record.summary
+    if not summary.steps:
         return {}
-    lengths = {
-        semconv.STEPS_SUM: seen.total / 1e9,
-        semconv.STEPS_P50: seen.p50 / 1e9,
-        semconv.STEPS_P95: seen.p95 / 1e9,
-        semconv.STEPS_MAX: seen.longest / 1e9,
+    durations = {
+        semconv.STEPS_SUM: summary.total / 1e9,
+        semconv.STEPS_P50: summary.p50 / 1e9,
+        semconv.STEPS_P95: summary.p95 / 1e9,
+        semconv.STEPS_MAX: summary.longest / 1e9,
     }
-    if seen.gaps:
-        lengths[semconv.ITL_MAX] = seen.gap_max / 1e9
-    return lengths
+    if summary.gaps:
+        durations[semconv.ITL_MAX] = summary.gap_max / 1e9
+    return durations
 
 
 def vllm_attributes(record: RequestRecord) -> dict[str, float]:
-    """The attributes of vLLM's request span (0.33 `OutputProcessor.do_tracing`), with its meaning; s."""
+    """Returns attributes of vLLM's request span (0.33 `OutputProcessor.do_tracing`), with its meaning; s."""
     pairs = (
         (semconv.LATENCY_QUEUE, semconv.SPAN_QUEUE),
         (semconv.LATENCY_PREFILL, semconv.SPAN_PREFILL),
         (semconv.LATENCY_DECODE, semconv.SPAN_DECODE),
     )
-    lengths = {semconv.LATENCY_E2E: record.duration_ns / 1e9}
+    durations = {semconv.LATENCY_E2E: record.duration_ns / 1e9}
     if record.ttft_ns:
-        lengths[semconv.LATENCY_TTFT] = record.ttft_ns / 1e9
+        durations[semconv.LATENCY_TTFT] = record.ttft_ns / 1e9
     for key, name in pairs:
         stage = record.find_stage(name)
         if stage is not None:
-            lengths[key] = (stage.ended_at - stage.started_at) / 1e9
-    return lengths
+            durations[key] = (stage.ended_at - stage.started_at) / 1e9
+    return durations

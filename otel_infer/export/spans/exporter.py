@@ -1,8 +1,9 @@
-"""Records → OTLP bytes → a bounded queue → a thread that sends them.
+"""Exports records: encodes them as OTLP, queues the bytes, and sends them from another thread.
 
-The reader encodes and never waits: when the queue is full the new batch is counted as lost. Batches are capped in bytes
-and handed over when they are full, or a second after the last one: a few of them when the reader has done its work, since
-whoever sends and whoever receives would have the processor's caches meanwhile.
+The reader of the rings encodes and never waits: if the queue is full, the new batch is counted as lost. A
+batch is limited in bytes. It is closed when it is full, or a second after the previous one. Full batches are
+queued after the reader's own work, because the sender and a local receiver would evict the reader's data from
+the CPU caches.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 3 << 20
 QUEUE_BYTES = 24 << 20
 MAX_FULL_BATCHES = 2
-"""Full batches that wait for the reader; of more, the queue could not hold all."""
+"""Full batches that wait until the reader has done its work. More at a time might not fit the queue."""
 FLUSH_INTERVAL_NS = 1_000_000_000
 PART_BYTES = 1 << 18
-"""Spans that are encoded one by one are handed on together, so much of them: whoever compresses asks for the interpreter after each part."""
+"""Size at which encoded spans are joined into one part.
+
+Each part costs the compressing thread one wait for the GIL.
+"""
 STEPS_PER_CALL = 4096
-"""Steps that are encoded at once: half a megabyte, so that what was written is still in the processor's cache when it is copied."""
+"""Steps per encoding call: half a megabyte, so that the copy of the output reads from the CPU cache."""
 
 LOST_UNENCODED = "not_encoded"
 LOST_QUEUE = "queue_full"
@@ -44,7 +48,7 @@ LOST_REFUSED = "refused"
 
 
 class SpanBatch(NamedTuple):
-    """One request to the destination: encoded spans and how many they are."""
+    """One export request: encoded parts, the number of their spans, and their size in bytes."""
 
     parts: list[otlp.Encoded]
     spans: int
@@ -52,11 +56,14 @@ class SpanBatch(NamedTuple):
 
 
 class BatchSender(threading.Thread):
-    """Compresses and sends batches, one at a time; retries, TLS and timeouts are the SDK exporter's."""
+    """The thread that compresses and sends batches, one at a time.
 
-    def __init__(self, outlet: transport.Transport, identity: Callable[[], tuple[bytes, bytes]]) -> None:
+    The SDK exporter does retries, TLS and timeouts.
+    """
+
+    def __init__(self, destination: transport.Transport, identity: Callable[[], tuple[bytes, bytes]]) -> None:
         super().__init__(name="otel_infer-sender", daemon=True)
-        self._transport, self._identity = outlet, identity
+        self._transport, self._identity = destination, identity
         self._queue: deque[SpanBatch] = deque()
         self._queued_bytes = 0
         self._condition = threading.Condition()
@@ -67,7 +74,7 @@ class BatchSender(threading.Thread):
         self.last_refusal = ""
 
     def put(self, batch: SpanBatch) -> None:
-        """Queues a batch, or counts it as lost: there is no room, or nobody will send it any more."""
+        """Queues a batch, or counts it as lost if the queue is full or the sender is closing."""
         with self._condition:
             if self._closing or self._queued_bytes + batch.size > QUEUE_BYTES:
                 self.lost[LOST_QUEUE] += batch.spans
@@ -92,12 +99,12 @@ class BatchSender(threading.Thread):
                 self._condition.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Waits until everything queued was tried; False if `timeout` s were not enough."""
+        """Waits until every queued batch was tried. Returns False if `timeout` s were not enough."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
 
     def close(self, timeout: float) -> None:
-        """Flushes for at most `timeout` s, then counts what is left as lost."""
+        """Flushes for at most `timeout` s, then counts the remaining batches as lost."""
         done = self.flush(timeout)
         with self._condition:
             if not done:
@@ -106,26 +113,29 @@ class BatchSender(threading.Thread):
             self._closing = True
             self._condition.notify_all()
         if not done:
-            self._transport.shutdown()  # ends the retry that the thread is in, so that its batch is counted too
+            self._transport.shutdown()  # stops a pending retry, so that its batch is counted too
         self.join(1.0)
         self._transport.shutdown()
 
     def _send_batch(self, batch: SpanBatch) -> None:
         try:
-            sent = self._transport.send_spans(
+            result = self._transport.send_spans(
                 otlp.build_export_request(*self._identity(), batch.parts), batch.spans
             )
-        except Exception as broken:  # an exporter's bug must not end the thread
-            sent = transport.SendResult(0, batch.spans, type(broken).__name__)
-        self.accepted += sent.accepted
+        except Exception as error:  # an exporter's bug must not end the thread
+            result = transport.SendResult(0, batch.spans, type(error).__name__)
+        self.accepted += result.accepted
         self.bytes_sent += batch.size
-        if sent.rejected:
-            self.lost[LOST_REFUSED] += sent.rejected
-            self.last_refusal = sent.reason or ""
+        if result.rejected:
+            self.lost[LOST_REFUSED] += result.rejected
+            self.last_refusal = result.reason or ""
 
 
 class OtlpSpanExporter:
-    """Encodes what was decided to be exported. What it takes it collects until `flush`: many at once cost each of them less."""
+    """Encodes the spans of exported requests.
+
+    It collects requests until `flush`, because encoding many at a time costs less.
+    """
 
     exported_only = True
 
@@ -151,7 +161,7 @@ class OtlpSpanExporter:
         self._now = self._batched_at = 0
 
     def export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
-        """Takes one request whose decision is to export."""
+        """Adds one request whose decision is to export."""
         spans = tree.build_request_spans(record, decision, self._latency_attributes)
         self._pending_spans.append(spans)
         if decision.steps and record.steps is not None:
@@ -160,11 +170,14 @@ class OtlpSpanExporter:
                 self._add_steps(record, record.steps, decode.span_id, decision.steps)
 
     def export_start(self, record: StartRecord) -> None:
-        """Takes the start of one process."""
+        """Adds the start of one process."""
         self._pending_spans.append(startup.build_start_spans(record))
 
     def flush(self, now: int) -> None:
-        """Hands what there is to the sender; with `now` only if a second has passed since the last batch."""
+        """Encodes all added records, and queues full batches.
+
+        The open batch is closed if `now` is 0, or if a second has passed since the last one.
+        """
         self._now = now or self._now
         self._encode_spans()
         if not now or now - self._batched_at >= FLUSH_INTERVAL_NS:
@@ -191,13 +204,13 @@ class OtlpSpanExporter:
         count = size = 0
         for spans in waiting:
             try:
-                one = b"".join(map(otlp.encode_span, spans))
-            except Exception:  # one request must not cost all others
-                log.exception("spans are not exported: trace %s", spans[0].trace_id.hex())
+                request_bytes = b"".join(map(otlp.encode_span, spans))
+            except Exception:  # one request must not stop the others
+                log.exception("spans of a request were not encoded: trace %s", spans[0].trace_id.hex())
                 self._sender.lost[LOST_UNENCODED] += len(spans)
                 continue
-            encoded.append(one)
-            count, size = count + len(spans), size + len(one)
+            encoded.append(request_bytes)
+            count, size = count + len(spans), size + len(request_bytes)
             if size >= PART_BYTES:
                 self._add_part(b"".join(encoded), count)
                 encoded, count, size = [], 0, 0
@@ -212,29 +225,31 @@ class OtlpSpanExporter:
         self._size += len(encoded)
 
     def _add_steps(self, record: RequestRecord, rows: RequestSteps, parent: bytes, granted: int) -> None:
-        chosen = select_steps(rows, granted)
+        selected = select_steps(rows, granted)
         if not record.is_multi_engine:
-            self._add_rows(record, chosen, parent, record.span_id)
+            self._add_rows(record, selected, parent, record.span_id)
             return
-        # Several engines, and each numbers its steps from 1: span ids follow from the number and from which of them it is.
-        times = count_repeats(chosen.step)
-        own = int.from_bytes(record.span_id, "big")
-        for time in range(int(times.max(initial=-1)) + 1):
-            ids_from = (own ^ time << 48).to_bytes(8, "big")
-            self._add_rows(record, chosen.select_rows(np.flatnonzero(times == time)), parent, ids_from)
+        # Each engine numbers its steps from 1, so span ids are derived from the number and its occurrence.
+        repeats = count_repeats(selected.step)
+        request_id = int.from_bytes(record.span_id, "big")
+        for repeat in range(int(repeats.max(initial=-1)) + 1):
+            ids_from = (request_id ^ repeat << 48).to_bytes(8, "big")
+            self._add_rows(record, selected.select_rows(np.flatnonzero(repeats == repeat)), parent, ids_from)
 
-    def _add_rows(self, record: RequestRecord, chosen: RequestSteps, parent: bytes, ids_from: bytes) -> None:
-        number = len(chosen)
-        for begin in range(0, number, STEPS_PER_CALL):
-            some = (
-                chosen
+    def _add_rows(
+        self, record: RequestRecord, selected: RequestSteps, parent: bytes, ids_from: bytes
+    ) -> None:
+        number = len(selected)
+        for start in range(0, number, STEPS_PER_CALL):
+            part = (
+                selected
                 if number <= STEPS_PER_CALL
-                else chosen.select_rows(slice(begin, begin + STEPS_PER_CALL))
+                else selected.select_rows(slice(start, start + STEPS_PER_CALL))
             )
-            count = min(number - begin, STEPS_PER_CALL)
+            count = min(number - start, STEPS_PER_CALL)
             if self._row_count + count > STEPS_PER_CALL:
                 self._encode_steps()
-            self._pending_rows.append(some)
+            self._pending_rows.append(part)
             self._owners.append((record.trace_id, parent, ids_from))
             self._offsets.append(record.wall_offset)
             self._row_count += count
@@ -261,13 +276,13 @@ class OtlpSpanExporter:
 
 
 def count_repeats(numbers: Any) -> Any:
-    """Of each of these numbers, how many times it was there before: 0, or more where one comes again."""
+    """Returns for each number how often it occurred before it: 0 for a first occurrence."""
     order = np.argsort(numbers, kind="stable")
     ordered = numbers[order]
     firsts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else order
-    found = np.empty(len(ordered), np.int64)
-    found[order] = np.arange(len(ordered)) - np.repeat(firsts, np.diff(np.r_[firsts, len(ordered)]))
-    return found
+    repeats = np.empty(len(ordered), np.int64)
+    repeats[order] = np.arange(len(ordered)) - np.repeat(firsts, np.diff(np.r_[firsts, len(ordered)]))
+    return repeats
 
 
 def _device_or_zeros(rows: RequestSteps) -> Any:
@@ -275,18 +290,21 @@ def _device_or_zeros(rows: RequestSteps) -> Any:
 
 
 def select_steps(rows: RequestSteps, granted: int) -> RequestSteps:
-    """The decode steps that become spans: all, or the slowest ones, in order of time. The first row is the prefill's."""
+    """Returns the decode steps that become spans: all, or the slowest `granted`, in order of time.
+
+    The first row is the step of the first token, which belongs to `prefill`.
+    """
     decode = rows.select_rows(slice(1, None))
     if granted >= len(decode):
         return decode
     if granted <= 0:
         return decode.select_rows(slice(0))
-    lengths = decode.ended_at - decode.started_at
-    slowest = np.sort(np.argpartition(lengths, len(lengths) - granted)[len(lengths) - granted :])
+    durations = decode.ended_at - decode.started_at
+    slowest = np.sort(np.argpartition(durations, len(durations) - granted)[len(durations) - granted :])
     return decode.select_rows(slowest)
 
 
 def encode_resource_and_scope(resource: Mapping[str, Value]) -> tuple[bytes, bytes]:
-    """Resource and instrumentation scope, ready for an envelope."""
+    """Returns the encoded resource and instrumentation scope, for an export request."""
     named = {semconv.SERVICE_NAME: semconv.UNKNOWN_SERVICE, **resource}
     return otlp.encode_resource(named), otlp.encode_scope(semconv.SCOPE, VERSION, semconv.SCHEMA_URL)

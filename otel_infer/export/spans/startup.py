@@ -1,4 +1,4 @@
-"""The spans of one start of a process, as `docs/read-a-trace.md` draws them: a trace of its own."""
+"""Builds the spans of a process start, which are a separate trace, as in `docs/read-a-trace.md`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from otel_infer.export.spans.tree import INTERNAL, STATUS_ERROR, STATUS_UNSET, d
 from otel_infer.ringbuffer.events import Value
 
 MAX_PHASES = 64
-"""Phases of one start that become spans; the longest do."""
+"""Maximum phase spans of one start. The longest phases are exported."""
 
 
 def build_start_spans(record: StartRecord) -> list[Span]:
-    """The root and its phases, in this order. Always exported: there is one such trace for each server."""
+    """Returns the root span and the spans of its phases.
+
+    They are always exported, because a server has one such trace.
+    """
     longest = sorted(record.phases, key=lambda phase: phase.started_at - phase.ended_at)[:MAX_PHASES]
-    told: dict[str, Value] = {
+    attributes: dict[str, Value] = {
         semconv.PROCESS_PID: record.pid,
         semconv.READY_BY: record.ready_by,
         semconv.ERROR_TYPE: record.error_type,
@@ -30,16 +33,16 @@ def build_start_spans(record: StartRecord) -> list[Span]:
         INTERNAL,
         record.started_at + record.wall_offset,
         record.ended_at + record.wall_offset,
-        {key: value for key, value in told.items() if value},
+        {key: value for key, value in attributes.items() if value},
         status=STATUS_ERROR if record.error_type else STATUS_UNSET,
     )
-    chosen = [phase for phase in record.phases if phase in longest]
-    ids = derive_span_ids(record.span_id, "phase", len(chosen))
-    return [root, *(_build_phase_span(record, span_id, phase) for span_id, phase in zip(ids, chosen))]
+    exported = [phase for phase in record.phases if phase in longest]
+    ids = derive_span_ids(record.span_id, "phase", len(exported))
+    return [root, *(_build_phase_span(record, span_id, phase) for span_id, phase in zip(ids, exported))]
 
 
 def start_name(record: StartRecord) -> str:
-    """Whose start it is."""
+    """Returns the span name of a start: of the server, or of one of its processes."""
     return (
         semconv.SPAN_PROCESS_START.get(record.role, semconv.SPAN_SERVER_START)
         if record.parent_span_id
@@ -48,7 +51,7 @@ def start_name(record: StartRecord) -> str:
 
 
 def _build_phase_span(record: StartRecord, span_id: bytes, phase: Phase) -> Span:
-    told: dict[str, Value] = {semconv.REQUEST_MODEL: phase.model, semconv.ERROR_TYPE: phase.error_type}
+    attributes: dict[str, Value] = {semconv.REQUEST_MODEL: phase.model, semconv.ERROR_TYPE: phase.error_type}
     return Span(
         record.trace_id,
         span_id,
@@ -57,7 +60,7 @@ def _build_phase_span(record: StartRecord, span_id: bytes, phase: Phase) -> Span
         INTERNAL,
         phase.started_at + record.wall_offset,
         phase.ended_at + record.wall_offset,
-        {key: value for key, value in told.items() if value},
+        {key: value for key, value in attributes.items() if value},
         _build_import_events(record) if phase.name == semconv.SPAN_IMPORTS else (),
         status=STATUS_ERROR if phase.error_type else STATUS_UNSET,
     )

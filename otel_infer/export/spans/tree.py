@@ -1,8 +1,8 @@
-"""The spans of one request, as `docs/read-a-trace.md` draws them: server, request, stages, prefill steps.
+"""Builds the spans of one request, as in `docs/read-a-trace.md`: server, request, stages, prefill steps.
 
-Decode steps are not here: there are too many to be objects, `sinks.spans` writes them from columns, without what is the
-same in all spans of a request (its `tracestate`). Span ids below the request are derived from its id, so that sending
-again sends the same spans.
+Decode steps are not built here, because they are too many to be objects. `export.spans.exporter` encodes them
+from columns, without the `tracestate` that all spans of a request share. Span ids below the request are
+derived from its id, so that a resend sends the same spans.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from otel_infer import semconv
 from otel_infer.assembly.records.request import PrefillStep, RequestRecord, Stage
 from otel_infer.export.otlp import SharedAttributes, Span, SpanEvent, SpanLink
 from otel_infer.export.sampling import tail_sampler
-from otel_infer.export.spans import attributes as said
+from otel_infer.export.spans import attributes as span_attributes
 from otel_infer.ringbuffer.events import ABORTED, ERROR, Value
 
 SERVER, INTERNAL = 2, 1
 STATUS_UNSET, STATUS_ERROR = 0, 2
 _UNKNOWN_METHOD = "HTTP"
-"""The word of the conventions for a method that is not known."""
+"""Name of an unknown HTTP method in the conventions."""
 _HOST_CLOCK, _NO_SHARED = SharedAttributes({semconv.CLOCK: semconv.CLOCK_HOST}), SharedAttributes()
 _NO_DURATIONS: Mapping[str, float] = MappingProxyType({})
 
@@ -30,19 +30,24 @@ _NO_DURATIONS: Mapping[str, float] = MappingProxyType({})
 _ID_STRUCT, _ZERO_ID = struct.Struct("8s"), bytes(8)
 
 
-def derive_span_ids(span_id: bytes, of: str, count: int) -> list[bytes]:
-    """Ids of so many spans below the one with this id, by what they are and their order; never zero."""
-    digest = hashlib.shake_128(of.encode() + span_id).digest(8 * count)
-    ids = [one for (one,) in _ID_STRUCT.iter_unpack(digest)]
-    return ids if _ZERO_ID not in digest else [b"\1" * 8 if one == _ZERO_ID else one for one in ids]
+def derive_span_ids(span_id: bytes, kind: str, count: int) -> list[bytes]:
+    """Returns `count` span ids below the span with this id, by their kind and order; never zero."""
+    digest = hashlib.shake_128(kind.encode() + span_id).digest(8 * count)
+    ids = [derived for (derived,) in _ID_STRUCT.iter_unpack(digest)]
+    return (
+        ids if _ZERO_ID not in digest else [b"\1" * 8 if derived == _ZERO_ID else derived for derived in ids]
+    )
 
 
 def build_request_spans(
     record: RequestRecord, decision: tail_sampler.Decision, latency_attributes: bool = False
 ) -> list[Span]:
-    """Server span (if it is ours), request span and stage spans, in this order; of a request that reached no engine the
-    server span alone, which is then the live one and has what user code said of it."""
-    own, http = said.split_attributes(record)
+    """Returns the server span (if it is ours), the request span and the stage spans, in this order.
+
+    A request that reached no engine has only the server span. It is then the live span, with the attributes
+    of user code.
+    """
+    own, http = span_attributes.split_attributes(record)
     if is_server_only(record):
         name = record.span_name or server_name(record)
         return [
@@ -53,7 +58,7 @@ def build_request_spans(
         spans.append(_build_server_span(record, http))
         parent, http = record.server_span_id, {}
     name = record.span_name or request_name(record)
-    latency = said.vllm_attributes(record) if latency_attributes else {}
+    latency = span_attributes.vllm_attributes(record) if latency_attributes else {}
     spans.append(_build_request_span(record, decision, parent, name, INTERNAL, {**own, **http}, latency))
     return spans + _build_stage_spans(record, decision)
 
@@ -78,19 +83,19 @@ def _build_request_span(
     own: dict[str, Value],
     latency: dict[str, float],
 ) -> Span:
-    """The live span. What we say goes before what user code said of the same name."""
-    words = said.string_attributes(record, decision)
-    lengths = said.duration_attributes(record)
+    """Returns the live span. Recorded attributes override attributes of user code with the same name."""
+    strings = span_attributes.string_attributes(record, decision)
+    durations = span_attributes.duration_attributes(record)
     if latency:
-        lengths.update(latency)
+        durations.update(latency)
     if own:
-        own = {key: value for key, value in own.items() if key not in words and key not in lengths}
-    own.update(said.count_attributes(record, decision))
+        own = {key: value for key, value in own.items() if key not in strings and key not in durations}
+    own.update(span_attributes.count_attributes(record, decision))
     offset = record.wall_offset
     return Span(
         record.trace_id, record.span_id, parent, name, kind, record.arrived_at + offset, record.ended_at + offset,
         own, _build_events(record, decision), _build_links(record), _status_of_request(record), record.tracestate,
-        durations=lengths, shared=words,
+        durations=durations, shared=strings,
     )  # fmt: skip
 
 
@@ -102,31 +107,33 @@ def _status_of_request(record: RequestRecord) -> int:
 
 
 def is_server_only(record: RequestRecord) -> bool:
-    """Whether the request span is the server span."""
+    """Returns whether the request span is the server span."""
     return record.server_span_id == record.span_id
 
 
 def request_name(record: RequestRecord) -> str:
-    """`chat llama-3-8b`, `inference`, …; method and route of a request that reached no engine."""
+    """Returns `chat llama-3-8b`, `inference`, …; method and route for a request that reached no engine."""
     if not record.operation:
         return server_name(record)
     return f"{record.operation} {record.model}" if record.model else record.operation
 
 
 def server_name(record: RequestRecord) -> str:
-    """Method and route, or the method alone where the route is not known."""
+    """Returns method and route, or only the method if the route is unknown."""
     route = record.attributes.get(semconv.HTTP_ROUTE)
     method = record.attributes.get(semconv.HTTP_REQUEST_METHOD) or record.name
-    word = _UNKNOWN_METHOD if method == semconv.OTHER else method
-    return f"{word} {route}" if route else str(word)
+    method_name = _UNKNOWN_METHOD if method == semconv.OTHER else method
+    return f"{method_name} {route}" if route else str(method_name)
 
 
 def _build_events(record: RequestRecord, decision: tail_sampler.Decision) -> list[SpanEvent]:
-    """Those that were added to the live span, and the pauses if the request is kept."""
+    """Returns the events of the live span. A request with a keep reason also gets its pauses and marks."""
     events = [
         SpanEvent(event.at + record.wall_offset, event.name, event.attributes) for event in record.events
     ]
-    if said.has_sampling_reason(decision) and (record.pauses or record.loop_pauses or record.marks):
+    if span_attributes.has_sampling_reason(decision) and (
+        record.pauses or record.loop_pauses or record.marks
+    ):
         events = sorted(
             [*events, *_build_pause_events(record), *_build_mark_events(record)], key=lambda event: event.at
         )
@@ -134,33 +141,33 @@ def _build_events(record: RequestRecord, decision: tail_sampler.Decision) -> lis
 
 
 def _build_links(record: RequestRecord) -> list[SpanLink]:
-    """Those that were added to the live span, to the start of the process, and to who interfered most."""
+    """Returns links to the process start, of the live span, and to the request that interfered most."""
     links = [SpanLink(*record.start_ids)] if record.start_ids is not None else []
     links += [SpanLink(*link) for link in record.links]
-    offender = record.breakdown.interferer if record.breakdown is not None else None
-    if offender is not None:
+    interferer = record.breakdown.interferer if record.breakdown is not None else None
+    if interferer is not None:
         delay: dict[str, Value] = {
-            semconv.INTERFERENCE_DELAY: offender.length / 1e9,
-            semconv.INTERFERENCE_CLASS: offender.traffic_class,
+            semconv.INTERFERENCE_DELAY: interferer.length / 1e9,
+            semconv.INTERFERENCE_CLASS: interferer.traffic_class,
         }
-        links.append(SpanLink(offender.trace_id, offender.span_id, delay))
+        links.append(SpanLink(interferer.trace_id, interferer.span_id, delay))
     return links
 
 
 def _build_pause_events(record: RequestRecord) -> list[SpanEvent]:
-    """Of each pause the part in which the request was there."""
-    held_up = [
+    """Returns events for the longest pauses, each limited to the time of the request."""
+    pauses = [
         (max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at), pause.cause)
         for pause in record.all_pauses
     ]
-    longest = sorted(held_up, key=lambda pause: pause[0] - pause[1])[: said.MAX_PAUSES]
+    longest = sorted(pauses, key=lambda pause: pause[0] - pause[1])[: span_attributes.MAX_PAUSES]
     return [
         SpanEvent(
-            begin + record.wall_offset,
+            start + record.wall_offset,
             semconv.EVENT_PAUSE,
-            {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (end - begin) / 1e9},
+            {semconv.PAUSE_CAUSE: cause, semconv.PAUSE_DURATION: (end - start) / 1e9},
         )
-        for begin, end, cause in longest
+        for start, end, cause in longest
     ]
 
 
@@ -175,43 +182,49 @@ def _build_mark_events(record: RequestRecord) -> list[SpanEvent]:
                 semconv.MARK_WINDOW: (mark.at - mark.since) / 1e9,
             },
         )
-        for mark in record.marks[-said.MAX_PAUSES :]
+        for mark in record.marks[-span_attributes.MAX_PAUSES :]
     ]
 
 
 def _build_stage_spans(record: RequestRecord, decision: tail_sampler.Decision) -> list[Span]:
-    """User code may say a stage of one name several times: what is told of all decode steps stands on the first `decode`."""
+    """Returns stage spans.
+
+    User code may record several stages of one name, so step attributes are on the first `decode`.
+    """
     spans = []
     decode = record.find_stage(semconv.SPAN_DECODE)
     chunks = _group_prefill_steps(record) if decision.prefill_steps else {}
     ids = derive_span_ids(record.span_id, "stage", len(record.stages))
     for number, (span_id, stage) in enumerate(zip(ids, record.stages)):
-        attributes, lengths = stage.attributes, _NO_DURATIONS
+        attributes, durations = stage.attributes, _NO_DURATIONS
         if stage is decode:
-            attributes = {**attributes, **said.step_count_attributes(record, decision.steps)}
-            lengths = said.step_duration_attributes(record)
-        spans.append(_build_child_span(record, span_id, record.span_id, stage, attributes, lengths))
+            attributes = {**attributes, **span_attributes.step_count_attributes(record, decision.steps)}
+            durations = span_attributes.step_duration_attributes(record)
+        spans.append(_build_child_span(record, span_id, record.span_id, stage, attributes, durations))
         spans += [_build_prefill_span(record, span_id, *chunk) for chunk in chunks.get(number, ())]
     return spans
 
 
 def _group_prefill_steps(record: RequestRecord) -> dict[int, list[tuple[bytes, PrefillStep]]]:
-    """Span ids and prefill steps, by the number of the stage they are below: the prefill around them, or else the first."""
+    """Returns span ids and prefill steps by the number of their parent stage.
+
+    The parent is the prefill around the step, or else the first prefill.
+    """
     stages, chunks = record.stages, record.prefill_steps
     prefills = [number for number, stage in enumerate(stages) if stage.name == semconv.SPAN_PREFILL]
-    below: dict[int, list[tuple[bytes, PrefillStep]]] = {number: [] for number in prefills}
+    by_stage: dict[int, list[tuple[bytes, PrefillStep]]] = {number: [] for number in prefills}
     if not prefills:
-        return below
+        return by_stage
     for span_id, chunk in zip(
         derive_span_ids(record.span_id, semconv.SPAN_PREFILL_STEP, len(chunks)), chunks
     ):
-        around = [
+        enclosing = [
             number
             for number in prefills
             if stages[number].started_at <= chunk.started_at and chunk.ended_at <= stages[number].ended_at
         ]
-        below[(around or prefills)[0]].append((span_id, chunk))
-    return below
+        by_stage[(enclosing or prefills)[0]].append((span_id, chunk))
+    return by_stage
 
 
 def _build_prefill_span(record: RequestRecord, parent: bytes, span_id: bytes, chunk: PrefillStep) -> Span:
@@ -230,12 +243,12 @@ def _build_child_span(
     parent: bytes,
     stage: Stage,
     attributes: dict[str, Value],
-    lengths: Mapping[str, float],
+    durations: Mapping[str, float],
 ) -> Span:
     name, started_at, ended_at, _ = stage
     offset = record.wall_offset
     return Span(
         record.trace_id, span_id, parent, name, INTERNAL, started_at + offset, ended_at + offset, attributes,
-        (), (), STATUS_UNSET, record.tracestate, 0, lengths,
+        (), (), STATUS_UNSET, record.tracestate, 0, durations,
         _HOST_CLOCK if name in semconv.DEVICE_STAGES else _NO_SHARED,
     )  # fmt: skip

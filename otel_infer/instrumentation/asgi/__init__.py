@@ -1,13 +1,14 @@
-"""HTTP requests of ASGI servers: when they arrive, what their client is sent and when, and how they end.
+"""Records HTTP requests of ASGI servers: their arrival, the parts of the response, and their outcome.
 
-A request is seen at three places, of which the first that it comes to is its arrival and hears how it ends:
+A request passes up to three places. The first one it reaches is its arrival and also records its end:
 
-* the *front*, where the server calls the application (uvicorn, hypercorn, `wrap`);
-* the *application*, if it is a Starlette or a FastAPI;
-* the *router* inside it, past all middleware.
+* the *entry point*, where the server calls the application (uvicorn, hypercorn, `wrap`).
+* the *application*, if it is a Starlette or a FastAPI.
+* the *router* inside it, behind all middleware.
 
-It is opened there at once, so that middleware is inside it too, unless an HTTP instrumentation may be about to start a
-SERVER span further in: then it is opened where that span is current, as its child.
+The request is normally opened on arrival, so that it includes the middleware. It is deferred if another HTTP
+instrumentation may start a SERVER span further in. Then it is opened where that span is current, as its
+child.
 """
 
 from __future__ import annotations
@@ -43,31 +44,39 @@ _excluded: tuple[re.Pattern[str], ...] = ()
 
 
 def configure_asgi(excluded_urls: str, tell_client: bool = False) -> None:
-    """Leaves requests alone in whose URL one of these comma-separated regular expressions is found.
+    """Sets which requests are not recorded, and whether responses get tracing headers.
 
-    `tell_client`: responses say in headers whose span they are, and how long they took to start.
+    `excluded_urls`: comma-separated regular expressions. A request is excluded if one is found in its URL.
+    `tell_client`: responses carry the span's ids and the time to the response start in headers.
     """
     global _excluded
     response_headers.enabled = tell_client
-    kept = []
+    patterns = []
     for pattern in filter(None, map(str.strip, excluded_urls.split(","))):
         try:
-            kept.append(re.compile(pattern))
-        except re.error as error:
-            log.warning("excluded URL %r is ignored: it is no regular expression (%s)", pattern, error)
-    _excluded = tuple(kept)
+            patterns.append(re.compile(pattern))
+        except re.error as exc:
+            log.warning(
+                "OTEL_PYTHON_[OTEL_INFER_]EXCLUDED_URLS: %r is ignored, not a regular expression (%s)",
+                pattern,
+                exc,
+            )
+    _excluded = tuple(patterns)
 
 
 def wrap(app: App) -> App:
-    """The ASGI application, watched, for a server that we do not hook. Wrapping twice watches once."""
+    """Returns an ASGI application that records the requests of `app`, for a server that has no hooks.
+
+    Wrapping an application twice records each request once.
+    """
     return _wrap_app(app, Hook("otel_infer.instrumentation.asgi:wrap"))
 
 
 def _wrap_app(app: App, hook: Hook) -> App:
-    door = AsgiEntryPoint()
+    entry_point = AsgiEntryPoint()
 
     async def traced_app(scope: Scope, receive: Receive, send: Send) -> Any:
-        exchange = _begin_exchange(scope, receive, send, hook, door)
+        exchange = _begin_exchange(scope, receive, send, hook, entry_point)
         if exchange is not None:
             with exchange:
                 return await app(scope, exchange.receive, exchange.send)
@@ -79,27 +88,30 @@ def _wrap_app(app: App, hook: Hook) -> App:
 
 
 def _begin_exchange(
-    scope: Scope, receive: Receive, send: Send, hook: Hook, door: AsgiEntryPoint | None
+    scope: Scope, receive: Receive, send: Send, hook: Hook, entry_point: AsgiEntryPoint | None
 ) -> Exchange | None:
-    """The exchange that begins here; None if there is none to be watched, or it is watched already."""
+    """Returns the exchange that begins here; None if it is not recorded, or recorded already further out.
+
+    `entry_point`: None if the exchange begins at the application.
+    """
     try:
         kind = scope.get("type")
         if kind != "http" or scope.get("method") in IGNORED_METHODS or SCOPE_KEY in scope:
-            if kind == "lifespan" and door is not None:
-                scope.setdefault(SCOPE_KEY, door)
+            if kind == "lifespan" and entry_point is not None:
+                scope.setdefault(SCOPE_KEY, entry_point)
             return None
         if not hook.alive or not recorder.active or request_span.span_factory is None:
             return None
-        exchange = Exchange(scope, receive, send, hook, door)
+        exchange = Exchange(scope, receive, send, hook, entry_point)
         if _excluded and _is_excluded(scope):
             scope[SCOPE_KEY] = None
             return None
-        if door is None:
+        if entry_point is None:
             exchange.deferred = has_provider() and not has_active_span()
         else:
-            exchange.deferred = door.reached_app and (door.has_tracer or has_provider())
+            exchange.deferred = entry_point.reached_app and (entry_point.has_tracer or has_provider())
         scope[SCOPE_KEY] = exchange
-        _watch_loop(door, exchange.arrived_at)
+        _watch_loop(entry_point, exchange.arrived_at)
         return exchange
     except BaseException as exc:
         hook.mark_failed(exc)
@@ -107,7 +119,7 @@ def _begin_exchange(
 
 
 def _patch_app_attribute(attribute: str) -> WrapperFactory:
-    """Puts a front before the application that an object holds under this name after the call."""
+    """Returns a wrapper factory that wraps the application held in `self.<attribute>` after the call."""
 
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def call_and_wrap_app(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,10 +146,10 @@ instrumentor.patch_hot_path("hypercorn.app_wrappers:ASGIWrapper.__init__", part=
     "starlette.applications:Starlette.__call__", reads=ASGI_PARAMETERS, part="starlette"
 )
 def _patch_application(original: App, hook: Hook) -> App:
-    # A coroutine function, because servers look whether it is one.
+    # A coroutine function, because servers check for one.
     async def call_application(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
-        seen = scope.get(SCOPE_KEY)
-        if seen is None:
+        outer = scope.get(SCOPE_KEY)
+        if outer is None:
             exchange = _begin_exchange(scope, receive, send, hook, None)
             if exchange is not None:
                 exchange.enter_application(self)
@@ -148,7 +160,7 @@ def _patch_application(original: App, hook: Hook) -> App:
             if scope.get("type") == "lifespan" and hook.alive and recorder.active:
                 return await Lifespan(send, hook).run(functools.partial(original, self), scope, receive)
             return await original(self, scope, receive, send)
-        tokens = seen.enter_application(self) if hook.alive and not seen.reached_app else ()
+        tokens = outer.enter_application(self) if hook.alive and not outer.reached_app else ()
         try:
             return await original(self, scope, receive, send)
         finally:
@@ -161,14 +173,14 @@ def _patch_application(original: App, hook: Hook) -> App:
 @instrumentor.patch_hot_path("starlette.routing:Router.__call__", reads=ASGI_PARAMETERS, part="starlette")
 def _patch_router(original: App, hook: Hook) -> App:
     async def call_router(self: Any, scope: Scope, receive: Receive, send: Send) -> Any:
-        seen = scope.get(SCOPE_KEY)
-        if seen is None or not hook.alive:
+        outer = scope.get(SCOPE_KEY)
+        if outer is None or not hook.alive:
             return await original(self, scope, receive, send)
-        tokens = seen.enter_router() if seen.deferred else ()
+        tokens = outer.enter_router() if outer.deferred else ()
         try:
             return await original(self, scope, receive, send)
         except Exception as exc:
-            seen.record_route_error(exc)
+            outer.record_route_error(exc)
             raise
         finally:
             if tokens:
@@ -177,15 +189,15 @@ def _patch_router(original: App, hook: Hook) -> App:
     return call_router
 
 
-def _patch_route_handler(note: Callable[[Exchange, Any, Scope], None]) -> WrapperFactory:
-    """Notes on the exchange what a route says of itself."""
+def _patch_route_handler(record_route: Callable[[Exchange, Any, Scope], None]) -> WrapperFactory:
+    """Returns a wrapper factory that records the matched route on the exchange."""
 
     def make_wrapper(original: App, hook: Hook) -> App:
         def handle_route(self: Any, scope: Scope, receive: Receive, send: Send) -> Awaitable[Any]:
-            seen = scope.get(SCOPE_KEY)
-            if seen is not None and hook.alive:
+            exchange = scope.get(SCOPE_KEY)
+            if exchange is not None and hook.alive:
                 try:
-                    note(seen, self, scope)
+                    record_route(exchange, self, scope)
                 except BaseException as exc:
                     hook.mark_failed(exc)
             return original(self, scope, receive, send)
@@ -205,7 +217,7 @@ def _add_mount(exchange: Exchange, mount: Any, scope: Scope) -> None:
 
 
 def _set_included_route(exchange: Exchange, route: Any, scope: Scope) -> None:
-    # From FastAPI 0.137 on, a route of an included router does not know its prefix.
+    # From FastAPI 0.137 on, a route of an included router lacks the prefix of its router.
     effective = scope.get("fastapi", {}).get("effective_route_context")
     exchange.route = effective if getattr(effective, "original_route", None) is route else route
 
@@ -220,17 +232,20 @@ for _target, _note, _part in (
     )
 
 
-def _watch_loop(door: AsgiEntryPoint | None, now: int) -> None:
-    """Has the event loop watched; a front asks for it once in a while, since the timer runs that long at least."""
-    if door is None:
+def _watch_loop(entry_point: AsgiEntryPoint | None, now: int) -> None:
+    """Starts the lag timer of this event loop. An entry point repeats it only after half a check interval.
+
+    In between the call is not needed, because a started timer runs for at least one interval.
+    """
+    if entry_point is None:
         event_loop_lag.watch_event_loop()
-    elif now > door.watched_until:
+    elif now > entry_point.watched_until:
         event_loop_lag.watch_event_loop()
-        door.watched_until = now + event_loop_lag.CHECK_INTERVAL_NS // 2
+        entry_point.watched_until = now + event_loop_lag.CHECK_INTERVAL_NS // 2
 
 
 def _is_excluded(scope: Scope) -> bool:
-    """By the URL without its query, as `opentelemetry.util.http.ExcludeList` is given it."""
+    """Returns whether the URL without its query is excluded, as in `opentelemetry.util.http.ExcludeList`."""
     host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
     if not host:
         name, port = scope.get("server") or ("0.0.0.0", 80)

@@ -1,11 +1,12 @@
-"""How late the event loop is while requests are in flight: a call that blocks it holds up all of them.
+"""Records pauses of the event loop. A call that blocks the loop delays all requests in flight.
 
-    a request arrives ─ a timer on its loop, every 50 ms ─▶ it runs 20 ms late or more: a pause, from due to ran
+    a request arrives ─ a timer on its loop, every 50 ms ─▶ it runs over 20 ms late: a pause, from due to ran
 
-A timer, because every loop has one: asyncio's callbacks could be timed one by one, at a price for each chunk of each stream,
-and uvloop's could not. It costs one wake-up in 50 ms, none when no request is in flight. The loop was blocked for up to 50 ms
-longer than is said: it is not known when in the time before the timer was due that began. Nor is it known why: a loop that did
-not get a core, or the GIL, is as late as one that is blocked.
+A timer is used because every loop has one. Timing asyncio's callbacks one by one would cost time for each
+chunk of each stream, and uvloop's callbacks cannot be timed. The timer costs one wake-up per 50 ms, none
+while no request is in flight. The block may have begun up to 50 ms before the timer was due, so a pause may
+be that much longer than recorded. The cause is unknown: a loop that waited for a core or for the GIL is as
+late as a blocked one.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from otel_infer.ringbuffer.recorder import recorder
 CAUSE = "event_loop"
 CHECK_INTERVAL_NS = 50_000_000
 MIN_LAG_NS = 20_000_000
-"""Of what is shorter, nobody says that the server has frozen."""
+"""Shorter lags are not recorded, because they are not noticed as a frozen server."""
 
 
 class _LagTimer:
-    """On one loop; runs until no request of this process is in flight."""
+    """A repeating timer on one loop. It stops when no request of this process is in flight."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        # An empty one: that of the request would keep the request alive.
+        # An empty context, because the current one would keep the request alive.
         self._context = contextvars.Context()
         self._schedule_check()
 
@@ -37,9 +38,9 @@ class _LagTimer:
         self.loop.call_later(CHECK_INTERVAL_NS / 1e9, self._check_lag, context=self._context)
 
     def _check_lag(self) -> None:
-        at = _clock.now()
-        if at - self._due_at > MIN_LAG_NS:
-            recorder.record_pause(CAUSE, self._due_at, at)
+        now = _clock.now()
+        if now - self._due_at > MIN_LAG_NS:
+            recorder.record_pause(CAUSE, self._due_at, now)
         requests = recorder.requests
         if requests is not None and requests.in_flight:
             self._schedule_check()
@@ -48,7 +49,7 @@ class _LagTimer:
 
 
 class _ThreadTimer(threading.local):
-    """The timer of the loop that runs in this thread, if there is one."""
+    """The timer of the loop that runs in this thread; None if there is none."""
 
     timer: _LagTimer | None = None
 
@@ -57,8 +58,8 @@ _thread_timer = _ThreadTimer()
 
 
 def watch_event_loop() -> None:
-    """From now on, until no request is in flight, it is seen whether the loop that runs here is late."""
-    loop = asyncio._get_running_loop()  # None where another library than asyncio has the loop
+    """Starts the lag timer of the running loop, if none is active. It stops when no request is in flight."""
+    loop = asyncio._get_running_loop()  # None if the loop is not asyncio's
     timer = _thread_timer.timer
     if loop is not None and (timer is None or timer.loop is not loop):
         _thread_timer.timer = _LagTimer(loop)

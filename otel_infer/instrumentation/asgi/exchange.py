@@ -1,7 +1,4 @@
-"""One HTTP request, from the outermost place where it is seen to its last byte, and the verdict on how it ended.
-
-Longer than a module should be: whatever becomes of a message, the request is one.
-"""
+"""Records one HTTP request from its arrival to its last byte, and its outcome."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ from otel_infer.instrumentation.asgi.parent_context import (
 from otel_infer.instrumentation.asgi.route import encode_method_and_route
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.ringbuffer import events
-from otel_infer.tracing import caller as asking
-from otel_infer.tracing import context, request_span, start
+from otel_infer.tracing import caller, context, request_span, start
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -38,7 +34,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[..., Awaitable[Any]]
 
 SCOPE_KEY = "otel_infer"
-"""In a scope: the `Exchange` of a request, None if it is excluded; in that of the lifespan, the front's `Door`."""
+"""Scope key of the `Exchange` of a request (None if excluded), or of the `AsgiEntryPoint` of a lifespan."""
 OWNER = "asgi"
 CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"
 
@@ -46,7 +42,7 @@ _now = _clock.now
 
 
 class _UnknownConnection:
-    """Stands for a server that does not say whether its client is still there."""
+    """Stands for a server that does not report whether its client is still connected."""
 
     def __init__(self) -> None:
         self.disconnected = False
@@ -56,11 +52,14 @@ _UNKNOWN_CONNECTION = _UnknownConnection()
 
 
 class Exchange:
-    """One HTTP request and what is sent in return. Nothing of it raises but what the server or the application does.
+    """One HTTP request and its response. It raises only exceptions of the server or the application.
 
-    `broken`: what left the routes while the response was on its way. Middleware of Starlette's ends such a response well.
-    `ambient`: the span that is current where it begins is the parent. `deferred`: to be opened further in. `left_at`,
-    `completed_at`: when the client was seen to be gone, and the last byte was handed over; 0 = not yet.
+    `route_error`: the exception that left the routes during the response. Middleware of Starlette may still
+    complete such a response normally.
+    `ambient`: the parent is the span that is current where the exchange begins.
+    `deferred`: the request is to be opened further in. `finishing`: the last byte is being sent or was sent.
+    `disconnected_at`, `completed_at`: when the client was found to be gone, and when the last byte was handed
+    over; monotonic ns, 0 = not yet.
     """
 
     __slots__ = (
@@ -88,10 +87,10 @@ class Exchange:
     )
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, hook: Hook, door: AsgiEntryPoint | None
+        self, scope: Scope, receive: Receive, send: Send, hook: Hook, entry_point: AsgiEntryPoint | None
     ) -> None:
         self.arrived_at = _now()
-        self.hook, self.entry_point, self.scope = hook, door, scope
+        self.hook, self.entry_point, self.scope = hook, entry_point, scope
         self.request: request_span.RequestSpan | None = None
         self.ambient = self.deferred = self.reached_app = self.finishing = False
         self.status = self.disconnected_at = self.completed_at = self._response_started_at = 0
@@ -100,14 +99,14 @@ class Exchange:
         self.route: Any = None
         self.route_error: Exception | None = None
         self._receive, self._send = receive, send
-        # uvicorn drops what is sent to a client that has left, and tells only those who ask `receive`.
+        # uvicorn drops messages to a client that has left. Only `receive` and this flag show that.
         server = getattr(send, "__self__", None)
         self._server: Any = _UNKNOWN_CONNECTION
         if server is not None and type(getattr(server, "disconnected", None)) is bool:
             self._server = server
 
     def __enter__(self) -> Exchange:
-        """The application is called inside."""
+        """Opens the request, unless it is deferred. The application is called inside of this scope."""
         if not self.deferred:
             self._tokens = self.open_request(self.ambient)
         return self
@@ -116,19 +115,20 @@ class Exchange:
         if self.request is not None:
             self.close_request(exc)
         detach_all(self._tokens)
-        self.scope.pop(SCOPE_KEY, None)  # `send` may hold the scope, which would hold us: garbage in a circle
+        # Breaks a reference cycle: `send` may hold the scope, and the scope would hold this object.
+        self.scope.pop(SCOPE_KEY, None)
 
     def open_request(self, ambient: bool) -> Tokens:
-        """Opens the request and makes it current, until `leave` is given what this returns."""
+        """Opens the request and makes it current. `detach_all` with the returned tokens ends that."""
         self.deferred = False
         try:
             scope, at = self.scope, self.arrived_at
             method, headers = scope.get("method"), scope.get("headers") or ()
             name = method if method in events.METHODS else events.OTHER
-            caller = None if ambient else parse_caller(headers)
-            if caller is not None:
+            caller_ids = None if ambient else parse_caller(headers)
+            if caller_ids is not None:
                 request = start.open_request_from_caller(
-                    caller, name, OWNER, clear_span_and_baggage(context.current_context()), at
+                    caller_ids, name, OWNER, clear_span_and_baggage(context.current_context()), at
                 )
             else:
                 around = (
@@ -139,15 +139,15 @@ class Exchange:
                 request = start.open_request(name, owner=OWNER, around=around, server=True, arrived_at=at)
             self.request = request
             if request is not None:
-                if asking.caller_settings is not tenancy.NO_CALLER_SETTINGS:
-                    asking.record_caller(request, headers, str(self.scope.get("path", "")))
+                if caller.caller_settings is not tenancy.NO_CALLER_SETTINGS:
+                    caller.record_caller(request, headers, str(self.scope.get("path", "")))
                 return (request.attach(),)
         except BaseException as exc:
             self.hook.mark_failed(exc)
         return ()
 
     def enter_router(self) -> Tokens:
-        """It is past all middleware: nobody will start a span above it any more."""
+        """Opens a deferred request. It is past all middleware, so no span above it can start any more."""
         try:
             ambient = has_active_span() and not is_caller_in_other_trace(self.scope)
         except Exception as exc:
@@ -158,7 +158,10 @@ class Exchange:
     # ── on the way in ────────────────────────────────────────────────────────────────────────────────────────────
 
     def enter_application(self, app: Any) -> Tokens:
-        """The request has come to an application that we hook; of several, the outermost one counts."""
+        """Records that a patched application was reached. Opens a deferred request below a current span.
+
+        Only the outermost of several applications counts.
+        """
         if self.reached_app:
             return ()
         try:
@@ -181,17 +184,17 @@ class Exchange:
         return ()
 
     def record_route_error(self, exc: Exception) -> None:
-        """This left the routes before the last byte did. Where the answer is a good one, it was begun before."""
+        """Stores an exception that left the routes before the last byte was sent."""
         if self.request is not None and not self.finishing:
             self.route_error = exc
 
     # ── on the way out ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def receive(self) -> Message:
-        """The server's `receive`, seen."""
+        """Calls the server's `receive`, and records a disconnect of the client."""
         message = await self._receive()
         try:
-            # With the last byte on its way, servers say "disconnect" of clients that have all they wanted.
+            # From the last byte on, servers report "disconnect" also for clients that got the full response.
             if message.get("type") == "http.disconnect" and not self.finishing:
                 self.disconnected_at = self.disconnected_at or _now()
         except BaseException as exc:
@@ -199,58 +202,57 @@ class Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """The server's `send`, seen and timed. A chunk of a stream passes here without a call more than it takes."""
-        began, request = 0, self.request
+        """Calls the server's `send` and times it. A chunk of a stream takes as few calls as possible here."""
+        began_at, request = 0, self.request
         try:
             kind = message.get("type")
             if kind != "http.response.body":
                 if kind == "http.response.start":
                     message = self._start_response(message)
                 elif kind == "http.response.pathsend":
-                    self.finishing, began = True, _now()
+                    self.finishing, began_at = True, _now()
             elif request is not None:
-                began = _now()
+                began_at = _now()
                 if not message.get("more_body"):
                     self.finishing = True
                 if self._server.disconnected:
-                    self.disconnected_at = self.disconnected_at or began
+                    self.disconnected_at = self.disconnected_at or began_at
                 elif message.get("body"):
                     if request.inspect_next_chunk:
-                        self._record_first_chunk(request, began)
+                        self._record_first_chunk(request, began_at)
                     request.chunks += 1
         except BaseException as exc:
-            if isinstance(
-                message, MutableMapping
-            ):  # or else it is the application's mistake, which the server will tell it
+            # Any other message is the application's error, which the server raises.
+            if isinstance(message, MutableMapping):
                 self._abandon_request(exc)
         try:
             await self._send(message)
         except BaseException as exc:
-            self._record_send_error(began, exc)
+            self._record_send_error(began_at, exc)
             raise
-        if began and request is not None:
-            ended = _now()
-            request.send_wait_ns += ended - began
+        if began_at and request is not None:
+            ended_at = _now()
+            request.send_wait_ns += ended_at - began_at
             if self.finishing:
-                self._complete_response(ended)
+                self._complete_response(ended_at)
 
-    def _record_send_error(self, began: int, exc: BaseException) -> None:
-        """This left the server's `send`."""
+    def _record_send_error(self, began_at: int, exc: BaseException) -> None:
+        """Records an exception of the server's `send`. `began_at`: 0 = the call is not timed."""
         try:
-            request, ended = self.request, _now()
-            if request is not None and began:
-                request.send_wait_ns += ended - began
+            request, ended_at = self.request, _now()
+            if request is not None and began_at:
+                request.send_wait_ns += ended_at - began_at
             if isinstance(exc, OSError) or type(exc).__name__ == "ClientDisconnect":
-                self.disconnected_at = self.disconnected_at or ended
-        except BaseException as ours:
-            self._abandon_request(ours)
+                self.disconnected_at = self.disconnected_at or ended_at
+        except BaseException as own_exc:
+            self._abandon_request(own_exc)
 
     def _record_first_chunk(self, request: request_span.RequestSpan, at: int) -> None:
         request.inspect_next_chunk = False
         if not request.responding:
             request.responding = True
             if self.finishing:
-                self._response_started_at = at  # to be said with the end, which is near
+                self._response_started_at = at  # recorded with the end, which follows
             else:
                 request.record_event(events.ResponseStarted(at))
         if request.tokens_reached and not request.first_token_sent:
@@ -258,8 +260,8 @@ class Exchange:
             request.record_event(events.FirstTokenSent(at))
 
     def _start_response(self, message: Message) -> Message:
-        """The response's first message, as the client is to have it."""
-        if self.deferred:  # middleware answers
+        """Reads the start message of the response. Returns it, with tracing headers if they are enabled."""
+        if self.deferred:  # a middleware responds, so the router is not reached
             self.deferred = False
             if not has_active_span():
                 detach_all(self.open_request(ambient=False))
@@ -275,30 +277,29 @@ class Exchange:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _complete_response(self, at: int) -> None:
-        """The last byte was handed over. What is done after it (background tasks) is no part of the request."""
+        """Closes the request at its last byte. Background tasks that follow are not part of the request."""
         try:
             if self._server.disconnected:
                 self.disconnected_at = self.disconnected_at or at
             self.completed_at = at
-            if (
-                self.status < 500 or self.disconnected_at
-            ):  # else the exception that was answered is still to come
+            # For a status of 500 or more, the exception behind it is still to come.
+            if self.status < 500 or self.disconnected_at:
                 self.close_request(None)
         except BaseException as exc:
             self._abandon_request(exc)
 
     def close_request(self, exc: BaseException | None) -> None:
-        """Closes the request; `exc` is what left the application. The second call does nothing."""
+        """Closes the request, once. `exc`: the exception that left the application, or None."""
         request, self.request = self.request, None
         if request is None:
             return
         try:
-            broken, self.route_error = self.route_error, None
+            route_error, self.route_error = self.route_error, None
             outcome, error_type = events.OK, ""
-            failed = exc is not None or broken is not None or self.status >= 500
+            failed = exc is not None or route_error is not None or self.status >= 500
             if failed or self.disconnected_at or not self.completed_at:
                 outcome, error_type = self._determine_outcome(
-                    unwrap_group(exc or (broken if self.status < 300 else None))
+                    unwrap_group(exc or (route_error if self.status < 300 else None))
                 )
             at = self.disconnected_at or self.completed_at
             http, route = (
@@ -312,26 +313,27 @@ class Exchange:
                 else:
                     request.record_event(events.ResponseStarted(self._response_started_at))
             request.close(outcome, error_type, self.status, at, http, route)
-        except BaseException as ours:
+        except BaseException as own_exc:
             self.request = request
-            self._abandon_request(ours)
+            self._abandon_request(own_exc)
 
     def _determine_outcome(self, exc: BaseException | None) -> tuple[int, str]:
-        """Outcome and error type."""
+        """Returns outcome and error type."""
         if not self.completed_at and self._server.disconnected:
             self.disconnected_at = self.disconnected_at or _now()
         if self.disconnected_at or type(exc).__name__ == "ClientDisconnect":
             return events.ABORTED, CLIENT_DISCONNECT
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
-            # A server that would say that the client has left cancels because it is shutting down.
+            # A server that reports disconnects cancels only because it shuts down.
             return events.ABORTED, CLIENT_DISCONNECT if self._server is _UNKNOWN_CONNECTION else CANCELLED
-        sent, self.status = self.status, self.status or 500  # as servers answer where the application has not
-        return determine_outcome(exc, sent, bool(self.completed_at))
+        # Servers send 500 if the application sent nothing.
+        sent_status, self.status = self.status, self.status or 500
+        return determine_outcome(exc, sent_status, bool(self.completed_at))
 
     def _abandon_request(self, exc: BaseException) -> None:
-        """Code of ours has raised: the request counts neither as a success nor as an error, and its slot is freed."""
+        """Closes the request after our own code raised: neither a success nor an error. Its slot is freed."""
         request, self.request = self.request, None
         if request is not None:
-            with contextlib.suppress(BaseException):  # what is told is the first
+            with contextlib.suppress(BaseException):  # `exc` is the exception to be logged
                 request.close(events.ABORTED, CANCELLED)
         self.hook.mark_failed(exc)

@@ -1,4 +1,4 @@
-"""An application's own startup: from the call of its lifespan until it says that it takes requests, or that it failed."""
+"""Records an application's startup: from the call of its lifespan until it reports completion or failure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from otel_infer.ringbuffer.recorder import recorder
 
 
 class Lifespan:
-    """One call of an application with the scope of its lifespan. What raises, and is not said to be a failure, may be an
-    application without a lifespan: servers then go on."""
+    """One call of an application with its lifespan scope.
+
+    An exception without a `lifespan.startup.failed` message records no end, because the application may have
+    no lifespan. Servers continue in that case.
+    """
 
     def __init__(self, send: Send, hook: Hook) -> None:
         self._send, self._hook = send, hook
@@ -20,7 +23,7 @@ class Lifespan:
         recorder.record_startup(events.PhaseBegan(self._started_at, events.READY))
 
     async def run(self, call: App, scope: Scope, receive: Receive) -> None:
-        """Calls the application."""
+        """Calls the application, and records a failed startup when the call ends."""
         try:
             await call(scope, receive, self.send)
         except BaseException as exc:
@@ -31,7 +34,7 @@ class Lifespan:
             self._record_phase_end(events.OTHER)
 
     async def send(self, message: Message) -> None:
-        """The server's `send`, seen."""
+        """Calls the server's `send`, and reads the state of the startup from the message."""
         try:
             kind = message["type"]
             if kind == "lifespan.startup.failed":
@@ -43,7 +46,7 @@ class Lifespan:
         await self._send(message)
 
     def _record_phase_end(self, error_type: str) -> None:
-        ended = events.PhaseEnded(
+        phase_end = events.PhaseEnded(
             _clock.now(), self._started_at, events.READY, events.BY_LIFESPAN, "", error_type
         )
-        recorder.record_startup(ended)
+        recorder.record_startup(phase_end)

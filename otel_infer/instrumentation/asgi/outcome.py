@@ -1,4 +1,4 @@
-"""How a request ended whose client was there to the end, by what left the application and what was sent."""
+"""Determines the outcome of a request whose client stayed connected, from the exception and the response."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ import asyncio
 from otel_infer.ringbuffer import events
 
 TIMEOUT = "timeout"
-TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # one and the same from Python 3.11 on
+TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # the same class from Python 3.11 on
 GATEWAY_TIMEOUT = 504
 
 
 def determine_outcome(exc: BaseException | None, status: int, is_complete: bool) -> tuple[int, str]:
-    """Outcome and error type. `status`: 0 = nothing was sent. `is_complete`: the last byte was handed over."""
+    """Returns outcome and error type.
+
+    `status`: 0 = nothing was sent. `is_complete`: the last byte was handed over.
+    """
     if exc is None and is_complete and status < 500:
         return events.OK, ""
     if isinstance(exc, TIMEOUTS) or (exc is None and is_complete and status == GATEWAY_TIMEOUT):
         return events.ABORTED, TIMEOUT
     if exc is not None:
         return events.ERROR, type(exc).__qualname__
-    cut_short = bool(status) and not is_complete
-    return events.ERROR, events.OTHER if cut_short else str(status or 500)
+    is_truncated = bool(status) and not is_complete
+    return events.ERROR, events.OTHER if is_truncated else str(status or 500)
 
 
 def unwrap_group(exc: BaseException | None) -> BaseException | None:
-    """The one exception in a group of one, as a task group raises it."""
+    """Returns the only exception of an exception group, as task groups raise it; else `exc` itself."""
     inner = getattr(exc, "exceptions", None)
     return unwrap_group(inner[0]) if isinstance(inner, tuple) and len(inner) == 1 else exc

@@ -1,4 +1,4 @@
-"""Whose child a request is: of a span that is current in this process, or of the one that its headers name."""
+"""Determines the parent of a request: a span that is current in this process, or the span in its headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from otel_infer.tracing import context, request_span
 from otel_infer.tracing.span_ids import NO_CALLER, Caller
 
 Tokens = tuple[Any, ...]
-"""What was made current, for `leave`."""
+"""Context tokens, for `detach_all`."""
 
 W3C_FIELDS = frozenset(("traceparent", "tracestate", "baggage"))
 
@@ -25,9 +25,11 @@ _DASH, _NO_TRACE, _NO_SPAN = ord("-"), bytes(16), bytes(8)
 
 
 class AsgiEntryPoint:
-    """What was learned of the way in. `inside`: an application that we hook is behind it; `traced`: so is a tracer.
+    """The place where a server calls an application, and what earlier requests showed about it.
 
-    `watched_until`: when it is to be asked again whether its loop is watched.
+    `reached_app`: an application that we patch is behind it. `has_tracer`: another instrumentation starts a
+    span in between.
+    `watched_until`: the instant from which its event loop's lag timer is checked again, monotonic ns.
     """
 
     __slots__ = ("has_tracer", "reached_app", "watched_until")
@@ -38,18 +40,19 @@ class AsgiEntryPoint:
         self.watched_until = 0
 
     def enter_application(self, app: Any) -> Tokens:
-        """The lifespan has come to an application that we hook."""
+        """Stores that the lifespan reached an application that we patch."""
         self.reached_app = True
         return ()
 
     def record_route_error(self, exc: BaseException) -> None:
-        """The lifespan broke, which `Lifespan` tells."""
+        """Does nothing: `Lifespan` records a failed lifespan."""
 
 
 class _HeaderReader(NamedTuple):
-    """How headers are read. `names`: all that the propagator looks at; None: it may look at others.
+    """How the global propagator reads headers.
 
-    `plainly`: it is the W3C's own, so that what it makes of a `traceparent` alone is known.
+    `header_names`: all headers it reads; None = it may read headers beyond its declared fields.
+    `is_w3c`: it is the W3C propagator, so the result of a lone `traceparent` is known without calling it.
     """
 
     propagator: Any
@@ -62,9 +65,9 @@ _had_no_provider = False
 
 
 def has_provider() -> bool:
-    """Whether instrumentations in this process start spans that are real."""
+    """Returns whether a tracer provider is set, so that instrumentations of this process start real spans."""
     global _had_no_provider
-    # While there is none, the API reads the environment each time it is asked.
+    # While no provider is set, each call of the API reads the environment.
     if _had_no_provider and getattr(trace, "_TRACER_PROVIDER", True) is None:
         return False
     provider = trace.get_tracer_provider()
@@ -73,10 +76,10 @@ def has_provider() -> bool:
 
 
 def has_active_span() -> bool:
-    """Whether a span of this process is current, and not one that has ended.
+    """Returns whether a span of this process is current and has not ended.
 
-    asyncio leaks the context of a request into the next one on its connection, if it was the request that had the
-    reading resumed (after a body of more than 64 KiB, with uvicorn).
+    asyncio leaks the context of a request into the next request on the connection, if the first one resumed
+    reading. With uvicorn this happens after a body of more than 64 KiB.
     """
     span = trace.get_current_span()
     context = span.get_span_context()
@@ -86,13 +89,16 @@ def has_active_span() -> bool:
 
 
 def is_caller_in_other_trace(scope: Any) -> bool:
-    """Whether the caller is of another trace than the span that is current: who started that has not read the headers."""
-    told = trace.get_current_span(extract_context(scope.get("headers") or (), Context())).get_span_context()
-    return told.is_valid and told.trace_id != trace.get_current_span().get_span_context().trace_id
+    """Returns whether the headers name a span of another trace than the current span.
+
+    In that case the current span was started without reading the headers.
+    """
+    caller = trace.get_current_span(extract_context(scope.get("headers") or (), Context())).get_span_context()
+    return caller.is_valid and caller.trace_id != trace.get_current_span().get_span_context().trace_id
 
 
 def is_current_span(request: request_span.RequestSpan | None) -> bool:
-    """Whether nobody has started a span since this request was opened."""
+    """Returns whether no span was started since this request was opened."""
     if request is None or context.current_span() is request:
         return True
     current = trace.get_current_span()
@@ -100,36 +106,37 @@ def is_current_span(request: request_span.RequestSpan | None) -> bool:
 
 
 def clear_span_and_baggage(context: Context) -> Context:
-    """Without its span and baggage: left over from another request, it may be, whose are not this one's."""
+    """Returns the context without span and baggage, which may be left over from another request."""
     return baggage.clear(trace.set_span_in_context(trace.INVALID_SPAN, context)) if context else context
 
 
 def parse_caller(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
-    """The caller, as nearly all of them name themselves: a `traceparent` of version 00 and nothing beside it, or not at all.
+    """Returns the caller of a request with a `traceparent` of version 00 or no propagation header at all.
 
-    None: the propagators are to be asked.
+    Nearly all requests are of this kind. `NO_CALLER`: there is no `traceparent`. None: the propagators must
+    read the headers.
     """
-    reading = (
+    reader = (
         _header_reader
         if propagate.get_global_textmap() is _header_reader.propagator
         else _get_header_reader()
     )
-    if not reading.is_w3c:
+    if not reader.is_w3c:
         return None
     pairs = headers if isinstance(headers, list) else list(headers)
-    said = dict(pairs)
-    if len(said) != len(pairs) or b"baggage" in said or b"tracestate" in said:
+    value_by_name = dict(pairs)
+    if len(value_by_name) != len(pairs) or b"baggage" in value_by_name or b"tracestate" in value_by_name:
         return None
-    if (value := said.get(b"traceparent")) is None:
+    if (value := value_by_name.get(b"traceparent")) is None:
         return NO_CALLER
     if len(value) != TRACEPARENT_BYTES or value[:3] != b"00-" or not (value[35] == value[52] == _DASH):
         return None
     try:
-        # Not by a regular expression, which would be most of what a request costs here.
+        # Not a regular expression, because it would be most of the cost of a request in this module.
         caller = unhexlify(value.replace(b"-", b""))
     except ValueError:
         return None
-    if len(caller) != CALLER_BYTES:  # there were more dashes
+    if len(caller) != CALLER_BYTES:  # the value had more dashes
         return None
     if caller.startswith(_NO_TRACE, 1) or caller.startswith(_NO_SPAN, 17) or not value.islower():
         return None
@@ -137,7 +144,10 @@ def parse_caller(headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
 
 
 def extract_context(headers: Iterable[tuple[bytes, bytes]], around: Context) -> Context:
-    """This context with the span and baggage that the propagators find in the headers; of those that break on them, as it is."""
+    """Returns `around` with the span and baggage that the propagators read from the headers.
+
+    Returns `around` unchanged if a propagator raises.
+    """
     names = _get_header_reader().header_names
     carrier: dict[str, str] = {}
     for name, value in headers:
@@ -156,16 +166,16 @@ def _get_header_reader() -> _HeaderReader:
 
 
 def _make_header_reader(propagator: Any) -> _HeaderReader:
-    # Other propagators may read headers whose names only begin with what they declare.
-    known = propagator.fields <= W3C_FIELDS
-    names = frozenset(field.encode() for field in propagator.fields) if known else None
+    # Other propagators may read headers whose names only begin with a declared field.
+    is_known = propagator.fields <= W3C_FIELDS
+    names = frozenset(field.encode() for field in propagator.fields) if is_known else None
     composite = type(propagator) is CompositePropagator
     parts = set(map(type, getattr(propagator, "_propagators", ()) if composite else (propagator,)))
-    of_w3c = {TraceContextTextMapPropagator, W3CBaggagePropagator}
-    return _HeaderReader(propagator, names, TraceContextTextMapPropagator in parts and parts <= of_w3c)
+    w3c_types = {TraceContextTextMapPropagator, W3CBaggagePropagator}
+    return _HeaderReader(propagator, names, TraceContextTextMapPropagator in parts and parts <= w3c_types)
 
 
 def detach_all(tokens: Tokens) -> None:
-    """Ends what was made current."""
+    """Detaches the tokens from the current context."""
     for token in tokens:
         context.detach(token)

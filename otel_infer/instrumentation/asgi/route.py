@@ -1,4 +1,4 @@
-"""What was asked for over HTTP, in words of ours: method, scheme, and the route with the names of its parameters."""
+"""Encodes the method, the scheme and the route template of an HTTP request for its end event."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Any
 from otel_infer.ringbuffer import events
 
 
-def encode_method_and_route(scope: Mapping[str, Any], route: Any, root: str, mounted: str) -> tuple[int, str]:
-    """As `facts.ExchangeEnded` has it: method and scheme as one number, and the route; empty if there was none."""
+def encode_method_and_route(
+    scope: Mapping[str, Any], route: Any, root_path: str, mount_path: str
+) -> tuple[int, str]:
+    """Returns method and scheme as one number, and the route template, as `events.ExchangeEnded` holds them.
+
+    The template is "" if no route matched. A method outside `events.METHODS` is encoded as `events.OTHER`.
+    """
     path = None
     if route is not None:
         path = getattr(route, "path_format", None) or getattr(route, "path", None)
-    elif mounted:
+    elif mount_path:
         path = "/{path}"
-    template = root.rstrip("/") + mounted + path if isinstance(path, str) else ""
+    template = root_path.rstrip("/") + mount_path + path if isinstance(path, str) else ""
     method: Any = scope.get("method")
     scheme: Any = scope.get("scheme")
     http = events.HTTP_CODES.get((method, scheme))
     if http is None:
-        known = method if method in events.METHODS else events.OTHER
-        http = events.HTTP_CODES[known, scheme if scheme in events.SCHEMES else ""]
+        known_method = method if method in events.METHODS else events.OTHER
+        http = events.HTTP_CODES[known_method, scheme if scheme in events.SCHEMES else ""]
     return http, template

@@ -1,1 +1,1 @@
-"""Holds functions of other libraries: targets, patches, probes and instrumentors."""
+"""Patches functions of other libraries: targets, patches, probes and instrumentors."""

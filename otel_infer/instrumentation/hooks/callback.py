@@ -1,4 +1,4 @@
-"""A function of ours among those that a library calls: for what has a list of callbacks and no function to be hooked."""
+"""Adds a callback of ours to a library's list of callbacks, for libraries that offer no function to patch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ CallbackFactory = Callable[[Hook], Callable[..., Any]]
 
 
 class CallbackPatch:
-    """What `make(hook)` returns, at the end of the list `target` while installed; a `Patch` to whoever installs it."""
+    """A callback, made by `make(hook)`, that is the last entry of the list `target` while installed.
+
+    It has the interface of `FunctionPatch` and `HotPathPatch`, so that parts treat all three alike.
+    """
 
     optional = False
 
@@ -26,15 +29,15 @@ class CallbackPatch:
 
     @property
     def active(self) -> bool:
-        """Still in the list, and nothing of ours has raised there."""
+        """True while the callback is in the list and has not failed."""
         return self.installed and self.hook.alive and self._is_in_list()
 
     def check_target(self) -> bool:
-        """Raises `Drift` where there is no such list."""
+        """Returns True. Raises `TargetMismatch` if there is no such list."""
         return self._resolve_list() is not None
 
     def install(self) -> bool:
-        """Into the list, once. Raises `Drift`."""
+        """Appends the callback to the list, unless it is there already. Raises `TargetMismatch`."""
         if self.installed and self._is_in_list():
             return True
         self.hook = Hook(self.target)
@@ -44,19 +47,19 @@ class CallbackPatch:
         return True
 
     def remove(self) -> None:
-        """Out of the list, if others have not emptied it."""
+        """Removes the callback from the list, if it is still there."""
         was_installed, self.installed, self.hook.alive = self.installed, False, False
         if was_installed and self._is_in_list():
             self._resolve_list().remove(self._callback)
 
     def _is_in_list(self) -> bool:
-        return self.module in sys.modules and any(one is self._callback for one in self._resolve_list())
+        return self.module in sys.modules and any(entry is self._callback for entry in self._resolve_list())
 
     def _resolve_list(self) -> list[Any]:
         try:
-            listeners = resolve_target(self.module, self.path)[2]
+            callbacks = resolve_target(self.module, self.path)[2]
         except LookupError as exc:
             raise TargetMismatch(self.target, f"there is no {exc.args[0]}") from None
-        if not isinstance(listeners, list):
+        if not isinstance(callbacks, list):
             raise TargetMismatch(self.target, "is not a list")
-        return listeners
+        return callbacks

@@ -1,5 +1,4 @@
-"""How large the blocks of an engine's KV cache are: said when its first step is made, and now and then when its batch has changed,
-since readers come and go."""
+"""Helpers that several engine instrumentors share: the KV block size event and the served name of a model."""
 
 from __future__ import annotations
 
@@ -12,18 +11,23 @@ from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 
 RECORD_INTERVAL = 64
-"""As how many times it could be said it is said once."""
+"""Calls per recorded event: the first call records one, then every 64th."""
 
 
 class KvBlockSizeRecorder:
-    """Of `tokens` each, 0 = not known: nothing is said. `log`: the number of the engine's step log."""
+    """Records the size of an engine's KV blocks: at its first step, then now and then when its batch changes.
 
-    def __init__(self, engine: str, log: int, tokens: int) -> None:
-        self._event_fields = engine, os.getpid(), log, tokens
+    It is repeated because a sidecar that was restarted may find the first event overwritten.
+    `block_tokens`: tokens per block; 0 = unknown, nothing is recorded. `log_number`: the number of the
+    engine's step log.
+    """
+
+    def __init__(self, engine: str, log_number: int, block_tokens: int) -> None:
+        self._event_fields = engine, os.getpid(), log_number, block_tokens
         self._call_count = -1
 
     def record_block_size(self) -> None:
-        """States it, the first time."""
+        """Records the block size at the first call and at every `RECORD_INTERVAL`-th call after it."""
         self._call_count += 1
         if self._event_fields[-1] and self._call_count % RECORD_INTERVAL == 0:
             recorder.record_process(events.BlocksSized(_clock.now(), *self._event_fields))
@@ -33,9 +37,9 @@ _SEPARATORS = re.compile(r"[/\\]")
 
 
 @functools.lru_cache(256)
-def strip_model_path(said: str) -> str:
-    """A model's hub id as it is; of a folder or a file its own name, never its path."""
-    is_path = os.path.isabs(said) or said.startswith((".", "~")) or said.count("/") > 1 or "\\" in said
-    if is_path or os.path.exists(said):
-        return _SEPARATORS.split(said.rstrip("/\\"))[-1]
-    return said
+def strip_model_path(name: str) -> str:
+    """Returns a hub id unchanged, and of a file or folder only the last component, never its path."""
+    is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
+    if is_path or os.path.exists(name):
+        return _SEPARATORS.split(name.rstrip("/\\"))[-1]
+    return name

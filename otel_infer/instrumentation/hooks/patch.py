@@ -1,4 +1,4 @@
-"""TODO instrumentation.hooks.patch."""
+"""Replaces attributes of modules and classes by wrappers of ours, and restores them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from otel_infer.instrumentation.hooks.target import (
 
 
 class _AttributePatch(ABC):
-    """One attribute of a module or class, which is ours while installed."""
+    """An attribute of a module or class, replaced by our wrapper while installed."""
 
     def __init__(self, target: str, reads: Sequence[str], optional: bool, part: str) -> None:
         self.module, _, self.path = target.partition(":")
@@ -30,53 +30,52 @@ class _AttributePatch(ABC):
         self.part = part
         self.hook = Hook(target)
         self.installed = False
-        self._replaced: tuple[Any, str, Any, Any, bool] | None = (
-            None  # owner, name, original, ours, inherited
-        )
+        # owner, attribute name, original, replacement, whether the owner had inherited the attribute
+        self._replaced: tuple[Any, str, Any, Any, bool] | None = None
 
     @property
     def active(self) -> bool:
-        """Installed, and nothing of ours has raised there."""
+        """True while the hook is installed and has not failed."""
         return self.installed and self.hook.alive
 
     def check_target(self) -> bool:
-        """Whether there is a target to install on; False only for an optional one. Raises `Drift`."""
+        """Returns whether the target exists; False only if it is optional. Raises `TargetMismatch`."""
         return self._find_target() is not None
 
     def install(self) -> bool:
-        """Take the place, once. False if an optional target is missing. Raises `Drift`, nothing changed."""
+        """Replaces the target, once. Returns False if an optional target is missing.
+
+        Raises `TargetMismatch`; then nothing is changed.
+        """
         if self.installed:
             return True
-        found = self._find_target()
-        if found is None:
+        target = self._find_target()
+        if target is None:
             return False
-        owner, name, current, parameters = found
+        owner, name, current, parameters = target
         if self._replaced is not None and _calls_through(current, self._replaced[3]):
             self.hook.alive = True
         else:
-            self.hook = Hook(
-                self.target
-            )  # what an earlier install left beneath somebody's wrapper stays dead
-            ours = self._make_replacement(owner, current, parameters)
+            # A new hook, so that a wrapper left below another library's wrapper stays disabled.
+            self.hook = Hook(self.target)
+            replacement = self._make_replacement(owner, current, parameters)
             inherited = name not in vars(owner)
             try:
-                setattr(owner, name, ours)
+                setattr(owner, name, replacement)
             except (AttributeError, TypeError):
                 raise TargetMismatch(self.target, "cannot be replaced") from None
-            self._replaced = owner, name, current, ours, inherited
+            self._replaced = owner, name, current, replacement, inherited
         self.installed = True
         return True
 
     def remove(self) -> None:
-        """Give the place back if it is still ours; what others have wrapped stays, and does nothing."""
+        """Restores the original. If others have wrapped or replaced our wrapper, it is only disabled."""
         if not self.installed or self._replaced is None:
             return
         self.installed = self.hook.alive = False
-        owner, name, original, ours, inherited = self._replaced
-        if vars(owner).get(name) is not ours:
-            log.warning(
-                "%s was wrapped or replaced by others; ours stays in place and does nothing", self.target
-            )
+        owner, name, original, replacement, inherited = self._replaced
+        if vars(owner).get(name) is not replacement:
+            log.warning("%s was wrapped or replaced by others; our hook stays there, disabled", self.target)
             return
         if inherited:
             delattr(owner, name)
@@ -91,7 +90,7 @@ class _AttributePatch(ABC):
             if self.optional:
                 return None
             raise TargetMismatch(self.target, f"there is no {exc.args[0]}") from None
-        if isinstance(current, type):  # a replaced class could not be unpickled to
+        if isinstance(current, type):  # instances of a replaced class could not be unpickled
             raise TargetMismatch(self.target, "is a class, not a function")
         if not callable(current) and not isinstance(current, (classmethod, staticmethod)):
             raise TargetMismatch(self.target, "is not a function")
@@ -106,7 +105,7 @@ class _AttributePatch(ABC):
 
 
 class FunctionPatch(_AttributePatch):
-    """A probe around every call of `target`; `reads` are the arguments the probe asks its `Call` for."""
+    """A probe around every call of `target`. `reads`: the parameters that the probe reads from its `Call`."""
 
     def __init__(
         self, target: str, probe: Probe, reads: Sequence[str] = (), optional: bool = False, part: str = ""
@@ -116,13 +115,13 @@ class FunctionPatch(_AttributePatch):
 
     def _make_replacement(self, owner: Any, current: Any, parameters: Parameters) -> Any:
         method = isinstance(owner, type) and not isinstance(current, (classmethod, staticmethod))
-        ours = _Wrapper(current, _make_wrapper(self.probe, self.hook, parameters, method))
-        ours._self_home = owner
-        return ours
+        wrapper = _Wrapper(current, _make_wrapper(self.probe, self.hook, parameters, method))
+        wrapper._self_home = owner
+        return wrapper
 
 
 class HotPathPatch(_AttributePatch):
-    """`make(original, hook)` in the place of `target`: a function of its kind, calling `original` once."""
+    """A function in place of `target`, made by `make(original, hook)`. It must call `original` once."""
 
     def __init__(
         self,
@@ -139,9 +138,8 @@ class HotPathPatch(_AttributePatch):
         kind = type(current)
         if kind in (classmethod, staticmethod):
             return kind(self._wrap_original(current.__func__))
-        if isinstance(owner, type) and hasattr(
-            current, "__get__"
-        ):  # a wrapper of others must know that it is bound
+        if isinstance(owner, type) and hasattr(current, "__get__"):
+            # Another library's wrapper must be bound, so that it treats the call as a method call.
             current = current.__get__(None, owner)
         return self._wrap_original(current)
 

@@ -1,18 +1,16 @@
-"""How we hold somebody else's function.
+"""Runs probes around functions of other libraries. A failing probe never affects the call.
 
-Two holds. A `Patch` runs a *probe* around a call: a generator with one `yield`; above it is before the call,
-below it is after the work: a coroutine has been awaited, a stream has ended. This module makes the call, not
-the probe, so a probe cannot forget it, repeat it, change its result or swallow its exception. A `StepHook` is
-for the step path, where a probe is too dear: a plain closure that makes the call itself and guards its own
-work with its `Hook`.
+There are two kinds of patch. A `FunctionPatch` runs a *probe* around a call: a generator with one `yield`.
+The code above the `yield` runs before the call. The code below it runs after the work: a coroutine has been
+awaited, a stream has ended. This module makes the call, not the probe. So a probe cannot omit or repeat the
+call, change its result or swallow its exception. A `HotPathPatch` is for the step path, where a probe costs
+too much. It installs a plain closure, which makes the call itself and guards its own work with its `Hook`.
 
-Whatever of ours raises is logged once, disabled and counted; the call goes on. Nothing here imports a module
-of others, and no log line carries an exception's message, since that may quote a prompt.
+Our code that raises is logged once, counted and disabled; the call continues. This module imports no patched
+library. Log lines never contain an exception's message, because it may quote a prompt.
 
-A probe's first part runs in the context of the caller, its second where the work ended; for a coroutine or a
-stream these may be different tasks, so a probe must not carry a context token across its `yield`.
-
-Longer than a module should be: running a probe and taking its place are one promise, kept or broken together.
+The first part of a probe runs in the caller's context, the second one where the work ended. For a coroutine
+or a stream these may be different tasks. A probe must therefore not keep a context token across its `yield`.
 """
 
 from __future__ import annotations
@@ -34,22 +32,26 @@ from otel_infer.instrumentation.hooks.target import Parameters
 
 log = logging.getLogger(__name__)
 
-_failures: list[str] = []  # append is atomic where an addition is not; short, since what fails is disabled
-# What failed before a fork is counted by the parent, and stays disabled in the child.
+# A list, because append is atomic and an addition is not. It stays short, because a failed hook is disabled.
+_failures: list[str] = []
+# The parent process counts failures from before the fork. Failed hooks stay disabled in the child.
 os.register_at_fork(after_in_child=_failures.clear)
 
 
 class ProbeShapeError(Exception):
-    """A probe returned before the call, or yielded again after it."""
+    """Raised for a probe that returned before the call, or yielded again after it."""
 
 
 def count_errors() -> int:
-    """How often code of ours has raised around somebody else's function, in this process."""
+    """Returns how often a probe or hook has failed in this process."""
     return len(_failures)
 
 
 class Hook:
-    """Whether what sits on one target still works: a step hook asks `alive`, gives `fail` what it caught."""
+    """The state of the hook on one target.
+
+    A hot-path hook reads `alive` and passes the exceptions of our code to `mark_failed`.
+    """
 
     __slots__ = ("_logged", "alive", "target")
 
@@ -59,7 +61,10 @@ class Hook:
         self._logged = False
 
     def mark_failed(self, exc: BaseException) -> None:
-        """Disable, count, log the first time. What a signal raised inside our code is raised on."""
+        """Disables the hook, counts the failure and logs the first one.
+
+        Re-raises KeyboardInterrupt and SystemExit, because a signal handler raised them inside our code.
+        """
         if isinstance(exc, (KeyboardInterrupt, SystemExit)):
             raise exc
         self.alive = False
@@ -67,7 +72,7 @@ class Hook:
         if self._logged:
             return
         self._logged = True
-        with contextlib.suppress(Exception):  # logging itself raises when the user's stack is nearly full
+        with contextlib.suppress(Exception):  # logging raises too when the call stack is nearly full
             frames = list(traceback.walk_tb(exc.__traceback__))[-3:]
             where = ", ".join(f"{frame.f_code.co_filename}:{line}" for frame, line in frames)
             log.error("hook on %s raised %s and is disabled (%s)", self.target, type(exc).__name__, where)
@@ -77,7 +82,7 @@ _UNKNOWN = (sys.maxsize, None)
 
 
 class Call:
-    """One call: `call["name"]` is an argument however it was passed, else its declared default, else None."""
+    """The arguments of one call. `call["name"]` is an argument, else its declared default, else None."""
 
     __slots__ = ("_parameters", "args", "instance", "kwargs")
 
@@ -99,13 +104,16 @@ WrapperFactory = Callable[[Callable[..., Any], Hook], Callable[..., Any]]
 
 
 class _ProbeRun:
-    """A probe that has seen the call begin. It sees the end once; work dropped unbegun was closed early."""
+    """A probe that is waiting at its `yield` for the end of the call. It receives the end once.
+
+    Work that is dropped before it ended, e.g. a coroutine that is never awaited, ends with GeneratorExit.
+    """
 
     __slots__ = ("_ended", "_generator", "_hook")
 
-    def __init__(self, hook: Hook, steps: Generator[None, Any, None]) -> None:
+    def __init__(self, hook: Hook, generator: Generator[None, Any, None]) -> None:
         self._hook = hook
-        self._generator = steps
+        self._generator = generator
         self._ended = False
 
     def send_result(self, result: Any) -> None:
@@ -120,7 +128,7 @@ class _ProbeRun:
             self._reject_second_yield()
 
     def throw(self, exc: BaseException) -> None:
-        """Show the probe the user's exception, and leave no trace of that on the exception."""
+        """Raises the application's exception in the probe, then restores its traceback and context."""
         self._ended = True
         trace = exc.__traceback__
         chain = {name: getattr(exc, name) for name in ("__cause__", "__context__", "__suppress_context__")}
@@ -128,10 +136,10 @@ class _ProbeRun:
             self._generator.throw(exc)
         except StopIteration:
             pass
-        except BaseException as seen:
+        except BaseException as raised:
             # A StopIteration that leaves a generator arrives as a RuntimeError (PEP 479).
-            if seen is not exc and not (isinstance(exc, StopIteration) and seen.__cause__ is exc):
-                self._hook.mark_failed(seen)
+            if raised is not exc and not (isinstance(exc, StopIteration) and raised.__cause__ is exc):
+                self._hook.mark_failed(raised)
         else:
             self._reject_second_yield()
         finally:
@@ -146,7 +154,7 @@ class _ProbeRun:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:
-            pass  # counted already
+            pass  # the failure is counted already
 
     def __del__(self) -> None:
         if not self._ended:
@@ -155,9 +163,9 @@ class _ProbeRun:
 
 def _start_probe(hook: Hook, probe: Probe, call: Call) -> _ProbeRun | None:
     try:
-        steps = probe(call)
-        next(steps)
-        return _ProbeRun(hook, steps)
+        generator = probe(call)
+        next(generator)
+        return _ProbeRun(hook, generator)
     except StopIteration:
         hook.mark_failed(ProbeShapeError())
     except BaseException as exc:
@@ -176,12 +184,15 @@ async def _wrap_coroutine(run: _ProbeRun, coroutine: Coroutine[Any, Any, Any]) -
 
 
 def _wrap_generator(
-    run: _ProbeRun, stream: Generator[Any, Any, Any], begun: bool
+    run: _ProbeRun, stream: Generator[Any, Any, Any], is_started: bool
 ) -> Generator[Any, Any, Any]:
-    """`yield from`, seeing the items. Throws on outside of `except`, which would add a context of ours."""
+    """Yields the items of `stream` as `yield from` does, and passes the last item to the probe.
+
+    Exceptions are thrown into `stream` outside of the `except` block, which would set their `__context__`.
+    """
     item = None
     try:
-        if not begun:
+        if not is_started:
             item = stream.send(None)
         while True:
             try:
@@ -194,7 +205,7 @@ def _wrap_generator(
             try:
                 item = stream.throw(thrown)
             finally:
-                del thrown  # or it would hold its own traceback
+                del thrown  # breaks the reference cycle with its traceback
     except StopIteration as stop:
         run.send_result(item)
         return stop.value
@@ -230,22 +241,22 @@ _LAZY_TYPES = frozenset((CoroutineType, GeneratorType, AsyncGeneratorType))
 
 
 def _wrap_work(run: _ProbeRun, work: Any) -> Any:
-    """The same kind of thing as `work`, under its name; ends the probe when the work ends."""
-    carrier: Any
+    """Returns a wrapper of the same type and name as `work`, which ends the probe when the work ends."""
+    wrapper: Any
     if type(work) is CoroutineType:
-        carrier = _wrap_coroutine(run, work)
+        wrapper = _wrap_coroutine(run, work)
     elif type(work) is AsyncGeneratorType:
-        carrier = _wrap_async_generator(run, work)
-    elif work.gi_code.co_flags & inspect.CO_ITERABLE_COROUTINE:  # ours could not be awaited
+        wrapper = _wrap_async_generator(run, work)
+    elif work.gi_code.co_flags & inspect.CO_ITERABLE_COROUTINE:  # a generator of ours could not be awaited
         run.send_result(work)
         return work
     else:
-        begun = inspect.getgeneratorstate(work) != inspect.GEN_CREATED
-        carrier = _wrap_generator(run, work, begun)
-        if begun:  # it takes a `send` at once, and so must ours
-            next(carrier)
-    carrier.__name__, carrier.__qualname__ = work.__name__, work.__qualname__
-    return carrier
+        is_started = inspect.getgeneratorstate(work) != inspect.GEN_CREATED
+        wrapper = _wrap_generator(run, work, is_started)
+        if is_started:  # `work` accepts a `send` immediately, so the wrapper must accept it too
+            next(wrapper)
+    wrapper.__name__, wrapper.__qualname__ = work.__name__, work.__qualname__
+    return wrapper
 
 
 def _make_wrapper(probe: Probe, hook: Hook, parameters: Parameters, method: bool) -> Callable[..., Any]:
@@ -255,7 +266,7 @@ def _make_wrapper(probe: Probe, hook: Hook, parameters: Parameters, method: bool
         if not hook.alive:
             return wrapped(*args, **kwargs)
         if method and instance is None and args:
-            # Called through the class, on something that only looks like an instance.
+            # Called through the class with an object that wrapt does not recognise as an instance.
             call = Call(args[0], args[1:], kwargs, parameters)
         else:
             call = Call(instance, args, kwargs, parameters)
@@ -276,7 +287,7 @@ def _make_wrapper(probe: Probe, hook: Hook, parameters: Parameters, method: bool
 
 
 class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """Pickles and copies as the bound method it stands for."""
+    """A bound wrapper that pickles and copies as the bound method it wraps."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         owner = getattr(self.__wrapped__, "__self__", None)
@@ -286,15 +297,15 @@ class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        read, (owner, name) = self.__reduce_ex__(4)
-        return read(copy.deepcopy(owner, memo), name)
+        getter, (owner, name) = self.__reduce_ex__(4)
+        return getter(copy.deepcopy(owner, memo), name)
 
 
 class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """Ours, so that nobody else's is taken off. Pickles by name and copies as itself, as functions do."""
+    """A function wrapper that pickles by its qualified name and copies as itself, as functions do."""
 
     __bound_function_wrapper__ = _BoundWrapper
-    _self_home: Any = None  # the class or module it sits on
+    _self_home: Any = None  # the class or module that holds it
 
     def __reduce_ex__(self, protocol: Any) -> str:
         return str(self.__qualname__)

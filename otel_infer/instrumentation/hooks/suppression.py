@@ -1,4 +1,4 @@
-"""Who tells of a forward pass: inside a claim, `torch` keeps silent about the models that are run."""
+"""Context flags that suppress torch spans where an engine, a batch or an outer model records the work."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from typing import Any
 from otel_infer.instrumentation.hooks.probe import Hook
 
 torch_suppressed: ContextVar[bool] = ContextVar("otel_infer-claimed", default=False)
-"""A context variable and not one of the thread: tasks take turns on a thread, and work moves to others."""
+"""True where the `torch` instrumentor records no forward pass.
+
+A context variable, not a thread-local: tasks share a thread, and work moves to other threads.
+"""
 
 loading_for_engine: ContextVar[bool] = ContextVar("otel_infer-owned", default=False)
-"""Models that are loaded in here are an engine's, which tells of them wherever they run."""
+"""True while an engine loads a model. The engine's instrumentor records the model, so `torch` ignores it."""
 
 
 def _make_flag_patch(variable: ContextVar[bool]) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
-    """Makes step hooks that set it for as long as a function runs; for those that return when their work is done."""
+    """Returns a wrapper factory that sets the flag while a function runs.
+
+    It suits only functions that return when their work is done, not coroutines or generators.
+    """
 
     def make_wrapper(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def call_with_flag(*args: Any, **kwargs: Any) -> Any:
@@ -32,4 +38,4 @@ def _make_flag_patch(variable: ContextVar[bool]) -> Callable[[Callable[..., Any]
 
 
 suppress_torch, mark_engine_models = _make_flag_patch(torch_suppressed), _make_flag_patch(loading_for_engine)
-"""A step hook that claims whatever runs inside; one that says whose the models are that it loads."""
+"""Wrapper factories for `patch_hot_path`, which set `torch_suppressed` and `loading_for_engine`."""

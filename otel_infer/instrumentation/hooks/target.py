@@ -1,4 +1,4 @@
-"""TODO instrumentation.hooks.target."""
+"""Resolves targets (`module:path`) without running code of the library, and reads their parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class TargetMismatch(Exception):
-    """The library no longer looks the way its integration was written for."""
+    """A target is missing, or differs from what its instrumentor was written for."""
 
     def __init__(self, target: str, reason: str) -> None:
-        super().__init__(target, reason)  # both, so that it pickles
+        super().__init__(target, reason)  # both arguments, so that the exception can be unpickled
         self.target = target
         self.reason = reason
 
@@ -20,17 +20,20 @@ class TargetMismatch(Exception):
 
 
 Parameters = dict[str, tuple[int, Any]]
-"""By name: the position (sys.maxsize if it has none) and the default (None if it has none)."""
+"""Parameter name → position (sys.maxsize if keyword-only) and default (None if there is none)."""
 
 
 def resolve_target(module: str, path: str) -> tuple[Any, str, Any]:
-    """Owner, name, what it holds; runs nobody's code. Raises LookupError with what is missing."""
+    """Returns the owner, the attribute name and the attribute's raw value.
+
+    Runs no code of the library. Raises LookupError with the name of the missing module or attribute.
+    """
     owner = sys.modules.get(module)
     if owner is None:
         raise LookupError(f"module {module} imported")
     *outer, name = path.split(".")
-    for step in outer:
-        owner = _lookup_attribute(owner, step)
+    for part in outer:
+        owner = _lookup_attribute(owner, part)
     return owner, name, _lookup_attribute(owner, name)
 
 
@@ -42,7 +45,7 @@ def _lookup_attribute(owner: Any, name: str) -> Any:
 
 
 def _read_parameters(owner: Any, current: Any) -> Parameters:
-    """What a caller may name, without `self` or `cls`; empty if the signature cannot be read."""
+    """Returns the named parameters without `self` or `cls`; empty if the signature cannot be read."""
     function = current.__func__ if isinstance(current, (classmethod, staticmethod)) else current
     try:
         declared = list(inspect.signature(function).parameters.values())
@@ -54,16 +57,16 @@ def _read_parameters(owner: Any, current: Any) -> Parameters:
     parameters: Parameters = {}
     for position, parameter in enumerate(declared):
         if parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            named_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+            keyword_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
             default = None if parameter.default is inspect.Parameter.empty else parameter.default
-            parameters[parameter.name] = (sys.maxsize if named_only else position, default)
+            parameters[parameter.name] = (sys.maxsize if keyword_only else position, default)
     return parameters
 
 
-def _calls_through(outer: Any, ours: Any) -> bool:
-    """Whether calling `outer` still comes through `ours`, as far as wrappers tell."""
-    for _ in range(100):  # a wrapper may say that it wraps itself
-        if outer is ours or getattr(outer, "_self_parent", None) is ours:
+def _calls_through(outer: Any, replacement: Any) -> bool:
+    """Returns whether a call of `outer` reaches `replacement`, as far as `__wrapped__` attributes show it."""
+    for _ in range(100):  # a wrapper may name itself as `__wrapped__`
+        if outer is replacement or getattr(outer, "_self_parent", None) is replacement:
             return True
         outer = getattr(outer, "__wrapped__", None)
     return False

@@ -1,6 +1,7 @@
-"""What is ours of the current context, for work that goes on in another thread.
+"""Carries our part of the current context to work that continues in another thread.
 
-Not a copy of the context: other libraries keep in theirs what is a thread's own (decimal its precision, sniffio which loop runs).
+The whole context is not copied, because other libraries keep thread-specific state in it: decimal its
+precision, sniffio the name of the running event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from otel_infer.tracing import context, request_span, start
 
 
 class ThreadContext:
-    """As it is where this is made. `starts`: for a thread that starts, which may outlive the current request."""
+    """The OpenTelemetry context and our context variables, as they are where this object is made.
+
+    `starts`: it is for a new thread, which may outlive the current request.
+    """
 
     __slots__ = ("_otel_context", "_variables")
 
@@ -31,17 +35,17 @@ class ThreadContext:
         )
 
     def add_variable(self, variable: ContextVar[Any], value: Any) -> ThreadContext:
-        """With this, too."""
+        """Adds a context variable to be set in `run`, and returns this object."""
         self._variables.append((variable, value))
         return self
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Calls it with ours in the context that is current there."""
+        """Calls `fn` in the calling thread, with the captured context and variables set for the call."""
         token = context.attach(self._otel_context)
         tokens = [(variable, variable.set(value)) for variable, value in self._variables]
         try:
             return fn(*args, **kwargs)
         finally:
-            for variable, before in reversed(tokens):
-                variable.reset(before)
+            for variable, variable_token in reversed(tokens):
+                variable.reset(variable_token)
             context.detach(token)

@@ -1,24 +1,25 @@
-"""The other end of a request: what the reader felt, in the trace of the server that answered.
+"""Records client-side latency as CLIENT spans, in the same trace as the server's spans.
 
     from otel_infer.instrumentation.httpx import instrument_client
 
-    client = instrument_client(httpx.Client())          # or httpx.AsyncClient(), or those of httpx2
+    client = instrument_client(httpx.Client())          # or httpx.AsyncClient(), or a client of httpx2
     openai = OpenAI(http_client=instrument_client(DefaultHttpxClient()))
 
-Every request gets a CLIENT span of your own tracer provider, from the call to the last byte, and its context goes along in
-the headers, so that the server's spans hang below it. What the span says beside the HTTP conventions is named in
-`otel_infer.semconv` as `CLIENT_*`. It says nothing of bodies, headers, queries or exception messages.
+Every request gets a CLIENT span of your tracer provider, from the call to the last byte. Its context is sent
+in the request headers, so the server's spans are below it. Beside the attributes of the HTTP conventions it
+has those named `CLIENT_*` in `otel_infer.semconv`. It contains no bodies, headers, queries or exception
+messages.
 
-The span is made by a transport around the client's own, since that is the one place through which every request comes,
-with each hop of a redirect and each retry by itself, whatever it is that goes wrong, and where the body is still as it
-came: event hooks of httpx are not told of failures, and `send` returns when a body that is not streamed has been read.
-Where you make the client, give it the transport yourself, which is all public API:
+The span is recorded by a transport around the client's own transport, because every request passes there.
+Each redirect hop and each retry is a separate request there, failures are visible, and the body is still as
+it was received. Event hooks of httpx are not called on failures, and `send` returns only after a non-streamed
+body was read. Where your code creates the client, it can pass the transport itself, which is public API:
 
     httpx.Client(transport=TracedTransport(httpx.HTTPTransport()))
 
-A client that exists has no public place for it, so `instrument_client` looks whether the private one is as we know it and
-refuses if it is not. Nothing of httpx is imported here: transports are what they do, and the body of a response is of
-whatever class its library wants.
+An existing client has no public attribute for its transport. `instrument_client` therefore checks the private
+attributes and raises if they are not as expected. This module does not import httpx: it relies on the methods
+of a transport, and takes the class of a response body from the library of the response.
 """
 
 from __future__ import annotations
@@ -43,37 +44,43 @@ __all__ = ["AsyncTracedTransport", "TracedTransport", "instrument_client"]
 C = TypeVar("C")
 
 NOT_A_CLIENT = (
-    "instrument_client takes a Client or an AsyncClient of httpx or httpx2 (pip install 'otel-infer[client]'), such as you "
-    "give to OpenAI(http_client=…)"
+    "instrument_client takes a Client or an AsyncClient of httpx or httpx2 "
+    "(pip install 'otel-infer[client]'), for example the one for OpenAI(http_client=…)"
 )
 UNSUPPORTED_HTTPX = (
-    "this release of httpx keeps its transports elsewhere; make the client with transport=TracedTransport(…)"
+    "unsupported release of httpx (unexpected private attributes); "
+    "create the client with transport=TracedTransport(…)"
 )
 
 
 def instrument_client(client: C, tracer_provider: trace.TracerProvider | None = None) -> C:
-    """Has every request of this client traced, and gives it back; a second call changes nothing.
+    """Wraps the transports of the client, so that its requests are traced, and returns it.
 
-    `tracer_provider`: whose spans they are; by default the global one, which may also be set later. Raises TypeError for
-    what is no client of httpx or httpx2, or one of a release that keeps its transports elsewhere.
+    A second call changes nothing.
+    `tracer_provider`: the provider of the spans; None = the global provider, which may also be set later.
+    Raises TypeError if `client` is no client of httpx or httpx2, or if its private attributes are unexpected.
     """
     asynchronous = hasattr(client, "aclose")
     call = "handle_async_request" if asynchronous else "handle_request"
     if not (asynchronous or hasattr(client, "close")) or not hasattr(client, "event_hooks"):
-        raise TypeError(f"{NOT_A_CLIENT}; this is a {type(client).__qualname__}")
-    held: Any = client
+        raise TypeError(f"{NOT_A_CLIENT}; got a {type(client).__qualname__}")
+    any_client: Any = client
     main, mounts = getattr(client, "_transport", None), getattr(client, "_mounts", None)
     if not isinstance(mounts, dict):
         raise TypeError(UNSUPPORTED_HTTPX)
     if not all(hasattr(inner, call) for inner in (main, *filter(None, mounts.values()))):
         raise TypeError(UNSUPPORTED_HTTPX)
-    around: Any = AsyncTracedTransport if asynchronous else TracedTransport
+    transport_class: Any = AsyncTracedTransport if asynchronous else TracedTransport
 
     def wrap_transport(inner: Any) -> Any:
-        return inner if inner is None or isinstance(inner, around) else around(inner, tracer_provider)
+        return (
+            inner
+            if inner is None or isinstance(inner, transport_class)
+            else transport_class(inner, tracer_provider)
+        )
 
-    held._mounts = {pattern: wrap_transport(inner) for pattern, inner in mounts.items()}
-    held._transport = wrap_transport(main)
+    any_client._mounts = {pattern: wrap_transport(inner) for pattern, inner in mounts.items()}
+    any_client._transport = wrap_transport(main)
     return client
 
 
@@ -82,25 +89,25 @@ def _get_tracer(provider: trace.TracerProvider | None) -> trace.Tracer:
 
 
 class TracedTransport(BaseTransport):
-    """A transport of `httpx.Client` (`inner`) whose requests are CLIENT spans."""
+    """A transport for `httpx.Client` around `inner`, which records each request as a CLIENT span."""
 
     def __init__(self, inner: BaseTransport, tracer_provider: trace.TracerProvider | None = None) -> None:
         self.inner, self._tracer = inner, _get_tracer(tracer_provider)
 
     def handle_request(self, request: Request) -> Response:
-        """What `inner` answers, its exceptions too."""
-        felt = start_client_span(self._tracer, request)
-        if felt is None:
+        """Returns the response of `inner`, or raises its exception."""
+        client_span = start_client_span(self._tracer, request)
+        if client_span is None:
             return self.inner.handle_request(request)
-        token = otel_context.attach(felt.context)
+        token = otel_context.attach(client_span.context)
         try:
             response = self.inner.handle_request(request)
         except BaseException as exc:
-            felt.end(exc)
+            client_span.end(exc)
             raise
         finally:
             otel_context.detach(token)
-        return _trace_response(response, felt, _TracedBody, "SyncByteStream")
+        return _trace_response(response, client_span, _TracedBody, "SyncByteStream")
 
     def close(self) -> None:
         """Closes `inner`."""
@@ -115,7 +122,7 @@ class TracedTransport(BaseTransport):
 
 
 class AsyncTracedTransport(AsyncBaseTransport):
-    """A transport of `httpx.AsyncClient` (`inner`) whose requests are CLIENT spans."""
+    """A transport for `httpx.AsyncClient` around `inner`, which records each request as a CLIENT span."""
 
     def __init__(
         self, inner: AsyncBaseTransport, tracer_provider: trace.TracerProvider | None = None
@@ -123,19 +130,19 @@ class AsyncTracedTransport(AsyncBaseTransport):
         self.inner, self._tracer = inner, _get_tracer(tracer_provider)
 
     async def handle_async_request(self, request: Request) -> Response:
-        """What `inner` answers, its exceptions too."""
-        felt = start_client_span(self._tracer, request)
-        if felt is None:
+        """Returns the response of `inner`, or raises its exception."""
+        client_span = start_client_span(self._tracer, request)
+        if client_span is None:
             return await self.inner.handle_async_request(request)
-        token = otel_context.attach(felt.context)
+        token = otel_context.attach(client_span.context)
         try:
             response = await self.inner.handle_async_request(request)
         except BaseException as exc:
-            felt.end(exc)
+            client_span.end(exc)
             raise
         finally:
             otel_context.detach(token)
-        return _trace_response(response, felt, _AsyncTracedBody, "AsyncByteStream")
+        return _trace_response(response, client_span, _AsyncTracedBody, "AsyncByteStream")
 
     async def aclose(self) -> None:
         """Closes `inner`."""
@@ -149,21 +156,23 @@ class AsyncTracedTransport(AsyncBaseTransport):
         await self.inner.__aexit__(*raised)
 
 
-# ── the body ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── response body ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _trace_response(
-    response: Response, felt: ClientRequestSpan, body: type[_TracedBody | _AsyncTracedBody], base: str
+    response: Response, client_span: ClientRequestSpan, body: type[_TracedBody | _AsyncTracedBody], base: str
 ) -> Response:
-    """The response; its body is watched, unless it has been read already (a mock's, a cache's)."""
-    felt.record_response(response)
+    """Returns the response with a traced body. Ends the span if the body was read already (mock, cache)."""
+    client_span.record_response(response)
     try:
         if response.is_closed:
-            felt.end()
+            client_span.end()
         else:
-            response.stream = _make_body_class(type(response.stream), body, base)(response.stream, felt)
+            response.stream = _make_body_class(type(response.stream), body, base)(
+                response.stream, client_span
+            )
     except Exception as exc:
-        felt.abort_span(exc)
+        client_span.abort_span(exc)
     return response
 
 
@@ -171,19 +180,22 @@ _body_classes: dict[tuple[type, type], Any] = {}
 
 
 def _make_body_class(stream: type, body: type[_TracedBody | _AsyncTracedBody], base: str) -> Any:
-    """A body that is also what this stream's library asks for: httpx and its successor have a class each."""
-    found = _body_classes.get((stream, body))
-    if found is None:
-        wanted = next(parent for parent in stream.__mro__ if parent.__name__ == base)
-        found = _body_classes[stream, body] = type("TracedBody", (body, wanted), {})
-    return found
+    """Returns a subclass of `body` and of the stream base class of the response's library.
+
+    httpx and httpx2 each check for their own base class, found here by the name `base`.
+    """
+    body_class = _body_classes.get((stream, body))
+    if body_class is None:
+        base_class = next(parent for parent in stream.__mro__ if parent.__name__ == base)
+        body_class = _body_classes[stream, body] = type("TracedBody", (body, base_class), {})
+    return body_class
 
 
 class _TracedBody:
-    """A body that is read. No generator: one more of those would be one more that has to be closed."""
+    """A synchronous response body; not a generator, because that would need to be closed as well."""
 
-    def __init__(self, inner: Any, felt: ClientRequestSpan) -> None:
-        self._inner, self._span = inner, felt
+    def __init__(self, inner: Any, client_span: ClientRequestSpan) -> None:
+        self._inner, self._span = inner, client_span
 
     def __iter__(self) -> Iterator[bytes]:
         return _TracedChunks(iter(self._inner), self._span)
@@ -198,8 +210,8 @@ class _TracedBody:
 
 
 class _TracedChunks:
-    def __init__(self, inner: Iterator[bytes], felt: ClientRequestSpan) -> None:
-        self._next, self._span = inner.__next__, felt
+    def __init__(self, inner: Iterator[bytes], client_span: ClientRequestSpan) -> None:
+        self._next, self._span = inner.__next__, client_span
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -218,10 +230,10 @@ class _TracedChunks:
 
 
 class _AsyncTracedBody:
-    """As `_Body`, for those who wait."""
+    """An asynchronous response body; see `_TracedBody`."""
 
-    def __init__(self, inner: Any, felt: ClientRequestSpan) -> None:
-        self._inner, self._span = inner, felt
+    def __init__(self, inner: Any, client_span: ClientRequestSpan) -> None:
+        self._inner, self._span = inner, client_span
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return _AsyncTracedChunks(self._inner.__aiter__(), self._span)
@@ -236,8 +248,8 @@ class _AsyncTracedBody:
 
 
 class _AsyncTracedChunks:
-    def __init__(self, inner: AsyncIterator[bytes], felt: ClientRequestSpan) -> None:
-        self._next, self._span = inner.__anext__, felt
+    def __init__(self, inner: AsyncIterator[bytes], client_span: ClientRequestSpan) -> None:
+        self._next, self._span = inner.__anext__, client_span
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self

@@ -1,6 +1,7 @@
-"""One request as its reader feels it: when the headers were there, the first byte, the first token, and the gaps between.
+"""Records client-side latency: time to headers, to the first byte and token, and gaps between tokens.
 
-Nothing here raises: what goes wrong ends the span, is logged once by its type, and the request goes on without us.
+Nothing here raises. An error ends the span and is logged once per exception type; the request continues
+untraced.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 KNOWN_METHODS = frozenset("CONNECT DELETE GET HEAD OPTIONS PATCH POST PUT QUERY TRACE".split())
 DEFAULT_PORTS = {"http": 80, "https": 443}
 CANCELLED_ERRORS = ("CancelledError", "Cancelled")
-"""asyncio's and trio's."""
+"""Names of the exceptions by which asyncio and trio cancel a task."""
 SERVER_TIMING_ENTRY = "infer"
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _now = _clock.now
 
 
 def start_client_span(tracer: trace.Tracer, request: Request) -> ClientRequestSpan | None:
-    """The span of a request that is about to be sent, which is told of it in its headers; None if nothing records it."""
+    """Starts the span of a request and injects its context into the headers; None if it is not recorded."""
     span: trace.Span = trace.INVALID_SPAN
     try:
         method = request.method if request.method in KNOWN_METHODS else semconv.OTHER
@@ -49,21 +50,21 @@ def start_client_span(tracer: trace.Tracer, request: Request) -> ClientRequestSp
 
 
 def _describe_target(method: str, url: Any) -> dict[str, Any]:
-    """Where it goes: no query, no fragment, no credentials."""
+    """Returns the attributes of the request's target, without query, fragment and credentials."""
     path = url.raw_path.partition(b"?")[0].decode("ascii")
-    said = {
+    attributes = {
         semconv.HTTP_REQUEST_METHOD: method,
         semconv.SERVER_ADDRESS: url.host,
         semconv.SERVER_PORT: url.port or DEFAULT_PORTS.get(url.scheme),
         semconv.URL_FULL: f"{url.scheme}://{url.netloc.decode('ascii')}{path}",
     }
-    return {key: value for key, value in said.items() if value}
+    return {key: value for key, value in attributes.items() if value}
 
 
 def _suppress_errors(
     method: Callable[Concatenate[ClientRequestSpan, P], None],
 ) -> Callable[Concatenate[ClientRequestSpan, P], None]:
-    """Calls it while the request lasts; what it raises is not the reader's problem."""
+    """Returns a method that does nothing after the span ended, and ends the span instead of raising."""
 
     def call_safely(self: ClientRequestSpan, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if self.ended:
@@ -77,7 +78,7 @@ def _suppress_errors(
 
 
 class ClientRequestSpan:
-    """A request in flight, and its span. All `*_at` are monotonic ns; 0 = not yet."""
+    """The span of a request in flight. All `*_at` are monotonic ns; 0 = not yet."""
 
     def __init__(self, span: trace.Span, context: Context) -> None:
         self.span, self.context = span, context
@@ -90,18 +91,18 @@ class ClientRequestSpan:
 
     @_suppress_errors
     def record_response(self, response: Response) -> None:
-        """The headers of the response are there."""
+        """Records the headers of the response."""
         waited_ns, headers, status = _now() - self._began_at, response.headers, response.status_code
-        said = {
+        attributes = {
             semconv.HTTP_RESPONSE_STATUS_CODE: status,
             semconv.CLIENT_TIME_TO_HEADERS: waited_ns / 1e9,
         }
         server_ms = server_duration_ms(headers.get_list("server-timing"))
-        # A longer one than we have waited is not of this response: a cache has kept it.
+        # A duration longer than our wait belongs to another response, from which a cache stored the header.
         if server_ms is not None and server_ms * 1e6 <= waited_ns:
-            said[semconv.CLIENT_SERVER_DURATION] = server_ms / 1e3
-            said[semconv.CLIENT_NETWORK_DURATION] = (waited_ns - server_ms * 1e6) / 1e9
-        self.span.set_attributes(said)
+            attributes[semconv.CLIENT_SERVER_DURATION] = server_ms / 1e3
+            attributes[semconv.CLIENT_NETWORK_DURATION] = (waited_ns - server_ms * 1e6) / 1e9
+        self.span.set_attributes(attributes)
         if status >= 400:
             self._error_type = str(status)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -111,28 +112,35 @@ class ClientRequestSpan:
 
     @_suppress_errors
     def record_chunk(self, chunk: bytes) -> None:
-        """A piece of the body is about to be handed to the reader."""
-        at = _now()
+        """Records a chunk of the body that is about to be returned to the application."""
+        received_at = _now()
         if not chunk:
             return
         self._chunk_count += 1
-        self._first_byte_at = self._first_byte_at or at
+        self._first_byte_at = self._first_byte_at or received_at
         if self._sse_parser is None or not self._sse_parser.scan_for_token(chunk):
             return
         if self._first_token_at:
             self._gap_count += 1
-            self._longest_gap_ns = max(self._longest_gap_ns, at - self._last_token_at)
+            self._longest_gap_ns = max(self._longest_gap_ns, received_at - self._last_token_at)
         else:
-            self._first_token_at = at
-        self._last_token_at = at
+            self._first_token_at = received_at
+        self._last_token_at = received_at
 
     def close(self) -> None:
-        """The reader wants no more of it. Those who have seen that the events are over need not read on."""
+        """Ends the span because the application closed the body.
+
+        After the end marker of an event stream this is no early close, because nothing is left to read.
+        """
         self.end(None, closed=self._sse_parser is None or not self._sse_parser.ended)
 
     @_suppress_errors
     def end(self, exc: BaseException | None = None, closed: bool = False) -> None:
-        """The last byte was read, or something raised, or the reader has `closed` it before; only the first time counts."""
+        """Ends the span; only the first call counts.
+
+        `exc`: the exception that ended the request, or None. `closed`: the application closed the body before
+        its end.
+        """
         self.ended = True
         if isinstance(exc, GeneratorExit):
             exc, closed = None, True
@@ -161,23 +169,24 @@ class ClientRequestSpan:
             )
 
     def abort_span(self, exc: Exception) -> None:
-        """Code of ours, or of the tracer provider, has raised."""
+        """Ends the span after an exception of our code or of the tracer provider."""
         self.ended = True
         _abort_span(self.span, exc)
 
 
 def server_duration_ms(headers: Iterable[str]) -> float | None:
-    """How long the server says that it took to its response headers; None if it does not say.
+    """Returns the server's time to its response headers from `Server-Timing`, in ms; None if absent.
 
-    Of several, a gateway's and that of the server behind it, the longest: it is the nearest one, and holds the others.
+    A gateway and the server behind it may both add an entry. The longest is the gateway's and includes the
+    others.
     """
-    found = []
+    durations = []
     for entry in re.sub(r'"(?:[^"\\]|\\.)*"', '""', ",".join(headers)).split(","):
         name, *parameters = (part.strip() for part in entry.split(";"))
         for key, _, value in (parameter.partition("=") for parameter in parameters):
             if name == SERVER_TIMING_ENTRY and key.strip().lower() == "dur":
-                found.append(_parse_number(value.strip()))
-    return max((number for number in found if number is not None), default=None)
+                durations.append(_parse_number(value.strip()))
+    return max((number for number in durations if number is not None), default=None)
 
 
 def _parse_number(text: str) -> float | None:
@@ -195,7 +204,10 @@ def _abort_span(span: trace.Span, exc: Exception) -> None:
     kind = type(exc).__qualname__
     if kind not in _logged_types:
         _logged_types.add(kind)
-        log.warning("a request of the client is not traced to its end: %s in code of ours", kind)
+        log.warning(
+            "client span ended early: %s in otel_infer or the tracer provider; the request continues",
+            kind,
+        )
     try:
         span.end()
     except Exception:

@@ -1,4 +1,4 @@
-"""Which pieces of an event stream bring a token, without holding any of them back."""
+"""Detects which chunks of an event stream contain a token, without delaying any of them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import json
 
 DATA_FIELD, DONE = b"data:", b"[DONE]"
 RESPONSE_PREFIX, DELTA_SUFFIX = "response.", ".delta"
-"""How the types of the Responses API's events begin, and those end that bring something to read."""
+"""Prefix of the event types of the Responses API, and suffix of the types that contain output."""
 PREAMBLE_TYPES = frozenset(("message_start", "content_block_start", "ping"))
-"""Types of the Messages API's events that come before there is something to read (docs.claude.com, "Streaming messages")."""
+"""Event types of the Messages API that precede the output (docs.claude.com, "Streaming messages")."""
 MAX_PARTIAL_LINE = 4096
-"""Bytes of an unfinished line that are kept to judge it; an event that only opens an answer is shorter."""
+"""Bytes of an unfinished line that are buffered to classify it; events that open a response are shorter."""
 IGNORE_REST = b":"
-"""Stands for the beginning of a line that is known: with it, the rest is a comment."""
+"""Replaces the buffered beginning of a line that is already classified. It turns the rest into a comment."""
 
 
 class SseParser:
-    """The lines of `text/event-stream`, however they are cut into pieces. `over`: the stream said that this was all."""
+    """A parser for the lines of `text/event-stream`, however they are split into chunks.
+
+    `ended`: the end marker of the stream (`[DONE]`) was read.
+    """
 
     def __init__(self) -> None:
         self.ended = False
@@ -24,25 +27,25 @@ class SseParser:
         self._partial_line = b""
 
     def scan_for_token(self, chunk: bytes) -> bool:
-        """Whether this piece has the first bytes of some `data:` that is neither empty nor the end of the stream.
+        """Returns whether the chunk has the first bytes of a `data:` value other than the end marker.
 
-        Chat servers open an answer with an event that names the role and has no text, servers of the Responses and of the Messages
-        API with some that say that it was created: those before the first text are not counted. Nobody's events are read any more once a
-        token was found.
+        Events before the first output are not counted. Chat completions open a response with an event that
+        holds the role and no text. The Responses and Messages APIs open it with events about its creation.
+        Once a token was found, the JSON of events is no longer parsed.
         """
-        *lines, begun = (self._partial_line + chunk).replace(b"\r", b"\n").split(b"\n")
-        found = False
+        *lines, partial_line = (self._partial_line + chunk).replace(b"\r", b"\n").split(b"\n")
+        has_token = False
         for line in lines:
-            found = self._is_token(_parse_data(line)) or found
-        data = _parse_data(begun)
+            has_token = self._is_token(_parse_data(line)) or has_token
+        data = _parse_data(partial_line)
         self.ended = self.ended or data == DONE
-        if len(begun) > MAX_PARTIAL_LINE or (data and not self._may_be_preamble(data)):
-            found, begun = found or bool(data), IGNORE_REST
-            self._in_preamble = self._in_preamble and not found
-        elif not data and not begun.startswith(DATA_FIELD) and not DATA_FIELD.startswith(begun):
-            begun = IGNORE_REST
-        self._partial_line = begun
-        return found
+        if len(partial_line) > MAX_PARTIAL_LINE or (data and not self._may_be_preamble(data)):
+            has_token, partial_line = has_token or bool(data), IGNORE_REST
+            self._in_preamble = self._in_preamble and not has_token
+        elif not data and not partial_line.startswith(DATA_FIELD) and not DATA_FIELD.startswith(partial_line):
+            partial_line = IGNORE_REST
+        self._partial_line = partial_line
+        return has_token
 
     def _is_token(self, data: bytes) -> bool:
         if data == DONE:
@@ -53,26 +56,30 @@ class SseParser:
         return False
 
     def _may_be_preamble(self, data: bytes) -> bool:
-        """Whether this beginning of a line may yet turn out to be no token."""
+        """Returns whether the rest of this unfinished line may still show that it is no token."""
         return DONE.startswith(data) or (self._in_preamble and data.startswith(b"{"))
 
 
 def _parse_data(line: bytes) -> bytes:
-    """What a line says, if it is one with data."""
+    """Returns the value of a `data:` line; empty for any other line."""
     return line[len(DATA_FIELD) :].strip() if line.startswith(DATA_FIELD) else b""
 
 
 def _has_no_text(data: bytes) -> bool:
-    """Whether this is an event with nothing to read in it: of a chat completion the role, or figures; of a response any that is
-    no part of its text (developers.openai.com/api/reference, "Streaming events"); of a message its beginning."""
+    """Returns whether the event contains no output.
+
+    Chat completions: an event with the role or usage only. Responses API: a `response.` type without the
+    suffix `.delta` (developers.openai.com/api/reference, "Streaming events"). Messages API: the types that
+    precede the output.
+    """
     try:
-        said = json.loads(data)
-        kind = str(said.get("type", ""))
+        event = json.loads(data)
+        kind = str(event.get("type", ""))
         if kind.startswith(RESPONSE_PREFIX):
             return not kind.endswith(DELTA_SUFFIX)
         if kind in PREAMBLE_TYPES:
             return True
-        deltas = [choice["delta"] for choice in said["choices"]]
-        return not any(said for delta in deltas for name, said in delta.items() if name != "role")
+        deltas = [choice["delta"] for choice in event["choices"]]
+        return not any(value for delta in deltas for name, value in delta.items() if name != "role")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return False

@@ -1,12 +1,13 @@
-"""For hand-written servers: a request, its stages, and the steps of a loop of one's own.
+"""The API for hand-written servers: `request`, its `stage`s, and the `step`s of a custom decode loop.
 
-    with otel_infer.request("chat", model="tiny") as request:      # or under a web framework: already there
+    with otel_infer.request("chat", model="tiny") as request:      # or the web framework's request
         with otel_infer.stage("rerank"):
             ...
     with otel_infer.step(batch):                                   # a list of requests
         logits = model(...)
 
-Everything is a no-op while nothing is recorded, and no mistake in here, or in what it is given, reaches the caller.
+Everything is a no-op while nothing is recorded. Errors in this package, or in its arguments, never reach the
+caller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `request`, `stage` and `step` have in common: how they are used, and that no mistake in them reaches the caller."""
+"""Code shared by `request`, `stage` and `step`: context manager, decorator, and logging of errors."""
 
 from __future__ import annotations
 
@@ -19,94 +19,98 @@ ENGINE = "custom"
 _logged: set[str] = set()
 
 
-def log_unrecorded(what: str, exc: Exception) -> None:
-    """Something is left unrecorded, which is said once. Never the message: it may quote what it was given."""
-    if what not in _logged:
-        _logged.add(what)
-        logging.getLogger("otel_infer").warning("%s is not recorded: %s", what, type(exc).__name__)
+def log_unrecorded(item: str, exc: Exception) -> None:
+    """Logs once per `item` that it is not recorded.
+
+    The exception's message is never logged, because it may quote its input.
+    """
+    if item not in _logged:
+        _logged.add(item)
+        logging.getLogger("otel_infer").warning("%s is not recorded: %s", item, type(exc).__name__)
 
 
 class TracedScope(contextlib.AbstractContextManager[Any]):
-    """What is used as `with` and `async with`, and as a decorator of whatever kind of function."""
+    """A scope for `with` and `async with`, and a decorator for every kind of function."""
 
     new_scope: Callable[[], TracedScope]
-    """Makes a new one like this, for one call of what is decorated."""
+    """Returns a new scope with the same arguments, for one call of the decorated function."""
     attaches = False
-    """Whether it is current in its context while it lasts."""
+    """Whether the scope sets the current context while it is open."""
 
     async def __aenter__(self) -> Any:
         return self.__enter__()
 
-    async def __aexit__(self, *how: Any) -> None:
-        self.__exit__(*how)
+    async def __aexit__(self, *exc_info: Any) -> None:
+        self.__exit__(*exc_info)
 
     def __call__(self, function: F) -> F:
-        again = self.new_scope
+        new_scope = self.new_scope
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-            return cast(F, functools.wraps(function)(_wrap_generator(again, function, self.attaches)))
+            return cast(F, functools.wraps(function)(_wrap_generator(new_scope, function, self.attaches)))
         if inspect.iscoroutinefunction(function):
 
             async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
-                with again():
+                with new_scope():
                     return await function(*args, **kwargs)
 
             return cast(F, functools.wraps(function)(async_wrapper))
 
         def sync_wrapper(*args: Any, **kwargs: Any) -> Any:
-            with again():
+            with new_scope():
                 return function(*args, **kwargs)
 
         return cast(F, functools.wraps(function)(sync_wrapper))
 
 
 def _wrap_generator(
-    again: Callable[[], TracedScope], function: Callable[..., Any], attaches: bool
+    new_scope: Callable[[], TracedScope], function: Callable[..., Any], attaches: bool
 ) -> Callable[..., Any]:
-    """A generator function in place of another: a stream stays a stream, also when it is closed early."""
+    """Returns a generator function of the same kind, whose generators run in the scope until they end."""
     if inspect.isgeneratorfunction(function):
 
         def generator_wrapper(*args: Any, **kwargs: Any) -> Any:
             if not attaches:
-                with again():
+                with new_scope():
                     return (yield from function(*args, **kwargs))
-            # Its own, also between two items: whoever takes them may be at another stream by then.
-            inside = contextvars.copy_context()
-            with _ContextScope(inside, again()):
-                return (yield from _run_in_context(inside, function(*args, **kwargs)))
+            # Each stream has a separate context, because the consumer may read several streams alternately.
+            inner_context = contextvars.copy_context()
+            with _ContextScope(inner_context, new_scope()):
+                return (yield from _run_in_context(inner_context, function(*args, **kwargs)))
 
         return generator_wrapper
 
     async def async_generator_wrapper(*args: Any, **kwargs: Any) -> Any:
         items = function(*args, **kwargs)
-        inside = contextvars.copy_context() if attaches else None
-        with again() if inside is None else _ContextScope(inside, again()):
+        inner_context = contextvars.copy_context() if attaches else None
+        with new_scope() if inner_context is None else _ContextScope(inner_context, new_scope()):
             step = items.__anext__()
             try:
                 while True:
                     try:
-                        item = await _bind_context(inside, step)
+                        item = await _bind_context(inner_context, step)
                     except StopAsyncIteration:
                         return
                     try:
                         step = items.asend((yield item))
                     except GeneratorExit:
                         raise
-                    except BaseException as thrown:
-                        step = items.athrow(thrown)
+                    except BaseException as exc:
+                        step = items.athrow(exc)
             finally:
-                if not getattr(items, "ag_running", False):  # a loop that ends closes both of us at once
-                    await _bind_context(inside, items.aclose())
+                # An event loop that ends closes both generators concurrently.
+                if not getattr(items, "ag_running", False):
+                    await _bind_context(inner_context, items.aclose())
 
     return async_generator_wrapper
 
 
 def _bind_context(context: contextvars.Context | None, work: Awaitable[Any]) -> Awaitable[Any]:
-    """In that context, or where it is awaited."""
+    """Returns an awaitable that runs in the context; `work` itself if there is none."""
     return work if context is None else _ContextAwaitable(context, work)
 
 
 class _ContextAwaitable:
-    """Something to be awaited, each step of it in a context, and not in that of whoever awaits."""
+    """An awaitable whose steps run in the given context, not in the context of the awaiting task."""
 
     def __init__(self, context: contextvars.Context, work: Awaitable[Any]) -> None:
         self._context, self._work = context, work
@@ -117,7 +121,7 @@ class _ContextAwaitable:
 
 
 class _ContextScope(contextlib.AbstractContextManager[None]):
-    """A scope that is entered and left in a context, and not in that of whoever runs it."""
+    """A scope that is entered and left in the given context, not in the context of the caller."""
 
     def __init__(self, context: contextvars.Context, scope: TracedScope) -> None:
         self._context, self._scope = context, scope
@@ -125,34 +129,36 @@ class _ContextScope(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._context.run(self._scope.__enter__)
 
-    def __exit__(self, *how: Any) -> None:
-        self._context.run(self._scope.__exit__, *how)
+    def __exit__(self, *exc_info: Any) -> None:
+        self._context.run(self._scope.__exit__, *exc_info)
 
 
 def _run_in_context(
     context: contextvars.Context, stream: Generator[Any, Any, Any]
 ) -> Generator[Any, Any, Any]:
-    """As `yield from`, each step of the stream in this context."""
+    """Yields the items of `stream` as `yield from` does, with each step in the given context."""
     step: Callable[[Any], Any] = stream.send
-    said: Any = None
+    value: Any = None
     while True:
         try:
-            item = context.run(step, said)
+            item = context.run(step, value)
         except StopIteration as end:
             return end.value
         try:
-            step, said = stream.send, (yield item)
+            step, value = stream.send, (yield item)
         except GeneratorExit:
             context.run(stream.close)
             raise
-        except BaseException as raised:
-            step, said = stream.throw, raised
+        except BaseException as exc:
+            step, value = stream.throw, exc
 
 
 def resolve_device(gpu: object) -> Any:
-    """What `gpu` of `stage` and `step` means, as a `torch.device`: `True` is the calling thread's current device, which need not be
-    the one that it used first; anything else names it. None where no device is timed yet. Raises what torch does for what
-    is no device."""
+    """Returns the `torch.device` for the argument `gpu` of `stage` and `step`; None before timing started.
+
+    True means the calling thread's current device, which may differ from the device it used first.
+    Any other value is passed to `torch.device`, which raises if it names no device.
+    """
     if not timing.is_device_timed:
         return None
     torch: Any = sys.modules["torch"]

@@ -1,4 +1,4 @@
-"""A request of a hand-written server, and its stages."""
+"""`request` and `stage` of the manual API."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _DEVICE_TIME = "a stage's time on the device"
 class stage(TracedScope):  # noqa: N801 - used like a function
     """A named interval of the current request: `with`, `async with`, or a decorator of any kind of function.
 
-    The name is part of the code, not data: it becomes a span name and a metric label. Without a current request it does
-    nothing. A stage that raises is recorded all the same. Make a new one for each `with`.
+    The name becomes a span name and a metric label, so it must be a constant of the code, not data. Without a
+    current request a stage does nothing. A stage that raises is recorded too. Make a new one for each `with`.
 
-    `gpu`: what this thread launches in it on its current stream is timed on the device as well, if the device is done with it
-    before the request ends. True is the thread's current device; a model that is on another names that: `gpu=model.device`.
-    Of all devices but the one that a thread uses first, the host's time alone is known.
+    `gpu`: also measures device time of the work that this thread launches in the stage on its current stream.
+    The device must complete the work before the request ends. True means the thread's current device.
+    For a model on another device pass that device: `gpu=model.device`.
+    Only the device that a thread used first is timed; for any other device only host time is recorded.
     """
 
     def __init__(self, name: str, *, gpu: object = False) -> None:
@@ -47,7 +48,7 @@ class stage(TracedScope):  # noqa: N801 - used like a function
                 log_unrecorded(_DEVICE_TIME, exc)
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._request is None:
             return
         if self._timing_handle is not None:
@@ -59,11 +60,12 @@ class stage(TracedScope):  # noqa: N801 - used like a function
 
 
 class request(TracedScope):  # noqa: N801 - used like a function
-    """A request: `with`, `async with`, or a decorator. Under a server that is instrumented, the one that is there.
+    """A request: `with`, `async with`, or a decorator. Below an instrumented server: the server's request.
 
-    `operation` and `model` are the served ones, never what a caller wrote: metrics name a model that `submitted` was called for,
-    every other is `_OTHER`. `headers`: of the caller, for its context, and for who asks, where the settings want that known.
-    Make a new one for each `with`.
+    `operation` and `model` are the served ones, never text from the client. Metrics have a model as label if
+    `submitted` was called; any other model becomes `_OTHER`.
+    `headers`: the caller's headers, for its trace context and, if configured, for its tenant and traffic
+    class. Make a new one for each `with`.
     """
 
     attaches = True
@@ -90,7 +92,7 @@ class request(TracedScope):  # noqa: N801 - used like a function
             log_unrecorded("a request", exc)
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._token is not None:
             start.detach(self._token)
         if self._live is not None and self._owns_request:
@@ -113,7 +115,7 @@ class request(TracedScope):  # noqa: N801 - used like a function
         return live
 
     def _set_name(self, live: request_span.RequestSpan) -> None:
-        """What was said here goes before what engines say; where nothing was, they may."""
+        """Sets the given operation and model, which no engine overrides. Defaults leave that to engines."""
         if not self._model and self._operation == DEFAULT_OPERATION:
             return
         if not self._owns_request:
@@ -121,42 +123,51 @@ class request(TracedScope):  # noqa: N801 - used like a function
         live.is_named, live.operation = True, self._operation
 
     def submitted(self, *, input_tokens: int = 0, max_tokens: int = 0) -> None:
-        """Handed over to the loop: from here to its first step it is in the queue."""
+        """Records the hand-over to the loop. From here to its first step the request is queued.
+
+        `input_tokens`, `max_tokens`: 0 = unknown.
+        """
         if self._live is not None:
             self._live.record_submitted(ENGINE, 1, input_tokens, max_tokens)
 
     def received(self) -> None:
-        """The loop saw it: until here the queue was a hidden one."""
+        """Records that the loop received the request. Until here it was in the hidden queue."""
         if self._live is not None:
             self._live.record_event(events.RequestReceived(_clock.now()))
 
     def token_reached(self) -> None:
-        """The first token is with the code that talks to the reader: a time to first token nearer to them than its step's
-        end. Call it for each token, or for the first; only the first counts."""
+        """Records that the first token reached the code that sends the response.
+
+        The time to first token then ends here, closer to the client than at the end of the step.
+        Call it for each token or only for the first; only the first call counts.
+        """
         if self._live is not None:
             self._live.record_token_reached()
 
     def preempted(self) -> None:
-        """Taken out of the batch; its KV is gone."""
+        """Records a preemption: the request left the batch and lost its KV blocks."""
         if self._live is not None:
             self._live.record_event(events.RequestPreempted(_clock.now(), "recompute"))
 
     def finished(self, reason: str = "stop", output_tokens: int = 0) -> None:
-        """The loop is done with it. `reason`: `stop`, `length`, or why it gave up: `abort` (it was told to stop, which is no
-        error), `error`. `output_tokens` 0 = count those that its steps delivered."""
+        """Records that the loop finished the request.
+
+        `reason`: `stop`, `length`, `abort` (cancelled on demand, which is no error) or `error`.
+        `output_tokens`: 0 = the tokens that its steps delivered are counted.
+        """
         if self._live is not None:
             self._live.record_event(
                 events.EngineFinished(_clock.now(), str(reason), events.clamp_count(output_tokens))
             )
 
     def set_attribute(self, key: str, value: events.Value) -> None:
-        """An attribute on the request span."""
+        """Sets an attribute on the request span."""
         if self._live is not None:
             self._live.set_attribute(key, value)
 
 
 def _add_lowercase_names(headers: Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """As propagators look them up: in lower case, or as they are."""
+    """Returns the headers under their own and their lower-case names, because propagators look up either."""
     if headers is None:
         return None
     return {**{str(name).lower(): value for name, value in headers.items()}, **headers}

@@ -1,4 +1,4 @@
-"""The steps of a hand-written loop."""
+"""`step` of the manual API: the steps of a custom decode loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEVICE_TIME = "a step's time on the device"
 
 
 class _LoopWriter:
-    """The step log of a thread, which goes back when the thread ends."""
+    """The step log of a thread. It is released for reuse when the thread ends."""
 
     def __init__(self, log: BatchWriter) -> None:
         self.writer, self.pid = log, os.getpid()
@@ -35,7 +35,7 @@ class _LoopWriter:
     def __del__(self) -> None:
         try:
             recorder.release_batch_writer(ENGINE, self.writer)
-        except Exception:  # the interpreter may be half gone
+        except Exception:  # the interpreter may be shutting down
             pass
 
 
@@ -47,14 +47,16 @@ _thread_loop = _ThreadLoop()
 
 
 class step:  # noqa: N801 - used like a function
-    """One forward pass over a batch of requests, as `with`. From the `with` to its end is the step.
+    """One forward pass over a batch of requests, as a `with` block. The step lasts from its start to its end.
 
-    `prompt_tokens`: for requests that are in their prefill, how many tokens of the prompt; all others decode one token.
-    `waiting`: how many requests the loop has not taken up. Set `delivered` inside, {request: tokens}, where a request got
-    other than one token (0 = a chunk of a prompt).
+    `prompt_tokens`: request → tokens of its prompt in this step, for requests in prefill. All others decode
+    one token.
+    `waiting`: requests that the loop has not scheduled yet. `kv_used`, `kv_total`: KV blocks; total 0 =
+    unknown. Inside the block set `delivered`, {request: tokens}, for requests that got a number of tokens
+    other than one. 0 means a chunk of a prompt.
 
-    `gpu`, as of `stage`: what this thread launches in it on its current stream is timed on the device; call `launched()` before
-    the loop waits for its results, or the wait is in the span, too.
+    `gpu`: measures device time as in `stage`. Call `launched()` before the loop waits for the results,
+    because otherwise the measured span includes the wait.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class step:  # noqa: N801 - used like a function
                 self._writer = log
         except Exception as exc:
             if _thread_loop.loop is not None:
-                _thread_loop.loop.writer.clear_batch()  # half a change was made: what comes next is told whole
+                # The change may be written partly, so the next step is recorded as a whole batch.
+                _thread_loop.loop.writer.clear_batch()
             log_unrecorded("a step", exc)
         if self._gpu and self._writer is not None:
             try:
@@ -102,32 +105,36 @@ class step:  # noqa: N801 - used like a function
                 log_unrecorded(_DEVICE_TIME, exc)
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._token is not None:
-            with contextlib.suppress(ValueError):  # it may end in another task than it began in
+            with contextlib.suppress(ValueError):  # the step may end in another task than it began in
                 torch_suppressed.reset(self._token)
         self.launched()
         try:
             if self._writer is not None:
-                delivered, others = (self.delivered, 1) if error is None else ({}, 0)
-                column = self._pack_column(delivered, others) if delivered or not others else b""
+                delivered, default_tokens = (self.delivered, 1) if error is None else ({}, 0)
+                column = (
+                    self._pack_column(delivered, default_tokens) if delivered or not default_tokens else b""
+                )
                 self._writer.write_done(self._step_number, column, len(self._members))
         except Exception as exc:
             log_unrecorded("a step", exc)
 
     def launched(self) -> None:
-        """All of it is launched: what follows waits for the device."""
-        begun, self._timing_handle = self._timing_handle, None
+        """Ends the device span: all work is launched, and the rest of the block waits for the device."""
+        timing_handle, self._timing_handle = self._timing_handle, None
         loop = _thread_loop.loop
-        if begun is not None and self._writer is not None and loop is not None:
+        if timing_handle is not None and self._writer is not None and loop is not None:
             try:
-                timing.end(begun, StepWork(ENGINE, loop.pid, 0, self._step_number, self._writer.number))
+                timing.end(
+                    timing_handle, StepWork(ENGINE, loop.pid, 0, self._step_number, self._writer.number)
+                )
             except Exception as exc:
                 log_unrecorded(_DEVICE_TIME, exc)
 
-    def _pack_column(self, tokens: Mapping[request, int], others: int) -> bytes:
+    def _pack_column(self, tokens: Mapping[request, int], default_tokens: int) -> bytes:
         return array(
-            "I", [events.clamp_count(tokens.get(member, others)) for member in self._members]
+            "I", [events.clamp_count(tokens.get(member, default_tokens)) for member in self._members]
         ).tobytes()
 
     @staticmethod

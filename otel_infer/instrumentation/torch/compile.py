@@ -1,10 +1,11 @@
-"""`torch.compile` at work: compilations that requests wait for, of which one may take a minute.
+"""Records compilations by `torch.compile` as pauses. Requests wait for them, up to a minute each.
 
     CompilationCallbackHandler.run_start_callbacks ─ run_end_callbacks ─▶ a pause
 
-Where torch tells those who asked by `on_compile_start` and `on_compile_end`, and not as one of them:
-`torch._dynamo.reset()` forgets them all. It is the outermost compilation of all threads: one inside another (a lazy
-backward, a graph that CUDA records) is a part of it, and of two threads the pause is from the first begin to the last end.
+The handler's methods are patched. Callbacks registered with `on_compile_start` and `on_compile_end` are not
+used, because `torch._dynamo.reset()` removes them all. torch reports only the outermost compilation of all
+threads. A nested one (a lazy backward, a CUDA graph recording) is part of it. With two threads the pause
+lasts from the first begin to the last end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ instrumentor = Instrumentor("torch_compile", "torch", ("torch._dynamo",))
 
 
 class _Compilation:
-    """The one that is going on. `started_at` 0: none, or one that began before we came."""
+    """The current compilation. `started_at`: monotonic ns; 0 = none, or it began before the hooks."""
 
     started_at = 0
 

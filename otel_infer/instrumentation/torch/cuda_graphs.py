@@ -1,9 +1,9 @@
-"""CUDA graphs while they are captured: the engine's thread is at it, and whoever is in flight waits. And short memory.
+"""Records CUDA graph captures, for which all requests in flight wait, and shortages of GPU memory.
 
-    CUDAGraph.capture_begin ─ capture_end ─▶ a pause               the end of a request ─ `gpu.allocator` ─▶ a mark
+    CUDAGraph.capture_begin ─ capture_end ─▶ a pause               the end of a request ─ `gpu.memory` ─▶ a mark
 
-Whoever captures comes by here: `torch.cuda.graph`, engines, torch's compiler; what that captures inside a compilation is told
-of as a capture. CUDA is never initialized from here.
+All captures pass here: by `torch.cuda.graph`, by engines, and by torch's compiler. A capture inside a
+compilation is recorded as a capture. This module never initialises CUDA.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ _GRAPH = "torch.cuda.graphs:CUDAGraph"
 
 
 class _CudaInstrumentor(Instrumentor):
-    """Also looks at the allocator, of which nobody tells, as long as the hooks are on."""
+    """The instrumentor for CUDA graphs and GPU memory.
+
+    The allocator offers no callback for its retries, so its counters are polled while the hooks are
+    installed.
+    """
 
     def install(self) -> None:
         super().install()
         try:
             recorder.deferred_recorders[self.name] = _make_allocator_poll(AllocatorCounters(recorder.count))
         except Exception as exc:
-            log.warning("the CUDA allocator is not looked at: %s", type(exc).__name__)
+            log.warning("counters of the CUDA allocator are not recorded: %s", type(exc).__name__)
         recorder.deferred_recorders[DEVICE_TIME] = timing.collect_spans
         timing.on_first_use = _watch_memory
 
@@ -49,36 +53,43 @@ class _CudaInstrumentor(Instrumentor):
         recorder.deferred_recorders.pop(DEVICE_TIME, None)
         timing.on_first_use = None
         super().remove()
-        graph_capture.open_captures = 0  # nobody will tell of their ends
+        graph_capture.open_captures = 0  # their ends are no longer observed
 
 
 def _watch_memory(device: Device) -> Callable[[], None]:
-    """A device is used first: whoever runs out of its memory says so, and once a second it is said how much there is."""
-    if device.kind != "cuda":  # asking for CUDA's memory would turn to it
+    """Starts recording of out-of-memory errors of a device at its first use.
+
+    Returns a function that records the device's memory, to be called once a second. Devices other than CUDA
+    are ignored.
+    """
+    if device.kind != "cuda":  # reading CUDA's memory would initialise CUDA
         return lambda: None
     attach_oom_observer(_record_oom)
     return DeviceMemorySampler(device.index, recorder.record_process).record_sample
 
 
 def _record_oom(device: int, wanted: int, limit: int, free: int) -> None:
-    """Called by the allocator before it raises, on the thread that asked."""
+    """Records an out-of-memory error. The allocator calls this before it raises, on the allocating thread."""
     try:
         request = start.current_request()
         if request is not None and recorder.active:
             request.record_event(events.MemoryRefused(_clock.now(), int(wanted), int(limit), int(free)))
-    except Exception as exc:  # it would take the place of the user's error
-        log.warning("running out of memory is not recorded: %s", type(exc).__name__)
+    except Exception as exc:  # it would replace the application's out-of-memory error
+        log.warning("an out-of-memory error is not recorded: %s", type(exc).__name__)
 
 
 def _make_allocator_poll(allocator: AllocatorCounters) -> Callable[[], None]:
-    """Looks until it fails once: a request is about to end, and is not to be held up by another release of torch."""
+    """Returns a function that records the allocator's counters and removes itself after its first failure.
+
+    It runs before a request ends, and an unsupported release of torch must not fail for each request again.
+    """
 
     def poll_allocator() -> None:
         try:
             allocator.record_increments()
         except Exception as exc:
             recorder.deferred_recorders.pop(instrumentor.name, None)
-            log.warning("the CUDA allocator is looked at no more: %s", type(exc).__name__)
+            log.warning("counters of the CUDA allocator are no longer recorded: %s", type(exc).__name__)
 
     return poll_allocator
 
@@ -87,7 +98,11 @@ instrumentor = _CudaInstrumentor("cuda_graphs", "torch", ("torch.cuda.graphs",))
 
 
 class _GraphCapture(threading.local):
-    """The one of this thread, of which there is one at a time. `started_at` 0: none, or one that began before we came."""
+    """The current capture of this thread.
+
+    `started_at`: monotonic ns; 0 = none, or it began before the hooks were installed.
+    `is_announced`: `graph_capture` counts it, so no device query runs before its end.
+    """
 
     started_at = 0
     is_announced = False
@@ -98,7 +113,7 @@ _current = _GraphCapture()
 
 @contextlib.contextmanager
 def _announce_capture() -> Iterator[None]:
-    """Nobody asks a device from before a capture begins to its end."""
+    """Blocks our device queries from before the begin of a capture until its end."""
     graph_capture.begin_capture()
     try:
         yield

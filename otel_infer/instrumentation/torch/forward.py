@@ -1,15 +1,17 @@
-"""torch models that no engine claims (BERT-like, vision): the outermost `forward` is the stage of a request.
+"""Records the outermost `forward` of torch models that no engine runs (BERT-like, vision) as a stage.
 
     model.eval() ─▶ train(False) ─▶ the model is outermost         model(...) ─▶ forward ─▶ inner modules, at no cost
 
-`eval()` is called on whole models, by users and by `from_pretrained`, and goes down from there. The calls of such a model
-are seen through `_compiled_call_impl`, the place of a module where `Module.compile` puts what is to be called instead: as
-a descriptor on its class, so that no module holds anything of ours, and copies, replicas and pickles are what they were.
-Inside a claim (`generate`, a batch, another model) it is silent.
+`eval()` is called on whole models, by applications and by `from_pretrained`, and recurses into the inner
+modules. Calls of such a model are intercepted through `_compiled_call_impl`, the attribute in which
+`Module.compile` stores the function to call instead. A descriptor on the class takes its place. So no module
+holds an object of ours, and copies, replicas and pickles are unchanged. Nothing is recorded while torch is
+suppressed: inside `generate`, a batch or another model.
 
-A call is a stage of the current request. Without one it is a request of its own, unless gradients are on: that is a
-training loop. Times are the host's: on an accelerator the work may still be going on when `forward` returns. Not seen:
-models that were loaded before `instrument()`, and what is called by another way than `model(...)`.
+A call is a stage of the current request. Without a request it becomes a separate request, unless gradients
+are enabled, because that is a training loop. Stage times are host times: on an accelerator the work may still
+be running when `forward` returns. Device time is recorded in addition where the device is timed.
+Models that were loaded before `instrument()` are not recorded, nor calls by any other way than `model(...)`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from otel_infer.tracing import request_span, start
 
 PROVIDER, OPERATION, STAGE = events.TORCH, "inference", "forward"
 ENGINE_MODULES = ("vllm.", "sglang.", "tensorrt_llm.")
-"""Whose models are run step by step, for many requests at once."""
+"""Prefixes of engine modules. Their models are ignored, because one forward pass serves many requests."""
 
 _MODULE = "torch.nn.modules.module:Module"
 _CALL_ATTRIBUTE = "_compiled_call_impl"
@@ -48,7 +50,7 @@ _named_requests: weakref.WeakSet[request_span.RequestSpan] = weakref.WeakSet()
 
 
 class _TorchInstrumentor(Instrumentor):
-    """Also takes off what the models of the user have brought upon their classes."""
+    """The instrumentor for torch, which also removes its descriptor from the classes of models."""
 
     def remove(self) -> None:
         super().remove()
@@ -62,9 +64,9 @@ instrumentor = _TorchInstrumentor("torch", "torch", ("torch",), is_engine=True)
 
 
 class _CallDescriptor:
-    """On a class in the place of `_compiled_call_impl`: for its outermost modules, a call that is seen.
+    """The class attribute in place of `_compiled_call_impl`. Outermost modules get a traced call from it.
 
-    What a module itself has there (after `Module.compile`) stays in its `__dict__`, where torch keeps it.
+    A module's own value (after `Module.compile`) stays in its `__dict__`, where torch keeps it.
     """
 
     hook = Hook("")
@@ -73,7 +75,7 @@ class _CallDescriptor:
     is_tracing: Callable[[], bool]
 
     def bind_torch_functions(self) -> None:
-        """Where it knows what it is doing."""
+        """Stores the functions of torch that report compiling, tracing and gradients."""
         import torch
 
         self.is_compiling, self.is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing
@@ -82,7 +84,7 @@ class _CallDescriptor:
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return None
-        # First, since under torch.compile it is a constant, and nothing of what follows is looked at.
+        # `is_compiling` is first: under torch.compile it is a constant, and dynamo skips the rest.
         if (
             self.is_compiling()
             or torch_suppressed.get()
@@ -99,7 +101,7 @@ class _CallDescriptor:
         module.__dict__.pop(_CALL_ATTRIBUTE, None)
 
     def __reduce__(self) -> Any:
-        # cloudpickle pickles classes of `__main__` whole: elsewhere this is None, as torch has it.
+        # cloudpickle pickles classes of `__main__` by value. Elsewhere this becomes None, torch's default.
         return type(None), ()
 
 
@@ -121,11 +123,11 @@ def _call_traced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     finally:
         torch_suppressed.reset(token)
         _end_forward(forward, args, kwargs, failure)
-        del failure  # or it would hold its own traceback
+        del failure  # breaks the reference cycle with its traceback
 
 
 class _ForwardCall(NamedTuple):
-    """One call of an outermost module, while it runs. `token`: of a request of its own, which it made current."""
+    """A running call of an outermost module. `token`: None if the call is a stage, not a separate request."""
 
     request: request_span.RequestSpan
     started_at: int
@@ -134,7 +136,7 @@ class _ForwardCall(NamedTuple):
 
 
 def _begin_forward(module: Any) -> _ForwardCall | None:
-    """None where the call is not to be recorded."""
+    """Returns the call that begins; None if it is not recorded."""
     try:
         if _call_descriptor.is_tracing():
             return None
@@ -162,11 +164,11 @@ def _begin_forward(module: Any) -> _ForwardCall | None:
 
 
 def _end_forward(forward: _ForwardCall, args: Any, kwargs: Any, failure: BaseException | None) -> None:
-    request, started_at, token, begun = forward
+    request, started_at, token, timing_handle = forward
     try:
         if token is not None:
             start.detach(token)
-        timing.end(begun, StageWork(STAGE, request.handle))
+        timing.end(timing_handle, StageWork(STAGE, request.handle))
         request.record_stage(STAGE, started_at, _read_batch_size(args, kwargs))
         if token is not None and failure is None:
             request.close()
@@ -177,32 +179,32 @@ def _end_forward(forward: _ForwardCall, args: Any, kwargs: Any, failure: BaseExc
 
 
 def _begin_timing(module: Any) -> Any:
-    """On the device where its weights are; on the thread's if it has none, or is nobody's usual module."""
+    """Begins device timing on the device of the module's weights; without weights on the thread's device."""
     device = None
     if timing.is_device_timed:
         with contextlib.suppress(Exception):
             device = next(module.parameters()).device
     try:
         return timing.begin(on=device)
-    except Exception as exc:  # a device that has failed; the request is open by now
+    except Exception as exc:  # the device failed; the request is open already and goes on
         _call_descriptor.hook.mark_failed(exc)
         return UNTIMED
 
 
 def _set_model_name(request: request_span.RequestSpan, module: Any) -> None:
-    """Says what served the request: the first model, until somebody knows better."""
+    """Sets the model that served the request: the first one, unless the name was set otherwise."""
     if not request.is_named and request not in _named_requests:
         _named_requests.add(request)
         request.set_operation(OPERATION, PROVIDER, model_name(module))
 
 
 def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many inputs are in the batch, by the first tensor of two dimensions or more; 0 = there is none."""
+    """Returns the batch size: the length of the first tensor of two or more dimensions; 0 = there is none."""
     for value in (*args, *kwargs.values()):
         for tensor in value.values() if isinstance(value, dict) else (value,):
             try:
                 shape = getattr(tensor, "shape", None)
-            except Exception:  # an object of the user's that only computes it
+            except Exception:  # an object of the application whose `shape` property raises
                 continue
             if isinstance(shape, tuple) and len(shape) >= 2:
                 return int(shape[0])
@@ -210,7 +212,7 @@ def _read_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def model_name(module: Any) -> str:
-    """The served name of a model: its hub id, its folder's own name (never a path), or its class."""
+    """Returns the served name of a model: hub id, last component of its folder (never a path), or class."""
     module = getattr(module, "_orig_mod", module)
     name = getattr(getattr(module, "config", None), "_name_or_path", "")
     if not isinstance(name, str) or not name:
@@ -218,11 +220,11 @@ def model_name(module: Any) -> str:
     return strip_model_path(name)
 
 
-# ── which modules are outermost ──────────────────────────────────────────────────────────────────────────────────
+# ── outermost modules ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _TrainRecursion(threading.local):
-    """Whether this thread is inside a `train` that goes down from module to module."""
+    """Whether this thread is inside a `train` call that recurses into the inner modules."""
 
     is_active = False
 
@@ -232,12 +234,12 @@ _train_recursion = _TrainRecursion()
 
 @instrumentor.patch_hot_path(f"{_MODULE}.train", reads=("mode",))
 def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """`eval()` is `train(False)`, and so is whatever classes have made of it."""
-    # torch itself is still being imported here, as far as its modules.
+    """Returns a `train` that registers the module as outermost on `train(False)`, i.e. on `eval()`."""
+    # torch is still being imported here: only modules up to `torch.nn.modules.module` are loaded.
     if not hasattr(sys.modules["torch.nn.modules.module"].Module, _CALL_ATTRIBUTE):
         raise TargetMismatch(_MODULE, f"there is no {_CALL_ATTRIBUTE}")
     _call_descriptor.hook = hook
-    for ref in list(_outermost_modules.values()):  # known from before an `uninstrument()`
+    for ref in list(_outermost_modules.values()):  # registered before an `uninstrument()`
         _patch_class(type(ref()))
 
     def train(self: Any, mode: bool = True) -> Any:
@@ -262,9 +264,12 @@ def patch_train(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 @instrumentor.patch_hot_path("torch._dynamo.eval_frame:OptimizedModule.__init__", part="compile")
 def patch_optimized_module(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """`torch.compile(model)` is outermost if the model was, and dynamo has no business in our own frames."""
+    """Returns an `__init__` by which `torch.compile(model)` is outermost if the model was.
+
+    Our functions are excluded from compilation by dynamo.
+    """
     dynamo = sys.modules["torch._dynamo.eval_frame"]
-    # Before 2.7 it is in the compiled half only.
+    # Before torch 2.7 `skip_code` exists only in the C extension.
     skip_code = getattr(dynamo, "skip_code", None) or sys.modules["torch"]._C._dynamo.eval_frame.skip_code
     for function in (_CallDescriptor.__get__, _call_traced, _begin_forward, _end_forward, _read_batch_size):
         skip_code(function.__code__)
@@ -282,23 +287,27 @@ def patch_optimized_module(original: Callable[..., Any], hook: Hook) -> Callable
 
 
 def _watch_module(module: Any) -> None:
-    kind, number = type(module), id(module)
-    # An engine may run models that are the user's own.
-    if number in _outermost_modules or loading_for_engine.get() or kind.__module__.startswith(ENGINE_MODULES):
+    kind, module_id = type(module), id(module)
+    # An engine may also run model classes of the application, so the module name alone is not enough.
+    if (
+        module_id in _outermost_modules
+        or loading_for_engine.get()
+        or kind.__module__.startswith(ENGINE_MODULES)
+    ):
         return
     if kind.__module__.startswith(_LAYER_MODULES) and (not module._modules or kind.__bases__ == (object,)):
-        return  # a frozen BatchNorm is a layer of a model, and `nn.Module` itself the class of all there are
+        return  # a single layer (a frozen BatchNorm), or `nn.Module` itself, the base class of all modules
     if _patch_class(kind):
-        _outermost_modules[number] = weakref.ref(module, lambda ref: _forget_module(number, ref))
+        _outermost_modules[module_id] = weakref.ref(module, lambda ref: _forget_module(module_id, ref))
 
 
-def _forget_module(number: int, ref: weakref.ref[Any]) -> None:
-    if _outermost_modules.get(number) is ref:
-        del _outermost_modules[number]
+def _forget_module(module_id: int, ref: weakref.ref[Any]) -> None:
+    if _outermost_modules.get(module_id) is ref:
+        del _outermost_modules[module_id]
 
 
 def _patch_class(kind: type) -> bool:
-    """Whether calls of this class are seen from now on; not of one that takes no attributes."""
+    """Puts the descriptor on a class. Returns False if the class rejects new attributes."""
     if not any(owner.__dict__.get(_CALL_ATTRIBUTE) is _call_descriptor for owner in kind.__mro__):
         _call_descriptor.bind_torch_functions()
         try:

@@ -1,10 +1,10 @@
-"""Hugging Face transformers: `generate`, continuous batching, `transformers serve`, tokenizers.
+"""Hooks for Hugging Face transformers: `generate`, continuous batching, `transformers serve`, tokenizers.
 
-    tokenizer ─▶ generate ─▶ prefill ─▶ step* ─▶ decode                              (`generate`, in the caller's thread)
+    tokenizer ─▶ generate ─▶ prefill ─▶ step* ─▶ decode       (`generate`, in the caller's thread)
     tokenizer ─▶ add_request ─▶ waiting ─▶ (schedule_batch ─▶ prepare_batch_update)* ─▶ streamer
-                 `sequences`              `batching`, `computing`, in a thread of its own
+                 `sequences`               `continuous_batching`, `batch_timing`, in the manager's thread
 
-Releases 5.5 to 5.24; what is found in which is in docs/support-transformers.md.
+Releases 5.5 to 5.24; docs/support-transformers.md lists the hooks of each release.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Continuous batching on its device: what a step launches, from mark to mark."""
+"""Hook that times the steps of continuous batching on their device, between two device events."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from otel_infer.instrumentation.transformers.continuous_batching import CB, PART
 
 @instrumentor.patch_hot_path(f"{CB}.model_runner:ModelRunner.compute_batch", optional=True, part=PART)
 def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Launches forward and sampling on a stream of its own."""
+    """Times one step. The library launches forward pass and sampling on a separate stream."""
 
     def compute_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batches = current_loop.latest
-        if batches is None or not batches.in_flight or not hook.alive:
+        tracker = current_loop.latest
+        if tracker is None or not tracker.in_flight or not hook.alive:
             return original(self, *args, **kwargs)
-        begun = None
+        timing_handle = None
         try:
-            flight = batches.in_flight[-1]
+            flight = tracker.in_flight[-1]
             io = self.inputs_and_outputs
-            begun = timing.begin(
+            timing_handle = timing.begin(
                 getattr(io, "compute_stream", None), not flight.decode_only, on=getattr(io, "device", None)
             )
         except Exception as exc:
@@ -32,11 +32,13 @@ def wrap_compute_batch(original: Callable[..., Any], hook: Hook) -> Callable[...
         try:
             result = original(self, *args, **kwargs)
         except BaseException:
-            timing.cancel(begun or 0)
+            timing.cancel(timing_handle or 0)
             raise
-        if begun is not None:
+        if timing_handle is not None:
             try:
-                timing.end(begun, StepWork(ENGINE, batches.pid, 0, flight.step, batches.writer.number))
+                timing.end(
+                    timing_handle, StepWork(ENGINE, tracker.pid, 0, flight.step, tracker.writer.number)
+                )
             except Exception as exc:
                 hook.mark_failed(exc)
         return result

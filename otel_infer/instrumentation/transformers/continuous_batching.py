@@ -1,11 +1,12 @@
-"""Continuous batching, step by step: one thread of the manager runs all steps of its scheduler.
+"""Hooks that record each step of continuous batching, on the thread of the manager that runs them.
 
-    schedule_batch ─▶ prepare_batch_tensors ─▶ compute_batch ─▶ prepare_batch_update ─▶ finish_request
-    scheduled                                  timed on device  done                    (see `sequences`)
+    Scheduler.schedule_batch ─▶ compute_batch ─▶ prepare_batch_update ─▶ finish_request
+    scheduled                   timed on device  done                    (see `sequences`)
 
-A step is known again at its end by the first of its futures, which the library carries from one to the other. With
-asynchronous batching two steps are in flight, and what was scheduled for a sequence that finished meanwhile is
-discarded. Releases before 5.18 count free blocks, later ones a free share; before 5.6 a future has no query length.
+The end of a step is matched to its start by the step's first future, which the library carries through. With
+asynchronous batching two steps are in flight. Tokens scheduled for a sequence that finished meanwhile count
+as discarded. Releases before 5.18 count free blocks, later ones a free share. Before 5.6 a future has no
+query length.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ _is_alive = attrgetter("writer.alive")
 
 
 class _InFlightBatch:
-    """A step between schedule and update. `column`: tokens delivered per member, empty = one each, but for `chunks`:
-    positions of those who get none. `plain`: everybody in it decodes."""
+    """A step between schedule and update; `step` becomes 0 if it is recorded as done before its update.
+
+    `token_column`: tokens delivered per member (u32), empty = one each. `chunk_positions`: members that get
+    no token, because their prompt is not done. `decode_only`: each member is scheduled for one token.
+    """
 
     __slots__ = (
         "chunk_positions",
@@ -71,54 +75,59 @@ class _InFlightBatch:
 
 
 class _BatchTracker:
-    """The steps of one scheduler, on the thread that runs them."""
+    """Records the steps of one scheduler, on the thread that runs them."""
 
-    def __init__(self, log: BatchWriter, cache: Any) -> None:
-        self.writer, self.pid = log, os.getpid()
+    def __init__(self, writer: BatchWriter, cache: Any) -> None:
+        self.writer, self.pid = writer, os.getpid()
         self.closed = False
         self.removed: list[Any] = []
         self.in_flight: deque[_InFlightBatch] = deque(maxlen=8)
         self.read_kv_usage = kv_cache.make_usage_reader(cache)
-        self.blocks = KvBlockSizeRecorder(ENGINE, log.number, kv_cache.tokens_per_block(cache))
+        self.blocks = KvBlockSizeRecorder(ENGINE, writer.number, kv_cache.tokens_per_block(cache))
         self.blocks.record_block_size()
-        log.pack_handles = _pack_handles
+        writer.pack_handles = _pack_handles
 
     def record_scheduled(self, scheduler: Any, futures: list[Any], query_tokens: int) -> None:
         active, size = scheduler.active_requests, len(futures)
         used, total = self.read_kv_usage()
-        plain = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
-        odd = _NO_PREFILLS if plain else _find_prefills(futures, query_tokens)
-        queries = column = b""
-        chunks: tuple[int, ...] = ()
-        # Who is scheduled is active, and nobody is twice: as many as are active are all of them.
-        if size == len(active) and odd is not None:
+        decode_only = query_tokens == size and futures[-1].has_new_token and not scheduler._requests_to_fork
+        prefills = _NO_PREFILLS if decode_only else _find_prefills(futures, query_tokens)
+        scheduled_column = delivered_column = b""
+        chunk_positions: tuple[int, ...] = ()
+        # A scheduled state is active, and scheduled once. As many as are active are therefore all of them.
+        if size == len(active) and prefills is not None:
             states = list(active.values())
         else:
             states = list(map(_get_state, futures))
-        if odd is None:
-            queries, column = (
+        if prefills is None:
+            scheduled_column, delivered_column = (
                 _encode_scheduled_tokens(futures),
                 array("I", map(_get_has_new_token, futures)).tobytes(),
             )
-        several, unfinished = odd or _NO_PREFILLS
+        several, unfinished = prefills or _NO_PREFILLS
         waiting = len(scheduler.waiting_requests)
         step = self.writer.write_scheduled(
-            states, self.removed, queries, used, total, len(active), waiting, several
+            states, self.removed, scheduled_column, used, total, len(active), waiting, several
         )
         for state in unfinished:
-            chunks += (self.writer.find_position(state),)
+            chunk_positions += (self.writer.find_position(state),)
         if self.removed:
             self.removed = []
             self.blocks.record_block_size()
-        self.in_flight.append(_InFlightBatch(step, futures[0], states, column, chunks, plain))
+        self.in_flight.append(
+            _InFlightBatch(step, futures[0], states, delivered_column, chunk_positions, decode_only)
+        )
 
-    def record_done(self, first: Any) -> None:
-        """The tokens of the step with this first future are on the host; another scheduler's is unknown here."""
+    def record_done(self, first_future: Any) -> None:
+        """Records that the tokens of the step with this first future are on the host.
+
+        Ignores a step of another scheduler.
+        """
         flights = self.in_flight
-        if flights[0].first_future is not first:
-            if not any(flight.first_future is first for flight in flights):
+        if flights[0].first_future is not first_future:
+            if not any(flight.first_future is first_future for flight in flights):
                 return
-            while flights[0].first_future is not first:  # the results of those before are never fetched
+            while flights[0].first_future is not first_future:  # results of earlier steps are never fetched
                 flights.popleft()
         flight = flights.popleft()
         if not flight.step:
@@ -132,7 +141,7 @@ class _BatchTracker:
         self.writer.write_done(flight.step, column, len(flight.states), discarded)
 
     def remove_sequence(self, state: Any) -> None:
-        """A sequence left the batch: whatever is still in flight for it will be discarded."""
+        """Removes a sequence from the batch; tokens still in flight for it count as discarded."""
         self.removed.append(state)
         for flight in self.in_flight:
             if (
@@ -142,26 +151,26 @@ class _BatchTracker:
             ):
                 continue
             flight.removed_states += (state,)
-            # Nobody waits for it, and the library may not fetch it before the next arrival.
+            # Without members left, the library may not fetch the step before the next request arrives.
             if len(flight.removed_states) == len(flight.states):
                 column, discarded = _discard_tokens(flight)
                 self.writer.write_done(flight.step, column, len(flight.states), discarded)
                 flight.step = 0
 
     def _is_in_batch(self, flight: _InFlightBatch, state: Any) -> bool:
-        """The log finds a member of the batch that was stated last without looking at the others."""
+        """Whether the sequence is in the step; for the latest step by bisection instead of a scan."""
         if flight is self.in_flight[-1]:
             return self.writer.find_position(state) >= 0
         return _contains_state(flight.states, state)
 
     def close(self) -> None:
-        """Gives the log back; what was in flight is no step of whoever has it next."""
+        """Returns the batch writer to the recorder, and drops the steps in flight, unknown to its next user."""
         self.closed = True
         self.in_flight.clear()
         recorder.release_batch_writer(ENGINE, self.writer)
 
     def on_idle(self) -> None:
-        """Nothing is active: let go of the last batch."""
+        """Clears the batch if no step is in flight, so that finished sequences are not kept alive."""
         if not self.in_flight:
             self.removed = []
             self.writer.clear_batch()
@@ -178,9 +187,9 @@ def _discard_tokens(flight: _InFlightBatch) -> tuple[bytes, int]:
         column[position] = 0
     discarded = 0
     for state in flight.removed_states:
-        found = list(map(is_, flight.states, repeat(state)))
-        if True in found and column[found.index(True)]:
-            column[found.index(True)] = 0
+        matches = list(map(is_, flight.states, repeat(state)))
+        if True in matches and column[matches.index(True)]:
+            column[matches.index(True)] = 0
             discarded += 1
     return column.tobytes(), discarded
 
@@ -191,10 +200,10 @@ _NO_PREFILLS: _Prefills = (), ()
 
 
 def _find_prefills(futures: list[Any], query_tokens: int) -> _Prefills | None:
-    """Those who do not get one token for one: (state, tokens scheduled), and of these the states whose prompt is not done. Looked
-    for at the end, where the scheduler puts whoever is in its prefill.
+    """Returns the states in prefill with their scheduled tokens, and the states with an unfinished prompt.
 
-    None where they are too many or elsewhere: the sum says whether all others have one token each.
+    Searches from the end, where the scheduler puts states in prefill. None if there are too many, or if
+    `query_tokens` shows that not all other states are scheduled for one token.
     """
     several: list[tuple[Any, int]] = []
     unfinished: list[Any] = []
@@ -213,7 +222,7 @@ def _find_prefills(futures: list[Any], query_tokens: int) -> _Prefills | None:
 
 
 def _encode_scheduled_tokens(futures: list[Any]) -> bytes:
-    """Tokens scheduled per member."""
+    """Returns the tokens scheduled per member, as a u32 column."""
     try:
         return array("I", map(_get_query_length, futures)).tobytes()
     except AttributeError:
@@ -223,12 +232,15 @@ def _encode_scheduled_tokens(futures: list[Any]) -> bytes:
 def _pack_handles(states: Any) -> bytes:
     try:
         return b"".join(map(_get_handle, states))
-    except AttributeError:  # some began before we were here
+    except AttributeError:  # states that were created before the hooks were installed
         return b"".join(getattr(state, "otel_infer_handle", UNKNOWN_HANDLE) for state in states)
 
 
 class _BatchingLoop(threading.local):
-    """`made`: what the loop on this thread has made; `latest`: of these, the one that was scheduled last."""
+    """The step trackers that the loop on this thread has created.
+
+    `latest`: the tracker of the latest step.
+    """
 
     def __init__(self) -> None:
         self.trackers: list[_BatchTracker] = []
@@ -239,31 +251,31 @@ current_loop = _BatchingLoop()
 
 
 def _get_tracker(scheduler: Any) -> _BatchTracker | None:
-    batches: _BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
-    if batches is None or batches.closed or not batches.writer.alive:
-        log = recorder.acquire_batch_writer(ENGINE)
-        if log is None:
+    tracker: _BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
+    if tracker is None or tracker.closed or not tracker.writer.alive:
+        writer = recorder.acquire_batch_writer(ENGINE)
+        if writer is None:
             return None
-        batches = scheduler._otel_infer_batches = _BatchTracker(log, scheduler.cache)
-        current_loop.trackers = [*filter(_is_alive, current_loop.trackers), batches]
-    return batches
+        tracker = scheduler._otel_infer_batches = _BatchTracker(writer, scheduler.cache)
+        current_loop.trackers = [*filter(_is_alive, current_loop.trackers), tracker]
+    return tracker
 
 
 def _remove_from_batch(scheduler: Any, state: Any) -> None:
-    """A sequence left the scheduler's batch."""
-    batches: _BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
-    if batches is not None and not batches.closed:
-        batches.remove_sequence(state)
+    """Removes a sequence from the scheduler's batch."""
+    tracker: _BatchTracker | None = getattr(scheduler, "_otel_infer_batches", None)
+    if tracker is not None and not tracker.closed:
+        tracker.remove_sequence(state)
         if not scheduler.active_requests:
-            batches.on_idle()
+            tracker.on_idle()
 
 
-# ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── generation loop ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @instrumentor.patch_hot_path(f"{MANAGER}._run_generation_loop", optional=True, part=PART)
 def wrap_run_generation_loop(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A loop that ends gives its step log back."""
+    """Returns the batch writers of a loop to the recorder when the loop ends."""
 
     def run_generation_loop(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -278,9 +290,9 @@ def wrap_run_generation_loop(original: Callable[..., Any], hook: Hook) -> Callab
 
 
 def _close_trackers() -> None:
-    made, current_loop.trackers, current_loop.latest = current_loop.trackers, [], None
-    for batches in made:
-        batches.close()
+    trackers, current_loop.trackers, current_loop.latest = current_loop.trackers, [], None
+    for tracker in trackers:
+        tracker.close()
 
 
 for _target in (f"{MANAGER}._run_generation_loop", f"{PROCESSOR}.warmup"):
@@ -297,10 +309,10 @@ def _wrap_schedule_batch(original: Callable[..., Any], hook: Hook) -> Callable[.
             try:
                 futures = result[0]
                 if futures:
-                    batches = _get_tracker(self)
-                    current_loop.latest = batches
-                    if batches is not None:
-                        batches.record_scheduled(self, futures, result[2])
+                    tracker = _get_tracker(self)
+                    current_loop.latest = tracker
+                    if tracker is not None:
+                        tracker.record_scheduled(self, futures, result[2])
             except Exception as exc:
                 hook.mark_failed(exc)
         return result
@@ -314,15 +326,15 @@ for _class in ("FIFOScheduler", "PrefillFirstScheduler"):
 
 @instrumentor.patch_hot_path(f"{CB}.input_outputs:ContinuousBatchingIOs.prepare_batch_update", part=PART)
 def wrap_prepare_batch_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Here the tokens are on the host, and nobody has been given them yet."""
+    """Records the end of a step: its tokens are on the host and not yet delivered to any sequence."""
 
     def prepare_batch_update(self: Any) -> Any:
         result = original(self)
         if hook.alive:
             try:
-                for batches in current_loop.trackers:
-                    if batches.in_flight and result[0]:
-                        batches.record_done(result[0][0])
+                for tracker in current_loop.trackers:
+                    if tracker.in_flight and result[0]:
+                        tracker.record_done(result[0][0])
             except Exception as exc:
                 hook.mark_failed(exc)
         return result

@@ -1,14 +1,18 @@
-"""`model.generate`: one request, in the caller's thread.
+"""Hooks that record `model.generate` as one request, in the caller's thread.
 
-    generate ─▶ (encoder) ─▶ _prefill ─▶ loop: _has_unfinished_sequences ─▶ forward, select ─▶ …
-    submitted   scheduled                       done, scheduled
+    GenerationMixin.generate ─▶ (encoder) ─▶ _prefill ─▶ loop: _has_unfinished_sequences ─▶ forward ─▶ …
+    submitted                   scheduled                      done, scheduled
 
-`_has_unfinished_sequences` is asked once per iteration of greedy, sampling, beam search and assisted decoding, between
-two steps. In the n-th iteration the tokens of the (n−1)-th are known on the host. All rows of a batch are one request.
-Scheduled are the rows that are computed (every beam), delivered those that are returned; rows that finished early, or
-that were padded on the left, count in full, since only the device knows which. A loop of the user's own is one `decode`
-without steps, but for those of the library's loops that it calls. A `generate` inside a `generate`, as a draft model's, is
-part of it; one in the body of a stream that a loop of the user's returned is not, since that body runs wherever it is read.
+Greedy decoding, sampling, beam search and assisted decoding call `_has_unfinished_sequences` once per
+iteration, between two steps. In the n-th iteration the tokens of the (n−1)-th are known on the host.
+
+All rows of a batch are one request. Rows that are computed (every beam) count as scheduled, rows that are
+returned as delivered. Rows that finished early or were padded on the left count in full, because only the
+device can identify them.
+
+A custom decoding loop is one `decode`; it has steps only from the library's loops that it calls. A `generate`
+inside a `generate`, such as a draft model's, is part of the outer call. That does not hold for a stream that
+a custom loop returns: its body runs wherever it is read.
 """
 
 from __future__ import annotations
@@ -41,14 +45,17 @@ DECODING_LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
 ENCODERS = ("_prepare_encoder_decoder_kwargs_for_generation", "_maybe_prepare_encoder_kwargs_for_generation")
 
 PIXEL_INPUTS = frozenset(("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches"))
-"""As encoders of images and videos call what they look at."""
+"""Names of the inputs of image and video encoders."""
 
 _get_packed = attrgetter("packed")
 
 
 @instrumentor.patch_hot_path(f"{_GENERATION}.generate", part="generate")
 def wrap_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A run is its thread's, and its request current, while the call lasts: the stream that it may return is read anywhere."""
+    """Makes a run current on its thread, and its request current in the context, while the call lasts.
+
+    It does not extend to a stream that the call returns, because any thread may read that.
+    """
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         outer, thread_state.run, thread_state.next_run = thread_state.run, thread_state.next_run, None
@@ -82,7 +89,7 @@ def trace_generate(call: Call) -> Generator[None, Any, None]:
         run.record_failure(exc)
         raise
     finally:
-        # A run is in a cycle with itself, and a device's memory cannot wait for the garbage collector.
+        # A run refers to itself, so only the garbage collector frees it. Device memory must not wait for it.
         run.cache = None
         if run.writer is not None:
             recorder.release_batch_writer(ENGINE, run.writer)
@@ -92,14 +99,14 @@ instrumentor.patch_hot_path(f"{_GENERATION}.generate", part="generate")(suppress
 
 
 def _is_paged(call: Call) -> bool:
-    """Whether the library turns this into continuous batching."""
+    """Whether the library runs this call through continuous batching."""
     return bool(call.kwargs.get("cache_implementation") == "paged")
 
 
 def _begin_generation(call: Call) -> GenerationRun | None:
     request = start.current_request()
     own = request is None
-    if own and already_submitted.get():  # by one that has ended, and has told of it
+    if own and already_submitted.get():  # by a request that has ended and recorded it
         return None
     rows, prompt = prompt_shape(call)
     sequences = rows * (events.clamp_count(get_setting(call, "num_return_sequences")) or 1)
@@ -111,10 +118,10 @@ def _begin_generation(call: Call) -> GenerationRun | None:
     if own or not already_submitted.get():
         request.record_submitted(ENGINE, sequences, prompt * rows, get_setting(call, "max_new_tokens"))
     already_submitted.set(False)
-    log = recorder.acquire_batch_writer(ENGINE)
-    if log is not None:
-        log.pack_handles = _pack_handles
-    return GenerationRun(request, own, log, rows, prompt)
+    writer = recorder.acquire_batch_writer(ENGINE)
+    if writer is not None:
+        writer.pack_handles = _pack_handles
+    return GenerationRun(request, own, writer, rows, prompt)
 
 
 def _pack_handles(runs: Any) -> bytes:
@@ -129,12 +136,12 @@ def _wrap_decoding_loop(original: Callable[..., Any], hook: Hook) -> Callable[..
         run = thread_state.run
         if run is not None and hook.alive:
             try:
-                given = dict(zip(names, args)) | kwargs
-                if given.get("generation_config") is not None:
-                    run.begin_loop(self, input_ids, given)
+                arguments = dict(zip(names, args)) | kwargs
+                if arguments.get("generation_config") is not None:
+                    run.begin_loop(self, input_ids, arguments)
                 run.drafting = hook.target.endswith("._assisted_decoding")
-                # These ask the device for tokens or scores before they ask whether to go on.
-                run.has_waited = not hook.target.endswith("._sample") or given.get("streamer") is not None
+                # These loops wait for tokens or scores from the device before they check whether to continue.
+                run.has_waited = not hook.target.endswith("._sample") or arguments.get("streamer") is not None
             except Exception as exc:
                 hook.mark_failed(exc)
         return original(self, input_ids, *args, **kwargs)
@@ -152,7 +159,10 @@ for _name in DECODING_LOOPS:
     f"{_GENERATION}._update_model_kwargs_for_generation", reads=("num_new_tokens",), part="generate"
 )
 def update_model_kwargs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Assisted decoding says here how many tokens of its draft were right, and the one beyond; every loop, where its cache is."""
+    """Reads the number of accepted tokens in assisted decoding, and the cache in every loop.
+
+    The number includes the token that follows the accepted draft tokens.
+    """
 
     def update_model_kwargs(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run
@@ -170,7 +180,10 @@ def update_model_kwargs(original: Callable[..., Any], hook: Hook) -> Callable[..
 
 
 def _wrap_encoder(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """An encoder takes the prompt, or what the prompt shows: that is prefill, and no waiting."""
+    """Records that a run is scheduled when an encoder starts.
+
+    The encoder computes the prompt, or the images in it, so its time is prefill and not queueing.
+    """
 
     def prepare_encoder_kwargs(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = thread_state.run
@@ -185,10 +198,12 @@ def _wrap_encoder(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
     return prepare_encoder_kwargs
 
 
-def _uses_vision_encoder(model: Any, given: tuple[Any, ...]) -> bool:
-    """Whether there is something to see, and a model that looks at it before it reads."""
+def _uses_vision_encoder(model: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether an argument holds images or video, and the model encodes those before its forward pass."""
     supports = getattr(model, "_supports_mm_encoder_outputs", None)
-    has_pixels = any(isinstance(one, dict) and not PIXEL_INPUTS.isdisjoint(one) for one in given)
+    has_pixels = any(
+        isinstance(argument, dict) and not PIXEL_INPUTS.isdisjoint(argument) for argument in arguments
+    )
     return has_pixels and supports is not None and bool(supports())
 
 
@@ -215,7 +230,7 @@ def wrap_prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     "transformers.generation.utils:StopCheck.__call__", optional=True, part="generate"
 )
 def wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """From 5.17 on, what a streamer is given and whether to go on is waited for here."""
+    """Ends the launch of a step: from 5.17 on this call waits for the streamer's tokens and the stop condition."""
 
     def stop_check(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run

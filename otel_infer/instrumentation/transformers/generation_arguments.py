@@ -1,4 +1,4 @@
-"""What a call of `model.generate` was asked for."""
+"""Reads settings and prompt sizes from the arguments of a `model.generate` call."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from otel_infer.instrumentation.hooks.probe import Call
 
 
 def get_setting(call: Call, name: str) -> Any:
-    """A generation setting, by the library's order: the call, the configuration given to it, the model's."""
-    found = call.kwargs.get(name)
+    """Returns a generation setting or None, first from the call, then its configuration, then the model's."""
+    setting = call.kwargs.get(name)
     for config in (call["generation_config"], getattr(call.instance, "generation_config", None)):
-        if found is None:
-            found = getattr(config, name, None)
-    return found
+        if setting is None:
+            setting = getattr(config, name, None)
+    return setting
 
 
 def tensor_shape(tensor: Any) -> tuple[int, ...]:
-    """Empty where it is no tensor, whatever the user hands over in the place of one."""
+    """Returns the shape of a tensor; () for any other object."""
     try:
         return tuple([int(size) for size in tensor.shape])
     except Exception:
@@ -25,7 +25,7 @@ def tensor_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def prompt_length(ids: Any) -> int:
-    """Tokens of one prompt; 0 where it is none, which the library has to say."""
+    """Returns the number of tokens of one prompt; 0 for an invalid prompt, which the library rejects."""
     try:
         return len(ids)
     except Exception:
@@ -33,9 +33,9 @@ def prompt_length(ids: Any) -> int:
 
 
 def prompt_shape(call: Call) -> tuple[int, int]:
-    """(rows, tokens per row) of the prompt; 0 tokens where it is not made of tokens."""
-    given = call["inputs"]
-    ids = call.kwargs.get("input_ids") if given is None else given
+    """Returns (rows, tokens per row) of the prompt; 0 tokens if it is something else, such as audio."""
+    inputs = call["inputs"]
+    ids = call.kwargs.get("input_ids") if inputs is None else inputs
     for candidate, dimensions in ((ids, 2), (call.kwargs.get("inputs_embeds"), 3)):
         shape = tensor_shape(candidate)
         if len(shape) == dimensions:

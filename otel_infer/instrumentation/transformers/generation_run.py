@@ -1,4 +1,4 @@
-"""What one `generate` call comes to while it runs: its steps, when each was launched and done, what it made, and how it ended."""
+"""The state of one `generate` call while it runs, and its events: steps, tokens and the end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from otel_infer.tracing import request_span
 
 
 class GenerationRun:
-    """One outermost `generate` call while it runs. `prompt`: tokens per row, 0 = not known. `first`: those that the first forward
-    pass computes, of all rows."""
+    """One outermost `generate` call while it runs.
+
+    `prompt_tokens`: tokens per row, 0 = unknown. `prefill_tokens`: tokens that the first forward pass
+    computes, summed over all rows. `writer`: None while steps are not recorded.
+    """
 
     def __init__(
         self, request: request_span.RequestSpan, own: bool, log: BatchWriter | None, rows: int, prompt: int
     ) -> None:
+        """`own`: the request was opened for this call, so the call closes it. `prompt`: tokens per row."""
         self.request, self.owns_request, self.writer = request, own, log
         self.packed = request.packed
         self.rows = self.computed_rows = rows
@@ -41,17 +45,19 @@ class GenerationRun:
         self.cache: Any = None
         self.iterations = self.step = self.tokens = self.prefill_tokens = 0
 
-    def begin_loop(self, model: Any, input_ids: Any, given: Mapping[str, Any]) -> None:
-        """A decoding loop begins, of which a loop of the user's own may run several: here the library has settled how many rows,
-        from where, up to where. `given`: its arguments by name."""
+    def begin_loop(self, model: Any, input_ids: Any, arguments: Mapping[str, Any]) -> None:
+        """Reads rows, start and maximum length when a decoding loop begins, because only then they are final.
+
+        A custom loop may run several of these. `arguments`: the loop's arguments by name.
+        """
         timing.cancel(self.timing_handle or 0)
         self.timing_handle, self.iterations, self.prefilled, self.accepted_tokens = None, 0, False, 1
-        config = given["generation_config"]
+        config = arguments["generation_config"]
         self.computed_rows, start = (int(size) for size in input_ids.shape[:2])
-        if not self.stepping:  # a later loop may go on from where an earlier one came
+        if not self.stepping:  # a later loop may continue from the tokens of an earlier one
             self.start_length = start
         copies, beams = (
-            events.clamp_count(many) or 1 for many in (config.num_return_sequences, config.num_beams)
+            events.clamp_count(count) or 1 for count in (config.num_return_sequences, config.num_beams)
         )
         prompts = self.computed_rows // max(copies, beams)
         self.rows = prompts * copies
@@ -60,40 +66,40 @@ class GenerationRun:
         if getattr(model.config, "is_encoder_decoder", False):
             self.prefill_tokens = self.prompt_tokens * prompts
         else:
-            self.prefill_tokens = self._count_uncached(given, prompts, start) * self.computed_rows
-        # Inputs may stay on the host; of a model that is offloaded, nothing is where it says.
+            self.prefill_tokens = self._count_uncached(arguments, prompts, start) * self.computed_rows
+        # Inputs may stay on the host. An offloaded model reports the device `meta`, where nothing is.
         device = getattr(model, "device", None)
         self.device = input_ids.device if device is None or device.type == "meta" else device
         self.stepping = True
 
-    def _count_uncached(self, given: Mapping[str, Any], prompts: int, start: int) -> int:
-        """Tokens per row of the prompt that are to be computed: what a cache of the user's has of them is left out by the library."""
-        whole, mask = start or self.prompt_tokens, given.get("attention_mask")
-        known = getattr(given["generation_config"], "_mask_length", 0)
-        masked = (known,) if mask is None else tensor_shape(mask)[1:2]
-        is_whole = masked == (start,) or given.get("inputs_embeds") is not None
-        if not is_whole:  # what is cached was not given again
+    def _count_uncached(self, arguments: Mapping[str, Any], prompts: int, start: int) -> int:
+        """Returns the prompt tokens per row to compute, without those in a cache that the caller passed."""
+        whole, mask = start or self.prompt_tokens, arguments.get("attention_mask")
+        mask_length = getattr(arguments["generation_config"], "_mask_length", 0)
+        masked = (mask_length,) if mask is None else tensor_shape(mask)[1:2]
+        is_whole = masked == (start,) or arguments.get("inputs_embeds") is not None
+        if not is_whole:  # the input lacks the cached tokens already
             return whole
-        cached = min(kv_cache.cached_tokens(kv_cache.find_cache(given)), max(whole - 1, 0))
+        cached = min(kv_cache.cached_tokens(kv_cache.find_cache(arguments)), max(whole - 1, 0))
         if cached and not self.stepping:
             self.request.record_event(events.PrefixRead(_clock.now(), whole * prompts, cached * prompts))
         return whole - cached
 
     def begin_step(self, tokens: int) -> None:
-        """A forward pass over all rows begins."""
+        """Records that a forward pass over all rows begins; `tokens` is their sum over the rows."""
         if self.writer is not None:
             column = b"" if tokens == 1 else array("I", (tokens,)).tobytes()
             self.step = self.writer.write_scheduled(self.members, (), column, running=1)
             self.timing_handle = timing.begin(always=self.iterations < 2, on=self.device)
 
     def mark_launched(self, has_waited: bool = False) -> None:
-        """Whatever there is to compute for it has been launched, and maybe waited for."""
-        begun, self.timing_handle = self.timing_handle, None
-        if begun is not None and self.writer is not None:
-            timing.end(begun, StepWork(ENGINE, self.pid, 0, self.step, self.writer.number), has_waited)
+        """Ends the device timing of the step. `has_waited`: the host has already waited for the device."""
+        handle, self.timing_handle = self.timing_handle, None
+        if handle is not None and self.writer is not None:
+            timing.end(handle, StepWork(ENGINE, self.pid, 0, self.step, self.writer.number), has_waited)
 
     def end_step(self) -> None:
-        """Its tokens are known."""
+        """Records that the tokens of the step are known on the host."""
         tokens = self.rows * self.accepted_tokens
         self.tokens += tokens
         if self.writer is not None:
@@ -101,7 +107,7 @@ class GenerationRun:
             self.writer.write_done(self.step, column, 1)
 
     def advance_iteration(self, goes_on: bool) -> None:
-        """The loop asks whether to go on: what was running is done, and if so the next step begins."""
+        """Ends the running step, and begins the next if the loop continues (`goes_on`)."""
         self.iterations += 1
         if self.iterations > 1:
             self.end_step()
@@ -111,18 +117,19 @@ class GenerationRun:
             self.begin_step(self.computed_rows if self.iterations > 1 else self.prefill_tokens)
 
     def record_result(self, result: Any) -> None:
-        """States what came of it."""
+        """Records the normal end of the call: generated tokens, finish reason and cache size."""
         kv_cache.record_size(self.request, self.cache)
         shape = tensor_shape(getattr(result, "sequences", result))
-        made = max(shape[1] - self.start_length, 0) if len(shape) == 2 else 0
-        tokens = made * self.rows or self.tokens
+        length = max(shape[1] - self.start_length, 0) if len(shape) == 2 else 0
+        tokens = length * self.rows or self.tokens
         if self.writer is None or not self.stepping:
             self.request.record_event(events.RequestScheduled(self.began_at))
             self.request.record_stage("decode", self.began_at, tokens)
-        # A row that ended with the last token it was allowed says the same.
-        reason = "length" if 0 < self.max_new_tokens <= made else "stop"
+        # A row that stops at exactly the maximum length also gets "length".
+        reason = "length" if 0 < self.max_new_tokens <= length else "stop"
         self.request.record_event(events.EngineFinished(_clock.now(), reason, tokens))
-        # That this was all of them is not to be seen otherwise: beams end before the last step, and a request may ask again.
+        # One finish per row shows that all rows are over. Steps do not show it: beams end before the last
+        # step, and a request may call `generate` again.
         for _ in range(self.rows - 1):
             self.request.record_event(events.EngineFinished(_clock.now(), "", 0))
         self.request.set_engine_error("")
@@ -130,23 +137,26 @@ class GenerationRun:
             self.request.close()
 
     def record_failure(self, exc: BaseException) -> None:
-        """States that it was given up."""
+        """Records that the call failed, or that it was cancelled."""
         timing.cancel(self.timing_handle or 0)
         kv_cache.record_size(self.request, self.cache)
-        stopped = not isinstance(exc, Exception) or type(exc).__name__ == CANCELLED
+        cancelled = not isinstance(exc, Exception) or type(exc).__name__ == CANCELLED
         self.request.record_event(
-            events.EngineFinished(_clock.now(), "abort" if stopped else "error", self.tokens)
+            events.EngineFinished(_clock.now(), "abort" if cancelled else "error", self.tokens)
         )
-        if self.owns_request and stopped:
+        if self.owns_request and cancelled:
             self.request.close(events.ABORTED, "cancelled")
         elif self.owns_request:
             self.request.close(events.ERROR, type(exc).__qualname__)
-        elif not stopped:
+        elif not cancelled:
             self.request.set_engine_error(type(exc).__qualname__)
 
 
 class _GenerationThreadState(threading.local):
-    """What this thread generates. `begun`: what the call that it makes next is to be."""
+    """The run of the `generate` call on this thread.
+
+    `next_run`: the run of the call that is about to begin.
+    """
 
     run: GenerationRun | None = None
     next_run: GenerationRun | None = None

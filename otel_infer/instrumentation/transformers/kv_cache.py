@@ -1,5 +1,9 @@
-"""KV caches. That of a `generate` is its request's alone: what it takes is asked after the prompt and in the end, since that costs
-some µs a layer. That of continuous batching is everybody's: how many of its blocks are in use is asked in each step."""
+"""Reads the size and the usage of KV caches.
+
+The cache of a `generate` belongs to one request. Its size is read after the prompt and at the end, because
+that costs several µs per layer. All requests share the cache of continuous batching; its blocks in use are
+read at each step.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,21 @@ from otel_infer.ringbuffer import events
 from otel_infer.tracing import request_span
 
 _SUBCACHES = ("self_attention_cache", "cross_attention_cache")
-"""Of an `EncoderDecoderCache`."""
+"""Attributes of an `EncoderDecoderCache` that hold a cache."""
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""What the library calls it among its arguments: since 5.24, and before."""
+"""Names of the cache among the library's arguments: from 5.24 on, and before."""
 
 
 def find_cache(arguments: Mapping[str, Any]) -> Any:
-    """The cache among these, or None."""
+    """Returns the cache among these arguments, or None."""
     return next((cache for cache in map(arguments.get, _CACHE_ARGUMENTS) if cache is not None), None)
 
 
 def record_size(request: request_span.RequestSpan, cache: Any) -> None:
-    """States what it takes now, where that can be known: a cache may be anything that a model makes, and what is odd is no error."""
+    """Records the cache's current size in bytes; nothing if that is unknown.
+
+    A model may create a cache of any kind, so a cache that cannot be read is not an error.
+    """
     try:
         size = cache_bytes(cache)
     except Exception:
@@ -32,15 +39,19 @@ def record_size(request: request_span.RequestSpan, cache: Any) -> None:
 
 
 def cache_bytes(cache: Any) -> int:
-    """The memory behind all tensors of all layers, wherever they lie, each piece once; 0 where it is none of the library's caches
-    (transformers 5.5 to 5.24)."""
+    """Returns the bytes of all tensor storages of all layers, on any device, each storage once.
+
+    0 if the cache is not one of the library's (transformers 5.5 to 5.24).
+    """
     parts = [part for part in (getattr(cache, name, None) for name in _SUBCACHES) if part is not None]
     layers = [layer for part in parts or [cache] for layer in getattr(part, "layers", None) or ()]
-    return sum(dict([piece for layer in layers for piece in _iter_storages(vars(layer).values())]).values())
+    return sum(
+        dict([storage for layer in layers for storage in _iter_storages(vars(layer).values())]).values()
+    )
 
 
 def cached_tokens(cache: Any) -> int:
-    """Tokens per row that it holds; 0 where nobody knows."""
+    """Returns the tokens per row that a cache holds; 0 = unknown."""
     try:
         return events.clamp_count(cache.get_seq_length())
     except Exception:
@@ -48,19 +59,25 @@ def cached_tokens(cache: Any) -> int:
 
 
 def _iter_storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """Address and bytes. Quantized layers hold tensors in tuples, those with a state by name."""
+    """Yields (address, bytes) of each tensor's storage.
+
+    Quantized layers hold tensors in tuples; layers with a recurrent state hold them in dictionaries.
+    """
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _iter_storages(value)
         elif isinstance(value, dict):
             yield from _iter_storages(value.values())
-        elif getattr(value, "ndim", 0) and hasattr(value, "untyped_storage"):  # a number is bookkeeping
+        elif getattr(value, "ndim", 0) and hasattr(value, "untyped_storage"):  # a scalar is bookkeeping
             storage = value.untyped_storage()
             yield storage.data_ptr(), storage.nbytes()
 
 
 def make_usage_reader(cache: Any) -> Callable[[], tuple[int, int]]:
-    """How many blocks this cache has in use, and in all: a look at its free lists, whatever the batch."""
+    """Returns a function that returns (blocks in use, all blocks) of a cache; (0, 0) = unknown.
+
+    It reads the cache's free lists, so its cost does not depend on the batch.
+    """
     total = int(getattr(cache, "num_blocks", 0) or 0)
     if not total:
         return lambda: (0, 0)
@@ -72,7 +89,10 @@ def make_usage_reader(cache: Any) -> Callable[[], tuple[int, int]]:
 
 
 def tokens_per_block(cache: Any) -> int:
-    """What a block holds, as the cache says (up to 5.17) or its allocators do; 0 = neither."""
+    """Returns the tokens per block, from the cache (up to 5.17) or its allocators; 0 = unknown."""
     allocators = list(getattr(cache, "cache_allocators", {}).values())
-    said = [getattr(cache, "block_size", 0), *(getattr(one, "tokens_per_page", 0) for one in allocators)]
-    return int(next(filter(None, said), 0))
+    sizes = [
+        getattr(cache, "block_size", 0),
+        *(getattr(allocator, "tokens_per_page", 0) for allocator in allocators),
+    ]
+    return int(next(filter(None, sizes), 0))

@@ -1,11 +1,11 @@
-"""Continuous batching, sequence by sequence: added in any thread, finished in the manager's.
+"""Hooks that record the sequences of continuous batching, added in any thread, finished in the manager's.
 
-    add_request ─▶ RequestState ─▶ add_waiting_request ─▶ schedule_batch … ─▶ finish_request
-    submitted      (carries it)    received               (see `batching`)    finished
+    Manager.add_request ─▶ RequestState ─▶ add_waiting_request ─▶ schedule_batch … ─▶ finish_request
+    submitted              carries it      received                                   finished
 
-A `RequestState` carries its request as an attribute, so nothing is looked up by id. Some of its sequences fork off it; a
-sequence that is put back into the queue goes on in the same state (its KV kept elsewhere) or in a new one (computed
-again).
+A `RequestState` carries its request as an attribute, so nothing is looked up by id. Further sequences of a
+request are forks of its first state. A preempted sequence continues in the same state (KV offloaded to the
+host) or in a new state (KV recomputed). `continuous_batching` records the steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ OPERATION = "text_completion"
 
 
 class _PackedHandle(bytes):
-    """A handle as the step log writes it. It means something in this process only: elsewhere it is nobody's."""
+    """A request's handle as 4 bytes, as `BatchWriter` writes it; pickled, it becomes the unknown handle.
+
+    A handle is valid in its own process only.
+    """
 
     def __deepcopy__(self, memo: Any) -> _PackedHandle:
         return self
@@ -50,7 +53,7 @@ class _PackedHandle(bytes):
 
 
 class _SequenceGroup:
-    """The sequences of one `add_request`. `own`: the request is theirs, and ends with the last of them."""
+    """The sequences of one `add_request`. `own`: the request was opened for them and ends with the last."""
 
     __slots__ = ("owns_request", "packed", "remaining", "request")
 
@@ -62,12 +65,16 @@ class _SequenceGroup:
         return self  # a fork belongs to the same request
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(None), ()  # the other ranks of a tensor-parallel group get copies of the states
+        return type(None), ()  # other ranks of a tensor-parallel group get pickled copies of the states
 
     def finish_sequence(self, state: Any, reason: str, error_type: str = "") -> None:
-        """One sequence is over, and with it those that would have forked off it."""
-        before = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
-        tokens = len(state.generated_tokens) + before
+        """Records the end of a sequence, and counts off the forks that it can no longer have.
+
+        `reason`: stop, length, abort or error.
+        """
+        # A soft reset moves the tokens generated so far into the initial tokens of the new state.
+        moved = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
+        tokens = len(state.generated_tokens) + moved
         self.request.record_event(events.EngineFinished(_clock.now(), reason, tokens))
         if error_type:
             self.request.set_engine_error(error_type)
@@ -77,7 +84,7 @@ class _SequenceGroup:
 
 
 class _AddRequestState(threading.local):
-    """Whose states this thread is making."""
+    """The sequence group for which this thread creates states; None outside `add_request`."""
 
     group: _SequenceGroup | None = None
 
@@ -85,7 +92,7 @@ class _AddRequestState(threading.local):
 _adding = _AddRequestState()
 
 
-# ── the way in ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── submission ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @instrumentor.patch_function(f"{MANAGER}.add_request", reads=("input_ids", "max_new_tokens"), part=PART)
@@ -125,10 +132,10 @@ def wrap_post_init(original: Callable[..., Any], hook: Hook) -> Callable[..., An
         if not hook.alive:
             return
         try:
-            sequences = self.otel_infer = _adding.group
-            self.otel_infer_handle = UNKNOWN_HANDLE if sequences is None else sequences.packed
-            if sequences is not None:
-                sequences.request.set_request_id(str(self.request_id))
+            group = self.otel_infer = _adding.group
+            self.otel_infer_handle = UNKNOWN_HANDLE if group is None else group.packed
+            if group is not None:
+                group.request.set_request_id(str(self.request_id))
         except Exception as exc:
             hook.mark_failed(exc)
 
@@ -137,7 +144,7 @@ def wrap_post_init(original: Callable[..., Any], hook: Hook) -> Callable[..., An
 
 @instrumentor.patch_hot_path(f"{_STATE}.fork", part=PART)
 def wrap_fork(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """One of the sequences to return: another state of the same request."""
+    """Binds a fork to the same request: another of the sequences to return."""
 
     def fork(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = original(self, *args, **kwargs)
@@ -153,7 +160,10 @@ def wrap_fork(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 @instrumentor.patch_hot_path(f"{_STATE}.create_equivalent_initial_request", part=PART)
 def wrap_create_equivalent(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A soft reset, or a fork that did not fit; where the id stays the same, the sequence goes on in the new state."""
+    """Binds a new state to the same request, after a soft reset or for a fork that did not fit.
+
+    If the id stays the same, the sequence continues in the new state.
+    """
 
     def create_equivalent(self: Any) -> Any:
         state = original(self)
@@ -176,10 +186,10 @@ def _inherit_request(state: Any, parent: Any) -> None:
 @instrumentor.patch_hot_path(f"{SCHEDULER}:Scheduler.add_waiting_request", reads=("state",), part=PART)
 def wrap_add_waiting_request(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def add_waiting_request(self: Any, state: Any) -> Any:
-        sequences = getattr(state, "otel_infer", None)
-        if sequences is not None and hook.alive:
+        group = getattr(state, "otel_infer", None)
+        if group is not None and hook.alive:
             try:
-                _record_queued(self, state, sequences.request)
+                _record_queued(self, state, group.request)
             except Exception as exc:
                 hook.mark_failed(exc)
         return original(self, state)
@@ -200,7 +210,7 @@ def _record_queued(scheduler: Any, state: Any, request: request_span.RequestSpan
         request.record_event(events.RequestReceived(_clock.now()))
 
 
-# ── the way out ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── completion ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @instrumentor.patch_hot_path(f"{SCHEDULER}:Scheduler.finish_request", reads=("request_id",), part=PART)
@@ -221,9 +231,9 @@ def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..
 
 
 def _has_successor(state: Any) -> bool:
-    """Whether another state has taken over from this one."""
-    heir = getattr(state, "otel_infer_heir", None)
-    return heir is not None and bool(heir.request_id == state.request_id)
+    """Whether the sequence continues in another state."""
+    successor = getattr(state, "otel_infer_heir", None)
+    return successor is not None and bool(successor.request_id == state.request_id)
 
 
 def _finish_reason(state: Any) -> str:
@@ -243,7 +253,7 @@ def wrap_clear_cancelled_requests(original: Callable[..., Any], hook: Hook) -> C
         result = original(self)
         if (result or cancelled) and hook.alive:
             try:
-                # Releases before 5.7 do not say whom they removed.
+                # Releases before 5.7 do not return the removed states.
                 for state in cancelled if result is None else result:
                     _remove_from_batch(self, state)
                     _record_finished(state, "abort")
@@ -256,8 +266,8 @@ def wrap_clear_cancelled_requests(original: Callable[..., Any], hook: Hook) -> C
 
 def _find_states(scheduler: Any, request_ids: tuple[Any, ...]) -> list[Any]:
     active, waiting = scheduler.active_requests, scheduler.waiting_requests
-    found = [active.get(request_id) or waiting.get(request_id) for request_id in request_ids]
-    return [state for state in found if state is not None]
+    states = [active.get(request_id) or waiting.get(request_id) for request_id in request_ids]
+    return [state for state in states if state is not None]
 
 
 @instrumentor.patch_hot_path(f"{PROCESSOR}._handle_request_error", reads=("error", "state"), part=PART)
@@ -277,7 +287,11 @@ _ROUTER = f"{CB}.continuous_api:OutputRouter"
     f"{_ROUTER}.fail_and_deliver", reads=("state", "error"), optional=True, part=PART
 )
 def wrap_fail_and_deliver(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Called by the one above, and alone where no processor could be made. Whoever is told may end the request at once."""
+    """Records a failure before it is delivered, because its consumer may end the request at once.
+
+    `_handle_request_error` calls this function; the manager calls it directly where no processor could be
+    created.
+    """
 
     def fail_and_deliver(self: Any, state: Any, error: Any) -> Any:
         _record_failure(hook, state, error)
@@ -295,7 +309,7 @@ def _record_failure(hook: Hook, state: Any, error: Any) -> None:
 
 
 def _record_finished(state: Any, reason: str, error_type: str = "") -> None:
-    sequences = getattr(state, "otel_infer", None)
-    if sequences is not None:
+    group = getattr(state, "otel_infer", None)
+    if group is not None:
         state.otel_infer = None
-        sequences.finish_sequence(state, reason, error_type)
+        group.finish_sequence(state, reason, error_type)

@@ -1,8 +1,11 @@
-"""`transformers serve`: which operation a route is, the queue in front of the generating thread, and the way back.
+"""Hooks for `transformers serve`: operation of a route, queue of the generating thread, and streamed tokens.
 
-handler ─▶ GenerateManager ─▶ InferenceThread.submit ─▶ (queue) ─▶ generate ─▶ DirectStreamer.put ─▶ SSE
-           submitted                            received
-handler ─▶ add_request (see `sequences`) ─▶ CBStreamer.put ─▶ SSE       with continuous batching
+    Handler ─▶ GenerateManager ─▶ InferenceThread.submit ─▶ (queue) ─▶ generate ─▶ DirectStreamer.put ─▶ SSE
+               submitted                                    received
+
+With continuous batching:
+
+    Handler ─▶ add_request (see `sequences`) ─▶ CBStreamer.put ─▶ SSE
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ OPERATIONS = {
     "completion:CompletionHandler": ("text_completion", ""),
     "response:ResponseHandler": ("chat", "resp_"),
 }
-"""Of each handler: the operation, and what stands before the request's id in the answer's."""
+"""For each handler: the operation, and the prefix of the response id before the request's id."""
 
 
 def _make_handler_wrapper(
@@ -62,7 +65,7 @@ for _path, _arguments in OPERATIONS.items():
 
 
 def _wrap_manager_generate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Here the prompt's tokens are known; what is put into the thread's queue next is a closure."""
+    """Records the submission, because the prompt's tokens are known here; the queue gets only a closure."""
 
     def generate_with_manager(
         self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *rest: Any, **more: Any
@@ -101,12 +104,12 @@ def _wrap_submit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 
 
 def _bind_to_request(request: request_span.RequestSpan, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, run in the request's context; its start is when the engine took the request up."""
-    carried = ThreadContext().add_variable(already_submitted, True)
+    """Returns `fn` bound to the request's context; its call records that the engine received the request."""
+    context = ThreadContext().add_variable(already_submitted, True)
 
     def run_in_request(*args: Any, **kwargs: Any) -> Any:
         request.record_event(events.RequestReceived(_clock.now()))
-        return carried.run(fn, *args, **kwargs)
+        return context.run(fn, *args, **kwargs)
 
     return run_in_request
 
@@ -127,7 +130,10 @@ def _wrap_streamer_init(original: Callable[..., Any], hook: Hook) -> Callable[..
 
 
 def _wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Tokens become text here, one call per token: two clock readings and an addition."""
+    """Adds the time of a call to the request's detokenize time, and records its first token.
+
+    It runs once per token, so it costs two clock readings and an addition.
+    """
 
     def put(self: Any, value: Any) -> Any:
         request = getattr(self, "_otel_infer", None)

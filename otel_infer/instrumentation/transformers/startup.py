@@ -1,7 +1,7 @@
-"""What a server does before it serves: it loads models, and starts the loop that batches.
+"""Hooks that record the start of a server: load of a model's weights, start of the batching loop.
 
-from_pretrained ─▶ weights        a phase of the start; of a model that a request waits for, a stage of the request
-manager.start ─▶ ready            where no application says so: see `otel_infer.assembly.startup`
+* `from_pretrained` records `weights`, as a phase of the start or a stage of the request that waits for it.
+* `manager.start` records `ready`, for servers whose application does not; see `otel_infer.assembly.startup`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from otel_infer.instrumentation.transformers.continuous_batching import MANAGER
 from otel_infer.instrumentation.transformers.continuous_batching import PART as BATCHING
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
-from otel_infer.tracing import request_span
-from otel_infer.tracing import start as ingress
+from otel_infer.tracing import request_span, start
 
 PART = "weights"
 
 
 class _ModelLoading(threading.local):
-    """Whether this thread is loading a model already: some are made of others."""
+    """Whether this thread already loads a model: a model may load others as its components."""
 
     is_loading = False
 
@@ -61,7 +60,7 @@ def wrap_from_pretrained(original: Callable[..., Any], hook: Hook) -> Callable[.
 def _begin_loading(hook: Hook) -> tuple[int, request_span.RequestSpan | None]:
     started_at, request = _clock.now(), None
     try:
-        request = ingress.current_request()
+        request = start.current_request()
         if request is None:
             recorder.record_startup(events.PhaseBegan(started_at, events.WEIGHTS))
     except BaseException as exc:
@@ -78,21 +77,21 @@ def _end_loading(
             return
         model = model[0] if isinstance(model, tuple) else model  # with `output_loading_info=True`
         name = "" if model is None else model_name(model)
-        ended = events.PhaseEnded(_clock.now(), started_at, events.WEIGHTS, ENGINE, name, error_type)
-        recorder.record_startup(ended)
+        phase = events.PhaseEnded(_clock.now(), started_at, events.WEIGHTS, ENGINE, name, error_type)
+        recorder.record_startup(phase)
     except BaseException as exc:
         hook.mark_failed(exc)
 
 
 def _wrap_manager_start(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    begun = wrap_in_empty_context(original, hook)
+    start_in_empty_context = wrap_in_empty_context(original, hook)
 
     def start_manager(*args: Any, **kwargs: Any) -> Any:
         started_at = _clock.now()
-        result = begun(*args, **kwargs)
-        if hook.alive and ingress.current_request() is None:
-            ended = events.PhaseEnded(_clock.now(), started_at, events.READY, events.BY_ENGINE, "", "")
-            recorder.record_startup(ended)
+        result = start_in_empty_context(*args, **kwargs)
+        if hook.alive and start.current_request() is None:
+            phase = events.PhaseEnded(_clock.now(), started_at, events.READY, events.BY_ENGINE, "", "")
+            recorder.record_startup(phase)
         return result
 
     return start_manager

@@ -1,7 +1,7 @@
-"""Tokenizers: text → tokens is the stage `tokenize`, tokens → text adds to the request's detokenize time.
+"""Hooks for tokenizers: text to tokens is the stage `tokenize`, tokens to text is detokenize time.
 
-Only the outermost call counts (`apply_chat_template` calls the tokenizer, `batch_decode` calls `decode`), and only while
-a request is current.
+Only the outermost call counts, because `apply_chat_template` calls the tokenizer and `batch_decode` calls
+`decode`. Calls without a current request are not recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROCESSOR = "transformers.processing_utils:ProcessorMixin"
 
 
 class _TokenizerCall(threading.local):
-    """Whether this thread is in a call that is being timed."""
+    """Whether this thread is inside a timed call."""
 
     busy = False
 
@@ -66,7 +66,7 @@ def _wrap_decode(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
 
 
 def _token_count(result: Any) -> int:
-    """How many tokens came out; 0 where the shape is not one we know."""
+    """Returns the number of tokens in a tokenizer's result; 0 for an unknown type of result."""
     ids = result["input_ids"] if hasattr(result, "keys") and "input_ids" in result else result
     if hasattr(ids, "shape"):
         return int(ids.numel()) if hasattr(ids, "numel") else int(ids.size)
@@ -84,7 +84,7 @@ instrumentor.patch_hot_path(f"{_PROCESSOR}.apply_chat_template", part="processor
 
 @instrumentor.patch_hot_path("transformers.generation.streamers:TextStreamer.put", part="streamers")
 def wrap_streamer_put(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """The first `put` is the prompt."""
+    """Records the first token at a streamer. The first `put` is the prompt, before any iteration."""
 
     def put(self: Any, value: Any) -> Any:
         result = original(self, value)

@@ -1,12 +1,13 @@
-"""vLLM's V1 engine, a file for each kind of process.
+"""Hooks for vLLM's V1 engine, in one module or more per kind of process.
 
-    API server    render ─▶ add_request_async ═╗                                   ╔═▶ detokenize ─▶ stream
-      `media` `frontend`    submitted          ║                                   ║   `delivery`
-    engine core             (socket, queue) ◀══╝─▶ add_request ─▶ (schedule ─▶ update_from_output)* ─▶ free      `core`
-                                                   received `waits` `steps`
+    API server   render ─▶ add_request_async ═╗                              ╔═▶ detokenize ─▶ stream
+    `api_server` `multimodal`                 ║                              ║   `output_processor`
+    engine core  (socket, queue)           ◀══╝─▶ add_request ─▶ (schedule ─▶ update_from_output)* ─▶ free
+    `engine_core`                                                `scheduler` `scheduler_waits`
 
-The request that arrived in the API server goes on in the engine core as a part of it (`elsewhere`): its ids travel in
-vLLM's own `trace_headers`. In one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) all of it happens there.
+A request arrives in the API server. The engine core records its events as a fragment of that request
+(`tracing.propagation`). The ids travel in vLLM's own `trace_headers`. With `VLLM_ENABLE_V1_MULTIPROCESSING=0`
+both run in one process. `worker` and `startup` patch the workers.
 """
 
 from __future__ import annotations

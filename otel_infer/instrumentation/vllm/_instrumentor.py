@@ -1,4 +1,4 @@
-"""The one `Integration` that the files of this folder fill, and what they share."""
+"""The `Instrumentor` to which the modules of this folder add their hooks, and the names they share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ _NUMBERED_ID = re.compile(
 )
 
 HELPERS = ("vllm.model_executor.models.registry",)
-"""Looks at a model's class in a process of its own, which loads plugins, too."""
+"""Modules that vLLM runs as programs.
+
+This one inspects a model's class in a subprocess, which loads plugins too.
+"""
 PROCESSES = {"EngineCore": "engine", "VllmWorker": "worker"}
+"""Process roles by the beginning of the name of vLLM's `multiprocessing` process."""
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 REPORT_INTERVAL_NS = 1_000_000_000
-"""What changes all the time is said so often."""
+"""Minimum interval between two events about a value that changes at every step."""
 
 REQUESTS, TOKENIZING, MEDIA = "requests", "tokenizing", "media"
 SERVED_NAME, OFFLINE_NAME = "served model's name", "offline model's name"
@@ -35,7 +39,7 @@ PART_PROCESSES = {
     ),
     **dict.fromkeys((LOADING, f"{LOADING} on a CPU", EXECUTION), "worker"),
 }
-"""The parts, and the process of each."""
+"""The process of each part (a group of hooks that is installed wholly or not at all)."""
 
 instrumentor = Instrumentor(
     "vllm",
@@ -50,14 +54,14 @@ instrumentor = Instrumentor(
 
 
 def model_name(config: Any) -> str:
-    """The first name that a model is served under; of a folder its own name, never a path."""
+    """Returns the first served name of a model; for a folder its last component, never a path."""
     served = getattr(config, "served_model_name", None) or config.model
     name = str(served[0] if isinstance(served, (list, tuple)) else served)
     is_path = name == config.model or os.path.isabs(name) or name.startswith((".", "~"))
-    return strip_model_path(name) if is_path else name  # clients ask for it by that
+    return strip_model_path(name) if is_path else name  # a served name stays whole: clients send it
 
 
 def response_id(request_id: str) -> str:
-    """What the client knows a prompt by: a completion's prompts and beams are numbered, and a response's turns."""
-    found = _NUMBERED_ID.match(request_id)
-    return found[found.lastindex or 0] if found else request_id
+    """Returns the id that the client receives: `request_id` without the number of a prompt, beam or turn."""
+    numbered = _NUMBERED_ID.match(request_id)
+    return numbered[numbered.lastindex or 0] if numbered else request_id

@@ -1,10 +1,10 @@
-"""The API server: a request is rendered and handed to the engine core; how it comes back is in `delivery`.
+"""Hooks in the API server until a request is handed to the engine core; `output_processor` has the others.
 
     tokenize ─▶ OutputProcessor.add_request ─▶ client.add_request ─▶ …
-    a stage     whose it is                    submitted
+    a stage     bound to its request           submitted
 
-Who asked is told by the context that the handler runs in. Without a server (`LLM.generate`, `AsyncLLM` in a script) a
-prompt is a request of its own, which ends with its last sequence.
+The request comes from the context in which the handler runs. Offline (`LLM.generate`, `AsyncLLM` in a script)
+each prompt is a request, which ends with its last sequence.
 """
 
 from __future__ import annotations
@@ -34,22 +34,29 @@ TOKENIZE = "tokenize"
 
 
 class PromptRequest:
-    """One prompt of a request. `own`: there is no server whose request it belongs to. `submitted`: which of its sequences are."""
+    """One prompt of a request and its sequences.
+
+    `owns_request`: the request was opened here (offline use), so its last sequence closes it. `remaining`:
+    sequences that have not ended. `submitted_ids`: ids of the sequences that were handed to the engine core.
+    """
 
     __slots__ = ("owns_request", "remaining", "request", "submitted_ids")
 
-    def __init__(self, request: request_span.RequestSpan, own: bool, sequences: int) -> None:
-        self.request, self.owns_request, self.remaining = request, own, sequences
+    def __init__(self, request: request_span.RequestSpan, owns_request: bool, sequences: int) -> None:
+        self.request, self.owns_request, self.remaining = request, owns_request, sequences
         self.submitted_ids: set[str] = set()
 
 
 in_flight: dict[str, PromptRequest] = {}
-"""By vLLM's id of a sequence, while it is in flight."""
+"""Prompt requests by vLLM's id of a sequence, while that sequence is in flight."""
 
 
 def _make_render_probe(operation: str) -> Callable[[Call], Generator[None, Any, None]]:
     def trace_render(call: Call) -> Generator[None, Any, None]:
-        """From messages or text to token ids: the chat template, and a wait for a tokenizer, which run in a pool of threads."""
+        """Records the stage `tokenize`: from messages or text to token ids.
+
+        It includes the chat template and the wait for a tokenizer; both run in vLLM's thread pool.
+        """
         request = start.current_request()
         started_at = _clock.now()
         if request is None:
@@ -67,7 +74,7 @@ def _make_render_probe(operation: str) -> Callable[[Call], Generator[None, Any, 
 
 
 def _name_request(request: request_span.RequestSpan, operation: str, model: str, again: bool = False) -> None:
-    """What a server's request is, once, or once more when it turns out to be another."""
+    """Sets operation and model of a server's request once, or with `again` replaces the first, wrong ones."""
     if again or not request.is_named:
         request.is_named = True
         request.set_operation(operation, ENGINE, model)
@@ -80,7 +87,7 @@ for _method, _operation in (("render_chat_async", "chat"), ("render_cmpl_async",
 
 
 def _wrap_engine_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Whose outputs a processor processes."""
+    """Stores the model's name on the engine's output processor, for requests that are opened there."""
 
     def init_engine(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -103,10 +110,13 @@ instrumentor.patch_hot_path("vllm.v1.engine.llm_engine:LLMEngine.__init__", part
     f"{OUTPUT_PROCESSOR}.add_request", reads=("request", "parent_req"), part=REQUESTS
 )
 def trace_add_request(call: Call) -> Generator[None, Any, None]:
-    """Here a sequence is known for the first time, and gets its detokenizer."""
+    """Binds a new sequence to its request, and gives its detokenizer that request.
+
+    This is the first call in which vLLM knows the sequence.
+    """
     request_id = call["request"].request_id
     is_new = request_id not in in_flight
-    asked = _register_sequence(call.instance, call["request"], call["parent_req"])
+    prompt_request = _register_sequence(call.instance, call["request"], call["parent_req"])
     try:
         yield
     except BaseException as exc:
@@ -115,34 +125,39 @@ def trace_add_request(call: Call) -> Generator[None, Any, None]:
         raise
     state = call.instance.request_states.get(request_id)
     detokenizer = getattr(state, "detokenizer", None)
-    if asked is not None and detokenizer is not None:
-        detokenizer.otel_infer_id, detokenizer.otel_infer = request_id, asked.request
+    if prompt_request is not None and detokenizer is not None:
+        detokenizer.otel_infer_id, detokenizer.otel_infer = request_id, prompt_request.request
 
 
 def _register_sequence(processor: Any, sequence: Any, parent: Any) -> PromptRequest | None:
-    found = in_flight.get(sequence.request_id)
-    if found is not None:  # one more piece of an input that is streamed
-        return found
-    asked: PromptRequest | None = getattr(parent, "otel_infer", None)
-    if asked is None:
+    known = in_flight.get(sequence.request_id)
+    if known is not None:  # another piece of a streamed input
+        return known
+    prompt_request: PromptRequest | None = getattr(parent, "otel_infer", None)
+    if prompt_request is None:
         sequences = int(parent.sampling_params.n) if parent is not None else 1
-        asked = _new_prompt_request(sequence, str(getattr(processor, "otel_infer_model", "")), sequences)
+        prompt_request = _new_prompt_request(
+            sequence, str(getattr(processor, "otel_infer_model", "")), sequences
+        )
         if parent is not None:
-            parent.otel_infer = asked
-    if asked is not None:
-        in_flight[sequence.request_id] = asked
-    return asked
+            parent.otel_infer = prompt_request
+    if prompt_request is not None:
+        in_flight[sequence.request_id] = prompt_request
+    return prompt_request
 
 
 def _new_prompt_request(sequence: Any, model: str, sequences: int) -> PromptRequest | None:
-    """The request that this sequence is the first one of, of so many."""
+    """Returns the prompt request of a first sequence, out of `sequences`; None while nothing is recorded.
+
+    Opens a request where no server's request is current.
+    """
     lora = getattr(sequence.lora_request, "lora_name", "")
     request = start.current_request()
     operation = request.operation if request is not None else ""
-    if sequence.pooling_params is not None:  # rendered as a completion is
+    if sequence.pooling_params is not None:  # vLLM renders it like a completion
         operation = "embeddings"
     operation = operation or "text_completion"
-    own, name = request is None, lora or model
+    owns_request, name = request is None, lora or model
     if request is None:
         request = start.open_request(
             f"{operation} {name}", owner=ENGINE, operation=operation, provider=ENGINE, model=name
@@ -154,18 +169,21 @@ def _new_prompt_request(sequence: Any, model: str, sequences: int) -> PromptRequ
     caller.record_adapter_tenant(request, lora)
     request_id = str(getattr(sequence, "external_req_id", None) or sequence.request_id)
     request.set_request_id(request_id)
-    if request.operation:  # a route of the API server's
+    if request.operation:  # the request came through a route of the API server
         request.set_response_id(response_id(request_id))
-    return PromptRequest(request, own, sequences)
+    return PromptRequest(request, owns_request, sequences)
 
 
 def _trace_submit(call: Call) -> Generator[None, Any, None]:
-    """The last moment before a sequence leaves the process; vLLM has dropped `trace_headers` by now if it does not trace."""
+    """Records that a sequence is submitted, in the last call before it leaves the process.
+
+    By now vLLM has dropped `trace_headers` unless its own tracing is on, so ours are added here.
+    """
     sequence = call["request"]
-    asked = in_flight.get(sequence.request_id)
-    is_new = asked is not None and sequence.request_id not in asked.submitted_ids
-    if asked is not None:
-        _record_submitted(asked, sequence)
+    prompt_request = in_flight.get(sequence.request_id)
+    is_new = prompt_request is not None and sequence.request_id not in prompt_request.submitted_ids
+    if prompt_request is not None:
+        _record_submitted(prompt_request, sequence)
     try:
         yield
     except BaseException as exc:
@@ -174,28 +192,33 @@ def _trace_submit(call: Call) -> Generator[None, Any, None]:
         raise
 
 
-def _record_submitted(asked: PromptRequest, sequence: Any) -> None:
-    """The prompt of several sequences counts once; one that is streamed comes in pieces, and its end is one of nothing."""
-    request, known = asked.request, asked.submitted_ids
+def _record_submitted(prompt_request: PromptRequest, sequence: Any) -> None:
+    """Records the submission of a sequence and adds our headers to it.
+
+    A prompt with several sequences counts once. A streamed prompt arrives in pieces; the last piece is empty.
+    """
+    request, submitted_ids = prompt_request.request, prompt_request.submitted_ids
     tokens = len(sequence.prompt_token_ids or ())
-    if sequence.request_id in known:
+    if sequence.request_id in submitted_ids:
         if getattr(sequence, "resumable", False):
             request.record_event(
                 events.RequestSubmitted(_clock.now(), 0, events.clamp_count(tokens), 0, ENGINE)
             )
         return
     limit = int(getattr(sequence.sampling_params, "max_tokens", 0) or 0)
-    request.record_submitted(ENGINE, 1, 0 if known else tokens, limit)
-    known.add(sequence.request_id)
+    request.record_submitted(ENGINE, 1, 0 if submitted_ids else tokens, limit)
+    submitted_ids.add(sequence.request_id)
     sequence.trace_headers = {**(sequence.trace_headers or {}), **propagation.inject(request)}
 
 
 def _close_rejected(request_id: str, exc: BaseException) -> None:
-    """It never got to the engine, and whoever asked is told why."""
-    asked = in_flight.pop(request_id, None)
-    if asked is not None and asked.owns_request:
+    """Removes a sequence that never reached the engine core; an offline request closes with the error type."""
+    prompt_request = in_flight.pop(request_id, None)
+    if prompt_request is not None and prompt_request.owns_request:
         outcome = events.ERROR if isinstance(exc, Exception) else events.ABORTED
-        asked.request.close(outcome, type(exc).__qualname__ if outcome == events.ERROR else "cancelled")
+        prompt_request.request.close(
+            outcome, type(exc).__qualname__ if outcome == events.ERROR else "cancelled"
+        )
 
 
 _CLIENTS = {

@@ -1,9 +1,9 @@
-"""The engine core, request by request: read from the socket, taken up between two steps, freed.
+"""Hooks in the engine core that record the events of each request: received, preempted, finished.
 
-    (socket ─▶ input queue) ─▶ Scheduler.add_request ─▶ … ─▶ _free_request
-     hidden queue              received                      finished
+    Socket ─▶ input queue ─▶ Scheduler.add_request ─▶ … ─▶ _free_request
+    hidden queue             received                      finished
 
-A request of the scheduler carries its part as an attribute.
+A request of the scheduler carries its fragment in the attribute `otel_infer`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from otel_infer.ringbuffer import events
 from otel_infer.tracing import propagation
 
 FRONTEND_ABORT = "abort"
-"""A finish that the front end asked for, and knows the reason of."""
+"""Finish reason of an abort that the API server requested; the API server records the reason itself."""
 
 
 @instrumentor.patch_hot_path(f"{SCHEDULER}.add_request", reads=("request",), part=STEPS)
@@ -38,17 +38,17 @@ def wrap_add_request(original: Callable[..., Any], hook: Hook) -> Callable[..., 
 
 def _record_received(scheduler: Any, request: Any) -> None:
     if request.request_id in getattr(scheduler, "requests", ()):
-        return  # one more piece of a prompt that is streamed in: the request is there already, and is freed once
-    part = propagation.join_request(getattr(request, "trace_headers", None))
-    if part is None:
+        return  # another piece of a streamed prompt: the request already exists, and is freed once
+    fragment = propagation.join_request(getattr(request, "trace_headers", None))
+    if fragment is None:
         return
-    request.otel_infer = part
+    request.otel_infer = fragment
     if not getattr(getattr(scheduler, "observability_config", None), "otlp_traces_endpoint", True):
-        request.trace_headers = None  # else they come back with every token, to nobody
-    batches = get_scheduler_steps(scheduler)
-    if batches is not None:
-        batches.writer.handles[request.request_id] = part.packed
-    part.record_event(events.RequestReceived(_clock.now()))
+        request.trace_headers = None  # vLLM would send them back with every token, and nothing reads them
+    steps = get_scheduler_steps(scheduler)
+    if steps is not None:
+        steps.writer.handles[request.request_id] = fragment.packed
+    fragment.record_event(events.RequestReceived(_clock.now()))
 
 
 @instrumentor.patch_hot_path(f"{SCHEDULER}._free_request", reads=("request",), part=STEPS)
@@ -65,19 +65,19 @@ def wrap_free_request(original: Callable[..., Any], hook: Hook) -> Callable[...,
 
 
 def _record_finished(scheduler: Any, request: Any) -> None:
-    batches = remove_from_batch(scheduler, request.request_id, is_over=True)
-    drafts = batches.drafts.pop(request.request_id, None) if batches is not None else None
-    part = getattr(request, "otel_infer", None)
-    if part is None:
+    steps = remove_from_batch(scheduler, request.request_id, is_over=True)
+    drafts = steps.drafts.pop(request.request_id, None) if steps is not None else None
+    fragment = getattr(request, "otel_infer", None)
+    if fragment is None:
         return
     request.otel_infer, at = None, _clock.now()
-    scheduler_waits.record_waits(request, part, at)
+    scheduler_waits.record_waits(request, fragment, at)
     if drafts is not None:
-        part.record_event(events.TokensDrafted(at, *drafts))
+        fragment.record_event(events.TokensDrafted(at, *drafts))
     reason = str(request.get_finished_reason())
     if reason != FRONTEND_ABORT:
-        part.record_event(events.EngineFinished(at, reason, int(request.num_output_tokens)))
-    propagation.release(part)
+        fragment.record_event(events.EngineFinished(at, reason, int(request.num_output_tokens)))
+    propagation.release(fragment)
 
 
 @instrumentor.patch_hot_path(f"{SCHEDULER}._preempt_request", reads=("request",), part=PREEMPTIONS)
@@ -87,9 +87,9 @@ def wrap_preempt_request(original: Callable[..., Any], hook: Hook) -> Callable[.
         if hook.alive:
             try:
                 remove_from_batch(self, request.request_id, is_over=False)
-                part = getattr(request, "otel_infer", None)
-                if part is not None:
-                    part.record_event(events.RequestPreempted(_clock.now(), "recompute"))
+                fragment = getattr(request, "otel_infer", None)
+                if fragment is not None:
+                    fragment.record_event(events.RequestPreempted(_clock.now(), "recompute"))
             except Exception as exc:
                 hook.mark_failed(exc)
         return result

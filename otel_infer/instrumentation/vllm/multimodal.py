@@ -1,10 +1,10 @@
-"""Images, audio and video of a prompt, while it is rendered: fetched from where their URLs point, and made into the model's input.
+"""Hooks that record how images, audio and video of a prompt are fetched and converted to model input.
 
     render_chat_async ─▶ load_from_url_async ─▶ (tokenizer) ─▶ _process_tokens_async ─▶ add_request
     tokenize             fetch media                           prepare media
 
-Both are stages inside of `tokenize`: the first waits for somebody else's server, the second for the one thread that vLLM
-prepares media on.
+Both stages lie inside `tokenize`. `fetch media` waits for a remote server. `prepare media` waits for the
+single thread on which vLLM prepares media.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _record_stage(name: str) -> Generator[None, Any, None]:
     "vllm.multimodal.media.connector:MediaConnector.load_from_url_async", optional=True, part=MEDIA
 )
 def trace_fetch_media(call: Call) -> Generator[None, Any, None]:
-    """Once for each image, sound or film; several of a request at once."""
+    """Records `fetch media` once per image, audio or video; several may overlap in one request."""
     yield from _record_stage(FETCH)
 
 
@@ -41,7 +41,7 @@ def trace_fetch_media(call: Call) -> Generator[None, Any, None]:
     "vllm.renderers.base:BaseRenderer._process_tokens_async", reads=("prompt",), optional=True, part=MEDIA
 )
 def trace_prepare_media(call: Call) -> Generator[None, Any, None]:
-    """A prompt of text alone is not prepared."""
+    """Records `prepare media`, except for a prompt of text alone."""
     if not call["prompt"].get("multi_modal_data"):
         yield
         return

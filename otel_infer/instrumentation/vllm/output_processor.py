@@ -1,9 +1,9 @@
-"""The API server, on the way back: tokens become text, and a sequence ends.
+"""Hooks in the API server for the outputs of the engine core: tokens become text, and a sequence ends.
 
-    … ─▶ OutputProcessor.process_outputs ─▶ detokenizer.update* ─▶ _finish_request
-         given up, stopped                  token reached          the last one ends what is nobody else's
+    OutputProcessor.process_outputs ─▶ detokenizer.update* ─▶ _finish_request
+    failed, stopped                    token reached          an offline request closes
 
-The output handler works for all requests at once: a detokenizer carries its request.
+One output handler serves all requests. Each detokenizer therefore carries its request.
 """
 
 from __future__ import annotations
@@ -24,31 +24,39 @@ FAILURE_REASONS = ("abort", "error")
 _get_finish_reason = attrgetter("finish_reason")
 
 _stopped: dict[str, Any] = {}
-"""Of the outputs that are being processed: the detokenizers of sequences that met a stop string."""
+"""Detokenizers by sequence id, where a sequence met a stop string in the outputs being processed."""
 _engine_failures: dict[str, str] = {}
-"""And whom the engine gave up by itself (a pause, a prompt that it cannot process), and as what."""
+"""Finish reasons (`abort`, `error`) by sequence id, in the outputs being processed, where the engine ended it
+itself.
+
+Examples: the engine is paused, or it cannot process the prompt.
+"""
 
 
 def _wrap_update(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Once per request and step: two clock readings and an addition. A request may end without a token."""
+    """Adds the time of a call to the request's detokenize time, and records its first token.
+
+    It runs once per request and step, so it costs two clock readings and an addition. A request may end
+    without a token.
+    """
 
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = getattr(self, "otel_infer", None)
         if request is None:
             return original(self, *args, **kwargs)
         started_at = _clock.now()
-        met = original(self, *args, **kwargs)
+        stop_string = original(self, *args, **kwargs)
         request.detokenize_ns += _clock.now() - started_at
         if not request.tokens_reached and (args[0] if args else kwargs.get("new_token_ids")):
             request.record_token_reached()
-        if met is not None:
+        if stop_string is not None:
             _stopped[self.otel_infer_id] = self
-        return met
+        return stop_string
 
     return update
 
 
-# One class makes text, and one is for whoever wants tokens alone (beams, a server of tokens).
+# The first class makes text. The second serves requests for token ids alone, such as beam search.
 instrumentor.patch_hot_path(f"{DETOKENIZER}:BaseIncrementalDetokenizer.update", part=REQUESTS)(_wrap_update)
 instrumentor.patch_hot_path(f"{DETOKENIZER}:IncrementalDetokenizer.update", optional=True, part=REQUESTS)(
     _wrap_update
@@ -59,15 +67,18 @@ instrumentor.patch_hot_path(f"{DETOKENIZER}:IncrementalDetokenizer.update", opti
     f"{OUTPUT_PROCESSOR}.process_outputs", reads=("engine_core_outputs",), part=REQUESTS
 )
 def wrap_process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Who met a stop string is done here, while the engine core is told to abort it; whom the core gave up is told of by nobody
-    else."""
+    """Records sequences that end on a stop string, and notes sequences that the engine core ended itself.
+
+    A stop string is found here. The engine core then gets an abort, although the sequence finished normally.
+    If the engine core aborts a sequence itself, only its output here shows that.
+    """
 
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if hook.alive:
             try:
-                for one in filter(_get_finish_reason, engine_core_outputs):
-                    if (reason := str(one.finish_reason)) in FAILURE_REASONS:
-                        _engine_failures[one.request_id] = reason
+                for output in filter(_get_finish_reason, engine_core_outputs):
+                    if (reason := str(output.finish_reason)) in FAILURE_REASONS:
+                        _engine_failures[output.request_id] = reason
             except Exception as exc:
                 hook.mark_failed(exc)
         result = original(self, engine_core_outputs, *args, **kwargs)
@@ -86,9 +97,9 @@ def wrap_process_outputs(original: Callable[..., Any], hook: Hook) -> Callable[.
 
 
 def _record_stop(detokenizer: Any) -> None:
-    """What follows the stop string was made and is thrown away, here and in the engine."""
-    kept = len(detokenizer.output_token_ids)
-    detokenizer.otel_infer.record_event(events.EngineFinished(_clock.now(), "stop", kept))
+    """Records the end of a sequence on a stop string; vLLM discards the tokens generated after it."""
+    tokens = len(detokenizer.output_token_ids)
+    detokenizer.otel_infer.record_event(events.EngineFinished(_clock.now(), "stop", tokens))
 
 
 @instrumentor.patch_hot_path(f"{OUTPUT_PROCESSOR}._finish_request", reads=("req_state",), part=REQUESTS)
@@ -107,7 +118,7 @@ def wrap_finish_request(original: Callable[..., Any], hook: Hook) -> Callable[..
 
 @instrumentor.patch_hot_path(f"{OUTPUT_PROCESSOR}.abort_requests", part=REQUESTS)
 def wrap_abort_requests(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Whoever is aborted is forgotten here before the engine core hears of it."""
+    """Records aborted sequences, because vLLM drops their state before it aborts them in the engine core."""
 
     def abort_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
         aborted = original(self, *args, **kwargs)
@@ -122,22 +133,26 @@ def wrap_abort_requests(original: Callable[..., Any], hook: Hook) -> Callable[..
     return abort_requests
 
 
-def _end_sequence(request_id: str, given_up: str) -> None:
-    """A sequence is over in this process. `given_up`: as what, if it is; of an error the core says so, if it knew the request."""
-    asked = in_flight.pop(request_id, None)
-    if asked is None:
+def _end_sequence(request_id: str, failure: str) -> None:
+    """Removes a sequence that is over in this process; the last one closes an offline request.
+
+    `failure`: `abort`, `error`, or "" for a normal end. For an error the engine core records the finish
+    itself, if it had received the request.
+    """
+    prompt_request = in_flight.pop(request_id, None)
+    if prompt_request is None:
         return
-    if given_up == "abort":
-        asked.request.record_event(events.EngineFinished(_clock.now(), "abort", 0))
-    asked.remaining -= 1
-    if asked.owns_request and asked.remaining <= 0:
+    if failure == "abort":
+        prompt_request.request.record_event(events.EngineFinished(_clock.now(), "abort", 0))
+    prompt_request.remaining -= 1
+    if prompt_request.owns_request and prompt_request.remaining <= 0:
         outcomes = {"abort": events.ABORTED, "error": events.ERROR}
-        asked.request.close(outcomes.get(given_up, events.OK))
+        prompt_request.request.close(outcomes.get(failure, events.OK))
 
 
 @instrumentor.patch_hot_path(f"{OUTPUT_PROCESSOR}.propagate_error", part=REQUESTS)
 def wrap_propagate_error(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """The engine died: everybody is told."""
+    """Records a failure of the engine on all requests in flight."""
 
     def propagate_error(self: Any, e: Any) -> Any:
         if hook.alive:
@@ -152,8 +167,8 @@ def wrap_propagate_error(original: Callable[..., Any], hook: Hook) -> Callable[.
 
 def _fail_requests(request_ids: list[str], error_type: str) -> None:
     for request_id in request_ids:
-        asked = in_flight.pop(request_id, None)
-        if asked is not None:
-            asked.request.set_engine_error(error_type)
-            if asked.owns_request:
-                asked.request.close(events.ERROR, error_type)
+        prompt_request = in_flight.pop(request_id, None)
+        if prompt_request is not None:
+            prompt_request.request.set_engine_error(error_type)
+            if prompt_request.owns_request:
+                prompt_request.request.close(events.ERROR, error_type)

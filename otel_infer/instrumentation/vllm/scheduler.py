@@ -1,12 +1,13 @@
-"""The engine core, step by step: two facts per step, on the thread that schedules.
+"""Hooks in the engine core that record each step: two events per step, on the thread that schedules.
 
-    schedule ─▶ (workers) ─▶ update_from_output
-    scheduled                done
+    Scheduler.schedule ─▶ (workers) ─▶ Scheduler.update_from_output
+    scheduled                          done
 
-Two steps may be in flight (asynchronous scheduling, pipelines), so a step is known again at its end by its
-`SchedulerOutput`. Who is in it are the keys of one of its dictionaries, in order: the running ones, then who was resumed or
-is new. What was computed for a request that ended meanwhile is discarded. Steps of nothing (polls of a KV connector) and
-dummy batches (a rank that waits for its peers) are no steps: they are counted.
+Several steps may be in flight (asynchronous scheduling, pipelines). The `SchedulerOutput` therefore matches
+the end of a step to its start. The members of a step are the keys of `num_scheduled_tokens`: running requests
+first, then resumed and new requests. Tokens computed for a request that ended meanwhile count as discarded.
+Empty steps (polls of a KV connector) and dummy batches (of a rank that keeps pace with its peers) are only
+counted.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _get_outputs = attrgetter("outputs")
 
 
 class RateLimitedCounter:
-    """Something that happens often: it is said how often at most once a second."""
+    """Counts a frequent occurrence, and records the count under `mark` at most once a second."""
 
     __slots__ = ("_mark", "_since", "count")
 
@@ -53,17 +54,17 @@ class RateLimitedCounter:
         self._mark, self._since, self.count = mark, 0, 0
 
     def add(self) -> None:
-        """Once more."""
+        """Counts one occurrence; records nothing."""
         self.count += 1
 
     def flush_if_due(self, at: int) -> None:
-        """States it, if the first of what was counted has been seen for long enough."""
+        """Records the count once the first counted occurrence was noticed a second or longer ago."""
         self._since = self._since or at
         if at - self._since >= REPORT_INTERVAL_NS:
             self.flush(at)
 
     def flush(self, at: int) -> None:
-        """States what was not stated yet."""
+        """Records the count if it is above 0, and resets it."""
         if self.count:
             recorder.count(self._mark, self._since or at, at, self.count)
         self._since = self.count = 0
@@ -75,7 +76,7 @@ _evictions, _empty_steps, _dummy_batches = (
 
 
 class _InFlightStep:
-    """A step between schedule and update."""
+    """A step between `schedule` and `update_from_output`."""
 
     __slots__ = ("discarded", "members", "output", "step")
 
@@ -84,11 +85,11 @@ class _InFlightStep:
 
 
 class SchedulerSteps:
-    """The steps of one scheduler."""
+    """Records the steps of one scheduler. `block_tokens`: tokens per KV block, 0 = unknown."""
 
-    def __init__(self, log: BatchWriter, block_tokens: int) -> None:
-        self.writer, self._pid = log, os.getpid()
-        self._blocks = KvBlockSizeRecorder(ENGINE, log.number, block_tokens)
+    def __init__(self, writer: BatchWriter, block_tokens: int) -> None:
+        self.writer, self._pid = writer, os.getpid()
+        self._blocks = KvBlockSizeRecorder(ENGINE, writer.number, block_tokens)
         self._blocks.record_block_size()
         self.waiting_reporter = scheduler_waits.WaitingReporter()
         self.drafts: dict[str, tuple[int, int]] = {}
@@ -96,7 +97,7 @@ class SchedulerSteps:
         self.in_flight: deque[_InFlightStep] = deque(maxlen=64)
 
     def record_scheduled(self, scheduler: Any, output: Any) -> None:
-        """A batch was composed; one of nothing is none."""
+        """Records that a batch was composed; an empty batch is only counted."""
         tokens, at, waiting = (
             output.num_scheduled_tokens,
             _clock.now(),
@@ -109,8 +110,8 @@ class SchedulerSteps:
             return
         if _evictions.count:
             _evictions.flush_if_due(at)
-        for new in output.scheduled_new_reqs:
-            _record_admitted(scheduler, new, at)
+        for new_request in output.scheduled_new_reqs:
+            _record_admitted(scheduler, new_request, at)
         members = list(tokens)
         column = (
             b""
@@ -121,11 +122,11 @@ class SchedulerSteps:
         if left:
             self._blocks.record_block_size()
         step = self.writer.write_scheduled(members, left, column, *_read_load(scheduler), waiting)
-        output.otel_infer_step = self._pid, step  # for the workers
+        output.otel_infer_step = self._pid, step  # read by the hooks in the workers
         self.in_flight.append(_InFlightStep(step, output, members))
 
     def pop_step(self, output: Any) -> _InFlightStep | None:
-        """The step with this output is over; None for one that nobody saw scheduled."""
+        """Removes and returns the step in flight with this output; None if its start was not recorded."""
         for flight in self.in_flight:
             if flight.output is output:
                 self.in_flight.remove(flight)
@@ -133,26 +134,35 @@ class SchedulerSteps:
         return None
 
     def count_drafts(self, flight: _InFlightStep, scheduler: Any, sampled: Any) -> None:
-        """What was guessed ahead in this step, and how much of it the model agreed with; who is gone meanwhile is not counted."""
+        """Adds the drafted and accepted tokens of this step per request (speculative decoding).
+
+        Skips requests that finished or were preempted meanwhile.
+        """
         output, sampled_each = flight.output, getattr(scheduler, "num_sampled_tokens_per_step", 1)
         invalid = getattr(output, "num_invalid_spec_tokens", None) or {}
-        # Only a connector keeps the blocks of one that is over.
-        keeps = any(getattr(scheduler, name, None) is not None for name in ("connector", "ec_connector"))
+        # A finished request stays in `scheduler.requests` only where a connector keeps its blocks.
+        has_connector = any(
+            getattr(scheduler, name, None) is not None for name in ("connector", "ec_connector")
+        )
         sampled_ids = sampled.sampled_token_ids
-        for who, drafted in output.scheduled_spec_decode_tokens.items():
-            request, index = scheduler.requests.get(who), sampled.req_id_to_index.get(who, -1)
-            if request is None or not 0 <= index < len(sampled_ids) or (keeps and request.is_finished()):
+        for request_id, draft in output.scheduled_spec_decode_tokens.items():
+            request, index = scheduler.requests.get(request_id), sampled.req_id_to_index.get(request_id, -1)
+            if (
+                request is None
+                or not 0 <= index < len(sampled_ids)
+                or (has_connector and request.is_finished())
+            ):
                 continue
             if getattr(request, "num_stale_output_tokens", 0) and request.drop_stale_output:
-                continue  # it was put back meanwhile
+                continue  # it was preempted meanwhile
             tokens = len(sampled_ids[index])
             if tokens:
-                before = self.drafts.get(who, (0, 0))
-                valid = len(drafted) - invalid.get(who, 0)
-                self.drafts[who] = before[0] + valid, before[1] + tokens - sampled_each
+                before = self.drafts.get(request_id, (0, 0))
+                valid = len(draft) - invalid.get(request_id, 0)
+                self.drafts[request_id] = before[0] + valid, before[1] + tokens - sampled_each
 
     def record_done(self, flight: _InFlightStep, at: int, outputs: list[Any]) -> None:
-        """`outputs`: what is about to be sent, with the tokens of each request."""
+        """Records that a step is done at `at`. `outputs`: the engine core's outputs, one per request."""
         delivered = list(map(_get_request_id, outputs))
         counts = list(map(len, map(_get_new_tokens, outputs)))
         if delivered == flight.members and counts.count(1) == len(counts):
@@ -163,7 +173,10 @@ class SchedulerSteps:
         self.writer.write_done(flight.step, column, len(flight.members), flight.discarded, at=at)
 
     def on_idle(self, scheduler: Any) -> None:
-        """If nothing runs any more: it may be long until the next batch, which is told whole."""
+        """Clears the batch and records pending counts if nothing runs any more.
+
+        The next batch may be far away; it is recorded as a keyframe.
+        """
         if not scheduler.running and not self.in_flight:
             self.removed = []
             self.writer.clear_batch()
@@ -173,21 +186,25 @@ class SchedulerSteps:
             self.waiting_reporter.on_idle(scheduler, at)
 
     def remove_request(self, request_id: str) -> None:
-        """A request is no longer in the batch; what is in flight for it will be thrown away."""
+        """Removes a request from the batch; tokens still in flight for it count as discarded."""
         self.removed.append(request_id)
         for flight in self.in_flight:
             flight.discarded += request_id in flight.output.num_scheduled_tokens
 
 
 def _read_load(scheduler: Any) -> tuple[int, int, int]:
-    """KV blocks used and in all, requests running."""
+    """Returns the KV blocks in use, all KV blocks, and the number of running requests."""
     pool = scheduler.kv_cache_manager.block_pool
-    total = pool.num_gpu_blocks - 1  # one is nobody's
+    total = pool.num_gpu_blocks - 1  # vLLM's null block holds nothing
     return total - pool.get_num_free_blocks(), total, len(scheduler.running)
 
 
 def _tokens_per_block(scheduler: Any) -> int:
-    """Where layers differ in what they keep, blocks are of groups of them: on average, at the longest context (from 0.24 on)."""
+    """Returns the tokens per KV block; 0 = unknown.
+
+    Where layers differ in what they cache, a block belongs to a group of layers. Then the result is the
+    average at the longest context (from vLLM 0.24 on).
+    """
     total = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
     groups = getattr(getattr(scheduler, "kv_cache_config", None), "kv_cache_groups", ())
     whole = getattr(getattr(scheduler, "cache_config", None), "kv_cache_size_tokens", None)
@@ -196,39 +213,46 @@ def _tokens_per_block(scheduler: Any) -> int:
     return int(getattr(scheduler, "block_size", 0))
 
 
-def _record_admitted(scheduler: Any, new: Any, at: int) -> None:
-    """What it had waited for, and what of its prompt was in the cache, blocks from elsewhere (a KV connector) included. Of a prompt
-    that is streamed that is asked for its first piece alone."""
-    request = scheduler.requests[new.req_id]
-    part = getattr(request, "otel_infer", None)
-    if part is None or request.num_preemptions or getattr(request, "otel_infer_admitted", False):
+def _record_admitted(scheduler: Any, new_request: Any, at: int) -> None:
+    """Records the waits of a newly scheduled request, and how much of its prompt was cached.
+
+    Blocks from a KV connector count as cached. For a streamed prompt this covers its first piece alone.
+    """
+    request = scheduler.requests[new_request.req_id]
+    fragment = getattr(request, "otel_infer", None)
+    if fragment is None or request.num_preemptions or getattr(request, "otel_infer_admitted", False):
         return
     request.otel_infer_admitted = True
-    scheduler_waits.record_waits(request, part, at)
+    scheduler_waits.record_waits(request, fragment, at)
     if scheduler.kv_cache_manager.enable_caching and not request.skip_reading_prefix_cache:
-        part.record_event(events.PrefixRead(at, request.num_prompt_tokens, new.num_computed_tokens))
+        fragment.record_event(
+            events.PrefixRead(at, request.num_prompt_tokens, new_request.num_computed_tokens)
+        )
 
 
 def get_scheduler_steps(scheduler: Any) -> SchedulerSteps | None:
-    """The steps of this scheduler; None where nobody records."""
-    found: SchedulerSteps | None = getattr(scheduler, "otel_infer_batches", None)
-    if found is None or not found.writer.alive:
-        log = recorder.acquire_batch_writer(ENGINE)
-        if log is None:
+    """Returns the step recorder of this scheduler, created if missing; None while nothing is recorded."""
+    steps: SchedulerSteps | None = getattr(scheduler, "otel_infer_batches", None)
+    if steps is None or not steps.writer.alive:
+        writer = recorder.acquire_batch_writer(ENGINE)
+        if writer is None:
             return None
-        found = scheduler.otel_infer_batches = SchedulerSteps(log, _tokens_per_block(scheduler))
-    return found
+        steps = scheduler.otel_infer_batches = SchedulerSteps(writer, _tokens_per_block(scheduler))
+    return steps
 
 
 def remove_from_batch(scheduler: Any, request_id: str, is_over: bool) -> SchedulerSteps | None:
-    """A request was freed, or preempted and comes back; the batches that it was in."""
-    batches: SchedulerSteps | None = getattr(scheduler, "otel_infer_batches", None)
-    if batches is not None:
-        batches.remove_request(request_id)
+    """Removes a request from the batch and returns the scheduler's step recorder, or None.
+
+    `is_over`: the request was freed. Otherwise it was preempted and will be scheduled again.
+    """
+    steps: SchedulerSteps | None = getattr(scheduler, "otel_infer_batches", None)
+    if steps is not None:
+        steps.remove_request(request_id)
         if is_over:
-            batches.writer.handles.pop(request_id, None)
-        batches.on_idle(scheduler)
-    return batches
+            steps.writer.handles.pop(request_id, None)
+        steps.on_idle(scheduler)
+    return steps
 
 
 @instrumentor.patch_hot_path(f"{SCHEDULER}.schedule", part=STEPS)
@@ -237,9 +261,9 @@ def wrap_schedule(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
         output = original(self, *args, **kwargs)
         if hook.alive and recorder.active:
             try:
-                batches = get_scheduler_steps(self)
-                if batches is not None:
-                    batches.record_scheduled(self, output)
+                steps = get_scheduler_steps(self)
+                if steps is not None:
+                    steps.record_scheduled(self, output)
             except Exception as exc:
                 hook.mark_failed(exc)
         return output
@@ -255,19 +279,19 @@ def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callabl
         self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         at, flight = _clock.now(), None
-        batches: SchedulerSteps | None = getattr(self, "otel_infer_batches", None)
-        if batches is not None and hook.alive:
+        steps: SchedulerSteps | None = getattr(self, "otel_infer_batches", None)
+        if steps is not None and hook.alive:
             try:
-                flight = batches.pop_step(scheduler_output)
+                flight = steps.pop_step(scheduler_output)
                 if flight is not None and scheduler_output.scheduled_spec_decode_tokens:
-                    batches.count_drafts(flight, self, model_runner_output)
+                    steps.count_drafts(flight, self, model_runner_output)
             except Exception as exc:
                 hook.mark_failed(exc)
         result = original(self, scheduler_output, model_runner_output, *args, **kwargs)
-        if flight is not None and batches is not None and hook.alive:
+        if flight is not None and steps is not None and hook.alive:
             try:
-                batches.record_done(flight, at, list(chain.from_iterable(map(_get_outputs, result.values()))))
-                batches.on_idle(self)
+                steps.record_done(flight, at, list(chain.from_iterable(map(_get_outputs, result.values()))))
+                steps.on_idle(self)
             except Exception as exc:
                 hook.mark_failed(exc)
         return result
@@ -277,7 +301,7 @@ def wrap_update_from_output(original: Callable[..., Any], hook: Hook) -> Callabl
 
 @instrumentor.patch_hot_path(f"{BLOCK_POOL}._maybe_evict_cached_block", part=EVICTIONS)
 def evict_cached_block(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """For every block that a request gets: told with a step."""
+    """Counts evicted blocks; a later step records the count, because vLLM calls this for every block."""
 
     def evict_cached_block(*args: Any, **kwargs: Any) -> Any:
         evicted = original(*args, **kwargs)

@@ -1,9 +1,10 @@
-"""The engine core: what keeps a request from being scheduled, whatever room there is.
+"""Hooks in the engine core that record why a request waits although the batch has room.
 
-    grammar       of a structured output: asked for on the thread that reads the socket, compiled by a pool
-    kv transfer   KV blocks come from elsewhere, while others' steps run
+* `grammar`: a structured output's grammar, requested on the thread that reads the socket, compiled in a
+  thread pool.
+* `kv transfer`: KV blocks arrive through a KV connector, while steps of other requests run.
 
-Both are stages inside of the queue. How many wait, and for what, is told once a second.
+Both are stages inside the queue. The number of waiting requests per reason is recorded once a second.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ REASONS = {
     WAITING_FOR_KV: "kv_transfer",
     "WAITING_FOR_STREAMING_REQ": "input",
 }
-"""By the status of a request that the scheduler has set aside; another one waits there for a LoRA's slot, an encoder's cache, …"""
+"""Wait reasons by the status of a deferred request.
+
+Any other status is `OTHER`: a LoRA slot, the encoder cache, …
+"""
 
 
 class WaitingReporter:
-    """Who waits in one scheduler, told once a second while anybody does, and a last time when nobody does."""
+    """Records the waiting requests of one scheduler once a second, and once more when none waits."""
 
     __slots__ = ("_reasons", "_reported_at")
 
@@ -46,22 +50,25 @@ class WaitingReporter:
         self._reported_at = 0
 
     def on_scheduled(self, scheduler: Any, at: int, waiting: int) -> None:
-        """A batch was composed, while so many wait."""
-        aside = deferred_requests(scheduler)
-        if aside and getattr(scheduler, "connector", None) is not None:
-            for request in aside:
+        """Records the waiting requests if that is due, after a batch was composed; `waiting` is their number.
+
+        It also marks each request that begins to wait for KV blocks.
+        """
+        deferred = deferred_requests(scheduler)
+        if deferred and getattr(scheduler, "connector", None) is not None:
+            for request in deferred:
                 if request.status.name == WAITING_FOR_KV and not hasattr(request, "otel_infer_kv"):
                     request.otel_infer_kv = at
         if (waiting or self._reasons) and at - self._reported_at >= REPORT_INTERVAL_NS:
             self.report_waiting(scheduler, at)
 
     def on_idle(self, scheduler: Any, at: int) -> None:
-        """Nothing runs any more; it may be long until the next batch."""
+        """Records the waiting requests now, because the next batch may be far away."""
         if self._reasons:
             self.report_waiting(scheduler, at)
 
     def report_waiting(self, scheduler: Any, at: int) -> None:
-        """Tells it now."""
+        """Records the number of waiting requests per reason, reasons that have become 0 included."""
         counts = Counter(REASONS.get(request.status.name, OTHER) for request in deferred_requests(scheduler))
         counts[CAPACITY] = count_waiting(scheduler) - counts.total()
         for reason in sorted(self._reasons | counts.keys()):
@@ -70,38 +77,46 @@ class WaitingReporter:
 
 
 def count_waiting(scheduler: Any) -> int:
-    """Requests that it knows and has not scheduled; those it set aside are in queues of their own from 0.18 to 0.30, and those
-    with KV blocks since 0.31."""
+    """Returns the number of requests that the scheduler holds and has not scheduled.
+
+    vLLM 0.18 to 0.30 keeps deferred requests in a separate queue. From 0.31 on, requests that hold KV blocks
+    have one.
+    """
     skipped, holding = getattr(scheduler, "skipped_waiting", ()), getattr(scheduler, "kv_holding_waiting", ())
     return len(scheduler.waiting) + len(skipped) + len(holding)
 
 
 def deferred_requests(scheduler: Any) -> Collection[Any]:
-    """Those of them that it may not schedule yet; 0.17 does not tell."""
-    aside: Collection[Any] | None = getattr(scheduler, "deferred_waiting", None)
-    return getattr(scheduler, "skipped_waiting", ()) if aside is None else aside
+    """Returns the waiting requests that cannot be scheduled yet; empty on 0.17, which lists none."""
+    deferred: Collection[Any] | None = getattr(scheduler, "deferred_waiting", None)
+    return getattr(scheduler, "skipped_waiting", ()) if deferred is None else deferred
 
 
-def record_waits(request: Any, part: Any, at: int) -> None:
-    """A request is scheduled for the first time, or is gone: what it had waited for."""
-    began, ended = getattr(request, "otel_infer_grammar", (0, 0))
-    if began:
+def record_waits(request: Any, fragment: Any, at: int) -> None:
+    """Records the waits of a request as stages, when it is first scheduled or freed at `at`."""
+    started_at, ended = getattr(request, "otel_infer_grammar", (0, 0))
+    if started_at:
         request.otel_infer_grammar = 0, 0
-        seen = max(ended or at, part.began_at)  # nobody looks for it before the scheduler has the request
-        part.record_event(events.StageEnded(seen, began, GRAMMAR, 0))
-    _record_kv_transfer(request, part, at)
+        # The scheduler checks for the grammar only after it has received the request.
+        ended_at = max(ended or at, fragment.began_at)
+        fragment.record_event(events.StageEnded(ended_at, started_at, GRAMMAR, 0))
+    _record_kv_transfer(request, fragment, at)
 
 
-def _record_kv_transfer(request: Any, part: Any, at: int) -> None:
-    began = getattr(request, "otel_infer_kv", 0)
-    if began:
+def _record_kv_transfer(request: Any, fragment: Any, at: int) -> None:
+    started_at = getattr(request, "otel_infer_kv", 0)
+    if started_at:
         del request.otel_infer_kv
-        part.record_event(events.StageEnded(at, began, KV_TRANSFER, 0))
+        fragment.record_event(events.StageEnded(at, started_at, KV_TRANSFER, 0))
 
 
 @instrumentor.patch_hot_path(f"{MANAGER}.grammar_init", reads=("request",), part=GRAMMARS)
 def wrap_grammar_init(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """For every request; the first one with a grammar waits here for the library that compiles it, and all behind it do."""
+    """Marks when the grammar of a request was requested.
+
+    vLLM calls it for every request. The first grammar waits here until vLLM has set up the compiling library,
+    which delays all requests behind it on the socket.
+    """
 
     def grammar_init(self: Any, request: Any) -> Any:
         if hook.alive:
@@ -117,29 +132,34 @@ def wrap_grammar_init(original: Callable[..., Any], hook: Hook) -> Callable[...,
 
 @instrumentor.patch_hot_path(f"{MANAGER}._create_grammar", reads=("request",), part=GRAMMARS)
 def wrap_create_grammar(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """On a thread of a pool, before the request may be scheduled."""
+    """Marks when the grammar was compiled; runs on a thread of vLLM's pool, or inline where vLLM uses no
+    pool.
+    """
 
     def create_grammar(self: Any, request: Any) -> Any:
         try:
             return original(self, request)
         finally:
-            asked = getattr(request, "otel_infer_grammar", None)
-            if asked is not None:
-                request.otel_infer_grammar = asked[0], _clock.now()
+            compilation = getattr(request, "otel_infer_grammar", None)
+            if compilation is not None:
+                request.otel_infer_grammar = compilation[0], _clock.now()
 
     return create_grammar
 
 
 @instrumentor.patch_hot_path(f"{SCHEDULER}._update_waiting_for_remote_kv", reads=("request",), part=TRANSFERS)
 def wrap_update_remote_kv(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Its blocks are here; 0.17 also asks whether they are, and is told no by `False`."""
+    """Records that the KV blocks of a request have arrived.
+
+    On 0.17 this function also checks for the arrival, and returns `False` while blocks are missing.
+    """
 
     def update_waiting_for_remote_kv(self: Any, request: Any) -> Any:
         result = original(self, request)
-        part = getattr(request, "otel_infer", None)
-        if hook.alive and part is not None and result is not False:
+        fragment = getattr(request, "otel_infer", None)
+        if hook.alive and fragment is not None and result is not False:
             try:
-                _record_kv_transfer(request, part, _clock.now())
+                _record_kv_transfer(request, fragment, _clock.now())
             except Exception as exc:
                 hook.mark_failed(exc)
         return result

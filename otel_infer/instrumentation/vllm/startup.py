@@ -1,8 +1,8 @@
-"""How an engine core and its workers get ready: weights, the first tries of the model, and when there is nothing more to do.
+"""Hooks that record how engine core and workers start: load of the weights, warmup, readiness.
 
-Each is a process of its own, whose start is a part of the server's. vLLM loads its plugins while an engine core is made, so
-that only the end of that can be told in every case. A worker waits for its engine core from early on; the last that it is
-asked for is to try the model.
+Each of them is a separate process, and its start is a part of the server's start. vLLM loads plugins, ours
+included, while it creates the engine core. Only the end of that creation is therefore always observable. A
+worker executes calls of its engine core from early on; the last call of its start is the warmup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORKER_ROLE = PROCESSES["VllmWorker"]
 
 
 def _make_phase_wrapper(phase: str) -> Callable[[Callable[..., Any], Hook], Callable[..., Any]]:
-    """A hook around a part of a worker's start."""
+    """Returns a wrapper factory that records `phase` of a worker's start around a call."""
 
     def wrap_phase(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def run_phase(self: Any, *args: Any, **kwargs: Any) -> Any:

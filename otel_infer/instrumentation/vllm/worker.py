@@ -1,9 +1,10 @@
-"""A worker: what it takes for each step, as its host sees it, and as its device does.
+"""Hooks in a worker that record the duration of each step, by the host's clock and by the device's.
 
-    execute_model ─▶ sample_tokens
-    begins           ends (a pooling model, and all but the last stage of a pipeline, have no tokens to sample)
+    Worker.execute_model ─▶ Worker.sample_tokens
+    begins                  ends
 
-Which step of which engine that is comes along with the `SchedulerOutput`.
+A pooling model samples no tokens, and neither does a pipeline stage before the last: there `execute_model` is
+all. The `SchedulerOutput` carries the pid of the engine core and the number of the step.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
 class _DeviceStepWork(StepWork):
-    """The host's part is told anyway."""
+    """Step work of which only device times are recorded here; `RunningStep.record_executed` records the
+    host's.
+    """
 
     __slots__ = ()
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
-        """Not again."""
+        """Records nothing."""
 
 
 class RunningStep:
-    """The step that a worker has begun. `ended_at`: as far as is known."""
+    """A step that a worker has begun. `ended_at`: when the last call for it returned so far, 0 = none has."""
 
     __slots__ = ("_timing_handle", "ended_at", "started_at", "step")
 
@@ -41,19 +44,22 @@ class RunningStep:
         self.step, self.started_at, self.ended_at = step, _clock.now(), 0
 
     def mark_launched(self, rank: int, result: Any) -> None:
-        """All of it is launched. Where vLLM schedules one step ahead, nobody has waited for the device yet: then the result is one
-        that is still to be had."""
+        """Ends the device timing of a step whose work is launched.
+
+        Where vLLM schedules one step ahead, the host has not yet waited for the device. The result then has
+        `get_output`, which fetches the tokens later.
+        """
         self.ended_at = _clock.now()
         pid, step = self.step
         work = _DeviceStepWork(ENGINE, pid, rank, step, 0)
         timing.end(self._timing_handle, work, has_waited=not hasattr(result, "get_output"))
 
     def cancel_timing(self) -> None:
-        """Nobody will say that it is launched."""
+        """Drops the device timing of a step that did not launch all its work."""
         timing.cancel(self._timing_handle)
 
     def record_executed(self, rank: int) -> None:
-        """States it."""
+        """Records the host's time of the step."""
         pid, step = self.step
         recorder.record_process(events.StepExecuted(self.ended_at, self.started_at, ENGINE, pid, rank, step))
 
@@ -65,26 +71,26 @@ def wrap_execute_model(original: Callable[..., Any], hook: Hook) -> Callable[...
         if step is None or not hook.alive:
             return original(self, scheduler_output, *args, **kwargs)
         try:
-            begun = RunningStep(step, bool(scheduler_output.scheduled_new_reqs))
+            running = RunningStep(step, bool(scheduler_output.scheduled_new_reqs))
         except Exception as exc:
             hook.mark_failed(exc)
             return original(self, scheduler_output, *args, **kwargs)
         try:
             result = original(self, scheduler_output, *args, **kwargs)
         except BaseException:
-            begun.cancel_timing()
+            running.cancel_timing()
             raise
         try:
-            before = getattr(self, "otel_infer_begun", None)
-            if before is not None:
-                before.cancel_timing()
-                before.record_executed(self.rank)
+            unfinished = getattr(self, "otel_infer_begun", None)
+            if unfinished is not None:
+                unfinished.cancel_timing()
+                unfinished.record_executed(self.rank)
             if result is not None:
-                begun.mark_launched(self.rank, result)
-                begun.record_executed(self.rank)
+                running.mark_launched(self.rank, result)
+                running.record_executed(self.rank)
             else:
-                begun.ended_at = _clock.now()
-            self.otel_infer_begun = begun if result is None else None
+                running.ended_at = _clock.now()
+            self.otel_infer_begun = running if result is None else None
         except Exception as exc:
             hook.mark_failed(exc)
         return result
@@ -96,12 +102,12 @@ def wrap_execute_model(original: Callable[..., Any], hook: Hook) -> Callable[...
 def wrap_sample_tokens(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        begun = getattr(self, "otel_infer_begun", None)
-        if begun is not None and hook.alive:
+        running = getattr(self, "otel_infer_begun", None)
+        if running is not None and hook.alive:
             try:
                 self.otel_infer_begun = None
-                begun.mark_launched(self.rank, result)
-                begun.record_executed(self.rank)
+                running.mark_launched(self.rank, result)
+                running.record_executed(self.rank)
             except Exception as exc:
                 hook.mark_failed(exc)
         return result

@@ -1,4 +1,7 @@
-"""TODO ringbuffer.events.codec."""
+"""Byte layouts of all events: fixed structs for request and step events, JSON for events with free text.
+
+The writers pack with them and the readers unpack with them; a code identifies each layout in a ring.
+"""
 
 from __future__ import annotations
 
@@ -50,19 +53,19 @@ from otel_infer.ringbuffer.events.steps import BlocksSized, StepDone, StepExecut
 
 
 class RecordedEvent(NamedTuple):
-    """A fact with its origin: ring number (one process or engine), the request's handle (0 for steps)."""
+    """Event with its origin: ring number (one process or engine) and request handle (0 = no request)."""
 
     ring: int
     handle: int
     event: Any
 
 
-# ── request facts: layout ────────────────────────────────────────────────────────────────────────────────────────
-# S in a layout below is a string id (u32) of the process's string table, T one where room is short (u16).
+# ── layouts of request events ────────────────────────────────────────────────────────────────────────────────────
+# In a layout below, S is a string id of the process's string table (u32), and T a short one (u16).
 
 
 class EventLayout(NamedTuple):
-    """How one fact lies in bytes: `struct` format of its fields, and which fields are string ids."""
+    """Byte layout of one event: the `struct` format of its fields, and the indexes of its string ids."""
 
     code: int
     event: type
@@ -70,10 +73,10 @@ class EventLayout(NamedTuple):
     strings: tuple[int, ...]
 
 
-def _make_layout(code: int, fact: type, fields: str) -> EventLayout:
+def _make_layout(code: int, event: type, fields: str) -> EventLayout:
     strings = tuple(i for i, f in enumerate(fields.split()) if f in "ST")
     packed = fields.replace("S", "I").replace("T", "H").replace(" ", "")
-    return EventLayout(code, fact, struct.Struct("<" + packed), strings)
+    return EventLayout(code, event, struct.Struct("<" + packed), strings)
 
 
 REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
@@ -115,7 +118,7 @@ REQUEST_LAYOUTS: tuple[EventLayout, ...] = (
 LAYOUT_BY_EVENT: Mapping[type, EventLayout] = {layout.event: layout for layout in REQUEST_LAYOUTS}
 LAYOUT_BY_CODE: Mapping[int, EventLayout] = {layout.code: layout for layout in REQUEST_LAYOUTS}
 
-# Facts with free text (set by user code) travel as JSON and never through the string table.
+# Events with free text (set by user code) are encoded as JSON, and never use the string table.
 TEXT_CODES: Mapping[type, int] = {
     AttributeSet: 32,
     SpanEventAdded: 33,
@@ -123,40 +126,43 @@ TEXT_CODES: Mapping[type, int] = {
     StateCarried: 35,
     LinkDescribed: 40,
 }
-_TEXT_EVENTS: Mapping[int, Callable[..., Any]] = {code: fact for fact, code in TEXT_CODES.items()}
+_TEXT_EVENTS: Mapping[int, Callable[..., Any]] = {code: event for event, code in TEXT_CODES.items()}
 
 
 make_tuple: Callable[[type, Iterable[Any]], Any] = tuple.__new__
-"""A named tuple of all its fields in order, in half the time."""
+"""Creates a named tuple from all its fields in order, in half the time of its constructor."""
 
 _encode_json = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 
 def clamp_count(number: Any) -> int:
-    """As many as fit into a field of a fact; 0 for what is no number."""
+    """Returns a count clamped to a u32 field of an event; 0 for a value that is not a number."""
     if type(number) is int and 0 <= number <= 0xFFFFFFFF:
         return number
     try:
         return max(0, min(int(number), 0xFFFFFFFF))
-    except Exception:  # it is the user's, and so is what it raises
+    except Exception:  # a user's object may raise anything
         return 0
 
 
-def pack_text(fact: AttributeSet | SpanEventAdded | NameUpdated | StateCarried | LinkDescribed) -> bytes:
-    """A free-text fact as bytes; what JSON cannot say is said by its `str`."""
-    return _encode_json(fact).encode("utf-8", "replace")
+def pack_text(event: AttributeSet | SpanEventAdded | NameUpdated | StateCarried | LinkDescribed) -> bytes:
+    """Returns a free-text event as bytes; values that JSON does not support are replaced by their `str`."""
+    return _encode_json(event).encode("utf-8", "replace")
 
 
 def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any:
-    """The request fact with this code in `body` (which may be longer); raises `ValueError` for what is not one."""
+    """Returns the request event with this code in `body`, which may be longer.
+
+    Raises `ValueError` for an invalid one.
+    """
     if code in _TEXT_EVENTS:
-        said = _TEXT_EVENTS[code](*json.loads(body.rstrip(b"\0")))
-        if type(said.at) is not int:
-            raise ValueError("an instant is a whole number of ns")
-        return said
+        event = _TEXT_EVENTS[code](*json.loads(body.rstrip(b"\0")))
+        if type(event.at) is not int:
+            raise ValueError("the instant is not a whole number of ns")
+        return event
     layout = LAYOUT_BY_CODE.get(code)
     if layout is None:
-        raise ValueError(f"unknown fact code {code}")
+        raise ValueError(f"unknown event code {code}")
     fields: Any = layout.packed.unpack_from(body)
     if layout.strings:
         fields = list(fields)
@@ -165,20 +171,20 @@ def unpack_request(code: int, body: bytes, text_of: Callable[[int], str]) -> Any
     return make_tuple(layout.event, fields)
 
 
-def expand(fact: Any) -> tuple[Any, ...]:
-    """The facts that this one from a ring stands for, in order; nearly always itself."""
-    if type(fact) is not ExchangeEnded:
-        return (fact,)
-    route, http = fact.route, fact.http
-    said: list[Any] = []
+def expand(event: Any) -> tuple[Any, ...]:
+    """Returns the events that one event from a ring stands for, in order; nearly always the event itself."""
+    if type(event) is not ExchangeEnded:
+        return (event,)
+    route, http = event.route, event.http
+    expanded: list[Any] = []
     if http & SINGLE_CHUNK:
-        said.append(ResponseStarted(fact.at - fact.send_wait_ns))
+        expanded.append(ResponseStarted(event.at - event.send_wait_ns))
     if http > SINGLE_CHUNK:
-        said.append(HttpDescribed(fact.at, *_METHODS_AND_SCHEMES[http // 2 - 1], route))
-    return (*said, RequestEnded(*fact[:7]))
+        expanded.append(HttpDescribed(event.at, *_METHODS_AND_SCHEMES[http // 2 - 1], route))
+    return (*expanded, RequestEnded(*event[:7]))
 
 
-# ── step facts: layout ───────────────────────────────────────────────────────────────────────────────────────────
+# ── layouts of step events ───────────────────────────────────────────────────────────────────────────────────────
 SCHEDULED_CODE = 1
 DONE_CODE = 2
 
@@ -192,7 +198,7 @@ DONE_HEAD = struct.Struct("<qQHxxII")
 
 
 def _read_exceptions(body: bytes, offset: int, count: int, size: int) -> tuple[tuple[int, int], ...]:
-    """(position, tokens) of the members whose tokens are not 1, from pairs or from a whole column."""
+    """Returns (position, tokens) of the members whose tokens are not 1, from pairs or from a whole column."""
     if count == COLUMN:
         column = _read_numbers(body, offset, size)
         return tuple((i, tokens) for i, tokens in enumerate(column) if tokens != 1)
@@ -205,7 +211,7 @@ def _read_numbers(body: bytes, offset: int, count: int) -> tuple[int, ...]:
 
 
 def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
-    """The step fact with this code in `body`; raises `ValueError` for what is not one."""
+    """Returns the step event with this code in `body`; raises `ValueError` for an invalid one."""
     if code == SCHEDULED_CODE:
         head = SCHEDULED_HEAD.unpack_from(body)
         at, step, keyframe, n_left, n_joined, n_tokens, size, used, total, running, waiting = head
@@ -220,4 +226,4 @@ def unpack_step(code: int, body: bytes) -> StepScheduled | StepDone:
         at, step, count, size, discarded = DONE_HEAD.unpack_from(body)
         delivered = _read_exceptions(body, DONE_HEAD.size, count, size) if count else ()
         return make_tuple(StepDone, (at, step, delivered, discarded))  # type: ignore[no-any-return]
-    raise ValueError(f"unknown step fact code {code}")
+    raise ValueError(f"unknown step event code {code}")

@@ -1,4 +1,4 @@
-"""TODO ringbuffer.events.devices."""
+"""Events about devices: GPU time of steps and stages, memory, failed allocations, throttled clocks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 
 class StepTimed(NamedTuple):
-    """The same by the device: from `started_at` to `at` on the host's clock, each within `bound_ns`.
+    """Execution of a step on the device, from `started_at` to `at`.
 
-    Lengths in ns: `launched_ns` the host took to launch it, `queued_ns` from then until the device came to it, `gap_ns` the device
-    had nothing to do on that stream before it (`UNKNOWN_NS` where the first or the last is not known). Longer than 4 s is said to be 4 s.
+    Both instants are on the host's clock, each within `bound_ns`. The fields up to `log` are those of
+    `StepExecuted`. Lengths are in ns and clamped to about 4 s. `launched_ns`: the time in which the host
+    launched it. `queued_ns`: from then until the device began. `gap_ns`: the device's idle time on that
+    stream before it. `launched_ns` and `gap_ns` are `UNKNOWN_NS` where unknown.
     """
 
     at: int
@@ -26,7 +28,7 @@ class StepTimed(NamedTuple):
 
 
 class StageTimed(NamedTuple):
-    """When the device was at what was launched in a stage of a request; as `StepTimed`."""
+    """Execution on the device of the work that a stage of a request launched; fields as in `StepTimed`."""
 
     at: int
     started_at: int
@@ -37,10 +39,13 @@ class StageTimed(NamedTuple):
 
 
 class MemorySeen(NamedTuple):
-    """Memory of a device that this process uses, bytes; the first four as torch's allocator has them, `free` and `total` as the
-    driver does (0 of 0 = not asked). `private_pools`: of what is reserved, what CUDA graphs and pools of the application's own have
-    to themselves; `pinned`: page-locked memory of the host's that torch's allocator holds in this process; -1 = this torch does
-    not say. `uuid`: as NVML calls it."""
+    """Memory of a device that this process uses, in bytes.
+
+    `allocated`, `reserved`, `active` and `inactive_split` come from torch's allocator. `free` and `total`
+    come from the driver (0 of 0 = not read). `private_pools`: the part of `reserved` that belongs to CUDA
+    graphs and to the application's own pools. `pinned`: page-locked host memory of torch's allocator in this
+    process. Both are -1 where this torch does not report them. `uuid`: the device's id in NVML.
+    """
 
     at: int
     uuid: str
@@ -55,8 +60,10 @@ class MemorySeen(NamedTuple):
 
 
 class MemoryRefused(NamedTuple):
-    """A device had no room for `wanted` bytes while the request was at work: of `limit` (the device's, or what torch was told to
-    keep to), so many were `free`."""
+    """Failed allocation of `wanted` bytes while a request was running.
+
+    `free` bytes were left of `limit`: the device's memory, or the limit that torch was given.
+    """
 
     at: int
     wanted: int
@@ -65,24 +72,25 @@ class MemoryRefused(NamedTuple):
 
 
 LONGEST_NS, UNKNOWN_NS = (1 << 32) - 2, (1 << 32) - 1
-"""Of those lengths."""
+"""The longest length that an event holds, and the mark of an unknown length."""
 
 
 def encode_ns(length: int) -> int:
-    """A length as such a fact has it; below 0 = not known."""
+    """Returns a length as an event stores it; below 0 = unknown."""
     return UNKNOWN_NS if length < 0 else min(length, LONGEST_NS)
 
 
-def decode_ns(told: int) -> int:
-    """And back."""
-    return -1 if told == UNKNOWN_NS else told
+def decode_ns(stored: int) -> int:
+    """Returns the length that an event stores, ns; -1 = unknown."""
+    return -1 if stored == UNKNOWN_NS else stored
 
 
 class GpuClocksThrottled(NamedTuple):
-    """Recorded by the sidecar: NVML showed at `at` that clocks of a GPU were throttled, which holds until `until`, the next reading.
+    """Throttled clocks of a GPU, recorded by the sidecar: NVML reported them at `at`.
 
-    `reasons`: names of NVML's clock event reasons, joined by commas. `is_slowing`: whether one of them slows steps beyond what
-    a busy GPU does all day (heat, or its power supply).
+    They count as throttled until `until`, the next reading. `reasons`: names of NVML's clock event reasons,
+    joined by commas. `is_slowing`: whether a reason slows steps beyond the normal state of a busy GPU (heat,
+    or its power supply).
     """
 
     at: int

@@ -1,11 +1,14 @@
-"""TODO ringbuffer.events.processes."""
+"""Events about processes: hooks, pauses, start and exit.
+
+The events from `EventsLost` on are never written to a ring: the reader or the sidecar adds them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Phases of a start, and by what it is known that it is over.
+# Phases of a process start, and the sources that determine its end.
 WEIGHTS = "weights"
 WARMUP = "warmup"
 READY = "ready"
@@ -13,7 +16,7 @@ BY_LIFESPAN, BY_ENGINE, BY_REQUEST = "lifespan", "engine", "request"
 
 
 class HooksReported(NamedTuple):
-    """How many hooks of one integration are bound in this process."""
+    """Number of hooks of one instrumentor that are installed in this process, out of `total`."""
 
     at: int
     integration: str
@@ -22,7 +25,10 @@ class HooksReported(NamedTuple):
 
 
 class PauseSeen(NamedTuple):
-    """Something held up this process, whatever request it was at, from `started_at` to `at`. `cause`: gc, compile, …"""
+    """Pause of this process from `started_at` to `at`, whatever request it was serving.
+
+    `cause`: gc, compile, …
+    """
 
     at: int
     started_at: int
@@ -30,7 +36,7 @@ class PauseSeen(NamedTuple):
 
 
 class MarkSeen(NamedTuple):
-    """Something happened so many times in this process between `since` and `at`; how long it took, nobody knows."""
+    """Number of occurrences in this process between `since` and `at`; their durations are unknown."""
 
     at: int
     since: int
@@ -39,9 +45,10 @@ class MarkSeen(NamedTuple):
 
 
 class ProcessStarted(NamedTuple):
-    """This process began, as its system says; `wall_at` (unix ns) pairs with `at`. The ids are those of its start's trace.
+    """Start of this process, as the operating system reports it; `wall_at` (unix ns) pairs with `at`.
 
-    `parent_span_id`: of the start that this one is a part of; zeros if it is nobody's.
+    The ids are those of the trace of the start. `parent_span_id`: the start that this one is a part of; zeros
+    = none.
     """
 
     at: int
@@ -52,21 +59,24 @@ class ProcessStarted(NamedTuple):
 
 
 class ModuleImported(NamedTuple):
-    """A module that we wait for was imported, at `at` or before."""
+    """Import of a watched module, at `at` or earlier."""
 
     at: int
     module: str
 
 
 class PhaseBegan(NamedTuple):
-    """The process began with something that it does before it serves: `weights`, `warmup`, `ready`."""
+    """Start of a phase before the process serves: `weights`, `warmup` or `ready`."""
 
     at: int
     phase: str
 
 
 class PhaseEnded(NamedTuple):
-    """It is over; `error_type` says of what it failed. `by`: the engine that loaded, or who says that the server is ready."""
+    """End of a phase; `error_type` names the exception if it failed.
+
+    `by`: the engine that loaded, or the source that determined that the server is ready.
+    """
 
     at: int
     started_at: int
@@ -77,14 +87,14 @@ class PhaseEnded(NamedTuple):
 
 
 class ProcessLeft(NamedTuple):
-    """The process is about to end in an orderly way, with an exception that nobody caught if `error_type` names one."""
+    """Orderly exit of the process, recorded just before it. `error_type`: the uncaught exception, if any."""
 
     at: int
     error_type: str
 
 
 class EventsLost(NamedTuple):
-    """Said by the reader: facts of this process were overwritten (`lost`) or torn before `at`."""
+    """Loss, added by the reader: events of this process were overwritten (`lost`) or torn before `at`."""
 
     at: int
     lost: int
@@ -92,9 +102,10 @@ class EventsLost(NamedTuple):
 
 
 class ProcessSeen(NamedTuple):
-    """Said by the reader: a process of the server, with what its header says. `parent`: the process id of its parent.
+    """Process of the server, added by the reader with the data of its header.
 
-    `concluded_at`: what an earlier reader concluded before this instant is not to be concluded again; 0 = no such reader.
+    `parent`: its parent's process id. `processed_until`: requests that an earlier reader exported before this
+    instant are not exported again; 0 = no such reader.
     """
 
     at: int
@@ -105,7 +116,10 @@ class ProcessSeen(NamedTuple):
 
 
 class EngineSeen(NamedTuple):
-    """Said by the reader: this ring, its process's number `log`, holds the steps of an engine in the process of ring `process`."""
+    """Engine of the process with ring `process`, added by the reader: this ring holds its steps.
+
+    `log`: the number of this ring among those of its process.
+    """
 
     at: int
     process: int
@@ -115,10 +129,10 @@ class EngineSeen(NamedTuple):
 
 
 class ThreadSeen(NamedTuple):
-    """Said by the reader: what the kernel counted of an engine's thread in (`since`, `at`].
+    """Kernel counters of an engine's thread in (`since`, `at`], added by the sidecar.
 
-    `ran_ns` on a CPU, `waited_ns` for one while it could have run, `system_ns` in the kernel (in whole ticks); pages
-    mapped to it one by one (`faults`).
+    `ran_ns`: time on a CPU. `waited_ns`: time runnable without a CPU. `system_ns`: time in the kernel (in
+    whole ticks). `faults`: minor page faults.
     """
 
     at: int
@@ -130,20 +144,23 @@ class ThreadSeen(NamedTuple):
 
 
 class ProcessDied(NamedTuple):
-    """Said by the reader: a writer is gone, with whatever was in flight."""
+    """Death of a writer, added by the reader; its requests in flight died with it."""
 
     at: int
 
 
 class LiveListed(NamedTuple):
-    """Said by the reader after a loss: the handles in the live table; whatever else was open has ended unseen."""
+    """Handles in the live table, added by the reader after a loss; all other requests have ended."""
 
     at: int
     live: Sequence[int]
 
 
 class LiveRecovered(NamedTuple):
-    """Said by the reader, from the live table: a request whose arrival was overwritten or happened before us."""
+    """Request from the live table, added by the reader, which did not read its arrival.
+
+    The arrival was overwritten, or an earlier reader read it.
+    """
 
     at: int
     wall_at: int

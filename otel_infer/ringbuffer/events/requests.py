@@ -1,17 +1,4 @@
-"""What an integration may state: one class per fact, named noun + past verb, and its layout in shared memory.
-
-The writer (`ring.write`, `ring.write_steps`) packs these layouts, the reader (`ring.read`) unpacks them, the assembler
-consumes them; nobody else knows a byte. `at` is always the instant the fact is about, monotonic ns, and facts are ordered
-by it.
-
-Two families:
-
-* request facts name one request by its `handle` (a slot of the live table and its generation, u32; 0 = unknown) and
-  travel in fixed 64-byte cells of the request ring;
-* step facts describe one engine step and its whole batch and travel as variable-length records of a step ring.
-
-Long, since it is one table: a fact and its layout are read side by side.
-"""
+"""Events of one request: arrival, stages, scheduling, tokens, end, and additions of user code to its span."""
 
 from __future__ import annotations
 
@@ -19,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Union
 
 Value = Union[str, bool, int, float, Sequence[str], Sequence[bool], Sequence[int], Sequence[float]]
-"""What OpenTelemetry allows as an attribute value."""
+"""Types that OpenTelemetry allows as an attribute value."""
 
 NONE = 0
-"""String id of "not said"."""
+"""String id of an absent string."""
 OTHER = "_OTHER"
-"""What stands for a string when the string table is full (the word of the OpenTelemetry conventions)."""
+"""Replacement for a string when the string table is full (the value of the OpenTelemetry conventions)."""
 
 # Flags of RequestArrived.
 SAMPLED = 1
@@ -32,9 +19,11 @@ REMOTE_PARENT = 2
 OWN_SERVER_SPAN = 4
 NON_GENERATIVE = 8
 JOINED = 16
-"""What arrives is a part of a request that arrived in another process, whose trace id and span id these are."""
+"""The arrival is a part of a request that arrived in another process; the trace id and span id are that
+request's.
+"""
 TORCH = "torch"
-"""The provider of models that no engine claims: named after their class, never by a caller."""
+"""Provider of models that no engine claims; such a model is named after its class, never by a caller."""
 
 # Outcomes of RequestEnded.
 OK = 0
@@ -43,7 +32,7 @@ ABORTED = 2
 
 
 class RequestArrived(NamedTuple):
-    """A request began; `wall_at` (unix ns) pairs with `at`. Ids are zero bytes where there is none."""
+    """Arrival of a request; `wall_at` (unix ns) pairs with `at`. Absent ids are zero bytes."""
 
     at: int
     wall_at: int
@@ -59,7 +48,7 @@ class RequestArrived(NamedTuple):
 
 
 class StageEnded(NamedTuple):
-    """A named interval of a request, stated when it is over."""
+    """Named interval of a request, recorded when it ends."""
 
     at: int
     started_at: int
@@ -71,8 +60,10 @@ PINNED_UNKNOWN = 2
 
 
 class BytesMoved(NamedTuple):
-    """A stage that moved so many bytes to a device or from it, stated when it is over. `pinned`: whether the host's side of them
-    was page-locked, 0 or 1, or `PINNED_UNKNOWN`."""
+    """Stage that moved `size` bytes to or from a device, recorded when it ends.
+
+    `pinned`: whether the host memory was page-locked, 0 or 1, or `PINNED_UNKNOWN`.
+    """
 
     at: int
     started_at: int
@@ -82,14 +73,17 @@ class BytesMoved(NamedTuple):
 
 
 class CacheHeld(NamedTuple):
-    """The request's own KV cache, which is nobody else's, took so many bytes."""
+    """Size in bytes of the request's own KV cache, which it shares with no other request."""
 
     at: int
     size: int
 
 
 class RequestSubmitted(NamedTuple):
-    """Handed over to the engine. `input_tokens`, `max_tokens`: 0 = not known. `sequences`: 0 = more of the same prompt."""
+    """Hand-over to the engine. `input_tokens`, `max_tokens`: 0 = unknown.
+
+    `sequences`: 0 = further sequences of the same prompt.
+    """
 
     at: int
     sequences: int
@@ -99,26 +93,26 @@ class RequestSubmitted(NamedTuple):
 
 
 class RequestReceived(NamedTuple):
-    """The engine's scheduler saw the request: what came before was a hidden queue."""
+    """Receipt by the engine's scheduler; the time from the hand-over to it is the hidden queue."""
 
     at: int
 
 
 class RequestScheduled(NamedTuple):
-    """First scheduled, for engines whose steps are not recorded. With a step log this follows from the steps."""
+    """First scheduling, for engines whose steps are not recorded; otherwise it follows from the steps."""
 
     at: int
 
 
 class RequestPreempted(NamedTuple):
-    """Put back into the queue to free KV blocks. `kind`: `offload` (KV kept elsewhere) or `recompute`."""
+    """Return to the queue, to free KV blocks. `kind`: `offload` (KV kept elsewhere) or `recompute`."""
 
     at: int
     kind: str
 
 
 class PrefixRead(NamedTuple):
-    """A prompt of so many tokens was looked up in the engine's prefix cache, and so many of them were there."""
+    """Look-up of a prompt of `tokens` tokens in the engine's prefix cache, which held `cached` of them."""
 
     at: int
     tokens: int
@@ -126,7 +120,7 @@ class PrefixRead(NamedTuple):
 
 
 class TokensDrafted(NamedTuple):
-    """What was guessed ahead for a sequence while it was in the engine (speculative decoding), and how much was right."""
+    """Tokens drafted and accepted for a sequence while it was in the engine (speculative decoding)."""
 
     at: int
     drafted: int
@@ -134,25 +128,28 @@ class TokensDrafted(NamedTuple):
 
 
 class TokenReached(NamedTuple):
-    """The first token reached the part of the server that talks to the reader (`at`), nearer to them than the step."""
+    """Arrival of the first token in the part of the server that serves the client, after the step."""
 
     at: int
 
 
 class FirstTokenSent(NamedTuple):
-    """The first chunk with a token in it is about to be handed to the socket."""
+    """First chunk with a token, recorded just before it is handed to the socket."""
 
     at: int
 
 
 class ResponseStarted(NamedTuple):
-    """The first byte of the response body is about to be handed to the socket."""
+    """First byte of the response body, recorded just before it is handed to the socket."""
 
     at: int
 
 
 class EngineFinished(NamedTuple):
-    """The engine is done with one sequence. `reason`: stop, length, abort, error. Tokens: 0 = take them from steps."""
+    """End of one sequence in the engine.
+
+    `reason`: stop, length, abort, error. Tokens: 0 = take them from the steps.
+    """
 
     at: int
     reason: str
@@ -160,7 +157,10 @@ class EngineFinished(NamedTuple):
 
 
 class RequestEnded(NamedTuple):
-    """The last byte was handed over, or the request died. Lengths in ns; `status_code` 0 = no HTTP."""
+    """End of a request: the last byte was handed over, or it failed.
+
+    Lengths in ns; `status_code`: 0 = no HTTP.
+    """
 
     at: int
     outcome: int
@@ -172,8 +172,10 @@ class RequestEnded(NamedTuple):
 
 
 class ExchangeEnded(NamedTuple):
-    """The end of an HTTP request with what else is known of it by then, in one cell: for the ring alone, `told_apart` by its
-    reader. `http`: of `HTTP`, how it was asked for; and `WHOLE`."""
+    """End of an HTTP request with its HTTP details, in one cell. It exists in rings only; `expand` splits it.
+
+    `http`: a value of `HTTP_CODES`, plus `SINGLE_CHUNK`.
+    """
 
     at: int
     outcome: int
@@ -187,7 +189,7 @@ class ExchangeEnded(NamedTuple):
 
 
 class AttributeSet(NamedTuple):
-    """User code set an attribute on the live request span (limits already honoured)."""
+    """Attribute that user code set on the live request span (limits already applied)."""
 
     at: int
     key: str
@@ -195,7 +197,7 @@ class AttributeSet(NamedTuple):
 
 
 class SpanEventAdded(NamedTuple):
-    """User code added an event to the live request span."""
+    """Event that user code added to the live request span."""
 
     at: int
     name: str
@@ -203,7 +205,7 @@ class SpanEventAdded(NamedTuple):
 
 
 class SpanLinked(NamedTuple):
-    """User code linked the live request span to another."""
+    """Link that user code added from the live request span to another span."""
 
     at: int
     trace_id: bytes
@@ -211,7 +213,7 @@ class SpanLinked(NamedTuple):
 
 
 class LinkDescribed(NamedTuple):
-    """User code said so of the link that it has just added, to the span with this id (hex)."""
+    """Attributes of the link that user code has just added, to the span with this id (hex)."""
 
     at: int
     span_id: str
@@ -219,27 +221,27 @@ class LinkDescribed(NamedTuple):
 
 
 class NameUpdated(NamedTuple):
-    """User code renamed the live request span."""
+    """Name that user code gave to the live request span."""
 
     at: int
     name: str
 
 
 class StateCarried(NamedTuple):
-    """What the `tracestate` of the request says of its sampling, if anything."""
+    """Sampling entries of the request's `tracestate`, if any."""
 
     at: int
     tracestate: str
 
 
 class SpanUnseen(NamedTuple):
-    """Nobody was told the id of the request's span, and nobody will be: nothing can hang from it."""
+    """The id of the request's span was never read and never will be, so the span has no children."""
 
     at: int
 
 
 class HttpDescribed(NamedTuple):
-    """What an HTTP request is, in words of ours: a known method, the scheme, the route's template ("" = no route)."""
+    """HTTP details from fixed vocabularies: a known method, scheme, and route template ("" = no route)."""
 
     at: int
     method: str
@@ -248,12 +250,12 @@ class HttpDescribed(NamedTuple):
 
 
 METHODS = (OTHER, "POST", "PUT", "PATCH", "QUERY")
-"""Of the requests that are watched."""
+"""Methods of the requests that are recorded; `_OTHER` stands for any other."""
 SCHEMES = ("", "http", "https")
 _METHODS_AND_SCHEMES = tuple((method, scheme) for method in METHODS for scheme in SCHEMES)
 HTTP_CODES: Mapping[tuple[str, str], int] = {
-    asked: 2 * number for number, asked in enumerate(_METHODS_AND_SCHEMES, 1)
+    pair: 2 * number for number, pair in enumerate(_METHODS_AND_SCHEMES, 1)
 }
-"""Method and scheme as one number."""
+"""Method and scheme as one even number, above 0."""
 SINGLE_CHUNK = 1
-"""The body of the response was one piece: it was started `send_wait_ns` before the end."""
+"""Flag: the response body was one chunk, whose sending started `send_wait_ns` before the end."""

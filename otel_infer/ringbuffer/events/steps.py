@@ -1,4 +1,4 @@
-"""TODO ringbuffer.events.steps."""
+"""Events about engine steps: batches, results, the workers' parts, waiting requests, KV block sizes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 KV_EVICTION, EMPTY_STEP, DUMMY_BATCH = "kv_eviction", "empty_step", "dummy_batch"
-"""Marks: a block of the prefix cache was given up, a step had nothing in it, a rank kept step with its peers."""
+"""Marks: a block of the prefix cache was evicted, a step was empty, a rank ran a dummy batch to keep pace
+with its peers.
+"""
 
 
 class StepScheduled(NamedTuple):
-    """A batch was composed. `members` is the ordered batch as handles; only its change travels.
+    """Composition of a batch, an ordered list of handles; only its change is recorded.
 
-    `left` (positions, each in the batch as earlier removals left it) and `joined` (handles, at the end) turn the
-    previous batch into this one; `keyframe` says that `joined` is the whole batch. `tokens` holds (position, tokens) of the members whose scheduled tokens are not 1.
-    KV numbers are blocks, 0 of 0 = not known; `waiting` counts requests the scheduler knows and has not scheduled.
+    `left` (positions, each in the batch as earlier removals left it) and `joined` (handles, at the end) turn
+    the previous batch into this one. `keyframe`: `joined` is the whole batch. `tokens`: (position, tokens) of
+    the members whose scheduled tokens are not 1. `kv_used` and `kv_total` count KV blocks, 0 of 0 = unknown.
+    `waiting` counts the requests that the scheduler holds and has not scheduled.
     """
 
     at: int
@@ -31,10 +34,10 @@ class StepScheduled(NamedTuple):
 
 
 class StepDone(NamedTuple):
-    """The tokens of a step are known to the engine.
+    """End of a step: its tokens are known to the engine.
 
-    Every member got one token, but for `delivered`: (position, tokens), 0 tokens = a chunk of a prefill or a discard.
-    `discarded` counts sequences whose result was thrown away.
+    Every member got one token, except those in `delivered`: (position, tokens), where 0 tokens = a chunk of a
+    prefill or a discarded result. `discarded` counts the sequences whose result was discarded.
     """
 
     at: int
@@ -44,9 +47,10 @@ class StepDone(NamedTuple):
 
 
 class StepExecuted(NamedTuple):
-    """A worker did its part of a step of an engine, whose process it says, by its host's clock.
+    """Worker's part of an engine step, by the worker's host clock.
 
-    `rank`: which of the workers it is. `log`: number of the engine's step ring among those of that process; 0 = the only one.
+    `pid`: the engine's process. `rank`: the worker's. `log`: number of the engine's step ring among those of
+    that process; 0 = the only one.
     """
 
     at: int
@@ -59,7 +63,10 @@ class StepExecuted(NamedTuple):
 
 
 class WaitingSeen(NamedTuple):
-    """So many requests wait in this process' scheduler for this reason: `capacity`, or what keeps them from being scheduled at all."""
+    """Number of requests that wait in this process's scheduler for one reason.
+
+    `reason`: `capacity`, or a condition that prevents scheduling at all.
+    """
 
     at: int
     reason: str
@@ -67,7 +74,7 @@ class WaitingSeen(NamedTuple):
 
 
 class BlocksSized(NamedTuple):
-    """A block of this engine's KV cache holds so many tokens. `log`: as in `StepExecuted`."""
+    """Tokens per block of this engine's KV cache. `log`: as in `StepExecuted`."""
 
     at: int
     engine: str
@@ -77,7 +84,10 @@ class BlocksSized(NamedTuple):
 
 
 class StepsLost(NamedTuple):
-    """Said by the reader: facts of this step ring were overwritten or torn before `at`; wait for a keyframe."""
+    """Loss, added by the reader: events of this step ring were overwritten or torn before `at`.
+
+    The batch is unknown until the next keyframe.
+    """
 
     at: int
     lost: int

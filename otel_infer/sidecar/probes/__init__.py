@@ -1,1 +1,1 @@
-"""Reads what the kernel counts about the threads and control group of a server."""
+"""Probes of kernel counters about the threads and control groups of a server."""

@@ -1,12 +1,15 @@
-"""How long the CPU quota of its control group held up a process of the server, seen from beside it. Linux.
+"""Reads how long the CPU quota of its control group throttled a process, from outside the process. Linux.
 
-    /proc/PID/cgroup ─▶ cpu.stat of its group and of those above ─▶ throttled time that was added since the last look
+    /proc/PID/cgroup ─▶ cpu.stat of its group and its ancestors ─▶ throttled time added since the last reading
 
-The kernel says a sum, and says it when a throttling is over. So what is stated is an interval of that length, up to the
-look, and never longer than the time since the look before. Its error: the throttling was up to that much earlier; where
-several CPUs were throttled at once their times are added up, so it was up to as many times shorter; of one that began
-before the last look no more is said than fits. The quotas of a group and of those above it may hold it up at the same
-time: the largest is what is known.
+The kernel reports a sum, and only after a throttling has ended. The recorded event is therefore an interval
+of that length that ends at the reading. It is never longer than the time since the reading before.
+
+The interval has these errors. The throttling happened up to that much earlier. Where several CPUs were
+throttled together their times are added, so the real interval was up to as many times shorter. A throttling
+that began before the last reading is cut to the time since then.
+
+Quotas of a group and of its ancestors may throttle at the same time. The largest value is used.
 """
 
 from __future__ import annotations
@@ -20,19 +23,19 @@ from otel_infer.ringbuffer import events
 
 CAUSE = "throttled"
 SAMPLE_INTERVAL_NS = 100_000_000
-"""The period over which quotas are counted, if nobody has set another."""
+"""The default period of CPU quotas."""
 EARLY_TOLERANCE_NS = 5_000_000
-"""Who wakes as often does not come to look to the µs: what is so much too soon is in time."""
+"""Tolerance for a wake-up before the due time, because wake-ups are not exact to the µs."""
 RESCAN_INTERVAL_NS = 250_000_000
-"""How often it is asked which processes there are."""
+"""Time between look-ups of the server's processes."""
 STAT = "cpu.stat"
 _MAX_READ_BYTES = 4096
 _UNITS_NS = {"throttled_usec": 1000, "throttled_time": 1}
-"""The names of version 2 and version 1."""
+"""Field names of cgroup version 2 and version 1, with their units in ns."""
 
 
 def parse_throttled_ns(stat: str) -> int | None:
-    """What a `cpu.stat` says was spent throttled in all; None if it does not say, as that of the root of version 2."""
+    """Returns the total throttled time of a `cpu.stat`, ns; None where absent (root of version 2)."""
     for line in stat.splitlines():
         name, _, value = line.partition(" ")
         if name in _UNITS_NS and value.strip().isdecimal():
@@ -40,13 +43,14 @@ def parse_throttled_ns(stat: str) -> int | None:
     return None
 
 
-def find_stat_files(memberships: str, ours: str, mount: Path) -> tuple[Path, ...]:
-    """The files that say it of a process with these memberships (`/proc/PID/cgroup`), its own group first.
+def find_stat_files(memberships: str, own: str, mount: Path) -> tuple[Path, ...]:
+    """Returns the `cpu.stat` files for a process with these memberships, its own group first.
 
-    `ours`: the memberships of the reader. In a container the path may be the host's, and what is mounted this container
-    alone: that is the right one for whoever is in the same group as we are.
+    Memberships are the text of `/proc/PID/cgroup`; `own` is the reader's. In a container the path may be the
+    host's, while the mount shows this container only. The mount itself is then right for a process in the
+    reader's own group.
     """
-    found: list[Path] = []
+    candidates: list[Path] = []
     for line in memberships.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -57,13 +61,13 @@ def find_stat_files(memberships: str, ours: str, mount: Path) -> tuple[Path, ...
             base = mount / "cpu"
         else:
             continue
-        if not group.is_absolute() or ".." in group.parts:  # outside of what can be seen from here
+        if not group.is_absolute() or ".." in group.parts:  # outside the hierarchy that is visible here
             continue
         if (base / path.lstrip("/")).is_dir():
-            found += [base / str(level).lstrip("/") / STAT for level in (group, *group.parents)]
-        elif memberships == ours:
-            found.append(base / STAT)
-    return tuple(file for file in found if _read_throttled_ns(file) is not None)
+            candidates += [base / str(level).lstrip("/") / STAT for level in (group, *group.parents)]
+        elif memberships == own:
+            candidates.append(base / STAT)
+    return tuple(file for file in candidates if _read_throttled_ns(file) is not None)
 
 
 def _read_throttled_ns(file: Path) -> int | None:
@@ -74,7 +78,7 @@ def _read_throttled_ns(file: Path) -> int | None:
 
 
 class _CgroupStats:
-    """The groups that a process is in, as they were at the last look; their files stay open."""
+    """Groups of a process, with their values at the last reading; their files stay open."""
 
     def __init__(self, files: tuple[Path, ...], at: int) -> None:
         self._readings: dict[int, int | None] = {}
@@ -82,21 +86,21 @@ class _CgroupStats:
         for file in files:
             try:
                 descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # it went away in between
+            except OSError:  # removed meanwhile
                 continue
             self._readings[descriptor] = _read_descriptor(descriptor)
 
     def read_throttling(self, now: Callable[[], int]) -> tuple[int, int]:
-        """(instant of this look, ns throttled since the last one)."""
-        grown = 0
-        for descriptor, before in self._readings.items():
+        """Returns (instant of this reading, ns throttled since the last one)."""
+        added = 0
+        for descriptor, previous in self._readings.items():
             reading = _read_descriptor(descriptor)
             if reading is not None:
-                grown = max(grown, reading - (reading if before is None else before))
+                added = max(added, reading - (reading if previous is None else previous))
                 self._readings[descriptor] = reading
         at = now()
         window, self._sampled_at = at - self._sampled_at, at
-        return at, min(grown, window)
+        return at, min(added, window)
 
     def close(self) -> None:
         for descriptor in self._readings:
@@ -112,7 +116,7 @@ def _read_descriptor(descriptor: int) -> int | None:
 
 
 class CpuThrottlingProbe:
-    """Looks at most every 100 ms. Where there are no control groups it is silent, and has nothing to look at."""
+    """Probe that reads at most every 100 ms; without control groups it returns nothing."""
 
     def __init__(
         self,
@@ -126,7 +130,10 @@ class CpuThrottlingProbe:
         self._sampled_at = self._rescanned_at = 0
 
     def read_events(self, processes: Callable[[], Iterable[tuple[int, int]]]) -> list[events.RecordedEvent]:
-        """What was added since the last look. `processes`: (ring, pid as seen from here) of those that live."""
+        """Returns the throttling since the last reading.
+
+        `processes` returns (ring, pid as seen from here) of the living processes.
+        """
         now = self._now()
         if now - self._sampled_at < SAMPLE_INTERVAL_NS - EARLY_TOLERANCE_NS:
             return []
@@ -134,37 +141,38 @@ class CpuThrottlingProbe:
         if now - self._rescanned_at >= RESCAN_INTERVAL_NS:
             self._rescanned_at = now
             self._update_groups(dict(processes()))
-        said = []
+        recorded = []
         for files, group in self._groups.items():
             at, length = group.read_throttling(self._now)
-            seen = events.PauseSeen(at, at - length, CAUSE)
-            held_up = [ring for ring, its in self._files.items() if its == files and length]
-            said += [events.RecordedEvent(ring, 0, seen) for ring in held_up]
-        return said
+            pause = events.PauseSeen(at, at - length, CAUSE)
+            throttled = [ring for ring, stat_files in self._files.items() if stat_files == files and length]
+            recorded += [events.RecordedEvent(ring, 0, pause) for ring in throttled]
+        return recorded
 
     def close(self) -> None:
-        """Lets go of all files."""
+        """Closes all files."""
         self._update_groups({})
 
-    def _update_groups(self, here: dict[int, int]) -> None:
-        known, before = self._files, self._groups
+    def _update_groups(self, pids: dict[int, int]) -> None:
+        known_files, previous = self._files, self._groups
         self._files = {
-            ring: known[ring] if ring in known else self._find_stat_files(pid) for ring, pid in here.items()
+            ring: known_files[ring] if ring in known_files else self._find_stat_files(pid)
+            for ring, pid in pids.items()
         }
         groups = {files for files in self._files.values() if files}
         self._groups = {
-            files: before.pop(files) if files in before else _CgroupStats(files, self._sampled_at)
+            files: previous.pop(files) if files in previous else _CgroupStats(files, self._sampled_at)
             for files in groups
         }
-        for group in before.values():
+        for group in previous.values():
             group.close()
 
     def _find_stat_files(self, pid: int) -> tuple[Path, ...]:
         try:
-            memberships, ours = (
-                (self._proc / who / "cgroup").read_text(encoding="utf-8", errors="replace")
-                for who in (str(pid), "self")
+            memberships, own = (
+                (self._proc / process / "cgroup").read_text(encoding="utf-8", errors="replace")
+                for process in (str(pid), "self")
             )
         except OSError:
             return ()
-        return find_stat_files(memberships, ours, self._mount)
+        return find_stat_files(memberships, own, self._mount)

@@ -1,10 +1,10 @@
-"""What the kernel counts of an engine's thread, read from beside it. Linux.
+"""Reads kernel counters of an engine's thread from outside its process. Linux.
 
-    /proc/PID/task/TID/schedstat ─▶ time on a CPU, time it could have run and had none
-    /proc/PID/task/TID/stat      ─▶ time in the kernel, pages that had to be mapped to it
+    /proc/PID/task/TID/schedstat ─▶ time on a CPU, time runnable without a CPU
+    /proc/PID/task/TID/stat      ─▶ time in the kernel, minor page faults
 
-The thread itself does nothing for it. What is stated is what was added since the last look, so it is not known where in
-between it was: `strain` sets it against the steps of that time.
+The thread itself does nothing for it. An event holds the increase since the last reading, without the instant
+in between. `assembly.engine.thread_delays` compares it with the steps of that time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from otel_infer import _clock
 from otel_infer.ringbuffer import events
 
 RESCAN_INTERVAL_NS = 250_000_000
-"""How often it is asked which threads there are."""
+"""Time between look-ups of the engines' threads."""
 MIN_QUIET_NS = 1_000_000
-"""A quiet time that is not worth a word."""
+"""A shorter idle time is not recorded separately."""
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _FAULTS, _SYSTEM = 7, 12
 """Fields of `stat` after the name: minflt and stime (proc_pid_stat(5))."""
 _MAX_READ_BYTES = 1024
 
 ThreadIds = tuple[int, int, int, int]
-"""(ring of steps, pid as seen from here, pid and thread as their process sees them)."""
+"""(step ring, pid as seen from here, pid and thread id as their process sees them)."""
 
 
 class _ThreadCounts(NamedTuple):
@@ -38,7 +38,7 @@ class _ThreadCounts(NamedTuple):
 
 
 class _ThreadFiles:
-    """The files of one thread, open: to look again is one call each."""
+    """Open files of one thread, so that a reading takes one call per file."""
 
     def __init__(self, task: Path, at: int) -> None:
         self._files: list[int] = []
@@ -51,17 +51,17 @@ class _ThreadFiles:
             raise
 
     def read_samples(self, now: Callable[[], int]) -> list[events.ThreadSeen]:
-        """What was added since the last look; while nothing is, nothing is said until something was."""
+        """Returns the increase since the last reading; an idle time is returned with the next increase."""
         counts, at = self._read_counts(), now()
-        added = [after - before for after, before in zip(counts, self._last_counts)]
-        if not added[0] and not added[1]:
+        increases = [after - before for after, before in zip(counts, self._last_counts)]
+        if not increases[0] and not increases[1]:
             self._quiet_at = at
             return []
         since, quiet_at = self._sampled_at, self._quiet_at
         self._last_counts, self._sampled_at, self._quiet_at = counts, at, 0
         if quiet_at - since < MIN_QUIET_NS:
-            return [events.ThreadSeen(at, since, *added)]
-        return [events.ThreadSeen(quiet_at, since, 0, 0, 0, 0), events.ThreadSeen(at, quiet_at, *added)]
+            return [events.ThreadSeen(at, since, *increases)]
+        return [events.ThreadSeen(quiet_at, since, 0, 0, 0, 0), events.ThreadSeen(at, quiet_at, *increases)]
 
     def _read_counts(self) -> _ThreadCounts:
         scheduled, stat = self._files
@@ -76,7 +76,7 @@ class _ThreadFiles:
 
 
 class EngineThreadProbe:
-    """The threads of all engines. Where the kernel says nothing of them it is silent."""
+    """Probe of the threads of all engines; where the kernel has no such counters it returns nothing."""
 
     def __init__(self, proc: Path = Path("/proc"), now: Callable[[], int] = _clock.now) -> None:
         self._proc, self._now = proc, now
@@ -84,36 +84,36 @@ class EngineThreadProbe:
         self._rescanned_at = 0
 
     def read_events(self, threads: Callable[[], Iterable[ThreadIds]]) -> list[events.RecordedEvent]:
-        """What was added since the last look."""
+        """Returns the increases since the last reading."""
         now = self._now()
         if now - self._rescanned_at >= RESCAN_INTERVAL_NS:
             self._rescanned_at = now
             self._update_threads(list(threads()))
-        said: list[events.RecordedEvent] = []
-        for thread, watched in self._threads.items():
-            if watched is None:
+        recorded: list[events.RecordedEvent] = []
+        for thread, files in self._threads.items():
+            if files is None:
                 continue
             try:
-                seen = watched.read_samples(self._now)
-            except (OSError, ValueError, IndexError):  # it has ended
-                watched.close()
+                samples = files.read_samples(self._now)
+            except (OSError, ValueError, IndexError):  # the thread has ended
+                files.close()
                 self._threads[thread] = None
                 continue
-            said += [events.RecordedEvent(thread[0], 0, one) for one in seen]
-        return said
+            recorded += [events.RecordedEvent(thread[0], 0, sample) for sample in samples]
+        return recorded
 
     def close(self) -> None:
-        """Lets go of all files."""
+        """Closes all files."""
         self._update_threads([])
 
-    def _update_threads(self, here: list[ThreadIds]) -> None:
+    def _update_threads(self, threads: list[ThreadIds]) -> None:
         known = self._threads
         self._threads = {
-            thread: known.pop(thread) if thread in known else self._open_thread(thread) for thread in here
+            thread: known.pop(thread) if thread in known else self._open_thread(thread) for thread in threads
         }
-        for watched in known.values():
-            if watched is not None:
-                watched.close()
+        for files in known.values():
+            if files is not None:
+                files.close()
 
     def _open_thread(self, thread: ThreadIds) -> _ThreadFiles | None:
         _, pid, own_pid, own_thread = thread
@@ -126,7 +126,7 @@ class EngineThreadProbe:
 
     @staticmethod
     def _resolve_thread_id(tasks: Path, own: int) -> int:
-        """The thread that its own namespace knows by this number (`NSpid` of proc_pid_status(5)); 0 = none."""
+        """Returns the thread with this id in its own namespace (`NSpid` of proc_pid_status(5)); 0 = none."""
         try:
             for status in tasks.glob("*/status"):
                 for line in status.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,1 +1,1 @@
-"""The flight recorder: the last two minutes of facts, held by the sidecar, written as a tape when somebody asks."""
+"""The flight recorder: the sidecar's last two minutes of events, written as a tape on request."""

@@ -1,10 +1,10 @@
-"""How somebody else asks a sidecar for a tape: by files in the folder of its rings, which both can reach and nobody else.
+"""Requests a tape from a sidecar, through files in the folder of its rings, which only its user can reach.
 
-    dump-TOKEN.asked      made by who asks, removed by the sidecar that takes it up
-    dump-TOKEN.tape       the answer, whole
-    dump-TOKEN.refused    or why there is none
+    dump-TOKEN.asked      created by the requester, removed by the sidecar that accepts it
+    dump-TOKEN.tape       the complete tape
+    dump-TOKEN.refused    or the reason why there is none
 
-Never a signal to a pid: pids lie across containers. The asker takes the tape away.
+Signals to a pid are not used, because pids differ between containers. The requester removes the tape.
 """
 
 from __future__ import annotations
@@ -23,41 +23,44 @@ STALE_S = 2 * DUMP_TIMEOUT_S
 
 
 class DumpFailed(Exception):
-    """The sidecar gave none; the message says why."""
+    """Failure of a sidecar to write a tape; the message states why."""
 
 
 def request_dump(folder: Path, patience_s: float = DUMP_TIMEOUT_S) -> Path:
-    """Has the sidecar of this folder write a tape there and waits for it; raises `NoTape`."""
-    asked = folder / f"{directory.DUMP_PREFIX}{secrets.token_hex(8)}{directory.DUMP_REQUESTED}"
-    tape, refused = asked.with_suffix(directory.DUMP_DONE), asked.with_suffix(directory.DUMP_FAILED)
+    """Requests a tape from the sidecar of this folder and waits for it; returns its path.
+
+    Raises `DumpFailed`.
+    """
+    request = folder / f"{directory.DUMP_PREFIX}{secrets.token_hex(8)}{directory.DUMP_REQUESTED}"
+    tape, rejection = request.with_suffix(directory.DUMP_DONE), request.with_suffix(directory.DUMP_FAILED)
     is_answered = False
     try:
-        os.close(os.open(asked, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.close(os.open(request, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             if tape.is_symlink():
-                raise DumpFailed(f"{tape} is a link: whoever answers is no sidecar")
+                raise DumpFailed(f"{tape} is a link, which a sidecar never writes")
             if tape.exists():
                 is_answered = True
                 return tape
-            if refused.exists():
-                reason = refused.read_text(encoding="utf-8")
-                refused.unlink(missing_ok=True)
+            if rejection.exists():
+                reason = rejection.read_text(encoding="utf-8")
+                rejection.unlink(missing_ok=True)
                 raise DumpFailed(reason)
             if not directory.is_held(folder / directory.SIDECAR_LOCK):
-                raise DumpFailed("its sidecar ended meanwhile")
+                raise DumpFailed("the sidecar ended before it wrote the tape")
             time.sleep(POLL_INTERVAL_S)
     except OSError as reason:
         raise DumpFailed(f"{reason.filename}: {reason.strerror}") from None
     finally:
-        asked.unlink(missing_ok=True)
-        if not is_answered:  # nobody waits for what comes later, in memory that the server needs
+        request.unlink(missing_ok=True)
+        if not is_answered:  # a later tape would only take memory that the server needs
             tape.unlink(missing_ok=True)
-    raise DumpFailed(f"its sidecar did not answer within {patience_s:g} s")
+    raise DumpFailed(f"the sidecar did not answer within {patience_s:g} s")
 
 
 def pending_dumps(folder: Path) -> Iterator[Path]:
-    """The tapes that somebody waits for. What nobody fetched is removed."""
+    """Yields the paths of the tapes that were requested; removes old tapes that were not fetched."""
     try:
         names = [name for name in os.listdir(folder) if directory.is_dump(name)]
     except OSError:
@@ -71,7 +74,7 @@ def pending_dumps(folder: Path) -> Iterator[Path]:
 
 
 def reject_dump(tape: Path, reason: str) -> None:
-    """Says why there will be no such tape."""
+    """Writes the reason why there will be no such tape."""
     part = tape.with_suffix(directory.DUMP_PART)
     try:
         part.write_text(reason, encoding="utf-8")
@@ -81,7 +84,7 @@ def reject_dump(tape: Path, reason: str) -> None:
 
 
 def file_age_s(path: Path) -> float:
-    """Since it was written to; 0 where it is gone."""
+    """Returns the time since the file was written, s; 0 if it is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

@@ -1,8 +1,10 @@
-"""Facts saved to a file: record where the GPU is, replay anywhere. Gzipped JSON lines, readable without us.
+"""Reads and writes tapes: files of events, recorded on one machine and replayed on any other.
 
-{"otel_infer tape": 1, …}                          the first line: format, who wrote it
-[ring, handle, "StepDone", field, field, …]        one fact; bytes as {"hex": "…"}
-["@", 123456789]                                   everything before this instant (monotonic ns) has been told
+A tape is gzipped JSON lines, readable without otel_infer:
+
+    {"otel_infer tape": 1, …}                          the first line: format and writer
+    [ring, handle, "StepDone", field, field, …]        one event; bytes as {"hex": "…"}
+    ["@", 123456789]                                   all events before this instant (monotonic ns) are above
 """
 
 from __future__ import annotations
@@ -27,85 +29,88 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 SYNC_NS = 5_000_000_000
-"""A writer that is killed takes no more than this along."""
+"""A writer that is killed loses the events of at most this time."""
 _HEADER_KEY = "otel_infer tape"
 _TYPES_BY_NAME: Mapping[str, type] = {
-    name: fact
-    for name, fact in vars(events).items()
-    if isinstance(fact, type) and hasattr(fact, "_fields") and name not in ("EventLayout", "RecordedEvent")
+    name: event
+    for name, event in vars(events).items()
+    if isinstance(event, type) and hasattr(event, "_fields") and name not in ("EventLayout", "RecordedEvent")
 }
 _BYTES_FIELDS: Mapping[str, tuple[bool, ...]] = {
-    name: tuple(field is bytes for field in get_type_hints(fact).values())
-    for name, fact in _TYPES_BY_NAME.items()
+    name: tuple(field is bytes for field in get_type_hints(event).values())
+    for name, event in _TYPES_BY_NAME.items()
 }
 EVENT_TYPES: tuple[type[Any], ...] = tuple(_TYPES_BY_NAME.values())
-"""Every kind of fact that a tape may hold."""
+"""Every kind of event that a tape may hold."""
 
 
 class InvalidRecording(ValueError):
-    """The file is not a tape that we can read; the message says why."""
+    """Failure to read a tape; the message states why."""
 
 
 class EventBatch(NamedTuple):
-    """Facts in order of time, and the instant up to which they are complete."""
+    """Events in order of time, and the instant up to which they are complete."""
 
     recorded_events: list[events.RecordedEvent]
     horizon: int
 
 
 def unused_path(path: Path) -> Path:
-    """This name, which nobody has from now on: what a sidecar wrote before, or another one writes, is kept beside it, numbered."""
+    """Returns `path` for a new tape; a tape that exists there is first renamed with a number."""
     numbers = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    with contextlib.suppress(OSError):  # it may be a mount of its own, or its folder somebody else's
+    with contextlib.suppress(OSError):  # it may be a mount point, or its folder not writable
         if path.is_file() and path.stat().st_size:
             path.rename(next(other for other in numbers if not other.exists()))
     return path
 
 
 class RecordingWriter:
-    """Appends facts to a tape; raises `OSError` where the file cannot be written. Who else may read it is its owner's business."""
+    """Writer that appends events to a tape; raises `OSError` where the file cannot be written.
+
+    A new file has mode 0600; an existing file keeps its mode.
+    """
 
     def __init__(self, path: Path, **about: Any) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self._raw = open(descriptor, "wb")
         self._file = gzip.open(self._raw, "wt", encoding="utf-8", compresslevel=1)
         self._file.write(json.dumps({_HEADER_KEY: FORMAT, **about}) + "\n")
-        self._file.flush()  # whoever comes next sees that it is somebody's
+        self._file.flush()  # so that another writer finds the path in use
         self._raw.flush()
         self._is_synced, self._synced_at = True, 0
 
-    def write(self, said: Iterable[events.RecordedEvent], horizon: int) -> None:
-        """Adds facts and the instant up to which they are complete."""
-        for ring, handle, fact in said:
-            fields = [{"hex": f.hex()} if isinstance(f, bytes) else f for f in fact]
-            self._file.write(_format_line([ring, handle, type(fact).__name__, *fields]))
+    def write(self, recorded: Iterable[events.RecordedEvent], horizon: int) -> None:
+        """Adds events and the instant up to which they are complete."""
+        for ring, handle, event in recorded:
+            fields = [{"hex": f.hex()} if isinstance(f, bytes) else f for f in event]
+            self._file.write(_format_line([ring, handle, type(event).__name__, *fields]))
         self._file.write(_format_line(["@", horizon]))
         self._is_synced = False
 
     def sync_if_due(self, now: int) -> None:
-        """Hands what was written to the file, now and then; `now`: monotonic ns."""
+        """Flushes to the file if `SYNC_NS` has passed; `now`: monotonic ns."""
         if not self._is_synced and now - self._synced_at >= SYNC_NS:
             self._is_synced, self._synced_at = True, now
             self._file.flush()
             self._raw.flush()
 
     def close(self) -> None:
-        """Finishes the file."""
+        """Completes the file."""
         try:
             self._file.close()
         finally:
             self._raw.close()
 
 
-def _format_line(said: list[Any]) -> str:
+def _format_line(line: list[Any]) -> str:
     try:
-        return json.dumps(said, default=str, allow_nan=False) + "\n"
+        return json.dumps(line, default=str, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_make_json_safe(said), default=str) + "\n"
+        return json.dumps(_make_json_safe(line), default=str) + "\n"
 
 
 def _make_json_safe(value: Any) -> Any:
-    """With their text in the place of numbers that JSON does not have."""
+    """Returns the value with the text of numbers that JSON lacks (NaN, infinity) in their place."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -114,87 +119,87 @@ def _make_json_safe(value: Any) -> Any:
 
 
 def open_writer(path: str) -> RecordingWriter | None:
-    """Of a new tape there; None where none is wanted, or the log says why there is none."""
+    """Returns the writer of a new tape; None if `path` is "", or after a logged failure."""
     try:
         return RecordingWriter(unused_path(Path(path))) if path else None
-    except OSError as reason:
-        log.error("there is no tape: %s", reason)
+    except OSError as error:
+        log.error("cannot open the tape, nothing is recorded: %s", error)
         return None
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """What a tape says of itself in its first line; raises `BadTape`."""
+    """Returns the first line of a tape; raises `InvalidRecording`."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             return _parse_header(lines)
-    except (OSError, EOFError, ValueError, zlib.error) as reason:
-        raise InvalidRecording(f"{path}: {reason}") from None
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InvalidRecording(f"{path}: {error}") from None
 
 
 def read_objectives(path: Path) -> Objectives:
-    """The objectives of the server, as its tape says them; none where it says nothing that we understand."""
+    """Returns the objectives in the header of a tape; none if they are absent or invalid."""
     try:
         return slo.parse_objectives(str(read_header(path).get("slo", "")))
-    except ValueError as reason:
-        if isinstance(reason, InvalidRecording):
+    except ValueError as error:
+        if isinstance(error, InvalidRecording):
             raise
         return Objectives()
 
 
 def read_began_at(path: Path) -> int:
-    """The instant (monotonic ns) from which on a tape tells everything: of what ended before, it has only what explains the rest.
+    """Returns the instant (monotonic ns) from which a tape is complete.
 
-    0 where it begins with its server, or does not say; raises `BadTape`.
+    Earlier events are in it only to explain later ones. 0 if it begins with its server or does not state it. Raises `InvalidRecording`.
     """
-    said = read_header(path).get("began_at")
-    return said if isinstance(said, int) else 0
+    began_at = read_header(path).get("began_at")
+    return began_at if isinstance(began_at, int) else 0
 
 
 def read_batches(path: Path) -> Iterator[EventBatch]:
-    """The passages of a tape; one whose end is missing is read as far as it goes, and a warning says so."""
+    """Yields the batches of a tape; a truncated tape is read as far as possible, with a warning."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             _parse_header(lines)
             yield from _parse_batches(lines)
     except EOFError:
-        log.warning("%s: its end is missing, and it is read as far as it goes", path)
-    except InvalidRecording as reason:
-        raise InvalidRecording(f"{path}: {reason}") from None
-    except (OSError, ValueError, TypeError, LookupError, zlib.error) as reason:
-        raise InvalidRecording(f"{path}: damaged, or not a tape: {reason}") from None
+        log.warning("%s: its end is missing; read as far as possible", path)
+    except InvalidRecording as error:
+        raise InvalidRecording(f"{path}: {error}") from None
+    except (OSError, ValueError, TypeError, LookupError, zlib.error) as error:
+        raise InvalidRecording(f"{path}: damaged, or not a tape: {error}") from None
 
 
 def _parse_header(lines: Iterator[str]) -> dict[str, Any]:
-    said = json.loads(next(lines, "null"))
-    if not isinstance(said, dict) or said.get(_HEADER_KEY) != FORMAT:
+    header = json.loads(next(lines, "null"))
+    if not isinstance(header, dict) or header.get(_HEADER_KEY) != FORMAT:
         raise InvalidRecording(f"not an otel_infer tape of format {FORMAT}")
-    return said
+    return header
 
 
 def _parse_batches(lines: Iterable[str]) -> Iterator[EventBatch]:
-    """Raises `EOFError` behind the last of those of which there is something."""
-    said: list[events.RecordedEvent] = []
-    cut: EOFError | None = None
+    """Yields the batches; after a truncated tape's last events it raises `EOFError`."""
+    batch: list[events.RecordedEvent] = []
+    truncation: EOFError | None = None
     try:
         for line in lines:
             first, *rest = json.loads(line)
             if first == "@":
-                yield EventBatch(said, rest[0])
-                said = []
+                yield EventBatch(batch, rest[0])
+                batch = []
             else:
-                said.append(_parse_event(first, *rest))
-    except EOFError as reason:
-        cut = reason
-    if said:
-        yield EventBatch(said, max(fact.event.at for fact in said))
-    if cut is not None:
-        raise cut
+                batch.append(_parse_event(first, *rest))
+    except EOFError as error:
+        truncation = error
+    if batch:
+        yield EventBatch(batch, max(recorded.event.at for recorded in batch))
+    if truncation is not None:
+        raise truncation
 
 
 def _parse_event(ring: int, handle: int, name: str, *fields: Any) -> events.RecordedEvent:
     if name not in _TYPES_BY_NAME or len(fields) != len(_BYTES_FIELDS[name]):
         raise InvalidRecording(
-            f"unknown fact {name!r} of {len(fields)} fields: recorded by another release of otel_infer?"
+            f"unknown event {name!r} with {len(fields)} fields; use the otel_infer release that recorded it"
         )
     values = (bytes.fromhex(f["hex"]) if is_bytes else f for is_bytes, f in zip(_BYTES_FIELDS[name], fields))
     return events.RecordedEvent(ring, handle, _TYPES_BY_NAME[name](*values))

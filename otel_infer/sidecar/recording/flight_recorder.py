@@ -1,7 +1,8 @@
-"""When the window is written as a tape, and where: one at a time, by a thread of its own, since rings fill meanwhile.
+"""Writes the window of the flight recorder as a tape.
 
-Asked by a command through the folder of the rings (`asking`), by a signal, by an HTTP request (`webhook`), or by requests
-that missed their objectives. What nobody waits for goes into a folder that keeps the newest tapes only.
+Tapes are written one at a time, on a separate thread, because rings fill meanwhile. A tape is requested by a command through the rings' folder (`dump_request`), by a signal, by an HTTP request
+(`webhook`), or by requests that missed their objectives. Tapes that no command waits for go into a folder
+that keeps the newest ones.
 """
 
 from __future__ import annotations
@@ -31,33 +32,35 @@ log = logging.getLogger(__name__)
 
 COMMAND, SIGNAL, WEBHOOK, SLO = "command", "signal", "webhook", "slo"
 BREACH_COUNT, BREACH_WINDOW_NS = 3, 10_000_000_000
-"""So many requests that missed objectives within so long are a breach."""
+"""So many requests that missed objectives, within so much time, are a breach."""
 BREACH_INTERVAL_NS = 60_000_000_000
-"""Between the first two tapes of a breach; while it lasts, twice as long each time, up to the next."""
+"""Time between the first two tapes of a breach; it doubles with each tape, up to `BREACH_MAX_INTERVAL_NS`."""
 BREACH_MAX_INTERVAL_NS = 32 * BREACH_INTERVAL_NS
 BREACH_RESET_NS = 300_000_000_000
-"""Without one for so long, the next is another."""
+"""After so much time without a breach, the next one is a new breach."""
 BREACH_DELAY_NS = 2_000_000_000
-"""What a breach comes to shows a little later."""
+"""Delay of a tape after a breach, because its effects show later."""
 DUMP_DELAY_CYCLES = 2
-"""Wakes after which what was stated before somebody asked is in the window."""
+"""Cycles after which the events recorded before a request are in the window."""
 POLL_INTERVAL_NS = 200_000_000
 MAX_RECORDINGS = 20
 NAME_PREFIX = "otel_infer-"
 SUFFIX = ".tape"
 OWN_NAME_PATTERN = re.compile(rf"{NAME_PREFIX}\d{{8}}T\d{{6}}\.\d{{6}}Z-[a-z]+-\d+{re.escape(SUFFIX)}")
 FREE_SPACE_SHARE = 4
-"""A tape in the rings' folder takes at most this part of what is free there: a server whose shared memory is full may be killed."""
-ALTERNATIVE_HINT = "SIGUSR2 to the process otel_infer-sidecar writes one into the temporary folder"
+"""A tape in the rings' folder takes at most this part (1/4) of its free space, because a server whose shared
+memory is full may be killed.
+"""
+ALTERNATIVE_HINT = "SIGUSR2 to the process otel_infer-sidecar writes a tape to the temporary folder instead"
 _UNLIMITED = 1 << 63
 
 
 class DumpRejected(Exception):
-    """There will be no tape; the message says why."""
+    """Refusal to write a tape; the message states why."""
 
 
 class _DumpRequest(NamedTuple):
-    """A tape that is to be written at this wake, but not before `due_at`."""
+    """Requested tape; it is due in cycle `due_cycle`, but not before `due_at` (monotonic ns)."""
 
     reason: str
     path: Path
@@ -66,15 +69,17 @@ class _DumpRequest(NamedTuple):
 
 
 class FlightRecorder:
-    """Holds the window of a sidecar and writes it when asked. `rings`: their folder. `folder`: of what nobody waits for.
+    """Recorder that holds the window of a sidecar and writes it on request.
 
-    `slo`: the objectives as the operator wrote them, which its tapes say.
+    `rings`: the folder of the rings. `folder`: for tapes that no command waits for; "" = one in the temporary
+    folder. `on_slo`: whether missed objectives request tapes. `slo`: the objectives as the operator wrote
+    them, stored in the tapes.
     """
 
     def __init__(self, rings: Path, folder: str = "", on_slo: bool = False, slo: str = "") -> None:
         self.window = EventWindow()
         self.signalled = False
-        """Set by a signal handler, which may do no more than that."""
+        """Set by a signal handler, which must do no more than that."""
         self._rings_folder, self._dump_folder, self._on_slo, self._slo = rings, folder, on_slo, slo
         self._waiting: list[_DumpRequest] = []
         self._running: _DumpRequest | None = None
@@ -88,19 +93,22 @@ class FlightRecorder:
 
     # ── the sidecar's own thread ─────────────────────────────────────────────────────────────────────────────────
 
-    def add_events(self, said: Sequence[RecordedEvent], horizon: int) -> None:
-        """Takes the facts of one wake. Never raises: what it breaks on ends the recording, not the sidecar."""
+    def add_events(self, recorded: Sequence[RecordedEvent], horizon: int) -> None:
+        """Adds the events of one cycle.
+
+        Never raises: an error ends the flight recorder, not the sidecar.
+        """
         if self._failure:
             return
         try:
-            self.window.add_events(said, horizon)
-        except Exception as reason:
-            self._failure = f"the flight recorder broke: {type(reason).__name__}: {reason}"
+            self.window.add_events(recorded, horizon)
+        except Exception as error:
+            self._failure = f"the flight recorder failed: {type(error).__name__}: {error}"
             self.window = EventWindow()
-            log.exception("nothing is held for a tape any more")
+            log.exception("the flight recorder failed; no more tapes can be requested")
 
     def record_slo_miss(self, ended_at: int) -> None:
-        """A request that ended then missed an objective."""
+        """Records that a request that ended at `ended_at` missed an objective."""
         if not self._on_slo:
             return
         self._slo_miss_times.append(ended_at)
@@ -111,7 +119,10 @@ class FlightRecorder:
             self._dump_on_breach(self._now)
 
     def _dump_on_breach(self, now: int) -> None:
-        """A tape of it, unless there was one just now: a breach that lasts must not push out those of its beginning."""
+        """Requests a tape, unless the last one is recent.
+
+        Otherwise a lasting breach would push out the tapes of its beginning.
+        """
         if now - self._breached_at >= BREACH_RESET_NS:
             self._next_breach_at, self._breach_interval_ns = now, BREACH_INTERVAL_NS
         self._breached_at = now
@@ -121,7 +132,7 @@ class FlightRecorder:
             self._try_request_dump(SLO, BREACH_DELAY_NS)
 
     def process_dump_requests(self, now: int) -> None:
-        """Takes up what was asked, and begins what is due; once a wake, after `keep` (monotonic ns)."""
+        """Accepts requests and starts the due one; called once per cycle, after `add_events`."""
         self._now = now
         self._cycles += 1
         if self.signalled:
@@ -136,25 +147,32 @@ class FlightRecorder:
             self._start_due_dump(self._cycles, now)
 
     def close(self, timeout: float) -> None:
-        """Writes what is still waiting, for at most `timeout` s."""
+        """Writes the tapes that are still waiting, for at most `timeout` s."""
         deadline = _clock.now() + int(timeout * 1e9)
         while self._waiting or self._running is not None:
             self._start_due_dump(_UNLIMITED, _UNLIMITED)
-            left = deadline - _clock.now()
-            if left <= 0:
+            remaining_ns = deadline - _clock.now()
+            if remaining_ns <= 0:
                 return
             if self._thread is not None:
-                self._thread.join(left / 1e9)
+                self._thread.join(remaining_ns / 1e9)
 
     def _try_request_dump(self, reason: str, wait_ns: int = 0) -> None:
         try:
             self.request_dump(reason, wait_ns)
-        except DumpRejected as refusal:
-            log.error("no tape by %s: %s", reason, refusal)
+        except DumpRejected as rejection:
+            log.error("no tape for %s: %s", reason, rejection)
 
-    def _start_due_dump(self, wake: int, now: int) -> None:
+    def _start_due_dump(self, cycle: int, now: int) -> None:
         with self._lock:
-            due = next((a for a in self._waiting if a.due_cycle <= wake and a.due_at <= now), None)
+            due = next(
+                (
+                    request
+                    for request in self._waiting
+                    if request.due_cycle <= cycle and request.due_at <= now
+                ),
+                None,
+            )
             if due is None or self._running is not None:
                 return
             self._waiting.remove(due)
@@ -166,22 +184,25 @@ class FlightRecorder:
             work = (due, self.window.take_snapshot())
             thread = threading.Thread(target=self._write_dump, args=work, name="otel_infer dump", daemon=True)
             thread.start()
-        except Exception as reason:  # no more threads, say; the sidecar goes on
-            self._finish_dump(due, f"{type(reason).__name__}: {reason}")
+        except Exception as error:  # no more threads, for example; the sidecar continues
+            self._finish_dump(due, f"{type(error).__name__}: {error}")
         else:
             self._thread = thread
 
     # ── any thread ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def request_dump(self, reason: str, wait_ns: int = 0) -> Path:
-        """Has a tape written and says where it will be; the same one while it is not yet. Raises `CannotDump`."""
+        """Requests a tape and returns its future path; a pending one for the same reason is shared.
+
+        Raises `DumpRejected`.
+        """
         if self._failure:
             raise DumpRejected(self._failure)
         with self._lock:
             pending = [*self._waiting, *([self._running] if self._running is not None else [])]
-            for other in pending:
-                if other.reason == reason:
-                    return other.path
+            for request in pending:
+                if request.reason == reason:
+                    return request.path
             path = self._new_path(reason)
             self._waiting.append(
                 _DumpRequest(reason, path, self._cycles + DUMP_DELAY_CYCLES, self._now + wait_ns)
@@ -192,44 +213,48 @@ class FlightRecorder:
         try:
             folder = Path(self._dump_folder) if self._dump_folder else _default_folder()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (RingUnavailable, OSError) as refusal:
-            raise DumpRejected(f"no folder for it: {refusal}") from None
+        except (RingUnavailable, OSError) as error:
+            raise DumpRejected(f"no folder for the tape: {error}") from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise DumpRejected(f"{folder} cannot be written")
+            raise DumpRejected(f"{folder} is not writable")
         at = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
         return folder / f"{NAME_PREFIX}{at}-{reason}-{os.getpid()}{SUFFIX}"
 
     # ── the writing thread ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _write_dump(self, ask: _DumpRequest, snapshot: WindowSnapshot) -> None:
-        refusal, folder = "", ask.path.parent
+    def _write_dump(self, request: _DumpRequest, snapshot: WindowSnapshot) -> None:
+        failure, folder = "", request.path.parent
         try:
-            if ask.reason != COMMAND:
+            if request.reason != COMMAND:
                 _remove_files(_find_abandoned(folder))
-            write_recording(ask.path, snapshot, ask.reason, self._slo)
-        except Exception as reason:  # a full disk, say; the sidecar goes on
-            refusal = f"{type(reason).__name__}: {reason}"
+            write_recording(request.path, snapshot, request.reason, self._slo)
+        except Exception as error:  # a full disk, for example; the sidecar continues
+            failure = f"{type(error).__name__}: {error}"
         else:
-            if ask.reason != COMMAND:
-                log.info("a tape of the last %.0f s (%s): %s", snapshot.seconds, ask.reason, ask.path)
+            if request.reason != COMMAND:
+                log.info(
+                    "wrote a tape of the last %.0f s (%s): %s", snapshot.seconds, request.reason, request.path
+                )
                 _remove_files(_find_excess(folder))
         finally:
-            self._finish_dump(ask, refusal)
+            self._finish_dump(request, failure)
 
-    def _finish_dump(self, ask: _DumpRequest, refusal: str) -> None:
+    def _finish_dump(self, request: _DumpRequest, failure: str) -> None:
         try:
-            if refusal:
-                log.error("no tape %s: %s", ask.path, refusal)
-                if ask.reason == COMMAND:
-                    dump_request.reject_dump(ask.path, refusal)
+            if failure:
+                log.error("no tape at %s: %s", request.path, failure)
+                if request.reason == COMMAND:
+                    dump_request.reject_dump(request.path, failure)
         finally:
             with self._lock:
                 self._running = None
 
 
 def write_recording(path: Path, snapshot: WindowSnapshot, reason: str, slo: str = "") -> None:
-    """Writes a window as a tape, mode 0600, which is there when it is whole; raises `OSError`, or `CannotDump` where there is too
-    little room."""
+    """Writes a window as a tape, mode 0600, which gets its name when it is complete.
+
+    Raises `OSError`, or `DumpRejected` where there is too little space.
+    """
     part = path.with_suffix(directory.DUMP_PART)
     room = shutil.disk_usage(path.parent).free // FREE_SPACE_SHARE if reason == COMMAND else _UNLIMITED
     try:
@@ -246,11 +271,12 @@ def write_recording(path: Path, snapshot: WindowSnapshot, reason: str, slo: str 
             slo=slo,
         )
         try:
-            for passage in snapshot.iter_batches():
-                writer.write(*passage)
+            for batch in snapshot.iter_batches():
+                writer.write(*batch)
                 if part.stat().st_size > room:
                     raise DumpRejected(
-                        f"it would take more than 1/{FREE_SPACE_SHARE} of what is free in {path.parent}: {ALTERNATIVE_HINT}"
+                        f"the tape would take more than 1/{FREE_SPACE_SHARE} of the free space in "
+                        f"{path.parent}: {ALTERNATIVE_HINT}"
                     )
         finally:
             writer.close()
@@ -265,7 +291,7 @@ def _default_folder() -> Path:
 
 
 def _find_abandoned(folder: Path) -> list[Path]:
-    """What sidecars were writing when they were killed."""
+    """Returns the incomplete tapes of sidecars that were killed while they wrote."""
     return [
         part
         for part in folder.glob(f"{NAME_PREFIX}*{directory.DUMP_PART}")
@@ -274,7 +300,10 @@ def _find_abandoned(folder: Path) -> list[Path]:
 
 
 def _find_excess(folder: Path) -> list[Path]:
-    """Their names begin with when they were asked for. What somebody dumped or copied here is not ours to remove."""
+    """Returns the oldest tapes beyond the limit; names begin with the time of the request.
+
+    Tapes that a user dumped or copied here have other names and are never removed.
+    """
     return sorted(
         tape for tape in folder.glob(f"{NAME_PREFIX}*{SUFFIX}") if OWN_NAME_PATTERN.fullmatch(tape.name)
     )[:-MAX_RECORDINGS]
@@ -284,5 +313,5 @@ def _remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
         try:
             path.unlink(missing_ok=True)
-        except OSError as reason:
-            log.warning("%s stays: %s", path, reason)
+        except OSError as error:
+            log.warning("cannot remove %s: %s", path, error)

@@ -1,4 +1,4 @@
-"""Rows as the flight recorder holds them: packed, and unpacked only by whoever writes a tape of them. Pure."""
+"""Packed rows of the flight recorder, which are unpacked only when a tape is written. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ MARSHAL_VERSION = 2
 COMPRESSION_LEVEL = 1
 
 EventRow = tuple[Any, ...]
-"""(ring, handle, code of the fact, its fields …)."""
+"""(ring, handle, code of the event, its fields …)."""
 AT_INDEX = 3
 SPAN_ID_INDEX = AT_INDEX + 3
-"""Of the facts that a request, or a part of it, begins with."""
+"""In the events that begin a request, or a part of it."""
 
 
 class StepSection:
-    """Steps of one engine from a keyframe, or a loss, up to the next. `ended`: spans of requests that had ended by then and were
-    in its batch still."""
+    """Steps of one engine from a keyframe, or a loss, up to the next.
+
+    `ended_spans`: spans of requests that had ended by then and were still in its batch.
+    """
 
     __slots__ = ("at", "ended_spans", "last_at", "new_rows", "packed", "size")
 
@@ -36,7 +38,7 @@ class StepSection:
         self.size = 0
 
     def pack_new_rows(self) -> int:
-        """Packs what is new; how many bytes that is."""
+        """Packs the new rows; returns the number of bytes added."""
         if not self.new_rows:
             return 0
         self.last_at = self.new_rows[-1][AT_INDEX]
@@ -48,7 +50,7 @@ class StepSection:
 
 
 class RequestRows:
-    """What was said of one request, or of a part of it: rows, each behind its length. `ended_at`: 0 = it is in flight."""
+    """Rows of one request, or of a part of it, each after its length. `ended_at`: 0 = in flight."""
 
     __slots__ = ("arrived_at", "ended_at", "packed", "span_id")
 
@@ -63,13 +65,16 @@ class RequestRows:
 
 
 class PackedSteps(NamedTuple):
-    """The steps of one engine, whose ring this is."""
+    """Steps of one engine, with the number of its step ring."""
 
     ring: int
     packed: Sequence[bytes]
 
     def unpack_rows(self) -> list[EventRow]:
-        """Since a keyframe, behind a step whose batch is not known: it marks who was in flight before them."""
+        """Returns the rows, from a keyframe on.
+
+        A step with an unknown batch precedes them, because it marks requests that were in flight before.
+        """
         rows = [row for packed in self.packed for row in marshal.loads(zlib.decompress(packed))]
         scheduled = EVENT_CODES[events.StepScheduled]
         if not rows or rows[0][2] != scheduled or rows[0][AT_INDEX + 1] <= 1:
@@ -80,14 +85,14 @@ class PackedSteps(NamedTuple):
 
 
 class WindowStateSnapshot(NamedTuple):
-    """What a reader is told before the window, as it was at one instant; it does not change any more."""
+    """State before the window at one instant; it does not change any more."""
 
     process_rows: Sequence[EventRow]
     requests: Sequence[bytes]
     steps: Sequence[PackedSteps]
 
     def unpack_rows(self) -> list[EventRow]:
-        """In order of time."""
+        """Returns the rows in order of time."""
         rows = [*self.process_rows, *(row for packed in self.requests for row in _iter_rows(packed))]
         for engine in self.steps:
             rows += engine.unpack_rows()

@@ -1,6 +1,7 @@
-"""`POST /dump`: an alert, or anybody on this machine, asks for a tape. One request at a time; what is posted is not kept.
+"""Serves `POST /dump`: an alert, or any process on this machine, requests a tape. One request at a time.
 
-202 names the file, which is there when it is whole. 200: the alert says that it is resolved, and nothing is written.
+202 names the file, which appears when it is complete. 200: the alert is resolved, and nothing is written. The
+request's body is not stored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MAX_BODY_BYTES = 1 << 20
 
 
 class WebhookError(Exception):
-    """An HTTP status and what to say with it."""
+    """HTTP status and message of a rejected request."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -23,14 +24,17 @@ class WebhookError(Exception):
 
 
 class Webhook:
-    """Serves until it is closed. `address`: `PORT` or `ADDRESS:PORT`; raises `OSError` where it cannot be had."""
+    """HTTP server that runs until it is closed. `address`: `PORT` or `ADDRESS:PORT`.
+
+    Raises `OSError` where the address cannot be bound.
+    """
 
     def __init__(self, address: str, recorder: FlightRecorder) -> None:
         self._server = http_server.start_server(address, _WebhookHandler, recorder, "otel_infer webhook")
         self.port = self._server.server_port
 
     def close(self) -> None:
-        """Lets go of the port."""
+        """Releases the port."""
         self._server.close()
 
 
@@ -39,13 +43,13 @@ class _WebhookHandler(http_server.HttpHandler):
         try:
             self._check_request()
             if self._is_resolved(self._read_body()):
-                self._send_json(200, {"file": None, "said": "resolved: nothing is written"})
+                self._send_json(200, {"file": None, "said": "the alert is resolved; no tape is written"})
                 return
             self._send_json(202, {"file": str(self.server.owner.request_dump(WEBHOOK))})
-        except WebhookError as refusal:
-            self._send_json(refusal.status, {"error": str(refusal)})
-        except DumpRejected as refusal:
-            self._send_json(503, {"error": str(refusal)})
+        except WebhookError as rejection:
+            self._send_json(rejection.status, {"error": str(rejection)})
+        except DumpRejected as rejection:
+            self._send_json(503, {"error": str(rejection)})
 
     def do_GET(self) -> None:
         if self.path_without_query() == "/dump":
@@ -57,28 +61,28 @@ class _WebhookHandler(http_server.HttpHandler):
         if self.path_without_query() != "/dump":
             raise WebhookError(404, "POST /dump")
         if "Origin" in self.headers:
-            raise WebhookError(403, "not for pages in a browser")
+            raise WebhookError(403, "requests from pages in a browser are not allowed")
         if "Transfer-Encoding" in self.headers:
-            raise WebhookError(411, "a Content-Length is needed")
+            raise WebhookError(411, "a Content-Length header is required")
 
     def _read_body(self) -> bytes:
-        said = self.headers.get("Content-Length", "0")
-        if not (said.isascii() and said.isdigit()):
+        length = self.headers.get("Content-Length", "0")
+        if not (length.isascii() and length.isdigit()):
             raise WebhookError(400, "Content-Length is not a number")
-        if int(said) > MAX_BODY_BYTES:
-            raise WebhookError(413, f"more than {MAX_BODY_BYTES} bytes")
-        body = self.rfile.read(int(said))
-        if len(body) < int(said):
+        if int(length) > MAX_BODY_BYTES:
+            raise WebhookError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
             raise WebhookError(400, "the body is shorter than its Content-Length")
         return body
 
     @staticmethod
     def _is_resolved(body: bytes) -> bool:
         try:
-            said = json.loads(body) if body.strip() else {}
+            alert = json.loads(body) if body.strip() else {}
         except (ValueError, RecursionError):
-            raise WebhookError(400, "the body is no JSON") from None
-        return isinstance(said, dict) and said.get("status") == "resolved"
+            raise WebhookError(400, "the body is not valid JSON") from None
+        return isinstance(alert, dict) and alert.get("status") == "resolved"
 
     def _send_json(self, status: int, answer: dict[str, Any], **headers: str) -> None:
         self.send_content(status, "application/json", json.dumps(answer).encode() + b"\n", **headers)

@@ -1,8 +1,8 @@
-"""The last two minutes of facts, packed. Pure: no clock, thread or I/O.
+"""Holds the last two minutes of events, packed. Pure: no clock, thread or I/O.
 
-Facts are packed as they come and compressed in chunks of at most two seconds. What leaves the window is looked at once
-more, for what the rest cannot be understood without (`edge`). Where so many facts come that the limit is reached, the
-window holds less time.
+Events are packed on arrival and compressed in chunks of at most two seconds. Events that leave the window
+pass through `window_state`, which keeps those without which the rest cannot be interpreted. If so many events
+arrive that the size limit is reached, the window covers less time.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from otel_infer.sidecar.recording.window_state import WindowState
 
 WINDOW_NS = 120_000_000_000
 MAX_BYTES = 32 << 20
-"""Bytes, of which the edge may take an eighth."""
+"""Bytes; the state before the window may take an eighth of them."""
 CHUNK_NS = 2_000_000_000
 CHUNK_BYTES = 1 << 18
 """Bytes before compression."""
 
 
 class _CompressedChunk(NamedTuple):
-    """Compressed wakes, from the horizon before the first of them to that of the last.
+    """Compressed cycles, from the horizon before the first of them to the horizon of the last.
 
-    In pages of its own, which are gone when it is: two minutes long it would lie in the heap between what comes and goes.
+    It has separate memory pages, which are freed with it. In the heap it would lie for two minutes between
+    short-lived objects.
     """
 
     packed: mmap.mmap
@@ -47,9 +48,9 @@ class _CompressedChunk(NamedTuple):
 
 
 class WindowSnapshot(NamedTuple):
-    """A window as it was at one instant; it does not change any more.
+    """Window at one instant; it does not change any more.
 
-    `began_at`: what was told up to this instant (monotonic ns) has left the window; 0 = nothing has.
+    `began_at`: events up to this instant (monotonic ns) have left the window; 0 = none have.
     """
 
     state: WindowStateSnapshot
@@ -59,16 +60,16 @@ class WindowSnapshot(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Returns the length of the window, s."""
         return (self.chunks[-1].horizon - self.chunks[0].began_at) / 1e9 if self.chunks else 0.0
 
     @property
     def event_count(self) -> int:
-        """How many facts are in it, without those of before it."""
+        """Returns the number of events in the window, without the state before it."""
         return sum(chunk.event_count for chunk in self.chunks)
 
     def iter_batches(self) -> Iterator[EventBatch]:
-        """As a tape has them: what has to be known first, then each wake."""
+        """Yields the batches of a tape: the state before the window, then each cycle."""
         if before := self.state.unpack_rows():
             yield EventBatch(_rows_to_events(before), self.began_at)
         for chunk in self.chunks:
@@ -77,7 +78,7 @@ class WindowSnapshot(NamedTuple):
 
 
 class EventWindow:
-    """Holds facts that are not older than `span_ns`, in at most `limit` bytes."""
+    """Buffer of events that are not older than `span_ns`, in at most `limit` bytes."""
 
     def __init__(self, span_ns: int = WINDOW_NS, limit: int = MAX_BYTES) -> None:
         self._window_ns, self._limit = span_ns, limit
@@ -89,14 +90,14 @@ class EventWindow:
 
     @property
     def size(self) -> int:
-        """Bytes that are held."""
+        """Returns the number of bytes held."""
         return self._chunks_size + self._pending_size + self._state.size
 
-    def add_events(self, said: Sequence[RecordedEvent], horizon: int) -> None:
-        """Takes the facts of one wake and the instant up to which they are complete (monotonic ns)."""
-        if said:
+    def add_events(self, recorded: Sequence[RecordedEvent], horizon: int) -> None:
+        """Adds the events of one cycle, which are complete up to `horizon` (monotonic ns)."""
+        if recorded:
             codes = EVENT_CODES
-            rows = [(ring, handle, codes[type(fact)], *fact) for ring, handle, fact in said]
+            rows = [(ring, handle, codes[type(event)], *event) for ring, handle, event in recorded]
             packed = marshal.dumps((horizon, rows), MARSHAL_VERSION)
             if not self._pending:
                 self._pending_since = self._horizon
@@ -104,14 +105,14 @@ class EventWindow:
             self._pending_size += len(packed)
             self._pending_event_count += len(rows)
         self._horizon = horizon
-        if self._pending_since <= 0:  # before the first wake nothing was held
+        if self._pending_since <= 0:  # nothing was held before the first cycle
             self._pending_since = horizon
         if self._pending and (self._pending_size >= CHUNK_BYTES or horizon - self._pending_since >= CHUNK_NS):
             self._seal_chunk()
         self._evict_chunks()
 
     def take_snapshot(self) -> WindowSnapshot:
-        """What is held now."""
+        """Returns what the window holds now."""
         self._seal_chunk()
         return WindowSnapshot(
             self._state.take_snapshot(), tuple(self._chunks), self._state.dropped_requests, self._began_at
@@ -131,7 +132,7 @@ class EventWindow:
         self._pending_size = self._pending_event_count = 0
 
     def _evict_chunks(self) -> None:
-        """What is too old, or too much, leaves but for what is needed of it."""
+        """Evicts chunks that are too old or exceed the limit; the state keeps the necessary events."""
         begin = self._horizon - self._window_ns
         while self._chunks and (self._chunks[0].horizon < begin or self.size > self._limit):
             chunk = self._chunks.popleft()

@@ -1,11 +1,15 @@
-"""What is remembered of the facts that fell out of the window: what those in it cannot be understood without.
+"""Keeps the events that left the window but without which those in it cannot be interpreted.
 
-That is: processes, engines and hooks; all that was said of requests which are still in flight; of every engine the steps
-since the keyframe before the oldest of those arrived, with the others that were in them, as far as there is room, and at
-least since the last keyframe, so that it is known who is in its batch. A request that may have been in steps which are
-forgotten is marked, as one of which steps were lost. Of a request in several processes all parts are remembered, or none.
-Who ended and is still in the batch of the first of those steps, or in a step that is not done, is remembered too: an aborted
-request's prompt is what a later one waits behind.
+* Processes, engines and hooks.
+* All events of requests that are still in flight. A request in several processes is kept with all its parts,
+  or dropped with all of them.
+* The steps of every engine since the keyframe before the oldest of these requests arrived, with their other
+  members, as far as there is room. At least the steps since the last keyframe stay, because they define the
+  current batch.
+* Ended requests that are still in the batch of the first of these steps, or in a step that is not done. The
+  prompt of an aborted request, for example, delays later requests.
+
+A request that may have been in evicted steps is marked like a request whose steps were lost.
 """
 
 from __future__ import annotations
@@ -26,22 +30,25 @@ from otel_infer.sidecar.recording.packed_events import (
 )
 
 MAX_REQUEST_BYTES = 1 << 16
-"""Bytes that are remembered of one request: one of which more was said is left out as a whole."""
+"""Bytes kept of one request; a request with more is dropped as a whole."""
 MAX_STEPS_BYTES = 1 << 20
-"""Bytes of one engine's steps."""
+"""Bytes kept of one engine's steps."""
 MAX_SECTIONS = 1024
-"""Keyframes of one engine; it says one every second."""
+"""Keyframes kept of one engine; there is about one per second."""
 MAX_PAUSES = 256
-"""Pauses of one process and cause, and marks of a kind."""
+"""Pauses kept of one process and cause, and marks of one kind."""
 MAX_DROPPED_REQUESTS = 1024
-"""Requests that were left out are counted up to so many."""
+"""Dropped requests are counted up to this number."""
 
 RequestKey = tuple[int, int]
 _NEVER = 1 << 63
 
 
 class WindowState:
-    """Fed with the rows that leave the window, in their order. `size`: bytes that are held, at most about `limit`."""
+    """State built from the rows that leave the window, in their order.
+
+    `size`: bytes held, at most about `limit`.
+    """
 
     def __init__(self, limit: int) -> None:
         self.size = 0
@@ -51,7 +58,7 @@ class WindowState:
         self._dropped_requests: dict[RequestKey, bytes] = {}
         self._steps: dict[int, deque[StepSection]] = {}
         self._last_in_flight_step: dict[int, int] = {}
-        """Of each engine with steps in flight, the last of them."""
+        """The last step in flight of each engine that has one."""
         self._pauses: dict[tuple[int, str], deque[EventRow]] = {}
         self._throttled_clock_rows: deque[EventRow] = deque(maxlen=MAX_PAUSES)
         self._handlers = {
@@ -77,11 +84,11 @@ class WindowState:
 
     @property
     def dropped_requests(self) -> int:
-        """Requests in flight of which there was too much to remember."""
+        """Returns the number of requests in flight that were too large to keep."""
         return len(set(self._dropped_requests.values()))
 
     def add_rows(self, rows: Iterable[EventRow]) -> None:
-        """Takes what leaves the window."""
+        """Adds the rows that leave the window."""
         handlers = self._handlers
         for row in rows:
             handler = handlers.get(row[2])
@@ -91,7 +98,7 @@ class WindowState:
                 self._add_row(row)
 
     def pack_and_evict(self) -> None:
-        """Packs the steps that were folded since, forgets what nobody needs, and sees to the limit."""
+        """Packs the new steps, evicts rows that are no longer necessary, and enforces the limit."""
         oldest = self._find_oldest_arrivals()
         for ring, sections in list(self._steps.items()):
             self.size += sum(section.pack_new_rows() for section in sections)
@@ -106,11 +113,14 @@ class WindowState:
         self._drop_oldest_requests()
 
     def take_snapshot(self) -> WindowStateSnapshot:
-        """What a reader is told before the window; little work, since others may wait for who asks."""
+        """Returns the state at this instant.
+
+        It does little work, because the sidecar's reading thread calls it.
+        """
         self.size += sum(section.pack_new_rows() for sections in self._steps.values() for section in sections)
         return WindowStateSnapshot(
             [*self._process_rows.values(), *self._find_needed_pauses()],
-            [bytes(told.packed) for told in self._requests.values()],
+            [bytes(request.packed) for request in self._requests.values()],
             [
                 PackedSteps(ring, [packed for section in sections for packed in section.packed])
                 for ring, sections in self._steps.items()
@@ -132,43 +142,43 @@ class WindowState:
 
     def _handle_end(self, row: EventRow) -> None:
         key = row[0], row[1]
-        told = self._requests.get(key)
-        if told is not None:
-            told.ended_at = row[AT_INDEX]
+        request = self._requests.get(key)
+        if request is not None:
+            request.ended_at = row[AT_INDEX]
             self._add_row(row)
         self._dropped_requests.pop(key, None)
 
     def _add_row(self, row: EventRow) -> None:
-        told = self._requests[row[0], row[1]]
-        self.size += told.add_row(row)
-        if len(told.packed) > MAX_REQUEST_BYTES:
-            self._drop_requests({told.span_id})
+        request = self._requests[row[0], row[1]]
+        self.size += request.add_row(row)
+        if len(request.packed) > MAX_REQUEST_BYTES:
+            self._drop_requests({request.span_id})
 
     def _drop_requests(self, spans: set[bytes]) -> None:
-        for key, told in [item for item in self._requests.items() if item[1].span_id in spans]:
-            if not told.ended_at:
-                self._dropped_requests[key] = told.span_id
+        for key, request in [item for item in self._requests.items() if item[1].span_id in spans]:
+            if not request.ended_at:
+                self._dropped_requests[key] = request.span_id
             self._remove_request(key)
         while len(self._dropped_requests) > MAX_DROPPED_REQUESTS:
             del self._dropped_requests[next(iter(self._dropped_requests))]
 
     def _remove_request(self, key: RequestKey) -> None:
-        told = self._requests.pop(key, None)
-        self.size -= len(told.packed) if told is not None else 0
+        request = self._requests.pop(key, None)
+        self.size -= len(request.packed) if request is not None else 0
 
     def _drop_oldest_requests(self) -> None:
-        """As many as there is no room for."""
-        over, gone = self.size - self._limit, set[bytes]()
-        for told in self._requests.values():
-            if over <= 0:
+        """Drops the oldest requests until the rest fits the limit."""
+        excess, dropped_spans = self.size - self._limit, set[bytes]()
+        for request in self._requests.values():
+            if excess <= 0:
                 break
-            gone.add(told.span_id)
-            over -= len(told.packed)
-        if gone:
-            self._drop_requests(gone)
+            dropped_spans.add(request.span_id)
+            excess -= len(request.packed)
+        if dropped_spans:
+            self._drop_requests(dropped_spans)
 
     def _remove_ended_requests(self) -> None:
-        """Those that were in no step that is remembered."""
+        """Removes ended requests that no kept step contains."""
         begin: dict[int, int] = {}
         needed: set[bytes] = set()
         for ring, sections in self._steps.items():
@@ -180,20 +190,20 @@ class WindowState:
             *(self._find_process(ring) for ring in self._last_in_flight_step),
         }
         needed |= {
-            told.span_id
-            for (ring, _), told in self._requests.items()
-            if not told.ended_at or (told.ended_at > begin.get(ring, _NEVER) and ring in busy)
+            request.span_id
+            for (ring, _), request in self._requests.items()
+            if not request.ended_at or (request.ended_at > begin.get(ring, _NEVER) and ring in busy)
         }
-        for key in [key for key, told in self._requests.items() if told.span_id not in needed]:
+        for key in [key for key, request in self._requests.items() if request.span_id not in needed]:
             self._remove_request(key)
 
     def _find_oldest_arrivals(self) -> dict[int, int]:
-        """When the oldest request in flight arrived, by process."""
-        in_flight = {told.span_id for told in self._requests.values() if not told.ended_at}
+        """Returns the arrival of the oldest request in flight, by process."""
+        in_flight = {request.span_id for request in self._requests.values() if not request.ended_at}
         oldest: dict[int, int] = {}
-        for (ring, _), told in self._requests.items():
-            if told.span_id in in_flight:
-                oldest[ring] = min(oldest.get(ring, _NEVER), told.arrived_at)
+        for (ring, _), request in self._requests.items():
+            if request.span_id in in_flight:
+                oldest[ring] = min(oldest.get(ring, _NEVER), request.arrived_at)
         return oldest
 
     def _handle_live_list(self, row: EventRow) -> None:
@@ -207,11 +217,11 @@ class WindowState:
             self._dropped_requests.pop(key, None)
 
     def _handle_events_lost(self, row: EventRow) -> None:
-        """That something was lost marks who was in flight; how much was said before the window."""
+        """Keeps that events were lost, which marks the requests in flight, but not how many."""
         self._process_rows[row[0], "lost"] = (*row[: AT_INDEX + 1], 0, 0)
 
     def _handle_pause_or_mark(self, row: EventRow) -> None:
-        """Of pauses and of marks alike, what it was stands third."""
+        """Adds a pause or a mark; in both events the third field is the cause or kind."""
         self._pauses.setdefault((row[0], row[AT_INDEX + 2]), deque(maxlen=MAX_PAUSES)).append(row)
 
     def _find_needed_pauses(self) -> list[EventRow]:
@@ -265,7 +275,7 @@ class WindowState:
         process = self._find_process(row[0])
         members = [self._requests.get((process, handle)) for handle in row[AT_INDEX + 5]]
         self._steps[row[0]][-1].ended_spans = frozenset(
-            told.span_id for told in members if told and told.ended_at
+            request.span_id for request in members if request and request.ended_at
         )
 
     def _handle_step_done(self, row: EventRow) -> None:
@@ -279,7 +289,7 @@ class WindowState:
         self._steps.setdefault(row[0], deque()).append(section)
 
     def _add_step(self, row: EventRow) -> None:
-        """Steps whose keyframe is not known say nothing but that there were some."""
+        """Adds a step; without a known keyframe only the loss of steps is recorded."""
         sections = self._steps.get(row[0])
         if sections:
             sections[-1].new_rows.append(row)
@@ -287,12 +297,12 @@ class WindowState:
             self._mark_steps_lost(row[0], row[AT_INDEX])
 
     def _mark_steps_lost(self, ring: int, at: int) -> None:
-        """Whoever is in flight then is marked."""
+        """Replaces the engine's steps by a loss, which marks the requests in flight then."""
         self._remove_steps(ring)
         self._start_section((ring, 0, EVENT_CODES[events.StepsLost], at, 0))
 
     def _evict_section(self) -> bool:
-        """The oldest steps of all engines; False if those that are left are needed."""
+        """Evicts the oldest section of all engines; returns False if the remaining ones are necessary."""
         several = [sections for sections in self._steps.values() if len(sections) > 1]
         if not several:
             return False

@@ -157,12 +157,12 @@ def test_hooks_of_the_user_run_once(recording: Recording, no_grad: None) -> None
 
 
 IMPORTED_AFTERWARDS = """
-from otel_infer.instrumentation.torch.forward import integration
-integration.install()
+from otel_infer.instrumentation.torch.forward import instrumentor
+instrumentor.install()
 import torch
-print(*integration.parts.values(), integration.status.drift)
+print(*instrumentor.parts.values(), instrumentor.status.drift)
 torch.compile(torch.nn.Sequential(torch.nn.Linear(1, 1)).eval(), backend="eager")(torch.rand(1, 1))
-print(*integration.parts.values(), integration.status.drift)
+print(*instrumentor.parts.values(), instrumentor.status.drift)
 """
 
 

@@ -58,9 +58,9 @@ def test_doctor_names_what_has_changed_and_the_rest_still_binds(tmp_path: Path) 
 
 SERVES = """
 import logging, sys, torch, transformers
-from otel_infer.instrumentation.transformers import integration
+from otel_infer.instrumentation.transformers import instrumentor
 logging.basicConfig()
-integration.install()
+instrumentor.install()
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="sdpa", dtype=torch.float32)
 asked = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 one = model.generate(torch.tensor([[100, 101, 102]]), **{**asked, "eos_token_id": None})[0, 3:].tolist()
@@ -68,7 +68,7 @@ from tests.instrumentation.transformers.engine import settings
 config = transformers.GenerationConfig(**asked)
 (batched,) = model.generate_batch([[100, 101, 102]], config, settings()).values()
 assert batched.generated_tokens == one, (batched, one)
-print(integration.status.drift, integration.parts, transformers.__file__)
+print(instrumentor.status.drift, instrumentor.parts, transformers.__file__)
 """
 
 

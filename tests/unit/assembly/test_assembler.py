@@ -33,7 +33,7 @@ def plain(record: RequestRecord) -> dict[str, Any]:
     """A record that can be compared, with its blame."""
     request.attribute_latency([record])
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    del fields["prefillers"], fields["strain"]  # questions to the step log, not answers
+    del fields["prefills_by_step"], fields["thread_delays"]  # questions to the step log, not answers
     steps = fields["steps"]
     return {**fields, "steps": steps.table.tolist() if steps is not None else None}
 

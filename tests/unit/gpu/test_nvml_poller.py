@@ -34,7 +34,7 @@ readings = NvmlReader(os.environ.get("CUDA_VISIBLE_DEVICES"))
 said = {"open": readings.open()}
 for _ in range(4):
     values = []
-    gpus.set_gpu_metrics(readings.read() if said["open"] else [], readings.driver, lambda m, a, v: values.append((m.name, a, v)))
+    gpus.set_gpu_metrics(readings.read_all() if said["open"] else [], readings.driver, lambda m, a, v: values.append((m.name, a, v)))
 said["values"], said["unsupported"] = values, sorted(readings.unsupported)
 readings.close()
 print(json.dumps(said))

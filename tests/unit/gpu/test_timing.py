@@ -235,14 +235,14 @@ def test_what_runs_on_another_device_than_the_threads_is_timed_by_the_host(
 def test_without_an_anchor_the_host_times_until_there_is_one(
     timing: DeviceTiming, device: OnHostClock
 ) -> None:
-    answers = device.stamp
-    device.stamp = lambda event, stream: None  # type: ignore[method-assign]
+    answers = device.record_and_poll
+    device.record_and_poll = lambda event, stream: None  # type: ignore[method-assign]
     work = Work()
     timing.begin()
     time.sleep(0.3)
     step(timing, device, work)
     assert len(work.host) == 1
-    device.stamp = answers  # type: ignore[method-assign]
+    device.record_and_poll = answers  # type: ignore[method-assign]
     timed_by_device(timing)
     step(timing, device, work)
     assert until(lambda: len(work.device) == 1)
@@ -277,9 +277,9 @@ def test_what_a_device_says_is_told_before_a_request_would_be_concluded(
     [
         ({}, True),
         ({"OTEL_INFER_DEVICE_TIMING": "off"}, False),
-        ({"OTEL_INFER_INTEGRATIONS": "asgi,cuda"}, True),
+        ({"OTEL_INFER_INTEGRATIONS": "asgi,cuda_graphs"}, True),
         ({"OTEL_INFER_INTEGRATIONS": "asgi"}, False),
-        ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "otel_infer_cuda"}, False),
+        ({"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "otel_infer_cuda_graphs"}, False),
     ],
 )
 def test_a_device_is_asked_only_by_who_is_told_when_a_graph_is_captured(

@@ -28,7 +28,7 @@ def test_only_who_has_the_turn_works_on_sinks_and_others_wait_while_it_is_sent()
 
     reader._built_pipeline = Watched()  # type: ignore[assignment]
     assert reader.flush(1.0)
-    assert seen == {"wake": True, "settle": True, "flush": True, "is_sent": False}
+    assert seen == {"run_cycle": True, "export_without_grace": True, "flush": True, "is_sent": False}
 
 
 def test_a_reader_that_cannot_be_made_any_more_at_the_end_of_a_program_says_so_once(

@@ -144,7 +144,7 @@ def test_metrics_are_counted_for_whoever_takes_them(outlet: Any) -> None:
 @pytest.mark.parametrize(("temporality", "refused"), [("delta", 2), ("cumulative", None)])
 def test_deltas_that_nobody_took_are_a_loss(temporality: str, refused: int | None) -> None:
     class Outlet:
-        failed = 2
+        failed_exports = 2
 
     outlet: Any = Outlet()
     pipeline = Pipeline(Config(temporality=temporality), MergedReader(), [], None, {}, outlet, 0)
@@ -157,7 +157,7 @@ class Collected(Uncollected):
     def __init__(self) -> None:
         self.names: list[Any] = []
 
-    def takes(self, *, behind: bool) -> bool:
+    def can_accept(self, *, behind: bool) -> bool:
         return True
 
     def put(self, data: Any, *, is_delta: bool) -> None:

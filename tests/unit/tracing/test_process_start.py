@@ -126,6 +126,6 @@ class Printing(SpanExporter):
 provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(Printing()))
 otel_infer.instrument(tracer_provider=provider, integrations=("asgi",))
-recorder.ensure()  # as the import of an engine does
+recorder.ensure_rings()  # as the import of an engine does
 raise LookupError("what no telemetry may show")
 """

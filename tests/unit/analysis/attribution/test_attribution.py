@@ -80,8 +80,8 @@ def test_requests_come_to_the_same_one_by_one_and_together(program: list[Tick], 
         simulator.run(program)
     together = blamed(simulator.said)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("otel_infer.assembly.assembler.TOGETHER", 1)
-        patched.setattr("otel_infer.analysis.attribution.request.TOGETHER", 1)
+        patched.setattr("otel_infer.assembly.assembler.STEPS_PER_BATCH", 1)
+        patched.setattr("otel_infer.analysis.attribution.request.STEPS_PER_BATCH", 1)
         alone = blamed(simulator.said)
     assert [(one.breakdown, one.summary) for one in alone] == [
         (one.breakdown, one.summary) for one in together

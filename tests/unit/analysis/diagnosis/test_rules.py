@@ -186,7 +186,7 @@ def test_what_to_change_first_follows_from_what_interrupts() -> None:
     finding, *_ = diagnose(served.records(asked)).findings
     assert (finding.cause, finding.change) == (
         "gc",
-        "gc.freeze() once the server is warm, a higher threshold, fewer objects that live long",
+        "gc.freeze() once the server is warm, a higher threshold, fewer long-lived objects",
     )
 
 

@@ -56,7 +56,7 @@ def test_prompts_of_others_chunks_and_the_first_token_are_what_the_engine_knows_
         assert [(chunk.step, chunk.tokens) for chunk in record.prefill_steps] == request.chunks
         first, last = min(request.done_at.values()), max(request.done_at.values())
         assert (record.first_token_at, record.last_token_at) == (first, last)
-        queue = record.stage("queue")
+        queue = record.find_stage("queue")
         assert queue is not None and queue.ended_at == request.scheduled_at
 
 

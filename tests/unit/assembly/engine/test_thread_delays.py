@@ -114,9 +114,9 @@ def test_a_stall_longer_than_several_looks_is_explained_by_all_of_them() -> None
     strain.resolve_samples(steps, COSTS, final=True)
     assert not strain.has_pending
     begins, ends = steps[2, 1:2], steps[2, 2:3]
-    assert strain.shares(begins, ends).starved[0] * 150 == pytest.approx(37.5 + 40 + 40 + 18.75)
-    assert strain.touches(int(begins[0]), int(ends[0]))
-    assert not ThreadDelays().touches(0, 1 << 60)
+    assert strain.delay_shares(begins, ends).starved[0] * 150 == pytest.approx(37.5 + 40 + 40 + 18.75)
+    assert strain.has_delays(int(begins[0]), int(ends[0]))
+    assert not ThreadDelays().has_delays(0, 1 << 60)
 
 
 def test_without_an_estimate_of_what_steps_cost_only_what_was_counted_is_known() -> None:

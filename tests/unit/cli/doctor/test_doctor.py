@@ -347,7 +347,7 @@ def test_an_import_that_never_ends_is_a_finding_of_its_own(monkeypatch: pytest.M
     late = probe_process.ProbeResult([seen(name="asgi", engine=False)], "took longer than 120 s")
     monkeypatch.setattr(probe_process, "run_in_subprocess", lambda *_: late)
     checks = instrumentations.check_instrumentations(Config(), imports=True)
-    assert {"integration asgi": "ok", "integration threads": "fail"} == states(checks)
+    assert {"integration asgi": "ok", "integration threading": "fail"} == states(checks)
     assert checks[-1].found.endswith("took longer than 120 s")
     assert checks[-1].do
 
@@ -496,7 +496,11 @@ def test_a_warning_of_the_destination_is_passed_on() -> None:
 
 @pytest.mark.parametrize(
     ("error", "do"),
-    [("SeamDrift", "tracer_provider"), ("ImportError", "pip install"), ("ValueError", "OTEL_EXPORTER_OTLP_")],
+    [
+        ("IncompatibleSdk", "tracer_provider"),
+        ("ImportError", "pip install"),
+        ("ValueError", "OTEL_EXPORTER_OTLP_"),
+    ],
 )
 def test_an_exporter_that_cannot_be_used_fails(error: str, do: str) -> None:
     check = exporter.check_sdk_adapter({"error": error, "text": "what it says"}, "grpc")
@@ -811,7 +815,7 @@ def test_a_check_that_breaks_is_a_finding() -> None:
         raise RingUnavailable("unforeseen")
 
     (check,) = doctor.run_check("leftovers", broken)
-    assert ("leftovers", "fail", "this check broke: RingRefused: unforeseen") == check[:3]
+    assert ("leftovers", "fail", "this check broke: RingUnavailable: unforeseen") == check[:3]
 
 
 def test_every_finding_that_is_not_fine_says_what_to_do(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

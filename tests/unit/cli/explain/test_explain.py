@@ -66,7 +66,7 @@ def test_one_request_is_found_by_the_beginning_of_its_trace_id(
     trace_id = (7).to_bytes(16, "big").hex()
     assert main(["explain", str(slow), "--request", trace_id]) == 0
     said = capsys.readouterr().out
-    assert f"trace {trace_id}" in said and "first byte in to handed over to the engine" in said
+    assert f"trace {trace_id}" in said and "until it is handed to the engine" in said
     assert main(["explain", str(slow), "--request", trace_id, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trace_id"] == trace_id
 
@@ -212,7 +212,7 @@ def test_where_a_device_was_timed_what_held_it_back_is_said_with_what_makes_it_q
     assert "makes it quicker: CUDA graphs or torch.compile" in said
     assert main(["explain", str(path), "--json"]) == 0
     decode, prefill = json.loads(capsys.readouterr().out)["devices"]
-    assert (prefill["stage"], decode["stage"], decode["limit"]) == ("prefill", "decode", "launch-bound")
+    assert (prefill["stage"], decode["stage"], decode["bottleneck"]) == ("prefill", "decode", "launch-bound")
     assert 0 < decode["requests"] <= decode["timed"]
 
 

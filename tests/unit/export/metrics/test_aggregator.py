@@ -180,7 +180,7 @@ def test_a_generation_gives_ttft_tpot_and_every_gap() -> None:
     ("outcome", "gaps"), [(events.ERROR, False), (events.ABORTED, True)], ids=["failed", "aborted"]
 )
 def test_what_was_no_success_has_no_ttft_and_no_tpot(outcome: int, gaps: bool) -> None:
-    said = counted(sink(), generation(outcome=outcome, error_type="timeout", died_in="decode"))
+    said = counted(sink(), generation(outcome=outcome, error_type="timeout", failed_stage="decode"))
     assert "gen_ai.server.time_to_first_token" not in said
     assert "gen_ai.server.time_per_output_token" not in said
     assert gaps == ("infer.inter_token_latency" in said)
@@ -190,21 +190,23 @@ def test_what_was_no_success_has_no_ttft_and_no_tpot(outcome: int, gaps: bool) -
 
 
 def test_an_aborted_request_says_how_long_it_had_waited_and_in_which_stage() -> None:
-    said = counted(sink(), record(outcome=events.ABORTED, error_type="client_disconnect", died_in="queue"))
+    said = counted(
+        sink(), record(outcome=events.ABORTED, error_type="client_disconnect", failed_stage="queue")
+    )
     point = only_point(said["infer.request.abandoned"])
     expected = {**WHO, "infer.stage": "queue", "error.type": "client_disconnect"}
     assert (expected, 1, 0.3) == (point["attributes"], point["count"], point["sum"])
 
 
 def test_a_clients_own_stop_is_counted_without_an_error() -> None:
-    said = counted(sink(), generation(outcome=events.ABORTED, died_in="decode"))
+    said = counted(sink(), generation(outcome=events.ABORTED, failed_stage="decode"))
     assert {**WHO, "infer.stage": "decode"} == only_point(said["infer.request.abandoned"])["attributes"]
     assert WHO == only_point(said["gen_ai.server.request.duration"])["attributes"]
     assert "gen_ai.server.time_to_first_token" not in said
 
 
 def test_a_failed_request_was_not_abandoned() -> None:
-    said = counted(sink(), record(outcome=events.ERROR, error_type="RuntimeError", died_in="prefill"))
+    said = counted(sink(), record(outcome=events.ERROR, error_type="RuntimeError", failed_stage="prefill"))
     assert "infer.request.abandoned" not in said
 
 
@@ -237,7 +239,7 @@ def test_time_per_output_token_is_of_one_sequence_however_many_a_request_has() -
 
 
 def test_of_a_long_request_only_the_steps_that_are_remembered_make_its_rate() -> None:
-    said = counted(sink(), generation(steps_forgotten=1000, output_tokens=1005))
+    said = counted(sink(), generation(steps_evicted=1000, output_tokens=1005))
     assert 0.025 == only_point(said["gen_ai.server.time_per_output_token"])["sum"]
 
 
@@ -728,7 +730,7 @@ def by_callers(metrics: MetricsAggregator, *said: dict[str, Any]) -> dict[str, l
     for attributes in said:
         one = generation(attributes=attributes, stages=[Stage("queue", 0, 1, {})], preemptions=1)
         one.breakdown = LatencyBreakdown({"decode": 1}, None)
-        aborted = generation(attributes=attributes, outcome=events.ABORTED, died_in="decode", steps=None)
+        aborted = generation(attributes=attributes, outcome=events.ABORTED, failed_stage="decode", steps=None)
         metrics.add_request(one, exported=True)
         metrics.add_request(aborted, exported=True)
     return {
@@ -834,7 +836,7 @@ def test_requests_are_counted_by_what_they_missed_and_those_told_to_stop_by_what
         (generation(**left), ()),
         (generation(**left, error_type="client_disconnect"), ()),
         (generation(**left, error_type="client_disconnect"), ("itl",)),
-        (generation(outcome=events.ABORTED, died_in="queue", first_token_at=0), ()),
+        (generation(outcome=events.ABORTED, failed_stage="queue", first_token_at=0), ()),
         (record(operation="", generative=False), ("e2e",)),
     ):
         metrics.add_decision(each, Decision(True, 0, "slo", missed=missed))
@@ -848,7 +850,7 @@ def test_a_post_that_reaches_no_engine_keeps_no_promise_and_is_blamed_on_nothing
     metrics = sink(promises=True)
     for _ in range(99):
         refused = record(
-            operation="", status_code=401, blame=LatencyBreakdown({"unexplained": 300 * MS}, None)
+            operation="", status_code=401, breakdown=LatencyBreakdown({"unexplained": 300 * MS}, None)
         )
         metrics.add_decision(refused, Decision(True, 0, "none", slow=True))
         metrics.add_request(refused, exported=True)
@@ -869,7 +871,7 @@ def test_where_nobody_promised_anything_nothing_is_said_of_it() -> None:
 def test_where_the_time_of_slow_requests_went_is_counted_apart() -> None:
     metrics = sink()
     for slow in (True, False):
-        each = generation(blame=LatencyBreakdown({"decode": 3 * MS, "gc": MS}, None))
+        each = generation(breakdown=LatencyBreakdown({"decode": 3 * MS, "gc": MS}, None))
         metrics.add_decision(each, Decision(True, 0, "budget", slow=slow))
     points = sent(metrics)["infer.latency.slow.duration"]["points"]
     assert {point["attributes"]["infer.latency.cause"]: point["value"] for point in points} == {
@@ -881,7 +883,7 @@ def test_where_the_time_of_slow_requests_went_is_counted_apart() -> None:
 
 def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics = sink(promises=True)
-    aborted = generation(outcome=events.ABORTED, died_in="decode", error_type="timeout")
+    aborted = generation(outcome=events.ABORTED, failed_stage="decode", error_type="timeout")
     read = {"prefix_tokens": 8, "cached_tokens": 4, "drafted_tokens": 6, "accepted_tokens": 3}
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})], input_tokens=8, **read)
     preempted.breakdown = LatencyBreakdown({"decode": 1, "interference": 1}, None, (("long", 1),))

@@ -50,7 +50,7 @@ def ours(histogram: Any, batches: list[list[float]], whole: bool) -> Any:
         else:
             for value in batch:
                 histogram.record(value)
-    return histogram.point({}, 1, 2)
+    return histogram.make_point({}, 1, 2)
 
 
 def assert_same_statistics(expected: Any, actual: Any) -> None:

@@ -52,8 +52,8 @@ span = st.builds(
     status=st.integers(0, 2),
     trace_state=st.text(max_size=10),
     flags=st.integers(0, (1 << 32) - 1),
-    lengths=st.dictionaries(text.map("length {}".format), st.floats(), max_size=3),
-    recurring=st.builds(
+    durations=st.dictionaries(text.map("length {}".format), st.floats(), max_size=3),
+    shared=st.builds(
         otlp.SharedAttributes, st.dictionaries(text.map("recurring {}".format), value, max_size=3)
     ),
 )

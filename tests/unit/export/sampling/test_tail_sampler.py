@@ -351,7 +351,7 @@ def test_one_that_held_up_another_is_kept_when_it_is_named_though_it_was_over_be
     keeps = busy()
     assert taken(keeps, named("culprit", finished(10, trace=1)), named("other", finished(10, trace=2))) == {}
     victim = held_up_by("culprit", named("victim", finished(10, SECOND + 1, trace=3, outcome=events.ERROR)))
-    assert taken(keeps, victim) == {"victim": "error", "culprit": "offender"}
+    assert taken(keeps, victim) == {"victim": "error", "culprit": "interferer"}
     assert taken(keeps, oldest_live=2 * SECOND) == {"other": "none"}
     assert keeps.dropped_steps == {"none": 10}
 
@@ -360,7 +360,7 @@ def test_one_that_is_named_before_it_ends_is_kept_when_it_ends() -> None:
     keeps = busy()
     victim = held_up_by("culprit", named("victim", finished(10, trace=3, outcome=events.ERROR)))
     assert taken(keeps, victim) == {"victim": "error"}
-    assert taken(keeps, named("culprit", finished(10, SECOND, trace=4))) == {"culprit": "offender"}
+    assert taken(keeps, named("culprit", finished(10, SECOND, trace=4))) == {"culprit": "interferer"}
 
 
 def test_a_name_is_waited_for_only_as_long_as_somebody_is_in_flight_who_was_there_then() -> None:
@@ -465,11 +465,11 @@ def test_time_per_token_is_promised_as_it_is_measured() -> None:
     assert "tpot" not in tail_sampler._measure_durations(record)
 
 
-def waiting(died_in: str, outcome: int, error_type: str, **more: Any) -> RequestRecord:
+def waiting(failed_stage: str, outcome: int, error_type: str, **more: Any) -> RequestRecord:
     """A request that an engine had when it ended after a second."""
     record = finished(outcome=outcome)
     record.generative, record.engine, record.steps = True, "toy", None
-    record.failed_stage, record.error_type = died_in, error_type
+    record.failed_stage, record.error_type = failed_stage, error_type
     for name, value in more.items():
         setattr(record, name, value)
     return record
@@ -498,9 +498,11 @@ GIVEN_UP = {
     ("failed_stage", "outcome", "error", "more", "missed"), GIVEN_UP.values(), ids=GIVEN_UP
 )
 def test_who_ends_waiting_for_a_token_has_waited_so_long_and_who_is_stopped_has_no_end_to_miss(
-    died_in: str, outcome: int, error: str, more: dict[str, Any], missed: tuple[str, ...]
+    failed_stage: str, outcome: int, error: str, more: dict[str, Any], missed: tuple[str, ...]
 ) -> None:
-    assert tail_sampler.find_missed_objectives(waiting(died_in, outcome, error, **more), PROMISES) == missed
+    assert (
+        tail_sampler.find_missed_objectives(waiting(failed_stage, outcome, error, **more), PROMISES) == missed
+    )
 
 
 def test_a_success_without_a_token_was_no_wait_for_one() -> None:

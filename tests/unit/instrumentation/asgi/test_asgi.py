@@ -614,7 +614,7 @@ async def test_the_application_is_called_once_and_what_it_returns_comes_back(wat
     assert calls == [client.scope]
 
 
-@pytest.mark.parametrize("broken", ["state", "close", "attach"])
+@pytest.mark.parametrize("broken", ["record_event", "close", "attach"])
 async def test_code_of_ours_that_raises_is_logged_once_and_disabled(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:

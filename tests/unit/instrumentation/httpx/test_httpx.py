@@ -761,8 +761,8 @@ def test_what_goes_wrong_in_our_code_is_said_once_and_the_reader_reads_on(
     target: tuple[Any, str] = {
         "begin": (client_span.propagate, "inject"),
         "answered": (client_span, "server_duration_ms"),
-        "received": (SseParser, "bring_token"),
-        "end": (client_span.ClientRequestSpan, "_summary"),
+        "received": (SseParser, "scan_for_token"),
+        "end": (client_span.ClientRequestSpan, "_collect_attributes"),
     }[broken]
     monkeypatch.setattr(client_span, "_logged_types", set())
     with caplog.at_level(logging.WARNING), monkeypatch.context() as broken_code:

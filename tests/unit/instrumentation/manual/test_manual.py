@@ -587,7 +587,7 @@ def test_a_sampler_that_raises_costs_the_record_not_the_request(
     class Broken:
         limits = span_ids.Limits()
 
-        def open(self, *args: Any) -> span_ids.SpanIds:
+        def create_span(self, *args: Any) -> span_ids.SpanIds:
             raise RuntimeError("secret")
 
     request_span.span_factory = Broken()

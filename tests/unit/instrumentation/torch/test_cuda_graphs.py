@@ -113,7 +113,7 @@ class Allocator:
     def __init__(self, say: Any, fails: bool = False) -> None:
         self.looks, self.fails = 0, fails
 
-    def look(self) -> None:
+    def record_increments(self) -> None:
         self.looks += 1
         if self.fails:
             raise KeyError("num_alloc_retries")

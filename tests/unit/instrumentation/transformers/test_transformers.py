@@ -265,7 +265,7 @@ def test_nothing_runs_and_nothing_is_kept(recording: Recording) -> None:
     engine.update(engine.schedule(Future(state)))
     engine.finish(state)
     batches: Any = engine._otel_infer_batches  # type: ignore[attr-defined]
-    assert batches.log._members == [] and batches.left == [] and not batches.flights
+    assert batches.writer._members == [] and batches.removed == [] and not batches.in_flight
 
 
 def test_a_loop_that_ends_gives_its_log_to_the_next(recording: Recording) -> None:
@@ -313,7 +313,7 @@ def test_a_failure_is_known_before_anybody_is_told_of_it(recording: Recording) -
     """Whoever streams the answer may end the request at once, and well."""
     engine = Engine()
     request, state = engine.admit()
-    state.otel_infer.own = False  # type: ignore[attr-defined]
+    state.otel_infer.owns_request = False  # type: ignore[attr-defined]
     deliver = sequences.wrap_fail_and_deliver(lambda router, state, error: request.close(), engine.hook)
     deliver(None, state, MemoryError())
     (record,) = recording.records()
@@ -727,7 +727,7 @@ def test_a_transfer_is_timed_on_the_device_that_it_goes_to(
             begun.append((on.type, on.index))
             return 0
 
-        def drop(self, begun: Any) -> None: ...
+        def cancel(self, begun: Any) -> None: ...
 
     class Inputs(dict[str, Any]):
         """Whatever it is sent to, it stays where it is."""

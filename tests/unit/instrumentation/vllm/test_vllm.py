@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from otel_infer.analysis.attribution.request import _CAUSE_BY_STAGE
+from otel_infer import semconv
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.instrumentation.hooks.probe import Call, Hook
 from otel_infer.instrumentation.transformers import tokenization
@@ -538,7 +538,7 @@ def test_blame_knows_every_stage_that_is_stated_here() -> None:
         scheduler_waits.GRAMMAR,
         scheduler_waits.KV_TRANSFER,
     }
-    assert stated <= _CAUSE_BY_STAGE.keys()
+    assert stated <= semconv.STAGE_CAUSES.keys()
 
 
 def test_media_of_a_prompt_are_stages_and_text_is_not(recording: Recording) -> None:

@@ -19,7 +19,7 @@ from otel_infer.sidecar.recording.file import EventBatch, InvalidRecording, Reco
 KINDS = [
     fact
     for name, fact in vars(events).items()
-    if isinstance(fact, type) and hasattr(fact, "_fields") and name not in ("Layout", "RingFact")
+    if isinstance(fact, type) and hasattr(fact, "_fields") and name not in ("EventLayout", "RecordedEvent")
 ]
 text = st.text(st.characters(exclude_categories=()), max_size=12)
 number = st.integers(-(1 << 63), (1 << 64) - 1)

@@ -83,7 +83,15 @@ def records(snapshot: WindowSnapshot) -> dict[int, RequestRecord]:
 def plain(record: RequestRecord) -> dict[str, Any]:
     """What two records of the same request have in common. What a step costs, or whether it is a first, follows from
     all that is known."""
-    left_out = {"costs", "warmup", "prefillers", "strain", "blame", "_summary", "steps"}
+    left_out = {
+        "cost_model",
+        "warmup_steps",
+        "prefills_by_step",
+        "thread_delays",
+        "breakdown",
+        "_summary",
+        "steps",
+    }
     fields = {name: getattr(record, name) for name in record.__slots__ if name not in left_out}
     return {**fields, "steps": record.steps.table.tolist() if record.steps is not None else None}
 
