@@ -200,7 +200,7 @@ STAGE_ATTRIBUTES = {
     semconv.SEND_WAIT: ("`postprocess`", "s that the server waited for the client's socket"),
     semconv.DETOKENIZE_DURATION: ("`postprocess`", "s of detokenization of the whole request"),
     semconv.RESPONSE_CHUNKS: ("`postprocess`", "chunks of the response body"),
-    semconv.ITEMS: ("a stage", "inputs in the batch, or items as the library counts them"),
+    semconv.ITEMS: ("`tokenize`, `forward`", "of `tokenize`: tokens; of `forward`: inputs in the batch"),
     semconv.CLOCK: ("`h2d`, `forward`, `d2h`", "`host`: the clock of the span's times"),
     semconv.TRANSFER_SIZE: ("`h2d`, `d2h`", "bytes"),
     semconv.TRANSFER_PINNED: ("`h2d`, `d2h`", "whether the host memory was page-locked"),
@@ -221,7 +221,7 @@ STAGE_ATTRIBUTES = {
     semconv.MARK_COUNT: (f"`{semconv.EVENT_MARK}`", "how often"),
     semconv.MARK_WINDOW: (f"`{semconv.EVENT_MARK}`", "s before the event in which it happened"),
     semconv.MEMORY_WANTED: (f"`{semconv.EVENT_OUT_OF_MEMORY}`", "bytes that were requested"),
-    semconv.MEMORY_LIMIT: (f"`{semconv.EVENT_OUT_OF_MEMORY}`", "bytes of the device"),
+    semconv.MEMORY_LIMIT: (f"`{semconv.EVENT_OUT_OF_MEMORY}`", "bytes of the device, or the limit that torch has"),
     semconv.MEMORY_FREE: (f"`{semconv.EVENT_OUT_OF_MEMORY}`", "bytes that were free"),
     semconv.INTERFERENCE_DELAY: ("a link", "s of delay by the linked request, which delayed this one most"),
     semconv.INTERFERENCE_CLASS: ("a link", f"traffic class of the linked request; without one, its prompt size: `{tenancy.SHORT}`, `{tenancy.MEDIUM}` (from {tenancy.MEDIUM_MIN_TOKENS} tokens) or `{tenancy.LONG}` (from {tenancy.LONG_MIN_TOKENS})"),
@@ -427,7 +427,7 @@ otel-infer explain otel_infer-20260102T030405.678901Z-webhook-4711.tape --reques
 
 6. **Check the change.** Apply it, then [compare](operate/compare-releases.md) a new recording with this one.
 
-These clicks follow Grafana's documentation. [They were not tested in a real Grafana](dashboards.md#what-was-tested).
+These clicks follow Grafana's documentation. [They were not tested in a real Grafana](dashboards.md#test-status).
 
 ## All alerts
 

@@ -33,7 +33,7 @@ MODULES = {name: f"{name}.command" for name in ("demo", "doctor", "explain", "re
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of the parser command line."""
+    """Builds the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="otel-infer",
         description="Every stage of every inference request as an OpenTelemetry trace.",

@@ -1,11 +1,12 @@
 """Alert rules on the objectives in a file and on causes of latency, for Prometheus or Grafana.
 
-otel-infer alerts build slo.yaml --out rules.yml             for Prometheus, Mimir, Thanos, the Prometheus operator
+otel-infer alerts build slo.yaml --out rules.yml             for Prometheus, Mimir, Thanos
 otel-infer alerts build slo.yaml --format grafana            for Grafana's provisioning API
-otel-infer alerts push slo.yaml --grafana URL                push to a Grafana; GRAFANA_TOKEN: a token, or user:password
+otel-infer alerts push slo.yaml --grafana URL                push to a Grafana; for the login see GRAFANA_TOKEN
 otel-infer alerts test slo.yaml --prometheus URL             show which rules have data, which not, and why
 
-Default objectives, each for 99 %: TTFT within 500 ms, ITL within 50 ms, requests within 40.96 s. Errors: below 0.5 %.
+Default objectives, each for 99 %: TTFT within 500 ms, ITL within 50 ms, requests within 40.96 s. Errors:
+below 0.5 %. GRAFANA_TOKEN holds a token, or user:password.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 otel-infer dashboards build --out DIR             write them as files, for provisioning
 otel-infer dashboards build --check DIR           check whether the files in DIR are those of this release
-otel-infer dashboards push --grafana URL          push them to a Grafana; GRAFANA_TOKEN holds a token, or user:password
+otel-infer dashboards push --grafana URL          push them to a Grafana
 otel-infer dashboards diff --grafana URL          show how those in Grafana differ
 otel-infer dashboards pull --grafana URL --out D  write those in Grafana as files
 otel-infer dashboards check --prometheus URL      show which panels have data, which not, and why
+
+GRAFANA_TOKEN holds a token, or user:password.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the subcommand. Returns 1 if a check found a difference or an error, 2 if it could not run, else 0."""
+    """Runs the subcommand.
+
+    Returns 1 if a check found a difference or an error, 2 if it could not run, else 0.
+    """
     if arguments.what == "build":
         return (
             _check_dashboards(Path(arguments.check))

@@ -1,4 +1,4 @@
-"""Write a tape of the last two minutes of a running server: the events of every step and request in its sidecar.
+"""Write a tape of the last two minutes of a running server: the events of every step and request.
 
 otel-infer dump                                   the only server that runs here
 otel-infer dump --server 4711 --out slow.tape     the server with this process, if several run
@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Requests a tape from the sidecar, waits for it and copies it. Returns 2 if there is no such sidecar or tape."""
+    """Requests a tape from the sidecar, waits for it and copies it.
+
+    Returns 2 if there is no such sidecar or tape.
+    """
     out = Path(arguments.out or f"otel_infer-{datetime.now():%Y%m%d-%H%M%S}.tape")
     try:
         folder = running_server.find_server_folder(arguments.rings, arguments.server)

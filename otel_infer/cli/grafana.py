@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, writes: bool) -> None:
 
 
 def run_dashboards_command(arguments: argparse.Namespace, boards: Mapping[str, dict[str, Any]]) -> int:
-    """Runs `push`, `diff` or `pull`. Returns 1 if `diff` finds a difference, 2 if Grafana rejects a call, else 0."""
+    """Runs `push`, `diff` or `pull`.
+
+    Returns 1 if `diff` finds a difference, 2 if Grafana rejects a call, else 0.
+    """
     try:
         grafana = GrafanaClient(arguments.grafana, environment.grafana_token())
         if arguments.what == "push":

@@ -1,4 +1,4 @@
-"""Runs the query of every panel and every rule on a live Prometheus: which have data, which have none, and why."""
+"""Runs the queries of all panels and rules on a live Prometheus: which have data, which not, and why."""
 
 from __future__ import annotations
 
@@ -138,7 +138,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def print_panels(arguments: argparse.Namespace) -> int:
-    """Checks and prints the panels. Returns 1 if a query was rejected, 2 if there is no Prometheus, else 0."""
+    """Checks and prints the panels.
+
+    Returns 1 if a query was rejected, 2 if there is no Prometheus, else 0.
+    """
     return _print_results(arguments, lambda client: check_panels(client, arguments.window))
 
 

@@ -1,6 +1,7 @@
 """Read a tape: print its requests, one line each, or export them as the standard OTEL_* variables configure.
 
-The code is that of a live server, so exported spans have the same trace and span ids as when they were recorded.
+The code is that of a live server, so exported spans have the same trace and span ids as when they were
+recorded.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints or exports one tape. Returns 2 if it cannot be read, 1 if the destination refused spans, else 0."""
+    """Prints or exports one tape.
+
+    Returns 2 if it cannot be read, 1 if the destination refused spans, else 0.
+    """
     from otel_infer.assembly.assembler import Assembler
 
     try:
@@ -74,7 +78,7 @@ def read_records(
 
 
 def _discard_unused(assembler: Assembler, keeps_steps: bool) -> None:
-    """Discards results that the caller does not read, so that memory does not grow with the length of a tape."""
+    """Discards results that the caller does not read, which bounds the memory for a long tape."""
     assembler.drain_marks()
     assembler.workers.drain_executions()
     if not keeps_steps:
@@ -85,7 +89,7 @@ def _discard_unused(assembler: Assembler, keeps_steps: bool) -> None:
 def read_recent_records(
     path: Path, assembler: Assembler | None = None, *, keeps_steps: bool = False
 ) -> list[RequestRecord]:
-    """Returns the finished requests of a tape without those that ended before its period.
+    """Returns the finished requests of a tape, except requests that ended before its period.
 
     A flight recorder keeps earlier requests only to explain the others.
     """

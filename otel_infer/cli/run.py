@@ -1,8 +1,8 @@
-"""Start a server with instrumentation: `otel-infer run -- transformers serve MODEL`, or any other Python server.
+"""Start a Python server with instrumentation, e.g. `otel-infer run -- transformers serve MODEL`.
 
-The Python processes that the server starts are instrumented too. This command is the parent of the server, and in a
-container its init process. It forwards signals, reaps children, waits until the recorded data is exported, and
-returns the exit status of the server.
+The Python processes that the server starts are instrumented too. This command is the parent of the server,
+and in a container its init process. It forwards signals, reaps children, waits until the recorded data is
+exported, and returns the exit status of the server.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ FORWARDED_SIGNALS = (
 AWAITED_SIGNALS = FORWARDED_SIGNALS if hasattr(signal, "sigtimedwait") else ()
 """Signals that `sigtimedwait` takes while the server runs, because a handler does not receive the sender."""
 SI_KERNEL = 0x80
-"""`si_code` of a signal that the terminal sent to its foreground group. Forwarding it would deliver it twice."""
+"""`si_code` of a signal that the terminal sent to its foreground group.
+
+Forwarding it would deliver it twice.
+"""
 FLUSH_S = 45.0
-"""Longer than the sidecar's timeouts for spans, metrics and a tape together; usually the flush ends at once."""
+"""Longer than the sidecar's timeouts for spans, metrics and a tape together.
+
+Usually the flush ends at once.
+"""
 ORPHANS_S = 2.0
 """How long the other processes of the server may run after its main process ended."""
 POLL_S = 0.1
@@ -59,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the server until it ends and returns its exit status; 2 if the command line or the tape is invalid."""
+    """Runs the server and returns its exit status; 2 if the command line or the tape is invalid."""
     command = arguments.server[1:] if arguments.server[:1] == ["--"] else arguments.server
     if not command:
         print(
@@ -80,7 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Supervisor:
-    """Owns the folder of the rings, the sidecar and the server. `status`: exit status of the server; None = running."""
+    """Owns the folder of the rings, the sidecar and the server.
+
+    `status`: exit status of the server; None = running.
+    """
 
     def __init__(self, settings: Config) -> None:
         self._settings = settings
@@ -94,7 +103,10 @@ class Supervisor:
         self._skips_flush = False
 
     def run(self, command: list[str], changes: dict[str, str]) -> int:
-        """Starts the sidecar and the server, waits for the server, then for the flush. Returns the exit status."""
+        """Starts the sidecar and the server, waits for the server, then for the flush.
+
+        Returns the exit status.
+        """
         status = self.start(command, changes)
         if status is not None:
             return status
@@ -109,9 +121,10 @@ class Supervisor:
     def start(
         self, command: list[str], changes: dict[str, str], *, log: Path | None = None, **variables: str
     ) -> int | None:
-        """Starts the sidecar and the server. Returns the exit status if the server cannot be started, else None.
+        """Starts the sidecar and the server.
 
-        `log`: the file for the output of the server. `variables`: added to its environment.
+        Returns the exit status if the server cannot be started, else None. `log`: the file for the output of
+        the server. `variables`: added to its environment.
         """
         _become_reaper()
         # The server must inherit ignored signals (nohup, a background job), as it would without this command.
@@ -170,7 +183,7 @@ class Supervisor:
         return self.status is None
 
     def stop(self, timeout: float) -> None:
-        """Sends SIGTERM every second until the server ends, SIGKILL after `timeout` s, then waits for the flush.
+        """Stops the server and waits for the flush. Sends SIGTERM every second, and SIGKILL after `timeout` s.
 
         SIGTERM is repeated because some servers hang after their shutdown.
         """
@@ -214,7 +227,10 @@ class Supervisor:
             self._forward_signal(received.si_signo, sent_to_group=received.si_code == SI_KERNEL)
 
     def _handle_signal(self, number: int, frame: object) -> None:
-        """Forwards a signal outside `sigtimedwait`. In the foreground, SIGINT and SIGQUIT are assumed to be the terminal's."""
+        """Forwards a signal outside `sigtimedwait`.
+
+        In the foreground, SIGINT and SIGQUIT are assumed to be the terminal's.
+        """
         self._forward_signal(number, number in (signal.SIGINT, signal.SIGQUIT) and _is_in_foreground())
 
     def _forward_signal(self, number: int, sent_to_group: bool) -> None:

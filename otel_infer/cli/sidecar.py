@@ -1,7 +1,8 @@
 """Read the rings of servers in another container: `otel-infer sidecar --rings /rings`.
 
-DIR is a folder on a memory volume that both containers mount. The server's OTEL_INFER_RINGS names it too. Runs until
-SIGTERM or SIGINT. Requests that a dead server left in flight are exported as errors (`process_died`).
+DIR is a folder on a memory volume that both containers mount. The server's OTEL_INFER_RINGS names it too.
+Runs until SIGTERM or SIGINT. Requests that a dead server left in flight are exported as errors
+(`process_died`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads the rings in the folder until a signal. Returns 2 if the folder or its lock is not available, else 0."""
+    """Reads the rings in the folder until a signal.
+
+    Returns 2 if the folder or its lock is not available, else 0.
+    """
     from otel_infer.sidecar.main import Sidecar, configure_logging
     from otel_infer.sidecar.malloc import use_single_arena
 

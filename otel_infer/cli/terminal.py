@@ -1,4 +1,4 @@
-"""Formats records for the terminal: percentiles per stage, and one request as a waterfall with a bar per decode step.
+"""Formats records for the terminal: percentiles per stage, and one request as a waterfall.
 
 On a terminal `rich` adds colours. On a pipe the output is plain lines.
 """
@@ -74,7 +74,7 @@ def stages_table(records: Sequence[RequestRecord]) -> Table:
 
 
 def device_line(records: Sequence[RequestRecord]) -> str:
-    """Returns a sentence on the GPU timing: how many steps were timed, and the error bound of each instant (µs)."""
+    """Returns a sentence on the GPU timing: the number of timed steps and the error bound of each instant."""
     stages = [stage for record in records for stage in record.stages if _gpu_time(stage)]
     if not stages:
         return "no GPU was timed: all times are the host's"
@@ -113,7 +113,7 @@ def _gpu_columns(stages: Sequence[tuple[int, str] | None]) -> tuple[str, ...]:
 
 
 def latency_table(records: Sequence[RequestRecord]) -> Table:
-    """Returns a table of time to first token, inter-token latency and end-to-end latency of successful requests."""
+    """Returns a table of TTFT, inter-token latency and end-to-end latency of successful requests."""
     good = [record for record in records if record.outcome == events.OK]
     gaps = np.concatenate([[], *(record.gaps_ns() for record in good)])
     table = _make_table("client-side latency", "latency", "values", "p50", "p95", "p99", "max")
@@ -160,7 +160,7 @@ def _render_steps(record: RequestRecord, width: int) -> Iterable[Text]:
     median, longest = float(np.median(lengths)), int(lengths.max())
     caption = f"{len(lengths)} decode steps, one bar each: median {format_duration(median)}, longest {format_duration(longest)}"
     if others_prefill.max() > 0:
-        caption += "; ▲ = another request's prompt was in the same step"
+        caption += "; ▲ = another request's prompt in the same step"
     yield Text("  " + caption)
     for begin in range(0, len(lengths), width):
         bars, marks = Text("                 "), Text("                 ")

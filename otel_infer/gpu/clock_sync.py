@@ -33,9 +33,7 @@ _ULP = 2.0**-24
 
 
 class ClockAnchor(NamedTuple):
-    """`host_at` ± `bound_ns`: when the device reached `event`, host ns. `rate`: host ns per device ns, ±
-    `drift`.
-    """
+    """When the device reached `event`: `host_at` ± `bound_ns`. `rate`: host ns per device ns, ± `drift`."""
 
     event: Any
     host_at: int
@@ -114,9 +112,7 @@ class ClockMap:
         return new._replace(rate=rate, drift=max((before.bound_ns + new.bound_ns) / device_ns, MIN_DRIFT))
 
     def to_host_time(self, anchor: ClockAnchor, offset_ms: float) -> tuple[int, int]:
-        """Returns the host time of a device instant `offset_ms` after the anchor, and its error bound, both
-        ns.
-        """
+        """Returns the host time `offset_ms` of device time after the anchor, and its error bound, ns."""
         offset = offset_ms * 1e6
         distance = abs(offset)
         bound = anchor.bound_ns + distance * (anchor.drift + _ULP) + self._device.tick_ns

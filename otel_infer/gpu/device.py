@@ -1,5 +1,4 @@
-"""The interface to an accelerator, and torch's implementations of it: CUDA, ROCm (under CUDA's names) and
-XPU.
+"""The interface to an accelerator, and torch's devices: CUDA, ROCm (under CUDA's names) and XPU.
 
 An event is torch's own: `record(stream)`, `query()`, `a.elapsed_time(b)` in ms (float32 on CUDA). Nothing
 here waits for the device or initializes it: before the application does so, there is no device.

@@ -1,5 +1,4 @@
-"""Device memory of this process, by torch's allocator and the driver; read once a second on the timing
-thread.
+"""Device memory of this process, by torch's allocator and the driver, read once a second.
 
 torch counts memory in use by tensors (allocated) and memory held from the device (reserved). Memory in use or
 waiting for a stream is active. Parts of blocks that cannot be returned are inactive splits. CUDA graphs and
@@ -7,8 +6,8 @@ the application's own pools are counted apart (private pools, torch 2.13 and lat
 free nor reserved belongs to something else: a context, NCCL, another process. The host allocator holds
 page-locked memory (pinned), and the driver takes ms to allocate more.
 
-The figures cost 15 to 30 µs (H100, torch 2.11). `mem_get_info` costs 7 µs there, but took 8 ms on a driver in
-a container (sglang#25225). The longer it takes, the less often it is called.
+The timing thread reads the figures in 15 to 30 µs (H100, torch 2.11). `mem_get_info` costs 7 µs there, but
+took 8 ms on a driver in a container (sglang#25225). The longer it takes, the less often it is called.
 """
 
 from __future__ import annotations
@@ -94,9 +93,7 @@ def attach_oom_observer(callback: OomCallback) -> None:
 
 
 def get_device_uuid(cuda: Any, index: int) -> str:
-    """Returns the device's UUID as NVML writes it, which joins the figures of both; `cuda:INDEX` if it has
-    none.
-    """
+    """Returns the device's UUID as NVML writes it, to join the figures of both; else `cuda:INDEX`."""
     uuid = str(getattr(cuda.get_device_properties(index), "uuid", "") or f"cuda:{index}")
     return uuid if uuid.startswith(("GPU-", "MIG-", "cuda:")) else f"GPU-{uuid}"
 

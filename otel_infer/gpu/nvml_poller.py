@@ -1,5 +1,4 @@
-"""Polls the state of this machine's NVIDIA GPUs every 5 s in the sidecar; one poller per server, devices by
-UUID.
+"""Polls the state of this machine's NVIDIA GPUs every 5 s in the sidecar, one poller per server.
 
 A quantity that a device lacks, or denies to this user, is omitted and not queried again: unsupported is never
 0. A quantity that fails otherwise is omitted while it fails. Two are never queried: PCIe throughput blocks

@@ -1,7 +1,7 @@
-"""A resource detector for GPUs, for any OpenTelemetry SDK:
-`OTEL_EXPERIMENTAL_RESOURCE_DETECTORS=otel_infer_gpu,otel`.
+"""A resource detector for GPUs, for any OpenTelemetry SDK.
 
-No convention covers GPUs on a resource (`hw.*` are attributes of metrics), so the names are this package's.
+It is enabled by `OTEL_EXPERIMENTAL_RESOURCE_DETECTORS=otel_infer_gpu,otel`. No convention covers GPUs on a
+resource (`hw.*` are attributes of metrics), so the names are this package's.
 """
 
 from __future__ import annotations

@@ -32,10 +32,6 @@ class StepSampler:
         self.step_number += 1
         return self.step_number >= self._next_step
 
-    def reset_period(self) -> None:
-        """Skips the time until the next step, because an idle time is no period between steps."""
-        self._last_begun_at = 0
-
     def add_sample(self, at: int, cost_ns: int) -> None:
         """Updates the interval after a marked step that began at `at`; its marks cost the host `cost_ns`."""
         cost = cost_ns + 2 * EVENT_COST_NS

@@ -1,6 +1,6 @@
 """Times the launches of one thread on a device with two events per span, from a fixed pool.
 
-    begin_span ─ the engine launches ─ end_span          collect_spans: in launch order, in batches, never waits
+    begin_span ─ the engine launches ─ end_span      collect_spans: in launch order, in batches, never waits
 
 A span covers everything that ran on its stream between the two marks. It also covers time in which nothing
 ran, because the host had not launched it yet: it is a span of the device, not its load. Driver calls per
@@ -27,8 +27,7 @@ WARM_UP_NS = 5_000_000
 COLLECT_BATCH = 8
 """Pending spans at which the engine's thread collects them itself.
 
-Spans are read together, because caches are cold only for the first. The timing thread may collect them
-earlier.
+Spans are read together, because caches are cold only for the first. The timing thread may do so earlier.
 """
 MAX_ERRORS = 3
 """Errors after which a device is no longer used: after one CUDA error, every call fails."""

@@ -3,9 +3,9 @@
     first begin of a thread ─▶ the timing thread makes events and an anchor ─▶ from then on, device spans
 
 The timing thread wakes 5 times a second, or 10 times while spans are pending, each for a few µs. Device times
-are thus known before their request is concluded. The thread adds a clock anchor every 4 s. The host's clock
-is used, and recorded as such, without a device, before the first anchor, during a capture, and when events
-run out.
+are thus known before their request is concluded. While launches are timed, it adds a clock anchor every 4 s.
+The host's clock is used, and recorded as such, in four cases: without a device, before the first anchor,
+during a capture, and when events run out.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class TimedWork(Protocol):
         """Records the device's time from mark to mark."""
 
     def on_host(self, begun_at: int, launched_at: int) -> None:
-        """Records when the host began to launch and when it was done, where the device's time is not
-        available.
-        """
+        """Records begin and end of launching, where the device's time is not available."""
 
 
 class _ThreadSlot:
@@ -67,9 +65,7 @@ class _ThreadState(threading.local):
 
 
 class DeviceTiming:
-    """Device timing of one process. `find_device`: returns the calling thread's device; None if there is none
-    yet.
-    """
+    """Device timing of one process. `find_device`: returns the calling thread's device, or None."""
 
     def __init__(self, find_device: Callable[[], Device | None] = current_device) -> None:
         self.is_on = True

@@ -6,6 +6,7 @@ uncatchable SIGBUS.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -20,8 +21,8 @@ MAX_TOTAL_BYTES = 16 << 20
 """Limit for all rings of one server together."""
 MAX_SHARE_OF_FREE = 4
 MAX_SHARE_OF_REMAINING = 14
-"""A ring takes at most this part (1/14) of the remaining bytes. The limit then allows three rings of full
-size and ever smaller ones after them: 33 processes with one request ring and one step ring each.
+"""A ring takes at most this part (1/14) of the remaining bytes. This allows three rings of full size, then
+ever smaller ones. In total 33 processes fit, with one request ring and one step ring each.
 """
 SIZE_CLASSES = 5
 MIN_RING_BYTES = RingSizes().scale_down(SIZE_CLASSES - 1).steps_bytes
@@ -33,6 +34,22 @@ _SUFFIXES = (layout.SUFFIX_REQUESTS, layout.SUFFIX_STEPS)
 
 class RingUnavailable(Exception):
     """Failure to get shared memory; the message states where, why, and what to change."""
+
+
+class NotOnTmpfs(RingUnavailable):
+    """The folder for rings is on a disk."""
+
+
+class ForeignFolder(RingUnavailable):
+    """The folder for rings belongs to another user."""
+
+
+class RingLimitReached(RingUnavailable):
+    """The memory that one server's rings may take is used up."""
+
+
+class SharedMemoryFull(RingUnavailable):
+    """The tmpfs has too little free space for the smallest rings."""
 
 
 class Arena(Protocol):
@@ -105,7 +122,8 @@ class FileArena:
         except OSError as error:
             os.close(descriptor)
             path.unlink(missing_ok=True)
-            raise RingUnavailable(f"{path}: {error.strerror}") from None
+            kind = SharedMemoryFull if error.errno == errno.ENOSPC else RingUnavailable
+            raise kind(f"{path}: {error.strerror}") from None
         self._descriptors.append(descriptor)
         self._paths.append(path)
         return memory
@@ -157,11 +175,11 @@ def choose_sizes(arena: Arena, size_of: Callable[[RingSizes], int]) -> RingSizes
             return sizes
     smallest = size_of(RingSizes().scale_down(SIZE_CLASSES - 1))
     if arena.remaining_bytes() < smallest:
-        raise RingUnavailable(
+        raise RingLimitReached(
             f"the {MAX_TOTAL_BYTES >> 20} MiB allowed for one server's rings are used up "
             "(set OTEL_INFER_RINGS to another folder for some of its processes)"
         )
-    raise RingUnavailable(
+    raise SharedMemoryFull(
         f"less than {smallest * MAX_SHARE_OF_FREE >> 10} KiB of shared memory is free "
         "(increase it: Docker --shm-size, Kubernetes emptyDir with medium Memory)"
     )

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from otel_infer.ringbuffer import layout
-from otel_infer.ringbuffer.writer import RingUnavailable
+from otel_infer.ringbuffer.arena import ForeignFolder, NotOnTmpfs, RingUnavailable
 
 BASE = Path("/dev/shm")
 OWNER_LOCK = "owner.lock"
@@ -67,7 +67,7 @@ def ensure_private_folder(folder: Path) -> Path:
     except OSError as error:
         raise RingUnavailable(f"{folder}: {error.strerror}") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise RingUnavailable(f"{folder}: belongs to another user")
+        raise ForeignFolder(f"{folder}: belongs to another user")
     if status.st_mode & 0o077:
         folder.chmod(0o700)
     return folder
@@ -76,7 +76,7 @@ def ensure_private_folder(folder: Path) -> Path:
 def create_server_folder(base: Path = BASE) -> Path:
     """Returns a new folder for one server; raises `RingUnavailable`, also where `base` is not on tmpfs."""
     if not is_tmpfs(base):
-        raise RingUnavailable(f"{base} is not on tmpfs")
+        raise NotOnTmpfs(f"{base} is not on tmpfs")
     token = f"{os.getpid()}-{secrets.token_hex(4)}"
     return ensure_private_folder(ensure_user_folder(base) / token)
 
@@ -89,7 +89,7 @@ def resolve_rings_folder(folder: Path) -> Path:
     """
     folder = Path(os.path.realpath(folder))
     if not is_tmpfs(folder):
-        raise RingUnavailable(f"{folder} is not on tmpfs")
+        raise NotOnTmpfs(f"{folder} is not on tmpfs")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -150,7 +150,7 @@ class FileLock:
 
 
 def is_held(path: Path) -> bool:
-    """Returns whether a living process holds this lock; True also where that cannot be determined.
+    """Returns whether a living process holds this lock; True also where resources are too short to check.
 
     Not for a lock of this process, because closing the second descriptor would release it.
     """

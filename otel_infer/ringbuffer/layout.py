@@ -2,15 +2,16 @@
 
 There are two kinds of file. Each has a fixed size and begins with one header page:
 
-    NAME.requests   header | request ring: cells of 64 B | live table: 80 B a slot | string table: 128 B a string
+    NAME.requests   header | request ring: cells of 64 B | live table: 80 B a slot | string table: 128 B each
     NAME.steps      header | step ring: records of n × 64 B
 
 A *cell* is written by one `pack_into`: sequence, code, part, parts, handle, 40 bytes of body, the sequence
 again. An event longer than a cell takes several cells. The first 4 bytes of each body are then the low word
 of the sequence of the first cell.
 
-A *record* is the cell counter + 1 of its first cell, its length in bytes, its code, its body, and in its last
-8 bytes the counter again. A record never wraps: the rest of the ring is padded with a record of code 0.
+A *record* begins with a counter, its length in bytes and its code. Its body follows, and the counter again in
+the last 8 bytes. The counter is the number of its first cell + 1. A record never wraps: the rest of the ring
+is padded with a record of code 0.
 
 A reader checks both ends. Python has no memory barriers, so it also leaves alone data that is younger than
 its previous poll, and checks again after copying.

@@ -225,10 +225,10 @@ class Recorder:
         if not self.active:
             return False
         try:
-            made = self.requests is not None or self._make_rings() is not None
-            if made:
+            has_rings = self.requests is not None or self._make_rings() is not None
+            if has_rings:
                 self._ensure_reader()
-            return made
+            return has_rings
         except Exception as error:  # the user's import must not fail
             self._report_lost_event(error)
             return False

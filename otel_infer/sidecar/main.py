@@ -1,8 +1,8 @@
 """The sidecar process: reads a server's rings until its last writer is gone, then flushes and exits.
 
 It ignores SIGINT and SIGTERM while a writer lives, holds none of the server's descriptors, and never
-instruments itself. It reads its configuration as JSON from its standard input. Signals and destinations
-follow from the standard environment.
+instruments itself. It reads its configuration as JSON from its standard input. The exported telemetry and
+its destinations follow from the standard environment.
 """
 
 from __future__ import annotations

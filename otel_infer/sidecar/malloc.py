@@ -1,8 +1,9 @@
 """Returns free memory to the system that the C library would keep.
 
-Batches, chunks of the flight recorder and columns of steps differ in size and age, so the memory that they
-free lies between memory in use. By itself glibc returns only the end of its heaps. `malloc_trim` (malloc(3))
-returns the rest as well, page by page; it takes some ms, without the GIL. Other C libraries are left alone.
+Batches, chunks of the flight recorder and columns of steps differ in size and age. The memory that they free
+therefore lies between memory in use. By itself glibc returns only the end of its heaps. `malloc_trim`
+(malloc(3)) returns the rest as well, page by page; it takes some ms, without the GIL. Other C libraries are
+left alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How this process began, and that it ends before it served anybody: what no library could tell of it."""
+"""Records process start and exit, which no instrumented library reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from otel_infer.tracing import request_span
 
 
 class ProcessStartRecorder:
-    """Of one process; a forked child has its own. Told once, however often rings are made that somebody reads."""
+    """Makes the start event of one process; a forked child has its own recorder.
+
+    The event is recorded once, even if the process creates rings with a reader several times.
+    """
 
     def __init__(self) -> None:
         self._created_at = _clock.now()
@@ -20,7 +23,10 @@ class ProcessStartRecorder:
         self._is_recorded = False
 
     def make_event(self) -> events.ProcessStarted | None:
-        """The same whenever it is asked; nothing of an interactive interpreter, which starts no server."""
+        """Returns the start event, the same at each call; None once it was recorded.
+
+        Also None before there is a span factory, and in an interactive interpreter, which starts no server.
+        """
         if self._is_recorded or request_span.span_factory is None or hasattr(sys, "ps1"):
             return None
         if self._event is None:
@@ -32,23 +38,28 @@ class ProcessStartRecorder:
         return self._event
 
     def mark_recorded(self) -> None:
-        """Who read the rings up to now has been told; the next one would tell it again."""
+        """Records that the current reader has the event, so that later readers do not report it again."""
         self._is_recorded = self._event is not None
 
 
 def _resolve_ids(trace_id: bytes, span_id: bytes) -> tuple[bytes, bytes, bytes]:
-    """Of this start and the one that it is a part of. A server leaves its own to the processes that it starts."""
+    """Returns trace id, span id and parent span id of this start; parent zeros = none.
+
+    A server exports its ids to the processes that it starts; their starts are children of its start.
+    """
     if recorder.role == SERVER:
         environment.export_startup_ids((trace_id + span_id).hex())
         return trace_id, span_id, bytes(8)
     try:
-        of = bytes.fromhex(environment.inherited_startup_ids())
+        inherited = bytes.fromhex(environment.inherited_startup_ids())
     except ValueError:
-        of = b""
-    return (of[:16], span_id, of[16:]) if len(of) == 24 else (trace_id, span_id, bytes(8))
+        inherited = b""
+    return (
+        (inherited[:16], span_id, inherited[16:]) if len(inherited) == 24 else (trace_id, span_id, bytes(8))
+    )
 
 
 def record_process_exit() -> None:
-    """The process ends in an orderly way: called when it exits."""
+    """Records an orderly exit of the process, with the type of an uncaught exception if there is one."""
     uncaught = getattr(sys, "last_type", None)
     recorder.record_startup(events.ProcessLeft(_clock.now(), uncaught.__qualname__ if uncaught else ""))

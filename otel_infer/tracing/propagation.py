@@ -1,7 +1,8 @@
-"""A request that goes on in another process: what it takes along, and what it is there.
+"""Propagates a request to another process: its headers and its state there.
 
-Where it arrived it has a live span (`ingress`); an engine in a process of its own gets its ids with whatever the library
-carries from one to the other, and states its facts there as those of a part of it.
+In the process where a request arrives it has a live span (`tracing.start`). An engine in another process gets
+the request's ids in what the library carries between the two. It records its events there, as those of a
+fragment.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span
 
 REQUEST_HEADER = "otel-infer-request"
-"""Beside the standard headers, which another instrumentation below us may have made its own."""
+"""Sent beside the standard headers, because another instrumentation below may replace those by its own."""
 
 
 def inject(request: request_span.RequestSpan) -> dict[str, str]:
-    """What a request takes along, to be understood by `part` and by whoever knows W3C's (and OTEL_PROPAGATORS)."""
+    """Returns a request's headers: those of OTEL_PROPAGATORS, and `REQUEST_HEADER` for `join_request`."""
     context = request.get_span_context()
     return {
         **request_span.to_headers(request),
@@ -31,7 +32,7 @@ def inject(request: request_span.RequestSpan) -> dict[str, str]:
 
 
 class RequestFragment:
-    """The part of a request that is in this process, since `began_at`. `left`: how many of its sequences are."""
+    """The part of a request in this process, since `began_at`. `sequences`: how many are in this process."""
 
     __slots__ = ("began_at", "handle", "packed", "sequences", "span_id")
 
@@ -39,45 +40,48 @@ class RequestFragment:
         self.handle, self.span_id, self.began_at, self.sequences = handle, span_id, began_at, 0
         self.packed = handle.to_bytes(4, "little")
 
-    def record_event(self, fact: Any) -> None:
-        """States a fact about the request."""
-        recorder.record(self.handle, fact)
+    def record_event(self, event: Any) -> None:
+        """Records an event of the request."""
+        recorder.record(self.handle, event)
 
 
 _fragments: dict[bytes, RequestFragment] = {}
-"""By span id: the sequences of one request are of one part."""
-if hasattr(os, "register_at_fork"):  # a child has rings of its own
+"""Fragments by span id: the sequences of one request share a fragment."""
+if hasattr(os, "register_at_fork"):  # a forked child has separate rings
     os.register_at_fork(after_in_child=_fragments.clear)
 
 
-def join_request(carried: Mapping[str, str] | None) -> RequestFragment | None:
-    """The part of the request that came along with these headers, with one more sequence; None if they say of none."""
-    ids = _parse_ids(carried.get(REQUEST_HEADER, "")) if carried else None
+def join_request(headers: Mapping[str, str] | None) -> RequestFragment | None:
+    """Returns the fragment of the request that these headers carry, with one more sequence.
+
+    None if they carry no request or nothing records.
+    """
+    ids = _parse_ids(headers.get(REQUEST_HEADER, "")) if headers else None
     if ids is None or not recorder.active:
         return None
-    found = _fragments.get(ids[16:])
-    if found is None:
+    fragment = _fragments.get(ids[16:])
+    if fragment is None:
         now, wall_at = _clock.read_clocks()
         arrived = events.RequestArrived(
             now, wall_at, ids[:16], ids[16:], bytes(8), bytes(8), events.JOINED, "", "", "", ""
         )
-        found = _fragments[ids[16:]] = RequestFragment(recorder.open_request(arrived), ids[16:], now)
-    found.sequences += 1
-    return found
+        fragment = _fragments[ids[16:]] = RequestFragment(recorder.open_request(arrived), ids[16:], now)
+    fragment.sequences += 1
+    return fragment
 
 
-def _parse_ids(mark: str) -> bytes | None:
-    """Trace id and span id; None for what is no mark of ours."""
+def _parse_ids(text: str) -> bytes | None:
+    """Returns trace id and span id of a `REQUEST_HEADER` as 24 bytes; None if the value is invalid."""
     try:
-        ids = bytes.fromhex(mark)
+        ids = bytes.fromhex(text)
     except ValueError:
         return None
     return ids if len(ids) == 24 else None
 
 
-def release(of: RequestFragment) -> None:
-    """One of its sequences is not here any more."""
-    of.sequences -= 1
-    if of.sequences <= 0 and _fragments.get(of.span_id) is of:
-        del _fragments[of.span_id]
-        recorder.close_request(of.handle, events.RequestEnded(_clock.now(), events.OK, "", 0, 0, 0, 0))
+def release(fragment: RequestFragment) -> None:
+    """Removes one sequence from the fragment; the last one closes it."""
+    fragment.sequences -= 1
+    if fragment.sequences <= 0 and _fragments.get(fragment.span_id) is fragment:
+        del _fragments[fragment.span_id]
+        recorder.close_request(fragment.handle, events.RequestEnded(_clock.now(), events.OK, "", 0, 0, 0, 0))

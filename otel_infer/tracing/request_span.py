@@ -1,4 +1,4 @@
-"""The request span: live while the request is, a child of its caller and the parent of whatever the request starts."""
+"""The request span, live during the request: a child of its caller, the parent of spans that start in it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _EMPTY_CONTEXT = Context()
 
 
 class RequestSpan(trace.Span):
-    """A request in flight: a live span for everybody else, and for integrations the place where its facts are stated.
+    """A request in flight: a live span of the API, through which instrumentors record the request's events.
 
     All `*_at` are monotonic ns; 0 = not yet.
     """
 
-    # What most requests never change costs none of them a store.
+    # Values that most requests never change are class attributes, which saves a store for each request.
     ended = is_named = tokenizing = False
     responding = tokens_reached = first_token_sent = False
     operation = engine = ""
@@ -44,23 +44,25 @@ class RequestSpan(trace.Span):
     _context: SpanContext | None = None
 
     def __init__(
-        self, opened: SpanIds | LazySpanIds, handle: int, arrived_at: int, owner: str, around: Context
+        self, ids: SpanIds | LazySpanIds, handle: int, arrived_at: int, owner: str, around: Context
     ) -> None:
-        """`around`: what `attach` starts from; the caller's baggage lies in it.
+        """Creates the span of an opened request.
 
-        `tokenizing`: an engine does, and says so itself. `has_server`: the SERVER span above it is ours. `has_news`: the next piece of the response may be the first, or the
-        first with a token.
+        `owner`: the instrumentor that closes it. `around`: the context that `attach` extends; it holds the
+        caller's baggage. `tokenizing`: the engine tokenizes now and records that itself. `has_server`: its
+        parent is a SERVER span of this package. `inspect_next_chunk`: the next chunk of the response may be
+        the first, or the first with a token.
         """
-        self._span_ids, self.around = opened, around
-        self.provider_spans = opened.provider_spans
+        self._span_ids, self.around = ids, around
+        self.provider_spans = ids.provider_spans
         self.handle, self.arrived_at, self.owner = handle, arrived_at, owner
-        self.has_server = opened.has_server
+        self.has_server = ids.has_server
         self.chunks = self.send_wait_ns = 0
         self.inspect_next_chunk = True
 
     @property
     def server(self) -> SpanContext | None:
-        """Of the SERVER span above it, where that is ours."""
+        """Returns the context of this package's SERVER span above the request; None if there is none."""
         return self._span_ids.server
 
     @property
@@ -69,68 +71,74 @@ class RequestSpan(trace.Span):
 
     @property
     def packed(self) -> bytes:
-        """The handle as it stands in a step's columns."""
+        """Returns the handle as it is packed in the columns of a step."""
         return self.handle.to_bytes(4, "little")
 
-    # ── facts ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def record_event(self, fact: Any) -> None:
-        """States a fact about this request."""
-        recorder.record(self.handle, fact)
+    def record_event(self, event: Any) -> None:
+        """Records an event of this request."""
+        recorder.record(self.handle, event)
 
     def record_stage(self, name: str, started_at: int, items: int = 0) -> None:
-        """A stage of this name is over."""
+        """Records that a stage ended now. `items`: how many it processed; 0 = unknown."""
         recorder.record(self.handle, events.StageEnded(_clock.now(), started_at, name, items))
 
     def record_submitted(
         self, engine: str, sequences: int = 1, input_tokens: int = 0, max_tokens: int = 0
     ) -> None:
-        """Handed over to the engine."""
+        """Records the hand-over to the engine. `input_tokens`, `max_tokens`: 0 = unknown."""
         self.engine = engine
-        said = events.clamp_count(sequences), events.clamp_count(input_tokens), events.clamp_count(max_tokens)
-        recorder.record(self.handle, events.RequestSubmitted(_clock.now(), *said, engine))
+        counts = (
+            events.clamp_count(sequences),
+            events.clamp_count(input_tokens),
+            events.clamp_count(max_tokens),
+        )
+        recorder.record(self.handle, events.RequestSubmitted(_clock.now(), *counts, engine))
 
     def set_operation(self, operation: str = "", provider: str = "", model: str = "") -> None:
-        """What became known after arrival: operation, provider (engine), served model. Said once: a thousand inputs of one request
-        would fill the ring."""
-        name = operation, provider, model
-        if name != self._operation_names:
-            self._operation_names = name
+        """Records operation, provider (engine) and served model, if they become known after arrival.
+
+        Unchanged values are not recorded again, because a request with a thousand inputs would fill the ring.
+        """
+        names = operation, provider, model
+        if names != self._operation_names:
+            self._operation_names = names
             self._record_attributes(
-                *zip((semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL), name)
+                *zip((semconv.OPERATION_NAME, semconv.PROVIDER_NAME, semconv.REQUEST_MODEL), names)
             )
 
     def set_request_id(self, request_id: str) -> None:
-        """How the engine calls it. Said once, as the name."""
+        """Records the engine's id of the request, unless it is unchanged."""
         if request_id != self._request_id:
             self._request_id = request_id
             self.record_attribute(semconv.REQUEST_ID, request_id)
 
     def set_response_id(self, response_id: str) -> None:
-        """How its client calls the answer (`chatcmpl-…`). Said once, as the name."""
+        """Records the id of the response (`chatcmpl-…`), unless it is unchanged."""
         if response_id != self._response_id:
             self._response_id = response_id
             self.record_attribute(semconv.RESPONSE_ID, response_id)
 
     def set_caller(self, tenant: str, traffic_class: str) -> None:
-        """Who asks, and whether somebody waits for it."""
+        """Records the caller's tenant and traffic class; an empty one is not recorded."""
         self._record_attributes((semconv.TENANT, tenant), (semconv.TRAFFIC_CLASS, traffic_class))
 
-    def _record_attributes(self, *said: tuple[str, str]) -> None:
-        for key, value in said:
+    def _record_attributes(self, *attributes: tuple[str, str]) -> None:
+        for key, value in attributes:
             if value:
                 self.record_attribute(key, value)
 
     def record_attribute(self, key: str, value: events.Value) -> None:
-        """An attribute of ours on the request span, outside the limits of user code."""
+        """Records an attribute of this package, which does not count towards the SDK's limits."""
         recorder.record(self.handle, events.AttributeSet(_clock.now(), key, value))
 
     def set_engine_error(self, error_type: str) -> None:
-        """The engine failed it; whoever closes it will say so. Empty: a later attempt did not fail."""
+        """Sets the error type of an engine failure, for `close`. Empty: a later attempt did not fail."""
         self._engine_error = error_type and (self._engine_error or error_type)
 
     def record_token_reached(self) -> None:
-        """A token reached the side of the server that talks to the reader."""
+        """Records, once, that a token reached the part of the server that serves the client."""
         if not self.tokens_reached:
             self.tokens_reached = self.inspect_next_chunk = True
             recorder.record(self.handle, events.TokenReached(_clock.now()))
@@ -144,53 +152,57 @@ class RequestSpan(trace.Span):
         http: int = 0,
         route: str = "",
     ) -> None:
-        """The request is over; the second call does nothing. `http`, `route`: as in `facts.ExchangeEnded`."""
+        """Closes the request; a second call does nothing. `http`, `route`: as in `ExchangeEnded`."""
         if self.ended:
             return
         self.ended = True
-        self.around = _EMPTY_CONTEXT  # in it may be the request before, which a connection's reader has kept
-        if self.provider_spans is not None:  # where a provider records, user code says it to that one's span
+        self.around = _EMPTY_CONTEXT  # it may hold an earlier request of the same connection
+        if self.provider_spans is not None:  # user code sets the status of the provider's span
             self.set_status(getattr(self.provider_spans[1], "status", None))
-        if self._engine_error and outcome != events.ABORTED:  # what was made of it says less
+        if self._engine_error and outcome != events.ABORTED:  # more precise than the response's outcome
             outcome, error_type = events.ERROR, self._engine_error
         elif self._has_error_status and outcome == events.OK:
             outcome, error_type = events.ERROR, semconv.OTHER
         at = at or _clock.now()
-        said = at, outcome, error_type, status_code, self.chunks, self.send_wait_ns, self.detokenize_ns
+        end = at, outcome, error_type, status_code, self.chunks, self.send_wait_ns, self.detokenize_ns
         if (
             not (self.has_server or self._is_context_read or self.engine or self.provider_spans)
             and self._span_ids.parent
         ):
             self._use_parent_context()
         if http:
-            recorder.close_request(self.handle, tuple.__new__(events.ExchangeEnded, (*said, route, http)))
+            recorder.close_request(self.handle, tuple.__new__(events.ExchangeEnded, (*end, route, http)))
         else:
-            recorder.close_request(self.handle, tuple.__new__(events.RequestEnded, said))
-        if not self.handle and self.provider_spans is not None:  # nobody will hear of it
+            recorder.close_request(self.handle, tuple.__new__(events.RequestEnded, end))
+        if not self.handle and self.provider_spans is not None:  # no record will end the spans
             end_spans(self.provider_spans)
 
     def _use_parent_context(self) -> None:
-        """Whoever asks from now on, in a task that outlives the request, is told of the span above."""
+        """Replaces the span context, which no code has read, by the parent's.
+
+        A task that outlives the request then reads the parent's, because the request span may not be
+        exported.
+        """
         own, self._context = self._context, self._span_ids.parent or self._context
-        if self._is_context_read:  # another thread has asked just now
+        if self._is_context_read:  # another thread has read it just now
             self._context = own
         else:
             self.record_event(events.SpanUnseen(_clock.now()))
 
     def __deepcopy__(self, memo: Any) -> RequestSpan:
-        """Engines copy their own objects, which may carry this one: it stays one request."""
+        """Returns this object: engines copy objects that may hold it, and it must stay one request."""
         return self
 
-    # ── the API's span ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── the API's span ──────────────────────────────────────────────────────────────────────────────────────
 
     def get_span_context(self) -> SpanContext:
         self._is_context_read = True
         if self.ended and (known := thread_owner.get()) is not None and known[0] is self:
-            return trace.INVALID_SPAN_CONTEXT  # a thread that was started in it works for others by now
+            return trace.INVALID_SPAN_CONTEXT  # a thread that started during the request now does other work
         return self.own_span_context()
 
     def own_span_context(self) -> SpanContext:
-        """Its own, wherever this is asked."""
+        """Returns the span context, also where `get_span_context` returns an invalid one."""
         known = self._context
         if known is None:
             known = self._context = self._span_ids.request
@@ -204,7 +216,7 @@ class RequestSpan(trace.Span):
             self.record_attribute(key, self._limits.truncate_value(value))
 
     def _has_room_for(self, key: str) -> bool:
-        """What has a value may get another one, however many there are."""
+        """Returns whether the limit allows this attribute; one that is already set may always change."""
         keys = self._attribute_keys
         if keys is None:
             keys = self._attribute_keys = set()
@@ -220,7 +232,7 @@ class RequestSpan(trace.Span):
     def add_event(self, name: str, attributes: types.Attributes = None, timestamp: int | None = None) -> None:
         if self.is_recording() and self._event_count < self._limits.events:
             self._event_count += 1
-            at = max(_wall_to_monotonic(timestamp), self.arrived_at)  # before that nobody knows the request
+            at = max(_wall_to_monotonic(timestamp), self.arrived_at)  # not before the request
             self.record_event(events.SpanEventAdded(at, str(name), self._limit_attributes(attributes)))
 
     def add_link(self, context: SpanContext, attributes: types.Attributes = None) -> None:
@@ -256,16 +268,16 @@ class RequestSpan(trace.Span):
         timestamp: int | None = None,
         escaped: bool = False,
     ) -> None:
-        """Notes the exception's type; its message never leaves the process."""
+        """Records the exception's type; its message never leaves the process."""
         self.add_event("exception", {"exception.type": type(exception).__qualname__}, timestamp)
 
     def end(self, end_time: int | None = None) -> None:
-        """The span ends with its request, which whoever opened it closes."""
+        """Does nothing, because the span ends with its request, which its owner closes."""
 
-    # ── current ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── current ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self) -> Any:
-        """Makes the request current here; give the token to `detach`."""
+        """Makes the request current here; returns the token for `detach`."""
         span = self if self.provider_spans is None else self.provider_spans[1]
         return context.attach(Context({**self.around, _REQUEST_KEY: self, context.SPAN_KEY: span}))
 
@@ -275,22 +287,22 @@ thread_owner: ContextVar[ThreadOwner | None] = ContextVar("otel_infer-lent", def
 """The request that a thread was started in, and the span that was current there."""
 
 span_factory: SpanFactory | None = None
-"""Set by the composition root."""
+"""Set by `_bootstrap`; None while nothing is traced."""
 
 
 pending_provider_spans = PendingProviderSpans()
-"""A provider's live spans of requests that are recorded."""
+"""The live spans of recorded requests that a user's provider started."""
 
 
 def to_headers(request: RequestSpan) -> dict[str, str]:
-    """What to hand to another process so that it can be a child of this request."""
+    """Returns the headers by OTEL_PROPAGATORS that make spans of another process children of the request."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier, trace.set_span_in_context(NonRecordingSpan(request.get_span_context())))
     return carrier
 
 
 def _wall_to_monotonic(wall_at: Any) -> int:
-    """The instant of a wall clock's ns; now, for what is none or has yet to come."""
+    """Returns the monotonic ns of a wall clock's ns; now, if it is no number or in the future."""
     now, wall_now = _clock.read_clocks()
     try:
         return min(now - (wall_now - operator.index(wall_at)), now)
@@ -299,5 +311,5 @@ def _wall_to_monotonic(wall_at: Any) -> int:
 
 
 def _is_key(key: Any) -> bool:
-    """As the SDK has it: other attributes are ignored."""
+    """Returns whether the SDK accepts the key; attributes with other keys are ignored."""
     return isinstance(key, str) and bool(key)

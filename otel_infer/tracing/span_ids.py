@@ -1,4 +1,4 @@
-"""Who a new request is: its trace and span ids, whether it is sampled, and whose child it is."""
+"""The identity of a new request: its trace and span ids, its sampling decision and its parent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAMPLING_FIELD = re.compile("th:[0-9a-f]{1,14}|rv:[0-9a-f]{14}")
 
 
 class Limits(NamedTuple):
-    """Of the SDK's span limits, what applies to the live span."""
+    """The SDK's span limits that apply to the live span. `length`: of attribute values; None = unlimited."""
 
     attributes: int = 128
     events: int = 128
@@ -29,7 +29,7 @@ class Limits(NamedTuple):
     length: int | None = None
 
     def truncate_value(self, value: Any) -> Any:
-        """The value of an attribute, as long as it may be."""
+        """Returns the value of an attribute, cut to the allowed length."""
         if isinstance(value, str):
             return value[: self.length]
         if isinstance(value, Sequence) and not isinstance(value, bytes):
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 class SpanIds(NamedTuple):
-    """The identity of a new request."""
+    """The identity of a new request, as contexts of the API."""
 
     request: SpanContext
     server: SpanContext | None
@@ -47,17 +47,17 @@ class SpanIds(NamedTuple):
 
     @property
     def trace_state(self) -> trace.TraceState:
-        """What its trace carries."""
+        """Returns the trace state of the request."""
         return self.request.trace_state
 
     @property
     def has_server(self) -> bool:
-        """Whether a SERVER span of ours is above the request."""
+        """Returns whether the request's parent is a SERVER span of this package."""
         return self.server is not None
 
     @property
     def ids(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """Of the trace, of the request, of what is above it and of our server span."""
+        """Returns trace id, request span id, parent span id and own SERVER span id; zeros = none."""
         request, parent, server = self.request, self.parent, self.server
         return (
             request.trace_id.to_bytes(16, "big"),
@@ -68,21 +68,26 @@ class SpanIds(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """As an arrival says them."""
+        """Returns the flags of `RequestArrived`."""
         flags = SAMPLED if self.request.trace_flags.sampled else 0
         flags |= REMOTE_PARENT if self.parent is not None and self.parent.is_remote else 0
         return flags | (OWN_SERVER_SPAN if self.server is not None else 0)
 
 
 Caller = bytes
-"""The span of another process that a request is below, where nothing but a `traceparent` says so: version, trace id, span id
-and flags of it as 26 bytes; empty: there is none."""
+"""The parent span in another process: 26 bytes (version, trace id, span id, flags) of a `traceparent`.
+
+Empty = no parent.
+"""
 NO_CALLER: Caller = b""
 
 
 class LazySpanIds:
-    """The identity of a new request whose ids are all that decides it. Contexts of the API are made of them when somebody
-    asks, which for most requests nobody does. `above`: the span that it is below, or that its SERVER span is."""
+    """The identity of a new request, as ids only.
+
+    The API's contexts are created when they are read, which is rare. `parent`: the span above the request, or
+    above its SERVER span.
+    """
 
     __slots__ = ("_parent", "flags", "has_server", "ids", "trace_state")
     provider_spans = None
@@ -93,7 +98,7 @@ class LazySpanIds:
         parent_id: bytes,
         flags: int,
         own_server: bool,
-        above: Caller | SpanContext | None = None,
+        parent: Caller | SpanContext | None = None,
         trace_state: trace.TraceState | None = None,
     ) -> None:
         spans = _random_ids()
@@ -101,23 +106,23 @@ class LazySpanIds:
             self.ids, self.flags = (trace_id, spans[:8], parent_id, spans[8:]), flags | OWN_SERVER_SPAN
         else:
             self.ids, self.flags = (trace_id, spans[:8], parent_id, _NO_ID), flags
-        self.has_server, self._parent, self.trace_state = own_server, above, trace_state
+        self.has_server, self._parent, self.trace_state = own_server, parent, trace_state
 
     @property
     def request(self) -> SpanContext:
-        """The request span's."""
+        """Returns the context of the request span."""
         return self._make_context(self.ids[1])
 
     @property
     def server(self) -> SpanContext | None:
-        """The SERVER span's."""
+        """Returns the context of this package's SERVER span; None if there is none."""
         return self._make_context(self.ids[3]) if self.has_server else None
 
     @property
     def parent(self) -> SpanContext | None:
-        """Of what is above it."""
-        above = self._parent
-        return caller_to_span_context(above) if isinstance(above, bytes) else above
+        """Returns the context of the parent span; None if there is none."""
+        parent = self._parent
+        return caller_to_span_context(parent) if isinstance(parent, bytes) else parent
 
     def _make_context(self, span_id: bytes) -> SpanContext:
         ids = int.from_bytes(self.ids[0], "big"), int.from_bytes(span_id, "big")
@@ -126,7 +131,7 @@ class LazySpanIds:
 
 
 def ids_from_caller(caller: Caller, sampler: ConstantSampler) -> LazySpanIds:
-    """Below a SERVER span of ours, and that below the caller."""
+    """Returns the ids of a request below an own SERVER span below the caller's span."""
     if not caller:
         flags = SAMPLED if sampler.root_sampled else 0
         return LazySpanIds(_random_ids(), _NO_ID, flags, True)
@@ -134,24 +139,24 @@ def ids_from_caller(caller: Caller, sampler: ConstantSampler) -> LazySpanIds:
     return LazySpanIds(caller[1:17], caller[17:25], flags | REMOTE_PARENT, True, caller)
 
 
-def ids_from_parent(above: SpanContext, sampler: ConstantSampler, own_server: bool) -> LazySpanIds:
-    """Below the span that is current, if it is one."""
-    # A context is a tuple by its type, and each of its properties a call.
-    trace_id, span_id, is_remote, trace_flags, trace_state, is_valid = above
+def ids_from_parent(parent: SpanContext, sampler: ConstantSampler, own_server: bool) -> LazySpanIds:
+    """Returns the ids of a request below this span; of a new trace if the span is invalid."""
+    # A span context is a tuple; unpacking it saves a call for each property.
+    trace_id, span_id, is_remote, trace_flags, trace_state, is_valid = parent
     flags = SAMPLED if sampler.is_sampled(is_valid, trace_flags) else 0
     if not is_valid:
         return LazySpanIds(_random_ids(), _NO_ID, flags, own_server)
     if is_remote:
         flags |= REMOTE_PARENT
-    # Whether any other is empty is a call to find out.
+    # Checking whether any other trace state is empty would take a call.
     state = None if trace_state is trace.DEFAULT_TRACE_STATE else trace_state
     return LazySpanIds(
-        trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big"), flags, own_server, above, state
+        trace_id.to_bytes(16, "big"), span_id.to_bytes(8, "big"), flags, own_server, parent, state
     )
 
 
 def caller_to_span_context(caller: Caller) -> SpanContext | None:
-    """The caller's span as a context of the API; None: there is none."""
+    """Returns the caller's span as a context of the API; None if there is no caller."""
     if not caller:
         return None
     ids = int.from_bytes(caller[1:17], "big"), int.from_bytes(caller[17:25], "big")
@@ -159,27 +164,33 @@ def caller_to_span_context(caller: Caller) -> SpanContext | None:
 
 
 class SpanFactory(Protocol):
-    """Makes identities: from the SDK's sampler and id generator, or from a user's provider."""
+    """Creates identities, by the SDK's sampler and id generator or by a user's provider."""
 
     limits: Limits
 
     def create_span(
-        self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
+        self, name: str, parent: Context, parent_span: SpanContext, own_server: bool, wall_at: int
     ) -> SpanIds | LazySpanIds:
-        """A request span named `name`, below a server span of ours if `own_server`; `above` is the span in `parent`."""
+        """Returns the ids of a request span named `name`. `parent_span`: the span in `parent`.
+
+        `own_server`: an own SERVER span is put above the request.
+        """
         ...
 
     def create_from_caller(self, caller: Caller) -> LazySpanIds | None:
-        """A request span below a server span of ours below this caller; None where ids alone do not decide that."""
+        """Returns the ids of a request below an own SERVER span below this caller.
+
+        None where the sampler or the id generator needs more than the ids.
+        """
         ...
 
     def generate_ids(self) -> tuple[bytes, bytes]:
-        """Trace and span id of a trace that nobody else begins."""
+        """Returns trace id and span id of a new trace."""
         ...
 
 
 class SdkSpanFactory:
-    """Identities by the SDK's sampler and id generator, as configured by the standard variables."""
+    """Creates identities by the SDK's sampler and id generator, as the standard variables configure them."""
 
     def __init__(self, sampler: Any, ids: Any, limits: Limits) -> None:
         self._sampler, self._id_generator, self.limits = sampler, ids, limits
@@ -187,12 +198,12 @@ class SdkSpanFactory:
         self._has_random_ids = _is_random_generator(ids)
 
     def create_span(
-        self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
+        self, name: str, parent: Context, parent_span: SpanContext, own_server: bool, wall_at: int
     ) -> SpanIds | LazySpanIds:
         constant = self._constant_sampler
         if constant is not None and self._has_random_ids:
-            return ids_from_parent(above, constant, own_server)
-        trace_id = above.trace_id if above.is_valid else self._id_generator.generate_trace_id()
+            return ids_from_parent(parent_span, constant, own_server)
+        trace_id = parent_span.trace_id if parent_span.is_valid else self._id_generator.generate_trace_id()
         kind = SpanKind.SERVER if own_server else SpanKind.INTERNAL
         result = self._sampler.should_sample(parent, trace_id, name, kind, None, None)
         sampled, state = result.decision.is_sampled(), result.trace_state
@@ -201,7 +212,7 @@ class SdkSpanFactory:
         new = self._id_generator.generate_span_id
         request = SpanContext(trace_id, new(), False, flags, state)
         server = SpanContext(trace_id, new(), False, flags, state) if own_server else None
-        return SpanIds(request, server, above if above.is_valid else None, None)
+        return SpanIds(request, server, parent_span if parent_span.is_valid else None, None)
 
     def create_from_caller(self, caller: Caller) -> LazySpanIds | None:
         constant = self._constant_sampler
@@ -215,19 +226,21 @@ class SdkSpanFactory:
 
 
 class ConstantSampler(NamedTuple):
-    """A sampler that asks for nothing but its parent's flag, or not even for that. `root`: for who has no parent."""
+    """A sampler that depends at most on the parent's flag. `root_sampled`: its decision without a parent."""
 
     root_sampled: bool
     follows_parent: bool
 
     def is_sampled(self, has_parent: bool, flags: int) -> bool:
-        """Whether the child of a span with these flags is sampled, if it has one."""
+        """Returns whether a span is sampled. `flags`: those of its parent, if it has one."""
         return bool(flags & TraceFlags.SAMPLED) if self.follows_parent and has_parent else self.root_sampled
 
 
 def _to_constant_sampler(sampler: Any) -> ConstantSampler | None:
-    """What this one decides, if it is one of those that the standard variables name without an argument: known without
-    the dozen calls that asking it takes."""
+    """Returns the decisions of a sampler that the standard variables name without an argument; else None.
+
+    This saves the dozen calls that the sampler itself takes.
+    """
     from opentelemetry.sdk.trace import sampling
 
     known = (
@@ -236,30 +249,30 @@ def _to_constant_sampler(sampler: Any) -> ConstantSampler | None:
         (sampling.ALWAYS_ON, ConstantSampler(True, False)),
         (sampling.ALWAYS_OFF, ConstantSampler(False, False)),
     )
-    return next((constant for one, constant in known if one is sampler), None)
+    return next((constant for standard, constant in known if standard is sampler), None)
 
 
 def _is_random_generator(ids: Any) -> bool:
-    """Whether these are the ids of the SDK's own generator: what it makes by two calls and more, one makes as well."""
+    """Returns whether it is the SDK's own generator, whose calls one call of `_random_ids` can replace."""
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     return type(ids) is RandomIdGenerator
 
 
-# Not the one that applications seed: servers with the same seed would have the same traces.
+# Not the global generator, which applications seed: servers with the same seed would create the same ids.
 _rng = random.Random()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_rng.seed)
 
 
 def _random_ids() -> bytes:
-    """One id of a trace, or two of spans."""
+    """Returns 16 random bytes: one trace id, or two span ids."""
     ids = _rng.getrandbits(128).to_bytes(16, "big")
     return _random_ids() if _NO_ID in ids else ids
 
 
 class ProviderSpanFactory:
-    """Identities of spans that a user's provider starts; they are ended when the request has been assembled."""
+    """Creates identities by starting spans of a user's provider; they end once the request is assembled."""
 
     limits = Limits(1 << 30, 1 << 30, 1 << 30)
 
@@ -267,7 +280,7 @@ class ProviderSpanFactory:
         self._tracer = tracer
 
     def create_span(
-        self, name: str, parent: Context, above: SpanContext, own_server: bool, wall_at: int
+        self, name: str, parent: Context, parent_span: SpanContext, own_server: bool, wall_at: int
     ) -> SpanIds:
         server = None
         if own_server:
@@ -275,19 +288,24 @@ class ProviderSpanFactory:
             parent = trace.set_span_in_context(server, parent)
         span = self._tracer.start_span(name, parent, SpanKind.INTERNAL, start_time=wall_at)
         own = server.get_span_context() if server is not None else None
-        return SpanIds(span.get_span_context(), own, above if above.is_valid else None, (server, span))
+        return SpanIds(
+            span.get_span_context(), own, parent_span if parent_span.is_valid else None, (server, span)
+        )
 
     def create_from_caller(self, caller: Caller) -> LazySpanIds | None:
         return None
 
     def generate_ids(self) -> tuple[bytes, bytes]:
-        """To tell it by: the provider gives it others when it is written."""
+        """Returns ids for the rings only; the provider assigns others when the spans are exported."""
         return os.urandom(16), os.urandom(8)
 
 
 def sampling_state(state: trace.TraceState) -> str:
-    """Of a `tracestate` what says how it was sampled (specification of OpenTelemetry, "TraceState handling"): counts are
-    scaled up by it. What vendors put beside it is theirs, and is passed on but not exported."""
-    said = (state.get("ot") or "").split(";")
-    kept = [part for part in said if _SAMPLING_FIELD.fullmatch(part)]
-    return f"ot={';'.join(kept)}" if kept else ""
+    """Returns the sampling fields of a `tracestate` (OpenTelemetry specification, "TraceState handling").
+
+    Backends scale counts by them. Vendors' fields are propagated, but not exported. Empty = no sampling
+    fields.
+    """
+    parts = (state.get("ot") or "").split(";")
+    fields = [part for part in parts if _SAMPLING_FIELD.fullmatch(part)]
+    return f"ot={';'.join(fields)}" if fields else ""

@@ -1,4 +1,4 @@
-"""What is measured again comes in the place of what was measured before; what is not stays."""
+"""New results replace the rows of their section in the docs table. Other rows remain."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ def row(claim: str, value: int) -> str:
     return f"| {claim} | ≤ 1 % | {value} % |"
 
 
-def test_a_section_that_is_measured_again_replaces_its_own_rows() -> None:
+def test_a_repeated_section_replaces_its_rows() -> None:
     old = [row("hooks", 1), row("loop", 1), row("truth", 1)]
     assert merged(old, [row("loop", 2)]) == [row("hooks", 1), row("loop", 2), row("truth", 1)]
 
 
-def test_a_new_claim_stands_beside_what_it_was_measured_with() -> None:
+def test_a_new_claim_is_added_to_its_section() -> None:
     old = [row("loop", 1), row("truth", 1)]
     new = [row("loop", 2), row("loop, alone", 2), row("loop, again", 2)]
     assert merged(old, new) == [*new, row("truth", 1)]

@@ -1,4 +1,4 @@
-"""When memory that grows fails, and when nothing can be said."""
+"""Verdicts for growing memory: when it fails, and when the run is inconclusive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("slope", "verdict"),
     [
         (Slope(0.2, -3, 4), PASS),
         (Slope(0, 0, 0), PASS),
@@ -23,74 +23,76 @@ NAN = float("nan")
         (Slope(-5, -9, -1), INCONCLUSIVE),
         (Slope(NAN, NAN, NAN), INCONCLUSIVE),
     ],
-    ids=["around zero", "nothing at all", "too noisy", "slow but sure", "still falling", "too short"],
+    ids=["around zero", "constant", "noisy", "slow growth", "falling", "too short"],
 )
-def test_growth_that_is_sure_fails_however_slow(found: Slope, verdict: str) -> None:
-    assert verdict_of(found, WARM) == verdict
+def test_significant_growth_fails_at_any_rate(slope: Slope, verdict: str) -> None:
+    assert verdict_of(slope, WARM) == verdict
 
 
-def test_nothing_is_said_before_everything_is_warm() -> None:
+def test_a_cold_process_is_inconclusive() -> None:
     assert verdict_of(Slope(0, 0, 0), COLD) == INCONCLUSIVE
 
 
 def series(grows: float, slower_after: int = 100) -> Series:
-    """Samples every 8 s, from some sample on every 12; the server stays as it is."""
-    made = Series()
+    """Returns samples every 8 s, and every 12 s from sample `slower_after` on. The server's memory is constant."""
+    samples = Series()
     for number in range(100):
         at = number * 8.0 + max(number - slower_after, 0) * 4.0
-        made.note(at, number * 10_000, int(1e8 + grows * number), 30_000_000)
-    return made
+        samples.note(at, number * 10_000, int(1e8 + grows * number), 30_000_000)
+    return samples
 
 
 def counted(requests: int, **lost: float) -> dict[str, dict[str, float]]:
     return {semconv.REQUEST_DURATION.name: {"": requests}, semconv.SELF_LOST.name: lost}
 
 
-def test_a_sidecar_that_holds_a_few_bytes_of_every_request_fails() -> None:
+def test_a_sidecar_leak_per_request_fails() -> None:
     lost, sidecar, per_million, server, _ = lines_of(series(10_000 * 10), 1000, counted(1000), 0)
     assert (lost.verdict, sidecar.verdict, server.verdict) == (PASS, FAIL, PASS)
     assert (sidecar.value, per_million.value) == (pytest.approx(45), pytest.approx(10))
 
 
 @pytest.mark.parametrize(("leaks", "verdict"), [(0, PASS), (5_000, FAIL)])
-def test_what_is_held_is_what_is_left_when_the_free_pages_are_gone(leaks: int, verdict: str) -> None:
-    """They are given back every 48 s; until then there are more of them each time."""
-    made = Series()
+def test_free_pages_are_not_held_memory(leaks: int, verdict: str) -> None:
+    """The allocator returns free pages every 48 s, and their number grows from one return to the next."""
+    samples = Series()
     for number in range(1000):
         at = number * 2.0
         free = (number % 24) * (100_000 + 200 * number)
-        made.read(at, 60_000_000 + leaks * number + free, 30_000_000)
+        samples.read(at, 60_000_000 + leaks * number + free, 30_000_000)
         if number % 10 == 9:
-            made.note(at, (number + 1) * 1000, *made.floor())
-    _, sidecar, *_ = lines_of(made, 1000, counted(1000), 0)
+            samples.note(at, (number + 1) * 1000, *samples.floor())
+    _, sidecar, *_ = lines_of(samples, 1000, counted(1000), 0)
     assert sidecar.verdict == verdict
-    assert f"at most {made.most[0] / 1e6:.1f} MB" in sidecar.note
+    assert f"{samples.most[0] / 1e6:.1f} MB" in sidecar.note
 
 
-def test_a_run_that_lost_requests_says_nothing_of_memory() -> None:
+def test_a_run_with_lost_requests_is_inconclusive() -> None:
     lost, sidecar, *_ = lines_of(series(0), 1000, counted(999, events_overwritten=3), 0)
     assert (lost.verdict, lost.value, sidecar.verdict) == (FAIL, 4, INCONCLUSIVE)
 
 
-def test_a_few_pages_more_are_not_told_from_none() -> None:
+def test_growth_by_a_few_pages_passes() -> None:
     _, pages, *_ = lines_of(series(4096 / 10), 1000, counted(1000), 0)
     _, leak, *_ = lines_of(series(4096), 1000, counted(1000), 0)
     assert (pages.verdict, leak.verdict) == (PASS, FAIL)
 
 
-def test_memory_that_follows_the_rate_says_nothing() -> None:
+def test_a_varying_request_rate_is_inconclusive() -> None:
     _, sidecar, *_ = lines_of(series(1000, slower_after=70), 1000, counted(1000), 0)
-    assert (sidecar.verdict, sidecar.control) == (INCONCLUSIVE, "after 240 s, rate -29.9 %")
+    assert sidecar.verdict == INCONCLUSIVE
+    assert "-29.9 %" in sidecar.control
 
 
-def test_a_run_as_long_as_its_warm_up_says_nothing() -> None:
+def test_a_run_within_its_warm_up_is_inconclusive() -> None:
     short = Series()
     for number in range(60):
         short.note(number * 4.5, number, 100_000_000, 30_000_000)
     _, sidecar, *_ = lines_of(short, 1000, counted(1000), 0)
-    assert (sidecar.verdict, sidecar.control) == (INCONCLUSIVE, "too short: 240 s are warm-up")
+    assert sidecar.verdict == INCONCLUSIVE
+    assert "too short" in sidecar.control
 
 
-def test_steps_that_were_not_to_be_exported_are_no_loss() -> None:
+def test_steps_over_budget_are_no_loss() -> None:
     lost, *_ = lines_of(series(0), 1000, counted(1000, steps_over_budget=5000), 0)
     assert lost.verdict == PASS

@@ -1,4 +1,4 @@
-"""One system on transformers: who is asked, and that all of them are waited for."""
+"""A benchmark block on transformers: how many requests it adds, and that it waits for all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.peer import AT_ONCE, TOKENS, Model
 
 
 class Manager:
-    """Continuous batching that answers at once; it knows how many it had at most."""
+    """A continuous batching manager with immediate results. It counts its concurrent requests."""
 
     def __init__(self) -> None:
         self.waiting: deque[Any] = deque()
@@ -27,9 +27,8 @@ class Manager:
 
 
 @pytest.mark.parametrize("requests", [1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE])
-def test_a_block_of_batching_asks_for_as_many_as_it_waits_for_and_no_more_at_once_than_fit(
-    requests: int,
-) -> None:
+def test_a_batching_block_waits_for_all_its_requests(requests: int) -> None:
+    """At most `AT_ONCE` requests are in flight."""
     model = Model.__new__(Model)
     model.manager = Manager()
     assert model.batch(requests) == requests * TOKENS

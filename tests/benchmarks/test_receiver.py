@@ -1,4 +1,4 @@
-"""What the receiver of the benchmarks says of what it was sent."""
+"""The benchmarks' receiver counts received metrics and delays its responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 def metrics() -> bytes:
-    """A counter by reason, and a histogram."""
+    """Returns an export request with a counter by reason and a histogram."""
     lost, length = Metric(name="lost"), Metric(name="length")
     for reason, count in (("queue_full", 3), ("refused", 4)):
         point = lost.sum.data_points.add(as_int=count)
@@ -33,22 +33,22 @@ def metrics() -> bytes:
 
 
 def post(receiver: Receiver, body: bytes, **headers: str) -> float:
-    """How long the answer took, s."""
+    """Returns the response time (s)."""
     began = time.perf_counter()
     request = urllib.request.Request(f"{receiver.endpoint}/v1/metrics", body, headers)
     with urllib.request.urlopen(request, timeout=30):
         return time.perf_counter() - began
 
 
-def test_the_last_export_of_metrics_is_told_by_attributes(receiver: Receiver) -> None:
+def test_the_last_metrics_are_counted_by_attributes(receiver: Receiver) -> None:
     assert receiver.counted()["metrics"] == {}
     post(receiver, b"")
     post(receiver, gzip.compress(metrics()), **{"Content-Encoding": "gzip"})
-    for _ in range(2):  # it is not taken away as spans are
+    for _ in range(2):  # a read does not remove metrics, unlike spans
         assert receiver.counted()["metrics"] == {"lost": {"queue_full": 3, "refused": 4}, "length": {"": 7}}
 
 
-def test_answers_take_as_long_as_they_are_told_to(receiver: Receiver) -> None:
+def test_responses_are_delayed_as_configured(receiver: Receiver) -> None:
     receiver.answer_after(0.3)
     assert post(receiver, metrics()) >= 0.3
     assert receiver.counted()["metrics"]

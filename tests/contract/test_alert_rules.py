@@ -1,4 +1,4 @@
-"""Each alert, with promtool: it fires where it should, is silent where nothing is wrong, and is over afterwards."""
+"""Each alert fires on a fault, stays inactive without one, and resolves afterwards (checked with promtool)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DECODE = f'{E},infer_step_kind="decode",infer_clock="host"'
 SLOW = "infer_latency_slow_duration_seconds_total"
 
 Series = Mapping[str, float]
-"""Growth a second of each series; of a gauge, its value (`=` before the name)."""
+"""Each counter's increase per second. A name that starts with `=` is a gauge with its value."""
 
 
 class Case(NamedTuple):
-    """Series while it is wrong, and while it is not."""
+    """Series with a fault and without one."""
 
-    bad: Series
-    good: Series
+    faulty: Series
+    healthy: Series
 
 
 def requests(rate: float = 1, fast: float = 1, failed: float = 0) -> Series:
-    """`fast`: share with a TTFT within 500 ms."""
+    """Returns series of requests. `fast` is the share with a TTFT within 500 ms."""
     return {
         f'{TTFT}_bucket{{{M},le="0.5"}}': rate * fast,
         f"{TTFT}_count{{{M}}}": rate,
@@ -52,7 +52,7 @@ def gaps(fast: float) -> Series:
 
 
 def steps(slow: float) -> Series:
-    """A hundred decode steps a second within 25 ms, and so many that take up to 1 s."""
+    """Returns series of 100 decode steps/s within 25 ms, and `slow` steps/s that take up to 1 s."""
     fast = {f'{STEP}_bucket{{{DECODE},le="0.025"}}': 100.0, f'{STEP}_bucket{{{DECODE},le="1.0"}}': 100 + slow}
     return {
         **fast,
@@ -78,7 +78,7 @@ def both(*parts: Series) -> Series:
 
 
 PREEMPTIONS = "infer_request_preemptions_total"
-BLAME = "infer_latency_duration_seconds_total"
+BREAKDOWN = "infer_latency_duration_seconds_total"
 STAGE = "infer_stage_duration_seconds_sum"
 EXECUTION, GAP = "infer_step_execution_duration_seconds_sum", "infer_step_device_gap_seconds_sum"
 ABANDONED = "infer_request_abandoned_seconds_count"
@@ -104,8 +104,8 @@ CASES: dict[str, Case] = {
     ),
     "CauseDominates": Case(causes(decode=1, gc=1), causes(decode=1, prefill=1, gc=0.01)),
     "Interference": Case(
-        both(grows(BLAME, INTERFERENCE, 1), grows(BLAME, OWN, 1)),
-        both(grows(BLAME, INTERFERENCE, 0.1), grows(BLAME, OWN, 1)),
+        both(grows(BREAKDOWN, INTERFERENCE, 1), grows(BREAKDOWN, OWN, 1)),
+        both(grows(BREAKDOWN, INTERFERENCE, 0.1), grows(BREAKDOWN, OWN, 1)),
     ),
     "DecodeStall": Case(steps(5), steps(0)),
     "HostBound": Case(
@@ -150,23 +150,23 @@ CASES: dict[str, Case] = {
         state("infer_self_hooks", f'{J},infer_integration="vllm",infer_hook_state="missing"', 0),
     ),
 }
-"""Those that follow from a rate or a state that goes on; the others are below."""
-HOUR, OVER = 60, 420
-"""Minutes: so long it is wrong, and so long it is well afterwards."""
+"""Alerts on a constant rate or state. The others have tests of their own below."""
+FAULTY_MIN, HEALTHY_MIN = 60, 420
+"""Minutes with a fault, and minutes without one afterwards."""
 
 
-def told(series: Series, count: int, *, after: Series | None = None) -> list[dict[str, str]]:
-    """As promtool wants them: for so many minutes, and then as `after` for seven hours."""
+def input_series(series: Series, count: int, *, after: Series | None = None) -> list[dict[str, str]]:
+    """Returns promtool's input series: `count` minutes of `series`, then seven hours of `after`."""
     found = []
     for name, value in series.items():
         later = (after or {}).get(name, 0 if name.startswith("=") else value)
         if name.startswith("="):
-            text = f"{value:g}x{count}" + (f" {later:g}x{OVER}" if after is not None else "")
+            text = f"{value:g}x{count}" + (f" {later:g}x{HEALTHY_MIN}" if after is not None else "")
         else:
             begin = value * 60
             text = f"0+{begin:g}x{count}"
             if after is not None:
-                text += f" {begin * count:g}+{later * 60:g}x{OVER}"
+                text += f" {begin * count:g}+{later * 60:g}x{HEALTHY_MIN}"
         found.append({"series": name.removeprefix("="), "values": text})
     return found
 
@@ -177,52 +177,50 @@ def firing(alert: str, at: str, count: int | None) -> dict[str, Any]:
     return {"expr": expr, "eval_time": at, "exp_samples": samples}
 
 
-def about(alert: str) -> dict[str, Any]:
-    """The group of this alert, without other causes, evaluated once a minute."""
+def isolate_alert(alert: str) -> dict[str, Any]:
+    """Returns the group of this alert without other alerts, evaluated once a minute."""
     for group in burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)["groups"]:
         if any(rule.get("alert") == f"OtelInfer{alert}" for rule in group["rules"]):
-            kept = [
+            rules = [
                 rule
                 for rule in group["rules"]
                 if rule.get("alert", alert).endswith(alert) or "record" in rule
             ]
-            return {"groups": [{**group, "interval": "1m", "rules": kept}]}
+            return {"groups": [{**group, "interval": "1m", "rules": rules}]}
     raise KeyError(alert)
 
 
-def ran(folder: Path, alert: str, tests: list[dict[str, Any]]) -> None:
-    (folder / "rules.yml").write_text(rules_to_yaml(about(alert)))
+def run_promtool(folder: Path, alert: str, tests: list[dict[str, Any]]) -> None:
+    (folder / "rules.yml").write_text(rules_to_yaml(isolate_alert(alert)))
     file = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}
     (folder / "tests.yml").write_text(yaml.safe_dump(file, sort_keys=False))
-    done = subprocess.run(
+    completed = subprocess.run(
         [tool("promtool"), "test", "rules", "tests.yml"], cwd=folder, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
 
 
 @pytest.mark.parametrize(("alert", "case"), CASES.items(), ids=CASES)
-def test_an_alert_fires_where_it_should_stays_silent_and_is_over(
-    tmp_path: Path, alert: str, case: Case
-) -> None:
-    after = dict.fromkeys(case.bad, 0.0)
-    after.update({name: value for name, value in case.good.items() if name in case.bad})
-    wrong = {"interval": "1m", "input_series": told(case.bad, HOUR, after=after)}
-    well = {"interval": "1m", "input_series": told(case.good, HOUR)}
-    ran(
+def test_an_alert_fires_only_during_its_fault(tmp_path: Path, alert: str, case: Case) -> None:
+    after = dict.fromkeys(case.faulty, 0.0)
+    after.update({name: value for name, value in case.healthy.items() if name in case.faulty})
+    faulty = {"interval": "1m", "input_series": input_series(case.faulty, FAULTY_MIN, after=after)}
+    healthy = {"interval": "1m", "input_series": input_series(case.healthy, FAULTY_MIN)}
+    run_promtool(
         tmp_path,
         alert,
         [
-            {**wrong, "promql_expr_test": [firing(alert, "55m", 1), firing(alert, "7h45m", None)]},
-            {**well, "promql_expr_test": [firing(alert, "55m", None)]},
+            {**faulty, "promql_expr_test": [firing(alert, "55m", 1), firing(alert, "7h45m", None)]},
+            {**healthy, "promql_expr_test": [firing(alert, "55m", None)]},
         ],
     )
 
 
-def test_a_queue_that_grows_is_told_and_one_that_stands_is_not(tmp_path: Path) -> None:
+def test_queue_growing_fires_only_while_the_queue_grows(tmp_path: Path) -> None:
     name = f'infer_request_active{{{J},infer_request_state="queued"}}'
     growing = {"interval": "1m", "input_series": [{"series": name, "values": "0+4x30 0x30"}]}
     standing = {"interval": "1m", "input_series": [{"series": name, "values": "50x30"}]}
-    ran(
+    run_promtool(
         tmp_path,
         "QueueGrowing",
         [
@@ -235,15 +233,15 @@ def test_a_queue_that_grows_is_told_and_one_that_stands_is_not(tmp_path: Path) -
     )
 
 
-def test_a_server_that_is_gone_is_told_until_it_is_forgotten(tmp_path: Path) -> None:
-    there = {"series": f"infer_self_memory_usage_bytes{{{J}}}", "values": "1x20 _x30"}
-    ran(
+def test_a_gone_server_fires_until_its_series_expires(tmp_path: Path) -> None:
+    present = {"series": f"infer_self_memory_usage_bytes{{{J}}}", "values": "1x20 _x30"}
+    run_promtool(
         tmp_path,
         "ServerGone",
         [
             {
                 "interval": "1m",
-                "input_series": [there],
+                "input_series": [present],
                 "promql_expr_test": [
                     firing("ServerGone", "15m", None),
                     firing("ServerGone", "28m", 1),
@@ -254,27 +252,29 @@ def test_a_server_that_is_gone_is_told_until_it_is_forgotten(tmp_path: Path) -> 
     )
 
 
-FIRST = {
+FIRST_EVENTS = {
     "OutOfDeviceMemory": f'infer_marks_total{{{J},infer_mark_name="allocator_oom"}}',
     "GpuXid": f'hw_errors_total{{{G},error_type="xid_79"}}',
 }
 
 
-@pytest.mark.parametrize("alert", FIRST)
-def test_what_happens_once_and_has_no_series_before_is_told(tmp_path: Path, alert: str) -> None:
-    once = {"interval": "1m", "input_series": [{"series": FIRST[alert], "values": "_x20 1x40"}]}
-    ran(
-        tmp_path, alert, [{**once, "promql_expr_test": [firing(alert, "22m", 1), firing(alert, "50m", None)]}]
+@pytest.mark.parametrize("alert", FIRST_EVENTS)
+def test_the_first_event_of_a_new_series_fires(tmp_path: Path, alert: str) -> None:
+    series = {"interval": "1m", "input_series": [{"series": FIRST_EVENTS[alert], "values": "_x20 1x40"}]}
+    run_promtool(
+        tmp_path,
+        alert,
+        [{**series, "promql_expr_test": [firing(alert, "22m", 1), firing(alert, "50m", None)]}],
     )
 
 
 @pytest.mark.parametrize(
-    "afterwards", ["3600x60", "stale _x60"], ids=["silent", "restarted, and nobody came"]
+    "afterwards", ["3600x60", "stale _x60"], ids=["no requests", "restarted without requests"]
 )
-def test_no_traffic_is_told_where_there_was_some(tmp_path: Path, afterwards: str) -> None:
-    name, there = f"{E2E}_count{{{M}}}", f"infer_self_memory_usage_bytes{{{M}}}"
-    series = [{"series": name, "values": f"0+60x60 {afterwards}"}, {"series": there, "values": "1x120"}]
-    ran(
+def test_no_traffic_fires_after_earlier_traffic(tmp_path: Path, afterwards: str) -> None:
+    name, memory = f"{E2E}_count{{{M}}}", f"infer_self_memory_usage_bytes{{{M}}}"
+    series = [{"series": name, "values": f"0+60x60 {afterwards}"}, {"series": memory, "values": "1x120"}]
+    run_promtool(
         tmp_path,
         "NoTraffic",
         [
@@ -288,28 +288,28 @@ def test_no_traffic_is_told_where_there_was_some(tmp_path: Path, afterwards: str
 
 
 def test_little_traffic_burns_no_budget(tmp_path: Path) -> None:
-    ran(
+    run_promtool(
         tmp_path,
         "TTFTBudgetBurn",
         [
             {
                 "interval": "1m",
-                "input_series": told(requests(rate=0.01, fast=0), HOUR),
+                "input_series": input_series(requests(rate=0.01, fast=0), FAULTY_MIN),
                 "promql_expr_test": [firing("TTFTBudgetBurn", "55m", None)],
             }
         ],
     )
 
 
-def test_the_watchdog_fires_always(tmp_path: Path) -> None:
-    ran(
+def test_the_watchdog_always_fires(tmp_path: Path) -> None:
+    run_promtool(
         tmp_path,
         "Watchdog",
         [{"interval": "1m", "input_series": [], "promql_expr_test": [firing("Watchdog", "1m", 1)]}],
     )
 
 
-def test_every_alert_is_tried() -> None:
+def test_every_alert_has_a_test() -> None:
     alerts = {
         rule["alert"].removeprefix("OtelInfer")
         for group in burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)["groups"]
@@ -319,12 +319,12 @@ def test_every_alert_is_tried() -> None:
     assert {*CASES, "QueueGrowing", "ServerGone", "NoTraffic", "Watchdog"} == alerts
 
 
-def test_promtool_finds_the_rules_in_order(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     (tmp_path / "rules.yml").write_text(
         rules_to_yaml(burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC))
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [tool("promtool"), "check", "rules", "--lint=all", "--lint-fatal", "rules.yml"],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr

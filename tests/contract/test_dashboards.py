@@ -1,4 +1,4 @@
-"""The dashboards and rules that are checked in: made by this release, and such as Grafana and Prometheus take them."""
+"""The committed dashboards and rules match this release, and are valid for Grafana and Prometheus."""
 
 from __future__ import annotations
 
@@ -29,134 +29,135 @@ HISTOGRAM_ENDINGS = (prometheus.BUCKET, prometheus.SUM, prometheus.COUNT)
 DATASOURCES = ("${datasource}", "${tempo}")
 
 
-def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def iter_panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for panel in board["panels"]:
         if panel["type"] != "row":
             yield panel
         yield from panel.get("panels", ())
 
 
-def everywhere() -> list[Any]:
+def parametrize_panels() -> list[Any]:
     return [
         pytest.param(name, panel, id=f"{name}:{panel['title']}")
         for name, board in BOARDS.items()
-        for panel in panels(board)
+        for panel in iter_panels(board)
     ]
 
 
 each_board = pytest.mark.parametrize(("name", "board"), BOARDS.items(), ids=BOARDS)
-each_panel = pytest.mark.parametrize(("name", "panel"), everywhere())
+each_panel = pytest.mark.parametrize(("name", "panel"), parametrize_panels())
 
 
-def exprs(panel: dict[str, Any]) -> list[str]:
+def list_exprs(panel: dict[str, Any]) -> list[str]:
     return [target["expr"] for target in panel["targets"] if "expr" in target]
 
 
-def selectors(node: Any) -> Iterator[Any]:
-    """Every vector selector in a parsed expression."""
+def iter_selectors(node: Any) -> Iterator[Any]:
+    """Yields every vector selector in a parsed expression."""
     if isinstance(node, promql_parser.VectorSelector):
         yield node
         return
     for part in ("expr", "lhs", "rhs", "vector_selector", "vs", "args", "param"):
-        below = getattr(node, part, None)
-        for one in below if isinstance(below, list) else [below] if below is not None else []:
-            yield from selectors(one)
+        children = getattr(node, part, None)
+        for child in children if isinstance(children, list) else [children] if children is not None else []:
+            yield from iter_selectors(child)
 
 
-# ── what is checked in ───────────────────────────────────────────────────────────────────────────────────────────
+# ── committed files ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_files_are_those_that_this_release_makes() -> None:
+def test_committed_files_match_this_release() -> None:
     assert cli.main(["dashboards", "build", "--check", str(FOLDER)]) == 0
     assert {path.name for path in FOLDER.glob("*.json")} == BOARDS.keys()
-    made = (FOLDER / "alerts" / "otel-infer.rules.yml").read_text(encoding="utf-8")
-    assert rules_to_yaml(burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)) == made
+    committed = (FOLDER / "alerts" / "otel-infer.rules.yml").read_text(encoding="utf-8")
+    assert rules_to_yaml(burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)) == committed
 
 
 RENAMING = """
 import contextlib, io, json, sys
 from otel_infer import cli, semconv
 
-MADE = ("otel_infer.monitoring.", "otel_infer.cli.dashboards", "otel_infer.cli.prometheus_check")
+GENERATED = ("otel_infer.monitoring.", "otel_infer.cli.dashboards", "otel_infer.cli.prometheus_check")
 stale = {}
 for key, metric in list(vars(semconv).items()):
     if not isinstance(metric, semconv.Metric):
         continue
-    for name in [name for name in sys.modules if name.startswith(MADE)]:
+    for name in [name for name in sys.modules if name.startswith(GENERATED)]:
         parent, _, child = name.rpartition(".")
         vars(sys.modules.get(parent, sys)).pop(child, None)
         del sys.modules[name]
     setattr(semconv, key, metric._replace(name=metric.name + ".renamed"))
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         status = cli.main(["dashboards", "build", "--check", sys.argv[1]])
-    stale[metric.name] = status, said.getvalue()
+    stale[metric.name] = status, output.getvalue()
     setattr(semconv, key, metric)
 json.dump(stale, sys.stdout)
 """
 
 
-def test_a_metric_that_is_renamed_makes_the_check_fail_and_name_each_file() -> None:
-    done = subprocess.run(
+def test_a_renamed_metric_fails_the_check() -> None:
+    """The check names each dashboard that uses the metric."""
+    completed = subprocess.run(
         [sys.executable, "-c", RENAMING, str(FOLDER)], capture_output=True, check=True, text=True, cwd=ROOT
     )
-    said = json.loads(done.stdout)
+    reports = json.loads(completed.stdout)
     texts = {name: json.dumps(board) for name, board in BOARDS.items()}
     for metric in semconv.METRICS:
-        status, printed = said[metric.name]
+        status, printed = reports[metric.name]
         using = [
             name
             for name, text in texts.items()
             if re.search(rf"\b{prometheus.family_name(metric)}(_|\b)", text)
         ]
-        assert (status, len(using)) == (bool(using), printed.count("not what this release makes")), (
-            metric.name
-        )
+        assert (status, printed.count("not of this release")) == (bool(using), len(using)), metric.name
         assert all(f"{FOLDER / name}: " in printed for name in using), metric.name
 
 
-# ── what they ask ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── queries ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @each_panel
-def test_every_question_is_about_series_and_labels_that_we_emit(name: str, panel: dict[str, Any]) -> None:
-    for expr in exprs(panel):
-        for found in selectors(promql_parser.parse(resolve_variables(expr, "5m"))):
-            if found.name == prometheus.STAGE_BUDGET:
+def test_queries_use_exported_series_and_labels(name: str, panel: dict[str, Any]) -> None:
+    for expr in list_exprs(panel):
+        for selector in iter_selectors(promql_parser.parse(resolve_variables(expr, "5m"))):
+            if selector.name == prometheus.STAGE_BUDGET:
                 continue
-            metric = NAMES[found.name]
+            metric = NAMES[selector.name]
             labels = {"job", "instance", *map(prometheus.label_name, metric.attributes)}
-            assert {one.name for one in found.matchers.matchers} <= labels | {"le"}, expr
-            assert {"job", "instance"} <= {one.name for one in found.matchers.matchers}, expr
+            assert {matcher.name for matcher in selector.matchers.matchers} <= labels | {"le"}, expr
+            assert {"job", "instance"} <= {matcher.name for matcher in selector.matchers.matchers}, expr
 
 
 @each_panel
-def test_rates_are_taken_over_the_window_that_grafana_reckons(name: str, panel: dict[str, Any]) -> None:
-    for expr in exprs(panel):
+def test_rates_use_the_rate_interval_of_grafana(name: str, panel: dict[str, Any]) -> None:
+    for expr in list_exprs(panel):
         assert set(re.findall(r"\[([^\]]+)\]", expr)) <= {"$__rate_interval"}, expr
         counters = [
-            one for one in re.findall(r"\w+_total\b", expr) if not re.search(rf"(rate|increase)\({one}", expr)
+            counter
+            for counter in re.findall(r"\w+_total\b", expr)
+            if not re.search(rf"(rate|increase)\({counter}", expr)
         ]
         assert counters == [] or panel["type"] == "stat", expr
 
 
 @each_panel
-def test_every_panel_says_what_it_means_and_what_to_do(name: str, panel: dict[str, Any]) -> None:
+def test_a_panel_describes_its_meaning_and_remedy(name: str, panel: dict[str, Any]) -> None:
     assert panel["title"]
-    means, when_bad = panel["description"].split("\n\n**When it is bad:** ")
-    assert means.endswith(".")
+    meaning, when_bad = panel["description"].split("\n\n**When it is bad:** ")
+    assert meaning.endswith(".")
     assert when_bad.endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert panel["fieldConfig"]["defaults"]["noValue"]
     assert len(panel["targets"]) > 0 or panel["type"] == "alertlist"
 
 
-def test_what_is_stacked_counts_no_time_twice() -> None:
+def test_stacked_stages_exclude_nested_ones() -> None:
     stacked = [
         expr
         for board in BOARDS.values()
-        for panel in panels(board)
+        for panel in iter_panels(board)
         if panel["fieldConfig"]["defaults"].get("custom", {}).get("stacking", {}).get("mode") == "normal"
-        for expr in exprs(panel)
+        for expr in list_exprs(panel)
         if "by (infer_stage)" in expr
     ]
     assert stacked
@@ -165,13 +166,13 @@ def test_what_is_stacked_counts_no_time_twice() -> None:
 
 
 @each_panel
-def test_no_panel_names_a_data_source_of_its_own(name: str, panel: dict[str, Any]) -> None:
+def test_panels_use_only_the_data_source_variables(name: str, panel: dict[str, Any]) -> None:
     sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
     assert {source["uid"] for source in sources} <= set(DATASOURCES)
 
 
 @each_panel
-def test_exemplars_are_asked_for_where_there_are_some(name: str, panel: dict[str, Any]) -> None:
+def test_only_histogram_queries_request_exemplars(name: str, panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
         if target.get("exemplar"):
             assert prometheus.BUCKET in target["expr"]
@@ -179,31 +180,29 @@ def test_exemplars_are_asked_for_where_there_are_some(name: str, panel: dict[str
         assert all(target["exemplar"] for target in panel["targets"])
 
 
-def test_every_metric_is_on_a_dashboard_or_it_is_said_why_not() -> None:
+def test_metrics_without_panel_are_listed_with_a_reason() -> None:
     shown = {
-        NAMES[found.name].name
+        NAMES[selector.name].name
         for board in BOARDS.values()
-        for panel in panels(board)
-        for expr in exprs(panel)
-        for found in selectors(promql_parser.parse(resolve_variables(expr, "5m")))
-        if found.name in NAMES
+        for panel in iter_panels(board)
+        for expr in list_exprs(panel)
+        for selector in iter_selectors(promql_parser.parse(resolve_variables(expr, "5m")))
+        if selector.name in NAMES
     }
     assert {metric.name for metric in semconv.METRICS} - shown == set(NOT_SHOWN)
 
 
 NOT_SHOWN: dict[str, str] = {
-    semconv.KV_BLOCK_SIZE.name: "it never changes; what follows from it is the headroom, which is shown",
+    semconv.KV_BLOCK_SIZE.name: "it never changes, and the headroom that follows from it is shown",
 }
-"""Why a metric is on no dashboard."""
+"""Metrics on no dashboard, with the reason."""
 
 
-# ── what a dashboard is ──────────────────────────────────────────────────────────────────────────────────────────
+# ── layout ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @each_board
-def test_a_dashboard_keeps_its_address_and_cannot_be_edited_in_place(
-    name: str, board: dict[str, Any]
-) -> None:
+def test_dashboards_are_read_only_with_a_fixed_uid(name: str, board: dict[str, Any]) -> None:
     assert board["uid"] == f"otel-infer-{name.removesuffix('.json')}"
     assert 39 <= board["schemaVersion"] <= 41
     assert board["editable"] is False
@@ -212,34 +211,38 @@ def test_a_dashboard_keeps_its_address_and_cannot_be_edited_in_place(
 
 
 @each_board
-def test_every_choice_is_used_and_every_use_is_a_choice(name: str, board: dict[str, Any]) -> None:
-    said = json.dumps([board["panels"], board["templating"], board["annotations"]])
-    used = {one for one in re.findall(r"\$\{?(\w+)", said) if not one.startswith("__")}
-    choices = {one["name"] for one in board["templating"]["list"] if one["type"] != "adhoc"}
-    assert used == choices
+def test_variables_are_defined_exactly_if_used(name: str, board: dict[str, Any]) -> None:
+    text = json.dumps([board["panels"], board["templating"], board["annotations"]])
+    used = {name for name in re.findall(r"\$\{?(\w+)", text) if not name.startswith("__")}
+    defined = {variable["name"] for variable in board["templating"]["list"] if variable["type"] != "adhoc"}
+    assert used == defined
 
 
 @each_board
-def test_panels_lie_beside_each_other_and_never_on_top(name: str, board: dict[str, Any]) -> None:
+def test_panels_do_not_overlap(name: str, board: dict[str, Any]) -> None:
     taken: set[tuple[int, int]] = set()
     for panel in (*board["panels"], *(below for row in board["panels"] for below in row.get("panels", ()))):
-        place = panel["gridPos"]
-        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        position = panel["gridPos"]
+        cells = {
+            (position["x"] + i, position["y"] + j) for i in range(position["w"]) for j in range(position["h"])
+        }
         assert not cells & taken
-        assert place["x"] + place["w"] <= 24
+        assert position["x"] + position["w"] <= 24
         taken |= cells
     ids = [
-        panel["id"] for panel in (*board["panels"], *panels(board)) if panel["type"] != "row" or "id" in panel
+        panel["id"]
+        for panel in (*board["panels"], *iter_panels(board))
+        if panel["type"] != "row" or "id" in panel
     ]
-    assert len({panel["id"] for panel in panels(board)}) == len(list(panels(board))), ids
+    assert len({panel["id"] for panel in iter_panels(board)}) == len(list(iter_panels(board))), ids
 
 
 @each_board
-def test_a_dashboard_is_not_too_much_to_look_at(name: str, board: dict[str, Any]) -> None:
+def test_a_dashboard_opens_with_few_panels(name: str, board: dict[str, Any]) -> None:
     assert len([panel for panel in board["panels"] if panel["type"] != "row"]) <= 25
 
 
-def test_links_lead_to_dashboards_that_there_are() -> None:
+def test_links_lead_to_existing_dashboards() -> None:
     uids = {board["uid"] for board in BOARDS.values()}
     targets = re.findall(
         r"/d/([\w-]+)",
@@ -261,16 +264,16 @@ RECORDED = {param.values[0]["record"] for param in RULES if "record" in param.va
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_asks_for_series_and_labels_that_there_are(rule: dict[str, Any]) -> None:
-    for found in selectors(promql_parser.parse(rule["expr"])):
-        if found.name in RECORDED:
+def test_rules_use_exported_series_and_labels(rule: dict[str, Any]) -> None:
+    for selector in iter_selectors(promql_parser.parse(rule["expr"])):
+        if selector.name in RECORDED:
             continue
-        labels = {"le", *map(prometheus.label_name, NAMES[found.name].attributes)}
-        assert {one.name for one in found.matchers.matchers} <= labels
+        labels = {"le", *map(prometheus.label_name, NAMES[selector.name].attributes)}
+        assert {matcher.name for matcher in selector.matchers.matchers} <= labels
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "alert" in rule.values[0]])
-def test_every_alert_says_who_is_woken_and_what_to_do(rule: dict[str, Any]) -> None:
+def test_an_alert_has_a_severity_and_annotations(rule: dict[str, Any]) -> None:
     assert rule["alert"].startswith("OtelInfer")
     assert rule["labels"]["severity"] in ("page", "ticket", "info", "none")
     if rule["labels"]["severity"] == "none":
@@ -279,6 +282,6 @@ def test_every_alert_says_who_is_woken_and_what_to_do(rule: dict[str, Any]) -> N
     assert rule["keep_firing_for"]
 
 
-def test_the_rules_are_yaml_that_says_the_same() -> None:
-    made = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)
-    assert yaml.safe_load(rules_to_yaml(made)) == made
+def test_rules_survive_a_yaml_round_trip() -> None:
+    rules = burn_rate_rules.build_rule_groups(slo_spec.DEFAULT_SPEC)
+    assert yaml.safe_load(rules_to_yaml(rules)) == rules

@@ -1,4 +1,4 @@
-"""What importing us loads, seen from a process of its own."""
+"""Imports of otel_infer load no engine and no heavy library, checked in a fresh process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import otel_infer
 
-HOUSE = Path(otel_infer.__path__[0])
+PACKAGE = Path(otel_infer.__path__[0])
 ENGINES = {
     "torch",
     "transformers",
@@ -38,34 +38,34 @@ SERVER_SIDE = (
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The modules that `statement` loads in a fresh interpreter."""
+    """Returns the modules that `statement` loads in a fresh interpreter."""
     code = f"import sys\n{statement}\nimport json; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return set(json.loads(completed.stdout))
 
 
-def among(modules: set[str], unwanted: set[str]) -> set[str]:
-    """Those of `modules` that are one of `unwanted` or lie in one."""
+def find_within(modules: set[str], unwanted: set[str]) -> set[str]:
+    """Returns the modules that are in one of the unwanted packages."""
     return {name for name in modules if any(name == bad or name.startswith(bad + ".") for bad in unwanted)}
 
 
-def files_of(room: str) -> list[Path]:
-    path = HOUSE / room.replace(".", "/")
+def list_files(module: str) -> list[Path]:
+    path = PACKAGE / module.replace(".", "/")
     return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
-def exists(room: str) -> bool:
-    return all(path.is_file() for path in files_of(room))
+def exists(module: str) -> bool:
+    return all(path.is_file() for path in list_files(module))
 
 
 @pytest.mark.parametrize("statement", ["import otel_infer", "import otel_infer; otel_infer.instrument"])
-def test_importing_us_loads_no_engine_and_nothing_heavy(statement: str) -> None:
-    assert set() == among(loaded_by(statement), ENGINES | HEAVY)
+def test_import_loads_no_engine_and_no_heavy_library(statement: str) -> None:
+    assert set() == find_within(loaded_by(statement), ENGINES | HEAVY)
 
 
-def test_importing_us_adds_few_modules_above_opentelemetry(capsys: pytest.CaptureFixture[str]) -> None:
-    """The time is printed and not asserted: a busy machine would make it a lie."""
+def test_import_adds_few_modules_to_opentelemetry(capsys: pytest.CaptureFixture[str]) -> None:
+    """The time is printed and not asserted, because it varies on a busy machine."""
     api = loaded_by("import opentelemetry.trace, logging, typing")
     added = (
         loaded_by("import opentelemetry.trace, logging, typing\nimport otel_infer; otel_infer.instrument")
@@ -73,13 +73,13 @@ def test_importing_us_adds_few_modules_above_opentelemetry(capsys: pytest.Captur
     )
     with capsys.disabled():
         print(
-            f"\nimport otel_infer: {len(added)} modules and {_milliseconds():.0f} ms above opentelemetry.trace"
+            f"\nimport otel_infer: {len(added)} modules and {_measure_import_ms():.0f} ms above opentelemetry.trace"
         )
     assert len(added) < 150, sorted(added)
 
 
-def _milliseconds() -> float:
-    """The median of seven fresh interpreters."""
+def _measure_import_ms() -> float:
+    """Returns the import time in seven fresh interpreters: the median, in ms."""
     code = (
         "import opentelemetry.trace, time\n"
         "before = time.perf_counter()\nimport otel_infer; otel_infer.instrument\n"
@@ -89,20 +89,22 @@ def _milliseconds() -> float:
     return sorted(float(run.stdout) for run in runs)[3]
 
 
-@pytest.mark.parametrize("room", [room for room in SERVER_SIDE if exists(room)])
-def test_a_room_of_the_server_loads_no_numpy_and_no_exporter(room: str) -> None:
-    loaded = loaded_by(f"import otel_infer.{room}")
-    assert set() == among(loaded, {"numpy", "opentelemetry.exporter", "grpc", "google.protobuf"} | ENGINES)
+@pytest.mark.parametrize("module", [module for module in SERVER_SIDE if exists(module)])
+def test_a_server_module_loads_neither_numpy_nor_exporter(module: str) -> None:
+    loaded = loaded_by(f"import otel_infer.{module}")
+    assert set() == find_within(
+        loaded, {"numpy", "opentelemetry.exporter", "grpc", "google.protobuf"} | ENGINES
+    )
 
 
-@pytest.mark.parametrize("room", [room for room in SERVER_SIDE if exists(room)])
-def test_a_room_of_the_server_names_no_exporter_even_lazily(room: str) -> None:
-    named = {name for path in files_of(room) for name in _imports(path)}
-    assert set() == among(named, {"opentelemetry.exporter"})
+@pytest.mark.parametrize("module", [module for module in SERVER_SIDE if exists(module)])
+def test_a_server_module_imports_no_exporter_lazily(module: str) -> None:
+    imported = {name for path in list_files(module) for name in _list_imports(path)}
+    assert set() == find_within(imported, {"opentelemetry.exporter"})
 
 
-def _imports(path: Path) -> set[str]:
-    """Every module that a file imports, at its top or inside a function."""
+def _list_imports(path: Path) -> set[str]:
+    """Returns every module that a file imports, at its top or inside a function."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -112,5 +114,5 @@ def _imports(path: Path) -> set[str]:
     return names
 
 
-def test_every_room_that_is_to_exist_exists() -> None:
-    assert [] == [room for room in SERVER_SIDE if not exists(room)]
+def test_every_server_module_exists() -> None:
+    assert [] == [module for module in SERVER_SIDE if not exists(module)]

@@ -1,6 +1,6 @@
 """Releases of a library as they are published: read without importing, to see what of ours would bind to them.
 
-    python -m tests.support.releases LIBRARY FOLDER      downloads what is missing there, writes docs/support-LIBRARY.md
+    python -m tests.support.releases LIBRARY FOLDER      downloads what is missing there, writes docs/engines/LIBRARY.md
 
 What is downloaded is kept in the folder that OTEL_INFER_TEST_RELEASES names.
 """
@@ -53,7 +53,7 @@ class Library:
 
     @property
     def page(self) -> Path:
-        return Path(__file__).parents[2] / "docs" / f"support-{self.name}.md"
+        return Path(__file__).parents[2] / "docs" / "engines" / f"{self.name}.md"
 
     @property
     def hooks(self) -> list[FunctionPatch | HotPathPatch]:

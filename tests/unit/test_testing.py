@@ -1,4 +1,4 @@
-"""`capture`: what a person sees who tests a server of their own."""
+"""`capture`: the recorded requests in a user's own tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.story import text
 
 
 def answer(question: str) -> str:
-    """A server by hand: a lookup, a prompt in two chunks, three tokens."""
+    """A hand-written server: a lookup, a prompt in two chunks, three tokens."""
     with otel_infer.request("chat", model="tiny") as request:
         with otel_infer.stage("rerank"):
             time.sleep(0.002)
@@ -44,7 +44,7 @@ TREE = text("""
 """)
 
 
-def test_a_test_sees_the_stages_of_its_own_server() -> None:
+def test_capture_returns_the_stages_of_a_server() -> None:
     with capture() as captured:
         assert answer("why") == "WHY"
         (request,) = captured.requests()
@@ -54,7 +54,7 @@ def test_a_test_sees_the_stages_of_its_own_server() -> None:
         assert captured.tree() == TREE
 
 
-def test_each_step_is_drawn_once_where_a_stage_is_said_for_each_of_them() -> None:
+def test_step_is_drawn_once_with_a_stage_each() -> None:
     with capture() as captured:
         with otel_infer.request("chat", model="tiny") as request:
             request.submitted(input_tokens=8)
@@ -78,7 +78,7 @@ def test_each_step_is_drawn_once_where_a_stage_is_said_for_each_of_them() -> Non
         """)
 
 
-def test_requests_add_up_and_stay_when_it_is_over() -> None:
+def test_captured_requests_accumulate_and_remain_afterwards() -> None:
     with capture() as captured:
         assert captured.requests() == []
         answer("a")
@@ -97,7 +97,7 @@ def test_times_are_ms_after_the_arrival() -> None:
     assert 3 <= float(line.split("–")[1].split()[0]) < 100
 
 
-def test_nothing_is_recorded_before_and_after() -> None:
+def test_requests_outside_the_capture_are_not_recorded() -> None:
     answer("before")
     with capture() as captured:
         assert recorder.active
@@ -106,15 +106,15 @@ def test_nothing_is_recorded_before_and_after() -> None:
     assert (recorder.active, recorder.requests, request_span.span_factory) == (False, None, None)
 
 
-def test_a_capture_in_a_capture_is_a_mistake_and_says_so() -> None:
+def test_nested_capture_raises_an_error() -> None:
     with capture() as captured:
-        with pytest.raises(RuntimeError, match="instrumented already"), capture():
+        with pytest.raises(RuntimeError, match="instrumented"), capture():
             pass
         answer("still")
         assert len(captured.requests()) == 1
 
 
-def test_a_test_that_fails_leaves_nothing_behind() -> None:
+def test_failing_test_deactivates_the_capture() -> None:
     with pytest.raises(ZeroDivisionError), capture() as captured, otel_infer.request("chat"):
         raise ZeroDivisionError("canary")
     assert not recorder.active
@@ -122,7 +122,7 @@ def test_a_test_that_fails_leaves_nothing_behind() -> None:
     assert (request.outcome, request.error_type) == (events.ERROR, "ZeroDivisionError")
 
 
-def test_a_request_in_flight_is_waited_for() -> None:
+def test_capture_waits_for_a_request_in_flight() -> None:
     with capture() as captured:
         release = threading.Event()
 
@@ -140,7 +140,7 @@ def test_a_request_in_flight_is_waited_for() -> None:
         thread.join()
 
 
-def test_many_requests_of_many_threads_are_all_there() -> None:
+def test_requests_of_all_threads_are_captured() -> None:
     with capture() as captured:
 
         def serve() -> None:
@@ -158,7 +158,7 @@ def test_many_requests_of_many_threads_are_all_there() -> None:
     assert not any(request.telemetry_lost for request in requests)
 
 
-def test_what_is_not_sampled_is_captured_too() -> None:
+def test_unsampled_requests_are_captured() -> None:
     parent = trace.SpanContext(1, 2, is_remote=True, trace_flags=trace.TraceFlags(0))
     context = trace.set_span_in_context(trace.NonRecordingSpan(parent))
     from opentelemetry import context as otel_context
@@ -188,7 +188,7 @@ def app() -> Any:
     return app
 
 
-def test_a_web_server_is_seen_through_its_test_client(app: Any) -> None:
+def test_web_server_is_captured_through_its_test_client(app: Any) -> None:
     from fastapi.testclient import TestClient
 
     with capture("asgi") as captured:

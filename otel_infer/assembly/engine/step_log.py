@@ -72,8 +72,7 @@ class EngineStepLog:
     """The steps of one engine and their members. `process`: the ring whose request handles the batches hold.
 
     `batch_unknown`: steps were lost and no keyframe came since. `first_gap_at`: when the first step after
-    missing ones was scheduled, until the assembler handles it; 0 = none. Engines also skip steps that they
-    cannot record.
+    missing ones was scheduled, until the assembler handles it; 0 = none. An engine may also skip steps.
     """
 
     def __init__(

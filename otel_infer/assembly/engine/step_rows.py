@@ -47,8 +47,7 @@ class RequestSteps:
 
 
 class StepSummary(NamedTuple):
-    """All decode steps of a request (the first row is the prefill's) and the gaps between tokens; lengths in
-    ns.
+    """All decode steps of a request, without the prefill row, and the gaps between tokens; lengths in ns.
 
     `slowest_step`: number of the first step of the greatest length. `gaps`: their count, without lost steps.
     """
@@ -146,9 +145,7 @@ def _summarize_tables(tables: list[RequestSteps], with_holes: Any) -> list[StepS
 
 
 def _compute_percentiles(lengths: Any, begins: Any, counts: Any, percents: tuple[int, ...]) -> list[Any]:
-    """Returns percentiles of each table's lengths, interpolated as by `numpy.percentile`; the first row is
-    excluded.
-    """
+    """Returns percentiles of each table's lengths without its first row, as `numpy.percentile` does."""
     owner = np.repeat(np.arange(len(counts)) << _LENGTH_BITS, counts)
     ordered = np.sort(owner | np.minimum(lengths, (1 << _LENGTH_BITS) - 1))  # one sort for all tables
     percentiles = []

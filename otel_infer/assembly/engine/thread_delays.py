@@ -141,11 +141,6 @@ class ThreadDelays(KnownDelays):
         """Returns whether samples wait to be compared with steps."""
         return bool(self._pending)
 
-    @property
-    def has_samples(self) -> bool:
-        """Returns whether there is any sample of this thread."""
-        return bool(self._sample_count)
-
     def freeze(self) -> KnownDelays | None:
         """Returns the delays up to now, shared until the next change; None without samples of this thread."""
         if self._frozen is None and self._sample_count:

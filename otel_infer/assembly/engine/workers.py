@@ -15,9 +15,7 @@ MAX_MEMORY_SAMPLES = 4096
 """Changes of free memory that are kept at least; each process records its memory once a second."""
 MAX_STEPS_IN_FLIGHT = 64
 MAX_STEPS_REPRESENTED = 1024
-"""Steps that one timed step represents at most; where more are missing, events were lost or the engine is
-another.
-"""
+"""Steps that one timed step represents at most; where more are missing, they were lost."""
 
 
 class _SampleWeights:
@@ -143,9 +141,7 @@ class WorkerState:
                 del self._free_memory[:MAX_MEMORY_SAMPLES]
 
     def min_free_memory(self, instant: int) -> int:
-        """Returns the free bytes of the device with the least at that instant; 0 = unknown, or the instant is
-        0.
-        """
+        """Returns the free bytes of the device with the least at that instant; 0 = unknown, or instant 0."""
         place = bisect_right(self._free_memory, instant, key=_INSTANT)
         return self._free_memory[place - 1][1] if place else 0
 

@@ -1,8 +1,8 @@
 """Make a tiny model, serve it with instrumentation, load it, and show where the time goes.
 
 Nothing is downloaded. The server is an ordinary `transformers serve` with continuous batching, started as
-`otel-infer run` starts it. The load client shares no code with otel_infer. If OTEL_EXPORTER_OTLP_ENDPOINT is set, the
-traces and metrics are exported too.
+`otel-infer run` starts it. The load client shares no code with otel_infer. If OTEL_EXPORTER_OTLP_ENDPOINT is
+set, the traces and metrics are exported too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the demo. Returns 0 if every request succeeded and was recorded, 2 if a package is missing, else 1."""
+    """Runs the demo.
+
+    Returns 0 if every request succeeded and was recorded, 2 if a package is missing, else 1.
+    """
     for module in ("torch", "transformers", "tokenizers", "fastapi", "uvicorn"):
         if not _is_installed(module):
             print(f"otel-infer demo: {module} is missing; {INSTALL_HINT}", file=sys.stderr)
@@ -113,7 +116,10 @@ class Demo:
         return wait_until_healthy(f"http://127.0.0.1:{self.port}", self.supervisor.is_alive, READY_S)
 
     def apply_load(self) -> list[Any]:
-        """Warms the server up, then sends concurrent streaming requests of mixed lengths. Returns their results."""
+        """Warms the server up, then sends concurrent streaming requests of mixed lengths.
+
+        Returns their results.
+        """
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         from otel_infer.cli.demo.load_client import run_load

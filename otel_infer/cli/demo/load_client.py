@@ -72,12 +72,13 @@ def run_load(
     traceparent: bool = True,
     timeout_s: float = 120.0,
 ) -> list[RequestResult]:
-    """Streams chat completions from `concurrency` clients. Returns the results in the order in which they ended.
+    """Streams chat completions from `concurrency` clients.
 
-    Stops after `requests`, or starts no request after `seconds`, whichever is first. At least one of them must be given.
-    Each request draws its prompt length (words) and its output length (tokens) from the two lists. The same `seed` gives
-    the same sequence of requests, independent of timing. `on_done` is called once per request, never concurrently; an
-    exception from it ends the load. `timeout_s` limits each socket wait. A failed request is a result with an `error`.
+    Returns the results in the order in which they ended. Stops after `requests`, or starts no request after
+    `seconds`, whichever is first. At least one of them must be given. Each request draws its prompt length
+    (words) and its output length (tokens) from the two lists. The same `seed` gives the same sequence of
+    requests, independent of timing. `on_done` is called once per request, never concurrently; an exception
+    from it ends the load. `timeout_s` limits each socket wait. A failed request is a result with an `error`.
     """
     if requests is None and seconds is None:
         raise ValueError("requests and seconds are both None, so the load would never end; give one of them")

@@ -1,8 +1,8 @@
 """Makes a tiny language model locally, so that the demo and the tests need no download.
 
-Its weights are random and its text is nonsense. Its architecture, tokenizer and chat template are like those of a real
-Llama. It never emits an end token, and every token is readable text. A client that requests n tokens therefore receives
-n pieces of text.
+Its weights are random and its text is nonsense. Its architecture, tokenizer and chat template are like those
+of a real Llama. It never emits an end token, and every token is readable text. A client that requests n
+tokens therefore receives n pieces of text.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PROSE = "The quick brown fox jumps over the lazy dog. Hello world, how are you t
 def make_demo_model(folder: Path, *, layers: int = 4, hidden: int = 256) -> Path:
     """Writes a random Llama of `layers` × `hidden` with its tokenizer into `folder`; the seed is fixed.
 
-    Returns the folder, which `from_pretrained` and `transformers serve` accept as a model name. `hidden` must be a
-    multiple of 64. Raises ImportError if torch, transformers or tokenizers is missing.
+    Returns the folder, which `from_pretrained` and `transformers serve` accept as a model name. `hidden` must
+    be a multiple of 64. Raises ImportError if torch, transformers or tokenizers is missing.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,7 +56,10 @@ def make_demo_model(folder: Path, *, layers: int = 4, hidden: int = 256) -> Path
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Writes model and tokenizer into `folder`, without transformers' progress bar, which would overwrite ours."""
+    """Writes model and tokenizer into `folder`.
+
+    Hides transformers' progress bar, which would overwrite ours.
+    """
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -97,7 +100,10 @@ def make_tokenizer() -> Any:
 
 
 def _read_corpus() -> Iterator[str]:
-    """Yields the text of Python's standard library. Every machine has it, with enough words for 2,000 merges."""
+    """Yields the text of Python's standard library.
+
+    Every machine has it, with enough words for 2,000 merges.
+    """
     yield PROSE * 50
     left = CORPUS_BYTES
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -109,10 +115,10 @@ def _read_corpus() -> Iterator[str]:
 
 
 def _suppress_tokens(model: Any, tokenizer: Any) -> None:
-    """Suppresses special tokens and tokens that are not printable text, e.g. unprintable a character.
+    """Suppresses special tokens and tokens that are not printable text, e.g. half a character.
 
-    The weights of the output layer are multiplied by 10, which spreads the logits. The row of a suppressed token is set
-    to 0, which puts it about three standard deviations below the most likely tokens.
+    The weights of the output layer are multiplied by 10, which spreads the logits. The row of a suppressed
+    token is set to 0, which puts it about three standard deviations below the most likely tokens.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """The result of one check of `otel-infer doctor`: its state, the finding and the remedy.
 
-Checks leave the machine unchanged: a trial uses resources of its own and removes them. Checks that are loud, heavy or may
-hang (importing engines, exporting) run in a separate process (`probe_process`).
+Checks leave the machine unchanged: a trial uses separate resources and removes them. Checks that are loud,
+heavy or may hang (importing engines, exporting) run in a separate process (`probe_process`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Check(NamedTuple):
 
 
 def mask_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """Returns the text with the credentials and queries of URLs and the values of configured headers masked."""
+    """Masks the credentials and queries of URLs, and the values of configured headers, in a text."""
     for name, headers in environ.items():
         if name.startswith("OTEL_") and name.endswith("_HEADERS"):
             for pair in headers.split(","):

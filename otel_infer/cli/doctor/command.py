@@ -1,8 +1,8 @@
-"""Check which integrations bind, what does not match, whether the destination accepts data, and how to fix it.
+"""Check what binds, what does not match, whether the destination accepts data, and how to fix it.
 
-Imports the installed engines in a separate process and sends one span named `otel_infer doctor` to the configured
-destination. Allocates shared memory, starts a sidecar on it, and removes both again. Run it with the Python and the
-environment of your server. Exits with status 1 if a check failed, else 0.
+Imports the installed engines in a separate process and sends one span named `otel_infer doctor` to the
+configured destination. Allocates shared memory, starts a sidecar on it, and removes both again. Run it with
+the Python and the environment of your server. Exits with status 1 if a check failed, else 0.
 """
 
 from __future__ import annotations

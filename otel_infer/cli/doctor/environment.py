@@ -127,7 +127,10 @@ def _describe_destinations(settings: Config, environ: Mapping[str, str]) -> str:
 
 
 def _find_unknown_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields (unknown OTEL_INFER_* variable, the most similar setting); the latter is empty if none is similar."""
+    """Yields (unknown OTEL_INFER_* variable, the most similar setting).
+
+    The setting is empty if none is similar.
+    """
     known = [setting.variable for setting in SETTINGS.values()]
     for name in sorted(environ):
         if name.startswith("OTEL_INFER_") and name not in (*known, environment.SIDECAR_GUARD):

@@ -75,7 +75,10 @@ _KNOWN_ERRORS: tuple[tuple[str, str, str], ...] = (
         f"{_START_HINT}; if it is slow, raise {TIMEOUT_VARIABLE} (s)",
     ),
 )
-"""(pattern in an exporter's error text, label, remedy). An empty label means the matched text. The first match counts."""
+"""(pattern in an exporter's error text, label, remedy).
+
+An empty label means the matched text. The first match counts.
+"""
 
 
 def check_exporter(settings: Config, environ: Mapping[str, str]) -> list[Check]:

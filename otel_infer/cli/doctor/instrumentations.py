@@ -1,4 +1,7 @@
-"""Checks which integrations bind. Engines are imported in a separate process, with our import hooks in place."""
+"""Checks which integrations bind.
+
+Engines are imported in a separate process, with our import hooks in place.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,7 @@ def check_instrumentor(status: Mapping[str, Any], disabled: bool) -> Check:
     """Returns the check of one integration."""
     name = f"integration {status['name']}"
     if disabled:
-        return Check(name, "ok", "switched disabled by the configuration")
+        return Check(name, "ok", "switched off by the configuration")
     if status["state"] == "absent":
         return Check(name, "ok", f"{status['distribution']} is not installed")
     library = f"{status['distribution']} {status['version']}" if status["version"] else status["distribution"]
@@ -172,7 +175,7 @@ def _describe_drift(status: Mapping[str, Any]) -> str:
 
 
 def _hooks_by_process(status: Mapping[str, Any]) -> str:
-    """Returns the counts and total hooks per process role; empty if the library has one process."""
+    """Returns the bound and total hooks per process role; empty if the library has one process."""
     counts: dict[str, tuple[int, int]] = {}
     for part in status["parts"]:
         if part.get("where"):
@@ -188,7 +191,7 @@ def _drift_remedy(status: Mapping[str, Any]) -> str:
 
 
 def _describe_unbound(status: Mapping[str, Any]) -> str:
-    """Returns the parts that are not bound: those that wait, with the reason, and those that are absent."""
+    """Returns the unbound parts: waiting parts with the reason, and absent parts."""
     waiting = [part for part in status["parts"] if part["state"] == "waiting" and status["state"] == "active"]
     notes = [
         f"{part['name'] or status['name']} waits{': ' * bool(part['refused'])}{part['refused']}"

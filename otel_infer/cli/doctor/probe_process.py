@@ -1,6 +1,7 @@
 """Runs a probe in a separate process, because it is loud, heavy or may never return.
 
-The probe writes its results as lines of JSON to the original standard output. Output that libraries print is discarded.
+The probe writes its results as lines of JSON to the original standard output. Output that libraries print goes
+to standard error.
 """
 
 from __future__ import annotations

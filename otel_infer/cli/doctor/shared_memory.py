@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
@@ -16,9 +17,18 @@ from otel_infer.cli.doctor.check import Check, State
 from otel_infer.cli.doctor.probe_process import MAX_REASON_CHARS
 from otel_infer.config.environment import Config
 from otel_infer.ringbuffer import directory, layout
+from otel_infer.ringbuffer.arena import (
+    FileArena,
+    ForeignFolder,
+    NotOnTmpfs,
+    RingLimitReached,
+    RingUnavailable,
+    SharedMemoryFull,
+    choose_sizes,
+)
 from otel_infer.ringbuffer.layout import RingSizes
 from otel_infer.ringbuffer.step_writer import StepWriter
-from otel_infer.ringbuffer.writer import FileArena, RequestWriter, RingUnavailable, choose_sizes
+from otel_infer.ringbuffer.writer import RequestWriter
 from otel_infer.sidecar import launcher
 
 RINGS = "OTEL_INFER_RINGS"
@@ -37,7 +47,7 @@ def check_shared_memory(settings: Config) -> tuple[Check, str]:
         with scratch_folder(settings) as folder:
             divisor, free = _allocate_rings(folder)
     except (RingUnavailable, OSError) as refusal:
-        return _report_no_memory(settings, base, str(refusal)), str(refusal)
+        return _report_no_memory(settings, base, refusal), str(refusal)
     found = f"{base} on tmpfs, {free >> 20} MiB free; mode: {describe_fallback(settings, '') or 'sidecar'}"
     if divisor > 1:
         return Check(
@@ -109,23 +119,23 @@ def _allocate_rings(folder: Path) -> tuple[int, int]:
     return max(cells, steps), free.f_bavail * free.f_frsize
 
 
-def _report_no_memory(settings: Config, base: Path, reason: str) -> Check:
-    found = f"none: {reason}; mode: {describe_fallback(settings, reason)}"
+def _report_no_memory(settings: Config, base: Path, refusal: Exception) -> Check:
+    found = f"none: {refusal}; mode: {describe_fallback(settings, str(refusal))}"
     if settings.mode == "in-process":
         return Check("shared memory", "ok", found)
     return Check(
-        "shared memory", "fail" if settings.mode == "sidecar" else "warn", found, _find_remedy(reason, base)
+        "shared memory", "fail" if settings.mode == "sidecar" else "warn", found, _find_remedy(refusal, base)
     )
 
 
-def _find_remedy(reason: str, base: Path) -> str:
-    if "not on tmpfs" in reason:
+def _find_remedy(refusal: Exception, base: Path) -> str:
+    if isinstance(refusal, NotOnTmpfs):
         return f"unset {RINGS}, or set it to a folder on tmpfs, such as /dev/shm/NAME"
-    if "belongs to somebody else" in reason:
+    if isinstance(refusal, ForeignFolder):
         return f"have its owner remove it, or set {RINGS} to your own folder on tmpfs"
-    if "are used up" in reason:
+    if isinstance(refusal, RingLimitReached):
         return f"give some of the server's processes another folder on tmpfs: {RINGS}"
-    if "is free" in reason or "No space" in reason:
+    if isinstance(refusal, SharedMemoryFull) or getattr(refusal, "errno", 0) == errno.ENOSPC:
         return MORE_MEMORY_HINT
     return f"let user {os.getuid()} write to {base}, or set {RINGS} to a writable folder on tmpfs"
 
@@ -134,7 +144,10 @@ def _find_remedy(reason: str, base: Path) -> str:
 
 
 def check_sidecar(settings: Config, refused: str) -> Check:
-    """Starts a real sidecar on temporary rings and checks that it locks, reads and leaves them. It exports nothing."""
+    """Starts a real sidecar on temporary rings and checks that it locks, reads and leaves them.
+
+    The sidecar exports nothing.
+    """
     fallback = describe_fallback(settings, refused)
     if fallback:
         no_memory = refused and settings.mode != "in-process"
@@ -163,7 +176,10 @@ def check_sidecar(settings: Config, refused: str) -> Check:
 
 
 def _try_sidecar(folder: Path, settings: Config) -> str:
-    """Returns the error of a sidecar on this folder; empty on success. Raises `launcher.SidecarStartError`."""
+    """Returns the error of a sidecar on this folder.
+
+    Empty on success. Raises `launcher.SidecarStartError`.
+    """
     log_path = folder.parent / "log"
     without_exports = dataclasses.replace(
         settings, traces_exporter="none", metrics_exporter="none", console=False, request_log="", tape="",
@@ -257,7 +273,8 @@ def _list_folders(parent: Path) -> list[Path]:
 def _is_dead(folder: Path) -> bool:
     """Returns whether a folder holds the rings of a dead server.
 
-    This is the rule of `directory.claim_dead_servers`, without creating a lock file. A live process holds a lock.
+    This is the rule of `directory.claim_dead_servers`, without creating a lock file. A live process holds a
+    lock.
     """
     rings = list(folder.glob(f"*{layout.SUFFIX_REQUESTS}"))
     locks = (*rings, folder / directory.OWNER_LOCK, folder / directory.SIDECAR_LOCK)

@@ -1,8 +1,8 @@
-"""Client-side latency: reads the spans of `otel_infer.instrumentation.httpx` from a file and joins them with records.
+"""Client-side latency, from a file with the spans of `otel_infer.instrumentation.httpx`.
 
-Each side measures lengths by its own clock, so the clocks are never compared. The time by which the client waited
-longer than the server took was spent outside the server. The file is written by the Collector's `file` exporter (OTLP
-JSON) or by the SDK's `ConsoleSpanExporter`. Other spans in it are skipped.
+Each side measures lengths by its own clock, so the clocks are never compared. The time by which the client
+waited longer than the server took was spent outside the server. The file is written by the Collector's `file`
+exporter (OTLP JSON) or by the SDK's `ConsoleSpanExporter`. Other spans in it are skipped.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ClientRequest(NamedTuple):
 class ClientLatency(NamedTuple):
     """Client-side latency in ms: to the first token, or to the end of requests without one.
 
-    `requests`: how many were found on both sides. `to_first_token`: for how many the latency is to the first token.
-    `felt_*`: measured by the client. `server_*`: measured by the server. `outside_*`: the difference, at least 0.
-    `share`: the part of the slowest tenth's client-side latency that was outside the server, 0 to 1.
+    `requests`: how many were found on both sides. `to_first_token`: for how many the latency is to the first
+    token. `felt_*`: measured by the client. `server_*`: measured by the server. `outside_*`: the difference,
+    at least 0. `share`: the part (0 to 1) of the slowest tenth's latency outside the server.
     """
 
     requests: int
@@ -83,7 +83,10 @@ def read_client_requests(path: Path) -> list[ClientRequest]:
 
 
 def compare_latency(records: Sequence[RequestRecord], calls: Sequence[ClientRequest]) -> ClientLatency | None:
-    """Compares client-side and server-side latency of the requests found on both sides; None if there are none."""
+    """Compares client-side and server-side latency of the requests found on both sides.
+
+    None if there are none.
+    """
     import numpy as np
 
     matches = list(_match_requests(records, calls))
@@ -108,8 +111,8 @@ def _match_requests(
 ) -> Iterator[tuple[RequestRecord, ClientRequest]]:
     """Yields the pairs of record and client span of the same request.
 
-    The client span is the parent of the record. If another library's server span lies between them, they are matched by
-    trace, provided that the trace has exactly one of each.
+    The client span is the parent of the record. If another library's server span lies between them, they are
+    matched by trace, provided that the trace has exactly one of each.
     """
     by_span = {(call.trace_id, call.span_id): call for call in calls}
     calls_in, records_in = (

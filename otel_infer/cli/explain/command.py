@@ -1,10 +1,11 @@
 """Name the symptom of slow requests, with the evidence, and what to change first.
 
-otel-infer explain                                  the last two minutes of the only server that runs here; leaves no file
+otel-infer explain                                  the last two minutes of the only server here; leaves no file
 otel-infer explain --server 4711                    the server with this process, if several run
-otel-infer explain --request chatcmpl-abc           one request, by its response id or the beginning of its trace id
+otel-infer explain --request chatcmpl-abc           one request, by response id or beginning of trace id
 otel-infer explain demo.tape                        the requests of a tape, also on another machine
 otel-infer explain after.tape --against before.tape
+
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class ExplainInput(NamedTuple):
-    """The requests to explain, without those that reached no engine (e.g. health checks).
+    """The requests to explain. Requests that reached no engine (e.g. health checks) are excluded.
 
-    `complete_since`: from when on the tape has all events (monotonic ns). `running_since`: when each unfinished request
-    was scheduled, or else arrived.
+    `complete_since`: from when on the tape has all events (monotonic ns). `running_since`: when each
+    unfinished request was scheduled, or else arrived.
     """
 
     source: ExplainSource
@@ -104,7 +105,10 @@ def _read_input(arguments: argparse.Namespace) -> ExplainInput:
 
 
 def _read_client_latency(records: list[RequestRecord], path: str | None) -> ClientLatency | None:
-    """Returns the client-side latency; None without a file. Raises `InvalidSpanFile`, also if no request matches."""
+    """Returns the client-side latency.
+
+    None without a file. Raises `InvalidSpanFile`, also if no request matches.
+    """
     if not path:
         return None
     latency = client_spans.compare_latency(records, client_spans.read_client_requests(Path(path)))

@@ -1,4 +1,4 @@
-"""Compares two tapes: the p95 of every stage before and after, and whether the difference is more than chance."""
+"""Compares the p95 of every stage on two tapes, and tests whether the difference is more than chance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ PERCENT = 95
 
 
 class ComparisonRow(NamedTuple):
-    """p95 in ms before and after. `low`, `high`: 95 % interval of the difference, by bootstrap; infinite = too few."""
+    """p95 in ms before and after.
+
+    `low`, `high`: 95 % interval of the difference, by bootstrap; infinite = too few.
+    """
 
     name: str
     before: float
@@ -52,7 +55,7 @@ def compare_requests(before: list[RequestRecord], after: list[RequestRecord]) ->
 
 
 def find_workload_changes(before: list[RequestRecord], after: list[RequestRecord]) -> list[str]:
-    """Returns a warning if the median prompt or answer length differs, because the comparison is then not fair."""
+    """Returns a warning if the median prompt or answer length differs, which makes the comparison unfair."""
     changes = []
     for name, field in (("prompt", "input_tokens"), ("answer", "output_tokens")):
         old, new = ([getattr(r, field) for r in records if getattr(r, field)] for records in (before, after))
@@ -87,8 +90,8 @@ def _compare_values(
 def _bootstrap_p95(requests: list[list[int]], generator: np.random.Generator) -> Any:
     """Returns the p95 of `BOOTSTRAP_SAMPLES` samples of requests.
 
-    A request is drawn with all of its values, because values of one request are correlated. The samples are drawn in
-    batches, because all of them would not fit into memory.
+    A request is drawn with all of its values, because values of one request are correlated. The samples are
+    drawn in batches, because all of them would not fit into memory.
     """
     owner = np.repeat(np.arange(len(requests)), [len(values) for values in requests])
     values = np.concatenate(requests)

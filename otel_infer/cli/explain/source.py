@@ -17,9 +17,9 @@ MAX_PIDS = 4
 class ExplainSource(NamedTuple):
     """The data that an explanation is based on.
 
-    `tape`: file name; "" for a running server. `service`: service name of a running server; "" = not known. `pids`: its
-    processes. `began_at`, `ended_at`: the period, unix ns; 0 = no request finished. `requests`: successful or aborted
-    requests that generate. The other finished requests are counted by reason.
+    `tape`: file name; "" for a running server. `service`: service name of a running server; "" = not known.
+    `pids`: its processes. `began_at`, `ended_at`: the period, unix ns; 0 = no request finished. `requests`:
+    successful or aborted requests that generate. The other finished requests are counted by reason.
     """
 
     tape: str
@@ -95,8 +95,8 @@ def describe_source(
 ) -> ExplainSource:
     """Returns the source of these finished requests.
 
-    `complete_since`: when the period begins (monotonic ns); 0 = at the first arrival. `tape`: the file, or `folder`: the
-    folder of the running server's rings.
+    `complete_since`: when the period begins (monotonic ns); 0 = at the first arrival. `tape`: the file, or
+    `folder`: the folder of the running server's rings.
     """
     engines = sorted({record.engine for record in finished if record.engine})
     failed = [record for record in finished if record.operation and record.outcome == events.ERROR]

@@ -65,7 +65,7 @@ def render_page(view: ReportView, source: str) -> str:
         "causes": _render_causes(view),
         "timeline": _render_timeline(view),
         "requests": _render_requests(view),
-        "offenders": _render_interferers(view),
+        "interferers": _render_interferers(view),
         "version": escape_text(VERSION),
     }
     return _PLACEHOLDER.sub(lambda place: parts[place[1]], template)
@@ -88,7 +88,7 @@ def _render_about(view: ReportView, source: str) -> str:
             (view.count_outcome(events.ERROR), "failed"),
             (view.count_outcome(events.ABORTED), "aborted"),
             (len(view.missed_objectives), "missed an objective"),
-            (len(recording.unfinished_arrivals), "still in flight at the end"),
+            (len(recording.unfinished_arrivals), "still in flight at its end"),
             (recording.non_engine_requests, "that reached no engine"),
         )
         if count
@@ -194,7 +194,7 @@ def _render_requests(view: ReportView) -> str:
 
 def _render_interferers(view: ReportView) -> str:
     if not view.interferers:
-        return '<p class="dim">No request delayed another by 2 % of its time or more.</p>'
+        return '<p class="dim">No request was delayed by others for 2 % or more of its duration.</p>'
     shown = {record.span_id for record in view.shown}
     lines = []
     for row in view.interferers:
@@ -206,9 +206,7 @@ def _render_interferers(view: ReportView) -> str:
             f"<td>{link_request(row.trace_id, row.span_id, row.span_id in shown)}</td>"
             f'<td class="n">{prompt_tokens}</td>{number_cell(row.affected_requests)}{duration_cell(row.total_delay_ns)}<td>{worst} {format_duration(row.worst_delay_ns)}</td>'
         )
-    caption = (
-        f"By the total delay of the requests that name them as main interferer; at most {MAX_INTERFERERS}"
-    )
+    caption = f"Sorted by the total delay that they caused as main interferer; at most {MAX_INTERFERERS}"
     heads = ("request", "#prompt tokens", "#delayed requests", "#total delay", "longest delay")
     return render_table(caption, heads, lines)
 

@@ -1,7 +1,7 @@
-"""What a tape tells as Chrome trace events, for ui.perfetto.dev or chrome://tracing. Pure; the same for the same tape.
+"""Renders a tape as Chrome trace events, for ui.perfetto.dev or chrome://tracing. Pure and deterministic.
 
-A track for each engine with its steps, one for each request with its stages, one for each cause of pauses, and counters.
-Slices of a track lie inside or beside each other; what would cut another gets a track of its own.
+There is one track per engine (steps), per request (stages) and per cause of pauses, and counters. Slices of a
+track are nested or disjoint; a slice that would overlap another partly moves to an extra track.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from otel_infer.export.spans.tree import request_name
 from otel_infer.ringbuffer.events import ABORTED, ERROR, OK
 
 ENGINES, REQUESTS = 1, 2
-"""The numbers of the two processes in the trace."""
+"""The ids of the two processes in the trace."""
 MAX_NAME_CHARS = 120
 GRID_NS = 125
-"""An eighth of a µs is exact in binary: so wherever a reader adds begin and length, or makes ns of them, slices meet."""
+"""1/8 µs is exact in binary, so begin plus length is exact in the viewer and adjacent slices meet."""
 
 TraceEvent = dict[str, Any]
 
@@ -34,51 +34,51 @@ class TraceSlice(NamedTuple):
     args: dict[str, Any]
 
 
-def render_trace(told: RecordingContents) -> str:
-    """The JSON text."""
-    offset = told.records[0].wall_offset if told.records else 0
-    began = told.time_range()[0]
-    about = {"began_unix_ns": str(began + offset)} if offset else {}
-    said = {"traceEvents": build_events(told), "displayTimeUnit": "ms", "otherData": about}
-    return json.dumps(said, separators=(",", ":"), allow_nan=False)
+def render_trace(recording: RecordingContents) -> str:
+    """Returns the JSON text of the trace."""
+    offset = recording.records[0].wall_offset if recording.records else 0
+    began = recording.time_range()[0]
+    metadata = {"began_unix_ns": str(began + offset)} if offset else {}
+    trace = {"traceEvents": build_events(recording), "displayTimeUnit": "ms", "otherData": metadata}
+    return json.dumps(trace, separators=(",", ":"), allow_nan=False)
 
 
-def build_events(told: RecordingContents) -> list[TraceEvent]:
-    """Metadata, slices and counters; µs since the first instant of the tape."""
-    began = told.time_range()[0]
-    drawing = _TraceBuilder(began)
-    drawing.add_process(ENGINES, "engines")
-    drawing.add_process(REQUESTS, "requests")
-    for (engine, pid), steps in _group_by_engine(told.steps).items():
-        drawing.add_track(ENGINES, f"steps of {engine or 'the engine'} (pid {pid})", _step_slices(steps))
-        drawing.add_counters(
+def build_events(recording: RecordingContents) -> list[TraceEvent]:
+    """Returns metadata, slices and counters; timestamps in µs since the first instant of the tape."""
+    began = recording.time_range()[0]
+    builder = _TraceBuilder(began)
+    builder.add_process(ENGINES, "engines")
+    builder.add_process(REQUESTS, "requests")
+    for (engine, pid), steps in _group_by_engine(recording.steps).items():
+        builder.add_track(ENGINES, f"steps of {engine or 'the engine'} (pid {pid})", _step_slices(steps))
+        builder.add_counters(
             f"scheduler of {engine} (pid {pid})",
             ((s.started_at, _scheduler_counters(s)) for s in steps),
             ENGINES,
         )
-    for cause in sorted({pause.cause for pause in told.pauses}):
+    for cause in sorted({pause.cause for pause in recording.pauses}):
         pauses = [
             TraceSlice(cause, pause.started_at, pause.ended_at, {})
-            for pause in told.pauses
+            for pause in recording.pauses
             if pause.cause == cause
         ]
-        drawing.add_track(ENGINES, f"pauses: {cause}", pauses)
-    for record in sorted(told.records, key=lambda record: (record.arrived_at, record.span_id)):
-        drawing.add_track(
+        builder.add_track(ENGINES, f"pauses: {cause}", pauses)
+    for record in sorted(recording.records, key=lambda record: (record.arrived_at, record.span_id)):
+        builder.add_track(
             REQUESTS, f"{record.trace_id.hex()[:8]} {request_name(record)}", _request_slices(record)
         )
-    last = told.time_range()[1] + 1
-    in_flight = [(r.arrived_at, r.ended_at) for r in told.records] + [
-        (at, last) for at in told.unfinished_arrivals
+    last = recording.time_range()[1] + 1
+    in_flight = [(r.arrived_at, r.ended_at) for r in recording.records] + [
+        (at, last) for at in recording.unfinished_arrivals
     ]
-    for name, intervals in (("in flight", in_flight), ("waiting", queue_intervals(told.records))):
+    for name, intervals in (("in flight", in_flight), ("waiting", queue_intervals(recording.records))):
         at, level = count_concurrent(intervals)
-        drawing.add_counters(name, ((t, {name: n}) for t, n in zip(at.tolist(), level.tolist())), REQUESTS)
-    return drawing.events
+        builder.add_counters(name, ((t, {name: n}) for t, n in zip(at.tolist(), level.tolist())), REQUESTS)
+    return builder.events
 
 
 class _TraceBuilder:
-    """Events, and which tracks there are."""
+    """Collects trace events and numbers the tracks. `began`: the first instant (monotonic ns)."""
 
     def __init__(self, began: int) -> None:
         self.events: list[TraceEvent] = []
@@ -90,7 +90,7 @@ class _TraceBuilder:
         self._add_metadata("process_sort_index", pid, 0, {"sort_index": pid})
 
     def add_track(self, pid: int, name: str, slices: Iterable[TraceSlice]) -> None:
-        """As many tracks as it takes for nothing to be cut."""
+        """Adds a track, and extra tracks for slices that overlap partly."""
         for number, lane in enumerate(assign_lanes(slices)):
             self._tracks += 1
             self._add_metadata(
@@ -100,16 +100,16 @@ class _TraceBuilder:
                 {"name": _shorten_text(name) + (" (beside)" if number else "")},
             )
             self._add_metadata("thread_sort_index", pid, self._tracks, {"sort_index": self._tracks})
-            for one in lane:
-                if one.ended_at < self._began:
+            for piece in lane:
+                if piece.ended_at < self._began:
                     continue
-                at = self._to_us(one.started_at)
-                length = self._to_us(one.ended_at) - at
-                self.events.append({"name": _shorten_text(one.name), "ph": "X", "pid": pid, "tid": self._tracks,
-                                    "ts": at, "dur": length, "args": one.args})  # fmt: skip
+                at = self._to_us(piece.started_at)
+                length = self._to_us(piece.ended_at) - at
+                self.events.append({"name": _shorten_text(piece.name), "ph": "X", "pid": pid, "tid": self._tracks,
+                                    "ts": at, "dur": length, "args": piece.args})  # fmt: skip
 
     def add_counters(self, name: str, values: Iterable[tuple[int, dict[str, int]]], pid: int) -> None:
-        for at, said in values:
+        for at, counts in values:
             self.events.append(
                 {
                     "name": _shorten_text(name),
@@ -117,54 +117,57 @@ class _TraceBuilder:
                     "pid": pid,
                     "tid": 0,
                     "ts": self._to_us(at),
-                    "args": said,
+                    "args": counts,
                 }
             )
 
-    def _add_metadata(self, name: str, pid: int, tid: int, said: dict[str, Any]) -> None:
-        self.events.append({"name": name, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": said})
+    def _add_metadata(self, name: str, pid: int, tid: int, args: dict[str, Any]) -> None:
+        self.events.append({"name": name, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args})
 
     def _to_us(self, at: int) -> float:
         return max(at - self._began, 0) // GRID_NS / (1000 // GRID_NS)
 
 
 def assign_lanes(slices: Iterable[TraceSlice]) -> list[list[TraceSlice]]:
-    """Slices in order, on lanes on which any two lie beside or inside each other; the first lane takes what it can."""
+    """Returns the slices in order, on lanes where any two are disjoint or nested.
+
+    Each slice takes the first free lane.
+    """
     lanes: list[
         tuple[list[TraceSlice], list[int]]
-    ] = []  # what lies on it; the ends of what is open there, innermost last
-    for one in sorted(slices, key=lambda one: (one.started_at, -one.ended_at)):
-        lane, ends = _find_lane(one, lanes)
-        lane.append(one)
-        ends.append(one.ended_at)
+    ] = []  # its slices; the ends of its open slices, innermost last
+    for piece in sorted(slices, key=lambda piece: (piece.started_at, -piece.ended_at)):
+        lane, ends = _find_lane(piece, lanes)
+        lane.append(piece)
+        ends.append(piece.ended_at)
     return [lane for lane, _ in lanes]
 
 
 def _find_lane(
-    one: TraceSlice, lanes: list[tuple[list[TraceSlice], list[int]]]
+    piece: TraceSlice, lanes: list[tuple[list[TraceSlice], list[int]]]
 ) -> tuple[list[TraceSlice], list[int]]:
-    """The first lane on which it cuts nothing; a new one if there is none."""
+    """Returns the first lane on which the slice overlaps no other partly; a new lane if there is none."""
     for lane, ends in lanes:
-        while ends and ends[-1] <= one.started_at:
+        while ends and ends[-1] <= piece.started_at:
             ends.pop()
-        if not ends or one.ended_at <= ends[-1]:
+        if not ends or piece.ended_at <= ends[-1]:
             return lane, ends
     lanes.append(([], []))
     return lanes[-1]
 
 
-# ── what is drawn ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── slices ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _group_by_engine(steps: Sequence[StepRecord]) -> dict[tuple[str, int], list[StepRecord]]:
-    found: dict[tuple[str, int], list[StepRecord]] = {}
+    groups: dict[tuple[str, int], list[StepRecord]] = {}
     for step in sorted(steps, key=lambda step: (step.engine, step.pid, step.started_at, step.step)):
-        found.setdefault((step.engine, step.pid), []).append(step)
-    return found
+        groups.setdefault((step.engine, step.pid), []).append(step)
+    return groups
 
 
 def _step_slices(steps: Iterable[StepRecord]) -> list[TraceSlice]:
-    """Two of an engine that are in flight at once are on two tracks."""
+    """Returns the steps of an engine as slices. Concurrent steps of one engine end up on two tracks."""
     return [
         TraceSlice(f"{step.kind} {step.size}", step.started_at, step.ended_at, {
             "step": step.step, "batch_size": step.size, "prefill_tokens": step.prefill_tokens,
@@ -179,20 +182,20 @@ def _scheduler_counters(step: StepRecord) -> dict[str, int]:
 
 
 def _request_slices(record: RequestRecord) -> list[TraceSlice]:
-    """The request, its stages in it, and the pauses it waited for."""
-    said: dict[str, Any] = {
+    """Returns the slices of a request, its stages and its pauses."""
+    args: dict[str, Any] = {
         "trace_id": record.trace_id.hex(),
         "input_tokens": record.input_tokens,
         "output_tokens": record.output_tokens,
         "outcome": {OK: "ok", ERROR: "error", ABORTED: "aborted"}.get(record.outcome, ""),
     }
     if record.error_type:
-        said["error_type"] = _shorten_text(record.error_type)
+        args["error_type"] = _shorten_text(record.error_type)
     if record.breakdown is not None:
-        said |= {f"blame {cause} ms": length / 1e6 for cause, length in record.breakdown.causes.items()}
+        args |= {f"blame {cause} ms": length / 1e6 for cause, length in record.breakdown.causes.items()}
         if record.breakdown.interferer is not None:
-            said["held up most by trace"] = record.breakdown.interferer.trace_id.hex()
-    slices = [TraceSlice(request_name(record), record.arrived_at, record.ended_at, said)]
+            args["held up most by trace"] = record.breakdown.interferer.trace_id.hex()
+    slices = [TraceSlice(request_name(record), record.arrived_at, record.ended_at, args)]
     slices += [TraceSlice(s.name, s.started_at, max(s.ended_at, s.started_at), {}) for s in record.stages]
     for pause in record.all_pauses:
         begin, end = max(pause.started_at, record.arrived_at), min(pause.ended_at, record.ended_at)

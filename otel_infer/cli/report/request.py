@@ -49,8 +49,8 @@ OUTCOMES = {events.OK: "ok", events.ERROR: "error", events.ABORTED: "aborted"}
 class PageContext(NamedTuple):
     """The page around a request.
 
-    `began`: when the tape began (monotonic ns). `shown`: span ids of the requests on the page. `bars`: maximum bars of a
-    strip. `missed`: the missed objectives by span id.
+    `began`: when the tape began (monotonic ns). `shown`: span ids of the requests on the page. `bars`:
+    maximum bars of a strip. `missed`: the missed objectives by span id.
     """
 
     began: int
@@ -166,7 +166,7 @@ def _render_waterfall(record: RequestRecord) -> str:
             f'<td class="n">{len(intervals)} ×</td><td class="n">{_format_duration(total)}</td><td class="dim">{_PAUSE_NOTES.get(cause, "the whole process was paused")}</td>'
         )
     hidden = len(record.stages) - len(stages)
-    caption = "Stages" + (f"; {hidden} attributes are on the tape" if hidden else "")
+    caption = "Stages" + (f"; {hidden} more are on the tape" if hidden else "")
     return render_table(caption, ("stage", "", "#begins", "#takes", ""), lines, "fall")
 
 
@@ -190,7 +190,7 @@ def _render_bars(record: RequestRecord, intervals: Sequence[tuple[int, int]], co
 
 
 def _longest_pauses(record: RequestRecord) -> list[Pause]:
-    """Returns at most `MAX_PAUSES` pauses: those with the longest part inside the request, in order of time."""
+    """Returns at most `MAX_PAUSES` pauses in order of time: those with the longest part in the request."""
 
     def time_inside(pause: Pause) -> int:
         return min(pause.ended_at, record.ended_at) - max(pause.started_at, record.arrived_at)
@@ -202,7 +202,10 @@ def _longest_pauses(record: RequestRecord) -> list[Pause]:
 
 
 def _render_step_strip(record: RequestRecord, bars: int) -> str:
-    """Renders the decode steps. A script draws the bars when the row is opened; the slowest steps are also a table."""
+    """Renders the decode steps.
+
+    A script draws the bars when the row is opened; the slowest steps are also a table.
+    """
     rows = record.steps
     if rows is None or len(rows) < 2:
         return '<p class="dim">No decode steps of this request are on the tape.</p>'
@@ -247,7 +250,10 @@ def _find_paused_steps(record: RequestRecord, since: Any, until: Any) -> Any:
 
 
 def _encode_steps(columns: Sequence[Any], paused: Any, keep: Any) -> dict[str, list[int]]:
-    """Encodes the steps for the script. Lengths and instants in µs; steps and instants as differences, to save space."""
+    """Encodes the steps for the script.
+
+    Lengths and instants in µs; steps and instants as differences, to save space.
+    """
     step, at, lengths, idle, tokens, size, others = (column[keep] for column in columns)
     return {
         "step": np.diff(step, prepend=0).tolist(),
@@ -265,7 +271,7 @@ def _render_slowest_steps(columns: Sequence[Any], paused: Any, slowest: Any, pau
     lines = []
     for i in slowest.tolist():
         step, at, length, idle, tokens, size, others = (int(column[i]) for column in columns)
-        mark = ("▲ other prompts " if others else "") + ("❚❚ pause" if paused[i] else "")
+        mark = ("▲ others' prompt " if others else "") + ("❚❚ pause" if paused[i] else "")
         cells = (
             str(step),
             f"{at / 1e9:.3f} s",
@@ -282,7 +288,7 @@ def _render_slowest_steps(columns: Sequence[Any], paused: Any, slowest: Any, pau
         "#takes",
         "#idle before",
         "#batch",
-        "#other prompt tokens",
+        "#others' prompt tokens",
         "#own tokens",
         "",
     )

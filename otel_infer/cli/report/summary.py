@@ -1,4 +1,7 @@
-"""From what a tape tells to what a report shows. Pure; bounded, however long the tape; the same for the same tape."""
+"""Builds the view of a report from the contents of a tape.
+
+Pure and deterministic. The size of the view is bounded, independent of the length of the tape.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,19 @@ MAX_REQUESTS = 200
 """Requests shown one by one."""
 MAX_INTERFERERS = 50
 MAX_PAUSES = 100
-"""Pauses drawn over the whole tape."""
+"""Pauses drawn on the timeline."""
 BIN_COUNT = 200
-"""Intervals that the tape is divided into."""
-_INTERFERER_SLOTS = (
-    MAX_REQUESTS // 5
-)  # kept for those who held up others, since it is them that victims point to
+"""Intervals of the timeline."""
+_INTERFERER_SLOTS = MAX_REQUESTS // 5  # reserved for interferers, because the delayed requests link to them
 
 
 class RecordingContents(NamedTuple):
-    """Everything on a tape. `records`: those that were to reach an engine. `unfinished`: when the others of these arrived.
+    """The contents of a tape. `records`: finished requests to an engine.
 
-    `elsewhere`: how many requests reached no engine, as health checks do. `promised`: what the server was to meet. `since`: from
-    which instant on everything is told; before it, only what the rest was waiting for. `running`: since when those run that have
-    not ended.
+    `unfinished_arrivals`: arrivals of the unfinished ones. `non_engine_requests`: number of other requests,
+    e.g. health checks. `objectives`: those of the server. `complete_since`: from when on the tape has all
+    events; earlier events only explain later ones. `running_since`: when each unfinished request was
+    scheduled, or else arrived. Instants are monotonic ns.
     """
 
     records: list[RequestRecord]
@@ -48,7 +50,7 @@ class RecordingContents(NamedTuple):
     running_since: Sequence[int] = ()
 
     def time_range(self) -> tuple[int, int]:
-        """The first and the last instant of which everything is told; monotonic ns."""
+        """Returns the first and last instant with complete data (monotonic ns); (0, 0) for an empty tape."""
         spans = [(record.arrived_at, record.ended_at) for record in self.records]
         spans += [(stage.started_at, stage.ended_at) for record in self.records for stage in record.stages]
         spans += [(step.started_at, step.ended_at) for step in self.steps]
@@ -58,7 +60,7 @@ class RecordingContents(NamedTuple):
 
 
 class Percentiles(NamedTuple):
-    """How long something took; ns. `share`: of all requests' time; None where that says nothing."""
+    """Percentiles of lengths in ns. `share`: of all requests' time, 0 to 1; None if it does not apply."""
 
     name: str
     values: int
@@ -70,7 +72,7 @@ class Percentiles(NamedTuple):
 
 
 class CauseShare(NamedTuple):
-    """Share of the time of the slowest tenth, and of everybody's."""
+    """Share of a cause in the time of the slowest tenth, and of all requests; 0 to 1."""
 
     cause: str
     slowest_share: float
@@ -78,7 +80,10 @@ class CauseShare(NamedTuple):
 
 
 class InterfererRow(NamedTuple):
-    """Who held up whom; ns. `record` is None for one that is not on the tape."""
+    """An interferer and the requests whose main interferer it is.
+
+    Lengths in ns. `record`: None if it is not on the tape.
+    """
 
     trace_id: bytes
     span_id: bytes
@@ -90,8 +95,11 @@ class InterfererRow(NamedTuple):
 
 
 class TimelineBin(NamedTuple):
-    """An interval of the tape: most requests running and most in the queue at once, each at an instant of its own; longest and
-    usual step (ns; 0 = none ended here), prompt tokens."""
+    """An interval of the timeline.
+
+    `running`, `queued`: maximum of concurrent requests; the instants may differ. `longest_step`,
+    `median_step`: ns; 0 = no step ended in the interval.
+    """
 
     running: int
     queued: int
@@ -101,9 +109,10 @@ class TimelineBin(NamedTuple):
 
 
 class ReportView(NamedTuple):
-    """What a report shows. `shown`: requests one by one, those of `missed` first, then the slowest.
+    """The data that a report shows.
 
-    `missed`: by span id the objectives that a request did not meet. `wall_offset`: unix ns − monotonic ns.
+    `shown`: the requests shown one by one, missed objectives first, then the slowest. `missed_objectives`: by
+    span id, the objectives that a request missed. `wall_offset`: unix ns − monotonic ns.
     """
 
     recording: RecordingContents
@@ -121,22 +130,28 @@ class ReportView(NamedTuple):
     missed_objectives: dict[bytes, tuple[str, ...]]
 
     def count_outcome(self, outcome: int) -> int:
-        """How many requests ended so."""
+        """Returns the number of requests with this outcome."""
         return sum(record.outcome == outcome for record in self.recording.records)
 
 
-def build_view(told: RecordingContents) -> ReportView:
-    """Everything that is to be shown."""
-    began, ended = told.time_range()
-    diagnosis = diagnose(told.records, told.complete_since, told.running_since)
-    held_up = _rank_interferers(told.records)
-    missed = {r.span_id: names for r in told.records if (names := find_missed_objectives(r, told.objectives))}
-    longest = sorted(told.pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[:MAX_PAUSES]
+def build_view(recording: RecordingContents) -> ReportView:
+    """Builds the view of a tape."""
+    began, ended = recording.time_range()
+    diagnosis = diagnose(recording.records, recording.complete_since, recording.running_since)
+    interferers = _rank_interferers(recording.records)
+    missed = {
+        r.span_id: names
+        for r in recording.records
+        if (names := find_missed_objectives(r, recording.objectives))
+    }
+    longest = sorted(recording.pauses, key=lambda pause: (pause.started_at - pause.ended_at, pause))[
+        :MAX_PAUSES
+    ]
     return ReportView(
-        told, began, ended, told.records[0].wall_offset if told.records else 0, diagnosis,
-        _latency_percentiles(told.records), _stage_percentiles(told.records), _cause_shares(diagnosis, told.records),
-        _build_bins(told, began, ended), sorted(longest), _select_requests(told.records, held_up, missed),
-        held_up[:MAX_INTERFERERS], missed,
+        recording, began, ended, recording.records[0].wall_offset if recording.records else 0, diagnosis,
+        _latency_percentiles(recording.records), _stage_percentiles(recording.records), _cause_shares(diagnosis, recording.records),
+        _build_bins(recording, began, ended), sorted(longest), _select_requests(recording.records, interferers, missed),
+        interferers[:MAX_INTERFERERS], missed,
     )  # fmt: skip
 
 
@@ -144,14 +159,14 @@ def build_view(told: RecordingContents) -> ReportView:
 
 
 def compute_percentiles(name: str, lengths: Any, share: float | None = None) -> Percentiles:
-    """Percentiles of lengths, of which there is at least one."""
+    """Returns the percentiles of lengths, of which there must be at least one."""
     column = np.asarray(lengths)
     p50, p95, p99 = np.percentile(column, (50, 95, 99)).tolist()
     return Percentiles(name, len(column), p50, p95, p99, float(column.max()), share)
 
 
 def _latency_percentiles(records: Sequence[RequestRecord]) -> list[Percentiles]:
-    """What the reader felt; of successful requests."""
+    """Returns the client-side latencies of successful requests."""
     good = [record for record in records if record.outcome == events.OK]
     gaps = np.concatenate([[], *(np.asarray(record.gaps_ns()) for record in good)])
     rows = (
@@ -163,7 +178,7 @@ def _latency_percentiles(records: Sequence[RequestRecord]) -> list[Percentiles]:
 
 
 def _stage_percentiles(records: Sequence[RequestRecord]) -> list[Percentiles]:
-    """In the order in which they happen; an application's own after ours, the longest together first."""
+    """Returns the stages in the order of a request, then the application's by descending total time."""
     lengths: dict[str, list[int]] = defaultdict(list)
     for record in records:
         for stage in record.stages:
@@ -175,45 +190,50 @@ def _stage_percentiles(records: Sequence[RequestRecord]) -> list[Percentiles]:
 
 
 def _cause_shares(diagnosis: Diagnosis, records: Sequence[RequestRecord]) -> list[CauseShare]:
-    everybody: dict[str, int] = defaultdict(int)
+    totals: dict[str, int] = defaultdict(int)
     for record in records:
         for cause, length in record.breakdown.causes.items() if record.breakdown is not None else ():
-            everybody[cause] += length
-    whole = sum(everybody.values()) or 1
+            totals[cause] += length
+    whole = sum(totals.values()) or 1
     rows = [
         CauseShare(cause, diagnosis.causes.get(cause, 0.0), length / whole)
-        for cause, length in everybody.items()
+        for cause, length in totals.items()
     ]
     return sorted(rows, key=lambda row: (-row.slowest_share, -row.overall_share, row.cause))
 
 
-# ── who ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── interferers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _rank_interferers(records: Sequence[RequestRecord]) -> list[InterfererRow]:
-    """Offenders, by the time that those who name them first of all lost."""
-    victims: dict[tuple[bytes, bytes], list[tuple[Interferer, RequestRecord]]] = defaultdict(list)
+    """Returns the interferers by the total delay of the requests that name them as main interferer."""
+    delayed: dict[tuple[bytes, bytes], list[tuple[Interferer, RequestRecord]]] = defaultdict(list)
     for record in records:
         if record.breakdown is not None and record.breakdown.interferer is not None:
-            offender = record.breakdown.interferer
-            victims[offender.trace_id, offender.span_id].append((offender, record))
+            interferer = record.breakdown.interferer
+            delayed[interferer.trace_id, interferer.span_id].append((interferer, record))
     known = {record.span_id: record for record in records}
     rows = []
-    for (trace_id, span_id), held in victims.items():
-        worst, victim = max(held, key=lambda one: (one[0].length, one[1].span_id))
-        total = sum(offender.length for offender, _ in held)
+    for (trace_id, span_id), pairs in delayed.items():
+        worst, delayed_record = max(pairs, key=lambda pair: (pair[0].length, pair[1].span_id))
+        total = sum(interferer.length for interferer, _ in pairs)
         rows.append(
-            InterfererRow(trace_id, span_id, known.get(span_id), len(held), total, victim, worst.length)
+            InterfererRow(
+                trace_id, span_id, known.get(span_id), len(pairs), total, delayed_record, worst.length
+            )
         )
     return sorted(rows, key=lambda row: (-row.total_delay_ns, row.span_id))
 
 
 def _select_requests(
-    records: Sequence[RequestRecord], held_up: Sequence[InterfererRow], missed: Container[bytes]
+    records: Sequence[RequestRecord], interferers: Sequence[InterfererRow], missed: Container[bytes]
 ) -> list[RequestRecord]:
-    """The slowest by end to end, first token and gap in turn, and those who held them up; what missed objectives first."""
+    """Selects at most `MAX_REQUESTS` requests: missed objectives, the slowest, and their interferers.
+
+    The slowest are taken in turn by end-to-end latency, first token and longest gap.
+    """
     by_length = _rank_requests(records, lambda record: record.duration_ns)
-    offenders = [row.record for row in held_up if row.record is not None]
+    interferer_records = [row.record for row in interferers if row.record is not None]
     ranks = (
         by_length,
         _rank_requests(records, lambda record: record.ttft_ns),
@@ -222,10 +242,10 @@ def _select_requests(
     slow = [record for record in by_length if record.span_id in missed]
     slow += [record for places in zip_longest(*ranks) for record in places if record is not None]
     chosen: dict[int, RequestRecord] = {}
-    places = MAX_REQUESTS - min(len(offenders), _INTERFERER_SLOTS)
-    for many, candidates in ((places, slow), (MAX_REQUESTS, offenders), (MAX_REQUESTS, slow)):
+    places = MAX_REQUESTS - min(len(interferer_records), _INTERFERER_SLOTS)
+    for limit, candidates in ((places, slow), (MAX_REQUESTS, interferer_records), (MAX_REQUESTS, slow)):
         for record in candidates:
-            if len(chosen) < many:
+            if len(chosen) < limit:
                 chosen.setdefault(id(record), record)
     longest = _rank_requests(chosen.values(), lambda record: record.duration_ns)
     return sorted(longest, key=lambda record: record.span_id not in missed)
@@ -235,17 +255,17 @@ def _rank_requests(records: Iterable[RequestRecord], key: Any) -> list[RequestRe
     return sorted(records, key=lambda record: (-key(record), record.arrived_at, record.span_id))
 
 
-# ── over the tape ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── timeline ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def queue_intervals(records: Iterable[RequestRecord]) -> list[tuple[int, int]]:
-    """When each was in the queue."""
+    """Returns the intervals in which requests were queued."""
     stages = (record.find_stage(semconv.SPAN_QUEUE) for record in records)
     return [(stage.started_at, stage.ended_at) for stage in stages if stage is not None]
 
 
 def _running_intervals(record: RequestRecord) -> list[tuple[int, int]]:
-    """When it was there and not in the queue."""
+    """Returns the intervals in which a request was in flight but not queued."""
     queue = record.find_stage(semconv.SPAN_QUEUE)
     if queue is None:
         return [(record.arrived_at, record.ended_at)]
@@ -253,42 +273,42 @@ def _running_intervals(record: RequestRecord) -> list[tuple[int, int]]:
 
 
 def count_concurrent(intervals: Iterable[tuple[int, int]]) -> tuple[Any, Any]:
-    """How many of these intervals hold from each instant on at which that changes, up to the next."""
+    """Returns the instants at which the number of open intervals changes, and the number from then on."""
     column = np.array([*intervals], np.int64).reshape(-1, 2)
     instants = np.concatenate([column[:, 0], column.max(axis=1)])
     change = np.repeat([1, -1], len(column))
-    at, which = np.unique(instants, return_inverse=True)
-    return at, np.cumsum(np.bincount(which, weights=change, minlength=len(at))).astype(np.int64)
+    at, positions = np.unique(instants, return_inverse=True)
+    return at, np.cumsum(np.bincount(positions, weights=change, minlength=len(at))).astype(np.int64)
 
 
-def _build_bins(told: RecordingContents, began: int, ended: int) -> list[TimelineBin]:
+def _build_bins(recording: RecordingContents, began: int, ended: int) -> list[TimelineBin]:
     width = max(ended - began, 1)
-    in_flight = [run for record in told.records for run in _running_intervals(record)]
-    in_flight += [(arrived_at, ended + 1) for arrived_at in told.unfinished_arrivals]
+    in_flight = [run for record in recording.records for run in _running_intervals(record)]
+    in_flight += [(arrived_at, ended + 1) for arrived_at in recording.unfinished_arrivals]
     running = _bin_maxima(count_concurrent(in_flight), began, width)
-    queued = _bin_maxima(count_concurrent(queue_intervals(told.records)), began, width)
+    queued = _bin_maxima(count_concurrent(queue_intervals(recording.records)), began, width)
     steps = np.array(
-        [(step.ended_at, step.ended_at - step.started_at, step.prefill_tokens) for step in told.steps],
+        [(step.ended_at, step.ended_at - step.started_at, step.prefill_tokens) for step in recording.steps],
         np.int64,
     ).reshape(-1, 3)
-    which = np.minimum((steps[:, 0] - began) * BIN_COUNT // width, BIN_COUNT - 1)
+    bin_numbers = np.minimum((steps[:, 0] - began) * BIN_COUNT // width, BIN_COUNT - 1)
     bins = []
     for number in range(BIN_COUNT):
-        _, lengths, prompts = steps[which == number].T
-        longest, usual = (int(lengths.max()), float(np.median(lengths))) if len(lengths) else (0, 0.0)
+        _, lengths, prompts = steps[bin_numbers == number].T
+        longest, median = (int(lengths.max()), float(np.median(lengths))) if len(lengths) else (0, 0.0)
         bins.append(
-            TimelineBin(int(running[number]), int(queued[number]), longest, usual, int(prompts.sum()))
+            TimelineBin(int(running[number]), int(queued[number]), longest, median, int(prompts.sum()))
         )
     return bins
 
 
 def _bin_maxima(changes: tuple[Any, Any], began: int, width: int) -> Any:
-    """The highest level in each bin: what it begins with, or what it rises to."""
+    """Returns the maximum level in each bin, including the level at its begin."""
     at, level = changes
     edges = began + np.arange(BIN_COUNT, dtype=np.int64) * width // BIN_COUNT
     before = np.searchsorted(at, edges, side="right") - 1
-    most = np.where(before >= 0, level[before] if len(level) else 0, 0)
+    maxima = np.where(before >= 0, level[before] if len(level) else 0, 0)
     inside = at >= began
-    which = np.minimum((at[inside] - began) * BIN_COUNT // width, BIN_COUNT - 1)
-    np.maximum.at(most, which, level[inside])
-    return most
+    bin_numbers = np.minimum((at[inside] - began) * BIN_COUNT // width, BIN_COUNT - 1)
+    np.maximum.at(maxima, bin_numbers, level[inside])
+    return maxima

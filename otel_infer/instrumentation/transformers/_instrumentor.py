@@ -24,7 +24,7 @@ already_submitted: ContextVar[bool] = ContextVar("otel_infer-handed-over", defau
 
 
 def model_name(model: Any) -> str:
-    """Returns the served name of a model: its hub id, its folder's last component (never a path) or its class."""
+    """Returns the served name of a model: hub id, last component of its folder (never a path), or class."""
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     return strip_model_path(name) if name else type(model).__name__
 

@@ -164,7 +164,7 @@ class _BatchTracker:
         return _contains_state(flight.states, state)
 
     def close(self) -> None:
-        """Returns the batch writer to the recorder, and drops the steps in flight, unknown to its next user."""
+        """Returns the batch writer to the recorder; its next user must not see the steps in flight."""
         self.closed = True
         self.in_flight.clear()
         recorder.release_batch_writer(ENGINE, self.writer)

@@ -230,7 +230,7 @@ def wrap_prefill(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]
     "transformers.generation.utils:StopCheck.__call__", optional=True, part="generate"
 )
 def wrap_stop_check(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Ends the launch of a step: from 5.17 on this call waits for the streamer's tokens and the stop condition."""
+    """Ends the launch of a step: from 5.17 on, this call waits for streamer tokens and stop condition."""
 
     def stop_check(*args: Any, **kwargs: Any) -> Any:
         run = thread_state.run

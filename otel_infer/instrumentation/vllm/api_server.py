@@ -212,7 +212,7 @@ def _record_submitted(prompt_request: PromptRequest, sequence: Any) -> None:
 
 
 def _close_rejected(request_id: str, exc: BaseException) -> None:
-    """Removes a sequence that never reached the engine core; an offline request closes with the error type."""
+    """Removes a sequence that never reached the engine core; closes an offline request with the error."""
     prompt_request = in_flight.pop(request_id, None)
     if prompt_request is not None and prompt_request.owns_request:
         outcome = events.ERROR if isinstance(exc, Exception) else events.ABORTED

@@ -1,1 +1,1 @@
-"""Alerts on promises and on causes, built from the names that the code emits."""
+"""Alert rules for objectives and for causes, built from the metric names that the code emits."""

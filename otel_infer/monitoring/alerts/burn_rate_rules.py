@@ -1,8 +1,9 @@
-"""Recording rules and alerts for Prometheus, from promises and causes. Pure: rules as its YAML has them, as dictionaries.
+"""Builds recording rules and alerts for Prometheus from objectives and causes. Pure: rules are dictionaries.
 
-A promise burns its budget when too large a share of events was bad over a long window, and still is over a short one (multi-window,
-multi-burn-rate: Google's SRE workbook, chapter 5). With little traffic a single slow request would be a large share, so nothing is
-said below a number of events in the long window.
+A burn-rate alert fires while too large a share of events is bad over a long window and also over a short one.
+This is the multi-window, multi-burn-rate method of Google's SRE workbook, chapter 5. With little traffic a
+single slow request would be a large share. Therefore no alert fires below a minimum number of events in the
+long window.
 """
 
 from __future__ import annotations
@@ -29,45 +30,45 @@ Rule = dict[str, Any]
 
 ALERT_PREFIX = "OtelInfer"
 KEEP_FIRING = "5m"
-"""So that an alert does not flap."""
+"""How long an alert keeps firing after its condition ended, so that it does not flap."""
 DEMO_SPEEDUP = 20
-"""Times as fast are causes told where somebody wants to see it."""
+"""Factor by which demo windows shorten the ranges and waits of cause alerts."""
 MIN_RANGE_S = 30
-"""A range of at least so long has two samples at any time, which come every 10 s; with fewer there is no rate."""
+"""Minimum range of a rate, which needs two samples; samples arrive every 10 s."""
 MAX_MISSED_SHARE = 0.9
-"""The share of events that have to be missed for the fastest burn, if the promise leaves more room than that."""
+"""Maximum share of bad events that an alert may require, for objectives with a large error budget."""
 EVALUATION_INTERVAL_S = 15
-"""Seconds between two evaluations."""
+"""Time between two evaluations of a rule."""
 _GROUP_BY = ("job", semconv.REQUEST_MODEL)
 _MODEL_LABEL = prometheus.label_name(semconv.REQUEST_MODEL)
 
 
 def build_rule_groups(spec: SloSpec) -> dict[str, Any]:
-    """The whole file: `{"groups": […]}`."""
-    said: list[dict[str, Any]] = [
+    """Returns the content of a rules file: `{"groups": […]}`."""
+    groups: list[dict[str, Any]] = [
         {
-            "name": f"otel-infer-slo-{one.name}",
+            "name": f"otel-infer-slo-{objective.name}",
             "interval": _evaluation_interval(spec),
-            "rules": _build_objective_rules(one, spec),
+            "rules": _build_objective_rules(objective, spec),
         }
-        for one in spec.objectives
+        for objective in spec.objectives
     ]
     if spec.budgets:
-        said.append(
+        groups.append(
             {"name": "otel-infer-budgets", "interval": "1m", "rules": _build_stage_budget_rules(spec.budgets)}
         )
     causes = [
         _build_cause_alert(_shorten_for_demo(cause) if spec.windows is DEMO_WINDOWS else cause, spec)
         for cause in CAUSE_ALERTS
     ]
-    said.append(
+    groups.append(
         {
             "name": "otel-infer-causes",
             "interval": _evaluation_interval(spec),
             "rules": [*causes, _build_watchdog(spec)],
         }
     )
-    return {"groups": said}
+    return {"groups": groups}
 
 
 def _evaluation_interval(spec: SloSpec) -> str:
@@ -75,17 +76,17 @@ def _evaluation_interval(spec: SloSpec) -> str:
 
 
 def missed_ratio_query(objective: SloObjective, window: str) -> str:
-    """Share of events that were bad, in PromQL."""
-    ask, metric = _objective_promql(objective, window), OBJECTIVE_METRICS[objective.of]
-    whole = ask.rate(metric, by=_GROUP_BY)
+    """Returns the PromQL of the share of bad events, 0 to 1."""
+    promql, metric = _objective_promql(objective, window), OBJECTIVE_METRICS[objective.of]
+    whole = promql.rate(metric, by=_GROUP_BY)
     if objective.of == ERRORS:
         return ratio_or_zero(
-            ask.rate(
+            promql.rate(
                 metric, label_not_matches(semconv.ERROR_TYPE, "|".join(semconv.NON_ERROR_TYPES)), by=_GROUP_BY
             ),
             whole,
         )
-    good = ask.rate(metric, _bucket_matcher(objective.within), by=_GROUP_BY, series=prometheus.BUCKET)
+    good = promql.rate(metric, _bucket_matcher(objective.within), by=_GROUP_BY, series=prometheus.BUCKET)
     return f"1 - {ratio_or_absent(good, whole)}"
 
 
@@ -94,21 +95,23 @@ def _objective_promql(objective: SloObjective, window: str) -> PromqlBuilder:
 
 
 def _bucket_matcher(bound: float) -> str:
-    """Whole numbers are written `1` by those that come over OTLP, and `1.0` by those that are scraped."""
+    """Returns a matcher for the bucket with this bound; a whole number is `1` over OTLP and `1.0` in a
+    scrape.
+    """
     return f'le=~"{bound:.0f}([.]0)?"' if bound == int(bound) else f'le="{bound!r}"'
 
 
 def _build_objective_rules(objective: SloObjective, spec: SloSpec) -> list[Rule]:
-    windows = dict.fromkeys(window for one in spec.windows for window in (one.short, one.long))
+    ranges = dict.fromkeys(length for window in spec.windows for length in (window.short, window.long))
     recorded: list[Rule] = [
-        {"record": _ratio_record_name(objective, window), "expr": missed_ratio_query(objective, window)}
-        for window in windows
+        {"record": _ratio_record_name(objective, length), "expr": missed_ratio_query(objective, length)}
+        for length in ranges
     ]
-    for window in dict.fromkeys(one.long for one in spec.windows):
-        expr = _objective_promql(objective, window).increase(
+    for length in dict.fromkeys(window.long for window in spec.windows):
+        expr = _objective_promql(objective, length).increase(
             OBJECTIVE_METRICS[objective.of], by=_GROUP_BY, series=prometheus.COUNT
         )
-        recorded.append({"record": _events_record_name(objective, window), "expr": expr})
+        recorded.append({"record": _events_record_name(objective, length), "expr": expr})
     return recorded + [_build_burn_rate_alert(objective, window, spec) for window in spec.windows]
 
 
@@ -125,15 +128,16 @@ def _record_name_part(objective: SloObjective) -> str:
 
 
 def _build_burn_rate_alert(objective: SloObjective, window: BurnRateWindow, spec: SloSpec) -> Rule:
-    # More than all cannot be missed: of a promise that leaves much room, a fast burn is when nearly nothing is kept.
-    room = 1 - objective.share
-    factor = min(window.factor, max(MAX_MISSED_SHARE / room, 1))
-    bar = f"{factor:.6g} * {room:.6g}"
+    # No more than 100 % of events can be bad. For a large budget the factor is lowered to what can be reached.
+    budget = 1 - objective.share
+    factor = min(window.factor, max(MAX_MISSED_SHARE / budget, 1))
+    threshold = f"{factor:.6g} * {budget:.6g}"
     expr = (
-        f"{_ratio_record_name(objective, window.long)} > {bar} and {_ratio_record_name(objective, window.short)} > {bar} "
+        f"{_ratio_record_name(objective, window.long)} > {threshold} and "
+        f"{_ratio_record_name(objective, window.short)} > {threshold} "
         f"and {_events_record_name(objective, window.long)} >= {spec.minimum}"
     )
-    what = (
+    target = (
         f"{objective.of} within {objective.within:g} s" if objective.within else "requests without an error"
     )
     return _build_alert(
@@ -142,10 +146,10 @@ def _build_burn_rate_alert(objective: SloObjective, window: BurnRateWindow, spec
         window.pending_period,
         {"severity": window.severity, "slo": objective.name, "long": window.long, "short": window.short},
         {
-            "summary": f"{{{{ $labels.job }}}} {{{{ $labels.{_MODEL_LABEL} }}}}: {{{{ $value | humanizePercentage }}}} missed {what} "
-            f"over {window.long}; in {objective.share * 100:g} % it was promised",
-            "description": f"The error budget goes {factor:.3g} times as fast as it may. Which stage it is: Request anatomy; "
-            "which cause: Overview.",
+            "summary": f"{{{{ $labels.job }}}} {{{{ $labels.{_MODEL_LABEL} }}}}: {{{{ $value | humanizePercentage }}}} missed {target} "
+            f"over {window.long}; the objective is {objective.share * 100:g} %",
+            "description": f"The error budget burns at {factor:.3g} times the sustainable rate. Request anatomy shows the "
+            "stage, Overview the cause.",
         },
         "overview",
         spec,
@@ -163,7 +167,7 @@ def _build_stage_budget_rules(budgets: Mapping[str, float]) -> list[Rule]:
 def _build_cause_alert(cause: CauseAlert, spec: SloSpec) -> Rule:
     annotations = {
         "summary": cause.summary,
-        "description": f"{cause.meaning} People say: {cause.symptom}. First: {cause.change}",
+        "description": f"{cause.meaning} Users report: {cause.symptom}. First step: {cause.change}",
     }
     return _build_alert(
         cause.name,
@@ -177,33 +181,33 @@ def _build_cause_alert(cause: CauseAlert, spec: SloSpec) -> Rule:
 
 
 def _shorten_for_demo(cause: CauseAlert) -> CauseAlert:
-    expr = re.sub(r"(?<=[ :])\d+[mh]\b", lambda found: _shorten_duration(found[0]), cause.expr)
-    expr = re.sub(r"(?<=\[)\d+[mh]\b", lambda found: _shorten_duration(found[0], MIN_RANGE_S), expr)
+    expr = re.sub(r"(?<=[ :])\d+[mh]\b", lambda match: _shorten_duration(match[0]), cause.expr)
+    expr = re.sub(r"(?<=\[)\d+[mh]\b", lambda match: _shorten_duration(match[0], MIN_RANGE_S), expr)
     return cause._replace(expr=expr, pending_period=_shorten_duration(cause.pending_period))
 
 
-def _shorten_duration(length: str, least: int = 0) -> str:
+def _shorten_duration(length: str, minimum_s: int = 0) -> str:
     seconds = int(length[:-1]) * {"s": 1, "m": 60, "h": 3600}[length[-1]]
-    return f"{max(seconds // DEMO_SPEEDUP, least)}s"
+    return f"{max(seconds // DEMO_SPEEDUP, minimum_s)}s"
 
 
 def _build_alert(
     name: str,
     expr: str,
-    hold: str,
+    pending_period: str,
     labels: Mapping[str, str],
     annotations: Mapping[str, str],
-    board: str,
+    dashboard: str,
     spec: SloSpec,
 ) -> Rule:
     links = {
-        "dashboard_url": f"{spec.grafana}/d/{UID_PREFIX}{board}?var-job={{{{ $labels.job | urlquery }}}}"
+        "dashboard_url": f"{spec.grafana}/d/{UID_PREFIX}{dashboard}?var-job={{{{ $labels.job | urlquery }}}}"
     }
     if spec.runbooks:
         links["runbook_url"] = f"{spec.runbooks}#{runbook_anchor(name)}"
     rule: Rule = {"alert": ALERT_PREFIX + name, "expr": expr}
-    if hold != "0s":
-        rule["for"] = hold
+    if pending_period != "0s":
+        rule["for"] = pending_period
     return {
         **rule,
         "keep_firing_for": _shorten_duration(KEEP_FIRING) if spec.windows is DEMO_WINDOWS else KEEP_FIRING,
@@ -214,8 +218,8 @@ def _build_alert(
 
 def _build_watchdog(spec: SloSpec) -> Rule:
     annotations = {
-        "summary": "alerts can come",
-        "description": "Fires always. If it does not, alerts are lost on their way.",
+        "summary": "alert delivery works",
+        "description": "Always firing. If its notifications stop, alerts do not reach their receivers.",
     }
     return {
         "alert": ALERT_PREFIX + WATCHDOG,
@@ -226,7 +230,7 @@ def _build_watchdog(spec: SloSpec) -> Rule:
 
 
 def runbook_anchor(name: str) -> str:
-    """Of an alert's headline on the page of runbooks."""
+    """Returns the anchor of an alert's heading on the runbook page."""
     return (ALERT_PREFIX + name).lower()
 
 

@@ -1,6 +1,6 @@
-"""Alerts on causes: what is going wrong, whether somebody feels it already or not. Each knows its complaint and the first change.
+"""The table of alerts on causes: a problem in the server, before or after clients notice it.
 
-Long, since it is one table.
+Each alert names the symptom that users report and the first change to make.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ BY_JOB = ("job",)
 
 
 class CauseAlert(NamedTuple):
-    """`says`: the summary, with Prometheus' templates. `complaint`: how people put it. `change`: what to do first. `board`: where
-    to look."""
+    """One alert.
+
+    `pending_period`: how long the condition must hold ("0s" = not at all). `summary`: with Prometheus'
+    templates. `symptom`: in the words of users. `change`: the first step. `dashboard`: its name.
+    """
 
     name: str
     severity: str
@@ -47,14 +50,14 @@ _QUEUED_SERIES = _OVER_5M.select_series(
 )
 _QUEUED_BY_JOB = f"sum by (job) ({_QUEUED_SERIES})"
 _EXPECTED_CAUSES = "|".join(row.name for row in semconv.CAUSE_TABLE if not row.is_fault)
-"""What is no fault: a request's own work, what sharing a batch costs, and what nobody knows."""
+"""Causes that are no fault: a request's own work, the cost of batching, and unexplained time."""
 _BY_MODEL = (*BY_JOB, semconv.REQUEST_MODEL)
 _BY_OPERATION = (*BY_JOB, semconv.OPERATION_NAME, semconv.REQUEST_MODEL)
 _BY_INSTANCE = (*BY_JOB, "instance")
 _BY_GPU = (*BY_JOB, semconv.HW_ID)
 
 _PRESENCE_SERIES = prometheus.series_names(semconv.SELF_MEMORY)[0]
-"""Whoever is there says so."""
+"""A series that every running sidecar exports."""
 
 _SYMPTOM_PEAK_LOAD = "explodes at peak hours"
 _SYMPTOM_STALLS = "starts, then freezes or stutters"
@@ -62,12 +65,12 @@ _SYMPTOM_SLOW_TTFT = "nothing for a while, then fast"
 _SYMPTOM_INTERFERENCE = "big customers slow down small ones"
 
 
-def _preemption_rate(ask: PromqlBuilder) -> str:
-    return ask.rate(semconv.REQUEST_PREEMPTIONS, by=BY_JOB)
+def _preemption_rate(promql: PromqlBuilder) -> str:
+    return promql.rate(semconv.REQUEST_PREEMPTIONS, by=BY_JOB)
 
 
 def _queue_share_query() -> str:
-    """Whoever left while queued waited too, and has no first token."""
+    # Clamped to 1, because a client that disconnects in the queue adds queue time but no TTFT.
     queue = _OVER_10M.sum_rate(
         semconv.STAGE_DURATION, label_equals(semconv.STAGE, semconv.SPAN_QUEUE), by=_BY_OPERATION
     )
@@ -75,7 +78,7 @@ def _queue_share_query() -> str:
 
 
 def _host_bound_query() -> str:
-    """Of one server: another may have no requests, and so gaps, while this one has a queue."""
+    # Per instance, because another instance may be idle without requests while this one has a queue.
     gaps = _OVER_10M.sum_rate(semconv.DEVICE_IDLE, by=_BY_INSTANCE)
     busy = _OVER_10M.sum_rate(
         semconv.STEP_EXECUTION, label_equals(semconv.CLOCK, semconv.CLOCK_DEVICE), by=_BY_INSTANCE
@@ -89,7 +92,7 @@ def _decode_stall_query() -> str:
         label_equals(semconv.STEP_KIND, semconv.STEP_DECODE),
         label_equals(semconv.CLOCK, semconv.CLOCK_HOST),
     )
-    by = (*_BY_INSTANCE, semconv.ENGINE, semconv.PROCESS_PID)  # engines of other models are slower for good
+    by = (*_BY_INSTANCE, semconv.ENGINE, semconv.PROCESS_PID)  # engines of different models differ in speed
     worst = _OVER_5M.quantile(0.99, semconv.STEP_DURATION, *decode, by=by)
     usual = _over_window("1h").quantile(0.5, semconv.STEP_DURATION, *decode, by=by)
     return f"{worst} > 10 * {usual}"
@@ -119,7 +122,7 @@ def _server_gone_query() -> str:
 
 
 def _no_traffic_query() -> str:
-    # After a restart nobody has asked yet, and there is no series that says 0.
+    # After a restart without requests the series does not exist yet, so it counts as 0.
     now = (
         f"({_OVER_10M.rate(semconv.REQUEST_DURATION, by=BY_JOB)} or 0 * count by (job) ({_PRESENCE_SERIES}))"
     )
@@ -133,10 +136,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         TICKET,
         f"({_QUEUED_BY_JOB}) > 10 and deriv(({_QUEUED_BY_JOB})[10m:1m]) > 0",
         "5m",
-        "{{ $value | humanize }} requests wait for {{ $labels.job }}, and it becomes more",
-        "More requests come than are served.",
+        "{{ $value | humanize }} requests are queued on {{ $labels.job }}, and the queue grows",
+        "Requests arrive faster than they are served.",
         _SYMPTOM_PEAK_LOAD,
-        "Shed or spread load, add a replica; scale on this queue instead of on GPU utilisation.",
+        "Shed or spread load, or add a replica. Scale on this queue instead of GPU utilisation.",
         "overview",
     ),
     CauseAlert(
@@ -144,10 +147,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         INFO,
         f"{_queue_share_query()} > 0.5",
         "10m",
-        "{{ $value | humanizePercentage }} of the time to the first token of {{ $labels.job }} {{ $labels.gen_ai_request_model }} is waiting",
-        "Before the first token, requests mostly wait for a place in the batch.",
+        "{{ $value | humanizePercentage }} of TTFT on {{ $labels.job }} {{ $labels.gen_ai_request_model }} is queue time",
+        "Most of the time to first token is spent in the queue.",
         "fine locally, bad in production",
-        "A larger batch or KV cache, concurrency limits in front, another replica.",
+        "Use a larger batch or KV cache, limit concurrency in front of the server, or add a replica.",
         "anatomy",
     ),
     CauseAlert(
@@ -156,9 +159,9 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         f"{_OVER_5M.max_over_window(semconv.KV_UTILIZATION, by=BY_JOB)} > 0.95 and {_preemption_rate(_OVER_5M)} > 0",
         "5m",
         "the KV cache of {{ $labels.job }} is {{ $value | humanizePercentage }} full, and requests are preempted",
-        "A full KV cache alone is normal under load; together with preemptions, requests are computed twice.",
+        "A full KV cache alone is normal under load. With preemptions, requests are computed twice.",
         _SYMPTOM_STALLS,
-        "Fewer sequences at once, shorter outputs, more memory for the cache, or another replica.",
+        "Allow fewer sequences per batch or shorter outputs, give the cache more memory, or add a replica.",
         "memory",
     ),
     CauseAlert(
@@ -167,9 +170,9 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         f"{ratio_or_absent(_preemption_rate(_OVER_5M), _OVER_5M.rate(semconv.REQUEST_DURATION, by=BY_JOB))} > 0.1",
         "5m",
         "{{ $value | humanizePercentage }} preemptions per request on {{ $labels.job }}",
-        "Running sequences are put back to free KV blocks, again and again.",
+        "Running sequences are preempted repeatedly, to free KV blocks.",
         _SYMPTOM_STALLS,
-        "Lower the limit of sequences in a batch until it stops; then more KV cache.",
+        "Lower the maximum number of sequences per batch until it stops. Then add KV cache.",
         "memory",
     ),
     CauseAlert(
@@ -178,9 +181,9 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         _cause_dominates_query(),
         "10m",
         "{{ $value | humanizePercentage }} of the time of slow requests on {{ $labels.job }} is {{ $labels.infer_latency_cause }}",
-        "One cause that is not the request's own work takes over 30 % of the time of the slow ones.",
+        "One cause that is not the request's own work takes over 30 % of the time of slow requests.",
         "depends on the cause",
-        "`otel-infer explain` on the server names the change for each cause; the table of causes is in the docs.",
+        "Run `otel-infer explain` on the server: it names the change for each cause. The docs list all causes.",
         "overview",
     ),
     CauseAlert(
@@ -188,10 +191,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         TICKET,
         f"{ratio_or_absent(_OVER_10M.rate(semconv.LATENCY_DURATION, label_equals(semconv.LATENCY_CAUSE, semconv.CAUSE_INTERFERENCE), by=_BY_MODEL), _OVER_10M.rate(semconv.LATENCY_DURATION, by=_BY_MODEL))} > 0.2",
         "10m",
-        "{{ $value | humanizePercentage }} of the time of requests for {{ $labels.gen_ai_request_model }} goes to others' prompts",
-        "Prompts of some requests hold up the tokens of all others.",
+        "{{ $value | humanizePercentage }} of the time of requests for {{ $labels.gen_ai_request_model }} goes to prompts of other requests",
+        "The prefill of long prompts delays the tokens of all other requests.",
         _SYMPTOM_INTERFERENCE,
-        "Chunked prefill with fewer tokens per step, or long prompts on replicas of their own.",
+        "Use chunked prefill with fewer tokens per step, or serve long prompts on separate replicas.",
         "decode",
     ),
     CauseAlert(
@@ -199,10 +202,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         TICKET,
         _decode_stall_query(),
         "5m",
-        "the slowest decode steps of {{ $labels.job }} {{ $labels.instance }} take {{ $value | humanizeDuration }}, over ten times the usual",
-        "Steps without a prompt in them are interrupted.",
+        "p99 of decode steps of {{ $labels.job }} {{ $labels.instance }} is {{ $value | humanizeDuration }}, over 10 times the median",
+        "Steps without prompts are interrupted.",
         _SYMPTOM_STALLS,
-        "Look at the pauses beside the steps: garbage collection, CPU quota, capture, a lock.",
+        "Compare with the pauses: garbage collection, CPU quota, graph capture, a lock.",
         "decode",
     ),
     CauseAlert(
@@ -210,10 +213,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         INFO,
         _host_bound_query(),
         "15m",
-        "the GPU of {{ $labels.job }} {{ $labels.instance }} waits for the host {{ $value | humanizePercentage }} of the time of steps",
-        "Requests wait, and between steps the device has nothing to do: the host is late.",
+        "the GPU of {{ $labels.job }} {{ $labels.instance }} is idle between steps for {{ $value | humanizePercentage }} of the time",
+        "Requests wait while the device is idle between steps, so the host is the bottleneck.",
         _SYMPTOM_STALLS,
-        "CUDA graphs, asynchronous scheduling, fewer things on the engine's thread; only then a faster GPU.",
+        "Use CUDA graphs and asynchronous scheduling, and move work off the engine's thread. A faster GPU comes last.",
         "gpu",
     ),
     CauseAlert(
@@ -221,10 +224,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         INFO,
         _cold_paths_query(),
         "0s",
-        "{{ $labels.job }} compiled or captured while it served",
-        "Something was used for the first time under traffic.",
+        "{{ $labels.job }} compiled code or captured graphs while it served requests",
+        "A shape or code path was used for the first time under traffic.",
         _SYMPTOM_SLOW_TTFT,
-        "Warm up with the shapes that come, before the server says that it is ready.",
+        "Warm up with the shapes of real traffic before the server reports that it is ready.",
         "decode",
     ),
     CauseAlert(
@@ -233,9 +236,9 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         _OVER_10M.count_occurrences(semconv.MARKS, label_equals(semconv.MARK_NAME, "allocator_oom"), by=BY_JOB),
         "0s",
         "{{ $labels.job }} ran out of device memory",
-        "A request asked for more than the device had, and failed.",
+        "A request needed more device memory than was available, and failed.",
         "it fails with long prompts",
-        "Cap prompts and batch, leave more outside of the KV cache; the request has the state of the memory on it.",
+        "Limit prompt length and batch size, or give the KV cache less memory. The request's span shows the memory state.",
         "memory",
     ),
     CauseAlert(
@@ -243,10 +246,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         TICKET,
         _OVER_5M.count_occurrences(semconv.MARKS, label_equals(semconv.MARK_NAME, "allocator_retry"), by=BY_JOB),
         "5m",
-        "the allocator of {{ $labels.job }} gives memory back and asks again",
-        "Torch's allocator found no piece large enough; giving back stops the device.",
+        "the allocator of {{ $labels.job }} frees its cache and retries",
+        "Torch's allocator found no free block of sufficient size. Freeing its cache stops the device.",
         _SYMPTOM_STALLS,
-        "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`; less memory for the KV cache.",
+        "Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or give the KV cache less memory.",
         "memory",
     ),
     CauseAlert(
@@ -254,10 +257,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         TICKET,
         f"{ratio_or_absent(_OVER_10M.rate(semconv.REQUEST_ABANDONED, label_equals(semconv.ERROR_TYPE, semconv.ERROR_CLIENT_DISCONNECT), by=BY_JOB), _OVER_10M.rate(semconv.REQUEST_DURATION, by=BY_JOB))} > 0.1",
         "10m",
-        "{{ $value | humanizePercentage }} of the clients of {{ $labels.job }} leave before the end",
-        "People give up; it mostly follows latency, and is not counted as an error.",
+        "{{ $value | humanizePercentage }} of the clients of {{ $labels.job }} disconnect before the end",
+        "Clients disconnect, mostly because of latency. It does not count as an error.",
         "nothing happens",
-        "Look at TTFT; and at the time-outs of clients and proxies.",
+        "Check TTFT, and the timeouts of clients and proxies.",
         "overview",
     ),
     CauseAlert(
@@ -265,10 +268,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         PAGE,
         _server_gone_query(),
         "2m",
-        "{{ $labels.job }} was there ten minutes ago, and is not",
-        "No server of this name says anything any more.",
+        "{{ $labels.job }} reported metrics ten minutes ago, and now reports none",
+        "No server of this name exports metrics any more.",
         "it is down",
-        "Look at the process, then at the way of its metrics.",
+        "Check the process, then the path of its metrics.",
         "health",
     ),
     CauseAlert(
@@ -276,21 +279,21 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         TICKET,
         _no_traffic_query(),
         "15m",
-        "nobody asks {{ $labels.job }} any more",
-        "Requests came for an hour, and none for ten minutes, while the server is there.",
+        "{{ $labels.job }} receives no requests any more",
+        "Requests arrived for an hour and none for ten minutes, while the server runs.",
         "it is down",
-        "Look at what is in front of it, and whether it is still starting.",
+        "Check the load balancer or proxy in front of it, and whether it is still starting.",
         "overview",
     ),
     CauseAlert(
         "GpuThrottled",
         TICKET,
-        f"{_OVER_10M.aggregate_gauge(semconv.GPU_THROTTLED, label_matches(semconv.THROTTLE_REASON, 'hw_slowdown|sw_thermal|hw_thermal|power_brake'), by=(*_BY_GPU, semconv.THROTTLE_REASON), take='max')} > 0",
+        f"{_OVER_10M.aggregate_gauge(semconv.GPU_THROTTLED, label_matches(semconv.THROTTLE_REASON, 'hw_slowdown|sw_thermal|hw_thermal|power_brake'), by=(*_BY_GPU, semconv.THROTTLE_REASON), aggregation='max')} > 0",
         "10m",
-        "the clocks of GPU {{ $labels.hw_id }} are held down: {{ $labels.infer_gpu_throttle_reason }}",
-        "The GPU is slower than it could be; in a group, all wait for it.",
-        "slow for everybody, since today",
-        "Cooling and power of that machine; take it out of service meanwhile.",
+        "the clocks of GPU {{ $labels.hw_id }} are throttled: {{ $labels.infer_gpu_throttle_reason }}",
+        "The GPU runs below its normal clocks. In a group of GPUs, all ranks wait for it.",
+        "slow for all users, since today",
+        "Check cooling and power of that machine, and take it out of service meanwhile.",
         "gpu",
     ),
     CauseAlert(
@@ -298,10 +301,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         TICKET,
         f"{_OVER_10M.increase(semconv.GPU_ERRORS, label_equals(semconv.ERROR_TYPE, 'uncorrected'), by=_BY_GPU)} > 0",
         "0s",
-        "GPU {{ $labels.hw_id }} has memory errors that could not be corrected",
-        "ECC found errors that it cannot repair.",
+        "GPU {{ $labels.hw_id }} has uncorrected memory errors",
+        "ECC detected errors that it cannot correct.",
         "wrong answers, crashes",
-        "Take the GPU out of service and reset it; replace it if they come back.",
+        "Take the GPU out of service and reset it. Replace it if the errors return.",
         "gpu",
     ),
     CauseAlert(
@@ -309,10 +312,10 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         TICKET,
         _OVER_10M.count_occurrences(semconv.GPU_ERRORS, label_matches(semconv.ERROR_TYPE, "xid_.*"), by=(*_BY_GPU, semconv.ERROR_TYPE)),
         "0s",
-        "the driver of GPU {{ $labels.hw_id }} told {{ $labels.error_type }}",
-        "The driver reported something critical of this GPU; its number says what (NVIDIA's table of Xid errors).",
+        "the driver of GPU {{ $labels.hw_id }} reported {{ $labels.error_type }}",
+        "The driver reported a critical error of this GPU. NVIDIA's table of Xid errors explains the number.",
         "wrong answers, crashes",
-        "Look the number up: some are the application's, 48, 63, 64, 74, 79, 94 and 95 are the hardware's.",
+        "Look up the number: 48, 63, 64, 74, 79, 94 and 95 are hardware errors, others may come from the application.",
         "gpu",
     ),
     CauseAlert(
@@ -321,9 +324,9 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         f"{_OVER_5M.rate(semconv.SELF_LOST, label_not_matches(semconv.LOSS_REASON, semconv.LOSS_OVER_BUDGET), by=(*BY_JOB, semconv.LOSS_REASON))} > 0",
         "5m",
         "{{ $labels.job }} loses telemetry: {{ $labels.infer_loss_reason }}",
-        "Facts or spans do not arrive. Requests are served all the same.",
+        "Events or spans are lost. Requests are still served.",
         "traces are missing",
-        "Refused or given up: the collector. Overwritten: a CPU for the sidecar.",
+        "For spans refused or given up, check the collector. For overwritten events, give the sidecar more CPU.",
         "health",
     ),
     CauseAlert(
@@ -331,14 +334,14 @@ CAUSE_ALERTS: Sequence[CauseAlert] = (
         TICKET,
         f"{_OVER_5M.aggregate_gauge(semconv.SELF_HOOKS, label_equals(semconv.HOOK_STATE, semconv.HOOK_MISSING), by=(*BY_JOB, semconv.INTEGRATION))} > 0",
         "15m",
-        "{{ $value }} hooks of {{ $labels.infer_integration }} do not bind on {{ $labels.job }}",
-        "A library has changed: stages are missing from traces.",
+        "{{ $value }} hooks of {{ $labels.infer_integration }} are not installed on {{ $labels.job }}",
+        "A library release does not match its hooks, so stages are missing from traces.",
         "a stage is missing",
-        "`otel-infer doctor` on the server says which, and which release has them.",
+        "Run `otel-infer doctor` on the server: it lists the hooks and the releases that have them.",
         "health",
     ),
 )  # fmt: skip
-"""In the order of the docs."""
+"""All alerts on causes, in the order of the docs."""
 
 WATCHDOG = "Watchdog"
-"""Fires always: whoever receives alerts knows by it that they can come."""
+"""Name of the alert that always fires, which shows that alerts reach their receivers."""

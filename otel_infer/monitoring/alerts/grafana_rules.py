@@ -1,8 +1,9 @@
-"""The same alerts for who has Grafana evaluate them: rule groups of its provisioning API. Pure.
+"""Converts the alert rules to rule groups of Grafana's provisioning API, for evaluation by Grafana. Pure.
 
-Each is a query that answers while the alert fires, much as in Grafana's own converter of Prometheus rules
-(grafana/pkg/services/ngalert/prom): a number that is there is turned into 1, and 1 is more than 0. What Prometheus would record is
-written out in the queries that use it. Grafana calls an alert by its title, so that is its name and, where several have that, which.
+A Prometheus alert fires while its query returns a series. As in Grafana's own converter of Prometheus rules
+(grafana/pkg/services/ngalert/prom), a math step turns a number into 1, and a threshold compares that with 0.
+Recorded series are replaced by their expressions, because Grafana records none. Grafana shows an alert by its
+title; the title is the alert's name, followed by objective and window where the name alone is ambiguous.
 """
 
 from __future__ import annotations
@@ -13,27 +14,30 @@ from collections.abc import Mapping
 from typing import Any
 
 EVALUATION_INTERVAL_S = 20
-"""Seconds between two evaluations: Grafana refuses what is no multiple of 10."""
+"""Time between two evaluations; Grafana accepts only multiples of 10."""
 _MAX_UID_LENGTH = 40
 _QUERY_ID, _PRESENT_ID, _THRESHOLD_ID = "query", "there", "over"
 _LOOKBACK_S = 600
 
 
 def convert_rule_groups(rules: Mapping[str, Any], datasource: str) -> list[dict[str, Any]]:
-    """From the file's content, for the Prometheus data source with this uid: title, interval (s), rules."""
+    """Returns Grafana rule groups (title, interval in s, rules) for a rules file.
+
+    `rules`: the file's content. `datasource`: uid of the Prometheus data source.
+    """
     recorded = {
         rule["record"]: rule["expr"]
         for group in rules["groups"]
         for rule in group["rules"]
         if "record" in rule and "labels" not in rule
     }
-    found = []
+    groups = []
     for group in rules["groups"]:
         alerts = [rule for rule in group["rules"] if "alert" in rule]
-        made = [_convert_rule(rule, recorded, datasource) for rule in alerts]
-        if made:
-            found.append({"title": group["name"], "interval": EVALUATION_INTERVAL_S, "rules": made})
-    return found
+        converted = [_convert_rule(rule, recorded, datasource) for rule in alerts]
+        if converted:
+            groups.append({"title": group["name"], "interval": EVALUATION_INTERVAL_S, "rules": converted})
+    return groups
 
 
 def _convert_rule(rule: Mapping[str, Any], recorded: Mapping[str, str], datasource: str) -> dict[str, Any]:
@@ -59,10 +63,10 @@ def _convert_rule(rule: Mapping[str, Any], recorded: Mapping[str, str], datasour
 
 
 def _rule_uid(title: str) -> str:
-    whole = re.sub(r"[^a-z0-9-]", "-", f"oi-{title}".lower())
-    if len(whole) <= _MAX_UID_LENGTH:
-        return whole
-    return f"{whole[: _MAX_UID_LENGTH - 9]}-{hashlib.sha256(title.encode()).hexdigest()[:8]}"
+    uid = re.sub(r"[^a-z0-9-]", "-", f"oi-{title}".lower())
+    if len(uid) <= _MAX_UID_LENGTH:
+        return uid
+    return f"{uid[: _MAX_UID_LENGTH - 9]}-{hashlib.sha256(title.encode()).hexdigest()[:8]}"
 
 
 def _inline_recorded_series(expr: str, recorded: Mapping[str, str]) -> str:
@@ -72,7 +76,7 @@ def _inline_recorded_series(expr: str, recorded: Mapping[str, str]) -> str:
 
 
 def _convert_template(text: str) -> str:
-    """Grafana has the value under the name of its query."""
+    """Returns a template in Grafana's syntax, where the value has the name of its query."""
     return text.replace("$value", f"$values.{_QUERY_ID}.Value")
 
 
@@ -87,14 +91,14 @@ def _query_step(expr: str, datasource: str) -> dict[str, Any]:
 
 
 def _math_step() -> dict[str, Any]:
-    there = " || ".join(f"{test}(${_QUERY_ID})" for test in ("is_number", "is_nan", "is_inf"))
-    return _expression_step(_PRESENT_ID, {"type": "math", "expression": there})
+    is_present = " || ".join(f"{test}(${_QUERY_ID})" for test in ("is_number", "is_nan", "is_inf"))
+    return _expression_step(_PRESENT_ID, {"type": "math", "expression": is_present})
 
 
 def _threshold_step() -> dict[str, Any]:
-    over = {"evaluator": {"type": "gt", "params": [0]}}
+    condition = {"evaluator": {"type": "gt", "params": [0]}}
     return _expression_step(
-        _THRESHOLD_ID, {"type": "threshold", "expression": _PRESENT_ID, "conditions": [over]}
+        _THRESHOLD_ID, {"type": "threshold", "expression": _PRESENT_ID, "conditions": [condition]}
     )
 
 

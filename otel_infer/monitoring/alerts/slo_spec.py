@@ -1,7 +1,8 @@
-"""What is promised, as people write it in `slo.yaml`, checked. Pure; `promises` is given what the YAML says.
+"""Parses and checks service level objectives, as written in `slo.yaml`. Pure: `parse_spec` receives the
+parsed YAML.
 
-    windows: standard            # or demo: minutes in place of hours and days
-    minimum: 50                  # requests in the long window (streams' gaps for itl), or nothing is said
+    windows: standard            # or demo: minutes instead of hours and days
+    minimum: 50                  # events in the long window (for itl: gaps between tokens); below it no alert fires
     grafana: https://grafana.example.com
     runbooks: https://…/alerts.md
     objectives:
@@ -10,7 +11,7 @@
       - {name: errors, of: errors, share: 99.5%}
     budgets: {queue: 100ms, prefill: 350ms}
 
-A latency objective is a share of events that were fast enough, so its bound has to be one of the histogram's.
+A latency objective is a share of events within a bound, so the bound must be a bucket bound of the histogram.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ OBJECTIVE_METRICS: Mapping[str, Metric] = {
     slo.E2E: semconv.REQUEST_DURATION,
     ERRORS: semconv.REQUEST_DURATION,
 }
-"""What an objective may be of."""
+"""The metric of each objective kind (`of`)."""
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 
 
 class InvalidSloSpec(ValueError):
-    """What is wrong in `slo.yaml`, where, and what is expected there."""
+    """An invalid value in `slo.yaml`; the message names its place and the expected value."""
 
 
 class BurnRateWindow(NamedTuple):
-    """A burn-rate alert: so much of the budget goes in `long`, and still does in `short` (Google's SRE workbook, ch. 5)."""
+    """The windows and the factor of a burn-rate alert (Google's SRE workbook, chapter 5).
+
+    It fires if the budget burns `factor` times as fast as allowed, over `long` and over `short`.
+    """
 
     severity: str
     factor: float
@@ -57,17 +61,24 @@ STANDARD_WINDOWS = (
     BurnRateWindow("ticket", 3, "1d", "2h", "1h"),
     BurnRateWindow("ticket", 1, "3d", "6h", "3h"),
 )
-"""For a budget of 30 days: 2 %, 5 %, 10 % and 10 % of it."""
+"""Windows for a budget of 30 days: each fires when 2 %, 5 %, 10 % or 10 % of it is used in its long window.
+"""
 DEMO_WINDOWS = (
     BurnRateWindow("page", 14.4, "2m", "30s", "6s"),
     BurnRateWindow("ticket", 3, "10m", "2m", "30s"),
 )
-"""For somebody who wants to see one fire; causes are told in seconds then, too."""
+"""Windows for demonstrations, in which an alert fires within minutes; cause alerts are shortened to seconds,
+too.
+"""
 WINDOW_SETS: Mapping[str, tuple[BurnRateWindow, ...]] = {"standard": STANDARD_WINDOWS, "demo": DEMO_WINDOWS}
 
 
 class SloObjective(NamedTuple):
-    """`within` in s, 0 for errors; `share` of the events that have to be good, 0 to 1; `model`: a regular expression."""
+    """One objective.
+
+    `of`: a key of `OBJECTIVE_METRICS`. `within`: bound in s, 0 for errors. `share`: share of events that must
+    be good, between 0 and 1. `model`: a regular expression, "" = all models.
+    """
 
     name: str
     of: str
@@ -77,7 +88,11 @@ class SloObjective(NamedTuple):
 
 
 class SloSpec(NamedTuple):
-    """All of it."""
+    """The content of `slo.yaml`.
+
+    `budgets`: s by stage. `minimum`: events in the long window below which no alert fires. `grafana`,
+    `runbooks`: addresses for links in alerts, "" = relative links to dashboards and none to runbooks.
+    """
 
     objectives: Sequence[SloObjective]
     budgets: Mapping[str, float]
@@ -102,44 +117,48 @@ DEFAULT_SPEC = SloSpec(
         semconv.SPAN_POSTPROCESS: 0.05,
     },
 )
-"""What the rules that come along are made from."""
+"""The objectives of the default rules in `dashboards/alerts`."""
 
 
-def parse_spec(said: Any) -> SloSpec:
-    """The promises in what a YAML file says; raises `BadSpec`."""
+def parse_spec(content: Any) -> SloSpec:
+    """Returns the objectives in the parsed content of a YAML file; raises `InvalidSloSpec`."""
     known = set(SloSpec._fields)
-    _require_value(isinstance(said, dict), "the file", "a mapping with `objectives`")
-    for key in said:
+    _require_value(isinstance(content, dict), "the file", "a mapping with `objectives`")
+    for key in content:
         _require_value(key in known, f"`{key}`", "one of " + ", ".join(sorted(known)))
-    listed = said.get("objectives")
-    _require_value(isinstance(listed, list) and bool(listed), "`objectives`", "a list with one entry or more")
-    found = [_parse_objective(entry, f"objectives[{i}]") for i, entry in enumerate(listed)]
-    names = {one.name.replace("-", "_") for one in found}
+    entries = content.get("objectives")
     _require_value(
-        len(names) == len(found), "`objectives`", "a different `name` for each (- and _ are the same)"
+        isinstance(entries, list) and bool(entries), "`objectives`", "a list with one entry or more"
     )
-    budgets = said.get("budgets") or {}
-    _require_value(isinstance(budgets, dict), "`budgets`", "a length for each stage")
-    windows, minimum = said.get("windows", "standard"), said.get("minimum", 50)
+    objectives = [_parse_objective(entry, f"objectives[{i}]") for i, entry in enumerate(entries)]
+    names = {objective.name.replace("-", "_") for objective in objectives}
+    _require_value(
+        len(names) == len(objectives), "`objectives`", "a different `name` for each (- and _ are the same)"
+    )
+    budgets = content.get("budgets") or {}
+    _require_value(isinstance(budgets, dict), "`budgets`", "a duration for each stage")
+    windows, minimum = content.get("windows", "standard"), content.get("minimum", 50)
     _require_value(
         isinstance(windows, str) and windows in WINDOW_SETS, "`windows`", "one of " + ", ".join(WINDOW_SETS)
     )
     _require_value(isinstance(minimum, int) and minimum >= 0, "`minimum`", "a whole number, 0 or more")
     return SloSpec(
-        found,
+        objectives,
         {
             _parse_stage(stage): _parse_duration(length, f"budgets.{stage}")
             for stage, length in budgets.items()
         },
         WINDOW_SETS[windows],
         minimum,
-        _parse_url(said.get("grafana"), "grafana"),
-        _parse_url(said.get("runbooks"), "runbooks"),
+        _parse_url(content.get("grafana"), "grafana"),
+        _parse_url(content.get("runbooks"), "runbooks"),
     )
 
 
 def _parse_objective(entry: Any, where: str) -> SloObjective:
-    _require_value(isinstance(entry, dict), where, "name, of, within, share and maybe model")
+    _require_value(
+        isinstance(entry, dict), where, "a mapping with name, of, within, share and optionally model"
+    )
     for key in entry:
         _require_value(
             key in SloObjective._fields, f"{where}.{key}", "one of " + ", ".join(SloObjective._fields)
@@ -156,11 +175,11 @@ def _parse_objective(entry: Any, where: str) -> SloObjective:
         "one of " + ", ".join(OBJECTIVE_METRICS),
     )
     _require_value(isinstance(model, str), f"{where}.model", "a regular expression")
-    found = _SHARE.fullmatch(str(entry.get("share", "")).strip())
-    share = float(found[1]) / 100 if found else 0.0
+    match = _SHARE.fullmatch(str(entry.get("share", "")).strip())
+    share = float(match[1]) / 100 if match else 0.0
     _require_value(0 < share < 1, f"{where}.share", "a share such as 99%, below 100%")
     if of == ERRORS:
-        _require_value("within" not in entry, f"{where}.within", "nothing: errors have no length")
+        _require_value("within" not in entry, f"{where}.within", "nothing, because errors have no duration")
         return SloObjective(str(name), of, 0.0, share, model)
     return SloObjective(
         str(name),
@@ -172,17 +191,17 @@ def _parse_objective(entry: Any, where: str) -> SloObjective:
 
 
 def _parse_bound(text: Any, metric: Metric, where: str) -> float:
-    length = _parse_duration(text, where)
+    seconds = _parse_duration(text, where)
     bounds = ", ".join(f"{bound:g}s" for bound in metric.bounds)
-    _require_value(length in metric.bounds, where, f"a bound of {metric.name}: {bounds}")
-    return length
+    _require_value(seconds in metric.bounds, where, f"a bound of {metric.name}: {bounds}")
+    return seconds
 
 
 def _parse_duration(text: Any, where: str) -> float:
-    found = _DURATION.fullmatch(str(text).strip())
-    _require_value(found is not None, where, "a length such as 500ms or 1.5s")
-    assert found is not None
-    return float(found[1]) / (1000 if found[2] == "ms" else 1)
+    match = _DURATION.fullmatch(str(text).strip())
+    _require_value(match is not None, where, "a length such as 500ms or 1.5s")
+    assert match is not None
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
 def _parse_stage(name: Any) -> str:
@@ -196,7 +215,7 @@ def _parse_url(text: Any, where: str) -> str:
     _require_value(
         isinstance(text, str) and text.startswith(("http://", "https://")),
         f"`{where}`",
-        "an address with http",
+        "an address with http:// or https://",
     )
     return str(text).rstrip("/")
 

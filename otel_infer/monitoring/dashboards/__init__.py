@@ -1,6 +1,6 @@
-"""The dashboards, built from the names that the code emits. Pure: who writes them to files is `cli.dashboards`.
+"""Builds the dashboards from the metric names that the code emits. Pure: `cli.dashboards` writes the files.
 
-A function of a dashboard is a row of it, as long as that has panels.
+In the module of a dashboard, each row of panels is a function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DASHBOARD_BUILDERS: Sequence[Callable[[], Dashboard]] = (
 
 
 def build_dashboards() -> dict[str, dict[str, Any]]:
-    """The JSON of every dashboard, by the name of its file."""
+    """Returns the JSON of every dashboard, by file name."""
     return {
         f"{board.name}.json": render_dashboard(board) for board in (make() for make in DASHBOARD_BUILDERS)
     }

@@ -1,6 +1,7 @@
-"""A dashboard: rows of panels laid on the grid, and the variables that they name. Classic JSON, which Grafana 10 to 13 read from files.
+"""Renders a dashboard: rows of panels on the grid, and the variables that they reference.
 
-Not the newer schema: Grafana 13 refuses it in provisioned files. Nothing in a dashboard names a data source: people choose.
+The output is classic JSON, which Grafana 10 to 13 read from files. Grafana 13 rejects the newer schema in
+provisioned files. A dashboard names no data source, because users choose it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ PROMQL = PromqlBuilder(
     {"job": "$job", "instance": "$instance", semconv.REQUEST_MODEL: "$model", semconv.HW_ID: "$gpu"},
     "$__rate_interval",
 )
-"""What the viewer chose holds for every panel."""
+"""Builder with the dashboard's variables as filters, which apply to every panel."""
 
 
 class DashboardRow(NamedTuple):
-    """Panels under a headline. `closed`: for what not everybody has."""
+    """Panels under a title. `collapsed`: for features that not every server has."""
 
     title: str
     panels: Sequence[Json]
@@ -35,7 +36,7 @@ class DashboardRow(NamedTuple):
 
 
 class Dashboard(NamedTuple):
-    """`name`: the end of its uid, and its file."""
+    """A dashboard. `name`: its uid after the prefix, and the name of its file."""
 
     name: str
     title: str
@@ -48,29 +49,32 @@ class Dashboard(NamedTuple):
 
 
 def make_variable(kind: str, name: str, label: str, **more: object) -> Json:
-    """A choice at the top of a dashboard."""
+    """Returns a variable, which users set at the top of a dashboard."""
     return {"type": kind, "name": name, "label": label, "hide": 0, **more}
 
 
-def _label_variable(name: str, label: str, query: str, every: str) -> Json:
-    asked = {"query": query, "refId": f"variable-{name}", "qryType": 1}
-    chosen = {"text": ["All"], "value": ["$__all"]}
+def _label_variable(name: str, label: str, query: str, all_value: str) -> Json:
+    query_model = {"query": query, "refId": f"variable-{name}", "qryType": 1}
+    current = {"text": ["All"], "value": ["$__all"]}
     return make_variable(
-        "query", name, label, datasource=PROMETHEUS, query=asked, definition=query, refresh=2, sort=1, multi=True,
-        includeAll=True, allValue=every, current=chosen, regex="", options=[],
+        "query", name, label, datasource=PROMETHEUS, query=query_model, definition=query, refresh=2, sort=1, multi=True,
+        includeAll=True, allValue=all_value, current=current, regex="", options=[],
     )  # fmt: skip
 
 
-def _bound_variable(name: str, label: str, metric: semconv.Metric, usual: float) -> Json:
-    """Bounds of a histogram's buckets; those that are not whole numbers, since those are written in two ways (`1`, `1.0`)."""
+def _bound_variable(name: str, label: str, metric: semconv.Metric, default: float) -> Json:
+    """Returns a variable for the bounds of a histogram's buckets.
+
+    Whole numbers are left out, because Prometheus has two forms of them (`1`, `1.0`).
+    """
     bounds = [bound for bound in metric.bounds if bound != int(bound)]
     options = [
-        {"text": _format_duration(bound), "value": repr(bound), "selected": bound == usual}
+        {"text": _format_duration(bound), "value": repr(bound), "selected": bound == default}
         for bound in bounds
     ]
-    (chosen,) = [one for one in options if one["selected"]]
-    query = ",".join(f"{one['text']} : {one['value']}" for one in options)
-    return make_variable("custom", name, label, query=query, options=options, current=chosen, multi=False)
+    (current,) = [option for option in options if option["selected"]]
+    query = ",".join(f"{option['text']} : {option['value']}" for option in options)
+    return make_variable("custom", name, label, query=query, options=options, current=current, multi=False)
 
 
 def _format_duration(seconds: float) -> str:
@@ -78,7 +82,7 @@ def _format_duration(seconds: float) -> str:
 
 
 _PRESENCE_SERIES = prometheus.series_names(semconv.SELF_MEMORY)[0]
-"""What every sidecar says."""
+"""A series that every running sidecar exports."""
 _REQUEST_SERIES = prometheus.family_name(semconv.REQUEST_DURATION) + prometheus.COUNT
 _GPU_SERIES = prometheus.series_names(semconv.GPU_MEMORY_LIMIT)[0]
 
@@ -100,8 +104,12 @@ _ALWAYS_SHOWN = ("datasource", "job", "instance")
 
 
 def resolve_variables(expr: str, window: str, **choice: str) -> str:
-    """An expression of a panel as Grafana would ask it: everything is chosen but for `choice`; rates over `window`."""
-    chosen = {
+    """Returns a panel's expression as Grafana would query it.
+
+    Variables have their defaults (all servers, models and GPUs), except those in `choice`. Rates are over
+    `window`.
+    """
+    values = {
         "__rate_interval": window,
         "__range": window,
         "job": ".+",
@@ -109,19 +117,21 @@ def resolve_variables(expr: str, window: str, **choice: str) -> str:
         "model": ".*",
         "gpu": ".+",
     }
-    for one in VARIABLES:
-        if one["type"] in ("custom", "textbox"):
-            chosen[str(one["name"])] = str(one["current"]["value"])
-    chosen.update(choice)
-    return _VARIABLE_REFERENCE.sub(lambda found: chosen.get(found[1], found[0]), expr)
+    for variable in VARIABLES:
+        if variable["type"] in ("custom", "textbox"):
+            values[str(variable["name"])] = str(variable["current"]["value"])
+    values.update(choice)
+    return _VARIABLE_REFERENCE.sub(lambda match: values.get(match[1], match[0]), expr)
 
 
 def render_dashboard(board: Dashboard) -> Json:
-    """The JSON of a dashboard, the same for the same board."""
+    """Returns the JSON of a dashboard, with the variables that its panels reference; deterministic."""
     panels = _layout_panels(board.rows)
-    said = json.dumps(panels)
-    named = [
-        one for one in VARIABLES if one["name"] in _ALWAYS_SHOWN or _is_referenced(str(one["name"]), said)
+    content = json.dumps(panels)
+    variables = [
+        variable
+        for variable in VARIABLES
+        if variable["name"] in _ALWAYS_SHOWN or _is_referenced(str(variable["name"]), content)
     ]
     return {
         "uid": board.uid,
@@ -143,13 +153,13 @@ def render_dashboard(board: Dashboard) -> Json:
             }
         ],
         "annotations": {"list": [_alert_annotation()]},
-        "templating": {"list": [*named, _FILTERS]},
+        "templating": {"list": [*variables, _FILTERS]},
         "panels": panels,
     }  # fmt: skip
 
 
-def _is_referenced(name: str, said: str) -> bool:
-    return f"${name}" in said or f"${{{name}" in said
+def _is_referenced(name: str, content: str) -> bool:
+    return f"${name}" in content or f"${{{name}" in content
 
 
 def _alert_annotation() -> Json:
@@ -168,28 +178,28 @@ def _alert_annotation() -> Json:
 
 
 def _layout_panels(rows: Sequence[DashboardRow]) -> list[Json]:
-    """From left to right, row by row, with ids in that order."""
-    laid: list[Json] = []
+    """Returns the panels with grid positions, from left to right, row by row, with ids in that order."""
+    placed: list[Json] = []
     y = number = 0
     for row in rows:
         number += 1
-        head: Json = {
+        header: Json = {
             "type": "row",
             "id": number,
             "title": row.title,
             "collapsed": row.collapsed,
             "panels": [],
         }
-        head["gridPos"] = {"x": 0, "y": y, "w": GRID_COLUMNS, "h": 1}
-        inside: list[Json] = head["panels"] if row.collapsed else laid
-        laid.append(head)
+        header["gridPos"] = {"x": 0, "y": y, "w": GRID_COLUMNS, "h": 1}
+        target: list[Json] = header["panels"] if row.collapsed else placed
+        placed.append(header)
         x, y, tallest = 0, y + 1, 0
-        for one in row.panels:
+        for panel in row.panels:
             number += 1
-            width, height = one["gridPos"]["w"], one["gridPos"]["h"]
+            width, height = panel["gridPos"]["w"], panel["gridPos"]["h"]
             if x + width > GRID_COLUMNS:
                 x, y, tallest = 0, y + tallest, 0
-            inside.append({"id": number, **one, "gridPos": {"x": x, "y": y, "w": width, "h": height}})
+            target.append({"id": number, **panel, "gridPos": {"x": x, "y": y, "w": width, "h": height}})
             x, tallest = x + width, max(tallest, height)
         y += tallest
-    return laid
+    return placed

@@ -1,4 +1,4 @@
-"""What the engine does step by step, and what that does to those who read along."""
+"""The dashboard Decode and batching: the engine's steps, and their effect on token latency."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ _HOST_CLOCK = label_equals(semconv.CLOCK, semconv.CLOCK_HOST)
 
 
 def _token_latency_row() -> DashboardRow:
-    held = [row.name for row in semconv.CAUSE_TABLE if row.slows_decode]
-    which = label_matches(semconv.LATENCY_CAUSE, "|".join(held))
-    delayed = ratio_to_total(
-        PROMQL.rate(semconv.LATENCY_DURATION, which, by=(semconv.LATENCY_CAUSE,)),
+    causes = [row.name for row in semconv.CAUSE_TABLE if row.slows_decode]
+    matcher = label_matches(semconv.LATENCY_CAUSE, "|".join(causes))
+    delay = ratio_to_total(
+        PROMQL.rate(semconv.LATENCY_DURATION, matcher, by=(semconv.LATENCY_CAUSE,)),
         PROMQL.rate(semconv.REQUEST_DURATION),
     )
     return DashboardRow(
-        "Who reads along",
+        "Token latency",
         [
             panels.heatmap_panel(
                 "Time between tokens",
                 PanelDescription(
-                    "Every gap between two tokens of one stream.",
-                    "a second band is an interruption: see what held them up.",
+                    "Distribution of all gaps between two tokens of a stream.",
+                    "a second band shows interruptions: see the delay by cause.",
                 ),
                 PROMQL.bucket_increase(semconv.INTER_TOKEN_LATENCY),
             ),
             panels.quantiles_panel(
                 "Time between tokens",
-                PanelDescription("Over all gaps.", "p99 far above p50: some steps are interrupted."),
+                PanelDescription(
+                    "Quantiles of all gaps between two tokens.",
+                    "p99 far above p50 means that single steps are interrupted.",
+                ),
                 PROMQL,
                 semconv.INTER_TOKEN_LATENCY,
             ),
             panels.timeseries_panel(
-                "What held them up",
+                "Decode delay by cause",
                 PanelDescription(
-                    "Mean time that a request lost to others and to pauses.",
-                    "`interference`: chunk prompts, or serve long ones apart; `batching`: a smaller batch; `preemption`: more KV cache; `gc`: freeze, or collect less often.",
+                    "Mean time that a request lost to other requests and to pauses.",
+                    "`interference`: chunk prompts, or serve long prompts separately. `batching`: use a smaller batch. `preemption`: add KV cache. `gc`: freeze objects, or collect less often.",
                 ),
-                [PanelQuery(delayed, legend_format(semconv.LATENCY_CAUSE))],
+                [PanelQuery(delay, legend_format(semconv.LATENCY_CAUSE))],
                 unit="s",
                 stacked="normal",
                 size=(12, 8),
@@ -51,8 +54,8 @@ def _token_latency_row() -> DashboardRow:
             panels.quantiles_panel(
                 "Time per output token",
                 PanelDescription(
-                    "One value per request: its time after the first token, by the tokens that came in it.",
-                    "it rises with the batch: that is the price of throughput.",
+                    "One value per request: its time after the first token, divided by the number of later tokens.",
+                    "it rises with the batch size, which is the price of throughput.",
                 ),
                 PROMQL,
                 semconv.TIME_PER_OUTPUT_TOKEN,
@@ -67,21 +70,21 @@ def _engine_steps_row() -> DashboardRow:
         PROMQL.rate(semconv.STEP_TOKENS_TOTAL, by=by), PROMQL.rate(semconv.STEP_DURATION, _HOST_CLOCK)
     )
     return DashboardRow(
-        "The engine",
+        "Engine steps",
         [
             panels.heatmap_panel(
                 "Step time",
                 PanelDescription(
-                    "Scheduled to tokens known. Steps with prompts in them are longer.",
-                    "a cloud above the band: steps that something held up; see pauses.",
+                    "From scheduled until the tokens are known. Steps with prompts are longer.",
+                    "points above the band are interrupted steps: see pauses.",
                 ),
                 PROMQL.bucket_increase(semconv.STEP_DURATION, _HOST_CLOCK),
             ),
             panels.timeseries_panel(
                 "Step time p99, with and without prompts",
                 PanelDescription(
-                    "`decode`: no prompt in the step. `prefill`: nothing else. `mixed`: prompts beside those who read along.",
-                    "mixed far above decode is what interference is made of: a lower limit of tokens per step.",
+                    "`decode`: no prompt in the step. `prefill`: only prompts. `mixed`: prompts and decoding sequences.",
+                    "`mixed` far above `decode` causes interference: lower the limit of tokens per step.",
                 ),
                 [
                     PanelQuery(
@@ -96,7 +99,7 @@ def _engine_steps_row() -> DashboardRow:
                 "Batch size",
                 PanelDescription(
                     "Sequences in a step.",
-                    "at its limit while requests wait: the batch is full.",
+                    "at its limit while requests wait, the batch is full.",
                 ),
                 [
                     PanelQuery(PROMQL.quantile(0.5, semconv.STEP_BATCH_SIZE), "p50"),
@@ -108,8 +111,8 @@ def _engine_steps_row() -> DashboardRow:
             panels.timeseries_panel(
                 "Tokens per step",
                 PanelDescription(
-                    "Mean, of prompts and of decoding.",
-                    "few tokens per step leave the GPU idle; many of prompts hold up who reads along.",
+                    "Mean tokens per step, by kind of step.",
+                    "few tokens per step leave the GPU idle. Many prompt tokens delay decoding sequences.",
                 ),
                 [PanelQuery(tokens, legend_format(semconv.STEP_KIND))],
                 unit="short",
@@ -117,7 +120,9 @@ def _engine_steps_row() -> DashboardRow:
             ),
             panels.timeseries_panel(
                 "Steps",
-                PanelDescription("Steps a second.", "fewer while the batch is the same: each takes longer."),
+                PanelDescription(
+                    "Steps per second.", "fewer steps with the same batch size: each takes longer."
+                ),
                 [
                     PanelQuery(PROMQL.rate(semconv.STEP_DURATION, _HOST_CLOCK, _DECODE_STEPS), "decode"),
                     PanelQuery(
@@ -129,8 +134,8 @@ def _engine_steps_row() -> DashboardRow:
             panels.timeseries_panel(
                 "Requests in flight",
                 PanelDescription(
-                    "Queued: not taken up yet. Running: in the batch.",
-                    "queued grows while running is flat: full.",
+                    "Queued: not scheduled yet. Running: in the batch.",
+                    "if queued grows while running stays flat, the batch or the KV cache is full.",
                 ),
                 [
                     PanelQuery(
@@ -143,8 +148,8 @@ def _engine_steps_row() -> DashboardRow:
             panels.timeseries_panel(
                 "Worker time p99 by rank",
                 PanelDescription(
-                    "What each worker took for its part of a step; the slowest rank is what the others wait for.",
-                    "one rank above the others: its GPU is throttled, shared, or further away.",
+                    "Time of each worker for its part of a step. All ranks wait for the slowest.",
+                    "if one rank is above the others, its GPU is throttled, shared or badly connected.",
                 ),
                 [
                     PanelQuery(
@@ -164,13 +169,13 @@ def _engine_steps_row() -> DashboardRow:
                     )
                 ],
                 unit="s",
-                empty="no worker is told of",
+                empty="no worker is reported",
             ),
             panels.timeseries_panel(
                 "Pauses p99",
                 PanelDescription(
-                    "How long the process, or its event loop alone, was held up, by the cause.",
-                    "`gc`: fewer objects, or freeze after start; `throttled`: more CPU quota; `event_loop`: a call that blocks; `compile`, `capture`: warm up before traffic.",
+                    "Pauses of the process, or of its event loop alone, by cause.",
+                    "`gc`: create fewer objects, or freeze them after start. `throttled`: raise the CPU quota. `event_loop`: find the blocking call. `compile`, `capture`: warm up before traffic.",
                 ),
                 [
                     PanelQuery(
@@ -179,7 +184,7 @@ def _engine_steps_row() -> DashboardRow:
                     )
                 ],
                 unit="s",
-                empty="nothing paused",
+                empty="no pauses",
             ),
         ],
     )
@@ -191,20 +196,22 @@ def _speculative_row() -> DashboardRow:
         "Speculative decoding",
         [
             panels.timeseries_panel(
-                "Guesses that were right",
+                "Acceptance rate",
                 PanelDescription(
-                    "Of the tokens that were guessed ahead, how many were right.",
-                    "below a third, guessing costs more than it saves: fewer tokens ahead, or another draft.",
+                    "Share of the drafted tokens that were accepted.",
+                    "below a third, drafting costs more than it saves: draft fewer tokens, or use another draft model.",
                 ),
                 [PanelQuery(accepted, "accepted")],
                 unit="percentunit",
                 size=(12, 8),
-                most=1,
+                axis_max=1,
                 empty="nothing is guessed ahead",
             ),
             panels.timeseries_panel(
-                "Guesses",
-                PanelDescription("Tokens a second.", "compare with the tokens of the output."),
+                "Drafted and accepted tokens",
+                PanelDescription(
+                    "Tokens per second.", "compare with the output tokens per second on Overview."
+                ),
                 [
                     PanelQuery(PROMQL.rate(semconv.DRAFTED_TOKENS), "drafted"),
                     PanelQuery(PROMQL.rate(semconv.ACCEPTED_TOKENS), "accepted"),
@@ -219,11 +226,11 @@ def _speculative_row() -> DashboardRow:
 
 
 def build_dashboard() -> Dashboard:
-    """The dashboard."""
-    about = "Steps, batches and gaps between tokens: why streams stutter."
+    """Returns the dashboard Decode and batching."""
+    description = "Steps, batches and gaps between tokens: why streams stutter."
     return Dashboard(
         "decode",
         "Decode and batching",
-        about,
+        description,
         [_token_latency_row(), _engine_steps_row(), _speculative_row()],
     )

@@ -1,4 +1,4 @@
-"""GPUs: which one is the odd one out, and what it was doing."""
+"""The dashboard GPU: all GPUs, their utilization, and what limits them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from otel_infer.monitoring.dashboards.panels import PanelDescription, PanelQuery
 from otel_infer.monitoring.promql import TARGET_LABELS, label_equals, ratio_or_absent
 from otel_infer.semconv.prometheus import label_name
 
-_NO_GPU = "no GPU is told of"
+_NO_GPU = "no GPU is monitored"
 _GPU_LABELS = (semconv.HW_ID, semconv.HW_NAME, semconv.HW_MODEL)
 _GPU_LEGEND = legend_format(semconv.HW_NAME, semconv.HW_ID)
 _BY_GPU = (semconv.HW_ID, semconv.HW_NAME)
@@ -19,7 +19,7 @@ _WORKER_LEGEND = f"{legend_format('instance', semconv.ENGINE, semconv.PROCESS_PI
 
 
 def _max_by_gpu(metric: semconv.Metric, *matchers: str) -> str:
-    return PROMQL.aggregate_gauge(metric, *matchers, by=_BY_GPU, take="max")
+    return PROMQL.aggregate_gauge(metric, *matchers, by=_BY_GPU, aggregation="max")
 
 
 def _all_gpus_row() -> DashboardRow:
@@ -27,26 +27,30 @@ def _all_gpus_row() -> DashboardRow:
     columns = [
         (
             "busy time",
-            PROMQL.aggregate_gauge(semconv.GPU_UTILIZATION, by=_GPU_LABELS, take="max"),
+            PROMQL.aggregate_gauge(semconv.GPU_UTILIZATION, by=_GPU_LABELS, aggregation="max"),
             "percentunit",
         ),
         (
             "SM activity",
-            PROMQL.aggregate_gauge(semconv.GPU_ACTIVITY, sm, by=_GPU_LABELS, take="max"),
+            PROMQL.aggregate_gauge(semconv.GPU_ACTIVITY, sm, by=_GPU_LABELS, aggregation="max"),
             "percentunit",
         ),
         (
             "memory",
-            PROMQL.aggregate_gauge(semconv.GPU_MEMORY_UTILIZATION, by=_GPU_LABELS, take="max"),
+            PROMQL.aggregate_gauge(semconv.GPU_MEMORY_UTILIZATION, by=_GPU_LABELS, aggregation="max"),
             "percentunit",
         ),
-        ("power", PROMQL.aggregate_gauge(semconv.GPU_POWER, by=_GPU_LABELS, take="max"), "watt"),
+        ("power", PROMQL.aggregate_gauge(semconv.GPU_POWER, by=_GPU_LABELS, aggregation="max"), "watt"),
         (
             "temperature",
-            PROMQL.aggregate_gauge(semconv.GPU_TEMPERATURE, by=_GPU_LABELS, take="max"),
+            PROMQL.aggregate_gauge(semconv.GPU_TEMPERATURE, by=_GPU_LABELS, aggregation="max"),
             "celsius",
         ),
-        ("throttled", PROMQL.aggregate_gauge(semconv.GPU_THROTTLED, by=_GPU_LABELS, take="max"), "bool"),
+        (
+            "throttled",
+            PROMQL.aggregate_gauge(semconv.GPU_THROTTLED, by=_GPU_LABELS, aggregation="max"),
+            "bool",
+        ),
     ]
     names = {
         label_name(semconv.HW_ID): "GPU",
@@ -60,13 +64,13 @@ def _all_gpus_row() -> DashboardRow:
             panels.table_panel(
                 "GPUs",
                 PanelDescription(
-                    "One line for each GPU, as NVML has it now. A click on an id shows it alone.",
-                    "the one that differs from the others, or that is throttled, is what its peers wait for.",
+                    "One line per GPU, from NVML. Click an id to show that GPU alone.",
+                    "other ranks wait for a GPU that is throttled, or that differs from the others.",
                 ),
                 columns,
-                by=[label_name(one) for one in _GPU_LABELS],
+                by=[label_name(attribute) for attribute in _GPU_LABELS],
                 names=names,
-                links={label_name(semconv.HW_ID): {"title": "Only this GPU", "url": url}},
+                links={label_name(semconv.HW_ID): {"title": "Show only this GPU", "url": url}},
                 empty=_NO_GPU,
             ),
         ],
@@ -79,69 +83,69 @@ def _utilization_row() -> DashboardRow:
     device = label_equals(semconv.CLOCK, semconv.CLOCK_DEVICE)
     busy = PROMQL.sum_rate(semconv.STEP_EXECUTION, device, by=_BY_WORKER)
     return DashboardRow(
-        "What it does",
+        "Utilization",
         [
             panels.timeseries_panel(
                 "Busy time",
                 PanelDescription(
-                    "Share of the time in which any kernel ran, however small. 100 % is not full.",
-                    "it is not a measure of load: look at SM activity, and at the gaps between steps.",
+                    "Share of time in which any kernel ran, however small. 100 % does not mean fully used.",
+                    "it is no measure of load: check SM activity and the gaps between steps.",
                 ),
                 [PanelQuery(_max_by_gpu(semconv.GPU_UTILIZATION), _GPU_LEGEND)],
                 unit="percentunit",
-                most=1,
+                axis_max=1,
                 empty=_NO_GPU,
             ),
             panels.timeseries_panel(
                 "Activity by unit",
                 PanelDescription(
-                    "Share of cycles in which the units were at work: all multiprocessors, tensor cores, memory. Hopper and later.",
-                    "much DRAM and little tensor is decoding with a small batch: more sequences per step are nearly free.",
+                    "Share of cycles in which the units were active: multiprocessors, tensor cores, memory. Hopper and later.",
+                    "high DRAM and low tensor activity is decoding with a small batch: more sequences per step cost almost nothing.",
                 ),
                 [
                     PanelQuery(
                         PROMQL.aggregate_gauge(
-                            semconv.GPU_ACTIVITY, by=(*_BY_GPU, semconv.GPU_UNIT), take="max"
+                            semconv.GPU_ACTIVITY, by=(*_BY_GPU, semconv.GPU_UNIT), aggregation="max"
                         ),
                         f"{_GPU_LEGEND} {legend_format(semconv.GPU_UNIT)}",
                     )
                 ],
                 unit="percentunit",
-                most=1,
-                empty="this GPU does not tell",
+                axis_max=1,
+                empty="not reported by this GPU",
             ),
             panels.timeseries_panel(
-                "Busy with steps",
+                "Time in engine steps",
                 PanelDescription(
-                    f"Share of the time that the device was at steps of the engine, by marks on its stream: {GPU_TIMING_STATUS}.",
-                    "far below 100 % while requests wait: the host does not keep up (launch-bound, or stalled).",
+                    f"Share of time in which the device executed engine steps, by events on its stream: {GPU_TIMING_STATUS}.",
+                    "far below 100 % while requests wait, the host is the bottleneck (launch-bound or stalled).",
                 ),
                 [PanelQuery(busy, _WORKER_LEGEND)],
                 unit="percentunit",
-                most=1,
-                empty="no GPU is timed here",
+                axis_max=1,
+                empty="no GPU is timed",
             ),
             panels.timeseries_panel(
                 "Idle between steps, p99",
                 PanelDescription(
-                    "How long the device had nothing to do between two steps; also for want of requests.",
-                    "the host is late: scheduling, sampling, detokenizing or garbage collection on the engine's thread.",
+                    "Idle time of the device between two steps, including times without requests.",
+                    "the host is slow: scheduling, sampling, detokenization or garbage collection on the engine's thread.",
                 ),
                 [PanelQuery(gap, _WORKER_LEGEND)],
                 unit="s",
                 size=(12, 8),
-                empty="no GPU is timed here",
+                empty="no GPU is timed",
             ),
             panels.timeseries_panel(
-                "Launched and waiting, p99",
+                "Queue delay of launched steps, p99",
                 PanelDescription(
-                    "How long a step that was launched waited for the device.",
-                    "long: the device is behind, which is what one wants; short while gaps are long: launch-bound.",
+                    "Time from the launch of a step until the device begins it.",
+                    "a long delay is good: the device always has work. A short delay with long idle times is launch-bound.",
                 ),
                 [PanelQuery(queue, _WORKER_LEGEND)],
                 unit="s",
                 size=(12, 8),
-                empty="no GPU is timed here",
+                empty="no GPU is timed",
             ),
         ],
     )
@@ -149,39 +153,39 @@ def _utilization_row() -> DashboardRow:
 
 def _limits_row() -> DashboardRow:
     throttled = PROMQL.aggregate_gauge(
-        semconv.GPU_THROTTLED, by=(*_BY_GPU, semconv.THROTTLE_REASON), take="max"
+        semconv.GPU_THROTTLED, by=(*_BY_GPU, semconv.THROTTLE_REASON), aggregation="max"
     )
-    # Each process of a server may have a sidecar that looks at the same GPU.
-    # Energy is of no model, and tokens are of no GPU: both of whatever servers are chosen.
-    ask = PROMQL._replace(
-        filters={key: chosen for key, chosen in PROMQL.filters.items() if key in TARGET_LABELS}
+    # Several sidecars may report the same GPU, so its energy is a maximum over them.
+    # Energy has no model label and tokens have no GPU label, so only the filters for servers apply to both.
+    promql = PROMQL._replace(
+        filters={key: pattern for key, pattern in PROMQL.filters.items() if key in TARGET_LABELS}
     )
-    energy = f"sum ({ask.rate(semconv.GPU_ENERGY, by=(semconv.HW_ID,), take='max')})"
-    tokens = ask.rate(semconv.REQUEST_TOKENS, label_equals(semconv.TOKEN_TYPE, semconv.TOKEN_OUTPUT))
+    energy = f"sum ({promql.rate(semconv.GPU_ENERGY, by=(semconv.HW_ID,), aggregation='max')})"
+    tokens = promql.rate(semconv.REQUEST_TOKENS, label_equals(semconv.TOKEN_TYPE, semconv.TOKEN_OUTPUT))
     errors = PROMQL.rate(semconv.GPU_ERRORS, by=(*_BY_GPU, semconv.ERROR_TYPE))
     return DashboardRow(
-        "What holds it back",
+        "Limits and errors",
         [
             panels.state_timeline_panel(
-                "Clocks held down",
+                "Clock throttling",
                 PanelDescription(
-                    "While its clocks are held down, and why. `power_cap` alone is common on cards with a limit.",
-                    "`hw_thermal`, `sw_thermal`: cooling; `power_brake`, `hw_slowdown`: the power supply.",
+                    "When clocks are throttled, and why. `power_cap` alone is common on cards with a power limit.",
+                    "`hw_thermal`, `sw_thermal`: check cooling. `power_brake`, `hw_slowdown`: check the power supply.",
                 ),
                 PanelQuery(throttled, f"{legend_format(semconv.THROTTLE_REASON)} {_GPU_LEGEND}"),
-                names={0: ("no", "green"), 1: ("held down", "orange")},
+                names={0: ("no", "green"), 1: ("throttled", "orange")},
                 size=(24, 8),
             ),
             panels.timeseries_panel(
                 "Power",
-                PanelDescription("Over the last second.", "at its limit: see clocks."),
+                PanelDescription("Mean power over one second.", "at its limit, clocks are throttled."),
                 [PanelQuery(_max_by_gpu(semconv.GPU_POWER), _GPU_LEGEND)],
                 unit="watt",
                 empty=_NO_GPU,
             ),
             panels.timeseries_panel(
                 "Temperature",
-                PanelDescription("Of the GPU.", "close to its limit the clocks are held down."),
+                PanelDescription("Temperature of the GPU.", "close to its limit, clocks are throttled."),
                 [PanelQuery(_max_by_gpu(semconv.GPU_TEMPERATURE), _GPU_LEGEND)],
                 unit="celsius",
                 empty=_NO_GPU,
@@ -189,12 +193,12 @@ def _limits_row() -> DashboardRow:
             panels.timeseries_panel(
                 "Memory",
                 PanelDescription(
-                    "In use by whomever. Engines take most of it at their start for the KV cache.",
-                    "it grows while the engine is the same: something else uses this GPU.",
+                    "Memory used by all processes. Engines allocate most of it for the KV cache at start.",
+                    "if it grows while the engine's memory does not, another process uses this GPU.",
                 ),
                 [
                     PanelQuery(_max_by_gpu(semconv.GPU_MEMORY_USAGE), _GPU_LEGEND),
-                    PanelQuery(_max_by_gpu(semconv.GPU_MEMORY_LIMIT), f"{_GPU_LEGEND} has"),
+                    PanelQuery(_max_by_gpu(semconv.GPU_MEMORY_LIMIT), f"{_GPU_LEGEND} total"),
                 ],
                 unit="bytes",
                 empty=_NO_GPU,
@@ -202,8 +206,8 @@ def _limits_row() -> DashboardRow:
             panels.timeseries_panel(
                 "Energy per 1000 tokens",
                 PanelDescription(
-                    "Joules of all GPUs, by all tokens of the output, whichever model or GPU is chosen above.",
-                    "small batches make tokens dear.",
+                    "Joules of all GPUs per 1000 output tokens, for any model or GPU selected above.",
+                    "small batches need more energy per token.",
                 ),
                 [PanelQuery(ratio_or_absent(f"1000 * {energy}", tokens), "energy")],
                 unit="joule",
@@ -213,19 +217,19 @@ def _limits_row() -> DashboardRow:
             panels.timeseries_panel(
                 "Errors",
                 PanelDescription(
-                    "A second: of its memory (ECC), and what its driver called critical (Xid, by number). Corrected ones are common.",
-                    "uncorrected: take the GPU out of service. Xid: look the number up.",
+                    "Memory errors (ECC) and critical driver errors (Xid, by number) per second. Corrected errors are common.",
+                    "uncorrected: take the GPU out of service. Xid: look up the number.",
                 ),
                 [PanelQuery(errors, f"{_GPU_LEGEND} {legend_format(semconv.ERROR_TYPE)}")],
                 unit="ops",
                 size=(12, 8),
-                empty="this GPU does not tell",
+                empty="not reported by this GPU",
             ),
         ],
     )
 
 
 def build_dashboard() -> Dashboard:
-    """The dashboard."""
-    about = "GPUs: busy time, activity, power, clocks and gaps. Empty where the server has none."
-    return Dashboard("gpu", "GPU", about, [_all_gpus_row(), _utilization_row(), _limits_row()])
+    """Returns the dashboard GPU."""
+    description = "GPUs: busy time, activity, power, clocks and idle gaps. Empty on servers without a GPU."
+    return Dashboard("gpu", "GPU", description, [_all_gpus_row(), _utilization_row(), _limits_row()])

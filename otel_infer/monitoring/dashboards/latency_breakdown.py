@@ -1,4 +1,4 @@
-"""Where the time of requests goes, stage by stage, in the order in which it happens; then single requests."""
+"""The dashboard Request anatomy: the time of requests by stage, in order, and single requests."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from otel_infer.semconv.prometheus import STAGE_BUDGET, label_name
 
 STAGE_DESCRIPTIONS = {
     semconv.SPAN_INGRESS: (
-        "First byte in to handed over to the engine.",
-        "what runs before the engine: look-ups, authentication, an event loop that is blocked.",
+        "From the first byte of the request until it is handed over to the engine.",
+        "check work before the engine: lookups, authentication, a blocked event loop.",
     ),
     semconv.SPAN_TOKENIZE: (
-        "Text to tokens.",
-        "very long prompts, or a tokenizer without its compiled part.",
+        "Tokenization of the prompt.",
+        "usual reasons are very long prompts, or a tokenizer without its compiled implementation.",
     ),
     semconv.SPAN_QUEUE: (
-        "Handed over to the engine to first scheduled.",
-        "a full batch or a full KV cache: more replicas, a limit in front, shorter prompts.",
+        "From hand-over to the engine until the request is first scheduled.",
+        "the batch or the KV cache is full: add replicas, limit concurrency in front, or shorten prompts.",
     ),
     semconv.SPAN_PREFILL: (
-        "First scheduled to first token.",
-        "long prompts: cap them, use the prefix cache, chunk them.",
+        "From the first scheduling to the first token.",
+        "prompts are long: limit them, use the prefix cache, or chunk them.",
     ),
     semconv.SPAN_DECODE: (
-        "First to last token; long answers take long.",
-        "divide by tokens: the time between tokens is on Decode and batching.",
+        "From the first to the last token. Long outputs take long.",
+        "compare with the time between tokens on Decode and batching.",
     ),
     semconv.SPAN_POSTPROCESS: (
-        "Last token to last byte handed over.",
-        "slow readers, or work after the answer.",
+        "From the last token until the last byte is handed to the socket.",
+        "usual reasons are slow clients, or work after the response.",
     ),
 }
-"""What each stage is, and what it is mostly when it is long."""
+"""The meaning of each stage, and the usual reason when it is long."""
 PRIORITY_PATTERN = "|".join(
     (
         semconv.KEEP_REASON_SLO,
@@ -47,29 +47,29 @@ PRIORITY_PATTERN = "|".join(
         semconv.KEEP_REASON_INTERFERER,
     )
 )
-"""Reasons for which a request is kept that make it worth a look."""
+"""Keep reasons of requests that are worth opening."""
 
 
 def _all_stages_row() -> DashboardRow:
     by = (semconv.STAGE,)
     stage = label_name(semconv.STAGE)
     host = label_equals(semconv.CLOCK, semconv.CLOCK_HOST)
-    # Stacked, whatever lies in another stage would be there twice.
-    apart = label_not_matches(semconv.STAGE, "|".join(semconv.NESTED_STAGES))
+    # A stack would count nested stages twice.
+    not_nested = label_not_matches(semconv.STAGE, "|".join(semconv.NESTED_STAGES))
     mean = ratio_to_total(
-        PROMQL.sum_rate(STAGE_DURATION, host, apart, by=by), PROMQL.rate(semconv.REQUEST_DURATION)
+        PROMQL.sum_rate(STAGE_DURATION, host, not_nested, by=by), PROMQL.rate(semconv.REQUEST_DURATION)
     )
     by_clock = (semconv.STAGE, semconv.CLOCK)
     clocks = legend_format(semconv.STAGE, semconv.CLOCK)
-    spent = f"{PROMQL.quantile(0.99, STAGE_DURATION, host, by=by)} / on ({stage}) group_left max by ({stage}) ({STAGE_BUDGET})"
+    budget_share = f"{PROMQL.quantile(0.99, STAGE_DURATION, host, by=by)} / on ({stage}) group_left max by ({stage}) ({STAGE_BUDGET})"
     return DashboardRow(
         "All stages",
         [
             panels.timeseries_panel(
-                "Mean seconds of a request in each stage",
+                "Mean time per stage",
                 PanelDescription(
-                    "Stacked: what a request spends on average, by stage. Means hide the tail: see the rows below.",
-                    "the band that grew is where to look.",
+                    "Mean time of a request in each stage, stacked. Means hide slow requests: see the rows below.",
+                    "open the row of the stage that grew.",
                 ),
                 [PanelQuery(mean, legend_format(semconv.STAGE))],
                 unit="s",
@@ -79,8 +79,8 @@ def _all_stages_row() -> DashboardRow:
             panels.timeseries_panel(
                 "p99 of each stage",
                 PanelDescription(
-                    "The slowest hundredth in each stage; they need not be the same requests.",
-                    "the highest line is where the tail is made.",
+                    "p99 of the time in each stage. Each stage may have different slowest requests.",
+                    "the highest line is the stage that makes requests slow.",
                 ),
                 [
                     PanelQuery(
@@ -91,66 +91,66 @@ def _all_stages_row() -> DashboardRow:
                 size=(12, 9),
             ),
             panels.timeseries_panel(
-                "Wall beside GPU time",
+                "Host and GPU time",
                 PanelDescription(
-                    "Mean by the host's clock, and by marks on the GPU's streams where they are timed. On a CPU there is no device line.",
-                    "a host line far above its device line is time that the GPU waited for the host, or for a turn.",
+                    "Mean by the host's clock, and by events on the GPU's streams if they are timed. On a CPU there is no device line.",
+                    "where host is far above device, the GPU waited for the host or for other work.",
                 ),
                 [PanelQuery(PROMQL.mean(STAGE_DURATION, by=by_clock), clocks)],
                 unit="s",
                 size=(12, 8),
             ),
             panels.timeseries_panel(
-                "Spent against budget",
+                "p99 as a share of the stage budget",
                 PanelDescription(
                     "p99 of a stage as a share of its budget in `slo.yaml`.",
-                    "over 100 %: the stage alone takes more than it was given.",
+                    "above 100 % the stage exceeds its budget.",
                 ),
-                [PanelQuery(spent, legend_format(semconv.STAGE))],
+                [PanelQuery(budget_share, legend_format(semconv.STAGE))],
                 unit="percentunit",
                 size=(12, 8),
-                empty="no budgets are recorded: otel-infer alerts build slo.yaml",
+                empty="no budgets are recorded; see otel-infer alerts build slo.yaml",
             ),
         ],
     )
 
 
 def _stage_panels(name: str) -> list[Json]:
-    which = label_equals(semconv.STAGE, name), label_equals(semconv.CLOCK, semconv.CLOCK_HOST)
-    reading = PanelDescription(*STAGE_DESCRIPTIONS[name])
+    matchers = label_equals(semconv.STAGE, name), label_equals(semconv.CLOCK, semconv.CLOCK_HOST)
+    description = PanelDescription(*STAGE_DESCRIPTIONS[name])
     return [
         panels.heatmap_panel(
-            name.capitalize(), reading, PROMQL.bucket_increase(STAGE_DURATION, *which), size=(12, 7)
+            name.capitalize(), description, PROMQL.bucket_increase(STAGE_DURATION, *matchers), size=(12, 7)
         ),
         panels.quantiles_panel(
-            f"{name.capitalize()}: quantiles", reading, PROMQL, STAGE_DURATION, *which, size=(12, 7)
+            f"{name.capitalize()}: quantiles", description, PROMQL, STAGE_DURATION, *matchers, size=(12, 7)
         ),
     ]
 
 
 def _requests_row() -> DashboardRow:
-    # Whoever fails before a model is known has none.
+    # A request that fails early has no model.
     model = f'(span.{semconv.REQUEST_MODEL} =~ "$model" || status = error)'
-    chosen = f'span.{semconv.KEEP_REASON} =~ "{PRIORITY_PATTERN}" && {model}'
-    shown = ", ".join(
+    filters = f'span.{semconv.KEEP_REASON} =~ "{PRIORITY_PATTERN}" && {model}'
+    selected = ", ".join(
         f"span.{name}" for name in (semconv.KEEP_REASON, semconv.LATENCY_TOP_CAUSE, semconv.TTFT)
     )
     return DashboardRow(
         "Single requests",
         [
             panels.trace_search_panel(
-                "Requests worth a look",
+                "Slow, failed and interfering requests",
                 PanelDescription(
-                    "Request spans that were kept since they were slow, missed an objective, failed, were left, preempted, or held up another.",
-                    "open one: its largest `infer.latency.*` is where its time went.",
+                    "Requests that were slow, missed an objective, failed, were aborted or preempted, or delayed other requests.",
+                    "open a request: its largest `infer.latency.*` shows where its time went.",
                 ),
-                f"{{ {chosen} }} | select({shown})",
+                f"{{ {filters} }} | select({selected})",
             ),
             panels.trace_panel(
                 "Trace",
                 PanelDescription(
-                    "The trace whose id is entered above.",
-                    "look at the longest stage, then at the links of the request.",
+                    "The trace with the id set above.",
+                    "check the longest stage, then the links of the request.",
                 ),
                 "$trace_id",
             ),
@@ -159,7 +159,7 @@ def _requests_row() -> DashboardRow:
 
 
 def build_dashboard() -> Dashboard:
-    """The dashboard."""
+    """Returns the dashboard Request anatomy."""
     stages = [DashboardRow(name.capitalize(), _stage_panels(name)) for name in STAGE_DESCRIPTIONS]
-    about = "Each stage of a request: how its time is distributed, wall beside GPU time, and the requests behind it."
-    return Dashboard("anatomy", "Request anatomy", about, [_all_stages_row(), *stages, _requests_row()])
+    description = "The time of requests in each stage, by host and GPU clock, and single requests."
+    return Dashboard("anatomy", "Request anatomy", description, [_all_stages_row(), *stages, _requests_row()])

@@ -1,4 +1,4 @@
-"""How close KV cache and device memory are to the edge, beside what that does to the first token."""
+"""The dashboard KV cache and memory: usage of both, preemptions, and their effect on TTFT."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from otel_infer.monitoring.dashboards.panels import PanelDescription, PanelQuery
 from otel_infer.monitoring.promql import label_equals, label_matches, ratio_or_absent, ratio_or_zero
 from otel_infer.semconv.prometheus import label_name
 
-_NO_KV = "no KV cache is told of"
-_NO_MEMORY = "no device memory is told of"
+_NO_KV = "no KV cache is reported"
+_NO_MEMORY = "no device memory is reported"
 _BY_ENGINE = ("instance", semconv.ENGINE, semconv.PROCESS_PID)
 _ENGINE_LEGEND = legend_format("instance", semconv.ENGINE, semconv.PROCESS_PID)
 _BY_DEVICE = (semconv.HW_ID, semconv.PROCESS_PID)
@@ -24,7 +24,10 @@ def _memory_by_device(kind: str) -> str:
 
 
 def _memory_kind_queries() -> list[PanelQuery]:
-    """In bands that sum to what the devices have: what a process is told of a device is of all that use it."""
+    """Returns bands that sum to the memory of the devices.
+
+    Free memory is per device, so it is counted once for all processes that use the device.
+    """
 
     def sum_of_kind(name: str) -> str:
         return PROMQL.aggregate_gauge(semconv.DEVICE_MEMORY, label_equals(semconv.MEMORY_KIND, name))
@@ -32,20 +35,20 @@ def _memory_kind_queries() -> list[PanelQuery]:
     def series_of_kind(name: str) -> str:
         return PROMQL.select_series(semconv.DEVICE_MEMORY, label_equals(semconv.MEMORY_KIND, name))
 
-    device, own = label_name(semconv.HW_ID), sum_of_kind("reserved")
-    taken = f"{series_of_kind('outside')} + ignoring ({label_name(semconv.MEMORY_KIND)}) {series_of_kind('reserved')}"
+    device, reserved = label_name(semconv.HW_ID), sum_of_kind("reserved")
+    used = f"{series_of_kind('outside')} + ignoring ({label_name(semconv.MEMORY_KIND)}) {series_of_kind('reserved')}"
     return [
         PanelQuery(sum_of_kind("allocated"), "allocated"),
         PanelQuery(sum_of_kind("inactive_split"), "inactive_split"),
-        PanelQuery(f"{own} - {sum_of_kind('allocated')} - {sum_of_kind('inactive_split')}", "cached"),
-        PanelQuery(f"sum (max by ({device}) ({taken})) - {own}", "outside"),
+        PanelQuery(f"{reserved} - {sum_of_kind('allocated')} - {sum_of_kind('inactive_split')}", "cached"),
+        PanelQuery(f"sum (max by ({device}) ({used})) - {reserved}", "outside"),
         PanelQuery(f"sum (min by ({device}) ({series_of_kind('free')}))", "free"),
     ]
 
 
 def _kv_cache_row() -> DashboardRow:
-    used = PROMQL.aggregate_gauge(semconv.KV_UTILIZATION, by=_BY_ENGINE, take="max")
-    left = f"{PROMQL.aggregate_gauge(semconv.KV_LIMIT, by=_BY_ENGINE)} - {PROMQL.aggregate_gauge(semconv.KV_USAGE, by=_BY_ENGINE)}"
+    used = PROMQL.aggregate_gauge(semconv.KV_UTILIZATION, by=_BY_ENGINE, aggregation="max")
+    free = f"{PROMQL.aggregate_gauge(semconv.KV_LIMIT, by=_BY_ENGINE)} - {PROMQL.aggregate_gauge(semconv.KV_USAGE, by=_BY_ENGINE)}"
     growth = f"sum by ({', '.join(map(label_name, _BY_ENGINE))}) (deriv({PROMQL.select_series(semconv.KV_USAGE)}[{PROMQL.window}]))"
     preempted = ratio_or_zero(PROMQL.rate(semconv.REQUEST_PREEMPTIONS), PROMQL.rate(semconv.REQUEST_DURATION))
     return DashboardRow(
@@ -54,8 +57,8 @@ def _kv_cache_row() -> DashboardRow:
             panels.timeseries_panel(
                 "KV cache in use, beside TTFT p99",
                 PanelDescription(
-                    "Share of blocks in use, by engine. Close to full is normal under load.",
-                    "full, and TTFT rises with it: requests wait for blocks. Shorter outputs, more memory for the cache, or another replica.",
+                    "Share of KV blocks in use, by engine. Close to full is normal under load.",
+                    "if TTFT rises while it is full, requests wait for blocks: shorten outputs, give the cache more memory, or add a replica.",
                 ),
                 [
                     PanelQuery(used, _ENGINE_LEGEND),
@@ -70,52 +73,53 @@ def _kv_cache_row() -> DashboardRow:
             panels.timeseries_panel(
                 "Preemptions per request",
                 PanelDescription(
-                    "How often a running sequence was put back to free blocks, and computed again later.",
-                    "over 0.1: fewer sequences at once, or more KV cache.",
+                    "How often running sequences were preempted to free blocks, per request.",
+                    "above 0.1, allow fewer sequences per batch, or add KV cache.",
                 ),
                 [PanelQuery(preempted, "preemptions")],
                 unit="short",
                 size=(12, 9),
             ),
             panels.timeseries_panel(
-                "Blocks left",
+                "Free KV blocks",
                 PanelDescription(
-                    "What is not in use, by engine.", "it touches zero: who comes next waits or preempts."
+                    "KV blocks not in use, by engine.", "at zero, the next request waits or preempts."
                 ),
-                [PanelQuery(left, _ENGINE_LEGEND)],
+                [PanelQuery(free, _ENGINE_LEGEND)],
                 unit="short",
                 empty=_NO_KV,
             ),
             panels.timeseries_panel(
                 "Time until full",
                 PanelDescription(
-                    "Blocks left, by how fast they are being used up now; absent while they are not.",
-                    "seconds: the next wave of requests will be preempted.",
+                    "Free blocks divided by their current rate of use; absent while usage does not grow.",
+                    "at a few seconds, preemptions follow soon.",
                 ),
-                [PanelQuery(f"({left}) / ({growth} > 0)", _ENGINE_LEGEND)],
+                [PanelQuery(f"({free}) / ({growth} > 0)", _ENGINE_LEGEND)],
                 unit="s",
-                empty="it is not filling up",
+                empty="usage does not grow",
             ),
             panels.timeseries_panel(
-                "Steps until full",
+                "Decode steps until full",
                 PanelDescription(
-                    "Tokens that still fit, for each sequence that runs: what the batch of now may decode before somebody is put back. Where "
-                    "layers differ in what they keep, an average.",
-                    "below what answers are long (`max_tokens`): they will not all end without a preemption.",
+                    "Tokens that still fit per running sequence: how many steps the current batch can decode before a preemption. An average "
+                    "where layers differ in what they cache.",
+                    "below the length of outputs (`max_tokens`), not all sequences end without a preemption.",
                 ),
                 [
                     PanelQuery(
-                        PROMQL.aggregate_gauge(semconv.KV_HEADROOM, by=_BY_ENGINE, take="min"), _ENGINE_LEGEND
+                        PROMQL.aggregate_gauge(semconv.KV_HEADROOM, by=_BY_ENGINE, aggregation="min"),
+                        _ENGINE_LEGEND,
                     )
                 ],
                 unit="short",
-                empty="the engine does not say how large its blocks are",
+                empty="the engine does not report its block size",
             ),
             panels.timeseries_panel(
                 "Prefix cache: hit ratio",
                 PanelDescription(
-                    "Share of prompt tokens that the cache had.",
-                    "it falls: prompts begin differently, or blocks are evicted before they are used again.",
+                    "Share of prompt tokens found in the prefix cache.",
+                    "if it falls, prompts begin differently, or blocks are evicted before they are used again.",
                 ),
                 [
                     PanelQuery(
@@ -126,24 +130,24 @@ def _kv_cache_row() -> DashboardRow:
                     )
                 ],
                 unit="percentunit",
-                most=1,
-                empty="nothing was looked up",
+                axis_max=1,
+                empty="no prefix lookups",
             ),
             panels.timeseries_panel(
                 "Prefix cache: evictions",
                 PanelDescription(
-                    "Blocks that it gave up for others, a second.",
-                    "they rise while hits fall: the cache is too small for what is asked.",
+                    "Evicted blocks per second.",
+                    "if evictions rise while hits fall, the cache is too small for the traffic.",
                 ),
                 [PanelQuery(PROMQL.rate(semconv.KV_EVICTIONS), "blocks")],
                 unit="short",
-                empty="nothing was evicted",
+                empty="no evictions",
             ),
             panels.timeseries_panel(
-                "Waiting",
+                "Waiting requests",
                 PanelDescription(
-                    "Requests that the engine has not taken up (queued); where its scheduler tells, what they wait for: room (capacity), or to be allowed at all.",
-                    "capacity, with a full cache: they wait for blocks. grammar, kv_transfer: more room would not help.",
+                    "Queued requests, and the reason of the wait if the scheduler reports it: capacity, or another condition.",
+                    "capacity with a full cache: they wait for KV blocks. grammar, kv_transfer: more capacity does not help.",
                 ),
                 [
                     PanelQuery(
@@ -166,13 +170,13 @@ def _kv_cache_row() -> DashboardRow:
 def _device_memory_row() -> DashboardRow:
     fragmented = f"1 - {_memory_by_device('allocated')} / ({_memory_by_device('reserved')} > 0)"
     return DashboardRow(
-        "Device memory, as processes of the server have it",
+        "Device memory by server process",
         [
             panels.timeseries_panel(
                 "By kind",
                 PanelDescription(
-                    "Allocated: in use. Inactive split: held in pieces. Cached: held whole. Outside: neither free nor torch's. Free: as the driver says.",
-                    "little free and much in pieces: fragmentation. Engines take most of it for the KV cache at their start: that is no leak.",
+                    "Allocated: in use. Inactive split: cached in fragments. Cached: cached in whole blocks. Outside: used outside torch. Free: by the driver.",
+                    "little free memory with much inactive split is fragmentation. Engines allocate most memory for the KV cache at start: that is no leak.",
                 ),
                 _memory_kind_queries(),
                 unit="bytes",
@@ -183,7 +187,8 @@ def _device_memory_row() -> DashboardRow:
             panels.timeseries_panel(
                 "Free",
                 PanelDescription(
-                    "By the driver, by device and process.", "near zero: the next large prompt may fail."
+                    "Free memory by the driver, by device and process.",
+                    "near zero, the next large prompt may fail.",
                 ),
                 [PanelQuery(_memory_by_device("free"), _DEVICE_LEGEND)],
                 unit="bytes",
@@ -191,22 +196,22 @@ def _device_memory_row() -> DashboardRow:
                 empty=_NO_MEMORY,
             ),
             panels.timeseries_panel(
-                "Reserved and not in use",
+                "Reserved but unused",
                 PanelDescription(
                     "1 - allocated / reserved, of torch's allocator.",
-                    "high together with retries: fragmentation. `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
+                    "a high share with retries is fragmentation: set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
                 ),
                 [PanelQuery(fragmented, _DEVICE_LEGEND)],
                 unit="percentunit",
                 size=(12, 8),
-                most=1,
+                axis_max=1,
                 empty=_NO_MEMORY,
             ),
             panels.timeseries_panel(
                 "Allocator: retries and out of memory",
                 PanelDescription(
-                    "How often it gave back what it kept and asked again, or had no more, a second.",
-                    "any `allocator_oom` is a request that failed; retries stop the device.",
+                    "Per second: how often the allocator freed its cache and retried, or ran out of memory.",
+                    "each `allocator_oom` is a failed request. Each retry stops the device.",
                 ),
                 [
                     PanelQuery(
@@ -220,14 +225,14 @@ def _device_memory_row() -> DashboardRow:
                 ],
                 unit="ops",
                 size=(12, 8),
-                empty="neither happened",
+                empty="no retry, not out of memory",
             ),
             panels.timeseries_panel(
-                "Set apart: private pools, pinned memory",
+                "Private pools and pinned memory",
                 PanelDescription(
-                    "Of the device, what CUDA graphs and pools of the application's own hold (torch 2.13 and later); of the host, what "
-                    "is page-locked for copies.",
-                    "pools that grow while serving: graphs are captured anew. Pinned memory that grows: each time, copies wait some ms.",
+                    "Private pools: device memory of CUDA graphs and of the application's memory pools (torch 2.13 and later). Pinned: "
+                    "host memory that is page-locked for copies.",
+                    "pools that grow while serving show new captures of graphs. Each growth of pinned memory delays copies by several ms.",
                 ),
                 [
                     PanelQuery(_memory_by_device("private_pools"), f"private pools {_DEVICE_LEGEND}"),
@@ -245,6 +250,6 @@ def _device_memory_row() -> DashboardRow:
 
 
 def build_dashboard() -> Dashboard:
-    """The dashboard."""
-    about = "KV cache, preemptions and device memory, beside the time to the first token."
-    return Dashboard("memory", "KV cache and memory", about, [_kv_cache_row(), _device_memory_row()])
+    """Returns the dashboard KV cache and memory."""
+    description = "KV cache, preemptions and device memory, with the time to first token."
+    return Dashboard("memory", "KV cache and memory", description, [_kv_cache_row(), _device_memory_row()])

@@ -1,4 +1,4 @@
-"""Is it well, and if not, what is it: the first dashboard to look at. Long, since it has most panels."""
+"""The dashboard Overview, the first to open: health, latency, causes of slow requests, and models."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _p99_by_model(metric: semconv.Metric) -> str:
 def _status_row() -> DashboardRow:
     tile = panels.stat_panel
     return DashboardRow(
-        "Is it well?",
+        "Health",
         [
             tile(
                 "Requests",
                 PanelDescription(
-                    "Requests that ended, a second; whatever came of them.",
-                    "nobody comes: look at what is in front of the server.",
+                    "Finished requests per second, with any outcome.",
+                    "without requests, check the load balancer or proxy in front of the server.",
                 ),
                 _REQUEST_RATE,
                 unit="reqps",
@@ -42,18 +42,18 @@ def _status_row() -> DashboardRow:
             tile(
                 "Failed",
                 PanelDescription(
-                    "Share of requests that ended with an error of the server, a time-out among them; not those whose client left.",
-                    "look at `error.type` in the table of models, then at the slowest kept requests.",
+                    "Share of requests that ended with a server error or a timeout. Requests of disconnected clients are excluded.",
+                    "find the model in the table of models, then open its failed requests in Request anatomy.",
                 ),
                 ratio_or_zero(_FAILURE_RATE, _REQUEST_RATE),
                 unit="percentunit",
                 bad=((0.01, "orange"), (0.05, "red")),
             ),
             tile(
-                "Clients that left",
+                "Client disconnects",
                 PanelDescription(
-                    "Share of requests whose client was gone before the end.",
-                    "it mostly follows latency: look at TTFT first.",
+                    "Share of requests whose client disconnected before the end.",
+                    "the usual reason is latency: check TTFT first.",
                 ),
                 ratio_or_zero(_DISCONNECT_RATE, _REQUEST_RATE),
                 unit="percentunit",
@@ -62,8 +62,8 @@ def _status_row() -> DashboardRow:
             tile(
                 "TTFT p99",
                 PanelDescription(
-                    "The slowest hundredth waited at least so long for the first token.",
-                    "before the first token it is queue or prefill: see the causes below.",
+                    "99 % of successful requests got their first token within this time.",
+                    "the time goes to queue or prefill: see the causes below.",
                 ),
                 PROMQL.quantile(0.99, semconv.TIME_TO_FIRST_TOKEN),
                 unit="s",
@@ -71,8 +71,8 @@ def _status_row() -> DashboardRow:
             tile(
                 "ITL p99",
                 PanelDescription(
-                    "The longest hundredth of the gaps between tokens of one stream.",
-                    "while it streams it is batching, others' prompts, preemption or a pause: see the causes below.",
+                    "99 % of the gaps between two tokens of a stream are at most this long.",
+                    "the time goes to batching, prompts of other requests, preemption or pauses: see the causes below.",
                 ),
                 PROMQL.quantile(0.99, semconv.INTER_TOKEN_LATENCY),
                 unit="s",
@@ -80,8 +80,8 @@ def _status_row() -> DashboardRow:
             tile(
                 "E2E p99",
                 PanelDescription(
-                    "The slowest hundredth took at least so long as a whole; long answers take long.",
-                    "only if TTFT or ITL is bad as well.",
+                    "99 % of requests ended within this time. Long outputs take long.",
+                    "it matters only if TTFT or ITL is bad as well.",
                 ),
                 PROMQL.quantile(0.99, semconv.REQUEST_DURATION),
                 unit="s",
@@ -89,8 +89,8 @@ def _status_row() -> DashboardRow:
             tile(
                 "TTFT within $ttft_slo s",
                 PanelDescription(
-                    "Share of successful requests whose first token came in time; the bound is chosen above.",
-                    "the burn-rate alert says how fast the budget goes.",
+                    "Share of successful requests whose first token came within the bound set above.",
+                    "the burn-rate alert shows how fast the error budget burns.",
                 ),
                 PROMQL.share_below(semconv.TIME_TO_FIRST_TOKEN, "$ttft_slo"),
                 unit="percentunit",
@@ -98,7 +98,7 @@ def _status_row() -> DashboardRow:
             tile(
                 "ITL within $itl_slo s",
                 PanelDescription(
-                    "Share of the gaps between tokens that were short enough.",
+                    "Share of the gaps between tokens within the bound set above.",
                     "streams stutter: see Decode and batching.",
                 ),
                 PROMQL.share_below(semconv.INTER_TOKEN_LATENCY, "$itl_slo"),
@@ -108,7 +108,7 @@ def _status_row() -> DashboardRow:
                 "Goodput",
                 PanelDescription(
                     "Share of requests that met every objective of `OTEL_INFER_SLO`.",
-                    "the causes of slow requests below say where their time went.",
+                    "the causes of slow requests below show where their time went.",
                 ),
                 ratio_or_zero(
                     PROMQL.rate(
@@ -120,19 +120,19 @@ def _status_row() -> DashboardRow:
                 empty="OTEL_INFER_SLO is not set",
             ),
             tile(
-                "Output",
+                "Output tokens",
                 PanelDescription(
-                    "Tokens made for finished requests, a second.",
-                    "it falls while requests wait: look at KV cache and step time.",
+                    "Output tokens per second, of finished requests.",
+                    "if it falls while requests wait, check KV cache and step time.",
                 ),
                 _OUTPUT_TOKEN_RATE,
                 unit="short",
             ),
             tile(
-                "Waiting",
+                "Queued requests",
                 PanelDescription(
-                    "Requests that wait for the engine to take them up.",
-                    "more come than are served: shed, spread, or scale earlier.",
+                    "Requests in the queue of the engine.",
+                    "requests arrive faster than they are served: shed or spread load, or scale earlier.",
                 ),
                 PROMQL.aggregate_gauge(
                     semconv.REQUEST_ACTIVE, label_equals(semconv.REQUEST_STATE, semconv.STATE_QUEUED)
@@ -143,11 +143,11 @@ def _status_row() -> DashboardRow:
                 "KV cache",
                 PanelDescription(
                     "The fullest engine's share of KV-cache blocks in use. Close to full is normal under load.",
-                    "only together with preemptions or a queue: see KV cache and memory.",
+                    "it matters only with preemptions or a queue: see KV cache and memory.",
                 ),
-                PROMQL.aggregate_gauge(semconv.KV_UTILIZATION, take="max"),
+                PROMQL.aggregate_gauge(semconv.KV_UTILIZATION, aggregation="max"),
                 unit="percentunit",
-                empty="no KV cache is told of",
+                empty="no KV cache is reported",
             ),
         ],
     )
@@ -155,29 +155,29 @@ def _status_row() -> DashboardRow:
 
 def _latency_row() -> DashboardRow:
     return DashboardRow(
-        "What do people feel?",
+        "Latency",
         [
             panels.heatmap_panel(
                 "Time to first token",
                 PanelDescription(
-                    "How long successful requests waited for the first token. A point is a request: a click opens its trace.",
-                    "two bands are two kinds of requests; a band that rises is a queue; a cloud above is what only some meet: open one.",
+                    "Distribution of TTFT of successful requests. A point is a request: click it to open its trace.",
+                    "two bands are two kinds of requests. A rising band is a queue. Open one of the points above a band.",
                 ),
                 PROMQL.bucket_increase(semconv.TIME_TO_FIRST_TOKEN),
             ),
             panels.heatmap_panel(
                 "Time between tokens",
                 PanelDescription(
-                    "Every gap between two tokens of one stream.",
-                    "a second band far above the first is an interruption: others' prompts, preemption, a pause.",
+                    "Distribution of all gaps between two tokens of a stream.",
+                    "a second band far above the first shows interruptions: prompts of other requests, preemption or pauses.",
                 ),
                 PROMQL.bucket_increase(semconv.INTER_TOKEN_LATENCY),
             ),
             panels.quantiles_panel(
                 "Time to first token",
                 PanelDescription(
-                    "Over all servers that are chosen.",
-                    "if p50 rises as well, everybody is slow: load or a slower model. If only p99 does, something hits some.",
+                    "TTFT over all selected servers.",
+                    "if p50 rises as well, all requests are slow: load, or a slower model. If only p99 rises, few requests are affected.",
                 ),
                 PROMQL,
                 semconv.TIME_TO_FIRST_TOKEN,
@@ -186,7 +186,8 @@ def _latency_row() -> DashboardRow:
             panels.quantiles_panel(
                 "Time between tokens",
                 PanelDescription(
-                    "Over all gaps, so long answers weigh more.", "look at Decode and batching."
+                    "Gaps between two tokens of a stream. Long outputs weigh more, because each gap counts.",
+                    "see Decode and batching.",
                 ),
                 PROMQL,
                 semconv.INTER_TOKEN_LATENCY,
@@ -195,8 +196,8 @@ def _latency_row() -> DashboardRow:
             panels.quantiles_panel(
                 "Whole request",
                 PanelDescription(
-                    "Arrival to last byte.",
-                    "compare with the two beside it: whichever moved with it is to blame.",
+                    "From arrival to last byte.",
+                    "compare with the two panels beside it: the latency that rose with it is the reason.",
                 ),
                 PROMQL,
                 semconv.REQUEST_DURATION,
@@ -209,17 +210,17 @@ def _latency_row() -> DashboardRow:
 def _causes_row() -> DashboardRow:
     by = (semconv.LATENCY_CAUSE,)
     pair = (semconv.INTERFERENCE_CLASS, semconv.INTERFERENCE_WAITING_CLASS)
-    reading = PanelDescription(
-        "Where the time of slow requests went: those that missed an objective, or are among the slowest of their size. The causes of "
-        "a request sum to its duration.",
-        "the largest band that is not `decode` or `prefill` is whose fault it is; the docs' page on `explain` says what to change first.",
+    description = PanelDescription(
+        "Time of slow requests by cause. A request is slow if it missed an objective, or is among the slowest of its size. "
+        "The causes of a request sum to its duration.",
+        "the largest band other than `decode` and `prefill` is the cause. The docs on `explain` list what to change first.",
     )
     return DashboardRow(
-        "Whose fault is it?",
+        "Causes of slow requests",
         [
             panels.timeseries_panel(
-                "Slow requests: their time by cause",
-                reading,
+                "Slow requests: time by cause",
+                description,
                 [
                     PanelQuery(
                         PROMQL.rate(semconv.LATENCY_SLOW_DURATION, by=by),
@@ -232,10 +233,10 @@ def _causes_row() -> DashboardRow:
                 empty="no request was slow",
             ),
             panels.timeseries_panel(
-                "All requests: their time by cause",
+                "All requests: time by cause",
                 PanelDescription(
-                    "The same for all finished requests, kept or not: what is usual.",
-                    "a band that is wider on the left than here is what makes the slow ones slow.",
+                    "Time of all finished requests by cause, exported or not, for comparison.",
+                    "a band that is wider in the left panel than here is what makes requests slow.",
                 ),
                 [
                     PanelQuery(
@@ -247,26 +248,28 @@ def _causes_row() -> DashboardRow:
                 size=(12, 9),
             ),
             panels.table_panel(
-                "Who holds up whom",
+                "Interference by class",
                 PanelDescription(
-                    "Time a second that prompts of one class took from requests of another.",
-                    "serve the heavy class apart, or chunk its prompts.",
+                    "Time per second by which prompts of one class delayed requests of another class.",
+                    "serve the interfering class separately, or chunk its prompts.",
                 ),
-                [("taken", PROMQL.rate(semconv.INTERFERENCE_DURATION, by=pair), "s")],
-                by=[label_name(one) for one in pair],
-                names={label_name(pair[0]): "offender", label_name(pair[1]): "victim"},
+                [("delay", PROMQL.rate(semconv.INTERFERENCE_DURATION, by=pair), "s")],
+                by=[label_name(attribute) for attribute in pair],
+                names={label_name(pair[0]): "interfering", label_name(pair[1]): "delayed"},
                 size=(8, 8),
-                empty="nobody held up anybody",
+                empty="no interference",
             ),
             panels.alert_list_panel(
                 "Alerts",
-                PanelDescription("Ours that fire, or are about to.", "each has a link to what to do."),
+                PanelDescription(
+                    "Alerts of otel_infer that fire or are pending.", "follow the runbook link of the alert."
+                ),
             ),
             panels.timeseries_panel(
                 "Requests in flight",
                 PanelDescription(
-                    "Queued: the engine has not taken them up. Running: it has.",
-                    "a queue that grows while running stays flat is a full batch or a full KV cache.",
+                    "Queued: not scheduled by the engine yet. Running: scheduled.",
+                    "if queued grows while running stays flat, the batch or the KV cache is full.",
                 ),
                 [
                     PanelQuery(
@@ -307,38 +310,38 @@ def _models_row() -> DashboardRow:
         ),
     ]
     return DashboardRow(
-        "Which model?",
+        "By model",
         [
             panels.table_panel(
                 "Models",
                 PanelDescription(
-                    "One line for each model that is served; whatever else was asked for is `_OTHER`. A click on a name shows it alone.",
-                    "begin with the line whose TTFT or ITL p99 is out of the ordinary.",
+                    "One line per served model; requests for other names are `_OTHER`. Click a name to show that model alone.",
+                    "begin with the model whose TTFT or ITL p99 differs from the others.",
                 ),
                 columns,
                 by=[_MODEL_LABEL],
                 names={_MODEL_LABEL: "model"},
-                links={_MODEL_LABEL: {"title": "Only this model", "url": url}},
+                links={_MODEL_LABEL: {"title": "Show only this model", "url": url}},
             ),
             panels.table_panel(
-                "What a model costs",
+                "Cost by model",
                 PanelDescription(
-                    "GPU time attributed to requests by their tokens in each step (an estimate), by what they got for it. The price of a GPU-hour is entered above.",
-                    "small batches and long prompts make tokens dear: see Decode and batching.",
+                    "GPU time per output token, an estimate: each step's time is divided by the tokens of its requests. The price of a GPU-hour is set above.",
+                    "small batches and long prompts make tokens expensive: see Decode and batching.",
                 ),
                 cost,
                 by=[_MODEL_LABEL],
                 names={_MODEL_LABEL: "model"},
                 size=(24, 6),
-                empty="no GPU is timed here",
+                empty="no GPU is timed",
             ),
         ],
     )
 
 
 def build_dashboard() -> Dashboard:
-    """The dashboard."""
-    about = "From a symptom to its cause: is it well, what do people feel, whose fault is it, which model."
+    """Returns the dashboard Overview."""
+    description = "From a symptom to its cause: health, latency, causes of slow requests, and models."
     return Dashboard(
-        "overview", "Overview", about, [_status_row(), _latency_row(), _causes_row(), _models_row()]
+        "overview", "Overview", description, [_status_row(), _latency_row(), _causes_row(), _models_row()]
     )

@@ -1,6 +1,6 @@
-"""Panels of a dashboard, as Grafana's classic JSON has them (schema 41). Each says what it means and what to do when it is bad.
+"""Builds the panels of a dashboard, in Grafana's classic JSON (schema 41).
 
-Long, and so are its functions: it is all that we know of Grafana's JSON, one kind of panel after the other.
+Each panel's description states what it shows and what to do when it is bad.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ PROMETHEUS = {"type": "prometheus", "uid": "${datasource}"}
 TEMPO = {"type": "tempo", "uid": "${tempo}"}
 UNIT_SECONDS, UNIT_SHORT = "s", "short"
 GRID_COLUMNS = 24
-"""Columns of the grid."""
+"""Width of a dashboard's grid."""
 QUANTILES = ((0.5, "p50", "green"), (0.95, "p95", "orange"), (0.99, "p99", "red"))
 NO_TRAFFIC = "no traffic"
 
 
 class PanelQuery(NamedTuple):
-    """One question to Prometheus. `legend` with labels in double braces. `exemplars`: ask for those as well."""
+    """One query of a panel. `legend`: with labels in double braces. `exemplars`: query exemplars, too."""
 
     expr: str
     legend: str = ""
     exemplars: bool = False
     table: bool = False
     right_axis_unit: str = ""
-    """Unit of an axis of its own, on the right."""
+    """Unit of a separate axis on the right; "" = no such axis."""
 
 
 def legend_format(*attributes: str) -> str:
-    """The values of these, for the legend of a query."""
-    return " ".join(f"{{{{{prometheus.label_name(one)}}}}}" for one in attributes)
+    """Returns a legend that shows the values of these attributes."""
+    return " ".join(f"{{{{{prometheus.label_name(attribute)}}}}}" for attribute in attributes)
 
 
 class PanelDescription(NamedTuple):
-    """How a panel is to be read."""
+    """The description of a panel: its meaning, and its usual reason or remedy when it is bad."""
 
     meaning: str
     when_bad: str
@@ -63,7 +63,7 @@ def _build_target(number: int, query: PanelQuery, kind: str) -> Json:
 def build_panel(
     kind: str,
     title: str,
-    reading: PanelDescription,
+    description: PanelDescription,
     queries: Sequence[PanelQuery],
     *,
     unit: str,
@@ -73,12 +73,12 @@ def build_panel(
     options: Mapping[str, Any] | None = None,
     empty: str = NO_TRAFFIC,
 ) -> Json:
-    """`size`: columns and rows. `empty`: what it says when there is nothing to show."""
-    nothing = {"type": "special", "options": {"match": "null+nan", "result": {"text": empty, "index": 0}}}
+    """Returns a panel. `size`: grid columns and rows. `empty`: the text when there is no data."""
+    no_data = {"type": "special", "options": {"match": "null+nan", "result": {"text": empty, "index": 0}}}
     return {
         "type": kind,
         "title": title,
-        "description": f"{reading.meaning}\n\n**When it is bad:** {reading.when_bad}",
+        "description": f"{description.meaning}\n\n**When it is bad:** {description.when_bad}",
         "datasource": PROMETHEUS,
         "gridPos": {"w": size[0], "h": size[1]},
         "targets": [_build_target(number, query, kind) for number, query in enumerate(queries)],
@@ -86,7 +86,7 @@ def build_panel(
             "defaults": {
                 "unit": unit,
                 "noValue": empty,
-                "mappings": [nothing],
+                "mappings": [no_data],
                 "color": {"mode": "palette-classic"},
                 "thresholds": {"mode": "absolute", "steps": [{"color": "green", "value": None}]},
                 **(defaults or {}),
@@ -98,23 +98,23 @@ def build_panel(
 
 
 def field_override(name: str, **properties: Any) -> Json:
-    """For the series or column of this name; underscores in the names of properties stand for dots."""
-    said = [{"id": key.replace("_", "."), "value": value} for key, value in properties.items()]
-    return {"matcher": {"id": "byName", "options": name}, "properties": said}
+    """Returns an override for the series or column `name`; underscores in names of properties become dots."""
+    settings = [{"id": key.replace("_", "."), "value": value} for key, value in properties.items()]
+    return {"matcher": {"id": "byName", "options": name}, "properties": settings}
 
 
 def timeseries_panel(
     title: str,
-    reading: PanelDescription,
+    description: PanelDescription,
     queries: Sequence[PanelQuery],
     *,
     unit: str,
     size: tuple[int, int] = (8, 8),
     stacked: str = "",
-    most: float | None = None,
+    axis_max: float | None = None,
     empty: str = NO_TRAFFIC,
 ) -> Json:
-    """Over time. `stacked`: `normal`, or `percent`. `most`: the end of the axis."""
+    """Returns a panel of series over time. `stacked`: normal, percent or "". `axis_max`: end of the axis."""
     custom: Json = {
         "drawStyle": "line",
         "lineWidth": 1,
@@ -125,12 +125,12 @@ def timeseries_panel(
         "axisSoftMin": 0,
     }
     defaults: Json = {"custom": custom, "min": 0}
-    if most is not None:
-        defaults["max"] = most
-    fixed = [*((name, colour) for _, name, colour in QUANTILES), ("mean", "blue")]
+    if axis_max is not None:
+        defaults["max"] = axis_max
+    colours = [*((name, colour) for _, name, colour in QUANTILES), ("mean", "blue")]
     overrides = [
         field_override(name, color={"mode": "fixed", "fixedColor": colour})
-        for name, colour in fixed
+        for name, colour in colours
         if any(query.legend == name for query in queries)
     ]
     overrides += [
@@ -138,7 +138,7 @@ def timeseries_panel(
         for query in queries
         if query.right_axis_unit
     ]
-    below = {
+    legend = {
         "showLegend": True,
         "displayMode": "table",
         "placement": "bottom",
@@ -147,20 +147,20 @@ def timeseries_panel(
     return build_panel(
         "timeseries",
         title,
-        reading,
+        description,
         queries,
         unit=unit,
         size=size,
         defaults=defaults,
         overrides=overrides,
-        options={"legend": below, "tooltip": {"mode": "multi", "sort": "desc"}},
+        options={"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}},
         empty=empty,
     )
 
 
 def stat_panel(
     title: str,
-    reading: PanelDescription,
+    description: PanelDescription,
     expr: str,
     *,
     unit: str,
@@ -168,7 +168,7 @@ def stat_panel(
     size: tuple[int, int] = (4, 4),
     empty: str = NO_TRAFFIC,
 ) -> Json:
-    """One number and its course. `bad`: from which value on it has which colour; only where that is a judgement."""
+    """Returns a panel with a number and its history. `bad`: (value, colour) thresholds, if it can be bad."""
     steps = [{"color": "green", "value": None}, *({"color": colour, "value": at} for at, colour in bad)]
     defaults: Json = {
         "color": {"mode": "thresholds" if bad else "fixed", **({} if bad else {"fixedColor": "text"})},
@@ -182,7 +182,7 @@ def stat_panel(
     return build_panel(
         "stat",
         title,
-        reading,
+        description,
         [PanelQuery(expr)],
         unit=unit,
         size=size,
@@ -194,13 +194,13 @@ def stat_panel(
 
 def heatmap_panel(
     title: str,
-    reading: PanelDescription,
+    description: PanelDescription,
     expr: str,
     *,
     unit: str = UNIT_SECONDS,
     size: tuple[int, int] = (12, 8),
 ) -> Json:
-    """How values are distributed over time, with exemplars: a click on one opens its trace."""
+    """Returns a panel with the distribution of values over time, and exemplars that link to their traces."""
     options = {
         "calculate": False,
         "cellGap": 1,
@@ -212,57 +212,57 @@ def heatmap_panel(
         "yAxis": {"axisPlacement": "left", "unit": unit},
     }
     query = PanelQuery(expr, "{{le}}", exemplars=True)
-    return build_panel("heatmap", title, reading, [query], unit=unit, size=size, options=options)
+    return build_panel("heatmap", title, description, [query], unit=unit, size=size, options=options)
 
 
 def quantiles_panel(
     title: str,
-    reading: PanelDescription,
-    ask: PromqlBuilder,
+    description: PanelDescription,
+    promql: PromqlBuilder,
     metric: Any,
     *matchers: str,
     size: tuple[int, int] = (12, 8),
     unit: str = UNIT_SECONDS,
     empty: str = NO_TRAFFIC,
 ) -> Json:
-    """p50, p95, p99 and the mean of a histogram; exemplars come with the p99."""
+    """Returns a panel with p50, p95, p99 and mean of a histogram; exemplars belong to the p99."""
     queries = [
-        PanelQuery(ask.quantile(q, metric, *matchers), name, exemplars=name == "p99")
+        PanelQuery(promql.quantile(q, metric, *matchers), name, exemplars=name == "p99")
         for q, name, _ in QUANTILES
     ]
-    queries.append(PanelQuery(ask.mean(metric, *matchers), "mean"))
-    return timeseries_panel(title, reading, queries, unit=unit, size=size, empty=empty)
+    queries.append(PanelQuery(promql.mean(metric, *matchers), "mean"))
+    return timeseries_panel(title, description, queries, unit=unit, size=size, empty=empty)
 
 
 def state_timeline_panel(
     title: str,
-    reading: PanelDescription,
+    description: PanelDescription,
     query: PanelQuery,
     *,
     names: Mapping[int, tuple[str, str]],
     size: tuple[int, int],
 ) -> Json:
-    """What holds over time. `names`: text and colour of each value."""
-    said = {
+    """Returns a panel of states over time. `names`: text and colour of each value."""
+    value_options = {
         str(value): {"text": text, "color": colour, "index": i}
         for i, (value, (text, colour)) in enumerate(names.items())
     }
     return build_panel(
         "state-timeline",
         title,
-        reading,
+        description,
         [query],
         unit="none",
         size=size,
-        defaults={"mappings": [{"type": "value", "options": said}], "color": {"mode": "fixed"}},
+        defaults={"mappings": [{"type": "value", "options": value_options}], "color": {"mode": "fixed"}},
         options={"mergeValues": True, "showValue": "never", "rowHeight": 0.8},
-        empty="no GPU is told of",
+        empty="no GPU is monitored",
     )
 
 
 def table_panel(
     title: str,
-    reading: PanelDescription,
+    description: PanelDescription,
     columns: Sequence[tuple[str, str, str]],
     *,
     by: Sequence[str],
@@ -271,21 +271,22 @@ def table_panel(
     links: Mapping[str, Json] | None = None,
     empty: str = NO_TRAFFIC,
 ) -> Json:
-    """One line for each value of the labels `by`; `columns`: name, expression, unit. `names`: of the labels."""
+    """Returns a table with one line per value of `by`. `columns`: name, expression, unit. `names`: of labels."""
     queries = [PanelQuery(expr, table=True) for _, expr, _ in columns]
-    # Grafana numbers the values only where there are several.
-    many = len(columns) > 1
+    # Grafana numbers the value columns only if there are several.
+    is_numbered = len(columns) > 1
     renamed = {
-        f"Value #{chr(ord('A') + i)}" if many else "Value": name for i, (name, _, _) in enumerate(columns)
+        f"Value #{chr(ord('A') + i)}" if is_numbered else "Value": name
+        for i, (name, _, _) in enumerate(columns)
     }
-    made = build_panel("table", title, reading, queries, unit=UNIT_SHORT, size=size, empty=empty)
-    made["fieldConfig"]["defaults"]["mappings"] = []  # a cell that is empty says nothing of the whole
-    made["fieldConfig"]["overrides"] = [field_override(name, unit=unit) for name, _, unit in columns]
-    made["fieldConfig"]["overrides"] += [
+    panel = build_panel("table", title, description, queries, unit=UNIT_SHORT, size=size, empty=empty)
+    panel["fieldConfig"]["defaults"]["mappings"] = []  # the text for no data does not apply to a single cell
+    panel["fieldConfig"]["overrides"] = [field_override(name, unit=unit) for name, _, unit in columns]
+    panel["fieldConfig"]["overrides"] += [
         field_override(names[label], links=[link]) for label, link in (links or {}).items()
     ]
     order = {name: i for i, name in enumerate([*by, *renamed])}
-    made["transformations"] = [
+    panel["transformations"] = [
         {"id": "merge", "options": {}},
         {
             "id": "organize",
@@ -296,37 +297,47 @@ def table_panel(
             },
         },
     ]
-    made["options"] = {"showHeader": True, "cellHeight": "sm"}
-    return made
+    panel["options"] = {"showHeader": True, "cellHeight": "sm"}
+    return panel
 
 
 def trace_search_panel(
-    title: str, reading: PanelDescription, traceql: str, size: tuple[int, int] = (GRID_COLUMNS, 9)
+    title: str, description: PanelDescription, traceql: str, size: tuple[int, int] = (GRID_COLUMNS, 9)
 ) -> Json:
-    """Traces that Tempo finds; a click opens one."""
-    made = build_panel(
-        "table", title, reading, [], unit=UNIT_SHORT, size=size, empty="Tempo has no such trace in this time"
+    """Returns a table of the traces that Tempo finds; a click opens a trace."""
+    panel = build_panel(
+        "table",
+        title,
+        description,
+        [],
+        unit=UNIT_SHORT,
+        size=size,
+        empty="Tempo has no such trace in this time range",
     )
-    made["datasource"] = TEMPO
+    panel["datasource"] = TEMPO
     query = {"refId": "A", "datasource": TEMPO, "queryType": "traceql", "query": traceql}
-    made["targets"] = [{**query, "limit": 20, "spss": 3, "tableType": "spans"}]
-    return made
+    panel["targets"] = [{**query, "limit": 20, "spss": 3, "tableType": "spans"}]
+    return panel
 
 
 def trace_panel(
-    title: str, reading: PanelDescription, trace_id: str, size: tuple[int, int] = (GRID_COLUMNS, 14)
+    title: str, description: PanelDescription, trace_id: str, size: tuple[int, int] = (GRID_COLUMNS, 14)
 ) -> Json:
-    """The trace with this id."""
-    made = build_panel("traces", title, reading, [], unit=UNIT_SHORT, size=size, empty="choose a trace above")
-    made["datasource"] = TEMPO
-    made["targets"] = [{"refId": "A", "datasource": TEMPO, "queryType": "traceql", "query": trace_id}]
-    return made
+    """Returns a panel that shows the trace with this id."""
+    panel = build_panel(
+        "traces", title, description, [], unit=UNIT_SHORT, size=size, empty="enter a trace id above"
+    )
+    panel["datasource"] = TEMPO
+    panel["targets"] = [{"refId": "A", "datasource": TEMPO, "queryType": "traceql", "query": trace_id}]
+    return panel
 
 
-def alert_list_panel(title: str, reading: PanelDescription, size: tuple[int, int] = (8, 8)) -> Json:
-    """Ours that fire or are about to."""
-    made = build_panel("alertlist", title, reading, [], unit=UNIT_SHORT, size=size, empty="nothing fires")
-    made["options"] = {
+def alert_list_panel(title: str, description: PanelDescription, size: tuple[int, int] = (8, 8)) -> Json:
+    """Returns a list of our alerts that fire or are pending."""
+    panel = build_panel(
+        "alertlist", title, description, [], unit=UNIT_SHORT, size=size, empty="no alert fires"
+    )
+    panel["options"] = {
         "alertName": "OtelInfer",
         "alertInstanceLabelFilter": '{severity!="none"}',
         "maxItems": 20,
@@ -334,4 +345,4 @@ def alert_list_panel(title: str, reading: PanelDescription, size: tuple[int, int
         "stateFilter": {"firing": True, "pending": True, "error": True, "noData": False, "normal": False},
         "viewMode": "list",
     }
-    return made
+    return panel

@@ -1,4 +1,4 @@
-"""What this plugin itself does, loses and costs."""
+"""The dashboard Self-monitoring: hooks, losses, sampling and cost of otel_infer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from otel_infer.monitoring.promql import label_equals, label_not_matches, ratio_
 from otel_infer.semconv.prometheus import label_name
 
 _DAY_S = 86_400
-_NO_DROPS = "nothing"
+_NO_DROPS = "no losses"
 
 
 def _hooks_and_drops_row() -> DashboardRow:
@@ -19,23 +19,23 @@ def _hooks_and_drops_row() -> DashboardRow:
         semconv.SELF_HOOKS, label_equals(semconv.HOOK_STATE, semconv.HOOK_MISSING)
     )
     return DashboardRow(
-        "Does it see everything?",
+        "Hooks and losses",
         [
             panels.stat_panel(
                 "Hooks missing",
                 PanelDescription(
-                    "Places in libraries that it should hold and does not.",
-                    "`otel-infer doctor` says which, and what is lost without.",
+                    "Hooks of loaded libraries that are not installed.",
+                    "run `otel-infer doctor`: it lists them, and the data that is missing.",
                 ),
                 missing,
                 unit="short",
                 bad=((1, "orange"),),
-                empty="nothing is hooked yet",
+                empty="no hooks yet",
             ),
             panels.stat_panel(
                 "Lost",
                 PanelDescription(
-                    "Facts and spans that did not arrive, a second, whatever the reason.",
+                    "Lost events and spans per second, for any reason except the step budget.",
                     "see the reasons below.",
                 ),
                 PROMQL.rate(
@@ -46,35 +46,38 @@ def _hooks_and_drops_row() -> DashboardRow:
             ),
             panels.stat_panel(
                 "Errors",
-                PanelDescription("Probes of ours that raised; each is off since.", "please report it."),
+                PanelDescription(
+                    "Probes of otel_infer that raised an exception. Each is disabled after that.",
+                    "please report it.",
+                ),
                 PROMQL.aggregate_gauge(semconv.SELF_ERRORS),
                 unit="short",
                 bad=((1, "red"),),
             ),
             panels.stat_panel(
-                "Steps that may be spans",
+                "Share of step spans allowed",
                 PanelDescription(
-                    "The governor's share: 100 % unless the sidecar is over `OTEL_INFER_BUDGET`.",
-                    "raise the budget, or lower `OTEL_INFER_STEP_BUDGET`.",
+                    "Share of the step spans that the CPU budget allows: 100 % unless the sidecar exceeds `OTEL_INFER_BUDGET`.",
+                    "raise that budget, or lower `OTEL_INFER_STEP_BUDGET`.",
                 ),
-                PROMQL.aggregate_gauge(semconv.SELF_SHARE, take="min"),
+                PROMQL.aggregate_gauge(semconv.SELF_SHARE, aggregation="min"),
                 unit="percentunit",
             ),
             panels.stat_panel(
-                "Spans a day",
+                "Spans per day",
                 PanelDescription(
-                    "At the present rate, as accepted by the destination.",
-                    "`OTEL_INFER_STEPS=off` leaves the stages.",
+                    "Spans per day that the destination accepts, at the current rate.",
+                    "set `OTEL_INFER_STEPS=off` to export stages without steps.",
                 ),
                 f"{_DAY_S} * {PROMQL.rate(semconv.SELF_SPANS)}",
                 unit="short",
                 empty="no spans are sent",
             ),
             panels.stat_panel(
-                "Uncompressed, a day",
+                "Uncompressed bytes per day",
                 PanelDescription(
-                    "Bytes of spans at the present rate; on the wire a tenth of it, about.",
-                    "a lower `OTEL_INFER_STEP_BUDGET`.",
+                    "Bytes of spans per day at the current rate. Compressed, it is about a tenth.",
+                    "lower `OTEL_INFER_STEP_BUDGET`.",
                 ),
                 f"{_DAY_S} * {PROMQL.rate(semconv.SELF_BYTES)}",
                 unit="bytes",
@@ -83,19 +86,20 @@ def _hooks_and_drops_row() -> DashboardRow:
             panels.table_panel(
                 "Hooks",
                 PanelDescription(
-                    "By integration: bound (active), or not (missing).", "`otel-infer doctor` says which."
+                    "Hooks by instrumentor: installed (active), or not (missing).",
+                    "run `otel-infer doctor`, which lists them.",
                 ),
                 [("hooks", PROMQL.aggregate_gauge(semconv.SELF_HOOKS, by=hooks), "short")],
-                by=[label_name(one) for one in hooks],
-                names={label_name(hooks[0]): "integration", label_name(hooks[1]): "state"},
+                by=[label_name(attribute) for attribute in hooks],
+                names={label_name(hooks[0]): "instrumentor", label_name(hooks[1]): "state"},
                 size=(12, 8),
-                empty="nothing is hooked yet",
+                empty="no hooks yet",
             ),
             panels.timeseries_panel(
                 "Lost, by reason",
                 PanelDescription(
-                    "A second. `steps_over_budget`: step spans that there was no room for; the requests are there.",
-                    "`events_overwritten`: the sidecar gets no CPU. Refused or given up: look at the collector.",
+                    "Lost per second. `steps_over_budget`: step spans beyond the budget; their requests are exported.",
+                    "`events_overwritten`: give the sidecar more CPU. Refused or given up: check the collector.",
                 ),
                 [
                     PanelQuery(
@@ -112,17 +116,18 @@ def _hooks_and_drops_row() -> DashboardRow:
 
 
 def _cost_row() -> DashboardRow:
-    left = ratio_or_absent(
+    dropped = ratio_or_absent(
         PROMQL.rate(semconv.SELF_STEPS_DROPPED),
         f"{PROMQL.rate(semconv.SELF_STEPS_DROPPED)} + {PROMQL.rate(semconv.SELF_SPANS)}",
     )
     return DashboardRow(
-        "What does it keep, and cost?",
+        "Sampling and cost",
         [
             panels.timeseries_panel(
                 "CPU of the sidecar",
                 PanelDescription(
-                    "Cores.", "over `OTEL_INFER_BUDGET` it makes fewer step spans, and says so."
+                    "CPU cores used.",
+                    "above `OTEL_INFER_BUDGET` it exports fewer step spans, and counts the dropped ones.",
                 ),
                 [
                     PanelQuery(
@@ -135,15 +140,15 @@ def _cost_row() -> DashboardRow:
             ),
             panels.timeseries_panel(
                 "Memory of the sidecar",
-                PanelDescription("Resident.", "it should not grow for hours: please report it."),
+                PanelDescription("Resident memory.", "if it grows for hours, please report it."),
                 [PanelQuery(PROMQL.aggregate_gauge(semconv.SELF_MEMORY, by=("instance",)), "{{instance}}")],
                 unit="bytes",
             ),
             panels.timeseries_panel(
-                "Requests by why they were kept",
+                "Requests by keep reason",
                 PanelDescription(
-                    "A second. `none`: without their steps; `unsampled`: not exported.",
-                    "mostly `slo` or `slow`: see Overview.",
+                    "Requests per second. `none`: exported without steps. `unsampled`: not exported.",
+                    "if most are `slo` or `slow`, see Overview.",
                 ),
                 [
                     PanelQuery(
@@ -155,21 +160,22 @@ def _cost_row() -> DashboardRow:
                 stacked="normal",
             ),
             panels.timeseries_panel(
-                "Step spans left out",
+                "Dropped step spans",
                 PanelDescription(
-                    "Step spans that the budget had no room for, as a share of those and all spans that were accepted.",
-                    "it is meant to be; for more, raise `OTEL_INFER_STEP_BUDGET`.",
+                    "Step spans dropped by the budget, as a share of dropped step spans and accepted spans.",
+                    "it is intended; to export more, raise `OTEL_INFER_STEP_BUDGET`.",
                 ),
-                [PanelQuery(left, "left out")],
+                [PanelQuery(dropped, "dropped")],
                 unit="percentunit",
                 size=(12, 8),
-                most=1,
-                empty="none was left out",
+                axis_max=1,
+                empty="no step spans dropped",
             ),
             panels.timeseries_panel(
                 "Spans accepted",
                 PanelDescription(
-                    "By the destination, a second.", "zero while requests come: look at what is lost."
+                    "Spans per second that the destination accepts.",
+                    "if it is zero while requests arrive, check the losses.",
                 ),
                 [PanelQuery(PROMQL.rate(semconv.SELF_SPANS), "spans")],
                 unit="short",
@@ -184,18 +190,18 @@ def _startup_row() -> DashboardRow:
     phase = label_name(semconv.STARTUP_PHASE)
     longest = f"max by ({phase}) (sum by ({phase}, instance) ({PROMQL.select_series(semconv.STARTUP_DURATION, series='_sum')}))"
     return DashboardRow(
-        "Starts",
+        "Server starts",
         [
             panels.timeseries_panel(
-                "What starts took",
+                "Start duration by phase",
                 PanelDescription(
-                    "By phase: the longest of the servers that are there, all its starts together.",
-                    "`weights`: a nearer disk; `compile`, `capture`: a cache that outlives the container.",
+                    "Duration by phase, summed over all starts of a server; the longest server counts.",
+                    "`weights`: use a faster disk. `compile`, `capture`: use a cache that outlives the container.",
                 ),
                 [PanelQuery(longest, legend_format(semconv.STARTUP_PHASE))],
                 unit="s",
                 size=(24, 8),
-                empty="no start was seen",
+                empty="no start was recorded",
             ),
         ],
         collapsed=True,
@@ -203,6 +209,8 @@ def _startup_row() -> DashboardRow:
 
 
 def build_dashboard() -> Dashboard:
-    """The dashboard."""
-    about = "Hooks, losses, budget and cost of otel_infer itself."
-    return Dashboard("health", "Our own health", about, [_hooks_and_drops_row(), _cost_row(), _startup_row()])
+    """Returns the dashboard Self-monitoring."""
+    description = "Hooks, losses, budget and cost of otel_infer itself."
+    return Dashboard(
+        "health", "Self-monitoring", description, [_hooks_and_drops_row(), _cost_row(), _startup_row()]
+    )

@@ -1,1 +1,1 @@
-"""Pushes dashboards and alert rules to Grafana, pulls and compares them."""
+"""Pushes dashboards and alert rules to Grafana, pulls them, and compares them."""

@@ -1,8 +1,9 @@
-"""Dashboards and alert rules in a running Grafana: put there, fetched, compared.
+"""Pushes dashboards and alert rules to a running Grafana, pulls them, and compares them.
 
-Idempotent: what is there as it should be is not written again. All is read before anything is written, and a dashboard
-that is not ours (no tag `otel-infer`) is refused unless forced. Things are known by their uid alone; dashboards that were
-moved to another folder stay there. Only the classic API under `/api` is used: every version from 9 on has it.
+Idempotent: a resource that is up to date is not written again. Everything is read before anything is written.
+A dashboard without the tag `otel-infer` is not ours, and is not replaced unless forced. Resources are
+identified by their uid alone; a dashboard that was moved to another folder stays there. Only the classic API
+under `/api` is used, which every version from 9 on has.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ __all__ = [
 ]
 
 TAG = "otel-infer"
-"""What a dashboard that we made is tagged with."""
+"""The tag of our dashboards."""
 FOLDER = "otel-infer"
-"""The uid of our folder, whatever its title."""
+"""The uid of our folder; its title may differ."""
 
 EXPRESSION_DATASOURCES = ("__expr__", "-100")
-"""What a step of an alert rule that asks no datasource names in place of one."""
+"""Datasource uids of steps in an alert rule that query no datasource."""
 
 _SAVE_PERMISSIONS = "dashboards:create and dashboards:write"
 _READ_RULES_PERMISSION, _WRITE_RULES_PERMISSION = "alert.provisioning:read", "alert.provisioning:write"
@@ -44,7 +45,7 @@ DiffState = Literal["missing", "same", "differs"]
 
 
 class GrafanaChange(NamedTuple):
-    """What was done with one thing, or would be done in a dry run."""
+    """A change of one resource: done, or planned in a dry run."""
 
     kind: str
     uid: str
@@ -52,7 +53,10 @@ class GrafanaChange(NamedTuple):
 
 
 class DashboardDiff(NamedTuple):
-    """How a dashboard in Grafana compares. `paths`: where it differs, such as `panels[3].targets[0].expr`."""
+    """How a dashboard in Grafana compares with ours.
+
+    `differing_paths`: where it differs, such as `panels[3].targets[0].expr`.
+    """
 
     uid: str
     state: DiffState
@@ -67,14 +71,14 @@ class Datasource(NamedTuple):
 
 
 class SelectedDatasources(NamedTuple):
-    """Those that will be used. Without Tempo, exemplars lead nowhere."""
+    """The datasources to use. Without Tempo, exemplars link to no trace."""
 
     prometheus: Datasource
     tempo: Datasource | None
 
 
 class _PlannedSave(NamedTuple):
-    """A dashboard, what is to be done with it, where, and instead of which version."""
+    """A planned save of a dashboard: the action, the folder's uid, and the version to replace (None = new)."""
 
     uid: str
     dashboard: dict[str, Any]
@@ -84,9 +88,9 @@ class _PlannedSave(NamedTuple):
 
 
 class GrafanaClient:
-    """A running Grafana of version 9 or newer; everything raises `Refused`, and so does making one.
+    """A running Grafana, version 9 or newer. All methods and the constructor raise `GrafanaError`.
 
-    `token`: of a service account, or `user:password`, or nothing where everybody may. `timeout`: s, for each request.
+    `token`: a service account's, or `user:password`; "" = anonymous. `timeout`: s, per request.
     """
 
     def __init__(self, url: str, token: str = "", *, timeout: float = 10.0) -> None:
@@ -97,34 +101,45 @@ class GrafanaClient:
     # ── datasources ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def select_datasources(self, prometheus: str = "", tempo: str = "") -> SelectedDatasources:
-        """Those of this name or uid, else Grafana's default, else the first by name."""
-        there = self._list_datasources()
-        found = self._select_datasource("prometheus", prometheus, there)
-        if found is None:
+        """Returns the datasources with this name or uid; "" = Grafana's default, else the first by name."""
+        available = self._list_datasources()
+        selected = self._select_datasource("prometheus", prometheus, available)
+        if selected is None:
             raise GrafanaError(
                 f"{self._session.display_url}: no Prometheus datasource: add one under Connections → Data sources"
             )
-        return SelectedDatasources(found, self._select_datasource("tempo", tempo, there))
+        return SelectedDatasources(selected, self._select_datasource("tempo", tempo, available))
 
     def _list_datasources(self) -> list[Datasource]:
         doing = "could not list datasources"
-        there = self._session.call_api(doing, "datasources:read", self._api.datasource.list_datasources)
-        return [Datasource(one["uid"], one["name"], one["type"], bool(one.get("isDefault"))) for one in there]
+        listed = self._session.call_api(doing, "datasources:read", self._api.datasource.list_datasources)
+        return [
+            Datasource(source["uid"], source["name"], source["type"], bool(source.get("isDefault")))
+            for source in listed
+        ]
 
-    def _select_datasource(self, kind: str, wanted: str, there: Iterable[Datasource]) -> Datasource | None:
-        fitting = [one for one in there if one.type == kind and wanted in ("", one.uid, one.name)]
-        if wanted and not fitting:
+    def _select_datasource(
+        self, kind: str, wanted: str, available: Iterable[Datasource]
+    ) -> Datasource | None:
+        matching = [
+            source for source in available if source.type == kind and wanted in ("", source.uid, source.name)
+        ]
+        if wanted and not matching:
             raise GrafanaError(
                 f"{self._session.display_url}: no {kind} datasource has the name or uid {wanted}"
             )
-        return min(fitting, key=lambda one: (not one.is_default, one.name), default=None)
+        return min(matching, key=lambda source: (not source.is_default, source.name), default=None)
 
     # ── dashboards ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def push_dashboards(
         self, boards: Mapping[str, dict[str, Any]], folder: str, *, dry_run: bool = False, force: bool = False
     ) -> list[GrafanaChange]:
-        """Puts classic JSON by uid; new ones into our folder, which gets the title `folder` if it is not there."""
+        """Saves dashboards (classic JSON by uid) and returns the changes.
+
+        New dashboards go into our folder, which is created with the title `folder` if it is missing. `force`:
+        replace dashboards that are not ours.
+        """
         plans = [self._plan_save(uid, board, force) for uid, board in boards.items()]
         changes = []
         if any(plan.action == "created" for plan in plans) and not self._has_folder():
@@ -136,21 +151,21 @@ class GrafanaClient:
         return changes
 
     def pull_dashboards(self, uids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Those of them that are there, as files hold them."""
-        found = {uid: self._read_dashboard(uid) for uid in uids}
-        return {uid: diff.stable_content(there["dashboard"]) for uid, there in found.items() if there}
+        """Returns the dashboards that exist, by uid, as their files hold them."""
+        stored = {uid: self._read_dashboard(uid) for uid in uids}
+        return {uid: diff.stable_content(found["dashboard"]) for uid, found in stored.items() if found}
 
     def diff_dashboards(self, boards: Mapping[str, dict[str, Any]]) -> list[DashboardDiff]:
-        """How each compares with the one of its uid in Grafana."""
+        """Compares each dashboard with the dashboard in Grafana that has its uid."""
         pulled = self.pull_dashboards(boards)
         return [self._compare_dashboard(uid, board, pulled.get(uid)) for uid, board in boards.items()]
 
     @staticmethod
-    def _compare_dashboard(uid: str, board: dict[str, Any], there: dict[str, Any] | None) -> DashboardDiff:
-        if there is None:
+    def _compare_dashboard(uid: str, board: dict[str, Any], stored: dict[str, Any] | None) -> DashboardDiff:
+        if stored is None:
             return DashboardDiff(uid, "missing")
-        ours = {**diff.stable_content(board), "uid": uid}
-        paths = tuple(diff.find_differences(ours, {**there, "uid": uid}))
+        expected = {**diff.stable_content(board), "uid": uid}
+        paths = tuple(diff.find_differences(expected, {**stored, "uid": uid}))
         return DashboardDiff(uid, "differs" if paths else "same", paths)
 
     def _read_dashboard(self, uid: str) -> dict[str, Any] | None:
@@ -161,26 +176,26 @@ class GrafanaClient:
         return dict(found) if found else None
 
     def _plan_save(self, uid: str, board: dict[str, Any], force: bool) -> _PlannedSave:
-        there = self._read_dashboard(uid)
-        if there is None:
+        stored = self._read_dashboard(uid)
+        if stored is None:
             return _PlannedSave(uid, board, "created", FOLDER, None)
-        dashboard, about = there["dashboard"], there.get("meta", {})
+        dashboard, meta = stored["dashboard"], stored.get("meta", {})
         same = self._compare_dashboard(uid, board, diff.stable_content(dashboard)).state == "same"
         if not same and TAG not in (dashboard.get("tags") or ()) and not force:
             raise GrafanaError(
                 f"{self._session.display_url}: dashboard {uid} is not ours (no tag {TAG}): "
-                "delete it or give it another uid, or force"
+                "delete it, give it another uid, or force"
             )
-        if not same and about.get("provisioned"):
+        if not same and meta.get("provisioned"):
             raise GrafanaError(
-                f"{self._session.display_url}: dashboard {uid} is made by a file ({about.get('provisionedExternalId')}): "
+                f"{self._session.display_url}: dashboard {uid} is provisioned from a file ({meta.get('provisionedExternalId')}): "
                 "change that file, or take it out of Grafana's provisioning"
             )
         action: Action = "unchanged" if same else "updated"
-        return _PlannedSave(uid, board, action, about.get("folderUid", ""), dashboard.get("version"))
+        return _PlannedSave(uid, board, action, meta.get("folderUid", ""), dashboard.get("version"))
 
     def _save_dashboard(self, plan: _PlannedSave) -> None:
-        """Never over what somebody has saved since it was read: the version says which one is meant."""
+        """Saves a dashboard; the posted version makes Grafana refuse if it was changed after the read."""
         version = {} if plan.version is None else {"version": plan.version}
         posted = {
             "dashboard": {**diff.stable_content(plan.dashboard), "uid": plan.uid, **version},
@@ -208,36 +223,41 @@ class GrafanaClient:
     def push_rules(
         self, groups: Sequence[dict[str, Any]], folder: str, *, dry_run: bool = False
     ) -> list[GrafanaChange]:
-        """Puts Grafana-managed rule groups into our folder: `{"title", "interval": seconds, "rules": […]}`, as the
-        alerting provisioning API has them, each rule with its uid. A group is replaced: rules that are no longer in it
-        are removed. They cannot be edited in Grafana's pages; whether a rule is paused is left as it is there.
+        """Saves Grafana-managed rule groups in our folder and returns the changes.
+
+        A group is `{"title", "interval": seconds, "rules": […]}`, as in the alerting provisioning API, each
+        rule with its uid. A group is replaced: rules that it no longer contains are removed. Users cannot
+        edit the rules in Grafana's pages; a rule that is paused there stays paused.
         """
         self._check_datasources(groups)
         has_folder = self._has_folder()
-        there = {
+        stored = {
             group["title"]: self._read_rule_group(group["title"]) if has_folder else None for group in groups
         }
         changes = [] if has_folder or not groups else [self._create_folder(folder, dry_run)]
         for group in groups:
-            found = there[group["title"]]
-            action = _rule_group_action(group, found)
+            before = stored[group["title"]]
+            action = _rule_group_action(group, before)
             if action != "unchanged" and not dry_run:
-                self._replace_rule_group(group, found)
+                self._replace_rule_group(group, before)
             changes.append(GrafanaChange("rule group", group["title"], action))
-            gone = sorted(_rules_by_uid(found).keys() - _rules_by_uid(group).keys())
-            changes.extend(GrafanaChange("alert rule", uid, "removed") for uid in gone)
+            removed = sorted(_rules_by_uid(before).keys() - _rules_by_uid(group).keys())
+            changes.extend(GrafanaChange("alert rule", uid, "removed") for uid in removed)
         return changes
 
     def _check_datasources(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Grafana takes a rule that asks a datasource it has not, and the rule then never fires."""
-        known = {*EXPRESSION_DATASOURCES, *(one.uid for one in self._list_datasources())}
+        """Raises if a rule queries a missing datasource:
+
+        Grafana accepts such a rule, which then never fires.
+        """
+        known = {*EXPRESSION_DATASOURCES, *(source.uid for source in self._list_datasources())}
         for group in groups:
             for rule in group["rules"]:
                 for query in rule.get("data", ()):
                     if query["datasourceUid"] not in known:
                         raise GrafanaError(
-                            f"{self._session.display_url}: alert rule {rule['uid']} asks datasource "
-                            f"{query['datasourceUid']}, which is not there: add it, or name another"
+                            f"{self._session.display_url}: alert rule {rule['uid']} queries datasource "
+                            f"{query['datasourceUid']}, which does not exist: add it or name another"
                         )
 
     def _read_rule_group(self, title: str) -> dict[str, Any] | None:
@@ -246,8 +266,8 @@ class GrafanaClient:
         found = self._session.find_resource(doing, _READ_RULES_PERMISSION, call, FOLDER, quote(title, ""))
         return dict(found) if found else None
 
-    def _replace_rule_group(self, group: dict[str, Any], there: dict[str, Any] | None) -> None:
-        title, before = group["title"], _rules_by_uid(there)
+    def _replace_rule_group(self, group: dict[str, Any], stored: dict[str, Any] | None) -> None:
+        title, before = group["title"], _rules_by_uid(stored)
         rules = [
             {
                 **rule,
@@ -267,13 +287,13 @@ def _rules_by_uid(group: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     return {rule["uid"]: rule for rule in (group or {}).get("rules") or ()}
 
 
-def _rule_group_action(group: dict[str, Any], there: dict[str, Any] | None) -> Action:
-    if there is None:
+def _rule_group_action(group: dict[str, Any], stored: dict[str, Any] | None) -> Action:
+    if stored is None:
         return "created"
-    ours, theirs = _rules_by_uid(group), _rules_by_uid(there)
+    rules, stored_rules = _rules_by_uid(group), _rules_by_uid(stored)
     same = (
-        group["interval"] == there["interval"]
-        and ours.keys() == theirs.keys()
-        and all(diff.is_same_rule(rule, theirs[uid]) for uid, rule in ours.items())
+        group["interval"] == stored["interval"]
+        and rules.keys() == stored_rules.keys()
+        and all(diff.is_same_rule(rule, stored_rules[uid]) for uid, rule in rules.items())
     )
     return "unchanged" if same else "updated"

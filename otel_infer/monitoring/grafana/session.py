@@ -1,4 +1,4 @@
-"""One connection with a Grafana, through grafana-client. Whatever is refused on it is `Refused`, without credentials."""
+"""A connection to a Grafana, through grafana-client. Its errors are `GrafanaError`, without credentials."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from otel_infer.monitoring.grafana.errors import (
 )
 
 MIN_MAJOR_VERSION = 9
-"""The first major version whose API this is: folders and dashboards by uid, alert rules by group."""
+"""The first major version with this API: folders and dashboards by uid, alert rules by group."""
 
 
 class GrafanaSession:
-    """Connected when made. `token`: of a service account, or `user:password`, or nothing."""
+    """A connection, opened and checked on construction.
+
+    `token`: a service account's, or `user:password`; "" = anonymous. `timeout`: s, per request.
+    """
 
     def __init__(self, url: str, token: str, timeout: float) -> None:
         token = token.strip()
@@ -30,15 +33,18 @@ class GrafanaSession:
         self._timeout = timeout
         self._secrets = (token, token.partition(":")[2])
         self.api = self._create_client(url, token)
-        # A redirected POST would come as a GET, and a login page would look like an answer.
+        # A redirect turns a POST into a GET, and makes a login page look like an answer.
         self.api.client.s.max_redirects = 0
         self.version = self._read_version()
 
     def call_api(self, doing: str, needs: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What the call returns. `needs`: the permissions it takes."""
+        """Returns the result of a call; raises `GrafanaError` with an explanation.
+
+        `doing`: the failed action for the message. `needs`: the permissions that the call requires.
+        """
         try:
             answer = call(*arguments)
-        except Exception as error:  # grafana-client lets those of its HTTP library through
+        except Exception as error:  # grafana-client does not wrap the errors of its HTTP library
             kind = _ERRORS_BY_STATUS.get(error_status(error), GrafanaError)
             why = explain_error(error, needs, self._secrets, self._timeout)
         else:
@@ -48,20 +54,20 @@ class GrafanaSession:
         raise kind(f"{self.display_url}: {doing}: {why}")
 
     def find_resource(self, doing: str, needs: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What the call returns; nothing where Grafana has no such thing. `needs`: one permission."""
+        """Returns the result of a call; None if Grafana has no such resource. `needs`: one permission."""
         try:
             return self.call_api(doing, needs, call, *arguments)
         except _NotFoundError:
             return None
         except _ForbiddenError:
-            # Whoever is no administrator is told 403 of what is not there: https://github.com/grafana/grafana/issues/109608
+            # Without admin rights, a missing resource gives 403: https://github.com/grafana/grafana/issues/109608
             if needs in self._read_permissions():
                 return None
             raise
 
     def _read_permissions(self) -> Container[str]:
-        """What the credential may do with something. grafana-client has no call for it."""
-        doing, path = "could not ask for permissions", "/access-control/user/permissions"
+        """Returns the permissions of the credential, for which grafana-client has no call."""
+        doing, path = "could not read permissions", "/access-control/user/permissions"
         permitted: Container[str] = self.call_api(doing, "any role", self.api.client.GET, path)
         return permitted
 
@@ -70,14 +76,14 @@ class GrafanaSession:
             from grafana_client import GrafanaApi
         except ImportError:
             raise GrafanaError(
-                "grafana-client is not installed: pip install 'otel-infer[grafana]', in an environment of its own: "
-                "its HTTP library takes the place of urllib3"
+                "grafana-client is not installed: pip install 'otel-infer[grafana]' in a separate environment, "
+                "because its HTTP library replaces urllib3"
             ) from None
         parts, port = self._parse_url(url)
         if not re.fullmatch(r"[!-~]*", token) and ":" not in token:
             raise GrafanaError(f"{TOKEN_VARIABLE} holds a character that no token has: copy it again")
         user, separator, password = token.partition(":")
-        # Not `from_url`: it loses the end of a sub-path and the brackets of an IPv6 address.
+        # `from_url` loses the end of a sub-path and the brackets of an IPv6 address.
         return GrafanaApi(
             (user.encode(), password.encode()) if separator else token or None,
             protocol=parts.scheme,
@@ -91,17 +97,17 @@ class GrafanaSession:
     def _parse_url(self, url: str) -> tuple[SplitResult, int | None]:
         if "@" in url:
             raise GrafanaError(
-                f"{self.display_url} holds credentials, which everybody on this machine can read: "
+                f"{self.display_url} holds credentials, which all users of this machine can read: "
                 f"put USER:PASSWORD into {TOKEN_VARIABLE}"
             )
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as wrong:
-            raise GrafanaError(f"{self.display_url} is no address: {wrong}") from None
+            raise GrafanaError(f"{self.display_url} is not a valid address: {wrong}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise GrafanaError(
-                f"{self.display_url} is no address: it begins with http:// or https://, then the host"
+                f"{self.display_url} is not a valid address: give http:// or https://, then the host"
             )
         return parts, port
 
@@ -109,7 +115,7 @@ class GrafanaSession:
         health = self.find_resource("could not connect", "any role", self.api.health.check)
         if not isinstance(health, dict) or not health.keys() & {"version", "database"}:
             raise GrafanaError(f"{self.display_url}: could not connect: {NOT_GRAFANA}")
-        version = str(health.get("version") or "")  # an administrator may hide it
+        version = str(health.get("version") or "")  # an administrator can hide it
         major = re.match(r"\d+", version)
         if major and int(major[0]) < MIN_MAJOR_VERSION:
             raise GrafanaError(
@@ -119,11 +125,11 @@ class GrafanaSession:
 
 
 class _NotFoundError(GrafanaError):
-    """Grafana has no such thing."""
+    """Grafana answered 404: the resource does not exist."""
 
 
 class _ForbiddenError(GrafanaError):
-    """Grafana has no such thing for us, or no such thing."""
+    """Grafana answered 403: the credential lacks the permission, or the resource does not exist."""
 
 
 _ERRORS_BY_STATUS: dict[int, type[GrafanaError]] = {403: _ForbiddenError, 404: _NotFoundError}

@@ -149,7 +149,8 @@ def read_objectives(path: Path) -> Objectives:
 def read_began_at(path: Path) -> int:
     """Returns the instant (monotonic ns) from which a tape is complete.
 
-    Earlier events are in it only to explain later ones. 0 if it begins with its server or does not state it. Raises `InvalidRecording`.
+    Earlier events are in it only to explain later ones. 0 if the tape begins with its server or its header
+    has no such instant. Raises `InvalidRecording`.
     """
     began_at = read_header(path).get("began_at")
     return began_at if isinstance(began_at, int) else 0

@@ -1,8 +1,8 @@
 """Writes the window of the flight recorder as a tape.
 
-Tapes are written one at a time, on a separate thread, because rings fill meanwhile. A tape is requested by a command through the rings' folder (`dump_request`), by a signal, by an HTTP request
-(`webhook`), or by requests that missed their objectives. Tapes that no command waits for go into a folder
-that keeps the newest ones.
+Tapes are written one at a time, on a separate thread, because rings fill meanwhile. A tape is requested in
+one of four ways: a command through the rings' folder (`dump_request`), a signal, an HTTP request (`webhook`),
+or missed objectives. Tapes that no command waits for go into a folder that keeps the newest ones.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ NAME_PREFIX = "otel_infer-"
 SUFFIX = ".tape"
 OWN_NAME_PATTERN = re.compile(rf"{NAME_PREFIX}\d{{8}}T\d{{6}}\.\d{{6}}Z-[a-z]+-\d+{re.escape(SUFFIX)}")
 FREE_SPACE_SHARE = 4
-"""A tape in the rings' folder takes at most this part (1/4) of its free space, because a server whose shared
-memory is full may be killed.
+"""A tape in the rings' folder takes at most this part (1/4) of its free space. A server whose shared memory
+is full may be killed.
 """
 ALTERNATIVE_HINT = "SIGUSR2 to the process otel_infer-sidecar writes a tape to the temporary folder instead"
 _UNLIMITED = 1 << 63

@@ -84,7 +84,7 @@ class WindowState:
 
     @property
     def dropped_requests(self) -> int:
-        """Returns the number of requests in flight that were too large to keep."""
+        """Returns the number of requests in flight that were dropped for lack of room."""
         return len(set(self._dropped_requests.values()))
 
     def add_rows(self, rows: Iterable[EventRow]) -> None:

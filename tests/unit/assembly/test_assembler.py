@@ -1,4 +1,4 @@
-"""Facts in, records out: whatever is told, in whatever pieces, each request is concluded once and says nothing impossible."""
+"""Events in, records out: for any events in any order, each request yields one record with plausible values."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from tests.support.story import BASE, LATER, PROCESS, WALL, Story, ids, ms, ns
 GRACE_MS = GRACE_NS // 1_000_000
 
 
-def concluded(said: list[events.RecordedEvent]) -> list[RequestRecord]:
+def drained_records(recorded: list[events.RecordedEvent]) -> list[RequestRecord]:
     assembler = Assembler()
-    assembler.feed_events(said)
+    assembler.feed_events(recorded)
     return assembler.drain_records(LATER)
 
 
-def plain(record: RequestRecord) -> dict[str, Any]:
-    """A record that can be compared, with its blame."""
+def comparable(record: RequestRecord) -> dict[str, Any]:
+    """Returns the fields of a record for comparison, with its latency attribution."""
     request.attribute_latency([record])
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    del fields["prefills_by_step"], fields["thread_delays"]  # questions to the step log, not answers
+    del fields["prefills_by_step"], fields["thread_delays"]  # references to the step log, not values
     steps = fields["steps"]
     return {**fields, "steps": steps.table.tolist() if steps is not None else None}
 
 
-# ── anything at all ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── arbitrary events ─────────────────────────────────────────────────────────────────────────────────────────────
 
 instants = st.one_of(st.integers(0, 50), st.integers(0, 1 << 40), st.sampled_from([GRACE_NS, GRACE_NS + 1]))
 counts = st.integers(0, 5)
@@ -54,7 +54,7 @@ arrived = st.builds(
     events.RequestArrived, instants, instants, some_ids.map(lambda i: i * 2), some_ids, some_ids, some_ids,
     st.integers(0, 15), words, words, words, words,
 )  # fmt: skip
-of_requests = st.one_of(
+request_events = st.one_of(
     arrived,
     ended,
     st.builds(events.StageEnded, instants, instants, words, counts),
@@ -76,7 +76,7 @@ of_requests = st.one_of(
         events.LiveRecovered, instants, instants, some_ids.map(lambda i: i * 2), some_ids, some_ids, counts
     ),
 )
-of_processes = st.one_of(
+process_events = st.one_of(
     st.builds(events.HooksReported, instants, words, counts, counts),
     st.builds(events.EventsLost, instants, counts, counts),
     st.builds(events.PauseSeen, instants, instants, words),
@@ -93,7 +93,7 @@ of_processes = st.one_of(
     st.builds(events.ProcessLeft, instants, words),
     st.builds(events.LiveListed, instants, st.lists(counts, max_size=3)),
 )
-of_steps = st.one_of(
+step_events = st.one_of(
     st.builds(
         events.StepScheduled, instants, st.integers(0, 12), st.booleans(), counts, st.lists(counts, max_size=3),
         st.lists(counts, max_size=3), pairs, counts, counts, counts, counts,
@@ -101,33 +101,33 @@ of_steps = st.one_of(
     st.builds(events.StepDone, instants, st.integers(0, 12), pairs, counts),
     st.builds(events.StepsLost, instants, counts),
 )  # fmt: skip
-anything = st.one_of(
-    st.builds(events.RecordedEvent, st.integers(1, 2), st.integers(0, 4), of_requests),
-    st.builds(events.RecordedEvent, st.integers(1, 2), st.just(0), of_processes),
-    st.builds(events.RecordedEvent, st.integers(10, 11), st.just(0), of_steps),
+any_event = st.one_of(
+    st.builds(events.RecordedEvent, st.integers(1, 2), st.integers(0, 4), request_events),
+    st.builds(events.RecordedEvent, st.integers(1, 2), st.just(0), process_events),
+    st.builds(events.RecordedEvent, st.integers(10, 11), st.just(0), step_events),
 )
 ENGINES = [events.RecordedEvent(ring, 0, events.EngineSeen(0, ring - 9, 1, "toy")) for ring in (10, 11)]
 
 
 @st.composite
 def plausible(draw: st.DrawFn) -> list[events.RecordedEvent]:
-    """Well-formed steps of two requests, with anything in between."""
-    said = list(ENGINES)
+    """Well-formed steps of two requests, with arbitrary events in between."""
+    recorded = list(ENGINES)
     at = 1
     for handle in (1, 2):
         arrived = events.RequestArrived(
             1, 1, bytes([handle]) * 16, bytes([handle]) * 8, bytes(8), bytes(8), 1, "chat", "", "m", ""
         )
-        said.append(events.RecordedEvent(1, handle, arrived))
+        recorded.append(events.RecordedEvent(1, handle, arrived))
     for step in range(1, draw(st.integers(0, 8)) + 1):
         batch = draw(st.lists(st.integers(0, 3), max_size=4))
         scheduled = events.StepScheduled(at, step, True, len(batch), (), batch, draw(pairs), 0, 0, 0, 0)
-        said.append(events.RecordedEvent(10, 0, scheduled))
+        recorded.append(events.RecordedEvent(10, 0, scheduled))
         at += draw(st.integers(0, 5))
         if draw(st.booleans()):
-            said.append(events.RecordedEvent(10, 0, events.StepDone(at, step, draw(pairs), 0)))
-        said += draw(st.lists(anything, max_size=2))
-    return said + [events.RecordedEvent(1, handle, draw(ended)) for handle in (1, 2)]
+            recorded.append(events.RecordedEvent(10, 0, events.StepDone(at, step, draw(pairs), 0)))
+        recorded += draw(st.lists(any_event, max_size=2))
+    return recorded + [events.RecordedEvent(1, handle, draw(ended)) for handle in (1, 2)]
 
 
 def check(record: RequestRecord) -> None:
@@ -160,13 +160,13 @@ def check_steps(record: RequestRecord, rows: RequestSteps) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.one_of(st.lists(anything, max_size=60), plausible()))
-def test_whatever_is_told_in_whatever_order_raises_nothing_and_says_nothing_impossible(
-    said: list[events.RecordedEvent],
+@given(st.one_of(st.lists(any_event, max_size=60), plausible()))
+def test_any_events_in_any_order_yield_plausible_records(
+    recorded: list[events.RecordedEvent],
 ) -> None:
     assembler = Assembler()
     assembler.feed_events(ENGINES)
-    assembler.feed_events(said)
+    assembler.feed_events(recorded)
     for record in assembler.drain_records(LATER):
         check(record)
     for step in assembler.drain_steps():
@@ -175,12 +175,12 @@ def test_whatever_is_told_in_whatever_order_raises_nothing_and_says_nothing_impo
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(anything, max_size=40), st.permutations([1, 2, 3]), st.lists(ended, min_size=3, max_size=3))
-def test_every_request_that_is_opened_and_ended_is_concluded_once(
+@given(st.lists(any_event, max_size=40), st.permutations([1, 2, 3]), st.lists(ended, min_size=3, max_size=3))
+def test_each_ended_request_yields_one_record(
     between: list[events.RecordedEvent], order: list[int], ends: list[events.RequestEnded]
 ) -> None:
-    """Whatever else is said, as long as it is not of these."""
-    between = [said for said in between if said.ring != 1]
+    """Events of other rings in between do not change that."""
+    between = [recorded for recorded in between if recorded.ring != 1]
     assembler = Assembler()
     opened = [
         events.RecordedEvent(1, handle, events.RequestArrived(
@@ -189,39 +189,41 @@ def test_every_request_that_is_opened_and_ended_is_concluded_once(
         for handle in (1, 2, 3)
     ]  # fmt: skip
     records = []
-    for fact in [*opened, *between, *(events.RecordedEvent(1, h, e) for h, e in zip(order, ends))]:
-        assembler.feed_events([fact])
+    for event in [*opened, *between, *(events.RecordedEvent(1, h, e) for h, e in zip(order, ends))]:
+        assembler.feed_events([event])
         records += assembler.drain_records(0)
     records += assembler.drain_records(LATER)
     assert sorted(record.handle for record in records if record.ring == 1) == [1, 2, 3]
     assert not [key for key in assembler.open_requests if key[0] == 1]
 
 
-# ── in pieces, from a tape ───────────────────────────────────────────────────────────────────────────────────────
+# ── batches and recordings ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @settings(max_examples=60, deadline=None)
 @given(ticks(most=40), st.integers(1, 2), st.lists(st.integers(0, 400), max_size=20), st.booleans())
-def test_the_same_facts_give_the_same_records_however_they_are_fed(
+def test_records_do_not_depend_on_the_batches(
     program: list[Tick], depth: int, cuts: list[int], with_horizons: bool
 ) -> None:
     with Simulator(depth) as simulator:
         simulator.run(program)
-    said = simulator.said
-    assert all(before.event.at <= after.event.at for before, after in itertools.pairwise(said))
+    recorded = simulator.said
+    assert all(before.event.at <= after.event.at for before, after in itertools.pairwise(recorded))
     pieces = Assembler()
     records = []
-    for begin, end in itertools.pairwise([0, *sorted(cuts), len(said)]):
-        pieces.feed_events(said[begin:end])
-        if with_horizons and begin < end <= len(said):
-            records += pieces.drain_records(said[end - 1].event.at - 1)
+    for begin, end in itertools.pairwise([0, *sorted(cuts), len(recorded)]):
+        pieces.feed_events(recorded[begin:end])
+        if with_horizons and begin < end <= len(recorded):
+            records += pieces.drain_records(recorded[end - 1].event.at - 1)
     records += pieces.drain_records(LATER)
-    assert [plain(record) for record in records] == [plain(record) for record in concluded(said)]
+    assert [comparable(record) for record in records] == [
+        comparable(record) for record in drained_records(recorded)
+    ]
 
 
 @settings(max_examples=30, deadline=None)
 @given(program=ticks(most=30))
-def test_a_tape_gives_the_same_records_again(
+def test_recording_replays_to_the_same_records(
     program: list[Tick], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("tapes") / "a.tape"
@@ -232,12 +234,12 @@ def test_a_tape_gives_the_same_records_again(
         piece = simulator.said[begin : begin + 7]
         writer.write(piece, piece[-1].event.at)
     writer.close()
-    replayed = [said for passage in file.read_batches(path) for said in passage.recorded_events]
-    live, again = concluded(simulator.said), concluded(replayed)
-    assert [plain(record) for record in again] == [plain(record) for record in live]
+    replayed = [recorded for batch in file.read_batches(path) for recorded in batch.recorded_events]
+    live, again = drained_records(simulator.said), drained_records(replayed)
+    assert [comparable(record) for record in again] == [comparable(record) for record in live]
 
 
-def test_an_ended_request_waits_for_what_is_told_late_and_not_for_what_is_told_later() -> None:
+def test_ended_request_waits_for_late_events_only_briefly() -> None:
     for late, expected in ((GRACE_MS, 2), (GRACE_MS + 1, 1)):
         story = Story()
         a = story.arrives(0)
@@ -248,7 +250,7 @@ def test_an_ended_request_waits_for_what_is_told_late_and_not_for_what_is_told_l
         assert story.record().output_tokens == expected
 
 
-def test_a_request_is_concluded_when_its_time_is_up_and_not_before() -> None:
+def test_record_is_drained_exactly_after_the_grace_period() -> None:
     story = Story()
     a = story.arrives(0)
     story.ends(10, a)
@@ -259,7 +261,7 @@ def test_a_request_is_concluded_when_its_time_is_up_and_not_before() -> None:
     assert assembler.drain_records(LATER) == []
 
 
-# ── who is who ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── handles ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_handles_of_two_processes_do_not_collide() -> None:
@@ -275,8 +277,8 @@ def test_handles_of_two_processes_do_not_collide() -> None:
     assert {r.ring: r.output_tokens for r in story.records()} == {1: 1, 2: 3}
 
 
-def test_a_request_may_be_in_the_steps_of_two_engines_of_its_process() -> None:
-    """One computes the prompt, the other decodes."""
+def test_request_may_use_two_engines_of_its_process() -> None:
+    """One engine computes the prompt, the other decodes."""
     story = Story()
     decoder = story.engine(ring=11)
     a = story.arrives(0)
@@ -290,20 +292,20 @@ def test_a_request_may_be_in_the_steps_of_two_engines_of_its_process() -> None:
     assert len(record.prefill_steps) == 1
 
 
-def test_a_slot_that_is_used_again_is_another_request() -> None:
+def test_reused_slot_is_another_request() -> None:
     story = Story()
     first, second = 7 | 1 << 12, 7 | 2 << 12
     a = story.arrives(0, "a", handle=first)
     story.step(10, 20, [a])
     story.ends(21, a)
     b = story.arrives(22, "b", handle=second)
-    story.step(30, 40, [a, b], keyframe=True)  # the engine has not let go of the first one yet
+    story.step(30, 40, [a, b], keyframe=True)  # the engine still lists the first request
     story.step(40, 50, [b])
     story.ends(51, b)
     assert {r.handle: r.output_tokens for r in story.records()} == {first: 1, second: 2}
 
 
-def test_a_handle_that_is_given_away_while_its_request_goes_on_ends_it_unseen() -> None:
+def test_reused_handle_ends_the_unfinished_request() -> None:
     story = Story()
     story.arrives(0, "a", handle=5)
     b = story.arrives(20, "b", handle=5)
@@ -313,24 +315,24 @@ def test_a_handle_that_is_given_away_while_its_request_goes_on_ends_it_unseen() 
     assert (second.telemetry_lost, ms(second.ended_at)) == (False, 30)
 
 
-def test_what_is_told_twice_counts_once() -> None:
+def test_repeated_events_count_once() -> None:
     story = Story()
     a = story.arrives(0)
     story.submitted(4, a, input_tokens=5)
     story.step(10, 20, [a])
     story.step(20, 30, [a])
     story.ends(31, a)
-    twice = [
-        said
-        for said in story.in_order()
+    repeated = [
+        recorded
+        for recorded in story.in_order()
         for _ in range(2)
-        if not isinstance(said.event, events.RequestSubmitted)
+        if not isinstance(recorded.event, events.RequestSubmitted)
     ]
-    (record,) = concluded(twice)
+    (record,) = drained_records(repeated)
     assert record.output_tokens == 2
 
 
-def test_facts_of_nobody_are_nobodys() -> None:
+def test_events_of_unknown_requests_are_ignored() -> None:
     story = Story()
     a = story.arrives(0)
     for handle in (0, 99):
@@ -342,11 +344,11 @@ def test_facts_of_nobody_are_nobodys() -> None:
     assert len(story.records()) == 1
 
 
-def test_a_batch_of_strangers_is_a_step_all_the_same() -> None:
+def test_batch_of_unknown_requests_is_a_step() -> None:
     story = Story()
     a = story.arrives(0)
-    stranger = a._replace(handle=0, name="arrived before us")
-    story.step(10, 20, [stranger, a, stranger], {a: 64})
+    unknown = a._replace(handle=0, name="arrived earlier")
+    story.step(10, 20, [unknown, a, unknown], {a: 64})
     story.ends(30, a)
     assembler = Assembler()
     assembler.feed_events(story.in_order())
@@ -354,10 +356,10 @@ def test_a_batch_of_strangers_is_a_step_all_the_same() -> None:
     assert (step.size, step.prefill_tokens, step.decode_tokens, step.kind) == (3, 64, 2, "mixed")
 
 
-# ── lost and found ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── losses ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_engines_ring_that_is_seen_late_says_nothing_until_it_tells_a_whole_batch() -> None:
+def test_engine_ring_seen_late_waits_for_a_keyframe() -> None:
     story = Story()
     a = story.arrives(0)
     story.step(10, 20, [a], lost=True)
@@ -370,7 +372,7 @@ def test_an_engines_ring_that_is_seen_late_says_nothing_until_it_tells_a_whole_b
     assert (record.telemetry_lost, record.output_tokens) == (True, 0)
 
 
-def test_a_step_that_the_engine_could_not_state_is_nobodys_loss_if_the_next_one_is_told_whole() -> None:
+def test_unrecorded_step_before_a_keyframe_is_no_loss() -> None:
     story = Story()
     a = story.arrives(0)
     story.step(10, 20, [a])
@@ -381,7 +383,7 @@ def test_a_step_that_the_engine_could_not_state_is_nobodys_loss_if_the_next_one_
     assert (record.telemetry_lost, record.output_tokens) == (False, 2)
 
 
-def test_a_batch_that_does_not_add_up_is_not_believed() -> None:
+def test_inconsistent_batch_is_ignored() -> None:
     story = Story()
     a, b = story.arrives(0), story.arrives(0, "b")
     story.step(10, 20, [a])
@@ -397,7 +399,7 @@ def test_a_batch_that_does_not_add_up_is_not_believed() -> None:
     ]
 
 
-def test_a_request_that_arrives_while_the_batch_is_unknown_may_have_been_in_it() -> None:
+def test_arrival_during_an_unknown_batch_is_telemetry_lost() -> None:
     story = Story()
     story.scheduled(10, [], lost=True)
     story.steps_lost(20)
@@ -408,7 +410,7 @@ def test_a_request_that_arrives_while_the_batch_is_unknown_may_have_been_in_it()
     assert story.record().telemetry_lost
 
 
-def test_a_request_that_arrives_after_a_loss_was_made_good_is_whole() -> None:
+def test_arrival_after_a_recovered_loss_is_complete() -> None:
     story = Story()
     a = story.arrives(0)
     story.scheduled(10, [a], lost=True)
@@ -422,23 +424,21 @@ def test_a_request_that_arrives_after_a_loss_was_made_good_is_whole() -> None:
     assert [record.telemetry_lost for record in story.records()] == [True, False]
 
 
-def test_facts_that_are_lost_mark_whoever_was_in_flight_in_that_process() -> None:
+def test_lost_events_mark_requests_in_flight() -> None:
     story = Story()
     a = story.arrives(0)
     other = story.arrives(0, "other", process=2)
     story.tell(PROCESS, 0, events.EventsLost(ns(10), 7, 2))
     later = story.arrives(11, "later")
-    for who in (a, other, later):
-        story.ends(20, who)
+    for member in (a, other, later):
+        story.ends(20, member)
     assembler = Assembler()
     assembler.feed_events(story.in_order())
     assert [record.telemetry_lost for record in assembler.drain_records(LATER)] == [True, False, False]
     assert (assembler.events_lost, assembler.events_torn) == (7, 2)
 
 
-def test_who_is_not_in_the_live_table_any_more_ended_when_it_was_seen_last_and_not_when_that_was_noticed() -> (
-    None
-):
+def test_request_missing_from_live_table_ended_when_last_seen() -> None:
     story = Story()
     a, b = story.arrives(0), story.arrives(0, "b")
     story.step(10, 20, [a, b])
@@ -450,7 +450,7 @@ def test_who_is_not_in_the_live_table_any_more_ended_when_it_was_seen_last_and_n
     assert (second.telemetry_lost, ms(second.ended_at)) == (False, 60_060)
 
 
-def test_what_the_engine_or_user_code_said_last_is_when_an_unseen_end_was_at_the_earliest() -> None:
+def test_last_event_dates_an_unseen_end() -> None:
     story = Story()
     a, b, c = (story.arrives(0, name) for name in "abc")
     story.tell(PROCESS, a.handle, events.EngineFinished(ns(40), "stop", 7))
@@ -460,8 +460,8 @@ def test_what_the_engine_or_user_code_said_last_is_when_an_unseen_end_was_at_the
     assert c.handle
 
 
-def test_a_request_of_the_live_table_whose_arrival_is_read_after_all_is_whole() -> None:
-    """A new reader looks at the table first, and then finds the ring intact."""
+def test_recovered_request_with_arrival_event_is_complete() -> None:
+    """A new reader reads the live table first, and then finds the ring intact."""
     story = Story()
     trace_id, span_id = ids("a")
     recovered = events.LiveRecovered(BASE, WALL, trace_id, span_id, ids("caller")[1], events.SAMPLED)
@@ -473,7 +473,7 @@ def test_a_request_of_the_live_table_whose_arrival_is_read_after_all_is_whole() 
     assert (record.telemetry_lost, record.output_tokens, record.name) == (False, 1, "POST")
 
 
-def test_what_an_earlier_reader_concluded_is_not_concluded_again() -> None:
+def test_requests_of_an_earlier_reader_are_not_repeated() -> None:
     story = Story()
     story.tell(PROCESS, 0, events.ProcessSeen(0, 4242, "server", ns(1000)))
     a, b = story.arrives(0), story.arrives(1, "b")
@@ -484,10 +484,10 @@ def test_what_an_earlier_reader_concluded_is_not_concluded_again() -> None:
     assembler = Assembler()
     assembler.feed_events(story.in_order())
     assert [record.span_id for record in assembler.drain_records(LATER)] == [ids("b")[1]]
-    assert [step.step for step in assembler.drain_steps()] == [2], "nor are steps counted twice"
+    assert [step.step for step in assembler.drain_steps()] == [2], "steps are not counted twice either"
 
 
-def test_a_process_that_died_leaves_nothing_behind() -> None:
+def test_process_death_clears_its_state() -> None:
     story = Story()
     a = story.arrives(0)
     story.tell(PROCESS, 0, events.HooksReported(ns(1), "toy", 3, 4))
@@ -499,7 +499,7 @@ def test_a_process_that_died_leaves_nothing_behind() -> None:
     assert (assembler.engines, assembler.processes.hooks, assembler.open_requests) == ({}, {}, {})
 
 
-def test_hooks_that_are_reported_again_are_the_same_hooks() -> None:
+def test_repeated_hook_reports_count_once() -> None:
     story = Story()
     for at in (1, 60_000, 120_000):
         story.tell(PROCESS, 0, events.HooksReported(ns(at), "toy", 3, 4))
@@ -508,20 +508,20 @@ def test_hooks_that_are_reported_again_are_the_same_hooks() -> None:
     assert list(assembler.processes.hooks.values()) == [(3, 4)]
 
 
-def test_what_makes_no_sense_of_one_request_costs_no_other() -> None:
+def test_malformed_event_affects_its_request_only() -> None:
     story = Story()
     a, b = story.arrives(0, "a"), story.arrives(0, "b")
     odd: Any = ["no key"]
     story.state(a, events.AttributeSet(ns(1), odd, 1))
-    for who in (a, b):
-        story.ends(9, who)
+    for member in (a, b):
+        story.ends(9, member)
     assembler = Assembler()
     assembler.feed_events(story.in_order())
     assert len(assembler.drain_records(LATER)) == 2
     assert assembler.events_torn == 1
 
 
-def test_where_no_engine_schedules_nobody_is_queued_but_whoever_was_handed_to_one() -> None:
+def test_without_a_scheduler_only_submitted_requests_are_queued() -> None:
     story = Story()
     story.said.clear()
     story.arrives(0, "a", operation="")
@@ -532,7 +532,7 @@ def test_where_no_engine_schedules_nobody_is_queued_but_whoever_was_handed_to_on
     assert assembler.count_active() == {"queued": 1, "running": 1}
 
 
-def test_requests_in_flight_are_queued_until_a_step_has_taken_them_up() -> None:
+def test_request_is_queued_until_its_first_step() -> None:
     story = Story()
     a, b, c = (story.arrives(0, name) for name in "abc")
     story.step(10, 20, [a, b])
@@ -543,7 +543,7 @@ def test_requests_in_flight_are_queued_until_a_step_has_taken_them_up() -> None:
     del c
 
 
-def test_a_request_of_more_steps_than_are_remembered_counts_what_it_has_forgotten(
+def test_evicted_steps_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("otel_infer.assembly.engine.step_table.CAPACITY", 16)
@@ -557,11 +557,11 @@ def test_a_request_of_more_steps_than_are_remembered_counts_what_it_has_forgotte
     assert record.steps.step.tolist() == list(range(25, 41))
     assert record.steps_evicted == 24
     assert (ms(record.first_token_at), ms(record.last_token_at)) == (11, 50)
-    assert record.output_tokens == 0, "nobody knows"
+    assert record.output_tokens == 0, "the token count is unknown"
     assert np.all(record.steps.tokens == 1)
 
 
-def test_a_pause_of_the_process_belongs_to_whoever_was_there() -> None:
+def test_pause_belongs_to_requests_in_flight() -> None:
     story = Story()
     early = story.arrives(0, "early")
     story.ends(10, early)
@@ -574,7 +574,7 @@ def test_a_pause_of_the_process_belongs_to_whoever_was_there() -> None:
     ]
 
 
-def test_a_pause_that_is_told_late_is_put_where_it_belongs() -> None:
+def test_late_pause_is_sorted_by_time() -> None:
     story = Story()
     early = story.arrives(0, "early")
     story.paused(20, 25, "compile")
@@ -586,7 +586,7 @@ def test_a_pause_that_is_told_late_is_put_where_it_belongs() -> None:
     assert [(ms(p.started_at), p.cause) for p in record.pauses] == [(10, "gc"), (20, "compile")]
 
 
-def test_a_mark_belongs_to_whoever_may_have_been_there() -> None:
+def test_mark_belongs_to_requests_possibly_in_flight() -> None:
     story = Story()
     early, later = story.arrives(0, "early"), story.arrives(20, "later")
     story.ends(10, early)
@@ -598,7 +598,7 @@ def test_a_mark_belongs_to_whoever_may_have_been_there() -> None:
     ]
 
 
-def test_marks_are_handed_out_once_and_not_again_after_another_reader() -> None:
+def test_marks_are_drained_once_across_readers() -> None:
     story = Story()
     story.tell(PROCESS, 0, events.ProcessSeen(0, 1, "server", ns(30)))
     story.marked(20, 25, "allocator_oom")
@@ -609,7 +609,7 @@ def test_marks_are_handed_out_once_and_not_again_after_another_reader() -> None:
     assert assembler.drain_marks() == []
 
 
-def test_pauses_are_handed_out_once_and_not_again_after_another_reader() -> None:
+def test_pauses_are_drained_once_across_readers() -> None:
     story = Story()
     story.tell(PROCESS, 0, events.ProcessSeen(0, 1, "server", ns(30)))
     story.paused(20, 25)
@@ -620,7 +620,7 @@ def test_pauses_are_handed_out_once_and_not_again_after_another_reader() -> None
     assert assembler.drain_pauses() == []
 
 
-def test_a_process_that_ends_right_after_a_request_takes_no_pause_of_it_along() -> None:
+def test_process_end_keeps_pauses_of_its_requests() -> None:
     story = Story()
     a = story.arrives(20)
     story.paused(22, 25)

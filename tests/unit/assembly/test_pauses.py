@@ -1,4 +1,4 @@
-"""What held up a process is remembered, whatever else held it up more often."""
+"""Pauses of a process are kept per cause, so that frequent causes do not evict rare ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from otel_infer.assembly.records.intervals import subtract_interval, uncovered_l
 from tests.support.story import Story, ms
 
 
-def test_a_pause_that_is_rare_is_not_pushed_out_by_those_that_come_often() -> None:
-    """A container that is throttled ten times a second for two minutes and more, and compiled something at the beginning."""
+def test_frequent_pauses_do_not_evict_rare_ones() -> None:
+    """A container is throttled ten times a second for over two minutes and compiled once at the beginning."""
     story = Story()
     a = story.arrives(0, "a")
     story.paused(10, 510, "compile")
@@ -19,12 +19,14 @@ def test_a_pause_that_is_rare_is_not_pushed_out_by_those_that_come_often() -> No
         story.paused(1000 + 100 * n, 1050 + 100 * n, "throttled")
     story.ends(200_000, a)
     pauses = story.record(a).pauses
-    assert [(ms(one.started_at), ms(one.ended_at)) for one in pauses if one.cause == "compile"] == [(10, 510)]
+    assert [(ms(pause.started_at), ms(pause.ended_at)) for pause in pauses if pause.cause == "compile"] == [
+        (10, 510)
+    ]
     assert len(pauses) == 1 + MAX_REMEMBERED
-    assert [one.ended_at for one in pauses] == sorted(one.ended_at for one in pauses)
+    assert [pause.ended_at for pause in pauses] == sorted(pause.ended_at for pause in pauses)
 
 
-def test_throttling_that_each_process_of_a_server_tells_of_befell_a_request_once() -> None:
+def test_throttling_reported_by_several_processes_counts_once() -> None:
     story = Story()
     a = story.arrives(0, "a")
     part = story.joins(5, a, 2)
@@ -35,7 +37,7 @@ def test_throttling_that_each_process_of_a_server_tells_of_befell_a_request_once
     story.finished(100, part)
     story.ends(110, a)
     pauses = story.record(a).pauses
-    assert [(ms(one.started_at), ms(one.ended_at), one.cause) for one in pauses] == [
+    assert [(ms(pause.started_at), ms(pause.ended_at), pause.cause) for pause in pauses] == [
         (10, 60, "throttled"),
         (70, 90, "gc"),
     ]
@@ -46,7 +48,7 @@ def test_throttling_that_each_process_of_a_server_tells_of_befell_a_request_once
     st.integers(0, 50),
     st.integers(0, 50),
 )
-def test_what_is_outside_of_all_is_what_is_left_when_each_was_taken_out(
+def test_uncovered_length_matches_stepwise_subtraction(
     busy: list[tuple[int, int]], begin: int, end: int
 ) -> None:
     free = [(begin, end)] if begin < end else []

@@ -1,4 +1,4 @@
-"""A request in several processes is one: its server opened it, its engine has a part of it."""
+"""A request in several processes has one record: its server opens it, its engine adds a fragment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from otel_infer.ringbuffer import events
 from tests.support.story import Story, Who, ms, ns
 
 CORE, STEPS = 2, 20
-"""The engine core, and its steps."""
+"""The engine core's ring and its steps' ring."""
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def story() -> Story:
     return story
 
 
-def told(story: Story) -> tuple[Who, Who]:
-    """A request that is whole, with its part."""
+def record_request(story: Story) -> tuple[Who, Who]:
+    """Records a complete request. Returns it and its fragment in the engine core."""
     front = story.arrives(0)
     story.submitted(4, front, input_tokens=5)
     core = story.joins(6, front, CORE)
@@ -32,8 +32,8 @@ def told(story: Story) -> tuple[Who, Who]:
     return front, core
 
 
-def test_what_is_told_of_a_part_is_told_of_the_request(story: Story) -> None:
-    told(story)
+def test_fragment_events_belong_to_the_request(story: Story) -> None:
+    record_request(story)
     alone = Story()
     front = alone.arrives(0)
     alone.submitted(4, front, input_tokens=5)
@@ -45,14 +45,14 @@ def test_what_is_told_of_a_part_is_told_of_the_request(story: Story) -> None:
     assert story.tree() == alone.tree() != ""
 
 
-def test_the_end_of_a_part_is_not_the_end_of_the_request(story: Story) -> None:
-    told(story)
+def test_fragment_end_does_not_end_the_request(story: Story) -> None:
+    record_request(story)
     assert ms(story.record().ended_at) == 45
 
 
-def test_a_part_that_is_told_before_its_request_waits_for_it(story: Story) -> None:
-    front, core = told(story)
-    arrival = next(said for said in story.said if said.handle == front.handle)
+def test_fragment_waits_for_its_request(story: Story) -> None:
+    front, core = record_request(story)
+    arrival = next(recorded for recorded in story.said if recorded.handle == front.handle)
     story.said.remove(arrival)
     late = arrival.event._replace(at=ns(7))
     story.said.append(arrival._replace(event=late))
@@ -60,13 +60,15 @@ def test_a_part_that_is_told_before_its_request_waits_for_it(story: Story) -> No
     assert record.output_tokens == 2
 
 
-def test_a_part_of_an_unknown_request_is_nobodys(story: Story) -> None:
-    front, core = told(story)
-    story.said = [said for said in story.said if (said.ring, said.handle) != (front.ring, front.handle)]
+def test_fragment_of_an_unknown_request_is_ignored(story: Story) -> None:
+    front, core = record_request(story)
+    story.said = [
+        recorded for recorded in story.said if (recorded.ring, recorded.handle) != (front.ring, front.handle)
+    ]
     assert story.records() == []
 
 
-def test_sequences_of_a_request_are_one_part(story: Story) -> None:
+def test_sequences_share_one_fragment(story: Story) -> None:
     front = story.arrives(0)
     story.submitted(4, front, input_tokens=5, sequences=2)
     core = story.joins(6, front, CORE)
@@ -79,7 +81,7 @@ def test_sequences_of_a_request_are_one_part(story: Story) -> None:
     assert (record.output_tokens, record.sequences) == (4, 2)
 
 
-def test_when_the_engine_dies_the_request_goes_on_where_it_arrived(story: Story) -> None:
+def test_request_continues_after_engine_death(story: Story) -> None:
     front = story.arrives(0)
     story.submitted(4, front, input_tokens=5)
     core = story.joins(6, front, CORE)
@@ -90,22 +92,22 @@ def test_when_the_engine_dies_the_request_goes_on_where_it_arrived(story: Story)
     assert (record.error_type, ms(record.ended_at), record.failed_stage) == ("EngineDeadError", 45, "decode")
 
 
-def test_what_is_lost_in_the_engine_marks_the_request(story: Story) -> None:
-    told(story)
+def test_loss_in_the_engine_marks_the_request(story: Story) -> None:
+    record_request(story)
     story.tell(CORE, 0, events.EventsLost(ns(12), 1, 0))
     assert story.record().telemetry_lost
 
 
-def test_who_is_not_listed_in_the_engine_any_more_has_not_ended(story: Story) -> None:
-    told(story)
+def test_fragment_missing_from_live_table_has_not_ended(story: Story) -> None:
+    record_request(story)
     story.tell(CORE, 0, events.LiveListed(ns(42), []))
     record = story.record()
     assert ms(record.ended_at) == 45
 
 
-def test_a_pause_counts_where_the_request_was(story: Story) -> None:
-    """In its server before it was handed over and after the last token, in the engine in between."""
-    told(story)
+def test_pause_counts_in_the_current_process_only(story: Story) -> None:
+    """In the server before the submission and after the last token, in the engine in between."""
+    record_request(story)
     story.paused(1, 3)
     story.paused(3, 6)
     story.paused(20, 25)
@@ -116,30 +118,30 @@ def test_a_pause_counts_where_the_request_was(story: Story) -> None:
     assert pauses == [(1, 3), (3, 4), (5, 8), (31, 33)]
 
 
-def test_the_event_loop_that_brings_the_answer_counts_all_the_time(story: Story) -> None:
-    told(story)
+def test_loop_pauses_count_all_the_time(story: Story) -> None:
+    record_request(story)
     story.paused(1, 3, cause="event_loop")
     story.paused(12, 28, cause="event_loop")
     story.paused(12, 20)
     record = story.record()
-    assert [(ms(one.started_at), ms(one.ended_at)) for one in record.loop_pauses] == [(1, 3), (12, 28)]
+    assert [(ms(pause.started_at), ms(pause.ended_at)) for pause in record.loop_pauses] == [(1, 3), (12, 28)]
     assert record.pauses == ()
 
 
-def test_a_pause_of_a_worker_holds_up_who_is_in_the_engine_that_waits_for_it(story: Story) -> None:
-    """Whichever of the two processes is seen first; another engine's worker holds up nobody here."""
+def test_worker_pause_counts_for_requests_of_its_engine(story: Story) -> None:
+    """In any order of discovery. Pauses of another engine's worker do not count."""
     worker, other = 3, 4
     story.tell(worker, 0, events.ProcessSeen(0, 103, "worker", 0, parent=102))
     story.tell(CORE, 0, events.ProcessSeen(0, 102, "engine", 0, parent=100))
     story.tell(other, 0, events.ProcessSeen(0, 104, "worker", 0, parent=99))
-    told(story)
+    record_request(story)
     story.paused(12, 15, cause="compile", process=worker)
     story.paused(16, 18, cause="compile", process=other)
     pauses = [(ms(pause.started_at), ms(pause.ended_at)) for pause in story.record().pauses]
     assert pauses == [(12, 15)]
 
 
-def test_a_prompt_that_is_computed_again_is_known_by_its_handle_in_the_engine(story: Story) -> None:
+def test_recomputation_is_matched_by_the_engine_handle(story: Story) -> None:
     front = story.arrives(0)
     story.submitted(4, front, input_tokens=5)
     core = story.joins(6, front, CORE)

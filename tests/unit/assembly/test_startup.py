@@ -1,4 +1,4 @@
-"""What a process spent on getting ready, told in facts, and the trace that comes of it."""
+"""Startup of a process: its events, and the trace that is exported for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.starts import BEGUN, Starting, server
 from tests.support.story import LATER, PROCESS, drawn, ms, ns, text
 
 
-def test_a_start_is_one_trace_whose_phases_are_inside_its_root() -> None:
+def test_start_is_one_trace_with_nested_phases() -> None:
     story = server()
     spans = story.start_spans()
     assert drawn(spans) == text("""
@@ -37,7 +37,7 @@ def test_a_start_is_one_trace_whose_phases_are_inside_its_root() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_compiled_for_a_start_is_no_pause_of_a_server_and_what_is_compiled_later_is() -> None:
+def test_compilation_during_startup_is_not_a_pause() -> None:
     story = server()
     story.paused(9500, 9900, "compile")
     assembler = Assembler()
@@ -47,7 +47,8 @@ def test_what_is_compiled_for_a_start_is_no_pause_of_a_server_and_what_is_compil
     assert {cause for _, cause in pauses} == {"gc", "compile"}
 
 
-def test_what_is_compiled_by_a_worker_that_works_is_a_pause_though_nobody_said_that_it_is_ready() -> None:
+def test_compilation_in_a_working_worker_is_a_pause() -> None:
+    """The first executed step shows that the worker is ready."""
     story = Starting(role="worker")
     story.imported(2000, "torch")
     story.paused(2100, 2900, "compile")
@@ -58,7 +59,7 @@ def test_what_is_compiled_by_a_worker_that_works_is_a_pause_though_nobody_said_t
     assert [ms(pause.started_at) for pause in assembler.drain_pauses()] == [3200]
 
 
-def test_what_a_server_computes_to_warm_up_makes_nothing_that_it_compiles_then_a_pause() -> None:
+def test_warmup_requests_do_not_end_the_startup() -> None:
     story = server()
     warm_up = story.arrives(7250, "warmup", http=False)
     story.step(7260, 8350, [warm_up])
@@ -68,16 +69,16 @@ def test_what_a_server_computes_to_warm_up_makes_nothing_that_it_compiles_then_a
     assert not {"compile", "capture"} & {pause.cause for pause in assembler.drain_pauses()}
 
 
-def test_the_first_request_leads_to_the_start_and_no_other_does() -> None:
+def test_only_the_first_request_links_to_the_start() -> None:
     story = server()
     warm_up, first, second = (
         story.arrives(7250, "warmup", http=False),
         story.arrives(9500, "first"),
         story.arrives(9600, "second"),
     )
-    for at, who in ((8950, warm_up), (9550, first), (9650, second)):
-        story.ends(at, who)
-    assert [story.record(who).start_ids for who in (warm_up, first, second)] == [None, BEGUN, None]
+    for at, member in ((8950, warm_up), (9550, first), (9650, second)):
+        story.ends(at, member)
+    assert [story.record(member).start_ids for member in (warm_up, first, second)] == [None, BEGUN, None]
     span = story.span("chat toy", first)
     assert [(link["trace_id"], link["span_id"]) for link in span["links"]] == [
         (BEGUN[0].hex(), BEGUN[1].hex())
@@ -86,7 +87,7 @@ def test_the_first_request_leads_to_the_start_and_no_other_does() -> None:
     assert semconv.FIRST_REQUEST not in story.span("chat toy", second)["attributes"]
 
 
-def test_the_start_of_a_process_that_a_server_started_is_a_part_of_the_servers() -> None:
+def test_child_start_is_part_of_server_start() -> None:
     story = Starting(role="engine", parent=b"a server")
     story.imported(2000, "torch")
     story.loaded(3500, 7000)
@@ -99,17 +100,17 @@ def test_the_start_of_a_process_that_a_server_started_is_a_part_of_the_servers()
     assert story.outcome() == ("engine", "", 9000)
 
 
-def test_a_process_of_this_role_that_nobody_left_a_start_to_starts_a_server() -> None:
+def test_engine_start_without_a_parent_is_server_start() -> None:
     story = Starting(role="engine")
     story.ready(9000, 9000)
     (root, *_) = story.start_spans()
     assert (root["name"], root["parent_span_id"]) == ("server start", "")
 
 
-# ── when it is ready ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── ready ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_a_word_of_the_application_the_first_request_shows_that_it_is_ready() -> None:
+def test_first_request_marks_the_process_ready() -> None:
     story = Starting()
     story.loaded(100, 400)
     assert story.starts() == []
@@ -117,7 +118,7 @@ def test_without_a_word_of_the_application_the_first_request_shows_that_it_is_re
     assert story.outcome() == ("request", "", 900)
 
 
-def test_an_engine_that_was_started_by_then_was_ready_as_soon_as_that() -> None:
+def test_engine_readiness_replaces_the_first_request() -> None:
     story = Starting()
     story.loaded(100, 400)
     story.ready(499, 500, events.BY_ENGINE)
@@ -125,7 +126,7 @@ def test_an_engine_that_was_started_by_then_was_ready_as_soon_as_that() -> None:
     assert story.outcome() == ("engine", "", 500)
 
 
-def test_behind_a_server_neither_an_engine_nor_a_warm_up_says_that_it_is_ready() -> None:
+def test_engine_or_warmup_leaves_a_server_unready() -> None:
     story = Starting()
     story.imported(50, "uvicorn.config")
     story.ready(99, 100, events.BY_ENGINE)
@@ -135,16 +136,16 @@ def test_behind_a_server_neither_an_engine_nor_a_warm_up_says_that_it_is_ready()
     assert story.outcome() == ("lifespan", "", 400)
 
 
-def test_an_application_without_a_lifespan_is_ready_when_a_request_comes_over_http() -> None:
+def test_without_lifespan_the_first_http_request_marks_ready() -> None:
     story = Starting()
     story.imported(50, "uvicorn.config")
-    story.begins(100, events.READY)  # it raised, and the server went on
+    story.begins(100, events.READY)  # it raised, and the server continued
     story.arrives(200, "warmup", http=False)
     story.arrives(700)
     assert story.outcome() == ("request", "", 700)
 
 
-def test_what_comes_after_the_start_is_no_part_of_it() -> None:
+def test_phases_after_the_start_are_excluded() -> None:
     story = server()
     story.loaded(9100, 9900)
     story.paused(8990, 9200, "compile")
@@ -155,7 +156,7 @@ def test_what_comes_after_the_start_is_no_part_of_it() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_imported_while_something_else_goes_on_is_a_part_of_that() -> None:
+def test_imports_during_another_phase_belong_to_it() -> None:
     story = Starting()
     story.imported(100, "transformers")
     story.loaded(300, 900)
@@ -164,13 +165,13 @@ def test_what_is_imported_while_something_else_goes_on_is_a_part_of_that() -> No
     assert "imports 0–100 · event infer.imported 100" in drawn(story.start_spans())
 
 
-def test_a_phase_of_which_nothing_was_seen_is_absent() -> None:
+def test_unseen_phase_is_absent() -> None:
     story = Starting()
     story.ready(10, 10)
     assert drawn(story.start_spans()) == "server start 0–10"
 
 
-def test_of_very_many_phases_the_longest_are_told_and_the_others_counted() -> None:
+def test_longest_phases_are_exported_and_others_counted() -> None:
     story = Starting()
     for number in range(100):
         story.paused(10 * number, 10 * number + 1 + number / 100, "compile")
@@ -180,10 +181,10 @@ def test_of_very_many_phases_the_longest_are_told_and_the_others_counted() -> No
     assert min(span["end"] - span["start"] for span in phases[:-1]) > 1_350_000
 
 
-# ── when it is not ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── failed ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_lifespan_that_failed_is_a_start_that_failed() -> None:
+def test_failed_lifespan_is_a_failed_start() -> None:
     story = Starting()
     story.ready(100, 300, error="OSError")
     assert drawn(story.start_spans()) == text("""
@@ -192,7 +193,7 @@ def test_a_lifespan_that_failed_is_a_start_that_failed() -> None:
     """)
 
 
-def test_a_process_that_dies_while_it_loads_says_in_what_it_died() -> None:
+def test_death_while_loading_names_the_phase() -> None:
     story = Starting()
     story.imported(100, "torch")
     story.begins(200, events.WEIGHTS)
@@ -203,7 +204,7 @@ def test_a_process_that_dies_while_it_loads_says_in_what_it_died() -> None:
     """)
 
 
-def test_weights_that_cannot_be_loaded_fail_a_start_only_if_nothing_comes_of_it() -> None:
+def test_failed_weights_fail_the_start_unless_retried() -> None:
     story = Starting()
     story.loaded(100, 200, "", "OSError")
     story.left(300)
@@ -215,7 +216,7 @@ def test_weights_that_cannot_be_loaded_fail_a_start_only_if_nothing_comes_of_it(
     assert again.outcome() == ("lifespan", "", 600)
 
 
-def test_an_exception_that_nobody_caught_is_what_it_failed_of() -> None:
+def test_uncaught_exception_is_the_error_type() -> None:
     story = Starting()
     story.imported(100, "torch")
     story.left(200, "ModuleNotFoundError")
@@ -223,14 +224,14 @@ def test_an_exception_that_nobody_caught_is_what_it_failed_of() -> None:
 
 
 @pytest.mark.parametrize("ends", [lambda s: s.left(500), lambda s: s.died(500)], ids=["left", "died"])
-def test_what_only_imported_an_engine_was_no_server(ends: Any) -> None:
+def test_process_that_only_imports_has_no_start(ends: Any) -> None:
     story = Starting()
     story.imported(100, "torch")
     ends(story)
     assert story.starts() == []
 
 
-def test_a_script_that_loads_a_model_and_leaves_was_no_server() -> None:
+def test_script_that_loads_and_exits_has_no_start() -> None:
     story = Starting()
     story.loaded(100, 400)
     story.left(500)
@@ -238,16 +239,16 @@ def test_a_script_that_loads_a_model_and_leaves_was_no_server() -> None:
     assert story.starts() == []
 
 
-def test_who_served_and_dies_had_a_start_that_went_well() -> None:
+def test_death_after_serving_keeps_a_successful_start() -> None:
     story = server()
     story.died(60_000)
     assert story.outcome() == ("lifespan", "", 9000)
 
 
-# ── told once, everywhere the same ───────────────────────────────────────────────────────────────────────────────
+# ── once, and the same on replay ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_start_waits_for_what_may_be_told_late() -> None:
+def test_start_waits_for_late_events() -> None:
     assembler = Assembler()
     assembler.feed_events(server().in_order())
     assert assembler.drain_starts(ns(9000) + GRACE_NS - 1) == []
@@ -255,7 +256,7 @@ def test_a_start_waits_for_what_may_be_told_late() -> None:
     assert assembler.drain_starts(LATER) == []
 
 
-def test_what_an_earlier_reader_told_is_not_told_again_but_still_linked_to() -> None:
+def test_start_of_an_earlier_reader_is_only_linked() -> None:
     story = Starting(concluded_at=ns(9400))
     story.ready(7200, 9000)
     first = story.arrives(9500)
@@ -264,18 +265,18 @@ def test_what_an_earlier_reader_told_is_not_told_again_but_still_linked_to() -> 
     assert story.record(first).start_ids == BEGUN
 
 
-def test_a_tape_tells_the_same_start(tmp_path: Path) -> None:
+def test_recording_replays_to_the_same_start(tmp_path: Path) -> None:
     story = server()
     story.died(20_000)
     writer = file.RecordingWriter(tmp_path / "tape")
     writer.write(story.in_order(), LATER)
     writer.close()
     assembler = Assembler()
-    for passage in file.read_batches(tmp_path / "tape"):
-        assembler.feed_events(passage.recorded_events)
+    for batch in file.read_batches(tmp_path / "tape"):
+        assembler.feed_events(batch.recorded_events)
     assert assembler.drain_starts(LATER) == story.starts()
 
 
-def test_every_fact_of_a_start_that_there_are_many_of_fits_a_cell() -> None:
-    told = (events.ModuleImported, events.PhaseBegan, events.PhaseEnded, events.ProcessLeft)
-    assert all(events.LAYOUT_BY_EVENT[fact].packed.size <= layout.BODY_BYTES for fact in told)
+def test_frequent_startup_events_fit_a_cell() -> None:
+    frequent = (events.ModuleImported, events.PhaseBegan, events.PhaseEnded, events.ProcessLeft)
+    assert all(events.LAYOUT_BY_EVENT[event].packed.size <= layout.BODY_BYTES for event in frequent)

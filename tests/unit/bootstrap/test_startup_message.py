@@ -1,4 +1,4 @@
-"""The line that a server says of us goes into logs that many read."""
+"""The startup message: destinations without credentials, because logs have many readers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from otel_infer.config import environment
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "said"),
+    ("endpoint", "expected"),
     [
         ("https://user:SECRET@otlp.vendor.io/v1", "OTLP to https://otlp.vendor.io/v1 ("),
         ("https://otlp.vendor.io:4318/?api-key=SECRET", "OTLP to https://otlp.vendor.io:4318/ ("),
         ("http://localhost:4318", "OTLP to http://localhost:4318 ("),
     ],
 )
-def test_an_endpoint_is_named_without_its_credentials(endpoint: str, said: str) -> None:
+def test_endpoint_is_logged_without_credentials(endpoint: str, expected: str) -> None:
     settings = environment.from_env({"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint})
     line = startup_message.format_message(settings, [], False, "")
-    assert said in line
+    assert expected in line
     assert "SECRET" not in line
 
 
-def test_where_spans_and_metrics_go_apart_both_are_named() -> None:
-    """A variable of one signal says nothing of the other, which goes to where the SDK sends by default."""
+def test_different_destinations_are_both_named() -> None:
+    """A variable of one signal leaves the other signal at the SDK's default destination."""
     settings = environment.from_env(
         {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://mimir:9009/otlp/v1/metrics"}
     )
@@ -35,7 +35,7 @@ def test_where_spans_and_metrics_go_apart_both_are_named() -> None:
     )
 
 
-def test_of_a_signal_that_is_not_sent_nothing_is_said() -> None:
+def test_disabled_signal_is_not_mentioned() -> None:
     settings = environment.from_env(
         {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://tempo:4318/v1/traces", "OTEL_METRICS_EXPORTER": "none"}
     )

@@ -1,4 +1,4 @@
-"""One line for each request, as a person reads it."""
+"""The console output: one line for each request."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from tests.support.story import Story
         (12_340_000_000, "12.3 s"),
     ],
 )
-def test_a_length_has_as_many_digits_as_say_something(ns: int, text: str) -> None:
+def test_duration_has_only_significant_digits(ns: int, text: str) -> None:
     assert format_duration(ns) == text
 
 
 def lines(story: Story) -> str:
     out = io.StringIO()
-    sink = Console(out)
+    console = Console(out)
     for record in story.records():
-        sink.on_request(record)
+        console.on_request(record)
     return out.getvalue()
 
 
-def test_a_request_is_a_line_with_its_stages() -> None:
+def test_request_line_has_its_stages() -> None:
     story = Story()
     a = story.arrives(0)
     story.stage("tokenize", 2, 4, a)
@@ -63,9 +63,7 @@ def test_a_request_is_a_line_with_its_stages() -> None:
         (False, events.ERROR, "ValueError", "error (ValueError)"),
     ],
 )
-def test_a_request_that_died_says_of_what_and_where_if_that_is_known(
-    http: bool, outcome: int, error: str, expected: str
-) -> None:
+def test_failed_request_line_has_error_and_stage(http: bool, outcome: int, error: str, expected: str) -> None:
     story = Story()
     a = story.arrives(0, http=http)
     if http:
@@ -74,13 +72,13 @@ def test_a_request_that_died_says_of_what_and_where_if_that_is_known(
     assert f"chat toy  {expected}  9.0 ms  [" in format_request(story.record())
 
 
-def test_an_http_request_that_reached_nothing_is_a_line_too() -> None:
+def test_http_request_without_stages_has_a_line() -> None:
     story = Story()
     story.ends(3, story.arrives(0, operation=""))
     assert lines(story) == "ca978112  POST /health  ok  3.0 ms  []\n"
 
 
-def test_a_start_is_a_line_with_its_phases() -> None:
+def test_start_line_has_its_phases() -> None:
     (record,) = server().starts()
     out = io.StringIO()
     Console(out).on_start(record)
@@ -90,14 +88,14 @@ def test_a_start_is_a_line_with_its_phases() -> None:
     )
 
 
-def test_a_start_that_failed_says_of_what_and_in_what() -> None:
+def test_failed_start_line_has_error_and_phase() -> None:
     story = Starting()
     story.begins(100, events.WEIGHTS)
     story.died(900)
     assert "server start  error (process_died in weights)  900 ms  []" in format_start(*story.starts())
 
 
-def test_a_terminal_that_is_closed_is_no_reason_to_stop() -> None:
+def test_closed_terminal_is_ignored() -> None:
     story = Story()
     story.ends(3, story.arrives(0))
     out = io.StringIO()
@@ -105,7 +103,7 @@ def test_a_terminal_that_is_closed_is_no_reason_to_stop() -> None:
     Console(out).on_request(story.record())
 
 
-def test_a_pipe_that_nobody_reads_holds_up_nothing() -> None:
+def test_full_pipe_does_not_block() -> None:
     story = Story()
     a = story.arrives(0)
     story.step(2, 10, [a], {a: 4})
@@ -114,18 +112,18 @@ def test_a_pipe_that_nobody_reads_holds_up_nothing() -> None:
     reader, writer = os.pipe()
     try:
         with open(writer, "w") as out:
-            sink = Console(out)
-            sink.on_request(record)
+            console = Console(out)
+            console.on_request(record)
             os.set_blocking(writer, False)
             with contextlib.suppress(BlockingIOError):
                 while os.write(writer, b"x" * 4096):
                     pass
             os.set_blocking(writer, True)
-            sink.on_request(record)
+            console.on_request(record)
             assert os.read(reader, 4096).endswith(b"x")
             while len(os.read(reader, 1 << 16)) == 1 << 16:
                 pass
-            sink.on_request(record)
+            console.on_request(record)
             assert os.read(reader, 4096).startswith(record.trace_id.hex()[:8].encode())
     finally:
         os.close(reader)

@@ -1,4 +1,4 @@
-"""A user's own provider gets the same tree as a receiver of OTLP does."""
+"""A user's own TracerProvider receives the same span tree as an OTLP receiver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.story import MS, WALL, Story, Who, drawn, exported, ids, ns
 
 
 class Provider:
-    """A provider of the SDK, with the live spans that it started for records."""
+    """A provider of the SDK, with the live spans that it started for the records."""
 
     def __init__(self, **options: Any) -> None:
         self.exporter = InMemorySpanExporter()
@@ -29,10 +29,12 @@ class Provider:
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.tracer = provider.get_tracer("otel_infer")
         self._inner: dict[bytes, ProviderSpans] = {}
-        self.sink = TracerProviderExporter(self.tracer, lambda span_id: self._inner.pop(span_id, None), True)
+        self.span_exporter = TracerProviderExporter(
+            self.tracer, lambda span_id: self._inner.pop(span_id, None), True
+        )
 
     def open(self, record: RequestRecord) -> None:
-        """As `ingress.ProviderOpener` does on arrival."""
+        """Does the same as `ingress.ProviderOpener` on arrival."""
         began = record.arrived_at + record.wall_offset
         server, context = None, trace.set_span_in_context(trace.INVALID_SPAN)
         if record.server_span_id:
@@ -41,20 +43,20 @@ class Provider:
         request = self.tracer.start_span(record.name, context, trace.SpanKind.INTERNAL, start_time=began)
         self._inner[record.span_id] = (server, request)
 
-    def take(self, records: list[RequestRecord], keeps: TailSampler | None = None) -> None:
-        keeps = keeps or TailSampler("all", 0, keep_unsampled=False, ratio=False)
+    def export(self, records: list[RequestRecord], sampler: TailSampler | None = None) -> None:
+        sampler = sampler or TailSampler("all", 0, keep_unsampled=False, ratio=False)
         for record in records:
             self.open(record)
-            self.sink.export_request(record, keeps.make_decision(record))
+            self.span_exporter.export_request(record, sampler.make_decision(record))
 
     def spans(self) -> list[dict[str, Any]]:
-        """As `tests.support.otlp_messages` shows spans."""
-        return [plain(span) for span in self.exporter.get_finished_spans()]
+        """Returns the spans in the form of `tests.support.otlp_messages`."""
+        return [to_dict(span) for span in self.exporter.get_finished_spans()]
 
 
-def plain(span: ReadableSpan) -> dict[str, Any]:
+def to_dict(span: ReadableSpan) -> dict[str, Any]:
     assert span.context is not None
-    said = span.attributes or {}
+    attributes = span.attributes or {}
     return {
         "trace_id": f"{span.context.trace_id:032x}",
         "span_id": f"{span.context.span_id:016x}",
@@ -64,7 +66,7 @@ def plain(span: ReadableSpan) -> dict[str, Any]:
         "start": span.start_time,
         "end": span.end_time,
         "attributes": {
-            key: list(value) if isinstance(value, tuple) else value for key, value in said.items()
+            key: list(value) if isinstance(value, tuple) else value for key, value in attributes.items()
         },
         "events": [
             {"at": e.timestamp, "name": e.name, "attributes": dict(e.attributes or {})} for e in span.events
@@ -82,23 +84,23 @@ def plain(span: ReadableSpan) -> dict[str, Any]:
 
 
 def comparable(spans: list[dict[str, Any]]) -> list[Any]:
-    """Everything but ids, which a provider makes itself; for a parent stands its name and time."""
+    """Returns all but the ids, which a provider generates; a parent is replaced by its name and time."""
     by_id = {span["span_id"]: (span["name"], span["start"], span["end"]) for span in spans}
-    said = ("name", "kind", "start", "end", "attributes", "events", "links", "status")
-    rows = [[by_id.get(span["parent_span_id"]), *(span[key] for key in said)] for span in spans]
+    fields = ("name", "kind", "start", "end", "attributes", "events", "links", "status")
+    rows = [[by_id.get(span["parent_span_id"]), *(span[key] for key in fields)] for span in spans]
     return sorted(rows, key=repr)
 
 
 def chat(story: Story, name: str = "a", http: bool = True, flags: int = events.SAMPLED) -> Who:
-    who = story.arrives(0, name, http=http, flags=flags)
-    story.stage("tokenize", 2, 4, who, items=3)
-    story.submitted(4, who, input_tokens=100, max_tokens=9)
-    story.received(5, who)
-    story.step(10, 20, [who], {who: 64}, {who: 0}, kv=(1, 4))
-    story.step(20, 30, [who], {who: 36}, kv=(1, 4))
-    story.step(30, 40, [who, who])
-    story.step(40, 45, [who])
-    return who
+    member = story.arrives(0, name, http=http, flags=flags)
+    story.stage("tokenize", 2, 4, member, items=3)
+    story.submitted(4, member, input_tokens=100, max_tokens=9)
+    story.received(5, member)
+    story.step(10, 20, [member], {member: 64}, {member: 0}, kv=(1, 4))
+    story.step(20, 30, [member], {member: 36}, kv=(1, 4))
+    story.step(30, 40, [member, member])
+    story.step(40, 45, [member])
+    return member
 
 
 def stories() -> Iterator[Any]:
@@ -144,22 +146,22 @@ def stories() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("story", stories())
-def test_a_provider_gets_what_a_receiver_gets(story: Story) -> None:
+def test_provider_spans_equal_the_otlp_spans(story: Story) -> None:
     provider = Provider()
-    provider.take(story.records())
+    provider.export(story.records())
     assert comparable(provider.spans()) == comparable(exported(story.records(), latency=True))
     assert drawn(provider.spans()) == drawn(exported(story.records(), latency=True))
 
 
-def test_the_link_to_whom_held_a_request_up_says_for_how_long_and_of_what_class() -> None:
+def test_interferer_link_has_delay_and_class() -> None:
     story = Story()
     story.ends(50, chat(story))
     record = story.record()
     record.breakdown = LatencyBreakdown(
-        {"interference": 8 * MS}, Interferer(*ids("offender"), 8 * MS, "long")
+        {"interference": 8 * MS}, Interferer(*ids("interferer"), 8 * MS, "long")
     )
     provider = Provider()
-    provider.take([record])
+    provider.export([record])
     assert comparable(provider.spans()) == comparable(exported([record], latency=True))
     (link,) = [link for span in provider.spans() for link in span["links"]]
     assert link["attributes"] == {"infer.interference.delay": 0.008, "infer.interference.class": "long"}
@@ -173,10 +175,8 @@ def test_the_link_to_whom_held_a_request_up_says_for_how_long_and_of_what_class(
         ("", ("POST /v1/chat/completions", "chat toy")),
     ],
 )
-def test_a_name_that_user_code_gave_stays_if_it_is_known_that_it_did(
-    arrived_as: str, names: tuple[str, str]
-) -> None:
-    """`arrived_as`: where facts were lost, or there was no room for a text, nobody knows what name the span had."""
+def test_user_span_name_is_kept_if_recognized(arrived_as: str, names: tuple[str, str]) -> None:
+    """The default name (`arrived_as`) is unknown where events were lost or the name exceeded the ring's text space."""
     story = Story()
     story.ends(50, chat(story))
     record = story.record()
@@ -185,7 +185,7 @@ def test_a_name_that_user_code_gave_stays_if_it_is_known_that_it_did(
     server, request = provider._inner[record.span_id]
     request.update_name("answer")
     record.name = arrived_as
-    provider.sink.export_request(record, Decision(True, 0, "none"))
+    provider.span_exporter.export_request(record, Decision(True, 0, "none"))
     spans = {
         span["kind"]: span["name"] for span in provider.spans() if span["span_id"] in live(server, request)
     }
@@ -196,68 +196,68 @@ def live(*spans: trace.Span | None) -> list[str]:
     return [f"{span.get_span_context().span_id:016x}" for span in spans if span is not None]
 
 
-def test_only_so_many_steps_as_were_granted() -> None:
+def test_only_the_granted_steps_are_exported() -> None:
     story = Story()
     story.ends(50, chat(story))
     provider = Provider()
     provider.open(story.record())
-    provider.sink.export_request(story.record(), Decision(True, 1, "budget"))
+    provider.span_exporter.export_request(story.record(), Decision(True, 1, "budget"))
     spans = provider.spans()
     assert [span["name"] for span in spans].count("decode step") == 1
     assert [span["name"] for span in spans].count("prefill step") == 0
 
 
-def test_an_http_request_that_reached_nothing_is_described_on_the_server_span_and_ends_both() -> None:
-    """The live one cannot be taken back, for it may have become somebody's parent."""
+def test_http_request_without_stages_ends_both_spans() -> None:
+    """The live span cannot be withdrawn, because it may already be the parent of another span."""
     story = Story()
     a = story.arrives(0, operation="")
     story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
     story.ends(3, a)
     provider = Provider()
-    provider.take(story.records())
+    provider.export(story.records())
     server, request = sorted(provider.spans(), key=lambda span: -span["kind"])
     assert (server["name"], server["attributes"]["tenant"]) == ("POST /health", "blue")
     assert (request["name"], request["attributes"]) == ("POST", {})
     assert {span["end"] for span in (server, request)} == {WALL + 3 * MS}
 
 
-def test_what_is_not_sampled_ends_its_live_spans_and_starts_no_others() -> None:
+def test_unsampled_request_only_ends_its_live_spans() -> None:
     story = Story()
     story.ends(50, chat(story, flags=0))
     provider = Provider(sampler=ALWAYS_OFF)
-    provider.take(story.records())
+    provider.export(story.records())
     assert provider.spans() == []
-    assert provider.sink._pop_pending(story.record().span_id) is None
+    assert provider.span_exporter._pop_pending(story.record().span_id) is None
 
 
-def test_a_request_of_another_process_is_left_alone() -> None:
+def test_request_of_another_process_is_ignored() -> None:
     story = Story()
     story.ends(50, chat(story))
     provider = Provider()
-    provider.sink.export_request(story.record(), Decision(True, 9, "all"))
+    provider.span_exporter.export_request(story.record(), Decision(True, 9, "all"))
     assert provider.spans() == []
-    provider.sink.flush(0)
+    provider.span_exporter.flush(0)
 
 
-def test_a_start_gets_ids_of_the_provider_by_which_the_first_request_links_to_it() -> None:
+def test_first_request_links_to_the_provider_start_ids() -> None:
     story = server()
     first = story.arrives(9500)
     story.ends(9600, first)
     provider = Provider()
     for record in story.starts():
-        provider.sink.export_start(record)
+        provider.span_exporter.export_start(record)
     assert drawn(provider.spans()) == drawn(story.start_spans())
     root = next(span for span in provider.exporter.get_finished_spans() if span.name == "server start")
-    provider.take(story.records())
+    provider.export(story.records())
     request = next(span for span in provider.exporter.get_finished_spans() if span.name == "chat toy")
     assert [link.context for link in request.links] == [root.context]
 
 
-def test_a_request_is_claimed_once() -> None:
+def test_live_spans_are_used_once() -> None:
     story = Story()
     story.ends(50, chat(story))
     provider = Provider()
-    provider.take(story.records())
+    provider.export(story.records())
     count = len(provider.spans())
-    provider.sink.export_request(story.record(), Decision(True, 9, "all"))
+    provider.span_exporter.export_request(story.record(), Decision(True, 9, "all"))
     assert len(provider.spans()) == count

@@ -1,4 +1,4 @@
-"""A log record for each kept request: what it says, who is told, and how many there may be."""
+"""The request log: a line for each request that is kept for a reason; its fields, destinations and rate limit."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_kept_request_is_a_line_with_its_ids_its_stages_and_where_its_time_went(tmp_path: Path) -> None:
+def test_log_line_has_ids_stages_and_causes(tmp_path: Path) -> None:
     record = slow()
     RequestLog(str(tmp_path / "a.log")).log_request(record, SLO)
-    (said,) = lines(tmp_path / "a.log")
-    assert said["trace_id"] == record.trace_id.hex() and said["span_id"] == record.span_id.hex()
-    assert (said["keep_reason"], said["missed"], said["outcome"]) == ("slo", ["e2e"], "ok")
-    assert said["stages_ms"] == {"ingress": 2.0, "tokenize": 2.0, "queue": 6.0, "prefill": 20.0,
+    (line,) = lines(tmp_path / "a.log")
+    assert line["trace_id"] == record.trace_id.hex() and line["span_id"] == record.span_id.hex()
+    assert (line["keep_reason"], line["missed"], line["outcome"]) == ("slo", ["e2e"], "ok")
+    assert line["stages_ms"] == {"ingress": 2.0, "tokenize": 2.0, "queue": 6.0, "prefill": 20.0,
                                  "decode": 1010.0, "postprocess": 5.0}  # fmt: skip
-    assert (said["duration_ms"], said["ttft_ms"], said["output_tokens"]) == (1045.0, 30.0, 2)
-    assert sum(said["causes_ms"].values()) == pytest.approx(1045.0)
-    assert said["top_cause"] == max(said["causes_ms"], key=said["causes_ms"].__getitem__)
-    assert said["message"].startswith("ca978112  chat toy  ok  1045 ms")
-    assert "error_type" not in said
+    assert (line["duration_ms"], line["ttft_ms"], line["output_tokens"]) == (1045.0, 30.0, 2)
+    assert sum(line["causes_ms"].values()) == pytest.approx(1045.0)
+    assert line["top_cause"] == max(line["causes_ms"], key=line["causes_ms"].__getitem__)
+    assert line["message"].startswith("ca978112  chat toy  ok  1045 ms")
+    assert "error_type" not in line
 
 
 @pytest.mark.parametrize("reason", semconv.KEEP_REASONS)
-def test_only_what_is_kept_for_a_reason_of_its_own_is_told(tmp_path: Path, reason: str) -> None:
+def test_only_listed_reasons_are_logged(tmp_path: Path, reason: str) -> None:
     RequestLog(str(tmp_path / "a.log")).log_request(slow(), Decision(True, 0, reason))
     assert len(lines(tmp_path / "a.log")) == (reason in LOGGED_REASONS)
 
 
-def test_who_listens_to_the_logger_gets_the_same_fields_inside_the_context_of_the_request(
+def test_logger_receives_fields_and_trace_context(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     record = slow()
@@ -74,7 +74,7 @@ def test_who_listens_to_the_logger_gets_the_same_fields_inside_the_context_of_th
     logger.addFilter(context)
     try:
         RequestLog().log_request(record, SLO)
-        assert caplog.records == []  # as most programs are set up: INFO is nobody's business
+        assert caplog.records == []  # INFO is disabled in most programs
         with caplog.at_level(logging.INFO, "otel_infer.requests"):
             RequestLog().log_request(record, SLO)
     finally:
@@ -86,36 +86,36 @@ def test_who_listens_to_the_logger_gets_the_same_fields_inside_the_context_of_th
     assert not trace.get_current_span().get_span_context().is_valid
 
 
-def test_a_storm_of_failures_is_told_by_its_number(tmp_path: Path) -> None:
-    record, told = slow(), RequestLog(str(tmp_path / "a.log"))
+def test_failure_storm_is_rate_limited_and_counted(tmp_path: Path) -> None:
+    record, log = slow(), RequestLog(str(tmp_path / "a.log"))
     record.outcome = events.ERROR
     for number in range(1000):
         record.ended_at = 5 * SECOND + number
-        told.log_request(record, Decision(True, 0, "error"))
+        log.log_request(record, Decision(True, 0, "error"))
     assert len(lines(tmp_path / "a.log")) == BURST
     record.ended_at += SECOND
     for _ in range(MAX_PER_SECOND + 5):
-        told.log_request(record, Decision(True, 0, "error"))
-    said = lines(tmp_path / "a.log")
-    assert len(said) == BURST + MAX_PER_SECOND
-    assert [line["dropped_before"] for line in said if "dropped_before" in line] == [1000 - BURST]
+        log.log_request(record, Decision(True, 0, "error"))
+    logged = lines(tmp_path / "a.log")
+    assert len(logged) == BURST + MAX_PER_SECOND
+    assert [line["dropped_before"] for line in logged if "dropped_before" in line] == [1000 - BURST]
 
 
-def test_a_file_that_is_rotated_away_is_made_again(tmp_path: Path) -> None:
-    told = RequestLog(str(tmp_path / "a.log"))
-    told.log_request(slow(), SLO)
+def test_rotated_file_is_reopened(tmp_path: Path) -> None:
+    log = RequestLog(str(tmp_path / "a.log"))
+    log.log_request(slow(), SLO)
     (tmp_path / "a.log").rename(tmp_path / "a.log.1")
-    told.log_request(slow(), SLO)
+    log.log_request(slow(), SLO)
     assert len(lines(tmp_path / "a.log.1")) == len(lines(tmp_path / "a.log")) == 1
 
 
-def test_lines_may_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_can_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     RequestLog("stderr").log_request(slow(), SLO)
-    said = capsys.readouterr()
-    assert json.loads(said.err)["keep_reason"] == "slo" and said.out == ""
+    captured = capsys.readouterr()
+    assert json.loads(captured.err)["keep_reason"] == "slo" and captured.out == ""
 
 
-def test_a_file_that_cannot_be_had_or_is_full_costs_nothing(
+def test_unwritable_or_full_file_is_ignored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     RequestLog(str(tmp_path / "no" / "a.log")).log_request(slow(), SLO)
@@ -126,12 +126,12 @@ def test_a_file_that_cannot_be_had_or_is_full_costs_nothing(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_file_that_is_rotated_away_and_cannot_be_made_again_costs_no_request(tmp_path: Path) -> None:
+def test_rotated_file_that_cannot_be_reopened_is_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
-    told = RequestLog(str(folder / "a.log"))
+    log = RequestLog(str(folder / "a.log"))
     folder.rename(tmp_path / "old")
-    told.log_request(slow(), SLO)
+    log.log_request(slow(), SLO)
     folder.mkdir()
-    told.log_request(slow(), SLO)
+    log.log_request(slow(), SLO)
     assert len(lines(folder / "a.log")) == 1

@@ -1,4 +1,4 @@
-"""Long collections of garbage are pauses; short ones are nothing; signals stay the user's."""
+"""Garbage collections: long ones are recorded as pauses, short ones are ignored, signals reach user code."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 
-from otel_infer.instrumentation import garbage_collector as ours
+from otel_infer.instrumentation import garbage_collector as gc_instrumentation
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import recorder
 from otel_infer.tracing import request_span, start
 from tests.support.rings import Recording
 
 OBJECTS = 100_000
-"""In circles: to look at them takes some ms."""
+"""Reference cycles; scanning them takes several milliseconds."""
 
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    others = list(gc.callbacks)  # hypothesis has one, once it was used
+    others = list(gc.callbacks)  # hypothesis adds a callback when it is used
     gc.callbacks.clear()
-    ours.instrumentor.install()
+    gc_instrumentation.instrumentor.install()
     yield
-    ours.instrumentor.remove()
+    gc_instrumentation.instrumentor.remove()
     left = list(gc.callbacks)
     gc.callbacks[:] = others
     assert left == []
@@ -55,65 +55,61 @@ def request() -> request_span.RequestSpan:
     return opened
 
 
-def test_a_long_collection_is_a_pause_of_the_request_that_was_there(
-    recording: Recording, heap: list[Any]
-) -> None:
+def test_long_collection_is_a_pause_of_the_request(recording: Recording, heap: list[Any]) -> None:
     live = request()
     gc.collect()
     live.close()
     (record,) = recording.records()
     longest = max(record.pauses, key=lambda pause: pause.ended_at - pause.started_at)
     assert longest.cause == "gc"
-    assert ours.MIN_PAUSE_NS < longest.ended_at - longest.started_at < record.duration_ns
+    assert gc_instrumentation.MIN_PAUSE_NS < longest.ended_at - longest.started_at < record.duration_ns
     assert record.arrived_at < longest.started_at
 
 
-def test_short_collections_are_not_mentioned(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "MIN_PAUSE_NS", 1 << 60)
+def test_short_collections_are_not_recorded(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc_instrumentation, "MIN_PAUSE_NS", 1 << 60)
     live = request()
     gc.collect()
     live.close()
     assert [record.pauses for record in recording.records()] == [()]
 
 
-def test_a_collection_is_told_by_the_next_one_if_no_request_ends(
-    monkeypatch: pytest.MonkeyPatch, heap: list[Any]
-) -> None:
-    told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(recorder, "record_pause", lambda *said: told.append(said))
+def test_next_collection_records_the_previous_pause(monkeypatch: pytest.MonkeyPatch, heap: list[Any]) -> None:
+    pauses: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(recorder, "record_pause", lambda *pause: pauses.append(pause))
     gc.collect()
-    assert told == []
+    assert pauses == []
     gc.collect(0)
-    (cause, started_at, ended_at) = told[0]
+    (cause, started_at, ended_at) = pauses[0]
     assert cause == "gc"
-    assert ended_at - started_at > ours.MIN_PAUSE_NS
+    assert ended_at - started_at > gc_instrumentation.MIN_PAUSE_NS
 
 
-def test_a_collection_is_told_once_whoever_asks(monkeypatch: pytest.MonkeyPatch, heap: list[Any]) -> None:
-    told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(recorder, "record_pause", lambda *said: told.append(said))
+def test_concurrent_flushes_record_a_pause_once(monkeypatch: pytest.MonkeyPatch, heap: list[Any]) -> None:
+    pauses: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(recorder, "record_pause", lambda *pause: pauses.append(pause))
     gc.disable()
     try:
         gc.collect()
-        askers = [threading.Thread(target=recorder.deferred_recorders["gc"]) for _ in range(8)]
-        for asker in askers:
-            asker.start()
-        for asker in askers:
-            asker.join()
+        threads = [threading.Thread(target=recorder.deferred_recorders["gc"]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         recorder.deferred_recorders["gc"]()
     finally:
         gc.enable()
-    assert len(told) == 1
+    assert len(pauses) == 1
 
 
-def test_a_collection_starts_nothing_where_nobody_records(heap: list[Any]) -> None:
+def test_collection_without_a_recorder_starts_no_recording(heap: list[Any]) -> None:
     assert recorder.requests is None
     gc.collect()
     gc.collect()
     assert recorder.requests is None
 
 
-def test_what_a_signal_raises_during_a_collection_is_raised_in_the_users_code(
+def test_signal_during_a_collection_reaches_user_code(
     heap: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[Any] = []
@@ -130,7 +126,7 @@ def test_what_a_signal_raises_during_a_collection_is_raised_in_the_users_code(
     assert lost == []
 
 
-def test_a_recorder_that_breaks_is_not_the_collectors_trouble(
+def test_failing_recorder_does_not_break_the_collection(
     monkeypatch: pytest.MonkeyPatch, heap: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> None:
@@ -144,35 +140,39 @@ def test_a_recorder_that_breaks_is_not_the_collectors_trouble(
     recorder.deferred_recorders["gc"]()
     assert lost == []
     assert len(caplog.records) == 1
-    assert ours.instrumentor.status.hooks_active == 0
+    assert gc_instrumentation.instrumentor.status.hooks_active == 0
 
 
-def test_instrumented_twice_is_once() -> None:
+def test_second_install_is_ignored() -> None:
     others = len(gc.callbacks)
-    ours.instrumentor.install()
+    gc_instrumentation.instrumentor.install()
     assert len(gc.callbacks) == others
-    assert ours.instrumentor.status.hooks_active == ours.instrumentor.status.hooks_total == 1
+    assert (
+        gc_instrumentation.instrumentor.status.hooks_active
+        == gc_instrumentation.instrumentor.status.hooks_total
+        == 1
+    )
 
 
-def test_nothing_is_taken_away_that_somebody_else_has_put_there() -> None:
-    def theirs(phase: str, info: dict[str, int]) -> None:
+def test_removal_keeps_callbacks_of_other_libraries() -> None:
+    def other_callback(phase: str, info: dict[str, int]) -> None:
         pass
 
-    gc.callbacks.append(theirs)
+    gc.callbacks.append(other_callback)
     try:
-        ours.instrumentor.remove()
-        assert gc.callbacks[-1] is theirs
-        ours.instrumentor.install()
+        gc_instrumentation.instrumentor.remove()
+        assert gc.callbacks[-1] is other_callback
+        gc_instrumentation.instrumentor.install()
         gc.callbacks.clear()
-        assert ours.instrumentor.status.hooks_active == 0
-        ours.instrumentor.remove()
+        assert gc_instrumentation.instrumentor.status.hooks_active == 0
+        gc_instrumentation.instrumentor.remove()
         assert gc.callbacks == []
     finally:
-        if theirs in gc.callbacks:
-            gc.callbacks.remove(theirs)
+        if other_callback in gc.callbacks:
+            gc.callbacks.remove(other_callback)
 
 
-def test_a_forked_child_states_its_own_pauses(recording: Recording, heap: list[Any]) -> None:
+def test_forked_child_records_its_own_pauses(recording: Recording, heap: list[Any]) -> None:
     live = request()
     gc.collect()
     child = os.fork()
@@ -180,9 +180,9 @@ def test_a_forked_child_states_its_own_pauses(recording: Recording, heap: list[A
         status = 1
         try:
             assert recorder.requests is None
-            mine = request()
+            child_request = request()
             gc.collect()
-            mine.close()
+            child_request.close()
             written = recorder.requests
             status = 0 if written is not None and b"gc" in bytes(written.memory) else 2
         finally:

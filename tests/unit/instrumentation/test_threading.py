@@ -1,4 +1,4 @@
-"""Threads carry the request along that they were started for; those of pools, the request of each job."""
+"""A started thread inherits the current request; a pool thread inherits the request of each job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recording() -> Iterator[Recording]:
 
 
 class _InRequest:
-    """A request of ours is current here."""
+    """Opens a request and makes it current."""
 
     def __enter__(self) -> request_span.RequestSpan:
         request = start.open_request("POST", owner="test")
@@ -48,7 +48,7 @@ class _InRequest:
         start.detach(self._token)
 
 
-def test_a_thread_works_for_the_request_that_it_was_started_in(recording: Recording) -> None:
+def test_thread_inherits_the_request_it_was_started_in(recording: Recording) -> None:
     seen: list[request_span.RequestSpan | None] = []
     with _InRequest() as request:
         thread = threading.Thread(target=lambda: seen.append(start.current_request()))
@@ -58,7 +58,7 @@ def test_a_thread_works_for_the_request_that_it_was_started_in(recording: Record
 
 
 class _Restarting(threading.Thread):
-    """Begins anew where it has failed."""
+    """Calls its own `run` again until the third turn."""
 
     turns = 0
 
@@ -69,9 +69,7 @@ class _Restarting(threading.Thread):
 
 
 @pytest.mark.parametrize("has_own", [False, True])
-def test_a_thread_that_was_started_in_a_request_may_run_itself_again(
-    recording: Recording, has_own: bool
-) -> None:
+def test_thread_started_in_a_request_may_rerun_itself(recording: Recording, has_own: bool) -> None:
     thread = _Restarting()
     if has_own:
         thread.run = thread.run  # type: ignore[method-assign]
@@ -83,7 +81,7 @@ def test_a_thread_that_was_started_in_a_request_may_run_itself_again(
     assert thread.run == run and ("run" in vars(thread)) == has_own
 
 
-def test_a_thread_that_is_over_is_no_garbage(recording: Recording) -> None:
+def test_finished_thread_is_freed_without_garbage_collection(recording: Recording) -> None:
     thread = threading.Thread(target=int)
     gone = weakref.ref(thread)
     gc.disable()
@@ -97,7 +95,7 @@ def test_a_thread_that_is_over_is_no_garbage(recording: Recording) -> None:
         gc.enable()
 
 
-def test_a_thread_that_outlives_the_request_it_was_started_in_works_for_others(recording: Recording) -> None:
+def test_thread_outliving_its_request_starts_linked_traces(recording: Recording) -> None:
     jobs: queue.Queue[str] = queue.Queue()
 
     def work() -> None:
@@ -110,7 +108,7 @@ def test_a_thread_that_outlives_the_request_it_was_started_in_works_for_others(r
 
     worker = threading.Thread(target=work)
     with _InRequest() as request:
-        inner = otel_context.attach(baggage.set_baggage("user", "somebody"))
+        inner = otel_context.attach(baggage.set_baggage("user", "alice"))
         worker.start()
         otel_context.detach(inner)
         jobs.put("while it lasts")
@@ -120,7 +118,7 @@ def test_a_thread_that_outlives_the_request_it_was_started_in_works_for_others(r
         jobs.put(name)
     worker.join()
     below, first, *others = recording.records()
-    assert below.parent_span_id == first.span_id and below.attributes["user"] == "somebody"
+    assert below.parent_span_id == first.span_id and below.attributes["user"] == "alice"
     assert [other.name for other in others] == ["afterwards", "later"]
     for other in others:
         assert other.parent_span_id == b"" and other.trace_id != first.trace_id
@@ -128,8 +126,8 @@ def test_a_thread_that_outlives_the_request_it_was_started_in_works_for_others(r
         assert other.attributes["user"] == "None"
 
 
-def test_what_a_thread_begins_itself_is_not_cut_off(recording: Recording) -> None:
-    """A span of another tracer's, in a thread that has outlived the request it was started in."""
+def test_span_started_by_the_thread_stays_parent(recording: Recording) -> None:
+    """The thread has outlived its request and starts a span of another tracer."""
     over, found = threading.Event(), list[request_span.RequestSpan | None]()
     above = NonRecordingSpan(SpanContext(1, 2, is_remote=False))
 
@@ -148,7 +146,7 @@ def test_what_a_thread_begins_itself_is_not_cut_off(recording: Recording) -> Non
     assert job is not None and job.get_span_context().trace_id == 1
 
 
-def test_a_job_of_a_pool_works_for_the_request_that_it_comes_from_whoever_started_the_thread(
+def test_pool_job_inherits_the_submitting_request(
     recording: Recording,
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
@@ -160,7 +158,7 @@ def test_a_job_of_a_pool_works_for_the_request_that_it_comes_from_whoever_starte
         assert pool.submit(start.current_request).result() is None
 
 
-def test_so_does_a_job_of_anyios_and_its_thread_keeps_nobody_alive(recording: Recording) -> None:
+def test_anyio_job_inherits_the_request_only_while_running(recording: Recording) -> None:
     async def jobs() -> tuple[object, object, object]:
         with _InRequest() as request:
             own = await anyio.to_thread.run_sync(start.current_request)
@@ -171,8 +169,8 @@ def test_so_does_a_job_of_anyios_and_its_thread_keeps_nobody_alive(recording: Re
     assert after is None
 
 
-def test_a_pool_of_other_interpreters_gets_its_jobs_as_they_are(recording: Recording) -> None:
-    """They are pickled on their way."""
+def test_interpreter_pool_jobs_are_not_wrapped(recording: Recording) -> None:
+    """Jobs of an interpreter pool are pickled, so they must not be wrapped."""
 
     class Pool(ThreadPoolExecutor):
         pass
@@ -182,42 +180,44 @@ def test_a_pool_of_other_interpreters_gets_its_jobs_as_they_are(recording: Recor
         assert pool.submit(start.current_request).result() is None
 
 
-# ── nothing of anybody else's goes along ─────────────────────────────────────────────────────────────────────────
+# ── other context variables are not propagated ───────────────────────────────────────────────────────────────────
 
-theirs: contextvars.ContextVar[str] = contextvars.ContextVar("theirs", default="a thread's own")
+library_variable: contextvars.ContextVar[str] = contextvars.ContextVar(
+    "library_variable", default="a thread's own"
+)
 
 
-def test_what_other_libraries_keep_in_their_context_stays_with_its_thread(recording: Recording) -> None:
-    """As without us: a thread, and a job of a pool, has the context of its thread."""
+def test_other_context_variables_stay_with_their_thread(recording: Recording) -> None:
+    """A thread and a pool job keep the context of their thread, as without instrumentation."""
     seen: list[str] = []
     with (
-        ThreadPoolExecutor(1, initializer=theirs.set, initargs=("the pool's",)) as pool,
+        ThreadPoolExecutor(1, initializer=library_variable.set, initargs=("the pool's",)) as pool,
         _InRequest() as request,
     ):
-        theirs.set("the request's")
-        assert pool.submit(lambda: (start.current_request(), theirs.get())).result() == (
+        library_variable.set("the request's")
+        assert pool.submit(lambda: (start.current_request(), library_variable.get())).result() == (
             request,
             "the pool's",
         )
-        thread = threading.Thread(target=lambda: seen.append(theirs.get()))
+        thread = threading.Thread(target=lambda: seen.append(library_variable.get()))
         thread.start()
         thread.join()
     assert seen == ["a thread's own"]
 
 
-def test_a_job_that_sets_the_precision_of_its_numbers_sets_nobody_elses(recording: Recording) -> None:
-    def coarse() -> str:
+def test_decimal_precision_of_a_job_stays_local(recording: Recording) -> None:
+    def divide_with_low_precision() -> str:
         decimal.getcontext().prec = 3
         return str(decimal.Decimal(1) / 3)
 
     with ThreadPoolExecutor(1) as pool, _InRequest():
         before = decimal.getcontext().prec
-        assert pool.submit(coarse).result() == "0.333"
+        assert pool.submit(divide_with_low_precision).result() == "0.333"
         assert decimal.getcontext().prec == before > 3
 
 
-def test_a_loop_in_a_thread_is_not_taken_for_the_one_that_its_request_runs_in(recording: Recording) -> None:
-    """`sniffio` keeps in a context variable that one runs here."""
+def test_event_loop_in_a_pool_thread_can_start(recording: Recording) -> None:
+    """`sniffio` stores the running loop in a context variable."""
 
     async def elsewhere() -> object:
         return start.current_request()
@@ -230,7 +230,7 @@ def test_a_loop_in_a_thread_is_not_taken_for_the_one_that_its_request_runs_in(re
     assert found is request
 
 
-def test_a_thread_that_a_job_starts_works_for_the_request_of_the_job(recording: Recording) -> None:
+def test_thread_started_by_a_job_inherits_its_request(recording: Recording) -> None:
     seen: list[request_span.RequestSpan | None] = []
 
     def job() -> None:
@@ -243,8 +243,8 @@ def test_a_thread_that_a_job_starts_works_for_the_request_of_the_job(recording: 
     assert seen == [request]
 
 
-def test_a_thread_that_outlives_its_request_tells_nobody_else_of_it(recording: Recording) -> None:
-    """What it calls from then on has a trace of its own."""
+def test_thread_outliving_its_request_stops_propagating_it(recording: Recording) -> None:
+    """Calls made after the request has ended start a new trace."""
     over, headers = threading.Event(), list[dict[str, str]]()
 
     def work() -> None:
@@ -265,7 +265,7 @@ def test_a_thread_that_outlives_its_request_tells_nobody_else_of_it(recording: R
     assert [carrier.keys() for carrier in headers] == [{"traceparent"}, set()]
 
 
-def test_jobs_of_a_pool_of_multiprocessings_are_not_of_who_made_it(recording: Recording) -> None:
+def test_multiprocessing_pool_jobs_do_not_inherit_the_creator(recording: Recording) -> None:
     with _InRequest() as first:
         pool = ThreadPool(1)
     with pool, _InRequest() as second:

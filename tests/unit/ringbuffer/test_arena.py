@@ -1,4 +1,4 @@
-"""How the memory of one server is shared out among its processes."""
+"""Ring sizes: the memory limit of one server, shared by its processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from otel_infer.ringbuffer import layout
 from otel_infer.ringbuffer.arena import MAX_TOTAL_BYTES, FileArena, RingUnavailable, choose_sizes
 from otel_infer.ringbuffer.layout import RingSizes
 
-KINDS: dict[str, Callable[[RingSizes], int]] = {
+SIZE_BY_SUFFIX: dict[str, Callable[[RingSizes], int]] = {
     layout.SUFFIX_REQUESTS: lambda sizes: sizes.requests_bytes,
     layout.SUFFIX_STEPS: lambda sizes: sizes.steps_bytes,
 }
@@ -20,16 +20,16 @@ KINDS: dict[str, Callable[[RingSizes], int]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where there is more memory than anybody wants, whatever this machine has."""
-    found = os.statvfs(tmp_path)
-    plenty = os.statvfs_result((*found[:4], (1 << 40) // found.f_frsize, *found[5:]))
-    monkeypatch.setattr(os, "statvfs", lambda path: plenty)
+    """Returns a folder whose file system reports 1 TiB of free space."""
+    real = os.statvfs(tmp_path)
+    ample_space = os.statvfs_result((*real[:4], (1 << 40) // real.f_frsize, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: ample_space)
     return tmp_path
 
 
-def make(folder: Path, name: str, suffix: str) -> RingSizes:
-    """A ring of the size that this process may have."""
-    size_of = KINDS[suffix]
+def create_ring(folder: Path, name: str, suffix: str) -> RingSizes:
+    """Creates a ring of the size that this process gets."""
+    size_of = SIZE_BY_SUFFIX[suffix]
     sizes = choose_sizes(FileArena(folder), size_of)
     with (folder / f"{name}{suffix}").open("wb") as file:
         os.truncate(file.fileno(), size_of(sizes))
@@ -38,54 +38,50 @@ def make(folder: Path, name: str, suffix: str) -> RingSizes:
 
 def in_turn(processes: int) -> Iterator[tuple[str, str]]:
     for number in range(processes):
-        yield from ((str(number), suffix) for suffix in KINDS)
+        yield from ((str(number), suffix) for suffix in SIZE_BY_SUFFIX)
 
 
 def requests_first(processes: int) -> Iterator[tuple[str, str]]:
-    for suffix in KINDS:
+    for suffix in SIZE_BY_SUFFIX:
         yield from ((str(number), suffix) for number in range(processes))
 
 
-@pytest.mark.parametrize("come", [in_turn, requests_first])
-def test_each_of_32_processes_gets_a_ring_of_requests_and_one_of_steps(
-    folder: Path, come: Callable[[int], Iterator[tuple[str, str]]]
+@pytest.mark.parametrize("order", [in_turn, requests_first])
+def test_32_processes_each_get_request_and_step_rings(
+    folder: Path, order: Callable[[int], Iterator[tuple[str, str]]]
 ) -> None:
-    made = [make(folder, *who) for who in come(32)]
-    assert len(made) == 64
+    sizes = [create_ring(folder, *ring) for ring in order(32)]
+    assert len(sizes) == 64
     assert sum(path.stat().st_size for path in folder.iterdir()) <= MAX_TOTAL_BYTES
-    assert sorted(made, reverse=True) == made, "who comes later gets no more than who came before"
+    assert sorted(sizes, reverse=True) == sizes, "a later ring is not larger than an earlier ring"
 
 
-def test_a_process_by_itself_has_rings_of_full_size(folder: Path) -> None:
-    assert [RingSizes(), RingSizes()] == [make(folder, *who) for who in in_turn(1)]
+def test_a_single_process_gets_full_size_rings(folder: Path) -> None:
+    assert [RingSizes(), RingSizes()] == [create_ring(folder, *ring) for ring in in_turn(1)]
 
 
-def test_no_ring_takes_more_than_a_quarter_of_what_is_free(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = os.statvfs(folder)
-    little = os.statvfs_result((*found[:4], (1 << 20) // found.f_frsize, *found[5:]))
-    monkeypatch.setattr(os, "statvfs", lambda path: little)
-    assert choose_sizes(FileArena(folder), KINDS[layout.SUFFIX_REQUESTS]).requests_bytes <= 1 << 18
+def test_a_ring_takes_at_most_quarter_free_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs(folder)
+    low_space = os.statvfs_result((*real[:4], (1 << 20) // real.f_frsize, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: low_space)
+    assert choose_sizes(FileArena(folder), SIZE_BY_SUFFIX[layout.SUFFIX_REQUESTS]).requests_bytes <= 1 << 18
 
 
-@pytest.mark.parametrize("suffix", KINDS)
-def test_when_our_own_share_is_used_up_the_machine_is_not_said_to_be_short(folder: Path, suffix: str) -> None:
-    with pytest.raises(RingUnavailable, match="are used up") as refused:
+@pytest.mark.parametrize("suffix", SIZE_BY_SUFFIX)
+def test_an_exhausted_limit_is_reported_not_low_memory(folder: Path, suffix: str) -> None:
+    with pytest.raises(RingUnavailable, match="are used up") as rejected:
         for number in range(1000):
-            make(folder, str(number), suffix)
-    assert "OTEL_INFER_RINGS" in str(refused.value)
-    assert "is free" not in str(refused.value)
+            create_ring(folder, str(number), suffix)
+    assert "OTEL_INFER_RINGS" in str(rejected.value)
+    assert "is free" not in str(rejected.value)
 
 
-def test_what_is_no_ring_takes_no_room_from_the_rings(folder: Path) -> None:
+def test_other_files_do_not_reduce_ring_sizes(folder: Path) -> None:
     (folder / "dump-0123456789abcdef.tape").write_bytes(bytes(MAX_TOTAL_BYTES))
-    assert make(folder, "1", layout.SUFFIX_REQUESTS) == RingSizes()
+    assert create_ring(folder, "1", layout.SUFFIX_REQUESTS) == RingSizes()
 
 
-def test_a_ring_that_its_reader_removes_meanwhile_stops_nobody(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_removed_during_the_scan_is_ignored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Removed:
         name = f"1{layout.SUFFIX_STEPS}"
 
@@ -99,4 +95,4 @@ def test_a_ring_that_its_reader_removes_meanwhile_stops_nobody(
         def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr(os, "scandir", lambda path: Entries([Removed()]))
-    assert choose_sizes(FileArena(folder), KINDS[layout.SUFFIX_STEPS]) == RingSizes()
+    assert choose_sizes(FileArena(folder), SIZE_BY_SUFFIX[layout.SUFFIX_STEPS]) == RingSizes()

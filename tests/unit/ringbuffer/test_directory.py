@@ -1,4 +1,4 @@
-"""Where rings lie: private folders, locks that die with their holder, and what is left alone."""
+"""Ring folders: private folders, locks that end with their process, and files that are never removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USER = f"otel_infer-{os.getuid()}"
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    """A folder on tmpfs that others may use too, as a volume is."""
+    """Returns a folder on tmpfs that other users can write to, like a volume."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="test-place-"))
     folder.chmod(0o777)
     yield folder
@@ -32,17 +32,17 @@ def shm() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def another_process(work: Callable[[], Any]) -> Iterator[int]:
-    """A process that has done this and lives until the block ends: locks of one's own are not seen."""
-    ready, said = os.pipe()
+    """Runs `work` in a process that lives until the block ends; a process does not see its own locks as held."""
+    ready, written = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            kept = work()
-            os.write(said, b"1" if kept is not None else b"0")
+            result = work()
+            os.write(written, b"1" if result is not None else b"0")
             signal.pause()
         finally:
             os._exit(1)
-    os.close(said)
+    os.close(written)
     try:
         assert os.read(ready, 1) == b"1"
         yield pid
@@ -67,7 +67,7 @@ def writing(folder: Path, name: str = "1-a") -> Callable[[], RequestWriter]:
 
 
 def dead_server(base: Path) -> Path:
-    """A server's folder, with rings, whose processes are gone."""
+    """Creates a server's folder with rings whose processes have ended."""
     folder = directory.create_server_folder(base)
     with another_process(writing(folder)):
         pass
@@ -77,51 +77,50 @@ def dead_server(base: Path) -> Path:
 # ── folders ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_server_has_a_private_folder_of_its_own(shm: Path) -> None:
-    one, other = directory.create_server_folder(shm), directory.create_server_folder(shm)
-    assert one != other
-    assert one.parent == other.parent == shm / USER
-    assert {path.stat().st_mode & 0o777 for path in (one, one.parent)} == {0o700}
+def test_each_server_gets_its_own_private_folder(shm: Path) -> None:
+    first, second = directory.create_server_folder(shm), directory.create_server_folder(shm)
+    assert first != second
+    assert first.parent == second.parent == shm / USER
+    assert {path.stat().st_mode & 0o777 for path in (first, first.parent)} == {0o700}
 
 
-def test_a_folder_that_is_not_on_tmpfs_is_refused(tmp_path: Path) -> None:
-    for make in (directory.create_server_folder, directory.resolve_rings_folder):
+def test_a_folder_outside_tmpfs_is_rejected(tmp_path: Path) -> None:
+    for create in (directory.create_server_folder, directory.resolve_rings_folder):
         with pytest.raises(RingUnavailable, match="not on tmpfs"):
-            make(Path("/proc/self"))
+            create(Path("/proc/self"))
     assert not directory.is_tmpfs(Path("/proc"))
     assert directory.is_tmpfs(Path("/dev/shm/what/is/not/there"))
 
 
-def test_a_link_in_the_place_of_our_folder_is_refused(shm: Path, tmp_path: Path) -> None:
+def test_a_link_instead_of_the_folder_is_rejected(shm: Path, tmp_path: Path) -> None:
     (shm / USER).symlink_to(tmp_path)
-    with pytest.raises(RingUnavailable, match="belongs to somebody else"):
+    with pytest.raises(RingUnavailable, match="another user"):
         directory.create_server_folder(shm)
 
 
-def test_a_folder_of_another_user_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_rejected(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shm / "otel_infer-12345").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(RingUnavailable, match="belongs to somebody else"):
+    with pytest.raises(RingUnavailable, match="another user"):
         directory.create_server_folder(shm)
 
 
-def test_a_base_that_is_not_there_is_refused_and_not_made(shm: Path) -> None:
+def test_a_missing_base_is_rejected_and_not_created(shm: Path) -> None:
     with pytest.raises(RingUnavailable, match="No such file"):
         directory.create_server_folder(shm / "nowhere")
     assert not (shm / "nowhere").exists()
 
 
-def test_a_named_folder_that_others_may_use_is_left_as_it_is(shm: Path) -> None:
-    (shm / "theirs").touch()
+def test_a_shared_configured_folder_is_not_changed(shm: Path) -> None:
+    (shm / "other-file").touch()
     folder = directory.resolve_rings_folder(shm)
     assert folder == shm / USER
     assert shm.stat().st_mode & 0o777 == 0o777
-    assert (
-        directory.resolve_rings_folder(shm) == folder
-    )  # the same for all processes of a server and for its sidecar
+    # All processes of a server, and its sidecar, resolve the same folder.
+    assert directory.resolve_rings_folder(shm) == folder
 
 
-def test_a_named_folder_that_is_private_or_not_there_is_used_itself(shm: Path) -> None:
+def test_a_private_or_missing_configured_folder_is_used(shm: Path) -> None:
     assert directory.resolve_rings_folder(shm / "a" / "b") == shm / "a" / "b"
     assert (shm / "a" / "b").stat().st_mode & 0o777 == 0o700
     assert directory.resolve_rings_folder(shm / "a" / "b") == shm / "a" / "b"
@@ -130,7 +129,7 @@ def test_a_named_folder_that_is_private_or_not_there_is_used_itself(shm: Path) -
 # ── locks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_lock_lives_as_long_as_its_holder(shm: Path) -> None:
+def test_a_lock_is_held_until_its_process_ends(shm: Path) -> None:
     path = shm / "a.lock"
     assert not directory.is_held(path)
     with another_process(holding(path)) as pid:
@@ -141,7 +140,7 @@ def test_a_lock_lives_as_long_as_its_holder(shm: Path) -> None:
     assert directory.FileLock(path).acquire()
 
 
-def test_a_forked_child_does_not_hold_its_parents_lock(shm: Path) -> None:
+def test_a_forked_child_does_not_hold_parent_lock(shm: Path) -> None:
     path = shm / "a.lock"
     lock = directory.FileLock(path)
     assert lock.acquire()
@@ -150,17 +149,17 @@ def test_a_forked_child_does_not_hold_its_parents_lock(shm: Path) -> None:
         assert directory.is_held(path) is False
 
 
-def test_to_ask_keeps_nobody_from_taking(shm: Path) -> None:
+def test_checking_a_lock_does_not_block_its_acquisition(shm: Path) -> None:
     path = shm / "a.lock"
     path.touch()
 
-    def ask_without_end() -> None:
+    def check_forever() -> None:
         if os.fork() == 0:
             signal.alarm(10)
             while True:
                 directory.is_held(path)
 
-    with another_process(lambda: ask_without_end() or True):
+    with another_process(lambda: check_forever() or True):
         for _ in range(300):
             lock = directory.FileLock(path)
             assert lock.acquire()
@@ -168,7 +167,7 @@ def test_to_ask_keeps_nobody_from_taking(shm: Path) -> None:
             time.sleep(0)
 
 
-def test_taking_a_lock_twice_is_once_and_giving_it_up_frees_it(shm: Path) -> None:
+def test_a_lock_acquired_twice_needs_one_release(shm: Path) -> None:
     lock = directory.FileLock(shm / "a.lock")
     assert lock.acquire()
     assert lock.acquire()
@@ -177,7 +176,8 @@ def test_taking_a_lock_twice_is_once_and_giving_it_up_frees_it(shm: Path) -> Non
     assert lock.acquire()
 
 
-def test_a_lock_whose_folder_was_made_anew_is_taken_there_unless_somebody_has_it(shm: Path) -> None:
+def test_a_lock_is_reacquired_in_a_recreated_folder(shm: Path) -> None:
+    """`ensure_held` fails while the folder is missing or another process holds the lock."""
     folder = shm / "server"
     folder.mkdir()
     lock = directory.FileLock(folder / directory.SIDECAR_LOCK)
@@ -193,10 +193,10 @@ def test_a_lock_whose_folder_was_made_anew_is_taken_there_unless_somebody_has_it
     assert lock.ensure_held()
 
 
-# ── the dead ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dead servers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_dead_server_is_found_once(shm: Path) -> None:
+def test_a_dead_server_is_claimed_once(shm: Path) -> None:
     mine, dead = directory.create_server_folder(shm), dead_server(shm)
     with contextlib.ExitStack() as stack:
 
@@ -210,12 +210,12 @@ def test_a_dead_server_is_found_once(shm: Path) -> None:
     lock.release()
 
 
-def test_a_living_server_or_one_that_is_being_started_is_not_taken_for_dead(shm: Path) -> None:
-    mine, living, owned, new, being_made = (directory.create_server_folder(shm) for _ in range(5))
+def test_a_live_or_starting_server_is_not_claimed(shm: Path) -> None:
+    mine, live, owned, new, starting = (directory.create_server_folder(shm) for _ in range(5))
     dead_with_owner = dead_server(shm)
-    (being_made / "1-a.requests").write_bytes(bytes(4096))  # neither locked nor written yet
+    (starting / "1-a.requests").write_bytes(bytes(4096))  # not yet locked or written
     with (
-        another_process(writing(living)),
+        another_process(writing(live)),
         another_process(holding(owned / directory.OWNER_LOCK)),
         another_process(holding(dead_with_owner / directory.OWNER_LOCK)),
     ):
@@ -223,7 +223,7 @@ def test_a_living_server_or_one_that_is_being_started_is_not_taken_for_dead(shm:
         assert new.exists()
 
 
-def test_a_dead_server_whose_own_sidecar_is_on_its_way_is_left_to_it(shm: Path) -> None:
+def test_a_dead_server_with_starting_sidecar_is_skipped(shm: Path) -> None:
     mine, dead = directory.create_server_folder(shm), dead_server(shm)
     assert directory.claim_sidecar_start(dead)
     assert [] == list(directory.claim_dead_servers(mine))
@@ -232,53 +232,53 @@ def test_a_dead_server_whose_own_sidecar_is_on_its_way_is_left_to_it(shm: Path) 
     assert [dead] == [folder for folder, _ in directory.claim_dead_servers(mine)]
 
 
-def test_an_empty_folder_is_abandoned_after_an_hour(shm: Path) -> None:
+def test_an_empty_folder_is_claimed_after_an_hour(shm: Path) -> None:
     mine, empty = directory.create_server_folder(shm), directory.create_server_folder(shm)
     assert [] == list(directory.claim_dead_servers(mine))
     os.utime(empty, (1, 1))
     assert [empty] == [folder for folder, _ in directory.claim_dead_servers(mine)]
 
 
-def test_beside_a_named_folder_nobody_is_dead(shm: Path) -> None:
-    beside = shm / "etc"
-    beside.mkdir()
-    (beside / "hosts").write_text("kept")
-    os.utime(beside, (1, 1))
-    for named in (directory.resolve_rings_folder(shm / "rings"), directory.resolve_rings_folder(shm)):
-        assert [] == list(directory.claim_dead_servers(named))
-    assert [beside / "hosts"] == list(beside.iterdir())
+def test_nothing_is_claimed_beside_a_configured_folder(shm: Path) -> None:
+    sibling = shm / "etc"
+    sibling.mkdir()
+    (sibling / "hosts").write_text("kept")
+    os.utime(sibling, (1, 1))
+    for configured in (directory.resolve_rings_folder(shm / "rings"), directory.resolve_rings_folder(shm)):
+        assert [] == list(directory.claim_dead_servers(configured))
+    assert [sibling / "hosts"] == list(sibling.iterdir())
 
 
 # ── removal ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_removed_is_ours_by_name_and_nothing_else(shm: Path) -> None:
-    named = directory.resolve_rings_folder(shm / "rings")
-    ours = [
+def test_only_files_with_known_names_are_removed(shm: Path) -> None:
+    configured = directory.resolve_rings_folder(shm / "rings")
+    known = [
         "1-a.requests",
         "1-a-1.steps",
         directory.OWNER_LOCK,
         directory.SIDECAR_LOCK,
         directory.INSTANCE_FILE,
     ]
-    theirs = ["model.bin", "notes.txt", "other.lock"]
-    for name in (*ours, *theirs):
-        (named / name).touch()
-    directory.remove_server_folder(named)
-    assert sorted(theirs) == sorted(path.name for path in named.iterdir())
+    others = ["model.bin", "notes.txt", "other.lock"]
+    for name in (*known, *others):
+        (configured / name).touch()
+    directory.remove_server_folder(configured)
+    assert sorted(others) == sorted(path.name for path in configured.iterdir())
 
 
-def test_a_named_folder_stays_and_one_of_ours_goes(shm: Path) -> None:
-    named, made = directory.resolve_rings_folder(shm / "rings"), directory.create_server_folder(shm)
-    for folder in (named, made):
+def test_only_a_created_folder_is_removed_with_files(shm: Path) -> None:
+    configured, created = directory.resolve_rings_folder(shm / "rings"), directory.create_server_folder(shm)
+    for folder in (configured, created):
         (folder / directory.SIDECAR_LOCK).touch()
         directory.remove_server_folder(folder)
-    assert named.exists()
-    assert not made.exists()
-    directory.remove_server_folder(made)  # a second time is nothing
+    assert configured.exists()
+    assert not created.exists()
+    directory.remove_server_folder(created)  # a second call does nothing
 
 
-def test_nothing_is_removed_where_a_writer_lives(shm: Path) -> None:
+def test_nothing_is_removed_while_a_writer_is_live(shm: Path) -> None:
     folder = dead_server(shm)
     with another_process(writing(folder, "2-b")):
         before = sorted(folder.iterdir())
@@ -288,7 +288,7 @@ def test_nothing_is_removed_where_a_writer_lives(shm: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_ring_is_written_when_its_header_says_so(shm: Path) -> None:
+def test_a_ring_counts_as_written_by_its_header(shm: Path) -> None:
     path = shm / "1-a.requests"
     path.write_bytes(bytes(16))
     assert not directory._is_written(path)
@@ -296,17 +296,17 @@ def test_a_ring_is_written_when_its_header_says_so(shm: Path) -> None:
     assert directory._is_written(shm / f"2-b{layout.SUFFIX_REQUESTS}")
 
 
-def test_one_process_starts_the_sidecar_until_it_is_there_or_late(shm: Path) -> None:
+def test_one_process_at_once_may_start_the_sidecar(shm: Path) -> None:
     assert directory.claim_sidecar_start(shm)
     assert not directory.claim_sidecar_start(shm)
     os.utime(shm / directory.STARTING_FILE, (1, 1))
     assert directory.claim_sidecar_start(shm)
     assert not directory.claim_sidecar_start(shm)
-    (shm / directory.STARTING_FILE).unlink()  # as the sidecar does
+    (shm / directory.STARTING_FILE).unlink()  # the sidecar does this once it runs
     assert directory.claim_sidecar_start(shm)
 
 
-def test_where_a_sidecar_is_at_work_is_found_from_the_folder_itself_and_from_those_around_it(
+def test_served_folders_are_found_from_folder_and_parents(
     tmp_path: Path,
 ) -> None:
     user = tmp_path / f"otel_infer-{os.getuid()}"
@@ -334,23 +334,21 @@ def test_where_a_sidecar_is_at_work_is_found_from_the_folder_itself_and_from_tho
         os.waitpid(pid, 0)
 
 
-def test_whoever_has_no_more_descriptors_takes_nobody_for_dead_and_starts_nobody(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> int:
+def test_without_descriptors_locks_count_as_held(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the start of a sidecar claimed."""
+
+    def fail_open(*_: object, **__: object) -> int:
         raise OSError(errno.EMFILE, "too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "open", refuse)
+        patched.setattr(os, "open", fail_open)
         assert directory.is_held(shm / directory.SIDECAR_LOCK)
         assert not directory.claim_sidecar_start(shm)
     assert not directory.is_held(shm / directory.SIDECAR_LOCK)
     assert directory.claim_sidecar_start(shm)
 
 
-def test_where_everybody_may_make_folders_only_ones_own_are_served(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_writable_by_others_is_not_served(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "BASE", shm)
     own, open_to_all, elsewhere = shm / "own", shm / "open", shm / "elsewhere"
     for folder in (own, open_to_all, elsewhere):
@@ -363,4 +361,6 @@ def test_where_everybody_may_make_folders_only_ones_own_are_served(
         another_process(holding(elsewhere / directory.SIDECAR_LOCK)),
     ):
         assert directory.find_served_folders(shm) == [elsewhere, own]
-        assert open_to_all in directory.find_served_folders(open_to_all)  # whoever names it trusts it
+        assert open_to_all in directory.find_served_folders(
+            open_to_all
+        )  # a folder that is given explicitly is trusted

@@ -1,4 +1,4 @@
-"""All rings of one server as one stream: in order of time, complete, and nobody's twice."""
+"""Merges the rings of a server into one complete stream, ordered by time, without duplicates."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def ended(at: int) -> events.RequestEnded:
 
 
 class Process:
-    """A process that writes rings and lives until it is killed: its locks must not be our own."""
+    """A process that writes rings until it is killed; the locks must belong to another process."""
 
     def __init__(self, folder: Path, work: Work) -> None:
-        ready, said = os.pipe()
+        ready, written = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _kept = work(FileArena(folder))
-                os.write(said, b"1")
+                _writers = work(FileArena(folder))
+                os.write(written, b"1")
                 signal.pause()
             finally:
                 os._exit(1)
-        os.close(said)
-        assert os.read(ready, 1) == b"1", "its work failed"
+        os.close(written)
+        assert os.read(ready, 1) == b"1", "the process failed"
         os.close(ready)
 
     def kill(self) -> None:
@@ -85,21 +85,21 @@ class Process:
             self.kill()
 
 
-def kinds(said: list[events.RecordedEvent]) -> list[str]:
-    return [type(one.event).__name__ for one in said]
+def event_names(polled: list[events.RecordedEvent]) -> list[str]:
+    return [type(recorded.event).__name__ for recorded in polled]
 
 
-def of(said: list[events.RecordedEvent], kind: type) -> list[Any]:
-    return [one.event for one in said if type(one.event) is kind]
+def events_of_type(polled: list[events.RecordedEvent], event_type: type) -> list[Any]:
+    return [recorded.event for recorded in polled if type(recorded.event) is event_type]
 
 
 def writing(name: str, *at: int) -> Work:
-    """Requests that arrive at these instants, and are in flight."""
+    """Opens requests at these instants and leaves them in flight."""
 
     def work(arena: FileArena) -> RequestWriter:
         writer = RequestWriter(arena, name, "server")
-        for one in at:
-            writer.open_request(arrival(one, one))
+        for instant in at:
+            writer.open_request(arrival(instant, instant))
         return writer
 
     return work
@@ -108,74 +108,81 @@ def writing(name: str, *at: int) -> Work:
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_facts_of_two_processes_come_in_order_of_time(folder: Path) -> None:
+def test_events_of_two_processes_are_merged_by_time(folder: Path) -> None:
     rings = MergedReader()
     with Process(folder, writing("1-a", 10, 30, 50)), Process(folder, writing("2-b", 20, 40, 60)):
         rings.discover_rings(folder, 100)
         got = [*rings.poll(100), *rings.poll(200)]
-        assert [one.at for one in of(got, events.RequestArrived)] == [10, 20, 30, 40, 50, 60]
+        assert [arrived.at for arrived in events_of_type(got, events.RequestArrived)] == [
+            10,
+            20,
+            30,
+            40,
+            50,
+            60,
+        ]
         assert rings.count_writers() == 2
         rings.close(remove=False)
 
 
-def test_a_poll_hands_out_what_happened_before_the_previous_poll(folder: Path) -> None:
+def test_a_poll_returns_events_before_the_previous_poll(folder: Path) -> None:
     rings = MergedReader()
     arena = MemoryArena()
     writer = RequestWriter(arena, "1-a", "server")
     rings.add_ring(*arena.buffers[0], 1)
-    assert kinds(rings.poll(100)) == ["ProcessSeen"]
+    assert event_names(rings.poll(100)) == ["ProcessSeen"]
     writer.open_request(arrival(150))
     writer.open_request(arrival(250))
     assert rings.poll(200) == []
-    assert [one.at for one in of(rings.poll(300), events.RequestArrived)] == [150]
+    assert [arrived.at for arrived in events_of_type(rings.poll(300), events.RequestArrived)] == [150]
     assert rings.horizon == 200
-    assert [one.at for one in of(rings.poll(400), events.RequestArrived)] == [250]
+    assert [arrived.at for arrived in events_of_type(rings.poll(400), events.RequestArrived)] == [250]
     assert rings.poll(500) == []
 
 
-def test_a_final_poll_hands_out_all_there_is(folder: Path) -> None:
+def test_a_final_poll_returns_all_events(folder: Path) -> None:
     rings, arena = MergedReader(), MemoryArena()
     writer = RequestWriter(arena, "1-a", "server")
     rings.add_ring(*arena.buffers[0], 1)
     writer.open_request(arrival(150))
-    assert kinds(rings.poll(100, final=True)) == ["ProcessSeen", "RequestArrived"]
+    assert event_names(rings.poll(100, final=True)) == ["ProcessSeen", "RequestArrived"]
 
 
-def test_the_steps_of_a_process_name_its_requests(folder: Path) -> None:
+def test_steps_of_a_process_refer_to_its_requests(folder: Path) -> None:
     def work(arena: FileArena) -> Any:
         writer = RequestWriter(arena, "1-a", "server")
-        log = BatchWriter(StepWriter(arena, "1-a-1", "toy"), HandleTable())
+        batch_writer = BatchWriter(StepWriter(arena, "1-a-1", "toy"), HandleTable())
         handle = writer.open_request(arrival(10))
-        log.handles.bind_handle("sequence", handle)
-        log.write_done(log.write_scheduled(["sequence"]), size=1)
-        return writer, log
+        batch_writer.handles.bind_handle("sequence", handle)
+        batch_writer.write_done(batch_writer.write_scheduled(["sequence"]), size=1)
+        return writer, batch_writer
 
     rings = MergedReader()
     with Process(folder, work):
         rings.discover_rings(folder, 1)
-        rings.discover_rings(folder, 2)  # a second time is nothing
+        rings.discover_rings(folder, 2)  # a second discovery adds nothing
         got = rings.poll(1, final=True)
-        (engine,) = of(got, events.EngineSeen)
-        (arrived,) = [one for one in got if isinstance(one.event, events.RequestArrived)]
-        (scheduled,) = of(got, events.StepScheduled)
+        (engine,) = events_of_type(got, events.EngineSeen)
+        (arrived,) = [recorded for recorded in got if isinstance(recorded.event, events.RequestArrived)]
+        (scheduled,) = events_of_type(got, events.StepScheduled)
         assert engine.process == arrived.ring
         assert scheduled.joined == (arrived.handle,)
         rings.close(remove=False)
 
 
-def test_steps_that_are_seen_before_their_process_wait_for_it(folder: Path) -> None:
+def test_a_step_ring_waits_for_its_request_ring(folder: Path) -> None:
     with Process(folder, lambda arena: StepWriter(arena, "1-a-1", "toy")):
         rings = MergedReader()
         rings.discover_rings(folder, 1)
         assert rings.count_writers() == 0
         with Process(folder, writing("1-a", 10)):
             rings.discover_rings(folder, 2)
-            assert len(of(rings.poll(3, final=True), events.EngineSeen)) == 1
+            assert len(events_of_type(rings.poll(3, final=True), events.EngineSeen)) == 1
             assert rings.rejected == []
             rings.close(remove=False)
 
 
-def test_a_file_that_is_no_ring_is_named_and_one_that_is_not_ready_is_waited_for(folder: Path) -> None:
+def test_invalid_files_are_skipped_and_unfinished_rings_awaited(folder: Path) -> None:
     (folder / "1-a.requests").write_bytes(b"no ring at all".ljust(8192, b"x"))
     (folder / "2-b.requests").write_bytes(bytes(8192))
     (folder / "3-c.requests").touch()
@@ -193,16 +200,16 @@ def test_a_file_that_is_no_ring_is_named_and_one_that_is_not_ready_is_waited_for
 
 
 @pytest.mark.parametrize("call", ["open", "mmap"])
-def test_a_ring_for_which_there_is_no_descriptor_or_memory_just_now_is_read_later(
+def test_a_ring_that_cannot_be_opened_is_retried(
     folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     rings = MergedReader()
 
-    def refused(*_: Any, **__: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EMFILE if call == "open" else errno.ENOMEM, "too many")
 
     with Process(folder, writing("1-a", 10)), monkeypatch.context() as full:
-        full.setattr(os if call == "open" else mmap, call, refused)
+        full.setattr(os if call == "open" else mmap, call, fail)
         rings.discover_rings(folder, 1)
         full.undo()
         assert rings.count_writers() == 0 and rings.rejected == []
@@ -211,25 +218,27 @@ def test_a_ring_for_which_there_is_no_descriptor_or_memory_just_now_is_read_late
         rings.close(remove=False)
 
 
-def test_a_ring_of_another_boot_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_of_another_boot_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rings = MergedReader()
     with Process(folder, writing("1-a", 10)):
         monkeypatch.setattr(layout, "read_boot_id", lambda: "another")
         rings.discover_rings(folder, 1)
-        assert rings.rejected == ["1-a.requests: of another boot"]
+        (rejection,) = rings.rejected
+        assert rejection.startswith("1-a.requests: ")
+        assert "another boot" in rejection
         assert rings.count_writers() == 0
 
 
-def test_a_folder_that_is_not_there_is_no_trouble(folder: Path) -> None:
+def test_a_missing_folder_has_no_events(folder: Path) -> None:
     rings = MergedReader()
     rings.discover_rings(folder / "nowhere", 1)
     assert rings.poll(2) == []
 
 
-# ── death ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── process death ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_was_in_flight_in_a_dead_process_is_told_and_its_rings_are_removed(folder: Path) -> None:
+def test_process_death_ends_its_requests_and_removes_rings(folder: Path) -> None:
     def work(arena: FileArena) -> Any:
         writer = RequestWriter(arena, "1-a", "server")
         StepWriter(arena, "1-a-1", "toy")
@@ -247,25 +256,27 @@ def test_what_was_in_flight_in_a_dead_process_is_told_and_its_rings_are_removed(
         for now in (SECOND, SECOND + 1, SECOND + 2):
             assembler.feed_events(rings.poll(now))
         records = assembler.drain_records(SECOND + GRACE_NS + LIVENESS_NS)
-        told = {int.from_bytes(record.trace_id, "big"): record.error_type for record in records}
-        assert told == {10: "", 20: "process_died"}
+        errors = {int.from_bytes(record.trace_id, "big"): record.error_type for record in records}
+        assert errors == {10: "", 20: "process_died"}
         assert sorted(path.name for path in folder.iterdir()) == ["2-b.requests"]
         assert rings.count_writers() == 1
         rings.close(remove=False)
 
 
-def test_a_ring_that_was_removed_is_forgotten_by_name(folder: Path) -> None:
-    """Workers come and go for months."""
+def test_the_name_of_a_removed_ring_is_reusable(folder: Path) -> None:
+    """Worker processes start and end for months, and pids repeat."""
     rings, arrived = MergedReader(), []
     for turn in (1, 2):
         with Process(folder, writing("1-a", 10 * turn)):
             rings.discover_rings(folder, turn * SECOND)
-        arrived += of([*rings.poll(turn * SECOND), *rings.poll(turn * SECOND + 1)], events.RequestArrived)
+        arrived += events_of_type(
+            [*rings.poll(turn * SECOND), *rings.poll(turn * SECOND + 1)], events.RequestArrived
+        )
         assert list(folder.iterdir()) == []
-    assert [one.at for one in arrived] == [10, 20]
+    assert [event.at for event in arrived] == [10, 20]
 
 
-def test_a_process_that_died_before_it_was_seen_is_told_too(folder: Path) -> None:
+def test_a_process_dead_before_discovery_is_recorded(folder: Path) -> None:
     with Process(folder, writing("1-a", 10, 20)):
         pass
     rings, assembler = MergedReader(), Assembler()
@@ -278,8 +289,8 @@ def test_a_process_that_died_before_it_was_seen_is_told_too(folder: Path) -> Non
     assert list(folder.iterdir()) == []
 
 
-def test_who_was_found_dead_died_when_it_was_last_heard_of(folder: Path) -> None:
-    """The next start may come hours later."""
+def test_a_late_found_death_dates_from_last_event(folder: Path) -> None:
+    """The next sidecar may start hours later."""
     with Process(folder, writing("1-a", SECOND, 2 * SECOND)):
         pass
     rings, assembler = MergedReader(), Assembler()
@@ -291,8 +302,8 @@ def test_who_was_found_dead_died_when_it_was_last_heard_of(folder: Path) -> None
     assert {record.ended_at for record in records} == {2 * SECOND + LIVENESS_NS}
 
 
-def test_who_wrote_much_before_it_died_died_when_it_was_last_heard_of_all_the_same(folder: Path) -> None:
-    """Of a ring that is full a reader that begins says that something was overwritten: as of now."""
+def test_death_in_full_ring_dates_from_last_event(folder: Path) -> None:
+    """The loss that a new reader reports for a full ring is dated at the time of reading."""
 
     def work(arena: FileArena) -> Any:
         writer = RequestWriter(arena, "1-a", "server")
@@ -312,21 +323,21 @@ def test_who_wrote_much_before_it_died_died_when_it_was_last_heard_of_all_the_sa
     assert record.ended_at == SECOND + 19_999 + LIVENESS_NS
 
 
-def test_steps_that_a_process_made_just_before_it_died_are_read_and_removed(folder: Path) -> None:
+def test_steps_before_a_process_death_are_read(folder: Path) -> None:
     def work(arena: FileArena) -> Any:
         requests = RequestWriter(arena, "1-a", "server")
         while not folder.joinpath("seen").exists():
             time.sleep(0.001)
-        log = BatchWriter(StepWriter(arena, "1-a-1", "toy"), HandleTable())
-        log.write_done(log.write_scheduled(["m"]))
+        batch_writer = BatchWriter(StepWriter(arena, "1-a-1", "toy"), HandleTable())
+        batch_writer.write_done(batch_writer.write_scheduled(["m"]))
         folder.joinpath("done").touch()
-        return requests, log
+        return requests, batch_writer
 
     rings = MergedReader()
     pid = os.fork()
     if pid == 0:
         try:
-            _kept = work(FileArena(folder))
+            _writers = work(FileArena(folder))
             signal.pause()
         finally:
             os._exit(1)
@@ -341,12 +352,12 @@ def test_steps_that_a_process_made_just_before_it_died_are_read_and_removed(fold
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     now = time.monotonic_ns()
-    said = rings.poll(now, final=True)
-    assert len(of(said, events.StepScheduled)) == 1
+    polled = rings.poll(now, final=True)
+    assert len(events_of_type(polled, events.StepScheduled)) == 1
     assert not list(folder.glob("1-a*"))
 
 
-def test_what_a_process_said_while_it_was_looked_after_comes_before_its_death(folder: Path) -> None:
+def test_events_during_a_poll_precede_the_death(folder: Path) -> None:
     late = SECOND + 5
 
     def work(arena: FileArena) -> Any:
@@ -360,14 +371,15 @@ def test_what_a_process_said_while_it_was_looked_after_comes_before_its_death(fo
         rings.discover_rings(folder, 100)
         assembler.feed_events(rings.poll(100))
         process.kill()
-        said = rings.poll(SECOND, final=True)  # a wake that began before the request's end
-    assembler.feed_events(said)
+        polled = rings.poll(SECOND, final=True)  # a cycle that began before the request ended
+    assembler.feed_events(polled)
     assert [record.error_type for record in assembler.drain_records(late + GRACE_NS)] == [""]
 
 
-def test_who_ended_before_the_living_were_looked_up_is_not_ended_by_that(
+def test_a_request_ended_before_live_lookup_keeps_outcome(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Its absence from the live table must not end it a second time, with another outcome."""
     arena = MemoryArena()
     writer = RequestWriter(arena, "1-a", "server", layout.RingSizes(64, 16, 16, 64))
     rings, assembler = MergedReader(), Assembler()
@@ -375,53 +387,53 @@ def test_who_ended_before_the_living_were_looked_up_is_not_ended_by_that(
     handle = writer.open_request(arrival(10, 10))
     for now in (20, 30):
         assembler.feed_events(rings.poll(now))
-    for at in range(100):  # the ring is lapped
+    for at in range(100):  # overwrites the whole ring
         writer.write_event(0, events.PauseSeen(40 + at, 40, "gc"))
     failed = events.RequestEnded(1_105, events.ERROR, "ValueError", 500, 0, 0, 0)
     monkeypatch.setattr("otel_infer._clock.now", lambda: 1_110)
-    live = RequestReader.read_live_requests
+    original = RequestReader.read_live_requests
 
-    def looking(reader: RequestReader) -> Any:
+    def read_live(reader: RequestReader) -> Any:
         if reader.lost and writer.in_flight:
-            writer.close_request(handle, failed)  # after the wake began, before the table is read
-        return live(reader)
+            writer.close_request(handle, failed)  # after the cycle began, before the table is read
+        return original(reader)
 
-    monkeypatch.setattr(RequestReader, "read_live_requests", looking)
+    monkeypatch.setattr(RequestReader, "read_live_requests", read_live)
     for now in (1_000, 1_100, 1_200, 1_300):
         assembler.feed_events(rings.poll(now))
     (record,) = assembler.drain_records(1_300 + GRACE_NS)
     assert (record.error_type, record.status_code, record.telemetry_lost) == ("ValueError", 500, True)
 
 
-def test_who_arrives_while_the_living_are_looked_up_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arrival_during_live_table_read_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = MemoryArena()
     writer = RequestWriter(arena, "1-a", "server", layout.RingSizes(64, 16, 16, 64))
     rings, assembler = MergedReader(), Assembler()
     rings.add_ring(*arena.buffers[0], 1)
     for now in (20, 30):
         assembler.feed_events(rings.poll(now))
-    for at in range(100):  # the ring is lapped
+    for at in range(100):  # overwrites the whole ring
         writer.write_event(0, events.PauseSeen(40 + at, 40, "gc"))
     monkeypatch.setattr("otel_infer._clock.now", lambda: 1_110)
-    live, opened = RequestReader.read_live_requests, list[int]()
+    original, opened = RequestReader.read_live_requests, list[int]()
 
-    def looking(reader: RequestReader) -> Any:
-        found = list(live(reader))
+    def read_live(reader: RequestReader) -> Any:
+        found = list(original(reader))
         if not opened:
             opened.append(writer.open_request(arrival(1_112, 12)))  # after the table was copied
         return iter(found)
 
-    monkeypatch.setattr(RequestReader, "read_live_requests", looking)
+    monkeypatch.setattr(RequestReader, "read_live_requests", read_live)
     for now in (1_000, 1_100, 1_200, 1_300):
         assembler.feed_events(rings.poll(now))
     assert assembler.count_active() == {"queued": 0, "running": 1}
 
 
-def test_whose_end_was_overwritten_by_a_process_that_then_died_did_not_die_of_that(folder: Path) -> None:
+def test_an_overwritten_end_is_not_a_process_death(folder: Path) -> None:
     def work(arena: FileArena) -> Any:
         writer = RequestWriter(arena, "1-a", "server", layout.RingSizes(64, 16, 16, 64))
-        gone, _ = writer.open_request(arrival(10, 10)), writer.open_request(arrival(20, 20))
-        writer.close_request(gone, ended(30))
+        first, _ = writer.open_request(arrival(10, 10)), writer.open_request(arrival(20, 20))
+        writer.close_request(first, ended(30))
         for at in range(200):
             writer.write_event(0, events.PauseSeen(40 + at, 40, "gc"))
         return writer
@@ -434,11 +446,11 @@ def test_whose_end_was_overwritten_by_a_process_that_then_died_did_not_die_of_th
         for now in (SECOND, SECOND + 1, SECOND + 2):
             assembler.feed_events(rings.poll(now))
     records = assembler.drain_records(SECOND + GRACE_NS + LIVENESS_NS)
-    told = {int.from_bytes(record.trace_id, "big"): record.error_type for record in records}
-    assert told == {20: "process_died"}
+    errors = {int.from_bytes(record.trace_id, "big"): record.error_type for record in records}
+    assert errors == {20: "process_died"}
 
 
-def test_what_there_was_no_room_for_is_counted_when_its_process_is_gone_too(folder: Path) -> None:
+def test_unrecorded_requests_stay_counted_after_process_death(folder: Path) -> None:
     def work(arena: FileArena) -> Any:
         writer, steps = RequestWriter(arena, "1-a", "server"), StepWriter(arena, "1-a-1", "toy")
         writer.words[layout.W_UNRECORDED], steps.words[layout.W_LOST] = 2, 1
@@ -452,7 +464,7 @@ def test_what_there_was_no_room_for_is_counted_when_its_process_is_gone_too(fold
     assert (rings.count_writers(), rings.count_unrecorded()) == (0, 3)
 
 
-def test_errors_of_a_process_that_died_stay_counted(folder: Path) -> None:
+def test_errors_stay_counted_after_process_death(folder: Path) -> None:
     def work(arena: FileArena) -> Any:
         writer = RequestWriter(arena, "1-a", "server")
         writer.words[layout.W_ERRORS] = 3
@@ -468,11 +480,11 @@ def test_errors_of_a_process_that_died_stay_counted(folder: Path) -> None:
     assert rings.count_errors() == 3
 
 
-# ── a reader that was killed ─────────────────────────────────────────────────────────────────────────────────────
+# ── restart of the reader ──────────────────────────────────────────────────────────────────────────────────
 
 
-def read_on(rings: MergedReader, assembler: Assembler, *at: int) -> list[int]:
-    """The trace ids that are concluded by wakes at these instants; notes it in the rings as a pipeline does."""
+def run_cycles(rings: MergedReader, assembler: Assembler, *at: int) -> list[int]:
+    """Returns the trace ids of records completed by cycles at these instants; marks them processed, like a pipeline."""
     found: list[int] = []
     for now in at:
         assembler.feed_events(rings.poll(now))
@@ -482,12 +494,10 @@ def read_on(rings: MergedReader, assembler: Assembler, *at: int) -> list[int]:
 
 
 @pytest.mark.parametrize("died_after", range(1, 9))
-def test_a_reader_that_takes_over_tells_each_request_that_was_not_told_and_no_other(
-    folder: Path, died_after: int
-) -> None:
-    """Whenever the one before it was killed."""
+def test_a_new_reader_exports_each_remaining_request_once(folder: Path, died_after: int) -> None:
+    """The previous reader is killed after any number of cycles."""
     step = 200_000_000
-    wakes = [number * step for number in range(1, 20)]
+    cycles = [number * step for number in range(1, 20)]
 
     def work(arena: FileArena) -> Any:
         writer = RequestWriter(arena, "1-a", "server")
@@ -500,15 +510,15 @@ def test_a_reader_that_takes_over_tells_each_request_that_was_not_told_and_no_ot
     with Process(folder, work):
         first, second = MergedReader(), MergedReader()
         first.discover_rings(folder, 1)
-        told = read_on(first, Assembler(), *wakes[:died_after])
-        second.discover_rings(folder, wakes[died_after])
-        told_after = read_on(second, Assembler(), *wakes[died_after:])
-        assert sorted(told + told_after) == list(range(1, 11))
+        before = run_cycles(first, Assembler(), *cycles[:died_after])
+        second.discover_rings(folder, cycles[died_after])
+        after = run_cycles(second, Assembler(), *cycles[died_after:])
+        assert sorted(before + after) == list(range(1, 11))
         first.close(remove=False)
         second.close(remove=False)
 
 
-def test_a_reader_that_takes_over_counts_no_error_and_no_loss_that_was_counted_before() -> None:
+def test_a_new_reader_counts_only_new_errors() -> None:
     rings, arena = MergedReader(), MemoryArena()
     writer, steps = RequestWriter(arena, "1-a", "server"), StepWriter(arena, "1-a-1", "toy")
     writer.words[layout.W_PROCESSED_UNTIL] = 5
@@ -519,10 +529,12 @@ def test_a_reader_that_takes_over_counts_no_error_and_no_loss_that_was_counted_b
     writer.words[layout.W_ERRORS], steps.words[layout.W_LOST] = 4, 3
     assert (rings.count_errors(), rings.count_unrecorded()) == (1, 2)
     rings.close(remove=False)
-    assert (rings.count_errors(), rings.count_unrecorded()) == (1, 2), "nor when the process is gone"
+    assert (rings.count_errors(), rings.count_unrecorded()) == (1, 2), (
+        "the counts stay when the process has ended"
+    )
 
 
-def test_what_was_concluded_is_never_taken_back(folder: Path) -> None:
+def test_the_processed_horizon_never_moves_back(folder: Path) -> None:
     rings, arena = MergedReader(), MemoryArena()
     writer = RequestWriter(arena, "1-a", "server")
     rings.add_ring(*arena.buffers[0], 1)
@@ -531,7 +543,7 @@ def test_what_was_concluded_is_never_taken_back(folder: Path) -> None:
     assert writer.words[layout.W_PROCESSED_UNTIL] == 500
 
 
-def test_a_request_whose_arrival_was_overwritten_is_known_to_the_next_reader(folder: Path) -> None:
+def test_a_new_reader_recovers_an_overwritten_arrival(folder: Path) -> None:
     def work(arena: FileArena) -> Any:
         writer = RequestWriter(arena, "1-a", "server")
         writer.open_request(arrival(10, 7))
@@ -548,30 +560,30 @@ def test_a_request_whose_arrival_was_overwritten_is_known_to_the_next_reader(fol
         (request,) = assembler.open_requests.values()
         assert request.arrived.trace_id == (7).to_bytes(16, "big")
         assert request.telemetry_lost
-        assert assembler.events_lost == 0  # most of it was read before
+        assert assembler.events_lost == 0  # the previous reader read these events
         rings.close(remove=False)
 
 
 # ── flush ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_flush_is_asked_and_answered_by_number() -> None:
+def test_flush_requests_are_completed_by_number() -> None:
     rings, arena = MergedReader(), MemoryArena()
     writer = RequestWriter(arena, "1-a", "server")
     rings.add_ring(*arena.buffers[0], 1)
     assert rings.list_pending_flushes() == []
     writer.words[layout.W_FLUSH_REQUESTED] = 3
-    asked = rings.list_pending_flushes()
+    pending = rings.list_pending_flushes()
     writer.words[layout.W_FLUSH_REQUESTED] = 4
-    rings.complete_flushes(asked)
+    rings.complete_flushes(pending)
     assert writer.words[layout.W_FLUSH_DONE] == 3
-    assert rings.list_pending_flushes() == [(asked[0][0], 4)]
+    assert rings.list_pending_flushes() == [(pending[0][0], 4)]
 
 
-# ── what is known otherwise ──────────────────────────────────────────────────────────────────────────────────────
+# ── events from outside the rings ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_was_learned_otherwise_is_handed_out_in_its_turn() -> None:
+def test_added_events_are_merged_by_time() -> None:
     rings, arena = MergedReader(), MemoryArena()
     writer = RequestWriter(arena, "1-a", "server")
     rings.add_ring(*arena.buffers[0], 1)
@@ -580,10 +592,10 @@ def test_what_was_learned_otherwise_is_handed_out_in_its_turn() -> None:
     rings.add_event(events.RecordedEvent(1, 0, events.PauseSeen(160, 120, "throttled")))
     writer.open_request(arrival(170, 2))
     assert rings.poll(200) == []
-    assert kinds(rings.poll(300)) == ["RequestArrived", "PauseSeen", "RequestArrived"]
+    assert event_names(rings.poll(300)) == ["RequestArrived", "PauseSeen", "RequestArrived"]
 
 
-def test_writers_are_those_who_hold_the_locks_of_files(folder: Path) -> None:
+def test_writers_are_processes_with_locked_ring_files(folder: Path) -> None:
     rings, arena = MergedReader(), MemoryArena()
     RequestWriter(arena, "1-a", "server")
     rings.add_ring(*arena.buffers[0], 1)

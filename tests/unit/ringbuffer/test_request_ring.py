@@ -1,4 +1,4 @@
-"""The request ring, live table and string table: what is read is what was stated, or it is counted as lost."""
+"""Request ring, live table and string table: every written event is read or counted as lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from otel_infer.ringbuffer.writer import (
 SMALL = layout.RingSizes(cells=64, live_slots=8, strings=16, step_cells=64)
 
 
-def make(sizes: layout.RingSizes = SMALL) -> tuple[RequestWriter, mmap.mmap]:
+def make_writer(sizes: layout.RingSizes = SMALL) -> tuple[RequestWriter, mmap.mmap]:
     writer = RequestWriter(MemoryArena(), "test", "server", sizes)
     return writer, writer.memory
 
@@ -39,14 +39,14 @@ def arrival(number: int, name: str = "POST /v1/chat/completions", flags: int = 1
 
 
 def read(reader: RequestReader, final: bool = True) -> list[Any]:
-    return [said.event for said in reader.poll(0, final)]
+    return [recorded.event for recorded in reader.poll(0, final)]
 
 
 instants = st.integers(0, 2**60)
 values = st.one_of(
     st.text(max_size=80), st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False)
 )
-stated = st.one_of(
+written_events = st.one_of(
     st.builds(
         events.StageEnded,
         st.integers(0, 2**60),
@@ -61,60 +61,64 @@ stated = st.one_of(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(stated, st.integers(0, 2**32 - 1), st.booleans()), max_size=120))
-def test_facts_come_back_in_order_and_what_is_missing_is_counted(
+@given(st.lists(st.tuples(written_events, st.integers(0, 2**32 - 1), st.booleans()), max_size=120))
+def test_events_are_read_in_order_and_losses_counted(
     history: list[tuple[Any, int, bool]],
 ) -> None:
-    writer, memory = make()
+    writer, memory = make_writer()
     reader = RequestReader(memory, 1)
     got: list[Any] = []
-    for fact, handle, poll in history:
-        writer.write_event(handle, fact)
+    for event, handle, poll in history:
+        writer.write_event(handle, event)
         if poll:
             got += list(reader.poll(0))
     got += list(reader.poll(0, final=True))
-    sent = [(handle, fact) for fact, handle, _ in history]
-    kept = [(said.handle, said.event) for said in got if not isinstance(said.event, events.EventsLost)]
-    rest = iter(sent)
-    assert all(any(fact == candidate for candidate in rest) for fact in kept)  # a subsequence
+    written = [(handle, event) for event, handle, _ in history]
+    complete = [
+        (recorded.handle, recorded.event)
+        for recorded in got
+        if not isinstance(recorded.event, events.EventsLost)
+    ]
+    rest = iter(written)
+    assert all(any(event == candidate for candidate in rest) for event in complete)  # a subsequence
     if reader.lost == 0 and reader.torn == 0:
-        assert kept == sent
+        assert complete == written
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 63), st.integers(0, 63), st.integers(1, 255))
-@example(cell=39, byte=0, change=32)  # the newest cell says it is an older one
-def test_a_cell_whose_ends_disagree_is_torn_not_read(cell: int, byte: int, change: int) -> None:
-    writer, memory = make()
+@example(cell=39, byte=0, change=32)  # the newest cell has the counter of an older one
+def test_a_cell_with_mismatched_counters_is_torn(cell: int, byte: int, change: int) -> None:
+    writer, memory = make_writer()
     for i in range(40):
         writer.write_event(i, events.RequestReceived(i))
     offset = layout.PAGE + cell * 64 + byte
     memory[offset] ^= change
     reader = RequestReader(memory, 1)
-    got = [fact.at for fact in read(reader) if isinstance(fact, events.RequestReceived)]
+    got = [event.at for event in read(reader) if isinstance(event, events.RequestReceived)]
     if byte < 8 or byte >= 56:
         assert cell not in got
         assert reader.lost + reader.torn >= 1 or cell >= 40
 
 
-def test_a_cell_that_was_reserved_and_not_written_is_waited_for_and_then_counted() -> None:
-    writer, memory = make()
+def test_a_reserved_unwritten_cell_is_awaited_then_counted() -> None:
+    writer, memory = make_writer()
     reader = RequestReader(memory, 1)
     writer.write_event(1, events.RequestReceived(1))
-    writer._next_cell()  # a thread that was stopped between reserving and writing
+    writer._next_cell()  # like a thread that stopped between reserving and writing
     writer.write_event(1, events.RequestReceived(3))
     seen: list[Any] = []
     polls = 0
     while len(seen) < 2:
-        seen += [f for f in read(reader, final=False) if isinstance(f, events.RequestReceived)]
+        seen += [event for event in read(reader, final=False) if isinstance(event, events.RequestReceived)]
         polls += 1
         assert polls < HOLE_WAKES + 5
-    assert [fact.at for fact in seen] == [1, 3]
+    assert [event.at for event in seen] == [1, 3]
     assert reader.torn == 1
 
 
-def test_a_late_write_into_a_reserved_cell_is_not_lost() -> None:
-    writer, memory = make()
+def test_a_late_write_to_reserved_cell_is_read() -> None:
+    writer, memory = make_writer()
     reader = RequestReader(memory, 1)
     cell = writer._next_cell()
     writer.write_event(1, events.RequestReceived(2))
@@ -122,21 +126,21 @@ def test_a_late_write_into_a_reserved_cell_is_not_lost() -> None:
     body = events.LAYOUT_BY_EVENT[events.RequestReceived].packed.pack(1)
     layout.CELL.pack_into(memory, layout.PAGE + cell * 64, cell + 1, 4, 0, 1, 1, body, cell + 1)
     got = read(reader, final=False) + read(reader, final=False)
-    assert [fact.at for fact in got] == [1, 2]
+    assert [event.at for event in got] == [1, 2]
 
 
-def test_an_overwritten_ring_says_how_many_facts_were_lost() -> None:
-    writer, memory = make()
+def test_an_overwritten_ring_reports_number_of_losses() -> None:
+    writer, memory = make_writer()
     reader = RequestReader(memory, 1)
     for i in range(200):
         writer.write_event(1, events.RequestReceived(i))
     got = read(reader)
-    lost = [fact for fact in got if isinstance(fact, events.EventsLost)]
+    lost = [event for event in got if isinstance(event, events.EventsLost)]
     assert lost[0].lost + len(got) - 1 == 200
 
 
-def test_a_reader_that_starts_late_finds_requests_in_flight_in_the_live_table() -> None:
-    writer, memory = make()
+def test_a_late_reader_recovers_requests_in_flight() -> None:
+    writer, memory = make_writer()
     first = writer.open_request(arrival(7))
     second = writer.open_request(arrival(8))
     for i in range(200):
@@ -151,9 +155,9 @@ ids = [st.binary(min_size=size, max_size=size) for size in (16, 8, 8, 8)]
 
 
 @given(st.tuples(instants, instants, *ids, st.integers(0, 2**16 - 1), st.text(max_size=20)))
-def test_an_arrival_of_which_only_the_name_is_known_comes_back_as_it_was(said: tuple[Any, ...]) -> None:
-    writer, memory = make()
-    *known, name = said
+def test_an_arrival_with_only_a_name_is_preserved(fields: tuple[Any, ...]) -> None:
+    writer, memory = make_writer()
+    *known, name = fields
     arrived = events.RequestArrived(*known, "", "", "", name)
     handle = writer.open_request(arrived)
     reader = RequestReader(memory, 1)
@@ -161,23 +165,23 @@ def test_an_arrival_of_which_only_the_name_is_known_comes_back_as_it_was(said: t
     assert [(handle, events.LiveRecovered(*known[:5], known[6]))] == list(reader.read_live_requests())
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("asked", [None, *events.HTTP_CODES])
-def test_the_end_of_an_exchange_is_read_as_the_facts_it_stands_for(
-    asked: tuple[str, str] | None, whole: bool
+@pytest.mark.parametrize("single_chunk", [False, True])
+@pytest.mark.parametrize("http_codes", [None, *events.HTTP_CODES])
+def test_an_exchange_end_is_read_as_separate_events(
+    http_codes: tuple[str, str] | None, single_chunk: bool
 ) -> None:
-    writer, memory = make()
+    writer, memory = make_writer()
     ended = events.RequestEnded(90, events.ERROR, "E", 500, 3, 40, 5)
-    http = (events.HTTP_CODES[asked] if asked else 0) + (events.SINGLE_CHUNK if whole else 0)
-    route = "/a/{b}" if asked else ""
+    http = (events.HTTP_CODES[http_codes] if http_codes else 0) + (events.SINGLE_CHUNK if single_chunk else 0)
+    route = "/a/{b}" if http_codes else ""
     writer.write_event(7, events.ExchangeEnded(*ended, route, http))
-    expected: list[Any] = [events.ResponseStarted(50)] if whole else []
-    expected += [events.HttpDescribed(90, *asked, route)] if asked else []
+    expected: list[Any] = [events.ResponseStarted(50)] if single_chunk else []
+    expected += [events.HttpDescribed(90, *http_codes, route)] if http_codes else []
     assert read(RequestReader(memory, 1)) == [*expected, ended]
 
 
-def test_a_slot_that_is_used_again_has_another_handle() -> None:
-    writer, _ = make()
+def test_a_reused_slot_has_a_new_handle() -> None:
+    writer, _ = make_writer()
     handles = set()
     for i in range(64):
         handle = writer.open_request(arrival(i + 1))
@@ -186,8 +190,8 @@ def test_a_slot_that_is_used_again_has_another_handle() -> None:
     assert len(handles) == 64
 
 
-def test_closing_twice_gives_the_slot_back_once() -> None:
-    writer, memory = make()
+def test_closing_a_request_twice_frees_one_slot() -> None:
+    writer, memory = make_writer()
     handle = writer.open_request(arrival(1))
     ended = events.RequestEnded(9, events.OK, "", 200, 0, 0, 0)
     writer.close_request(handle, ended)
@@ -196,69 +200,71 @@ def test_closing_twice_gives_the_slot_back_once() -> None:
     assert len(set(opened)) == 8 and 0 not in opened
 
 
-def test_a_full_live_table_is_counted_and_says_nothing_against_those_that_are_in_it() -> None:
-    writer, memory = make()
+def test_a_full_live_table_only_counts_unrecorded_requests() -> None:
+    writer, memory = make_writer()
     handles = [writer.open_request(arrival(i + 1)) for i in range(9)]
     assert handles[8] == 0
     assert writer.words[layout.W_UNRECORDED] == 1
-    assert [f.lost for f in read(RequestReader(memory, 1)) if isinstance(f, events.EventsLost)] == []
+    assert [
+        event.lost for event in read(RequestReader(memory, 1)) if isinstance(event, events.EventsLost)
+    ] == []
 
 
 @pytest.mark.parametrize("final", [True, False])
-def test_a_hole_is_said_before_what_came_after_it_whenever_that_is_read(final: bool) -> None:
-    writer, memory = make()
+def test_a_loss_is_reported_before_later_events(final: bool) -> None:
+    writer, memory = make_writer()
     reader = RequestReader(memory, 1)
     writer.write_event(1, events.TokenReached(1))
     assert list(reader.poll(2)) == []
     assert len(list(reader.poll(3))) == 1
     for at in range(2, 200):
         writer.write_event(1, events.TokenReached(at))
-    said = [list(reader.poll(10_000 + poll, final=final)) for poll in range(1 if final else 2)]
-    assert said[:-1] == ([] if final else [[]])  # what is complete is taken a poll later
-    lost, *after = [one.event for one in said[-1]]
+    polls = [list(reader.poll(10_000 + poll, final=final)) for poll in range(1 if final else 2)]
+    assert polls[:-1] == ([] if final else [[]])  # a complete event is returned one poll later
+    lost, *after = [recorded.event for recorded in polls[-1]]
     assert isinstance(lost, events.EventsLost) and lost.lost > 0
     assert 1 < lost.at == after[0].at < 200
-    assert not any(isinstance(fact, events.EventsLost) for fact in after)
+    assert not any(isinstance(event, events.EventsLost) for event in after)
 
 
-def test_a_full_string_table_says_other_and_loses_no_fact() -> None:
-    writer, memory = make()
+def test_a_full_string_table_yields_other_without_loss() -> None:
+    writer, memory = make_writer()
     for i in range(40):
         writer.write_event(1, events.StageEnded(i, 0, f"stage {i}", 0))
-    said = read(RequestReader(memory, 1))
-    stages = [f.stage for f in said if isinstance(f, events.StageEnded)]
+    got = read(RequestReader(memory, 1))
+    stages = [event.stage for event in got if isinstance(event, events.StageEnded)]
     assert stages[:3] == ["stage 0", "stage 1", "stage 2"]
     assert set(stages[16:]) == {events.OTHER}
-    assert len(said) == len(stages) == 40
+    assert len(got) == len(stages) == 40
 
 
-@pytest.mark.parametrize("gil", [True, False], ids=["with a GIL", "without one"])
-def test_threads_that_state_facts_at_once_lose_none(gil: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gil", [True, False], ids=["GIL", "free-threaded"])
+def test_concurrent_threads_lose_no_events(gil: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: gil, raising=False)
-    writer, memory = make(layout.RingSizes())
+    writer, memory = make_writer(layout.RingSizes())
 
-    def state(thread: int) -> None:
+    def write_events(thread: int) -> None:
         for i in range(1000):
             writer.write_event(thread, events.StageEnded(i, thread, "s", i))
 
-    threads = [threading.Thread(target=state, args=(n,)) for n in range(4)]
+    threads = [threading.Thread(target=write_events, args=(n,)) for n in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     reader = RequestReader(memory, 1)
     got = list(reader.poll(0, final=True))
     assert reader.lost == reader.torn == 0
     for n in range(4):
-        assert [said.event.items for said in got if said.handle == n] == list(range(1000))
+        assert [recorded.event.items for recorded in got if recorded.handle == n] == list(range(1000))
 
 
-def test_a_ring_of_another_layout_is_refused_by_name() -> None:
-    writer, memory = make()
+def test_a_ring_of_another_layout_version_is_rejected() -> None:
+    writer, memory = make_writer()
     writer.words[layout.W_VERSION] = 99
     with pytest.raises(InvalidRing, match="layout version 99"):
         RequestReader(memory, 1)
 
 
-def test_ring_files_are_private_locked_and_sized_before_they_are_mapped(tmp_path: Any) -> None:
+def test_ring_files_are_private_locked_and_allocated(tmp_path: Any) -> None:
     arena = FileArena(tmp_path)
     writer = RequestWriter(arena, "one", "server")
     path = tmp_path / "one.requests"
@@ -270,18 +276,18 @@ def test_ring_files_are_private_locked_and_sized_before_they_are_mapped(tmp_path
     arena.close()
 
 
-def test_a_directory_that_cannot_be_written_is_refused_with_its_name(tmp_path: Any) -> None:
+def test_a_missing_directory_is_named_in_the_error(tmp_path: Any) -> None:
     with pytest.raises(RingUnavailable, match="nowhere"):
         RequestWriter(FileArena(tmp_path / "nowhere"), "one", "server")
 
 
 def test_rings_together_stay_below_16_mib(tmp_path: Any) -> None:
     arena = FileArena(tmp_path)
-    made = 0
+    created = 0
     with pytest.raises(RingUnavailable, match="are used up"):
         for i in range(200):
             StepWriter(arena, str(i), "toy")
-            made += 1
-    assert made > 16
+            created += 1
+    assert created > 16
     assert sum(os.stat(tmp_path / name).st_size for name in os.listdir(tmp_path)) <= MAX_TOTAL_BYTES
     arena.close()

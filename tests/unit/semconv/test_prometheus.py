@@ -1,4 +1,4 @@
-"""What Prometheus calls our metrics: checked against the SDK project's own exporter, which translates on its own."""
+"""Prometheus names of our metrics, compared with the OpenTelemetry SDK's own Prometheus exporter."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from tests.support.everything import said
 
 @pytest.fixture(scope="module")
 def translated() -> dict[str, Family]:
-    """By the description, which is ours."""
+    """Returns the translated metric families by their description."""
     collector = _CustomCollector(disable_target_info=True)
     collector.add_metrics_data(said(MetricsAggregator(resource={}, started_at_unix_ns=0)).collect(1))
     return {family.documentation: family for family in collector.collect()}
 
 
 @pytest.mark.parametrize("metric", semconv.METRICS, ids=lambda metric: metric.name)
-def test_every_metric_has_the_name_that_the_sdks_exporter_gives_it(
-    metric: semconv.Metric, translated: dict[str, Family]
-) -> None:
+def test_metric_names_match_the_sdk_exporter(metric: semconv.Metric, translated: dict[str, Family]) -> None:
     family = translated[metric.description]
-    # The one thing that it leaves out and Prometheus' receiver does not.
+    # The SDK's exporter omits this suffix; Prometheus' OTLP receiver adds it.
     ratio = "_ratio" if (metric.unit, metric.instrument) == ("1", semconv.GAUGE) else ""
     names = {sample.name + ratio for sample in family.samples}
     assert set(prometheus.series_names(metric)) == names
@@ -34,6 +32,6 @@ def test_every_metric_has_the_name_that_the_sdks_exporter_gives_it(
     assert {name for name in labels if not name.startswith("otel_scope")} - {"le"} == expected
 
 
-def test_every_name_is_one_of_a_kind() -> None:
+def test_series_names_are_unique() -> None:
     names = [name for metric in semconv.METRICS for name in prometheus.series_names(metric)]
     assert len(set(names)) == len(names)

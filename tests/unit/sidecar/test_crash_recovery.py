@@ -1,4 +1,4 @@
-"""What a dead server left is told under its own name, and then it is gone."""
+"""Crash recovery: requests of a dead server are exported under its resource, then its folder is removed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from otel_infer.sidecar.main import _make_recovery
 from otel_infer.sidecar.pipeline import Pipeline
 from otel_infer.sidecar.service_resource import ServiceResource
 
-OURS = {semconv.SERVICE_NAME: "embeddings", semconv.SERVICE_INSTANCE_ID: "ours", "host.name": "here"}
+OWN_RESOURCE = {semconv.SERVICE_NAME: "embeddings", semconv.SERVICE_INSTANCE_ID: "ours", "host.name": "here"}
 
 
-class Told:
-    """A sink that remembers, beside the resource of its pipeline."""
+class RecoveryExporter:
+    """Collects the error types, and the resource of its pipeline."""
 
     exported_only = True
 
@@ -40,7 +40,7 @@ class Told:
         self.errors.append(record.error_type)
 
     def export_start(self, record: StartRecord) -> None:
-        """Nobody asks for it."""
+        """Ignored."""
 
     def flush(self, now: int) -> None:
         if self.broken:
@@ -54,10 +54,10 @@ def servers() -> Iterator[Path]:
     shutil.rmtree(base)
 
 
-def left_behind(servers: Path, folder: str, **said: str) -> str:
-    """A server that died with a request in flight; the id of its instance."""
+def make_dead_server(servers: Path, folder: str, **resource: str) -> str:
+    """Creates a server that died with a request in flight; returns its instance id."""
     dead = directory.ensure_private_folder(servers / folder)
-    service = ServiceResource(dead, said)
+    service = ServiceResource(dead, resource)
     service.save()
     arena = FileArena(dead)
     at, wall = _clock.read_clocks()
@@ -68,43 +68,43 @@ def left_behind(servers: Path, folder: str, **said: str) -> str:
     return str(service.resource[semconv.SERVICE_INSTANCE_ID])
 
 
-def recovered(servers: Path, broken: bool = False) -> list[Told]:
-    told: list[Told] = []
+def run_recovery(servers: Path, broken: bool = False) -> list[RecoveryExporter]:
+    exporters: list[RecoveryExporter] = []
 
-    def pipeline(resource: dict[str, Value], rings: MergedReader) -> Pipeline:
-        told.append(Told(resource, broken))
-        return Pipeline(Config(), rings, [told[-1]], None, resource, None, 0)
+    def make_pipeline(resource: dict[str, Value], rings: MergedReader) -> Pipeline:
+        exporters.append(RecoveryExporter(resource, broken))
+        return Pipeline(Config(), rings, [exporters[-1]], None, resource, None, 0)
 
-    CrashRecovery(directory.ensure_private_folder(servers / "ours"), OURS, pipeline).run()
-    return told
+    CrashRecovery(directory.ensure_private_folder(servers / "ours"), OWN_RESOURCE, make_pipeline).run()
+    return exporters
 
 
-def test_what_died_beside_us_is_told_under_its_own_name_and_then_it_is_gone(servers: Path) -> None:
-    instance = left_behind(servers, "chat", **{semconv.SERVICE_NAME: "chat"})
-    (told,) = recovered(servers)
-    assert told.errors == ["process_died"]
-    assert told.resource == {
+def test_a_dead_server_is_exported_and_then_removed(servers: Path) -> None:
+    instance = make_dead_server(servers, "chat", **{semconv.SERVICE_NAME: "chat"})
+    (exporter,) = run_recovery(servers)
+    assert exporter.errors == ["process_died"]
+    assert exporter.resource == {
         semconv.SERVICE_NAME: "chat", semconv.SERVICE_INSTANCE_ID: instance, "host.name": "here"
     }  # fmt: skip
     assert [path.name for path in servers.iterdir()] == ["ours"]
 
 
-def test_two_dead_servers_are_two(servers: Path) -> None:
-    instances = {left_behind(servers, name, **{semconv.SERVICE_NAME: name}) for name in ("a", "b")}
-    told = recovered(servers)
-    assert {one.resource[semconv.SERVICE_NAME] for one in told} == {"a", "b"}
-    assert {one.resource[semconv.SERVICE_INSTANCE_ID] for one in told} == instances
-    assert [one.errors for one in told] == [["process_died"]] * 2
+def test_two_dead_servers_are_exported_separately(servers: Path) -> None:
+    instances = {make_dead_server(servers, name, **{semconv.SERVICE_NAME: name}) for name in ("a", "b")}
+    exporters = run_recovery(servers)
+    assert {exporter.resource[semconv.SERVICE_NAME] for exporter in exporters} == {"a", "b"}
+    assert {exporter.resource[semconv.SERVICE_INSTANCE_ID] for exporter in exporters} == instances
+    assert [exporter.errors for exporter in exporters] == [["process_died"]] * 2
 
 
-def test_one_that_cannot_be_told_costs_no_other(servers: Path) -> None:
+def test_a_failed_recovery_does_not_stop_the_next(servers: Path) -> None:
     for name in "ab":
-        left_behind(servers, name)
-    assert len(recovered(servers, broken=True)) == 2
+        make_dead_server(servers, name)
+    assert len(run_recovery(servers, broken=True)) == 2
     assert [path.name for path in servers.iterdir()] == ["ours"]
 
 
-def test_a_server_that_sends_nothing_leaves_the_dead_to_one_that_does(servers: Path) -> None:
-    resource: dict[str, Any] = dict(OURS)
+def test_a_sidecar_without_exporters_recovers_nothing(servers: Path) -> None:
+    resource: dict[str, Any] = dict(OWN_RESOURCE)
     assert _make_recovery(servers / "ours", Config(), resource) is None
     assert _make_recovery(servers / "ours", Config(endpoint="http://localhost:4318"), resource) is not None

@@ -1,4 +1,4 @@
-"""The thread that reads where there can be no process: whoever flushes and the thread itself take turns."""
+"""The in-process reader: its thread and a flush exclude each other by a lock."""
 
 from __future__ import annotations
 
@@ -14,50 +14,53 @@ from otel_infer.ringbuffer.arena import MemoryArena
 from otel_infer.sidecar.in_process import InProcessReader
 
 
-def test_only_who_has_the_turn_works_on_sinks_and_others_wait_while_it_is_sent() -> None:
+def test_a_flush_holds_the_lock_except_while_sending() -> None:
     reader = InProcessReader(Config(), MemoryArena(), None, {})
-    seen: dict[str, bool] = {}
+    locked_in: dict[str, bool] = {}
 
-    class Watched:
+    class LockObserver:
         def __getattr__(self, name: str) -> Any:
             def called(*args: Any) -> bool:
-                seen[name] = reader._cycle_lock.locked()
+                locked_in[name] = reader._cycle_lock.locked()
                 return True
 
             return called
 
-    reader._built_pipeline = Watched()  # type: ignore[assignment]
+    reader._built_pipeline = LockObserver()  # type: ignore[assignment]
     assert reader.flush(1.0)
-    assert seen == {"run_cycle": True, "export_without_grace": True, "flush": True, "is_sent": False}
+    assert locked_in == {"run_cycle": True, "export_without_grace": True, "flush": True, "is_sent": False}
 
 
-def test_a_reader_that_cannot_be_made_any_more_at_the_end_of_a_program_says_so_once(
+def test_a_failure_at_interpreter_shutdown_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     reader = InProcessReader(Config(), MemoryArena(), None, {})
 
-    def late() -> Any:
+    def fail() -> Any:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    reader._build_pipeline = late  # type: ignore[method-assign]
+    reader._build_pipeline = fail  # type: ignore[method-assign]
     reader.run()
     reader.close()
     other = InProcessReader(Config(), MemoryArena(), None, {})
-    other._build_pipeline = late  # type: ignore[method-assign]
+    other._build_pipeline = fail  # type: ignore[method-assign]
     other.close()
-    assert caplog.text.count("nothing is exported any more") == 2
+    assert caplog.text.count("export stopped") == 2
 
 
-def test_what_a_forked_child_of_multiprocessing_did_is_exported(tmp_path: Path) -> None:
-    """Such a child leaves without what `atexit` has to do."""
+def test_requests_of_a_multiprocessing_fork_are_exported(tmp_path: Path) -> None:
+    """Such a child exits without running `atexit` handlers."""
     done = subprocess.run(
-        [sys.executable, "-c", _FORKING, str(tmp_path / "spans")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _FORK_PROGRAM, str(tmp_path / "spans")],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert sorted((tmp_path / "spans").read_text().split()) == ["child", "parent"]
 
 
-_FORKING = """
+_FORK_PROGRAM = """
 import multiprocessing, sys
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
@@ -65,7 +68,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 class ToFile(SpanExporter):
     def export(self, spans):
         with open(sys.argv[1], "a") as file:
-            file.writelines(span.attributes.get("who", "") + "\\n" for span in spans)
+            file.writelines(span.attributes.get("process", "") + "\\n" for span in spans)
         return SpanExportResult.SUCCESS
 
 provider = TracerProvider()
@@ -73,10 +76,10 @@ provider.add_span_processor(SimpleSpanProcessor(ToFile()))
 import otel_infer
 otel_infer.instrument(tracer_provider=provider)
 
-def work(who):
+def work(process):
     from opentelemetry import trace
     with otel_infer.request("job"):
-        trace.get_current_span().set_attribute("who", who)
+        trace.get_current_span().set_attribute("process", process)
 
 work("parent")
 child = multiprocessing.get_context("fork").Process(target=work, args=("child",))

@@ -1,4 +1,4 @@
-"""How often the sidecar reads rings: by how fast they fill, and at once for whoever waits."""
+"""How often the sidecar reads rings: by how fast they fill, and at once for a pending flush."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START = 10**12
 
 
 class Server:
-    """A process with a small ring, and the sidecar that reads it, woken by hand."""
+    """A process with a small ring, and a sidecar whose cycles the test runs."""
 
     def __init__(self, folder: Path) -> None:
         arena = MemoryArena()
@@ -34,16 +34,16 @@ class Server:
         self.reads: list[int] = []
         read = self.sidecar._pipeline.run_cycle
 
-        def wake(now: int, final: bool = False) -> bool:
+        def run_cycle(now: int, final: bool = False) -> bool:
             self.reads.append((now - START) // CYCLE_NS)
             return read(now, final)
 
-        self.sidecar._pipeline.run_cycle = wake  # type: ignore[method-assign]
+        self.sidecar._pipeline.run_cycle = run_cycle  # type: ignore[method-assign]
 
-    def wakes(self, count: int, facts_each: int) -> list[int]:
-        """Which of so many wakes, 50 ms apart, read the rings, where so much is stated before each."""
+    def run_cycles(self, count: int, events_each: int) -> list[int]:
+        """Runs `count` cycles, 50 ms apart, with `events_each` events before each; returns the cycles that read the rings."""
         for number in range(count):
-            for _ in range(facts_each):
+            for _ in range(events_each):
                 self.writer.write_event(0, events.PauseSeen(START, START - 1, "gc"))
             self.sidecar._run_cycle(START + number * CYCLE_NS)
         return self.reads
@@ -51,31 +51,31 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.lock.release()
+    server = Server(tmp_path)
+    yield server
+    server.lock.release()
 
 
-def test_rings_that_do_not_fill_are_read_at_every_tenth_wake(server: Server) -> None:
-    assert server.wakes(31, facts_each=1) == [0, 10, 20, 30]
+def test_idle_rings_are_read_every_tenth_cycle(server: Server) -> None:
+    assert server.run_cycles(31, events_each=1) == [0, 10, 20, 30]
 
 
-def test_a_ring_that_was_filled_at_once_is_read_at_the_next_wake(server: Server) -> None:
-    server.wakes(3, facts_each=0)
+def test_a_suddenly_filled_ring_is_read_next_cycle(server: Server) -> None:
+    server.run_cycles(3, events_each=0)
     for _ in range(CELLS // 8 + 1):
         server.writer.write_event(0, events.PauseSeen(START, START - 1, "gc"))
     server.sidecar._run_cycle(START + 3 * CYCLE_NS)
     assert server.reads == [0, 3]
 
 
-def test_rings_that_fill_are_read_at_each_wake(server: Server) -> None:
-    assert server.wakes(13, facts_each=CELLS // 16) == [0, *range(3, 13)], (
-        "it is known after the first portion"
+def test_filling_rings_are_read_every_cycle(server: Server) -> None:
+    assert server.run_cycles(13, events_each=CELLS // 16) == [0, *range(3, 13)], (
+        "the fill rate is known after the first events"
     )
 
 
-def test_whoever_waits_for_a_flush_does_not_wait_for_the_tenth_wake(server: Server) -> None:
-    server.wakes(2, facts_each=1)
+def test_a_flush_request_is_served_at_once(server: Server) -> None:
+    server.run_cycles(2, events_each=1)
     server.writer.words[layout.W_FLUSH_REQUESTED] += 1
     server.reads.clear()
     for number in (2, 3, 4):
@@ -84,9 +84,9 @@ def test_whoever_waits_for_a_flush_does_not_wait_for_the_tenth_wake(server: Serv
     assert server.writer.words[layout.W_FLUSH_DONE] == server.writer.words[layout.W_FLUSH_REQUESTED]
 
 
-def test_it_wakes_half_as_often_where_nothing_presses(server: Server) -> None:
-    """Nothing does until rings fill, or somebody waits for a flush; while nothing happens at all it sleeps longer still."""
-    server.wakes(11, facts_each=1)
+def test_the_cycle_interval_depends_on_load(server: Server) -> None:
+    """Light load doubles the interval, a pending flush shortens it, and without events it is longest."""
+    server.run_cycles(11, events_each=1)
     assert server.sidecar._cycle_interval_ns(START + 11 * CYCLE_NS) == LIGHT_LOAD_CYCLE_NS
     server.writer.words[layout.W_FLUSH_REQUESTED] += 1
     server.sidecar._run_cycle(START + 12 * CYCLE_NS)
@@ -94,8 +94,8 @@ def test_it_wakes_half_as_often_where_nothing_presses(server: Server) -> None:
     assert server.sidecar._cycle_interval_ns(START + 100 * CYCLE_NS) == IDLE_CYCLE_NS
 
 
-def test_a_webhook_whose_port_is_taken_is_there_when_it_is_free(tmp_path: Path) -> None:
-    """The last sidecar of a server that was started again has it for some seconds."""
+def test_a_webhook_starts_once_its_port_is_free(tmp_path: Path) -> None:
+    """After a restart of the server, its previous sidecar holds the port for a few seconds."""
     lock = directory.FileLock(tmp_path / directory.SIDECAR_LOCK)
     assert lock.acquire()
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,4 +1,4 @@
-"""Memory that is free is given back."""
+"""Free memory is returned to the kernel, and small numpy arrays do not grow the heap."""
 
 from __future__ import annotations
 
@@ -11,30 +11,28 @@ import pytest
 from otel_infer.sidecar.malloc import TRIM_INTERVAL_NS, MallocTrimmer
 
 
-def test_it_is_asked_for_once_in_a_while() -> None:
-    asked: list[int] = []
-    heap = MallocTrimmer(asked.append)
+def test_memory_is_trimmed_once_per_interval() -> None:
+    trims: list[int] = []
+    trimmer = MallocTrimmer(trims.append)
     for now in (1, 2, TRIM_INTERVAL_NS, TRIM_INTERVAL_NS + 1, TRIM_INTERVAL_NS + 2, 3 * TRIM_INTERVAL_NS):
-        heap.tick(now)
-    assert len(asked) == 3
+        trimmer.tick(now)
+    assert len(trims) == 3
 
 
-needs_glibc = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="another C library: it is left alone"
-)
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is trimmed")
 
 
 @needs_glibc
-def test_what_lies_free_between_what_stays_is_given_back() -> None:
-    def held() -> int:
+def test_free_memory_between_live_blocks_is_returned() -> None:
+    def resident_bytes() -> int:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * 4096
 
     blocks = [bytearray(20_000) for _ in range(4000)]  # 80 MB, in the C library's heap
     del blocks[::2]
-    before = held()
+    before = resident_bytes()
     MallocTrimmer().tick(1)
-    assert before - held() > 20_000_000
+    assert before - resident_bytes() > 20_000_000
     assert len(blocks) == 2000
 
 
@@ -47,23 +45,23 @@ class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks used".split()]
     _fields_ += [("free", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
-held = ctypes.CDLL(None).mallinfo2
-held.restype = Info
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Info
 if sys.argv[1:]:
     fill_numpy_cache()
-draw, before = random.Random(1), held().used
+draw, before = random.Random(1), mallinfo().used
 for _ in range(3000):
     arrays = [np.empty(draw.randrange(1, 1024), np.uint8) for _ in range(draw.randrange(8))]
     del arrays
-print(held().used - before)
+print(mallinfo().used - before)
 """
 
 
 @needs_glibc
-def test_arrays_of_all_sizes_that_come_and_go_leave_nothing_behind() -> None:
-    def left_by_arrays(*arguments: str) -> int:
+def test_a_filled_numpy_cache_limits_heap_growth() -> None:
+    def heap_growth(*arguments: str) -> int:
         command = [sys.executable, "-c", SMALL_ARRAYS, *arguments]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    assert left_by_arrays("taken before") < 10_000
-    assert left_by_arrays() > 100_000, "numpy keeps none: nothing need be taken before"
+    assert heap_growth("filled") < 10_000
+    assert heap_growth() > 100_000, "numpy keeps no small blocks, so that filling its cache is unnecessary"

@@ -1,4 +1,4 @@
-"""One wake of the reading side: what is concluded is handed on, whatever becomes of one of them."""
+"""One cycle of the pipeline: finished requests are exported although one of them fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from otel_infer.assembly.records.process import Mark, StartRecord
 from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.config.environment import Config
-from otel_infer.export.metrics import sender as outlets
+from otel_infer.export.metrics import sender as metrics_sender_module
 from otel_infer.export.sampling import tail_sampler
 from otel_infer.gpu.nvml_poller import GpuReading, NvmlPoller
 from otel_infer.ringbuffer import events
@@ -24,16 +24,16 @@ from tests.support.starts import server
 from tests.support.story import BASE, COUNTED, LATER, MS, Story, Uncollected, ids
 
 
-class Taken:
-    """A sink that remembers, and cannot describe one of them."""
+class SpanCollector:
+    """An exporter that collects span ids, and fails for `failing_span`."""
 
     exported_only = True
 
-    def __init__(self, bad: bytes = b"") -> None:
-        self.bad, self.spans = bad, list[bytes]()
+    def __init__(self, failing_span: bytes = b"") -> None:
+        self.failing_span, self.spans = failing_span, list[bytes]()
 
     def export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
-        if record.span_id == self.bad:
+        if record.span_id == self.failing_span:
             raise ValueError
         self.spans.append(record.span_id)
 
@@ -41,118 +41,116 @@ class Taken:
         self.spans.append(record.span_id)
 
     def flush(self, now: int) -> None:
-        """Nothing waits here."""
+        """Does nothing, because nothing is buffered."""
 
 
-def fed(sink: Taken) -> Pipeline:
+def make_fed_pipeline(exporter: SpanCollector) -> Pipeline:
     story = Story()
     for name in "abc":
         story.ends(10, story.arrives(0, name))
-    pipeline = Pipeline(Config(), MergedReader(), [sink], None, {}, COUNTED, 0)
+    pipeline = Pipeline(Config(), MergedReader(), [exporter], None, {}, COUNTED, 0)
     pipeline.assembler.feed_events(story.in_order())
     return pipeline
 
 
-@pytest.mark.parametrize("where", ["sink", "keeper", "metrics"])
-def test_one_request_that_cannot_be_described_costs_no_other(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad = ids("b")[1]
-    sink = Taken(bad if where == "sink" else b"")
-    pipeline = fed(sink)
+@pytest.mark.parametrize("where", ["exporter", "sampler", "metrics"])
+def test_a_failing_request_does_not_affect_the_others(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_span = ids("b")[1]
+    exporter = SpanCollector(failing_span if where == "exporter" else b"")
+    pipeline = make_fed_pipeline(exporter)
 
-    def refusing(original: Any) -> Any:
-        def refuse(record: RequestRecord, *args: Any, **more: Any) -> Any:
-            if record.span_id == bad:
+    def failing(original: Any) -> Any:
+        def fail_for_span(record: RequestRecord, *args: Any, **more: Any) -> Any:
+            if record.span_id == failing_span:
                 raise ValueError
             return original(record, *args, **more)
 
-        return refuse
+        return fail_for_span
 
-    if where == "keeper":
-        monkeypatch.setattr(pipeline.sampler, "make_decision", refusing(pipeline.sampler.make_decision))
+    if where == "sampler":
+        monkeypatch.setattr(pipeline.sampler, "make_decision", failing(pipeline.sampler.make_decision))
     if where == "metrics":
-        monkeypatch.setattr(pipeline.metrics, "add_request", refusing(pipeline.metrics.add_request))
+        monkeypatch.setattr(pipeline.metrics, "add_request", failing(pipeline.metrics.add_request))
     pipeline.export_requests(LATER)
-    assert {ids("a")[1], ids("c")[1]} <= set(sink.spans)
+    assert {ids("a")[1], ids("c")[1]} <= set(exporter.spans)
     assert (pipeline.requests, pipeline.count_losses()["requests_not_converted"]) == (3, 1)
 
 
-def test_without_spans_there_is_no_exemplar_and_what_has_no_room_is_counted(
+def test_exemplars_need_exporters_and_unrecorded_requests_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[bool] = []
-    for sinks in ([], [Taken()]):
-        pipeline = Pipeline(Config(), MergedReader(), sinks, None, {}, None, 0)  # type: ignore[arg-type]
-        said.append(pipeline.metrics._exemplars_enabled)
-    assert said == [False, True]
+    enabled: list[bool] = []
+    for exporters in ([], [SpanCollector()]):
+        pipeline = Pipeline(Config(), MergedReader(), exporters, None, {}, None, 0)  # type: ignore[arg-type]
+        enabled.append(pipeline.metrics._exemplars_enabled)
+    assert enabled == [False, True]
     monkeypatch.setattr(MergedReader, "count_unrecorded", lambda rings: 7)
     assert pipeline.count_losses()["not_recorded"] == 7
 
 
-class Sent:
-    """A sender that has nothing to do."""
+class IdleSender:
+    """A sender without batches."""
 
     accepted = bytes_sent = 0
     lost: ClassVar[dict[str, int]] = {}
 
 
 @pytest.mark.parametrize(
-    ("sender", "named"),
+    ("sender", "spans_by_metric"),
     [
-        (Sent(), {"infer.startup.duration": 1, "gen_ai.server.request.duration": 2}),
+        (IdleSender(), {"infer.startup.duration": 1, "gen_ai.server.request.duration": 2}),
         (None, {"infer.startup.duration": 0, "gen_ai.server.request.duration": 1}),
     ],
-    ids=["our own spans", "a provider's"],
+    ids=["own exporter", "tracer provider"],
 )
-def test_exemplars_name_no_span_that_a_provider_does_not_have(sender: Any, named: dict[str, int]) -> None:
-    """It gives starts ids of its own, and records nothing of what it does not sample."""
+def test_exemplars_refer_only_to_exported_spans(sender: Any, spans_by_metric: dict[str, int]) -> None:
+    """A tracer provider assigns its own ids to start spans, and drops unsampled spans."""
     story = server()
     for name, flags, until in (("a", events.SAMPLED, 9_501), ("b", 0, 12_000)):
         story.ends(until, story.arrives(9_500, name, flags=flags))
-    sink = Taken()
+    exporter = SpanCollector()
     settings = Config(keep_unsampled=True, gpu_metrics=False)
-    pipeline = Pipeline(settings, MergedReader(), [sink], sender, {}, COUNTED, 0)
+    pipeline = Pipeline(settings, MergedReader(), [exporter], sender, {}, COUNTED, 0)
     pipeline.assembler.feed_events(story.in_order())
     pipeline.export_requests(LATER, final=True)
-    told = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
+    exported = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
     exemplars = {
-        metric.name: {one.span_id for point in metric.data.data_points for one in point.exemplars}
-        for metric in told
-        if metric.name in named
+        metric.name: {exemplar.span_id for point in metric.data.data_points for exemplar in point.exemplars}
+        for metric in exported
+        if metric.name in spans_by_metric
     }
-    assert {name: len(spans) for name, spans in exemplars.items()} == named
-    assert (ids("b")[1] in sink.spans) == (sender is not None)
+    assert {name: len(spans) for name, spans in exemplars.items()} == spans_by_metric
+    assert (ids("b")[1] in exporter.spans) == (sender is not None)
 
 
-@pytest.mark.parametrize("outlet", [None, COUNTED], ids=["nobody takes them", "somebody does"])
-def test_metrics_are_counted_for_whoever_takes_them(outlet: Any) -> None:
-    story, sink = server(), Taken()
+@pytest.mark.parametrize("metrics_sender", [None, COUNTED], ids=["no sender", "sender"])
+def test_metrics_are_counted_only_with_a_metrics_sender(metrics_sender: Any) -> None:
+    story, exporter = server(), SpanCollector()
     story.ends(12_000, story.arrives(9_500, "a"))
     story.paused(9_900, 10_000)
-    pipeline = Pipeline(Config(), MergedReader(), [sink], None, {}, outlet, 0)
+    pipeline = Pipeline(Config(), MergedReader(), [exporter], None, {}, metrics_sender, 0)
     pipeline.assembler.feed_events(story.in_order())
     pipeline.export_requests(LATER, final=True)
-    told = {
+    exported = {
         metric.name for metric in pipeline.metrics.collect(0).resource_metrics[0].scope_metrics[0].metrics
     }
-    counted = {"gen_ai.server.request.duration", "infer.pause.duration", "infer.startup.duration"}
-    assert counted & told == (counted if outlet else set())
-    assert ids("a")[1] in sink.spans
+    expected = {"gen_ai.server.request.duration", "infer.pause.duration", "infer.startup.duration"}
+    assert expected & exported == (expected if metrics_sender else set())
+    assert ids("a")[1] in exporter.spans
 
 
-@pytest.mark.parametrize(("temporality", "refused"), [("delta", 2), ("cumulative", None)])
-def test_deltas_that_nobody_took_are_a_loss(temporality: str, refused: int | None) -> None:
-    class Outlet:
+@pytest.mark.parametrize(("temporality", "lost"), [("delta", 2), ("cumulative", None)])
+def test_failed_delta_exports_count_as_losses(temporality: str, lost: int | None) -> None:
+    class FailingSender:
         failed_exports = 2
 
-    outlet: Any = Outlet()
-    pipeline = Pipeline(Config(temporality=temporality), MergedReader(), [], None, {}, outlet, 0)
-    assert pipeline.count_losses().get("metrics_refused") == refused
+    sender: Any = FailingSender()
+    pipeline = Pipeline(Config(temporality=temporality), MergedReader(), [], None, {}, sender, 0)
+    assert pipeline.count_losses().get("metrics_refused") == lost
 
 
-class Collected(Uncollected):
-    """An outlet that remembers what services the metrics were of. Always free."""
+class ServiceNameCollector(Uncollected):
+    """A metrics sender that is always free and collects the service names."""
 
     def __init__(self) -> None:
         self.names: list[Any] = []
@@ -164,15 +162,15 @@ class Collected(Uncollected):
         self.names.append(data.resource_metrics[0].resource.attributes["service.name"])
 
 
-def collecting(resource: dict[str, events.Value]) -> tuple[Pipeline, Collected]:
-    outlet: Any = Collected()
+def make_pipeline(resource: dict[str, events.Value]) -> tuple[Pipeline, ServiceNameCollector]:
+    sender: Any = ServiceNameCollector()
     rings = MergedReader()
     rings.has_seen_rings = True
-    return Pipeline(Config(gpu_metrics=False), rings, [], None, resource, outlet, 0), outlet
+    return Pipeline(Config(gpu_metrics=False), rings, [], None, resource, sender, 0), sender
 
 
-class Slow:
-    """The SDK's exporter before a collector that answers when it is told to."""
+class SlowCollector:
+    """The SDK's metric exporter with a collector that answers when `may_answer` is released."""
 
     def __init__(self) -> None:
         self.began, self.may_answer = threading.Semaphore(0), threading.Semaphore(0)
@@ -182,37 +180,37 @@ class Slow:
         self.began.release()
         assert self.may_answer.acquire(timeout=10)
         metrics = {metric.name: metric.data for metric in data.resource_metrics[0].scope_metrics[0].metrics}
-        kept = metrics.get("infer.marks")
-        self.sums.append(kept.data_points[0].value if kept else 0)
+        marks = metrics.get("infer.marks")
+        self.sums.append(marks.data_points[0].value if marks else 0)
 
 
 @pytest.fixture(params=["cumulative", "delta"])
-def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, Slow]:
-    """A pipeline whose collector is slow, and is at the first metrics that it got."""
-    collector = Slow()
-    monkeypatch.setattr(outlets, "make_metric_exporter", lambda protocol: collector)
-    sends = outlets.MetricsSender("grpc")
-    sends.start()
+def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipeline, SlowCollector]:
+    """Returns a pipeline whose slow collector is processing the first export."""
+    collector = SlowCollector()
+    monkeypatch.setattr(metrics_sender_module, "make_metric_exporter", lambda protocol: collector)
+    metrics_sender = metrics_sender_module.MetricsSender("grpc")
+    metrics_sender.start()
     rings = MergedReader()
     rings.has_seen_rings = True
     settings = Config(gpu_metrics=False, temporality=request.param)
-    pipeline = Pipeline(settings, rings, [], None, {"service.name": "chat"}, sends, 0)
-    counted(pipeline, 1)
+    pipeline = Pipeline(settings, rings, [], None, {"service.name": "chat"}, metrics_sender, 0)
+    count_marks(pipeline, 1)
     pipeline.run_cycle(BASE)
     assert collector.began.acquire(timeout=10)
     return pipeline, collector
 
 
-def counted(pipeline: Pipeline, times: int) -> None:
+def count_marks(pipeline: Pipeline, times: int) -> None:
     pipeline.metrics.add_marks([Mark(0, 1, "allocator_oom", times)])
 
 
-def test_a_flush_sends_what_was_counted_while_a_collector_was_at_other_metrics(
-    slow: tuple[Pipeline, Slow],
+def test_a_flush_during_an_export_sends_later_counts(
+    slow: tuple[Pipeline, SlowCollector],
 ) -> None:
-    """It keeps nobody waiting who may not wait: a reader's rings fill meanwhile."""
+    """With a timeout of 0 it does not wait, because rings fill during a wait."""
     pipeline, collector = slow
-    counted(pipeline, 2)
+    count_marks(pipeline, 2)
     assert not pipeline.flush(0.0)
     collector.may_answer.release()
     assert collector.began.acquire(timeout=10)
@@ -223,17 +221,17 @@ def test_a_flush_sends_what_was_counted_while_a_collector_was_at_other_metrics(
     pipeline.close(1)
 
 
-def test_whoever_flushes_again_has_no_pile_of_the_same_metrics_sent(slow: tuple[Pipeline, Slow]) -> None:
+def test_repeated_flushes_queue_a_limited_number_of_snapshots(slow: tuple[Pipeline, SlowCollector]) -> None:
     pipeline, collector = slow
     for _ in range(50):
-        counted(pipeline, 1)
+        count_marks(pipeline, 1)
         assert not pipeline.flush(0.0)
     for _ in range(60):
         collector.may_answer.release()
     if pipeline.metrics.is_delta:
-        # They cannot take each other's place: it is said that some are left behind.
+        # A delta cannot replace another, so `is_sent` reports that some are unsent.
         assert not pipeline.is_sent(10)
-        assert len(collector.sums) == 1 + outlets.MAX_PENDING
+        assert len(collector.sums) == 1 + metrics_sender_module.MAX_PENDING
         assert pipeline.flush(10)
         assert sum(collector.sums) == 51
     else:
@@ -242,20 +240,20 @@ def test_whoever_flushes_again_has_no_pile_of_the_same_metrics_sent(slow: tuple[
     pipeline.close(1)
 
 
-def test_the_last_metrics_are_sent_behind_those_that_are_still_being_sent(
-    slow: tuple[Pipeline, Slow], monkeypatch: pytest.MonkeyPatch
+def test_final_metrics_are_sent_after_the_export_underway(
+    slow: tuple[Pipeline, SlowCollector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, collector = slow
-    counted(pipeline, 2)
+    count_marks(pipeline, 2)
     pipeline.run_cycle(BASE + 1, final=True)
-    counted(pipeline, 4)
+    count_marks(pipeline, 4)
     threading.Timer(0.1, lambda: [collector.may_answer.release() for _ in range(3)]).start()
     pipeline.close(10)
     assert collector.sums == ([1, 2, 4] if pipeline.metrics.is_delta else [1, 7])
 
 
-def test_metrics_that_a_collector_does_not_take_in_time_are_left_behind_with_a_word(
-    slow: tuple[Pipeline, Slow], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_unsent_final_metrics_are_logged(
+    slow: tuple[Pipeline, SlowCollector], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline, collector = slow
     monkeypatch.setattr(pipeline_module, "FINAL_METRICS_S", 0.0)
@@ -265,12 +263,12 @@ def test_metrics_that_a_collector_does_not_take_in_time_are_left_behind_with_a_w
         collector.may_answer.release()
 
 
-def test_metrics_wait_until_it_is_known_whose_they_are() -> None:
-    """Under another name they would be another server's, that a moment later is gone: an alert says so."""
-    pipeline, outlet = collecting({})
+def test_metrics_wait_until_the_service_name_is_known() -> None:
+    """Under another name they would look like a second server that disappears, which raises an alert."""
+    pipeline, sender = make_pipeline({})
     pipeline.run_cycle(BASE)
     pipeline.flush(0.0)
-    assert outlet.names == []
+    assert sender.names == []
     story = Story()
     a = story.arrives(0, "a")
     story.submitted(5, a)
@@ -279,22 +277,20 @@ def test_metrics_wait_until_it_is_known_whose_they_are() -> None:
     pipeline.assembler.feed_events(story.in_order())
     pipeline.export_requests(LATER)
     pipeline.run_cycle(LATER)
-    assert outlet.names == ["toy"]
+    assert sender.names == ["toy"]
 
 
 @pytest.mark.parametrize("resource", [{}, {"service.name": "chat"}])
-def test_metrics_of_whoever_has_no_engine_go_all_the_same(resource: dict[str, events.Value]) -> None:
-    pipeline, outlet = collecting(resource)
+def test_metrics_without_an_engine_are_sent(resource: dict[str, events.Value]) -> None:
+    pipeline, sender = make_pipeline(resource)
     pipeline.run_cycle(BASE)
-    assert outlet.names == list(resource.values())
+    assert sender.names == list(resource.values())
     pipeline.run_cycle(BASE + 1, final=True)
-    assert outlet.names[-1] == resource.get("service.name", "unknown_service:python")
+    assert sender.names[-1] == resource.get("service.name", "unknown_service:python")
 
 
-@pytest.mark.parametrize(("provider", "named"), [("torch", "bert"), ("custom", "_OTHER")])
-def test_a_model_that_torch_serves_is_named_and_one_that_a_caller_may_have_named_is_not(
-    provider: str, named: str
-) -> None:
+@pytest.mark.parametrize(("provider", "model"), [("torch", "bert"), ("custom", "_OTHER")])
+def test_only_a_model_served_by_torch_is_named(provider: str, model: str) -> None:
     story = Story()
     a = story.arrives(0, "a")
     for key, value in (("gen_ai.provider.name", provider), ("gen_ai.request.model", "bert")):
@@ -303,38 +299,38 @@ def test_a_model_that_torch_serves_is_named_and_one_that_a_caller_may_have_named
     pipeline = Pipeline(Config(), MergedReader(), [], None, {}, COUNTED, 0)
     pipeline.assembler.feed_events(story.in_order())
     pipeline.export_requests(LATER)
-    told = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
-    (durations,) = [metric for metric in told if metric.name == "gen_ai.server.request.duration"]
-    assert [point.attributes["gen_ai.request.model"] for point in durations.data.data_points] == [named]
+    exported = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
+    (durations,) = [metric for metric in exported if metric.name == "gen_ai.server.request.duration"]
+    assert [point.attributes["gen_ai.request.model"] for point in durations.data.data_points] == [model]
 
 
-def test_who_waited_in_a_process_that_is_gone_waits_no_more() -> None:
-    pipeline = fed(Taken())
+def test_gauges_of_an_ended_process_are_removed() -> None:
+    pipeline = make_fed_pipeline(SpanCollector())
     pipeline.assembler.processes.set_waiting(1, 0, events.WaitingSeen(5, "grammar", 3))
     pipeline.assembler.processes.set_hooks(1, 0, events.HooksReported(5, "vllm", 1, 2))
     names = ("infer.engine.waiting", "infer.self.hooks")
 
-    def points() -> list[bool]:
-        told = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
-        return [name in {metric.name for metric in told} for name in names]
+    def has_points() -> list[bool]:
+        exported = pipeline._snapshot_metrics().resource_metrics[0].scope_metrics[0].metrics
+        return [name in {metric.name for metric in exported} for name in names]
 
-    assert points() == [True, True]
+    assert has_points() == [True, True]
     pipeline.assembler.processes.remove_process(1)
-    assert points() == [False, False]
+    assert has_points() == [False, False]
 
 
-def test_a_request_says_why_clocks_were_held_down_when_it_came_or_while_it_was_there() -> None:
-    taken: list[RequestRecord] = []
+def test_a_request_lists_throttle_reasons_during_its_time() -> None:
+    records: list[RequestRecord] = []
 
-    class Records(Taken):
+    class RecordCollector(SpanCollector):
         def export_request(self, record: RequestRecord, decision: tail_sampler.Decision) -> None:
-            taken.append(record)
+            records.append(record)
 
     story = Story()
     for name, (arrived, ended) in {"a": (0, 1_000), "b": (30_000, 31_000), "c": (60_000, 61_000)}.items():
         story.ends(ended, story.arrives(arrived, name))
-    pipeline = Pipeline(Config(), MergedReader(), [Records()], None, {}, None, 0)
-    poller = NvmlPoller()  # not started: what it reads is given here
+    pipeline = Pipeline(Config(), MergedReader(), [RecordCollector()], None, {}, None, 0)
+    poller = NvmlPoller()  # not started: the test provides its readings
     for at_ms, reason, value in (
         (28_000, "hw_thermal", 1.0),
         (30_500, "power_cap", 1.0),
@@ -343,31 +339,35 @@ def test_a_request_says_why_clocks_were_held_down_when_it_came_or_while_it_was_t
         reading = GpuReading("GPU-1", "a", 0, "", "throttled", reason, value)
         poller.record_readings(round(BASE + at_ms * MS), [reading])
     throttled = [RecordedEvent(0, 0, event) for event in poller.drain_events()]
-    pipeline.assembler.feed_events(sorted([*story.in_order(), *throttled], key=lambda one: one.event.at))
+    pipeline.assembler.feed_events(
+        sorted([*story.in_order(), *throttled], key=lambda recorded: recorded.event.at)
+    )
     pipeline.export_requests(LATER, final=True)
-    assert [record.gpu_throttled for record in taken] == ["", "hw_thermal,power_cap", ""]
+    assert [record.gpu_throttled for record in records] == ["", "hw_thermal,power_cap", ""]
 
 
-def test_a_disk_that_is_full_at_the_end_keeps_nothing_from_being_let_go_of(
+def test_a_full_disk_does_not_prevent_the_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(writer: file.RecordingWriter) -> None:
+    def fail_close(writer: file.RecordingWriter) -> None:
         raise OSError(28, "No space left on device")
 
     pipeline = Pipeline(Config(tape=str(tmp_path / "a.tape")), MergedReader(), [], None, {}, None, 0)
     closed: list[str] = []
-    monkeypatch.setattr(file.RecordingWriter, "close", full)
+    monkeypatch.setattr(file.RecordingWriter, "close", fail_close)
     monkeypatch.setattr(pipeline._request_log, "close", lambda: closed.append("log"))
     pipeline.close(0.0)
     assert closed == ["log"]
     assert "No space left on device" in caplog.text
 
 
-def test_a_tape_of_a_server_that_is_killed_has_all_but_the_last_seconds(tmp_path: Path) -> None:
+def test_a_tape_is_readable_up_to_last_sync(tmp_path: Path) -> None:
     path = tmp_path / "a.tape"
     pipeline = Pipeline(Config(tape=str(path)), MergedReader(), [], None, {}, None, 0)
-    said = [RecordedEvent(1, 7, events.TokenReached(5))]
-    pipeline._record_events(said, 10)
+    recorded_events = [RecordedEvent(1, 7, events.TokenReached(5))]
+    pipeline._record_events(recorded_events, 10)
     pipeline._record_events([], 10 + file.SYNC_NS)
-    assert [fact for passage in file.read_batches(path) for fact in passage.recorded_events] == said
+    assert [
+        recorded for batch in file.read_batches(path) for recorded in batch.recorded_events
+    ] == recorded_events
     pipeline.close(0.0)

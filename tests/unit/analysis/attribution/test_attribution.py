@@ -1,4 +1,4 @@
-"""Where the time of a request went: every ns is given away once, and to whom it belongs."""
+"""Latency attribution: each ns of a request is assigned to exactly one cause."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.ringbuffer import events
 from tests.support.simulator import Simulator, Tick, ticks
 from tests.support.story import LATER, MS, Story, Who, exported, ids, ns
-from tests.unit.assembly.test_assembler import ENGINES, anything, plausible
+from tests.unit.assembly.test_assembler import ENGINES, any_event, plausible
 
 
-def blamed(said: Any) -> list[RequestRecord]:
+def attributed_records(recorded: Any) -> list[RequestRecord]:
     assembler = Assembler()
-    assembler.feed_events(said)
+    assembler.feed_events(recorded)
     records = assembler.drain_records(LATER)
     request.attribute_latency(records)
     return records
 
 
-def of(story: Story, who: Who) -> dict[str, float]:
-    """ms by cause."""
-    (record,) = [record for record in blamed(story.in_order()) if record.span_id == ids(who.name)[1]]
+def causes_ms(story: Story, target: Who) -> dict[str, float]:
+    """Returns the latency breakdown of a request: ms by cause."""
+    (record,) = [
+        record for record in attributed_records(story.in_order()) if record.span_id == ids(target.name)[1]
+    ]
     assert record.breakdown is not None
     assert sum(record.breakdown.causes.values()) == record.duration_ns
     return {cause: length / 1e6 for cause, length in record.breakdown.causes.items()}
 
 
 def warmed_up(story: Story, steps: int = 40, length: float = 10) -> float:
-    """An engine that has shown what its steps cost: 10 ms each, whatever the batch; when it has."""
+    """Runs steps of 10 ms each, whatever the batch, until the cost model is fitted. Returns the time of the end in ms."""
     early = story.arrives(0, "early", http=False)
     for i in range(steps):
         story.step(i * length, (i + 1) * length, [early])
@@ -46,13 +48,13 @@ def warmed_up(story: Story, steps: int = 40, length: float = 10) -> float:
     return steps * length
 
 
-# ── anything at all ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── arbitrary events ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.one_of(st.lists(anything, max_size=60), plausible()))
-def test_the_causes_sum_to_the_duration_whatever_is_told(said: list[events.RecordedEvent]) -> None:
-    for record in blamed([*ENGINES, *said]):
+@given(st.one_of(st.lists(any_event, max_size=60), plausible()))
+def test_causes_sum_to_duration_for_any_events(recorded: list[events.RecordedEvent]) -> None:
+    for record in attributed_records([*ENGINES, *recorded]):
         assert record.breakdown is not None
         assert sum(record.breakdown.causes.values()) == record.duration_ns
         by_class = [length for _, length in record.breakdown.interference_by_class]
@@ -65,36 +67,36 @@ def test_the_causes_sum_to_the_duration_whatever_is_told(said: list[events.Recor
 
 @settings(max_examples=60, deadline=None)
 @given(ticks(most=60), st.integers(1, 2))
-def test_the_causes_sum_to_the_duration_on_an_engine_of_any_schedule(program: list[Tick], depth: int) -> None:
+def test_causes_sum_to_duration_for_any_schedule(program: list[Tick], depth: int) -> None:
     with Simulator(depth) as simulator:
         simulator.run(program)
-    for record in blamed(simulator.said):
+    for record in attributed_records(simulator.said):
         assert record.breakdown is not None
         assert sum(record.breakdown.causes.values()) == record.duration_ns
 
 
 @settings(max_examples=60, deadline=None)
 @given(ticks(most=60), st.integers(1, 2))
-def test_requests_come_to_the_same_one_by_one_and_together(program: list[Tick], depth: int) -> None:
+def test_attribution_is_the_same_in_batches_and_alone(program: list[Tick], depth: int) -> None:
     with Simulator(depth) as simulator:
         simulator.run(program)
-    together = blamed(simulator.said)
+    together = attributed_records(simulator.said)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("otel_infer.assembly.assembler.STEPS_PER_BATCH", 1)
         patched.setattr("otel_infer.analysis.attribution.request.STEPS_PER_BATCH", 1)
-        alone = blamed(simulator.said)
-    assert [(one.breakdown, one.summary) for one in alone] == [
-        (one.breakdown, one.summary) for one in together
+        alone = attributed_records(simulator.said)
+    assert [(record.breakdown, record.summary) for record in alone] == [
+        (record.breakdown, record.summary) for record in together
     ]
-    for one, other in zip(alone, together):
-        assert (one.steps is None) == (other.steps is None)
-        assert one.steps is None or other.steps is None or (one.steps.table == other.steps.table).all()
+    for record, other in zip(alone, together):
+        assert (record.steps is None) == (other.steps is None)
+        assert record.steps is None or other.steps is None or (record.steps.table == other.steps.table).all()
 
 
 # ── before the engine ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_the_scheduler_had_not_seen_yet_is_a_queue_of_its_own() -> None:
+def test_hidden_queue_is_separate_from_scheduler_queue() -> None:
     story = Story()
     a = story.arrives(0)
     story.stage("tokenize", 2, 5, a)
@@ -103,7 +105,7 @@ def test_what_the_scheduler_had_not_seen_yet_is_a_queue_of_its_own() -> None:
     story.step(56, 66, [a], {a: 4})
     story.step(66, 76, [a])
     story.ends(78, a, chunks=2)
-    assert of(story, a) == {
+    assert causes_ms(story, a) == {
         "ingress": 2,
         "tokenize": 3,
         "unexplained": 1,
@@ -115,7 +117,8 @@ def test_what_the_scheduler_had_not_seen_yet_is_a_queue_of_its_own() -> None:
     }
 
 
-def test_what_keeps_the_scheduler_from_taking_it_up_is_no_want_of_room() -> None:
+def test_grammar_and_kv_transfer_are_not_scheduler_queue() -> None:
+    """Both run while the request waits for the scheduler."""
     story = Story()
     a = story.arrives(0)
     story.submitted(2, a)
@@ -124,7 +127,7 @@ def test_what_keeps_the_scheduler_from_taking_it_up_is_no_want_of_room() -> None
     story.stage("kv transfer", 40, 50, a)
     story.step(56, 66, [a], {a: 4})
     story.ends(66, a)
-    assert of(story, a) == {
+    assert causes_ms(story, a) == {
         "ingress": 2,
         "hidden_queue": 2,
         "grammar": 30,
@@ -134,7 +137,7 @@ def test_what_keeps_the_scheduler_from_taking_it_up_is_no_want_of_room() -> None
     }
 
 
-def test_media_are_fetched_and_prepared_inside_of_what_is_tokenized() -> None:
+def test_media_time_is_taken_out_of_tokenize() -> None:
     story = Story()
     a = story.arrives(0)
     story.stage("tokenize", 2, 60, a)
@@ -144,126 +147,134 @@ def test_media_are_fetched_and_prepared_inside_of_what_is_tokenized() -> None:
     story.submitted(60, a)
     story.step(60, 66, [a], {a: 4})
     story.ends(66, a)
-    assert of(story, a) == {"ingress": 2, "tokenize": 13, "media": 45, "prefill": 6}
+    assert causes_ms(story, a) == {"ingress": 2, "tokenize": 13, "media": 45, "prefill": 6}
 
 
-def test_a_stage_that_the_application_named_is_its_own() -> None:
+def test_application_stage_is_attributed_to_application() -> None:
     story = Story()
     a = story.arrives(0)
     story.stage("database lookup", 1, 251, a)
     story.submitted(260, a)
     story.step(260, 270, [a], {a: 4})
     story.ends(270, a)
-    assert of(story, a) == {"ingress": 1, "application": 250, "unexplained": 9, "prefill": 10}
+    assert causes_ms(story, a) == {"ingress": 1, "application": 250, "unexplained": 9, "prefill": 10}
 
 
-def test_a_stage_inside_another_takes_its_time_from_it() -> None:
+def test_nested_stage_takes_its_time_from_the_outer() -> None:
     story = Story()
     a = story.arrives(0)
     story.stage("outer", 0, 100, a)
     story.stage("tokenize", 40, 60, a)
     story.ends(100, a)
-    assert of(story, a) == {"application": 80, "tokenize": 20}
+    assert causes_ms(story, a) == {"application": 80, "tokenize": 20}
 
 
 # ── in the batch ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def held_up(prompt: int) -> tuple[Story, Who, Who]:
-    """One that decodes beside another whose prompt makes a step of 10 ms one of 90."""
+def delayed_by_prompt(prompt: int) -> tuple[Story, Who, Who]:
+    """A request decodes beside another, whose prompt extends a step from 10 ms to 90 ms. 0: without that prompt."""
     story = Story()
     at = warmed_up(story)
-    victim = story.arrives(at, "victim")
-    story.submitted(at, victim)
-    offender = story.arrives(at + 1, "offender")
-    story.submitted(at + 1, offender)
-    story.step(at, at + 10, [victim], {victim: 4})
-    story.step(at + 10, at + 20, [victim])
+    delayed = story.arrives(at, "delayed")
+    story.submitted(at, delayed)
+    interferer = story.arrives(at + 1, "interferer")
+    story.submitted(at + 1, interferer)
+    story.step(at, at + 10, [delayed], {delayed: 4})
+    story.step(at + 10, at + 20, [delayed])
     until = at + 110 if prompt else at + 30
     story.step(
-        at + 20, until, [victim, offender] if prompt else [victim], {offender: prompt} if prompt else None
+        at + 20,
+        until,
+        [delayed, interferer] if prompt else [delayed],
+        {interferer: prompt} if prompt else None,
     )
-    story.step(until, until + 10, [victim])
-    story.ends(until + 10, victim)
-    story.ends(until + 10, offender)
-    return story, victim, offender
+    story.step(until, until + 10, [delayed])
+    story.ends(until + 10, delayed)
+    story.ends(until + 10, interferer)
+    return story, delayed, interferer
 
 
-def test_the_excess_of_a_step_with_anothers_prompt_is_interference_and_names_the_other() -> None:
-    story, victim, offender = held_up(prompt=4000)
-    assert of(story, victim) == {"prefill": 10, "decode": 30, "interference": 80}
-    (record,) = [r for r in blamed(story.in_order()) if r.span_id == ids("victim")[1]]
+def test_excess_of_a_step_is_interference_with_interferer() -> None:
+    story, delayed, interferer = delayed_by_prompt(prompt=4000)
+    assert causes_ms(story, delayed) == {"prefill": 10, "decode": 30, "interference": 80}
+    (record,) = [r for r in attributed_records(story.in_order()) if r.span_id == ids("delayed")[1]]
     assert record.breakdown is not None and record.breakdown.interferer is not None
-    assert record.breakdown.interferer.span_id == ids("offender")[1]
+    assert record.breakdown.interferer.span_id == ids("interferer")[1]
     assert record.breakdown.interferer.length == 80_000_000
 
 
-def test_without_the_others_prompt_nothing_is_blamed_on_it() -> None:
-    story, victim, _ = held_up(prompt=0)
-    assert of(story, victim) == {"prefill": 10, "decode": 30}
+def test_without_another_prompt_there_is_no_interference() -> None:
+    story, delayed, _ = delayed_by_prompt(prompt=0)
+    assert causes_ms(story, delayed) == {"prefill": 10, "decode": 30}
 
 
-def test_the_offender_is_linked_from_the_span_of_the_victim() -> None:
-    story, _, _ = held_up(prompt=4000)
+def test_delayed_span_links_to_the_interferer() -> None:
+    story, _, _ = delayed_by_prompt(prompt=4000)
     (span,) = [
         s
-        for s in exported(blamed(story.in_order()))
-        if s["name"] == "chat toy" and s["span_id"] == ids("victim")[1].hex()
+        for s in exported(attributed_records(story.in_order()))
+        if s["name"] == "chat toy" and s["span_id"] == ids("delayed")[1].hex()
     ]
     assert span["attributes"]["infer.latency.interference"] == pytest.approx(0.08)
     assert span["attributes"]["infer.latency.top_cause"] == "interference"
-    assert [link["span_id"] for link in span["links"]] == [ids("offender")[1].hex()]
+    assert [link["span_id"] for link in span["links"]] == [ids("interferer")[1].hex()]
 
 
-def classes(story: Story, who: Who) -> dict[str, float]:
-    """ms of its interference, by class of who caused it."""
-    (record,) = [record for record in blamed(story.in_order()) if record.span_id == ids(who.name)[1]]
-    assert record.breakdown is not None
-    return {named: length / 1e6 for named, length in record.breakdown.interference_by_class}
-
-
-def test_interference_is_of_the_size_of_the_prompt_that_caused_it() -> None:
-    story, victim, offender = held_up(prompt=4000)
-    assert classes(story, victim) == {"long": 80}
-    assert classes(story, offender) == {}
-    story, victim, _ = held_up(prompt=300)
-    assert classes(story, victim) == {"medium": 80}
-
-
-def test_a_chunk_is_of_the_whole_prompt_if_that_was_said() -> None:
-    story, victim, offender = held_up(prompt=300)
-    story.said = [
-        said._replace(event=said.event._replace(input_tokens=5000))
-        if said.handle == offender.handle and isinstance(said.event, events.RequestSubmitted)
-        else said
-        for said in story.said
+def interference_by_class(story: Story, target: Who) -> dict[str, float]:
+    """Returns the ms of interference by the class of the interferer."""
+    (record,) = [
+        record for record in attributed_records(story.in_order()) if record.span_id == ids(target.name)[1]
     ]
-    assert classes(story, victim) == {"long": 80}
+    assert record.breakdown is not None
+    return {name: length / 1e6 for name, length in record.breakdown.interference_by_class}
 
 
-def test_interference_is_of_the_traffic_class_where_one_was_said() -> None:
-    story, victim, offender = held_up(prompt=4000)
-    arrived = next(s.event.at for s in story.said if s.handle == offender.handle)
-    story.state(offender, events.AttributeSet(arrived, semconv.TRAFFIC_CLASS, "batch"))
-    assert classes(story, victim) == {"batch": 80}
-    (span,) = [s for s in exported(blamed(story.in_order())) if s["span_id"] == ids("victim")[1].hex()]
+def test_interference_class_is_the_prompt_size() -> None:
+    story, delayed, interferer = delayed_by_prompt(prompt=4000)
+    assert interference_by_class(story, delayed) == {"long": 80}
+    assert interference_by_class(story, interferer) == {}
+    story, delayed, _ = delayed_by_prompt(prompt=300)
+    assert interference_by_class(story, delayed) == {"medium": 80}
+
+
+def test_chunk_has_the_class_of_the_whole_prompt() -> None:
+    """The total prompt length is known from the submission."""
+    story, delayed, interferer = delayed_by_prompt(prompt=300)
+    story.said = [
+        recorded._replace(event=recorded.event._replace(input_tokens=5000))
+        if recorded.handle == interferer.handle and isinstance(recorded.event, events.RequestSubmitted)
+        else recorded
+        for recorded in story.said
+    ]
+    assert interference_by_class(story, delayed) == {"long": 80}
+
+
+def test_traffic_class_replaces_prompt_size_class() -> None:
+    story, delayed, interferer = delayed_by_prompt(prompt=4000)
+    arrived = next(s.event.at for s in story.said if s.handle == interferer.handle)
+    story.state(interferer, events.AttributeSet(arrived, semconv.TRAFFIC_CLASS, "batch"))
+    assert interference_by_class(story, delayed) == {"batch": 80}
+    (span,) = [
+        s for s in exported(attributed_records(story.in_order())) if s["span_id"] == ids("delayed")[1].hex()
+    ]
     (link,) = span["links"]
     assert link["attributes"] == {"infer.interference.delay": 0.08, "infer.interference.class": "batch"}
 
 
-def test_offenders_of_two_classes_share_interference_by_their_tokens() -> None:
+def test_two_interferer_classes_share_interference_by_tokens() -> None:
     story = Story()
     at = warmed_up(story)
-    victim, small, large = (story.arrives(at, name) for name in ("victim", "small", "large"))
-    story.step(at, at + 10, [victim], {victim: 4})
-    story.step(at + 10, at + 110, [victim, small, large], {small: 100, large: 300})
-    story.step(at + 110, at + 120, [victim])
-    for who in (victim, small, large):
-        story.ends(at + 120, who)
-    assert classes(story, victim) == {"short": 22.5, "medium": 67.5}
+    delayed, small, large = (story.arrives(at, name) for name in ("delayed", "small", "large"))
+    story.step(at, at + 10, [delayed], {delayed: 4})
+    story.step(at + 10, at + 110, [delayed, small, large], {small: 100, large: 300})
+    story.step(at + 110, at + 120, [delayed])
+    for member in (delayed, small, large):
+        story.ends(at + 120, member)
+    assert interference_by_class(story, delayed) == {"short": 22.5, "medium": 67.5}
 
 
-def test_two_prompts_in_one_step_share_it_by_their_tokens() -> None:
+def test_two_prompts_share_a_step_by_tokens() -> None:
     story = Story()
     at = warmed_up(story)
     small, large = story.arrives(at, "small"), story.arrives(at, "large")
@@ -272,13 +283,13 @@ def test_two_prompts_in_one_step_share_it_by_their_tokens() -> None:
     story.step(at, at + 100, [small, large], {small: 100, large: 300})
     story.ends(at + 100, small)
     story.ends(at + 100, large)
-    assert of(story, small) == {"prefill": 25, "interference": 75}
-    assert of(story, large) == {"prefill": 75, "interference": 25}
+    assert causes_ms(story, small) == {"prefill": 25, "interference": 75}
+    assert causes_ms(story, large) == {"prefill": 75, "interference": 25}
 
 
-def test_what_a_bigger_batch_adds_to_each_step_is_batching() -> None:
+def test_step_time_added_by_batch_size_is_batching() -> None:
     story = Story()
-    crowd = [story.arrives(0, f"one of many {i}") for i in range(20)]
+    crowd = [story.arrives(0, f"member {i}") for i in range(20)]
     at = 0.0
     for step in range(80):  # 5 ms and 1 ms for each sequence
         members = crowd[: 2 + step % 10]
@@ -289,48 +300,48 @@ def test_what_a_bigger_batch_adds_to_each_step_is_batching() -> None:
     story.step(at, at + 10, [a, *crowd[:9]], {a: 4})
     story.step(at + 10, at + 25, [a, *crowd[:9]])
     story.ends(at + 25, a)
-    said = of(story, a)
-    assert said["batching"] == pytest.approx(9 + 9, abs=0.1)
-    assert said["decode"] == pytest.approx(6, abs=0.1)
+    causes = causes_ms(story, a)
+    assert causes["batching"] == pytest.approx(9 + 9, abs=0.1)
+    assert causes["decode"] == pytest.approx(6, abs=0.1)
 
 
 @pytest.mark.parametrize("outcome", [events.OK, events.ABORTED])
-def test_a_generation_that_was_told_as_one_is_its_own_work_however_it_ends(outcome: int) -> None:
+def test_single_generation_stage_is_decode_for_any_outcome(outcome: int) -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.submitted(0, a, input_tokens=5)
     story.stage("decode", 10, 200, a, items=12)
     story.ends(200, a, outcome)
-    causes = of(story, a)
+    causes = causes_ms(story, a)
     assert causes.pop("decode") == 190
-    assert sum(causes.values()) == 10, "what was before it"
+    assert sum(causes.values()) == 10, "time before generation"
 
 
-def test_a_step_that_nothing_explains_is_unexplained() -> None:
+def test_slow_step_without_known_cause_is_unexplained() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
     story.step(at, at + 10, [a], {a: 4})
     story.step(at + 10, at + 300, [a])
     story.ends(at + 300, a)
-    assert of(story, a) == {"prefill": 10, "decode": 10, "unexplained": 280}
+    assert causes_ms(story, a) == {"prefill": 10, "decode": 10, "unexplained": 280}
 
 
-def test_time_between_steps_is_the_hosts() -> None:
+def test_time_between_steps_is_host_bubble() -> None:
     story = Story()
     a = story.arrives(0)
     story.step(0, 10, [a], {a: 4})
     for i in range(3):
         story.step(25 + 25 * i, 35 + 25 * i, [a])
     story.ends(85, a)
-    assert of(story, a) == {"prefill": 10, "decode": 30, "host_bubble": 45}
+    assert causes_ms(story, a) == {"prefill": 10, "decode": 30, "host_bubble": 45}
 
 
-# ── what a device says of steps ──────────────────────────────────────────────────────────────────────────────────
+# ── device times of steps ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def alone_on_a_device(story: Story, *spans: tuple[float, float], queued: float = 0) -> Who:
-    """A stream of steps of 10 ms, back to back, after warming up; from the third on the device is at them as told, in ms of each."""
+    """A stream of steps of 10 ms, back to back, after warm-up. From the third step on, `spans` are the device's busy times, in ms of the step."""
     at = warmed_up(story)
     a = story.arrives(at, http=False)
     story.step(at, at + 10, [a])
@@ -343,25 +354,25 @@ def alone_on_a_device(story: Story, *spans: tuple[float, float], queued: float =
     return a
 
 
-def test_what_a_device_had_nothing_to_do_in_is_the_hosts() -> None:
+def test_device_idle_time_is_host_bubble() -> None:
     story = Story()
     a = alone_on_a_device(story, (3, 9), (3, 9), (3, 9))
-    assert of(story, a) == {"prefill": 10, "host_bubble": 16, "decode": 24}
+    assert causes_ms(story, a) == {"prefill": 10, "host_bubble": 16, "decode": 24}
 
 
-def test_steps_that_were_not_timed_are_as_those_that_were() -> None:
+def test_untimed_steps_get_the_timed_host_share() -> None:
     story = Story()
     a = alone_on_a_device(story, (0, 0), (3, 9), (0, 0))
-    assert of(story, a) == {"prefill": 10, "host_bubble": 16, "decode": 24}
+    assert causes_ms(story, a) == {"prefill": 10, "host_bubble": 16, "decode": 24}
 
 
-def test_a_device_that_is_behind_waited_for_nobody() -> None:
+def test_backlogged_device_has_no_host_bubble() -> None:
     story = Story()
     a = alone_on_a_device(story, (3, 10), (3, 10), queued=5)
-    assert of(story, a) == {"prefill": 10, "decode": 30}
+    assert causes_ms(story, a) == {"prefill": 10, "decode": 30}
 
 
-def test_before_a_step_that_is_launched_ahead_the_device_is_not_idle() -> None:
+def test_device_is_not_idle_before_a_pipelined_step() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, http=False)
@@ -373,15 +384,14 @@ def test_before_a_step_that_is_launched_ahead_the_device_is_not_idle() -> None:
     story.done(at + 30, third)
     story.timed(third, at + 15, at + 30)
     story.ends(at + 30, a)
-    assert of(story, a) == {"prefill": 10, "decode": 20}
+    assert causes_ms(story, a) == {"prefill": 10, "decode": 20}
 
 
 @pytest.mark.parametrize(
-    ("collected", "blamed"), [(0, {"host_bubble": 60}), (50, {"gc": 50, "host_bubble": 10})]
+    ("collected", "expected"), [(0, {"host_bubble": 60}), (50, {"gc": 50, "host_bubble": 10})]
 )
-def test_a_stall_while_the_device_is_idle_is_the_hosts_but_for_what_is_known_of_it(
-    collected: float, blamed: dict[str, float]
-) -> None:
+def test_stall_of_an_idle_device_is_host_bubble(collected: float, expected: dict[str, float]) -> None:
+    """Known pauses, such as a garbage collection, take their part of it."""
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, http=False)
@@ -391,13 +401,14 @@ def test_a_stall_while_the_device_is_idle_is_the_hosts_but_for_what_is_known_of_
     if collected:
         story.paused(at + 25, at + 25 + collected)
     story.ends(at + 90, a)
-    assert of(story, a) == {"prefill": 10, "decode": 20, **blamed}
+    assert causes_ms(story, a) == {"prefill": 10, "decode": 20, **expected}
 
 
-@pytest.mark.parametrize(("device", "cause"), [((20, 90), "gpu_throttled"), (None, "unexplained")])
-def test_what_a_device_took_longer_while_its_clocks_were_held_down_is_theirs(
-    device: tuple[float, float] | None, cause: str
+@pytest.mark.parametrize(("device", "expected"), [((20, 90), "gpu_throttled"), (None, "unexplained")])
+def test_excess_while_clocks_are_throttled_is_gpu_throttled(
+    device: tuple[float, float] | None, expected: str
 ) -> None:
+    """Without device times, the excess stays unexplained."""
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, http=False)
@@ -408,12 +419,12 @@ def test_what_a_device_took_longer_while_its_clocks_were_held_down_is_theirs(
         story.timed(step, at + device[0], at + device[1])
     story.step(at + 90, at + 100, [a])
     story.ends(at + 100, a)
-    (record,) = [one for one in story.records() if one.span_id == ids(a.name)[1]]
+    (record,) = [record for record in story.records() if record.span_id == ids(a.name)[1]]
     record.gpu_throttled_at = ((ns(at + 80), ns(at + 5080)),)
     request.attribute_latency([record])
     assert record.breakdown is not None
-    assert {why: length / 1e6 for why, length in record.breakdown.causes.items()} == {
-        "prefill": 10, "decode": 30, cause: 60,
+    assert {cause: length / 1e6 for cause, length in record.breakdown.causes.items()} == {
+        "prefill": 10, "decode": 30, expected: 60,
     }  # fmt: skip
 
 
@@ -423,32 +434,32 @@ def test_what_a_device_took_longer_while_its_clocks_were_held_down_is_theirs(
     st.integers(1, 2),
     st.lists(st.tuples(st.integers(-5, 30), st.integers(-5, 30), st.integers(0, 1)), min_size=1, max_size=20),
 )
-def test_the_causes_sum_to_the_duration_whatever_a_device_says(
+def test_causes_sum_to_duration_for_any_device_times(
     program: list[Tick], depth: int, device: list[tuple[int, int, int]]
 ) -> None:
     with Simulator(depth) as simulator:
         simulator.run(program)
-    said = list(simulator.said)
-    seen = {one.ring: one.event for one in said if isinstance(one.event, events.EngineSeen)}
-    for one in simulator.said:
-        if isinstance(one.event, events.StepDone) and one.ring in seen:
-            since, length, behind = device[one.event.step % len(device)]
-            engine, began = seen[one.ring], one.event.at + since * 100_000
+    recorded = list(simulator.said)
+    seen = {item.ring: item.event for item in recorded if isinstance(item.event, events.EngineSeen)}
+    for item in simulator.said:
+        if isinstance(item.event, events.StepDone) and item.ring in seen:
+            since, length, behind = device[item.event.step % len(device)]
+            engine, began = seen[item.ring], item.event.at + since * 100_000
             times = (
                 began + max(length, 0) * 100_000,
                 began,
                 engine.engine,
                 engine.pid,
                 0,
-                one.event.step,
+                item.event.step,
                 engine.log,
             )
-            said.append(
+            recorded.append(
                 events.RecordedEvent(
                     engine.process, 0, events.StepTimed(*times, 0, behind * 50_000, events.UNKNOWN_NS, 0)
                 )
             )
-    records = blamed(sorted(said, key=lambda one: one.event.at))
+    records = attributed_records(sorted(recorded, key=lambda item: item.event.at))
     for record in records:
         record.gpu_throttled_at = ((record.arrived_at, record.ended_at),)
         request.attribute_latency([record])
@@ -457,10 +468,10 @@ def test_the_causes_sum_to_the_duration_whatever_a_device_says(
         assert all(length > 0 for length in record.breakdown.causes.values())
 
 
-# ── what interrupts ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── preemption ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_preemption_is_to_blame_for_the_wait_and_for_what_is_computed_again() -> None:
+def test_preemption_covers_the_wait_and_the_recomputation() -> None:
     story = Story()
     at = warmed_up(story)
     a, b = story.arrives(at, "a"), story.arrives(at, "b")
@@ -470,11 +481,11 @@ def test_a_preemption_is_to_blame_for_the_wait_and_for_what_is_computed_again() 
         story.step(at + 10 + 10 * i, at + 20 + 10 * i, [b])
     story.step(at + 60, at + 90, [b, a], {a: 5})
     story.ends(at + 90, a)
-    assert of(story, a) == {"prefill": 5, "interference": 5, "preemption": 70, "decode": 10}
+    assert causes_ms(story, a) == {"prefill": 5, "interference": 5, "preemption": 70, "decode": 10}
 
 
-def test_a_preemption_while_a_step_is_in_flight_is_to_blame_for_the_same() -> None:
-    """Asynchronous scheduling: the next step is composed, and somebody put back for it, before the last one is over."""
+def test_preemption_during_a_step_in_flight_counts_equally() -> None:
+    """Asynchronous scheduling: the next step is composed, and a request preempted for it, before the last step ends."""
     story = Story()
     at = warmed_up(story)
     a, b = story.arrives(at, "a"), story.arrives(at, "b")
@@ -488,11 +499,11 @@ def test_a_preemption_while_a_step_is_in_flight_is_to_blame_for_the_same() -> No
         story.step(at + 30 + 10 * i, at + 40 + 10 * i, [b])
     story.step(at + 70, at + 100, [b, a], {a: 5})
     story.ends(at + 100, a)
-    said = of(story, a)
-    assert said == {"prefill": 5, "interference": 5, "decode": 20, "preemption": 70}
+    causes = causes_ms(story, a)
+    assert causes == {"prefill": 5, "interference": 5, "decode": 20, "preemption": 70}
 
 
-def test_prompts_of_a_requests_own_other_sequences_are_prefill_and_nobody_elses_fault() -> None:
+def test_prompts_of_own_sequences_are_prefill_not_interference() -> None:
     story = Story()
     at = warmed_up(story)
     a, b = story.arrives(at, "a"), story.arrives(at, "b")
@@ -503,9 +514,9 @@ def test_prompts_of_a_requests_own_other_sequences_are_prefill_and_nobody_elses_
     story.step(at + 320, at + 330, [a, a])
     story.step(at + 330, at + 640, [a, a, b], {b: 100}, tokens={1: 200, 2: 100})
     story.ends(at + 640, a)
-    said = of(story, a)
-    assert said["prefill"] == pytest.approx(10 + 290, abs=5)
-    assert "unexplained" not in said
+    causes = causes_ms(story, a)
+    assert causes["prefill"] == pytest.approx(10 + 290, abs=5)
+    assert "unexplained" not in causes
 
 
 def test_accepted_drafts_are_not_sequences() -> None:
@@ -519,34 +530,34 @@ def test_accepted_drafts_are_not_sequences() -> None:
     record.cost_model = StepCostModel(10e6, 5e6, 0.0, 100)
     request.attribute_latency([record])
     assert record.breakdown is not None
-    said = {cause: length / 1e6 for cause, length in record.breakdown.causes.items()}
-    assert (said["decode"], said["batching"]) == (
+    causes = {cause: length / 1e6 for cause, length in record.breakdown.causes.items()}
+    assert (causes["decode"], causes["batching"]) == (
         4 * 15,
         35 + 4 * 35,
-    )  # of others, before its first token and after
+    )  # of other requests, before its first token and after
 
 
-def test_what_is_known_by_steps_of_one_engine_is_not_looked_up_in_another() -> None:
+def test_steps_of_two_engines_are_not_mixed() -> None:
     story = Story()
     at = warmed_up(story)
     other = story.engine(11)
-    a, innocent = story.arrives(at, "a"), story.arrives(at, "innocent")
+    a, bystander = story.arrives(at, "a"), story.arrives(at, "bystander")
     for n in range(60):
-        story.step(at + n, at + n + 1, [innocent], {innocent: 500} if n == 41 else None, engine=other)
+        story.step(at + n, at + n + 1, [bystander], {bystander: 500} if n == 41 else None, engine=other)
     story.submitted(at, a, sequences=2)
     story.step(at + 60, at + 70, [a], {a: 4})
-    story.step(at + 60, at + 70, [innocent, a], {a: 4}, engine=other)
+    story.step(at + 60, at + 70, [bystander, a], {a: 4}, engine=other)
     for n in range(7, 10):
         story.step(at + 10 * n, at + 10 * n + 10, [a])
-        story.step(at + 10 * n, at + 10 * n + 10, [innocent, a], engine=other)
+        story.step(at + 10 * n, at + 10 * n + 10, [bystander, a], engine=other)
     story.ends(at + 100, a)
-    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
+    (record,) = [record for record in attributed_records(story.in_order()) if record.span_id == ids("a")[1]]
     assert record.is_multi_engine
     assert record.breakdown is not None and record.breakdown.interferer is None
     assert sum(record.breakdown.causes.values()) == record.duration_ns
 
 
-def test_who_is_put_back_while_its_first_token_is_on_its_way_is_put_back_all_the_same() -> None:
+def test_preemption_before_the_first_token_arrives_is_counted() -> None:
     story = Story()
     at = warmed_up(story)
     a, b = story.arrives(at, "a"), story.arrives(at, "b")
@@ -557,12 +568,12 @@ def test_who_is_put_back_while_its_first_token_is_on_its_way_is_put_back_all_the
         story.step(at + 50 + 10 * i, at + 60 + 10 * i, [b])
     story.step(at + 130, at + 180, [b, a], {a: 41})
     story.ends(at + 180, a)
-    said = of(story, a)
-    assert said["preemption"] == 80 + 40
-    assert said.get("interference", 0) < 2
+    causes = causes_ms(story, a)
+    assert causes["preemption"] == 80 + 40
+    assert causes.get("interference", 0) < 2
 
 
-def test_a_prompt_of_which_the_cache_had_some_is_computed_again_as_far_as_it_was() -> None:
+def test_recomputation_excludes_the_cached_prefix() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
@@ -573,11 +584,11 @@ def test_a_prompt_of_which_the_cache_had_some_is_computed_again_as_far_as_it_was
     story.step(at + 800, at + 900, [a], {a: 1000}, delivered={a: 0})
     story.step(at + 900, at + 1000, [a], {a: 1000})
     story.ends(at + 1000, a)
-    said = of(story, a)
-    assert (said["preemption"], said["prefill"]) == (700 + 100, 200)
+    causes = causes_ms(story, a)
+    assert (causes["preemption"], causes["prefill"]) == (700 + 100, 200)
 
 
-def test_a_prompt_that_is_put_back_waits_for_room_and_computes_again_what_it_had() -> None:
+def test_preempted_prompt_waits_and_recomputes_its_chunks() -> None:
     story = Story()
     at = warmed_up(story)
     a, b = story.arrives(at, "a"), story.arrives(at, "b")
@@ -589,36 +600,36 @@ def test_a_prompt_that_is_put_back_waits_for_room_and_computes_again_what_it_had
     story.step(at + 90, at + 170, [b, a], {a: 80})
     story.step(at + 170, at + 180, [b, a])
     story.ends(at + 180, a)
-    said = of(story, a)
-    assert said["preemption"] == pytest.approx(80 + 40, abs=1)
-    assert said["prefill"] == pytest.approx(10 + 40, abs=1)
-    assert said["decode"] == 10
-    assert said.get("interference", 0) < 1
+    causes = causes_ms(story, a)
+    assert causes["preemption"] == pytest.approx(80 + 40, abs=1)
+    assert causes["prefill"] == pytest.approx(10 + 40, abs=1)
+    assert causes["decode"] == 10
+    assert causes.get("interference", 0) < 1
 
 
-# ── two in flight ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── two steps in flight ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def behind(prompt: int, length: float) -> tuple[Story, Who, Who]:
-    """One whose prompt of 20 ms is scheduled while a step with so many tokens of another's is in flight, 2 ms after its begin."""
+def prompt_behind_a_step(prompt: int, length: float) -> tuple[Story, Who, Who]:
+    """A prompt of 20 ms is scheduled 2 ms after a step began that has `prompt` tokens of another request and lasts `length` ms."""
     story = Story()
     at = warmed_up(story)
     a, b = story.arrives(at, "a"), story.arrives(at, "b")
-    for who in (a, b):
-        story.submitted(at, who)
+    for member in (a, b):
+        story.submitted(at, member)
     others = story.scheduled(at, [b], {b: prompt})
     own = story.scheduled(at + 2, [b, a], {a: 50})
     story.done(at + length, others)
     story.done(at + length + 20, own)
-    for who in (a, b):
-        story.ends(at + length + 20, who)
+    for member in (a, b):
+        story.ends(at + length + 20, member)
     return story, a, b
 
 
-def test_a_prompt_behind_anothers_in_the_step_before_is_not_slow_itself() -> None:
-    story, a, b = behind(prompt=4000, length=400)
-    assert of(story, a) == {"scheduler_queue": 2, "batching": 10, "interference": 388, "prefill": 20}
-    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
+def test_prompt_behind_another_prompt_is_interference() -> None:
+    story, a, b = prompt_behind_a_step(prompt=4000, length=400)
+    assert causes_ms(story, a) == {"scheduler_queue": 2, "batching": 10, "interference": 388, "prefill": 20}
+    (record,) = [record for record in attributed_records(story.in_order()) if record.span_id == ids("a")[1]]
     assert record.breakdown is not None and record.breakdown.interferer is not None
     assert (record.breakdown.interferer.span_id, record.breakdown.interferer.length) == (
         ids(b.name)[1],
@@ -626,12 +637,12 @@ def test_a_prompt_behind_anothers_in_the_step_before_is_not_slow_itself() -> Non
     )
 
 
-def test_a_few_tokens_in_the_step_before_are_not_to_blame_for_all_of_it() -> None:
-    story, a, _ = behind(prompt=2, length=11)
-    assert of(story, a) == {"scheduler_queue": 2, "batching": 9, "prefill": 20}
+def test_few_prompt_tokens_ahead_are_not_interference() -> None:
+    story, a, _ = prompt_behind_a_step(prompt=2, length=11)
+    assert causes_ms(story, a) == {"scheduler_queue": 2, "batching": 9, "prefill": 20}
 
 
-def test_a_prompt_behind_a_step_without_prompts_waits_for_the_batch() -> None:
+def test_prompt_behind_a_decode_step_is_batching() -> None:
     story = Story()
     at = warmed_up(story)
     a, b = story.arrives(at, "a"), story.arrives(at, "b")
@@ -641,44 +652,47 @@ def test_a_prompt_behind_a_step_without_prompts_waits_for_the_batch() -> None:
     story.done(at + 20, without)
     story.done(at + 40, own)
     story.ends(at + 40, a)
-    assert of(story, a) == {"ingress": 12, "batching": 8, "prefill": 20}
+    assert causes_ms(story, a) == {"ingress": 12, "batching": 8, "prefill": 20}
 
 
-def test_who_shares_a_chunk_with_a_few_tokens_is_not_named_for_the_chunk() -> None:
+def test_small_chunk_is_not_the_interferer() -> None:
     story = Story()
     at = warmed_up(story)
-    victim, small, large = (story.arrives(at, name) for name in ("victim", "small", "large"))
-    story.step(at, at + 400, [victim, small], {victim: 3900, small: 100})
-    story.step(at + 400, at + 410, [victim, small])
-    story.step(at + 410, at + 540, [victim, small, large], {large: 1200})
-    for who in (victim, small, large):
-        story.ends(at + 540, who)
-    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("victim")[1]]
+    delayed, small, large = (story.arrives(at, name) for name in ("delayed", "small", "large"))
+    story.step(at, at + 400, [delayed, small], {delayed: 3900, small: 100})
+    story.step(at + 400, at + 410, [delayed, small])
+    story.step(at + 410, at + 540, [delayed, small, large], {large: 1200})
+    for member in (delayed, small, large):
+        story.ends(at + 540, member)
+    (record,) = [
+        record for record in attributed_records(story.in_order()) if record.span_id == ids("delayed")[1]
+    ]
     assert record.breakdown is not None and record.breakdown.interferer is not None
     assert record.breakdown.interferer.span_id == ids("large")[1]
     assert record.breakdown.causes["interference"] == (10 + 120) * MS
 
 
-# ── for once ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── first use ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_first_slow_step_with_a_batch_of_a_size_is_a_first_use_and_the_second_is_unexplained() -> None:
+def test_first_slow_step_per_batch_size_is_warmup() -> None:
+    """The second slow step of that batch size is unexplained."""
     story = Story()
     at = warmed_up(story)
-    crowd = [story.arrives(at, f"one of many {i}") for i in range(5)]
-    for who in crowd:  # one by one, so that the batch has grown when nobody has a prompt
-        story.step(at, at + 10, [who], {who: 1})
+    crowd = [story.arrives(at, f"member {i}") for i in range(5)]
+    for member in crowd:  # one by one, so that the last increase of the batch has no prompt
+        story.step(at, at + 10, [member], {member: 1})
         at += 10
     story.step(at, at + 310, crowd)
     story.step(at + 310, at + 620, crowd)
-    for who in crowd:
-        story.ends(at + 620, who)
-    said = of(story, crowd[4])
-    assert said["warmup"] == 300
-    assert said["unexplained"] == 300
+    for member in crowd:
+        story.ends(at + 620, member)
+    causes = causes_ms(story, crowd[4])
+    assert causes["warmup"] == 300
+    assert causes["unexplained"] == 300
 
 
-def test_the_first_prompt_of_an_engine_takes_long_for_once() -> None:
+def test_first_prompt_of_an_engine_is_warmup() -> None:
     story = Story()
     a = story.arrives(0)
     story.submitted(0, a)
@@ -686,39 +700,37 @@ def test_the_first_prompt_of_an_engine_takes_long_for_once() -> None:
     for i in range(30):
         story.step(2000 + 10 * i, 2010 + 10 * i, [a])
     story.ends(2300, a)
-    assert of(story, a) == {"prefill": 50, "warmup": 1950, "decode": 300}
+    assert causes_ms(story, a) == {"prefill": 50, "warmup": 1950, "decode": 300}
 
 
-def test_others_are_not_to_blame_for_what_the_first_use_of_a_prompt_adds() -> None:
+def test_first_use_of_prompts_is_not_interference() -> None:
     story = Story()
     at = warmed_up(story)
-    victim, other = story.arrives(at, "victim"), story.arrives(at, "other")
-    story.step(at, at + 10, [victim], {victim: 1})
-    story.step(at + 10, at + 1020, [victim, other], {other: 16})
-    story.step(at + 1020, at + 1030, [victim, other])
-    story.ends(at + 1030, victim)
+    delayed, other = story.arrives(at, "delayed"), story.arrives(at, "other")
+    story.step(at, at + 10, [delayed], {delayed: 1})
+    story.step(at + 10, at + 1020, [delayed, other], {other: 16})
+    story.step(at + 1020, at + 1030, [delayed, other])
+    story.ends(at + 1030, delayed)
     story.ends(at + 1030, other)
-    assert of(story, victim) == {"prefill": 10, "decode": 20, "interference": 160, "warmup": 840}
+    assert causes_ms(story, delayed) == {"prefill": 10, "decode": 20, "interference": 160, "warmup": 840}
 
 
-def test_where_the_engines_beginning_was_not_seen_nothing_is_a_first_use() -> None:
+def test_without_the_first_step_there_is_no_warmup() -> None:
     story = Story()
     a = story.arrives(0)
     story.step(0, 2000, [a], {a: 4})
     for i in range(30):
         story.step(2000 + 10 * i, 2010 + 10 * i, [a])
     story.ends(2300, a)
-    story.said = [said for said in story.said if getattr(said.event, "step", 0) != 1]
-    assert "warmup" not in of(story, a)
+    story.said = [recorded for recorded in story.said if getattr(recorded.event, "step", 0) != 1]
+    assert "warmup" not in causes_ms(story, a)
 
 
-# ── what stops everything ────────────────────────────────────────────────────────────────────────────────────────
+# ── process pauses ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("length", "said"), [(50, {"gc": 50}), (0, {})])
-def test_a_garbage_collection_takes_its_time_from_the_step_it_fell_into(
-    length: int, said: dict[str, int]
-) -> None:
+@pytest.mark.parametrize(("length", "expected"), [(50, {"gc": 50}), (0, {})])
+def test_gc_pause_takes_its_time_from_the_step(length: int, expected: dict[str, int]) -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
@@ -726,10 +738,10 @@ def test_a_garbage_collection_takes_its_time_from_the_step_it_fell_into(
     story.step(at + 10, at + 20 + length, [a])
     story.paused(at + 12, at + 12 + length)
     story.ends(at + 20 + length, a)
-    assert of(story, a) == {"prefill": 10, "decode": 10, **said}
+    assert causes_ms(story, a) == {"prefill": 10, "decode": 10, **expected}
 
 
-def test_pauses_that_overlap_are_counted_once() -> None:
+def test_overlapping_pauses_are_counted_once() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
@@ -738,12 +750,12 @@ def test_pauses_that_overlap_are_counted_once() -> None:
     story.paused(at + 12, at + 62)
     story.paused(at + 22, at + 52, "throttled")
     story.ends(at + 70, a)
-    said = of(story, a)
-    assert said["gc"] + said.get("throttled", 0) == 50
-    assert said["decode"] == 10
+    causes = causes_ms(story, a)
+    assert causes["gc"] + causes.get("throttled", 0) == 50
+    assert causes["decode"] == 10
 
 
-def test_a_capture_inside_a_compilation_is_told_of_as_a_capture() -> None:
+def test_capture_inside_a_compilation_is_capture() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
@@ -752,22 +764,24 @@ def test_a_capture_inside_a_compilation_is_told_of_as_a_capture() -> None:
     story.paused(at + 12, at + 62, "compile")
     story.paused(at + 32, at + 52, "capture")
     story.ends(at + 70, a)
-    assert of(story, a) == {"prefill": 10, "decode": 10, "compile": 30, "capture": 20}
+    assert causes_ms(story, a) == {"prefill": 10, "decode": 10, "compile": 30, "capture": 20}
 
 
-def test_what_was_while_streaming_is_known_apart_from_what_was_before() -> None:
-    story, _, _ = held_up(prompt=4000)
+def test_streaming_causes_are_separate_from_earlier_ones() -> None:
+    story, _, _ = delayed_by_prompt(prompt=4000)
     arrived = 400
     story.paused(arrived + 2, arrived + 6)
     story.paused(arrived + 12, arrived + 17)
-    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("victim")[1]]
+    (record,) = [
+        record for record in attributed_records(story.in_order()) if record.span_id == ids("delayed")[1]
+    ]
     assert record.breakdown is not None
     assert record.breakdown.causes["gc"] == (4 + 5) * MS
     streaming = {cause: length for cause, length in record.breakdown.streaming.items() if length}
     assert streaming == {"gc": 5 * MS, "decode": 25 * MS, "interference": 80 * MS}
 
 
-def test_a_quota_that_was_used_up_outside_of_the_engines_steps_is_to_blame_there_too() -> None:
+def test_throttling_outside_steps_is_throttled() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
@@ -778,8 +792,8 @@ def test_a_quota_that_was_used_up_outside_of_the_engines_steps_is_to_blame_there
     story.paused(at + 50, at + 370, "throttled")
     story.paused(at + 410, at + 490, "throttled")
     story.ends(at + 520, a)
-    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
-    record.thread_delays = ThreadDelays()  # the kernel tells of the engine's thread
+    (record,) = [record for record in attributed_records(story.in_order()) if record.span_id == ids("a")[1]]
+    record.thread_delays = ThreadDelays()  # the kernel reports delays of the engine's thread
     request.attribute_latency([record])
     assert record.breakdown is not None
     assert {cause: length / 1e6 for cause, length in record.breakdown.causes.items()} == {
@@ -791,8 +805,8 @@ def test_a_quota_that_was_used_up_outside_of_the_engines_steps_is_to_blame_there
     }
 
 
-def blocked(story: Story, device: tuple[float, float] | None) -> dict[str, float]:
-    """A step of 80 ms where 10 are usual, in which its thread slept; the device was at it as told."""
+def blocked_causes(story: Story, device: tuple[float, float] | None) -> dict[str, float]:
+    """A step of 80 ms where 10 are usual, in which its thread slept. `device` is the device's busy time, in ms."""
     at = warmed_up(story)
     a = story.arrives(at, http=False)
     story.step(at, at + 10, [a])
@@ -803,59 +817,67 @@ def blocked(story: Story, device: tuple[float, float] | None) -> dict[str, float
     story.step(at + 100, at + 110, [a])
     story.ends(at + 110, a)
     record = story.record(a)
-    strain = ThreadDelays()
-    strain.add_sample(events.ThreadSeen(ns(at + 100), ns(at + 20), 10 * MS, 0, 0, 0))
+    delays = ThreadDelays()
+    delays.add_sample(events.ThreadSeen(ns(at + 100), ns(at + 20), 10 * MS, 0, 0, 0))
     assert record.steps is not None and record.cost_model is not None
     table = np.array([[1, 2], [ns(at), ns(at + 20)], [ns(at + 20), ns(at + 100)], [1, 1], [1, 1], [0, 0]])
-    strain.resolve_samples(table, record.cost_model, final=True)
-    record.thread_delays, record.gpu_throttled_at = strain, ((ns(at + 20), ns(at + 100)),)
+    delays.resolve_samples(table, record.cost_model, final=True)
+    record.thread_delays, record.gpu_throttled_at = delays, ((ns(at + 20), ns(at + 100)),)
     request.attribute_latency([record])
     assert record.breakdown is not None
-    return {cause: length / 1e6 for cause, length in record.breakdown.causes.items() if cause not in _ITS_OWN}
+    return {
+        cause: length / 1e6 for cause, length in record.breakdown.causes.items() if cause not in _OWN_WORK
+    }
 
 
-_ITS_OWN = ("prefill", "decode")
+_OWN_WORK = ("prefill", "decode")
 
 
-def test_a_thread_that_waits_for_a_device_at_work_is_not_kept_by_a_lock() -> None:
-    assert blocked(Story(), device=None) == {"blocked": 70}
-    assert blocked(Story(), device=(21, 100)) == {"blocked": 1, "gpu_throttled": 69, "host_bubble": 2}
+def test_waiting_for_a_busy_device_is_not_blocked() -> None:
+    assert blocked_causes(Story(), device=None) == {"blocked": 70}
+    assert blocked_causes(Story(), device=(21, 100)) == {"blocked": 1, "gpu_throttled": 69, "host_bubble": 2}
 
 
-# ── what stops the event loop alone ──────────────────────────────────────────────────────────────────────────────
+# ── event loop ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_who_waits_on_the_way_in_while_the_event_loop_is_blocked_waits_for_the_loop() -> None:
+def test_ingress_during_a_blocked_loop_is_event_loop() -> None:
     story = Story()
     a = story.arrives(0)
     story.paused(20, 170, "event_loop")
     story.submitted(180, a)
     story.step(180, 190, [a], {a: 4})
     story.ends(190, a)
-    assert of(story, a) == {"ingress": 30, "event_loop": 150, "prefill": 10}
+    assert causes_ms(story, a) == {"ingress": 30, "event_loop": 150, "prefill": 10}
 
 
-def test_who_went_on_before_the_loop_did_was_not_waiting_for_it() -> None:
+def test_submission_during_a_blocked_loop_is_ingress() -> None:
     story = Story()
     a = story.arrives(0)
     story.paused(20, 170, "event_loop")
-    story.submitted(160, a)  # from the call that blocks the loop, or from another thread
+    story.submitted(160, a)  # by the call that blocks the loop, or by another thread
     story.step(180, 190, [a], {a: 4})
     story.ends(190, a)
-    assert of(story, a) == {"ingress": 160, "scheduler_queue": 20, "prefill": 10}
+    assert causes_ms(story, a) == {"ingress": 160, "scheduler_queue": 20, "prefill": 10}
 
 
-def test_what_is_sent_late_since_the_event_loop_is_blocked_waits_for_the_loop() -> None:
+def test_send_delayed_by_blocked_loop_is_event_loop() -> None:
     story = Story()
     a = story.arrives(0)
     story.step(0, 10, [a], {a: 4})
     story.step(10, 20, [a])
     story.paused(15, 215, "event_loop")
     story.ends(220, a, chunks=1, detokenize=2)
-    assert of(story, a) == {"prefill": 10, "decode": 10, "event_loop": 195, "detokenize": 2, "egress": 3}
+    assert causes_ms(story, a) == {
+        "prefill": 10,
+        "decode": 10,
+        "event_loop": 195,
+        "detokenize": 2,
+        "egress": 3,
+    }
 
 
-def test_the_engine_goes_on_while_the_event_loop_is_blocked() -> None:
+def test_engine_steps_continue_while_the_loop_is_blocked() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
@@ -866,34 +888,39 @@ def test_the_engine_goes_on_while_the_event_loop_is_blocked() -> None:
         story.step(at + 25 + 10 * i, at + 35 + 10 * i, [a])
     story.paused(at + 1, at + 55, "event_loop")
     story.ends(at + 65, a)
-    said = of(story, a)
-    assert "event_loop" not in said
-    assert said["scheduler_queue"] == 5
-    assert said["decode"] + said["prefill"] == 60
+    causes = causes_ms(story, a)
+    assert "event_loop" not in causes
+    assert causes["scheduler_queue"] == 5
+    assert causes["decode"] + causes["prefill"] == 60
 
 
-def test_a_stage_that_awaits_waits_for_the_loop_and_one_that_blocks_it_is_itself() -> None:
+def test_only_awaiting_stage_waits_for_the_loop() -> None:
     story = Story()
-    culprit, victim = story.arrives(0, "culprit"), story.arrives(0, "victim")
-    story.stage("retrieval", 10, 210, culprit)
-    story.stage("retrieval", 5, 220, victim)
+    blocking, waiting = story.arrives(0, "blocking"), story.arrives(0, "waiting")
+    story.stage("retrieval", 10, 210, blocking)
+    story.stage("retrieval", 5, 220, waiting)
     story.paused(40, 211, "event_loop")
-    story.ends(215, culprit)
-    story.ends(225, victim)
-    assert of(story, culprit) == {"ingress": 10, "application": 200, "event_loop": 1, "unexplained": 4}
-    assert of(story, victim) == {"ingress": 5, "application": 44, "event_loop": 171, "unexplained": 5}
+    story.ends(215, blocking)
+    story.ends(225, waiting)
+    assert causes_ms(story, blocking) == {
+        "ingress": 10,
+        "application": 200,
+        "event_loop": 1,
+        "unexplained": 4,
+    }
+    assert causes_ms(story, waiting) == {"ingress": 5, "application": 44, "event_loop": 171, "unexplained": 5}
 
 
-def test_a_call_in_one_piece_does_not_wait_for_the_loop() -> None:
+def test_synchronous_stage_does_not_wait_for_the_loop() -> None:
     story = Story()
     a = story.arrives(0)
     story.stage("tokenize", 5, 205, a)
     story.paused(40, 160, "event_loop")
     story.ends(210, a)
-    assert of(story, a) == {"ingress": 5, "tokenize": 200, "unexplained": 5}
+    assert causes_ms(story, a) == {"ingress": 5, "tokenize": 200, "unexplained": 5}
 
 
-def test_of_a_loop_that_a_collection_holds_up_the_collection_is_told() -> None:
+def test_gc_inside_a_blocked_loop_is_gc() -> None:
     story = Story()
     a = story.arrives(0)
     story.paused(30, 130)
@@ -901,49 +928,49 @@ def test_of_a_loop_that_a_collection_holds_up_the_collection_is_told() -> None:
     story.submitted(180, a)
     story.step(180, 190, [a], {a: 4})
     story.ends(190, a)
-    assert of(story, a) == {"ingress": 40, "gc": 100, "event_loop": 40, "prefill": 10}
+    assert causes_ms(story, a) == {"ingress": 40, "gc": 100, "event_loop": 40, "prefill": 10}
 
 
-def test_a_request_that_no_engine_sees_waits_for_the_loop_as_well() -> None:
+def test_request_without_an_engine_waits_for_the_loop() -> None:
     story = Story()
     a = story.arrives(0)
     story.paused(20, 170, "event_loop")
     story.ends(180, a)
-    assert of(story, a) == {"event_loop": 150, "unexplained": 30}
+    assert causes_ms(story, a) == {"event_loop": 150, "unexplained": 30}
 
 
-# ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the end of a request ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_slow_reader_is_egress_and_text_made_at_the_end_is_detokenize() -> None:
+def test_slow_client_is_egress_final_text_is_detokenize() -> None:
     story = Story()
     a = story.arrives(0)
     story.step(0, 10, [a], {a: 4})
     story.step(10, 20, [a])
     story.ends(120, a, chunks=1, send_wait=90, detokenize=8)
-    assert of(story, a) == {"prefill": 10, "decode": 10, "detokenize": 8, "egress": 92}
+    assert causes_ms(story, a) == {"prefill": 10, "decode": 10, "detokenize": 8, "egress": 92}
 
 
-def test_one_that_is_aborted_while_it_waits_waited() -> None:
+def test_request_aborted_in_the_queue_is_scheduler_queue() -> None:
     story = Story()
     a = story.arrives(0)
     story.submitted(5, a)
     story.aborts(500, a)
-    assert of(story, a) == {"ingress": 5, "scheduler_queue": 495}
+    assert causes_ms(story, a) == {"ingress": 5, "scheduler_queue": 495}
 
 
-def test_a_stream_that_is_given_up_while_the_engine_hangs_did_not_do_its_own_work() -> None:
+def test_stream_cancelled_during_an_engine_hang_is_unexplained() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
     story.step(at, at + 10, [a], {a: 4})
     story.step(at + 10, at + 20, [a])
     story.aborts(at + 20 + 6000, a)
-    assert of(story, a) == {"prefill": 10, "decode": 20, "unexplained": 5990}
+    assert causes_ms(story, a) == {"prefill": 10, "decode": 20, "unexplained": 5990}
 
 
-def twice(story: Story, at: float) -> Who:
-    """A request that generates, looks something up for 2 s, and generates again behind a prompt of two steps; meanwhile, another."""
+def generates_twice(story: Story, at: float) -> Who:
+    """A request generates, searches for 2 s, and generates again behind a prompt of two steps. Another request runs meanwhile."""
     a, b = story.arrives(at, "a"), story.arrives(at + 999, "b")
     story.submitted(at, a, input_tokens=40)
     story.step(at, at + 10, [a], {a: 40})
@@ -963,13 +990,11 @@ def twice(story: Story, at: float) -> Who:
     return a
 
 
-def test_between_two_generations_of_a_request_the_time_is_the_applications_and_no_gap_between_tokens() -> (
-    None
-):
+def test_time_between_two_generations_is_application() -> None:
     story = Story()
-    a = twice(story, warmed_up(story))
-    said = of(story, a)
-    assert said == {
+    a = generates_twice(story, warmed_up(story))
+    causes = causes_ms(story, a)
+    assert causes == {
         "application": 2000,
         "scheduler_queue": 20,
         "prefill": pytest.approx(10 + 20 + 10, abs=1),
@@ -982,7 +1007,7 @@ def test_between_two_generations_of_a_request_the_time_is_the_applications_and_n
     assert record.tokens_after_first == 5 + 4
 
 
-def test_what_others_do_between_two_generations_of_a_request_is_no_interference() -> None:
+def test_steps_between_two_generations_are_not_interference() -> None:
     story = Story()
     at = warmed_up(story)
     other = story.arrives(at, "other")
@@ -999,14 +1024,14 @@ def test_what_others_do_between_two_generations_of_a_request_is_no_interference(
     story.step(at + 310, at + 320, [other, a])
     story.finished(at + 320, a)
     story.ends(at + 320, a)
-    said = of(story, a)
-    assert said["application"] == 285
-    assert said["scheduler_queue"] == 5
-    assert "interference" not in said
+    causes = causes_ms(story, a)
+    assert causes["application"] == 285
+    assert causes["scheduler_queue"] == 5
+    assert "interference" not in causes
 
 
-def test_an_agent_whose_calls_overlap_is_at_the_engine_all_the_time() -> None:
-    """Two calls; while one goes on the other is over, and a third is made."""
+def test_overlapping_generations_leave_no_application_time() -> None:
+    """Two generations; while the second continues, the first ends and a third starts."""
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
@@ -1021,47 +1046,47 @@ def test_an_agent_whose_calls_overlap_is_at_the_engine_all_the_time() -> None:
     story.finished(at + 50, a)
     story.finished(at + 50, a)
     story.ends(at + 50, a)
-    assert "application" not in of(story, a)
+    assert "application" not in causes_ms(story, a)
     assert story.record(a).generation_gaps == ()
 
 
-def test_where_batches_take_turns_on_several_devices_each_step_is_a_requests_own() -> None:
-    """Pipeline parallel: a step is done every 10 ms, and takes 20."""
+def test_pipeline_parallel_steps_overlap_without_interference() -> None:
+    """Pipeline parallel: a step completes every 10 ms and takes 20 ms."""
     story = Story()
     first, second = story.arrives(0, "first"), story.arrives(0, "second")
     batches = [[first], [second]]
     begun = story.scheduled(0, batches[0], {first: 4})
     for n in range(1, 60):
-        who = batches[n % 2]
-        following = story.scheduled(10 * n + 1, who, {who[0]: 4} if n == 1 else None)
+        member = batches[n % 2]
+        following = story.scheduled(10 * n + 1, member, {member[0]: 4} if n == 1 else None)
         story.done(10 * n + 10, begun)
         begun = following
     story.ends(600, first)
     story.ends(600, second)
-    said = of(story, first)
-    assert said["decode"] > 550
-    assert said.get("unexplained", 0) + said.get("interference", 0) + said.get("host_bubble", 0) < 30
+    causes = causes_ms(story, first)
+    assert causes["decode"] > 550
+    assert causes.get("unexplained", 0) + causes.get("interference", 0) + causes.get("host_bubble", 0) < 30
 
 
-# ── who did not wait for the end ─────────────────────────────────────────────────────────────────────────────────
+# ── requests that are cancelled ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_who_leaves_while_anothers_prompt_is_computed_was_held_up_by_that() -> None:
+def test_cancelled_behind_another_prompt_is_interference() -> None:
     story = Story()
     at = warmed_up(story)
     a, heavy = story.arrives(at, "a"), story.arrives(at, "heavy")
     story.step(at, at + 6000, [a, heavy], {a: 10, heavy: 99990})
     story.aborts(at + 5000, a)
     story.ends(at + 6000, heavy)
-    said = of(story, a)
-    assert said["interference"] > 4950 and said["prefill"] < 50
-    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
+    causes = causes_ms(story, a)
+    assert causes["interference"] > 4950 and causes["prefill"] < 50
+    (record,) = [record for record in attributed_records(story.in_order()) if record.span_id == ids("a")[1]]
     assert record.breakdown is not None and record.breakdown.interferer is not None
     assert record.breakdown.interferer.trace_id == ids("heavy")[0]
-    assert record.prefill_steps == [], "it did not see the end of it"
+    assert record.prefill_steps == [], "the step ended after the request"
 
 
-def test_who_leaves_its_stream_while_anothers_prompt_is_computed_was_held_up_by_that() -> None:
+def test_stream_cancelled_behind_another_prompt_is_interference() -> None:
     story = Story()
     at = warmed_up(story)
     a, heavy = story.arrives(at, "a"), story.arrives(at, "heavy")
@@ -1071,18 +1096,18 @@ def test_who_leaves_its_stream_while_anothers_prompt_is_computed_was_held_up_by_
     story.step(at + 40, at + 6040, [a, heavy], {heavy: 99990})
     story.aborts(at + 5040, a)
     story.ends(at + 6040, heavy)
-    assert of(story, a) == {
+    assert causes_ms(story, a) == {
         "prefill": 10,
         "decode": pytest.approx(40, abs=1),
         "interference": pytest.approx(4990, abs=1),
     }
-    (record,) = [one for one in blamed(story.in_order()) if one.span_id == ids("a")[1]]
+    (record,) = [record for record in attributed_records(story.in_order()) if record.span_id == ids("a")[1]]
     assert record.breakdown is not None and record.breakdown.stalled_by is not None
     assert record.breakdown.stalled_by.trace_id == ids("heavy")[0]
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_who_leaves_before_it_is_its_turn_again_was_preempted_all_the_while(steps: int) -> None:
+def test_cancelled_while_preempted_is_preemption(steps: int) -> None:
     story = Story()
     at = warmed_up(story)
     a, other = story.arrives(at, "a"), story.arrives(at, "other")
@@ -1096,12 +1121,12 @@ def test_who_leaves_before_it_is_its_turn_again_was_preempted_all_the_while(step
         story.step(at + 100 * n, at + 100 * n + 100, [other])
     story.aborts(at + 20_000, a)
     story.ends(at + 20_000, other)
-    said = of(story, a)
-    assert said["preemption"] == pytest.approx(20_000, abs=1)
-    assert sum(said.values()) == pytest.approx(20_010 + 10 * steps)
+    causes = causes_ms(story, a)
+    assert causes["preemption"] == pytest.approx(20_000, abs=1)
+    assert sum(causes.values()) == pytest.approx(20_010 + 10 * steps)
 
 
-def test_one_of_two_sequences_that_is_computed_again_is_the_preemptions() -> None:
+def test_recomputing_one_of_two_sequences_is_preemption() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
@@ -1116,12 +1141,12 @@ def test_one_of_two_sequences_that_is_computed_again_is_the_preemptions() -> Non
     story.step(at, at + 400, [a, a], tokens={1: 52})
     story.step(at + 400, at + 410, [a, a])
     story.ends(at + 410, a)
-    said = of(story, a)
-    assert said["preemption"] == pytest.approx(400, abs=11)
-    assert said["prefill"] == pytest.approx(10, abs=1)
+    causes = causes_ms(story, a)
+    assert causes["preemption"] == pytest.approx(400, abs=11)
+    assert causes["prefill"] == pytest.approx(10, abs=1)
 
 
-def test_more_prompts_in_one_request_than_are_remembered_are_all_there_at_once() -> None:
+def test_prompts_beyond_the_memory_limit_count_as_concurrent() -> None:
     story = Story()
     a = story.arrives(0, "a")
     for _ in range(600):
@@ -1133,7 +1158,7 @@ def test_more_prompts_in_one_request_than_are_remembered_are_all_there_at_once()
     assert story.record(a).tokens_after_first == 10
 
 
-def test_steps_of_two_engines_are_not_held_against_what_those_of_one_cost() -> None:
+def test_two_engines_use_their_own_cost_models() -> None:
     story = Story()
     slow = story.engine(ring=11)
     early, later = story.arrives(0, "early", http=False), story.arrives(0, "later", http=False)
@@ -1153,10 +1178,10 @@ def test_steps_of_two_engines_are_not_held_against_what_those_of_one_cost() -> N
     for n in range(30):
         story.step(at + 3 * n, at + 3 * n + 3, [a])
     story.ends(at + 90, a)
-    assert of(story, a) == {"prefill": 30, "decode": 960}
+    assert causes_ms(story, a) == {"prefill": 30, "decode": 960}
 
 
-def test_of_many_pauses_each_instant_is_given_away_once() -> None:
+def test_each_instant_of_overlapping_pauses_is_counted_once() -> None:
     story = Story()
     at = warmed_up(story)
     a = story.arrives(at, "a")
@@ -1168,7 +1193,7 @@ def test_of_many_pauses_each_instant_is_given_away_once() -> None:
         story.paused(at + 10 * n + 3, at + 10 * n + 5, semconv.CAUSE_CAPTURE)
         story.paused(at + 10 * n + 1, at + 10 * n + 6, "throttled")
     story.ends(at + 4000, a)
-    said = of(story, a)
-    assert said["gc"] == pytest.approx(800)
-    assert said["throttled"] == pytest.approx(800)
-    assert sum(said.values()) == 4000
+    causes = causes_ms(story, a)
+    assert causes["gc"] == pytest.approx(800)
+    assert causes["throttled"] == pytest.approx(800)
+    assert sum(causes.values()) == 4000

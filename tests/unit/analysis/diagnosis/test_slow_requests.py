@@ -1,4 +1,4 @@
-"""The slow requests, and what the event loop kept from their readers."""
+"""The slowest requests, and the delays of the event loop in their streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MS = 1_000_000
 
 
 def generated(story: Story, submitted: int, first: int, last: int, gap: int) -> Who:
-    """A request that goes to the engine then, has its first token and its last then, and one in each gap."""
+    """A request that reaches the engine at `submitted`, has its first token at `first`, its last at `last`, and a token in each `gap` (ms)."""
     a = story.arrives(0)
     story.submitted(submitted, a)
     story.step(submitted, first, [a], {a: 4})
@@ -30,7 +30,7 @@ def generated(story: Story, submitted: int, first: int, last: int, gap: int) -> 
 
 
 def served(*paused: tuple[float, float, str]) -> RequestRecord:
-    """A request that goes to the engine at 100, has its first token at 110 and its last at 200, in steps of 10 ms."""
+    """A request that reaches the engine at 100, has its first token at 110 and its last at 200, in steps of 10 ms."""
     story = Story()
     a = generated(story, 100, 110, 200, 10)
     for since, until, cause in paused:
@@ -41,23 +41,23 @@ def served(*paused: tuple[float, float, str]) -> RequestRecord:
     return record
 
 
-def test_what_the_loop_was_late_is_told_by_before_and_after_the_first_token() -> None:
+def test_loop_delay_is_split_at_the_first_token() -> None:
     record = served((20, 60, "event_loop"), (105, 150, "event_loop"), (160, 185, "event_loop"))
     assert loop_delay_before_token(record) == 40 * MS
     assert loop_delays_while_streaming(record) == [40 * MS, 25 * MS]
 
 
-def test_what_held_up_the_whole_process_is_not_the_loops() -> None:
+def test_process_pauses_are_not_loop_delays() -> None:
     record = served((120, 180, "event_loop"), (110, 140, "gc"), (130, 150, "compile"))
     assert loop_delays_while_streaming(record) == [30 * MS]
     assert loop_delays_while_streaming(served((120, 140, "event_loop"), (110, 140, "gc"))) == []
 
 
-def test_a_loop_that_was_late_when_nothing_waited_for_it_is_not_before_the_token() -> None:
+def test_loop_delay_without_waiting_request_is_not_counted() -> None:
     assert loop_delay_before_token(served((20, 100, "event_loop"))) == 0
 
 
-def test_the_slowest_are_a_tenth_and_three_at_least() -> None:
+def test_slowest_are_a_tenth_and_at_least_three() -> None:
     records = [served() for _ in range(40)]
     assert len(select_slowest(records, lambda record: record.duration_ns).records) == 4
     few = select_slowest(records[:5], lambda record: record.duration_ns)
@@ -68,8 +68,8 @@ def test_the_slowest_are_a_tenth_and_three_at_least() -> None:
     assert few.lifetime_share("prefill", "decode") == few.reference_share("prefill", "decode") == 100 / 220
 
 
-def test_the_usual_gap_is_between_tokens_however_long_a_step_lasts() -> None:
-    """With two steps in flight each lasts two gaps."""
+def test_median_gap_is_per_token_not_per_step() -> None:
+    """With two steps in flight, each step lasts two gaps."""
     story = Story()
     a = story.arrives(0)
     story.step(0, 10, [a], {a: 4})
@@ -82,7 +82,7 @@ def test_the_usual_gap_is_between_tokens_however_long_a_step_lasts() -> None:
     assert median_gap_ms([story.record(a)]) == 10
 
 
-def test_a_stage_around_everything_is_the_applications_before_the_token_as_it_was_blamed() -> None:
+def test_enclosing_stage_before_first_token_is_application() -> None:
     story = Story()
     a = generated(story, 610, 800, 2800, 20)
     story.stage("handle", 0, 2805, a)

@@ -1,4 +1,4 @@
-"""What is learned of an engine from its steps."""
+"""The baseline of an engine: cost model, warmup and thread delays, learned from its steps."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ LENGTH = 10 * MS
 
 def engine(steps: int, length: int = LENGTH) -> tuple[StepTable, EngineBaseline]:
     table = StepTable()
-    learned = EngineBaseline(table)
-    go_on(table, learned, steps, length)
-    return table, learned
+    baseline = EngineBaseline(table)
+    add_steps(table, baseline, steps, length)
+    return table, baseline
 
 
-def go_on(table: StepTable, learned: EngineBaseline, steps: int, length: int = LENGTH) -> None:
+def add_steps(table: StepTable, baseline: EngineBaseline, steps: int, length: int = LENGTH) -> None:
     for step in range(table.last + 1, table.last + 1 + steps):
         table.begin_step(events.StepScheduled(step * LENGTH, step, False, 4, [], [], [], 0, 0, 4, 0), 0)
-        learned.warmup.add_step(step, 4, 0)
+        baseline.warmup.add_step(step, 4, 0)
         table.end_step(step, step * LENGTH + length)
-        learned.record_step_end(step * LENGTH + length)
+        baseline.record_step_end(step * LENGTH + length)
 
 
-def look(since: int, until: int, waited: int) -> events.ThreadSeen:
+def thread_sample(since: int, until: int, waited: int) -> events.ThreadSeen:
     nothing = dict.fromkeys(events.ThreadSeen._fields, 0)
     ran = until - since - waited
     return events.ThreadSeen(**{**nothing, "at": until, "since": since, "ran_ns": ran, "waited_ns": waited})
 
 
-def test_what_a_step_costs_is_known_after_some_and_estimated_anew_now_and_then() -> None:
-    table, learned = engine(FIT_FIRST - 1)
-    assert learned.get_model_and_warmup() == (None, None)
-    go_on(table, learned, 1)
-    costs, first_use = learned.get_model_and_warmup()
+def test_cost_model_is_refitted_periodically() -> None:
+    table, baseline = engine(FIT_FIRST - 1)
+    assert baseline.get_model_and_warmup() == (None, None)
+    add_steps(table, baseline, 1)
+    costs, first_use = baseline.get_model_and_warmup()
     assert costs is not None and costs.base + 4 * costs.per_sequence == LENGTH
     assert first_use is not None and 1 in first_use.steps and first_use.latest == max(first_use.steps)
-    go_on(table, learned, 1)
-    assert learned.get_cost_model() is costs
-    go_on(table, learned, FIT_EVERY)
-    assert learned.get_cost_model() is not costs
+    add_steps(table, baseline, 1)
+    assert baseline.get_cost_model() is costs
+    add_steps(table, baseline, FIT_EVERY)
+    assert baseline.get_cost_model() is not costs
 
 
-def test_what_steps_without_prompts_cost_is_remembered_while_there_are_none() -> None:
-    table, learned = engine(FIT_FIRST)
-    costs = learned.get_cost_model()
+def test_cost_model_is_kept_during_prompt_steps() -> None:
+    table, baseline = engine(FIT_FIRST)
+    costs = baseline.get_cost_model()
     assert costs is not None
     for step in range(table.last + 1, table.last + 1 + FIT_OVER + FIT_EVERY):
         prompts = [(0, 500)]
@@ -54,37 +54,38 @@ def test_what_steps_without_prompts_cost_is_remembered_while_there_are_none() ->
             events.StepScheduled(step * LENGTH, step, False, 4, [], [], prompts, 0, 0, 4, 0), 500
         )
         table.end_step(step, step * LENGTH + LENGTH)
-        learned.record_step_end(step * LENGTH + LENGTH)
-        learned.get_cost_model()
-    assert learned.get_cost_model() == costs
+        baseline.record_step_end(step * LENGTH + LENGTH)
+        baseline.get_cost_model()
+    assert baseline.get_cost_model() == costs
 
 
-def test_while_nothing_new_is_learned_all_requests_share_what_is_known() -> None:
-    table, learned = engine(FIT_FIRST)
-    assert learned.get_model_and_warmup()[1] is learned.get_model_and_warmup()[1]
-    before = learned.get_model_and_warmup()[1]
-    learned.warmup.add_step(table.last + 1, 400, 0)
-    after = learned.get_model_and_warmup()[1]
+def test_warmup_is_shared_until_it_changes() -> None:
+    table, baseline = engine(FIT_FIRST)
+    assert baseline.get_model_and_warmup()[1] is baseline.get_model_and_warmup()[1]
+    before = baseline.get_model_and_warmup()[1]
+    baseline.warmup.add_step(table.last + 1, 400, 0)
+    after = baseline.get_model_and_warmup()[1]
     assert before is not None and after is not None and after.steps == before.steps | {table.last + 1}
 
 
-def test_a_look_at_the_thread_counts_once_a_later_one_is_there_and_its_steps_are_done() -> None:
-    table, learned = engine(FIT_FIRST)
+def test_thread_sample_counts_after_its_steps_end() -> None:
+    """A sample is resolved when a later one exists and its steps have ended."""
+    table, baseline = engine(FIT_FIRST)
     at = table.last * LENGTH
-    learned.thread_delays.add_sample(look(at, at + 2 * LENGTH, waited=LENGTH))
-    go_on(table, learned, 4)
-    assert not learned.thread_delays.delay_in_interval(at, at + 2 * LENGTH)[0]
-    learned.thread_delays.add_sample(look(at + 2 * LENGTH, at + 4 * LENGTH, waited=0))
-    go_on(table, learned, 1)
-    assert learned.thread_delays.delay_in_interval(at, at + 2 * LENGTH)[0] == LENGTH
+    baseline.thread_delays.add_sample(thread_sample(at, at + 2 * LENGTH, waited=LENGTH))
+    add_steps(table, baseline, 4)
+    assert not baseline.thread_delays.delay_in_interval(at, at + 2 * LENGTH)[0]
+    baseline.thread_delays.add_sample(thread_sample(at + 2 * LENGTH, at + 4 * LENGTH, waited=0))
+    add_steps(table, baseline, 1)
+    assert baseline.thread_delays.delay_in_interval(at, at + 2 * LENGTH)[0] == LENGTH
 
 
-def test_a_last_look_counts_when_nothing_more_is_to_come() -> None:
-    table, learned = engine(FIT_FIRST)
+def test_last_thread_sample_counts_at_shutdown() -> None:
+    table, baseline = engine(FIT_FIRST)
     at = table.last * LENGTH
-    learned.thread_delays.add_sample(look(at, at + LENGTH, waited=LENGTH // 2))
-    learned.resolve_pending()
+    baseline.thread_delays.add_sample(thread_sample(at, at + LENGTH, waited=LENGTH // 2))
+    baseline.resolve_pending()
     assert (
-        learned.thread_delays.delay_in_interval(at, at + LENGTH)[0] == LENGTH // 2
-        and not learned.thread_delays.has_pending
+        baseline.thread_delays.delay_in_interval(at, at + LENGTH)[0] == LENGTH // 2
+        and not baseline.thread_delays.has_pending
     )

@@ -1,4 +1,4 @@
-"""What a device said of steps: what it comes to, what held it back, and where it stands on a request."""
+"""Device times of steps: their sums, the bottleneck, and the attributes of a request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def filled(span: int, launched: int, queued: int, gap: int) -> DeviceSteps:
 
 
 def with_gaps(recording: Recording, gap: int) -> tuple[RequestRecord, Stage, Stage]:
-    """A request of a prompt and three more steps, each with this gap before it; its prefill and its decode."""
+    """A request of a prompt step and three more, each with this gap before it. Returns the record, its prefill and its decode."""
     with otel_infer.request() as request:
         for number in range(4):
             with otel_infer.step([request], prompt_tokens={request: 5} if not number else None):
@@ -59,43 +59,44 @@ def with_gaps(recording: Recording, gap: int) -> tuple[RequestRecord, Stage, Sta
         (20 * MS, 20 * MS, 300 * MS, 0, "back-pressured"),
     ],
 )
-def test_what_held_the_device_back_follows_from_four_lengths(
+def test_bottleneck_follows_from_four_durations(
     span: int, launched: int, queued: int, gap: int, limit: str
 ) -> None:
-    took = filled(span, launched, queued, gap).sum_step_times(STEPS)[0]
-    assert took == DeviceTime("event", 10, 10 * span, 10 * launched, 10 * queued, 10 * gap, 9000)
-    assert took.limit == limit
+    device_time = filled(span, launched, queued, gap).sum_step_times(STEPS)[0]
+    assert device_time == DeviceTime("event", 10, 10 * span, 10 * launched, 10 * queued, 10 * gap, 9000)
+    assert device_time.limit == limit
 
 
-def test_a_gap_that_is_known_of_some_steps_stands_for_the_others_and_one_of_none_is_not_said() -> None:
+def test_known_gaps_are_extrapolated_to_other_steps() -> None:
+    """Without any known gap, gap and bottleneck are unknown."""
     device = DeviceSteps(CAPACITY)
     for step in STEPS:
         device.set_device_time(int(step), 0, MS, MS // 10, 10_000, MS // 2 if step in (3, 8) else -1, 9000)
-    took = device.sum_step_times(STEPS)[0]
-    assert took is not None
-    assert (took.gaps, took.limit) == (5 * MS, "host-stalled")
-    none = device.sum_step_times(np.array([1, 2, 4]))[0]
-    assert none is not None
-    assert (none.gaps, none.limit) == (-1, "")
+    device_time = device.sum_step_times(STEPS)[0]
+    assert device_time is not None
+    assert (device_time.gaps, device_time.limit) == (5 * MS, "host-stalled")
+    unknown = device.sum_step_times(np.array([1, 2, 4]))[0]
+    assert unknown is not None
+    assert (unknown.gaps, unknown.limit) == (-1, "")
 
 
-def test_where_nobody_knows_how_long_launching_took_nothing_is_claimed_of_what_held_it_back() -> None:
-    took = filled(20 * MS, -1, 10_000, 0).sum_step_times(STEPS)[0]
-    assert took is not None
-    assert (took.launched, took.limit) == (-1, "")
+def test_bottleneck_is_unknown_without_launch_time() -> None:
+    device_time = filled(20 * MS, -1, 10_000, 0).sum_step_times(STEPS)[0]
+    assert device_time is not None
+    assert (device_time.launched, device_time.limit) == (-1, "")
 
 
-def test_by_the_host_alone_nothing_is_claimed_of_a_device() -> None:
+def test_host_times_give_no_bottleneck() -> None:
     device = DeviceSteps(CAPACITY)
     device.set_host_time(1, 5 * MS)
     device.set_host_time(2, 7 * MS)
-    took, lengths = device.sum_step_times(STEPS)
-    assert took == DeviceTime("host", 2, 12 * MS)
-    assert took.limit == ""
+    device_time, lengths = device.sum_step_times(STEPS)
+    assert device_time == DeviceTime("host", 2, 12 * MS)
+    assert device_time.limit == ""
     assert lengths.tolist() == [5 * MS, 7 * MS, *[0] * 8]
 
 
-def test_what_the_device_says_goes_before_what_the_host_does_in_any_order() -> None:
+def test_device_time_replaces_host_time_in_any_order() -> None:
     device = DeviceSteps(CAPACITY)
     device.set_device_time(1, 0, 5 * MS, 0, 0, 0, 0)
     device.set_host_time(1, 9 * MS)
@@ -104,7 +105,7 @@ def test_what_the_device_says_goes_before_what_the_host_does_in_any_order() -> N
     assert device.sum_step_times(np.array([1, 2, 3]))[1].tolist() == [5 * MS, 6 * MS, 0]
 
 
-def test_a_step_is_never_taken_for_an_older_one_in_its_place() -> None:
+def test_evicted_step_is_not_confused_with_a_newer() -> None:
     device = DeviceSteps(CAPACITY)
     device.set_device_time(7, 0, 5 * MS, 0, 0, 0, 0)
     assert device.sum_step_times(np.array([7 + CAPACITY]))[0] is None
@@ -112,7 +113,7 @@ def test_a_step_is_never_taken_for_an_older_one_in_its_place() -> None:
     assert device.sum_step_times(np.array([7]))[0] is None
 
 
-def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Recording) -> None:
+def test_stages_and_steps_have_device_attributes(recording: Recording) -> None:
     record, prefill, decode = with_gaps(recording, 50_000)
     assert {
         name: decode.attributes[name] for name in decode.attributes if name.startswith("infer.device")
@@ -135,15 +136,16 @@ def test_stages_and_steps_of_a_request_have_what_their_device_said(recording: Re
     assert record.steps.device.tolist() == [0, 3 * MS, 3 * MS, 3 * MS]
 
 
-def test_what_nobody_knows_of_the_time_between_steps_is_not_said_and_a_prompt_in_one_piece_has_none(
+def test_unknown_gap_gives_no_bottleneck_attribute(
     recording: Recording,
 ) -> None:
+    """A prompt in one chunk has no gap and keeps its bottleneck."""
     _, prefill, decode = with_gaps(recording, -1)
     assert prefill.attributes["infer.device.bottleneck"] == "gpu-bound"
     assert not {"infer.device.bottleneck", "infer.device.gap"} & set(decode.attributes)
 
 
-def test_a_stage_of_which_some_steps_were_timed_took_as_long_as_if_all_were_as_those(
+def test_stage_duration_is_extrapolated_from_timed_steps(
     recording: Recording,
 ) -> None:
     with otel_infer.request() as request:
@@ -160,7 +162,7 @@ def test_a_stage_of_which_some_steps_were_timed_took_as_long_as_if_all_were_as_t
     assert record.device_ns == [("decode", pytest.approx(9 * MS))]
 
 
-def test_on_the_host_the_same_steps_have_the_same_attributes_and_say_by_whose_clock(
+def test_host_timed_steps_have_method_host(
     recording: Recording,
 ) -> None:
     with otel_infer.request() as request:
@@ -177,7 +179,7 @@ def test_on_the_host_the_same_steps_have_the_same_attributes_and_say_by_whose_cl
     assert record.device_ns == []
 
 
-def test_a_stage_can_be_timed_on_its_own(recording: Recording) -> None:
+def test_stage_is_timed_on_its_own(recording: Recording) -> None:
     with otel_infer.request():
         with otel_infer.stage("rerank", gpu=True):
             pass
@@ -192,7 +194,7 @@ def test_a_stage_can_be_timed_on_its_own(recording: Recording) -> None:
     assert record.device_ns == [("rerank", 4 * MS)]
 
 
-def test_lengths_beyond_four_seconds_are_said_to_be_that(recording: Recording) -> None:
+def test_durations_beyond_four_seconds_are_capped(recording: Recording) -> None:
     timed = DeviceInterval(0, 1, 1 << 40, 1 << 40, 1 << 40, 1 << 40)
     with otel_infer.request() as request:
         for number in range(2):
@@ -205,7 +207,7 @@ def test_lengths_beyond_four_seconds_are_said_to_be_that(recording: Recording) -
     assert 4.2 < float(decode.attributes["infer.device.queue"]) < 4.3  # type: ignore[arg-type]
 
 
-def test_a_step_of_ones_own_is_timed_up_to_where_all_of_it_is_launched(recording: Recording) -> None:
+def test_custom_step_is_timed_until_launched(recording: Recording) -> None:
     with otel_infer.request() as request:
         for number in range(3):
             with otel_infer.step(
@@ -221,9 +223,7 @@ def test_a_step_of_ones_own_is_timed_up_to_where_all_of_it_is_launched(recording
     assert float(decode.attributes["infer.device.duration"]) < 0.02  # type: ignore[arg-type]
 
 
-def test_how_large_blocks_are_may_be_said_before_the_engine_is_found_and_again_and_is_forgotten_with_its_process() -> (
-    None
-):
+def test_block_size_is_kept_until_its_process_ends() -> None:
     devices = WorkerState()
     devices.add_process(1, 77)
     seen, engine = events.EngineSeen(1, 1, 77, "toy", 3), EngineStepLog("toy", 77, 1, lambda handle: None)
@@ -242,71 +242,71 @@ def timed(step: int, gap: int = events.UNKNOWN_NS, rank: int = 0) -> events.Step
     return events.StepTimed(step * 100 + 10, step * 100, "toy", 77, rank, step, 0, 0, 0, gap, 0)
 
 
-def engine_of(devices: WorkerState, prompts: dict[int, int], steps: int) -> None:
-    """An engine with so many steps of one sequence, some with others' prompts in them."""
+def add_engine_steps(devices: WorkerState, prompts: dict[int, int], steps: int) -> None:
+    """An engine with `steps` steps of one sequence; `prompts` maps steps to other requests' prompt tokens."""
     engine = EngineStepLog("toy", 77, 1, lambda handle: None)
     devices.add_engine(events.EngineSeen(1, 1, 77, "toy", 0), engine)
     for step in range(1, steps + 1):
-        fact = events.StepScheduled(step, step, True, 1, [], [1], (), 0, 0, 1, 0)
-        engine.table.begin_step(fact, prompts.get(step, 0))
+        scheduled = events.StepScheduled(step, step, True, 1, [], [1], (), 0, 0, 1, 0)
+        engine.table.begin_step(scheduled, prompts.get(step, 0))
 
 
-def test_where_some_steps_are_timed_each_stands_for_those_before_it_that_were_not() -> None:
+def test_timed_step_represents_the_untimed_before_it() -> None:
     devices = WorkerState()
-    engine_of(devices, {}, 11)
+    add_engine_steps(devices, {}, 11)
     for step, gap in ((1, None), (2, 4), (6, None), (7, 4), (8, 4), (11, None)):
         devices.add_execution(timed(step, events.UNKNOWN_NS if gap is None else gap), is_new=True)
-    said = [(one.steps, one.gaps if one.gap_ns >= 0 else None) for one in devices.drain_executions()]
-    assert said == [(1, None), (1, 1), (4, None), (1, 5), (1, 1), (3, None)]
+    counted = [(run.steps, run.gaps if run.gap_ns >= 0 else None) for run in devices.drain_executions()]
+    assert counted == [(1, None), (1, 1), (4, None), (1, 5), (1, 1), (3, None)]
 
 
-def test_steps_with_prompts_stand_for_such_and_those_without_for_those() -> None:
+def test_prompt_steps_and_decode_steps_are_counted_separately() -> None:
     devices = WorkerState()
-    engine_of(devices, {3: 100, 4: 100, 5: 100}, 8)
+    add_engine_steps(devices, {3: 100, 4: 100, 5: 100}, 8)
     for step in (1, 5, 8):
         devices.add_execution(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain_executions()] == [
+    assert [run.steps for run in devices.drain_executions()] == [
         1,
         3,
         4,
     ]  # 3, 4, 5 had prompts; 2, 6, 7, 8 had none
 
 
-def test_another_engine_of_the_same_process_begins_anew() -> None:
+def test_new_engine_in_a_process_restarts_the_count() -> None:
     devices = WorkerState()
     for step in (1, 500, 1, 2):
         devices.add_execution(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain_executions()] == [1, 499, 1, 1]
+    assert [run.steps for run in devices.drain_executions()] == [1, 499, 1, 1]
 
 
-def test_engines_that_share_a_name_are_not_counted_a_thousandfold() -> None:
+def test_engines_with_one_name_are_not_overcounted() -> None:
     devices = WorkerState()
     for step in (5000, 100, 5001, 101, 5002, 102):
         devices.add_execution(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain_executions()] == [1] * 6
+    assert [run.steps for run in devices.drain_executions()] == [1] * 6
 
 
-def test_lost_facts_are_no_steps_that_were_not_timed() -> None:
+def test_lost_events_are_not_untimed_steps() -> None:
     devices = WorkerState()
     for step in (1, 1_000_000):
         devices.add_execution(timed(step), is_new=True)
-    assert [one.steps for one in devices.drain_executions()] == [1, 1]
+    assert [run.steps for run in devices.drain_executions()] == [1, 1]
 
 
-def test_what_a_request_cost_is_that_of_all_its_steps_and_of_all_ranks() -> None:
+def test_device_share_sums_all_steps_and_ranks() -> None:
     story = Story()
     a = story.arrives(0, "a")
     steps = [story.step(10 * n, 10 * n + 10, [a], prompt={a: 3} if n == 1 else None) for n in range(1, 6)]
     story.ends(80, a)
     story.timed(steps[0], 10, 18)
     story.timed(steps[2], 30, 34)
-    assert story.record(a).device_share == 8 * MS + 4 * 4 * MS  # of four that decode one was timed
-    said = events.StepTimed(ns(35), ns(30), "toy", 4242, 1, steps[2], 0, 0, 0, events.UNKNOWN_NS, 0)
-    story.tell(1, 0, said)
+    assert story.record(a).device_share == 8 * MS + 4 * 4 * MS  # one of four decode steps was timed
+    second_rank = events.StepTimed(ns(35), ns(30), "toy", 4242, 1, steps[2], 0, 0, 0, events.UNKNOWN_NS, 0)
+    story.tell(1, 0, second_rank)
     assert story.record(a).device_share == 2 * (8 * MS + 4 * 4 * MS)
 
 
-def test_steps_of_a_kind_of_which_none_was_timed_cost_what_the_others_did() -> None:
+def test_untimed_step_kind_costs_what_others_cost() -> None:
     story = Story()
     a, b = story.arrives(0, "a"), story.arrives(0, "b")
     first = story.step(0, 10, [a], prompt={a: 3})

@@ -1,4 +1,4 @@
-"""Whose prompts were in which steps."""
+"""The history of prefills by step: which request computed how many prompt tokens."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from otel_infer.assembly.engine.step_log import PrefillHistory
 from otel_infer.assembly.engine.types import PrefillInStep
 
 
-def some(count: int) -> list[PrefillInStep]:
+def prefills(count: int) -> list[PrefillInStep]:
     return [PrefillInStep(bytes(16), number.to_bytes(8, "little"), 10) for number in range(count)]
 
 
-def test_a_step_without_prompts_has_none() -> None:
-    known = PrefillHistory()
-    known.add_prefills(1, [])
-    assert known.get_prefills(1) == ()
+def test_step_without_prompts_has_none() -> None:
+    history = PrefillHistory()
+    history.add_prefills(1, [])
+    assert history.get_prefills(1) == ()
 
 
-def test_the_oldest_steps_are_forgotten_by_the_number_of_prompts_in_them() -> None:
-    known = PrefillHistory()
+def test_oldest_steps_are_evicted_by_prompt_count() -> None:
+    history = PrefillHistory()
     each = step_log.MAX_PREFILLS // 4
     for step in range(1, 6):
-        known.add_prefills(step, some(each))
-    assert known.get_prefills(1) == ()
-    assert [len(known.get_prefills(step)) for step in range(2, 6)] == [each] * 4
+        history.add_prefills(step, prefills(each))
+    assert history.get_prefills(1) == ()
+    assert [len(history.get_prefills(step)) for step in range(2, 6)] == [each] * 4
 
 
-def test_where_each_step_has_one_prompt_many_steps_are_remembered() -> None:
-    known = PrefillHistory()
+def test_many_steps_with_one_prompt_are_kept() -> None:
+    history = PrefillHistory()
     for step in range(1, step_log.MAX_PREFILLS + 1):
-        known.add_prefills(step, some(1))
-    assert known.get_prefills(1)
-    known.add_prefills(step_log.MAX_PREFILLS + 1, some(1))
-    assert known.get_prefills(1) == ()
+        history.add_prefills(step, prefills(1))
+    assert history.get_prefills(1)
+    history.add_prefills(step_log.MAX_PREFILLS + 1, prefills(1))
+    assert history.get_prefills(1) == ()
 
 
-def test_a_step_is_corrected_for_the_one_request_only() -> None:
-    known = PrefillHistory()
-    first, second = some(2)
-    known.add_prefills(7, [first, second])
-    known.correct_tokens(7, second.span_id, 3)
-    assert known.get_prefills(7) == (first, second._replace(tokens=3))
+def test_correction_changes_one_request_only() -> None:
+    history = PrefillHistory()
+    first, second = prefills(2)
+    history.add_prefills(7, [first, second])
+    history.correct_tokens(7, second.span_id, 3)
+    assert history.get_prefills(7) == (first, second._replace(tokens=3))
 
 
-def test_a_step_that_is_forgotten_is_not_remembered_by_a_correction() -> None:
-    known = PrefillHistory()
-    known.correct_tokens(7, bytes(8), 3)
-    assert known.get_prefills(7) == ()
+def test_correction_does_not_restore_an_evicted_step() -> None:
+    history = PrefillHistory()
+    history.correct_tokens(7, bytes(8), 3)
+    assert history.get_prefills(7) == ()

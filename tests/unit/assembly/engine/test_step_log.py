@@ -1,4 +1,4 @@
-"""Who was in which step: an engine simulator's own ledger, through the real rings, against what is concluded."""
+"""The steps of each request: records read from real rings, compared with the ledger of an engine simulator."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ DEPTHS = st.integers(1, 2)
 SMALL = layout.RingSizes(cells=8192, live_slots=256, strings=64, step_cells=32)
 
 
-def truth(simulator: Simulator) -> dict[int, dict[int, int]]:
+def expected_ledgers(simulator: Simulator) -> dict[int, dict[int, int]]:
     return {request.number: request.ledger for request in simulator.requests}
 
 
 @settings(max_examples=150, deadline=None)
 @given(ticks(), DEPTHS)
-def test_every_request_has_exactly_the_steps_and_tokens_that_the_engine_gave_it(
-    program: list[Tick], depth: int
-) -> None:
+def test_each_request_has_exactly_its_steps_and_tokens(program: list[Tick], depth: int) -> None:
     with Simulator(depth) as simulator:
         simulator.run(program)
-    assert {number: told(record) for number, record in by_number(simulator.records).items()} == truth(
-        simulator
-    )
+    assert {
+        number: told(record) for number, record in by_number(simulator.records).items()
+    } == expected_ledgers(simulator)
     assert len(simulator.records) == len(simulator.requests)
     for request in simulator.requests:
         record = by_number(simulator.records)[request.number]
@@ -39,9 +37,7 @@ def test_every_request_has_exactly_the_steps_and_tokens_that_the_engine_gave_it(
 
 @settings(max_examples=150, deadline=None)
 @given(ticks(sequences=1), DEPTHS)
-def test_prompts_of_others_chunks_and_the_first_token_are_what_the_engine_knows_of_them(
-    program: list[Tick], depth: int
-) -> None:
+def test_prompts_chunks_and_first_token_match_the_engine(program: list[Tick], depth: int) -> None:
     with Simulator(depth) as simulator:
         simulator.run(program)
     for request in simulator.requests:
@@ -62,7 +58,7 @@ def test_prompts_of_others_chunks_and_the_first_token_are_what_the_engine_knows_
 
 @settings(max_examples=150, deadline=None)
 @given(ticks(most=80), DEPTHS, st.lists(st.tuples(st.integers(0, 79), st.integers(1, 30)), max_size=3))
-def test_where_steps_were_lost_what_is_said_is_true_or_it_is_not_said(
+def test_lost_steps_leave_correct_or_missing_data(
     program: list[Tick], depth: int, stalls: list[tuple[int, int]]
 ) -> None:
     """A reader that stalls for some ticks is lapped by the writer of a very small ring."""
@@ -87,30 +83,30 @@ def test_where_steps_were_lost_what_is_said_is_true_or_it_is_not_said(
             assert record.first_token_at in (0, first)
 
 
-def test_whoever_is_concluded_before_it_leaves_the_batch_without_a_token_is_forgotten() -> None:
-    """An embedding; a `generate` that failed: the next batch comes when they are long gone."""
+def test_prefilling_request_is_removed_when_its_record_ends() -> None:
+    """An embedding, or a failed `generate`: the next batch starts long after it."""
     story = Story()
     assembler = Assembler()
     for number in range(50):
         at = 1000 * number
-        who = story.arrives(at, f"r{number}")
-        step = story.scheduled(at + 1, [who], prompt={who: 5}, keyframe=True)
-        story.done(at + 2, step, {who: 0})
-        story.ends(at + 3, who)
-    for said in story.in_order():
-        assembler.feed_events([said])
-        assembler.drain_records(said.event.at)
+        member = story.arrives(at, f"r{number}")
+        step = story.scheduled(at + 1, [member], prompt={member: 5}, keyframe=True)
+        story.done(at + 2, step, {member: 0})
+        story.ends(at + 3, member)
+    for recorded in story.in_order():
+        assembler.feed_events([recorded])
+        assembler.drain_records(recorded.event.at)
     assert len(assembler.engines[ENGINE]._prefilling) <= 1
 
 
-def test_a_step_of_which_nothing_is_known_is_waited_for_by_nobody() -> None:
-    """As a flight recorder's tape begins with, which may be the only thing that is known of it."""
-    log, settled = EngineStepLog("toy", 7, 1, lambda handle: None), []
-    log.baseline.resolve_pending = lambda: settled.append(log.table.last)  # type: ignore[method-assign]
+def test_unknown_step_is_not_waited_for() -> None:
+    """A flight recorder's recording may begin with such a step and contain nothing else of it."""
+    log, resolved = EngineStepLog("toy", 7, 1, lambda handle: None), []
+    log.baseline.resolve_pending = lambda: resolved.append(log.table.last)  # type: ignore[method-assign]
     log.begin_step(events.StepScheduled(10, 4, False, 0, (), (), (), 0, 0, 0, 0))
     log.begin_step(events.StepScheduled(10, 5, True, 1, (), (9,), (), 0, 0, 0, 0))
     log.resolve_pending()
-    assert settled == []
+    assert resolved == []
     assert log.end_step(events.StepDone(20, 5, (), 0)) is not None
     log.resolve_pending()
-    assert settled == [5]
+    assert resolved == [5]

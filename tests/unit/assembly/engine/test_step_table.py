@@ -15,7 +15,7 @@ CAPACITY = 16
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("otel_infer.assembly.engine.step_table.CAPACITY", CAPACITY)
 
 
@@ -31,14 +31,14 @@ def with_steps(*steps: int) -> StepTable:
     return table
 
 
-def test_a_step_has_its_numbers_until_as_many_came_after_it_as_are_remembered() -> None:
+def test_oldest_step_is_evicted_beyond_capacity() -> None:
     table = with_steps(*range(1, CAPACITY + 2))
     assert table.last == CAPACITY + 1 and table.oldest == 2
     assert (table.ended_at(2), table.prefill_tokens(2), table.kv_usage_at(2)) == (25, 200, 0.25)
     assert (table.ended_at(1), table.prefill_tokens(1)) == (0, 0) and math.isnan(table.kv_usage_at(1))
 
 
-def test_the_steps_around_the_end_of_the_columns_are_in_order() -> None:
+def test_steps_are_ordered_across_the_wraparound() -> None:
     table = with_steps(*range(1, CAPACITY + 5))
     first, last = CAPACITY - 2, CAPACITY + 3
     columns = np.concatenate(table.get_columns(first, last), axis=1)
@@ -47,26 +47,27 @@ def test_the_steps_around_the_end_of_the_columns_are_in_order() -> None:
     assert table.latest_steps(3)[RequestSteps.STEP].tolist() == list(range(CAPACITY + 1, CAPACITY + 5))
 
 
-def test_of_a_step_that_is_missing_nothing_is_known() -> None:
+def test_missing_step_has_zero_values() -> None:
     table = with_steps(1, 3)
     table.end_step(2, 99)
     assert (table.ended_at(2), table.prefill_tokens(2)) == (0, 0)
     assert (table.ended_at(1), table.ended_at(3)) == (15, 35)
 
 
-def test_a_step_that_is_not_done_has_no_end_though_an_older_one_was_in_its_place() -> None:
+def test_unfinished_step_has_no_end_time() -> None:
+    """An older step occupied the same row."""
     table = with_steps(*range(1, CAPACITY + 1))
     table.begin_step(scheduled(CAPACITY + 1), 0)
     assert table.ended_at(CAPACITY + 1) == 0
 
 
-def test_where_an_engine_has_no_blocks_its_utilisation_is_not_known() -> None:
+def test_kv_usage_is_nan_without_blocks() -> None:
     table = StepTable()
     table.begin_step(scheduled(1, kv_total=0), 0)
     assert math.isnan(table.kv_usage_at(1))
 
 
-def test_prompt_tokens_that_turned_out_to_be_none_are_taken_back() -> None:
+def test_prompt_tokens_can_be_subtracted() -> None:
     table = with_steps(1)
     table.subtract_prompt_tokens(1, fewer=30)
     assert table.prefill_tokens(1) == 70

@@ -1,4 +1,4 @@
-"""What comes of one request: its stages, its steps, how it ended. Stories in ms, shown as a receiver sees the spans."""
+"""The record of one request: its stages, steps and outcome. Stories in ms, compared as the exported span tree."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.support.story import BASE, MS, PROCESS, WALL, Story, Who, ids, ms, ns
 
 
 def streamed(story: Story, at: float = 0, name: str = "a", **more: Any) -> Who:
-    """A request up to the engine's queue, 4 ms after its arrival."""
-    who = story.arrives(at, name, **more)
-    story.stage("tokenize", at + 2, at + 4, who)
-    story.submitted(at + 4, who, input_tokens=5)
-    return who
+    """Submits a request to the engine 4 ms after its arrival."""
+    member = story.arrives(at, name, **more)
+    story.stage("tokenize", at + 2, at + 4, member)
+    story.submitted(at + 4, member, input_tokens=5)
+    return member
 
 
 # ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_streamed_request_is_its_stages_and_a_span_for_every_token_after_the_first() -> None:
+def test_streamed_request_has_stages_and_decode_steps() -> None:
     story = Story()
     a = story.arrives(0)
     story.stage("tokenize", 2, 4, a, items=5)
@@ -50,7 +50,7 @@ def test_a_streamed_request_is_its_stages_and_a_span_for_every_token_after_the_f
     """)
 
 
-def test_time_between_two_stages_belongs_to_neither() -> None:
+def test_time_between_stages_belongs_to_neither() -> None:
     story = Story()
     a = story.arrives(0)
     story.stage("tokenize", 10, 12, a)
@@ -71,7 +71,7 @@ def test_time_between_two_stages_belongs_to_neither() -> None:
     """)
 
 
-def test_a_stage_that_was_not_seen_is_not_there() -> None:
+def test_unseen_stage_is_absent() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.step(10, 30, [a])
@@ -82,7 +82,7 @@ def test_a_stage_that_was_not_seen_is_not_there() -> None:
     """)
 
 
-def test_an_offline_request_has_no_server_span_and_no_ingress() -> None:
+def test_offline_request_has_no_server_span() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.stage("tokenize", 1, 2, a)
@@ -101,7 +101,7 @@ def test_an_offline_request_has_no_server_span_and_no_ingress() -> None:
     """)
 
 
-def test_an_engine_that_tells_no_steps_has_the_stages_that_its_instants_say() -> None:
+def test_engine_without_steps_gets_stages_from_timestamps() -> None:
     story = Story()
     a = story.arrives(0)
     story.submitted(4, a, input_tokens=5)
@@ -120,9 +120,7 @@ def test_an_engine_that_tells_no_steps_has_the_stages_that_its_instants_say() ->
     """)
 
 
-def test_an_engine_that_says_neither_when_it_began_nor_its_first_token_has_no_stage_that_runs_to_the_end() -> (
-    None
-):
+def test_engine_without_timestamps_gets_no_model_stages() -> None:
     story = Story()
     a = story.arrives(0)
     story.submitted(4, a)
@@ -131,8 +129,8 @@ def test_an_engine_that_says_neither_when_it_began_nor_its_first_token_has_no_st
     assert [stage.name for stage in story.record().stages] == ["ingress", "postprocess"]
 
 
-def test_a_decode_that_was_said_is_not_derived_once_more() -> None:
-    """Assisted decoding has a loop of its own, and is one decode without steps."""
+def test_reported_decode_stage_is_not_derived_again() -> None:
+    """Assisted decoding has a loop of its own and reports one decode stage without steps."""
     story = Story()
     a = story.arrives(0, http=False)
     story.submitted(1, a, input_tokens=5)
@@ -147,22 +145,22 @@ def test_a_decode_that_was_said_is_not_derived_once_more() -> None:
     """)
 
 
-def test_the_first_token_is_where_it_was_nearest_to_the_reader() -> None:
-    said = (events.TokenReached(ns(31)), events.FirstTokenSent(ns(33)))
+def test_first_token_time_is_nearest_to_the_client() -> None:
+    observed = (events.TokenReached(ns(31)), events.FirstTokenSent(ns(33)))
     for count, expected in ((0, 30), (1, 31), (2, 33)):
         story = Story()
         a = streamed(story)
         story.step(10, 30, [a])
         story.step(30, 40, [a])
-        for fact in said[:count]:
-            story.state(a, fact)
+        for event in observed[:count]:
+            story.state(a, event)
         story.ends(50, a, chunks=2)
         record = story.record()
         assert (ms(record.first_token_at), record.ttft_ns) == (expected, expected * MS)
-        assert ms(record.stages[-2].started_at) == 30, "stages are the engine's"
+        assert ms(record.stages[-2].started_at) == 30, "stages use the engine's time"
 
 
-def test_a_request_without_an_operation_that_reached_the_engine_is_an_inference() -> None:
+def test_engine_request_without_operation_is_named_inference() -> None:
     story = Story()
     a = story.arrives(0, operation="")
     story.stage("forward", 2, 8, a)
@@ -177,7 +175,7 @@ def test_a_request_without_an_operation_that_reached_the_engine_is_an_inference(
     """)
 
 
-def test_a_model_that_generates_nothing_has_stages_and_no_tokens() -> None:
+def test_non_generative_request_has_stages_without_tokens() -> None:
     story = Story()
     a = story.arrives(0, http=False, operation="embeddings", flags=events.SAMPLED | events.NON_GENERATIVE)
     story.stage("tokenize", 1, 2, a, items=12)
@@ -192,7 +190,7 @@ def test_a_model_that_generates_nothing_has_stages_and_no_tokens() -> None:
     """)
 
 
-def test_stages_by_hand_may_overlap_and_lie_in_one_another() -> None:
+def test_custom_stages_may_overlap_and_nest() -> None:
     story = Story()
     a = story.arrives(0, operation="")
     story.stage("rerank", 3, 6, a)
@@ -211,7 +209,7 @@ def test_stages_by_hand_may_overlap_and_lie_in_one_another() -> None:
     """)
 
 
-def test_an_http_request_that_reached_nothing_is_a_server_span_alone() -> None:
+def test_http_request_without_stages_is_one_span() -> None:
     story = Story()
     a = story.arrives(0, operation="")
     story.ends(3, a, chunks=1)
@@ -219,8 +217,8 @@ def test_an_http_request_that_reached_nothing_is_a_server_span_alone() -> None:
     assert story.record().stages == []
 
 
-def test_what_user_code_said_of_an_http_request_that_reached_nothing_is_on_its_server_span() -> None:
-    """And the span keeps the id that was current, for spans of databases and clients name it as their parent."""
+def test_user_data_without_stages_is_on_server_span() -> None:
+    """The span keeps the id that was current, because spans of databases and clients refer to it as their parent."""
     story = Story()
     a = story.arrives(0, operation="")
     story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
@@ -236,7 +234,7 @@ def test_what_user_code_said_of_an_http_request_that_reached_nothing_is_on_its_s
     assert [link["span_id"] for link in span["links"]] == [ids("other")[1].hex()]
 
 
-def test_what_user_code_said_is_on_the_request_span() -> None:
+def test_user_data_is_on_the_request_span() -> None:
     story = Story()
     a = streamed(story)
     story.state(a, events.AttributeSet(ns(1), "tenant", "blue"))
@@ -252,7 +250,7 @@ def test_what_user_code_said_is_on_the_request_span() -> None:
     assert request["events"] == [{"at": WALL + 3 * MS, "name": "cache.miss", "attributes": {"key": 7}}]
     trace_id, span_id = ids("other")
     assert request["links"] == [{"trace_id": trace_id.hex(), "span_id": span_id.hex(), "attributes": {}}]
-    story.state(a, events.LinkDescribed(ns(3), ids("a third")[1].hex(), {"of": "none that was seen"}))
+    story.state(a, events.LinkDescribed(ns(3), ids("a third")[1].hex(), {"target": "unknown"}))
     story.state(a, events.LinkDescribed(ns(3), span_id.hex(), {"kind": "retry"}))
     assert [link["attributes"] for link in story.span("chat toy")["links"]] == [{"kind": "retry"}]
     story.state(a, events.NameUpdated(ns(4), "answer"))
@@ -260,7 +258,7 @@ def test_what_user_code_said_is_on_the_request_span() -> None:
     assert story.span("POST /v1/chat/completions")["kind"] == 2
 
 
-def test_what_is_ours_cannot_be_overwritten_by_user_code() -> None:
+def test_user_attributes_do_not_overwrite_ours() -> None:
     story = Story()
     a = streamed(story)
     story.state(a, events.AttributeSet(ns(1), semconv.USAGE_OUTPUT_TOKENS, 99))
@@ -272,7 +270,7 @@ def test_what_is_ours_cannot_be_overwritten_by_user_code() -> None:
 # ── steps and batches ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_prompt_in_chunks_has_a_step_for_each_the_last_one_included() -> None:
+def test_each_prompt_chunk_has_a_step() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.step(10, 20, [a], prompt={a: 512}, delivered={a: 0})
@@ -291,7 +289,7 @@ def test_a_prompt_in_chunks_has_a_step_for_each_the_last_one_included() -> None:
     """)
 
 
-def test_a_prompt_in_chunks_with_a_single_token_of_output_has_its_steps_too() -> None:
+def test_chunked_prompt_with_one_token_has_steps() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.step(10, 20, [a], prompt={a: 512}, delivered={a: 0})
@@ -305,24 +303,24 @@ def test_a_prompt_in_chunks_with_a_single_token_of_output_has_its_steps_too() ->
     """)
 
 
-def steps_of(story: Story, who: Who) -> list[tuple[Any, ...]]:
-    """(step, from, until, tokens, batch size, others' prompt tokens) of every step that delivered."""
-    rows = story.record(who).steps
+def steps_of(story: Story, member: Who) -> list[tuple[Any, ...]]:
+    """Returns (step, from, until, tokens, batch size, others' prompt tokens) of every step that delivered tokens."""
+    rows = story.record(member).steps
     if rows is None:
         return []
     columns = rows.table.tolist()
     return [(step, ms(start), ms(end), *rest) for step, start, end, *rest in zip(*columns)]
 
 
-def test_a_step_tells_how_many_were_in_it_and_how_much_prompt_of_others() -> None:
+def test_steps_have_batch_size_and_others_prompt_tokens() -> None:
     story = Story()
     a, b, c = streamed(story), streamed(story, 1, "b"), streamed(story, 2, "c")
     story.step(10, 20, [a], prompt={a: 5})
     story.step(20, 50, [a, b, c], prompt={b: 300, c: 20}, delivered={b: 0})
     story.step(50, 70, [a, b, c], prompt={b: 100})
     story.step(70, 75, [a, b, c])
-    for who in (a, b, c):
-        story.ends(76, who, chunks=3)
+    for member in (a, b, c):
+        story.ends(76, member, chunks=3)
     assert steps_of(story, a) == [
         (1, 10, 20, 1, 1, 0),
         (2, 20, 50, 1, 3, 320),
@@ -333,7 +331,7 @@ def test_a_step_tells_how_many_were_in_it_and_how_much_prompt_of_others() -> Non
     assert steps_of(story, c) == [(2, 20, 50, 1, 3, 300), (3, 50, 70, 1, 3, 100), (4, 70, 75, 1, 3, 0)]
 
 
-def test_members_may_sit_out_swap_places_and_come_back() -> None:
+def test_members_may_pause_reorder_and_return() -> None:
     story = Story()
     a, b, c = (streamed(story, i, name) for i, name in enumerate("abc"))
     story.step(10, 20, [a, b, c])
@@ -341,15 +339,15 @@ def test_members_may_sit_out_swap_places_and_come_back() -> None:
     story.step(30, 40, [c, b, a])
     story.step(40, 50, [b])
     story.step(50, 60, [a, b])
-    for who in (a, b, c):
-        story.ends(61, who)
+    for member in (a, b, c):
+        story.ends(61, member)
     assert [row[0] for row in steps_of(story, a)] == [1, 2, 3, 5]
     assert [row[0] for row in steps_of(story, b)] == [1, 3, 4, 5]
     assert [row[0] for row in steps_of(story, c)] == [1, 2, 3]
 
 
-def test_with_two_steps_in_flight_a_step_is_its_requests_from_its_first_token_on() -> None:
-    """The second step is scheduled before the first token is known: it is no part of the prefill, nor prompt of others."""
+def test_pipelined_step_counts_from_the_first_token() -> None:
+    """The second step is scheduled before the first token is known. It is neither prefill nor another request's prompt."""
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     first = story.scheduled(10, [b], prompt={b: 5})
@@ -360,8 +358,8 @@ def test_with_two_steps_in_flight_a_step_is_its_requests_from_its_first_token_on
     fourth = story.scheduled(52, [b, a])
     story.done(60, third)
     story.done(70, fourth)
-    for who in (a, b):
-        story.ends(75, who)
+    for member in (a, b):
+        story.ends(75, member)
     assert steps_of(story, b) == [
         (1, 10, 20, 1, 1, 0),
         (2, 20, 50, 1, 2, 40),
@@ -373,7 +371,7 @@ def test_with_two_steps_in_flight_a_step_is_its_requests_from_its_first_token_on
     assert "prefill step" not in story.tree()
 
 
-def test_a_step_that_was_never_done_delivered_nothing() -> None:
+def test_unfinished_step_delivers_nothing() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a])
@@ -385,7 +383,7 @@ def test_a_step_that_was_never_done_delivered_nothing() -> None:
     assert story.record().output_tokens == 2
 
 
-def test_results_that_are_thrown_away_are_counted_and_are_no_steps() -> None:
+def test_discarded_results_are_counted_without_steps() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a])
@@ -401,7 +399,7 @@ def test_results_that_are_thrown_away_are_counted_and_are_no_steps() -> None:
     assert ms(story.record().last_token_at) == 40
 
 
-def test_a_preemption_with_offload_is_a_hole_in_the_decode() -> None:
+def test_preemption_with_offload_is_a_gap_in_decode() -> None:
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     story.step(10, 20, [a, b])
@@ -424,10 +422,10 @@ def test_a_preemption_with_offload_is_a_hole_in_the_decode() -> None:
               decode step 50–60 · step 5, batch 2
             postprocess 60–61
     """)
-    assert [row[5] for row in steps_of(story, b)] == [1, 0, 0, 0, 0], "nothing of it is computed again"
+    assert [row[5] for row in steps_of(story, b)] == [1, 0, 0, 0, 0], "no token is recomputed"
 
 
-def test_a_preemption_with_recompute_is_prompt_for_others_again_and_no_second_prefill() -> None:
+def test_recomputation_is_prompt_tokens_for_others_only() -> None:
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     story.step(10, 20, [a, b], prompt={a: 100, b: 7})
@@ -458,7 +456,7 @@ def test_a_preemption_with_recompute_is_prompt_for_others_again_and_no_second_pr
     assert len(story.record(a).prefill_steps) == 1
 
 
-def test_a_preemption_in_the_prefill_goes_on_with_the_prefill() -> None:
+def test_preemption_during_prefill_continues_the_prefill() -> None:
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     story.step(10, 20, [b, a], prompt={a: 50}, delivered={a: 0})
@@ -472,7 +470,7 @@ def test_a_preemption_in_the_prefill_goes_on_with_the_prefill() -> None:
     assert (ms(prefill.started_at), ms(prefill.ended_at)) == (10, 40)
 
 
-def test_sequences_of_one_request_are_tokens_of_its_steps() -> None:
+def test_sequences_of_a_request_share_its_steps() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.submitted(1, a, input_tokens=8, sequences=2)
@@ -492,7 +490,7 @@ def test_sequences_of_one_request_are_tokens_of_its_steps() -> None:
     """)
 
 
-def test_sequences_that_fork_after_the_prefill_are_no_second_prompt() -> None:
+def test_sequences_forked_after_prefill_add_no_prompt() -> None:
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     story.submitted(4, a, sequences=2)
@@ -505,7 +503,7 @@ def test_sequences_that_fork_after_the_prefill_are_no_second_prompt() -> None:
     assert [row[5] for row in steps_of(story, b)] == [64, 0, 0]
 
 
-def test_a_second_prompt_of_a_request_is_prompt_for_others_and_not_for_itself() -> None:
+def test_second_prompt_counts_for_other_requests_only() -> None:
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     story.submitted(5, a, input_tokens=30)
@@ -520,7 +518,7 @@ def test_a_second_prompt_of_a_request_is_prompt_for_others_and_not_for_itself() 
     assert story.record(a).sequences == 2
 
 
-def test_a_sequence_that_is_ahead_has_the_first_token_of_the_request() -> None:
+def test_fastest_sequence_sets_the_first_token_time() -> None:
     """Its sibling is still in its prompt."""
     story = Story()
     a, b = story.arrives(0, http=False), streamed(story, 1, "b")
@@ -537,7 +535,7 @@ def test_a_sequence_that_is_ahead_has_the_first_token_of_the_request() -> None:
     assert story.record(a).discarded == 0
 
 
-def test_speculative_decoding_delivers_several_tokens_in_a_step() -> None:
+def test_speculative_decoding_delivers_several_tokens_per_step() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a], prompt={a: 5})
@@ -552,7 +550,7 @@ def test_speculative_decoding_delivers_several_tokens_in_a_step() -> None:
     assert "· step 2, 3 tokens, batch 1" in story.tree()
 
 
-def test_kv_utilization_is_said_as_the_request_came_in_had_its_first_token_and_was_done() -> None:
+def test_kv_utilization_is_recorded_per_stage() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a], kv=(3, 10))
@@ -564,7 +562,7 @@ def test_kv_utilization_is_said_as_the_request_came_in_had_its_first_token_and_w
     assert (decode[semconv.KV_UTILIZATION_START], decode[semconv.KV_UTILIZATION_END]) == (0.5, 0.9)
 
 
-def test_what_makes_no_tokens_is_a_prompt_and_nothing_after_it() -> None:
+def test_request_without_tokens_has_no_decode() -> None:
     story = Story()
     a = story.arrives(0)
     story.submitted(4, a, input_tokens=6)
@@ -581,11 +579,11 @@ def test_what_makes_no_tokens_is_a_prompt_and_nothing_after_it() -> None:
     """)
 
 
-# ── how it ends ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── outcome ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def die(story: Story, stage: str) -> None:
-    """A request that is aborted at 100 ms in this stage, while the engine goes on for a while."""
+def abort_in_stage(story: Story, stage: str) -> None:
+    """Aborts a request at 100 ms in this stage, while the engine continues."""
     a = story.arrives(0)
     if stage == "ingress":
         return story.aborts(100, a)
@@ -627,14 +625,14 @@ def die(story: Story, stage: str) -> None:
     ],
 )
 @pytest.mark.parametrize("error", ["client_disconnect", "timeout", "cancelled"])
-def test_a_request_dies_in_the_stage_it_was_in(stage: str, expected: str, error: str) -> None:
+def test_failed_stage_is_the_current_stage(stage: str, expected: str, error: str) -> None:
     story = Story()
-    die(story, stage)
+    abort_in_stage(story, stage)
     story.said = [
-        said._replace(event=said.event._replace(error_type=error))
-        if isinstance(said.event, events.RequestEnded)
-        else said
-        for said in story.said
+        recorded._replace(event=recorded.event._replace(error_type=error))
+        if isinstance(recorded.event, events.RequestEnded)
+        else recorded
+        for recorded in story.said
     ]
     record = story.record()
     assert (record.failed_stage, record.error_type) == (stage, error)
@@ -642,24 +640,24 @@ def test_a_request_dies_in_the_stage_it_was_in(stage: str, expected: str, error:
     assert stages == expected
 
 
-def test_tokens_that_the_engine_computed_after_the_end_are_not_the_requests() -> None:
+def test_tokens_computed_after_the_end_are_excluded() -> None:
     story = Story()
-    die(story, "decode")
+    abort_in_stage(story, "decode")
     record = story.record()
     assert [row[0] for row in steps_of(story, Who("a", PROCESS, 1))] == [1, 2]
     assert record.output_tokens == 2
     assert ms(record.last_token_at) == 80
 
 
-def test_a_request_that_died_before_its_first_token_has_no_first_token() -> None:
+def test_abort_before_the_first_token_has_none() -> None:
     for stage in ("queue", "prefill"):
         story = Story()
-        die(story, stage)
+        abort_in_stage(story, stage)
         record = story.record()
         assert (record.first_token_at, record.steps, record.output_tokens) == (0, None, 0)
 
 
-def test_what_the_engine_failed_died_where_the_engine_had_it() -> None:
+def test_engine_failure_sets_the_failed_stage() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a])
@@ -679,8 +677,8 @@ def test_what_the_engine_failed_died_where_the_engine_had_it() -> None:
 
 
 @pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
-def test_what_the_engine_was_told_to_stop_ended_early_and_is_no_error(stage: str) -> None:
-    """Its stream ended well, and the engine may have obeyed only after that."""
+def test_engine_abort_with_complete_response_is_aborted(stage: str) -> None:
+    """Its response completed, and the engine may have stopped only afterwards."""
     story = Story()
     a = streamed(story)
     if stage != "queue":
@@ -693,7 +691,7 @@ def test_what_the_engine_was_told_to_stop_ended_early_and_is_no_error(stage: str
     assert (request["status"], semconv.ERROR_TYPE in request["attributes"]) == (0, False)
 
 
-def test_what_the_engine_failed_is_an_error_though_its_response_ended_well() -> None:
+def test_engine_error_with_complete_response_is_an_error() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a])
@@ -704,7 +702,7 @@ def test_what_the_engine_failed_is_an_error_though_its_response_ended_well() -> 
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_one_of_several_sequences_that_was_given_up_leaves_the_request_a_success(reason: str) -> None:
+def test_one_aborted_sequence_leaves_the_request_ok(reason: str) -> None:
     story = Story()
     a = story.arrives(0)
     story.state(a, events.RequestSubmitted(ns(2), 2, 5, 0, "toy"))
@@ -715,7 +713,7 @@ def test_one_of_several_sequences_that_was_given_up_leaves_the_request_a_success
     assert story.record().outcome == events.OK
 
 
-def test_why_a_request_ended_goes_before_what_the_engine_made_of_it() -> None:
+def test_abort_reason_overrides_the_engine_outcome() -> None:
     story = Story()
     a = streamed(story)
     story.finished(20, a, "abort")
@@ -723,7 +721,7 @@ def test_why_a_request_ended_goes_before_what_the_engine_made_of_it() -> None:
     assert (story.record().outcome, story.record().error_type) == (events.ABORTED, "timeout")
 
 
-def test_a_stage_by_hand_that_raised_is_where_a_request_died_and_of_nested_ones_the_inner() -> None:
+def test_innermost_custom_stage_is_the_failed_stage() -> None:
     story = Story()
     a = story.arrives(0, operation="")
     story.stage("retrieve", 1, 3, a)
@@ -733,7 +731,7 @@ def test_a_stage_by_hand_that_raised_is_where_a_request_died_and_of_nested_ones_
     assert story.record().failed_stage == "rerank"
 
 
-def test_a_request_by_hand_that_raised_before_any_stage_died_in_none() -> None:
+def test_failure_outside_stages_has_no_failed_stage() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.ends(9, a, events.ERROR, "ValueError")
@@ -753,9 +751,7 @@ def test_a_request_by_hand_that_raised_before_any_stage_died_in_none() -> None:
         (events.ERROR, "process_died", 2),
     ],
 )
-def test_the_status_is_an_error_only_where_it_is_the_servers_fault(
-    outcome: int, error: str, status: int
-) -> None:
+def test_span_status_is_error_for_server_faults_only(outcome: int, error: str, status: int) -> None:
     story = Story()
     a = streamed(story)
     story.ends(20, a, outcome, error)
@@ -764,7 +760,7 @@ def test_the_status_is_an_error_only_where_it_is_the_servers_fault(
         assert (span["status"], span["attributes"].get("error.type", "")) == (status, error)
 
 
-def test_a_process_that_died_takes_its_requests_along() -> None:
+def test_process_death_ends_its_requests() -> None:
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     other = story.arrives(0, "other", http=False, process=2)
@@ -779,7 +775,7 @@ def test_a_process_that_died_takes_its_requests_along() -> None:
     assert ms(story.record(b).ended_at) == 50
 
 
-def test_the_first_end_counts() -> None:
+def test_first_end_counts() -> None:
     story = Story()
     a = streamed(story)
     story.ends(20, a)
@@ -788,11 +784,11 @@ def test_the_first_end_counts() -> None:
     assert [(record.outcome, ms(record.ended_at)) for record in story.records()] == [(events.OK, 20)]
 
 
-# ── told late ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── late events ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_last_step_that_is_told_after_the_end_was_done_by_then() -> None:
-    """Another thread sent the last byte before the engine's came to say that the step was done."""
+def test_last_step_reported_late_ends_with_the_request() -> None:
+    """Another thread sends the last byte before the engine's thread reports the end of the step."""
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a])
@@ -811,7 +807,7 @@ def test_a_last_step_that_is_told_after_the_end_was_done_by_then() -> None:
     """)
 
 
-def test_an_only_step_that_is_told_after_the_end_was_done_by_then() -> None:
+def test_only_step_reported_late_ends_with_the_request() -> None:
     story = Story()
     a = streamed(story)
     step = story.scheduled(10, [a])
@@ -822,7 +818,7 @@ def test_an_only_step_that_is_told_after_the_end_was_done_by_then() -> None:
     assert [stage.name for stage in record.stages] == ["ingress", "tokenize", "queue", "prefill"]
 
 
-def test_a_step_that_began_after_a_success_delivered_nothing_to_it() -> None:
+def test_step_begun_after_success_delivers_nothing() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a])
@@ -831,10 +827,10 @@ def test_a_step_that_began_after_a_success_delivered_nothing_to_it() -> None:
     assert [row[0] for row in steps_of(story, a)] == [1]
 
 
-# ── lost ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lost events ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_steps_that_are_lost_in_a_decode_are_missing_and_nothing_else_is_said() -> None:
+def test_lost_decode_steps_leave_a_gap() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a])
@@ -859,10 +855,12 @@ def test_steps_that_are_lost_in_a_decode_are_missing_and_nothing_else_is_said() 
               decode step 70–80 · step 7, batch 1
             postprocess 80–90
     """)
-    assert story.span("decode")["attributes"][semconv.ITL_MAX] == pytest.approx(0.010), "the hole is no gap"
+    assert story.span("decode")["attributes"][semconv.ITL_MAX] == pytest.approx(0.010), (
+        "the loss is not an inter-token gap"
+    )
 
 
-def test_what_the_engine_said_of_its_tokens_stands_though_steps_are_lost() -> None:
+def test_engine_token_count_survives_lost_steps() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a])
@@ -878,7 +876,7 @@ def test_what_the_engine_said_of_its_tokens_stands_though_steps_are_lost() -> No
     ]
 
 
-def test_with_its_last_steps_lost_nobody_knows_a_requests_last_token() -> None:
+def test_lost_last_steps_hide_the_last_token() -> None:
     story = Story()
     a = streamed(story)
     story.step(10, 20, [a])
@@ -889,7 +887,7 @@ def test_with_its_last_steps_lost_nobody_knows_a_requests_last_token() -> None:
     assert [stage.name for stage in story.record().stages] == ["ingress", "tokenize", "queue", "prefill"]
 
 
-def test_steps_that_are_lost_in_the_queue_hide_when_it_ended() -> None:
+def test_steps_lost_in_the_queue_hide_its_end() -> None:
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     story.step(10, 20, [b])
@@ -906,7 +904,7 @@ def test_steps_that_are_lost_in_the_queue_hide_when_it_ended() -> None:
     assert [row[5] for row in steps_of(story, b)] == [0, 0, 0]
 
 
-def test_a_first_token_that_came_by_begins_the_decode_of_a_request_whose_first_steps_are_lost() -> None:
+def test_first_token_begins_decode_after_lost_steps() -> None:
     story = Story()
     a = streamed(story)
     story.scheduled(10, [a], lost=True)
@@ -924,7 +922,7 @@ def test_a_first_token_that_came_by_begins_the_decode_of_a_request_whose_first_s
     assert story.record().ttft_ns == 21 * MS
 
 
-def test_a_prompt_that_begins_after_a_loss_is_prompt_for_others() -> None:
+def test_prompt_begun_after_a_loss_is_counted() -> None:
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     story.step(10, 20, [b])
@@ -940,8 +938,8 @@ def test_a_prompt_that_begins_after_a_loss_is_prompt_for_others() -> None:
     assert [row[0] for row in steps_of(story, a)] == [4, 5]
 
 
-def test_a_loss_that_is_told_after_the_steps_that_followed_it_takes_back_what_they_seemed_to_say() -> None:
-    """The reader dates a loss when it sees it, which can be after steps that it reads later."""
+def test_loss_reported_late_corrects_earlier_steps() -> None:
+    """The reader dates a loss when it notices it, which can be after steps that it reads later."""
     story = Story()
     a, b = streamed(story), streamed(story, 1, "b")
     story.step(10, 20, [b])
@@ -958,7 +956,7 @@ def test_a_loss_that_is_told_after_the_steps_that_followed_it_takes_back_what_th
     assert story.record(b).find_stage("queue") is not None
 
 
-def test_facts_that_are_lost_before_the_first_touch_hide_how_long_the_ingress_was() -> None:
+def test_lost_events_hide_the_ingress_duration() -> None:
     story = Story()
     a = story.arrives(0)
     story.tell(PROCESS, 0, events.EventsLost(ns(8), 3, 0))
@@ -969,7 +967,7 @@ def test_facts_that_are_lost_before_the_first_touch_hide_how_long_the_ingress_wa
     assert story.record().telemetry_lost
 
 
-def test_a_request_that_died_while_facts_were_lost_has_no_stage_that_lasts_to_its_end() -> None:
+def test_loss_before_an_abort_hides_the_last_stage() -> None:
     story = Story()
     a = streamed(story)
     story.tell(PROCESS, 0, events.EventsLost(ns(8), 3, 0))
@@ -979,7 +977,7 @@ def test_a_request_that_died_while_facts_were_lost_has_no_stage_that_lasts_to_it
     assert record.failed_stage == "queue"
 
 
-def test_a_request_known_from_the_live_table_alone_is_an_inference_that_died() -> None:
+def test_request_recovered_after_a_crash_is_an_inference() -> None:
     story = Story()
     trace_id, span_id = ids("a")
     recovered = events.LiveRecovered(BASE, WALL, trace_id, span_id, ids("caller")[1], events.SAMPLED)

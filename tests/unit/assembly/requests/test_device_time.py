@@ -1,4 +1,4 @@
-"""Whose the time of a batch was: whatever its composition, the parts and the remainders are the whole."""
+"""The device share of each request in a batch: shares, waste and rounding add up to the whole span."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ batches = st.dictionaries(st.integers(0, 1000), st.integers(0, 1 << 16), max_siz
 
 
 @given(spans, batches, st.integers(0, 1 << 20))
-def test_parts_and_remainders_are_the_whole_span_in_integers(
-    span: int, tokens: dict[int, int], more: int
-) -> None:
+def test_shares_waste_and_rounding_sum_to_the_span(span: int, tokens: dict[int, int], more: int) -> None:
     shares = share_span(span, tokens, sum(tokens.values()) + more)
     assert sum(shares.by_request.values()) + shares.wasted + shares.rounding == span
     assert min([*shares.by_request.values(), shares.wasted, shares.rounding]) >= 0
@@ -33,14 +31,14 @@ def test_parts_and_remainders_are_the_whole_span_in_integers(
 
 
 @given(spans, batches, st.integers(0, 1 << 20))
-def test_who_got_more_tokens_has_no_smaller_part(span: int, tokens: dict[int, int], more: int) -> None:
-    of = share_span(span, tokens, sum(tokens.values()) + more).by_request
+def test_more_tokens_never_mean_a_smaller_share(span: int, tokens: dict[int, int], more: int) -> None:
+    shares = share_span(span, tokens, sum(tokens.values()) + more).by_request
     ordered = sorted(tokens, key=tokens.__getitem__)
-    assert [of[who] for who in ordered] == sorted(of.values())
+    assert [shares[member] for member in ordered] == sorted(shares.values())
 
 
 @given(st.lists(st.tuples(spans, st.integers(0, 1 << 12), st.integers(0, 1 << 16)), max_size=50))
-def test_the_parts_of_one_request_are_those_of_its_steps(steps: list[tuple[int, int, int]]) -> None:
+def test_request_share_sums_the_shares_of_its_steps(steps: list[tuple[int, int, int]]) -> None:
     each = [
         share_span(span, {"a": own, "b": others}, own + others).by_request["a"] for span, own, others in steps
     ]
@@ -50,8 +48,8 @@ def test_the_parts_of_one_request_are_those_of_its_steps(steps: list[tuple[int, 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
-def test_whoever_got_however_many_tokens_of_a_step_all_parts_are_within_it(delivered: list[int]) -> None:
-    """A hand-written loop may draft tokens and say only how many came out of it."""
+def test_shares_stay_within_the_step_for_any_delivery(delivered: list[int]) -> None:
+    """A hand-written loop may draft tokens and report only the accepted ones."""
     recording, batch = Recording(), [otel_infer.request() for _ in delivered]
     try:
         for request in batch:
@@ -72,23 +70,23 @@ def test_whoever_got_however_many_tokens_of_a_step_all_parts_are_within_it(deliv
     assert parts == pytest.approx(10 * MS * sum(delivered) / computed, abs=len(delivered))
 
 
-def test_a_step_of_nothing_is_nobodys() -> None:
+def test_step_without_tokens_is_wasted() -> None:
     assert share_span(500, {}, 0) == ({}, 500, 0)
     assert share_span(500, {"a": 0}, 0) == ({"a": 0}, 500, 0)
 
 
-def test_requests_in_one_batch_share_its_time_by_their_tokens(recording: Recording) -> None:
-    one, other = otel_infer.request(), otel_infer.request()
-    for request in (one, other):  # not nested, as a loop has many
+def test_batch_time_is_shared_by_tokens(recording: Recording) -> None:
+    first, second = otel_infer.request(), otel_infer.request()
+    for request in (first, second):  # not nested, because a serving loop has many at once
         contextvars.Context().run(request.__enter__)
-    with otel_infer.step([one, other], prompt_tokens={one: 90, other: 10}):
+    with otel_infer.step([first, second], prompt_tokens={first: 90, second: 10}):
         pass
-    with otel_infer.step([one, other]):
+    with otel_infer.step([first, second]):
         pass
     for number in (1, 2):
         at = _clock.now()
         StepWork("custom", os.getpid(), 0, number, 0).on_device(DeviceInterval(at, at + 10 * MS, 0, 0, -1, 0))
-    for request in (one, other):
+    for request in (first, second):
         request._live.close()  # type: ignore[union-attr]
     records = recording.records()
     parts = []

@@ -1,4 +1,4 @@
-"""What leaves as metrics, decoded from OTLP bytes: names, units, attributes, values, exemplars."""
+"""Exported metrics, decoded from OTLP bytes: names, units, attributes, values, exemplars."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MS = 1_000_000
 STARTED, NOW, LATER = 1_000 * MS, 2_000 * MS, 3_000 * MS
 WALL = 500 * MS
 DELTA, CUMULATIVE = 1, 2
-WHO = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "vllm", "gen_ai.request.model": "llama"}
+GEN_AI = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "vllm", "gen_ai.request.model": "llama"}
 
 
-def sink(**options: Any) -> MetricsAggregator:
-    made = MetricsAggregator(
+def make_aggregator(**options: Any) -> MetricsAggregator:
+    aggregator = MetricsAggregator(
         **{"resource": {"service.name": "vllm"}, "started_at_unix_ns": STARTED, **options}
     )
-    made.allow_model("llama")
-    return made
+    aggregator.allow_model("llama")
+    return aggregator
 
 
 def rows(*ended_ms: float, tokens: int = 1, steps: tuple[int, ...] = ()) -> RequestSteps:
@@ -49,7 +49,7 @@ def rows(*ended_ms: float, tokens: int = 1, steps: tuple[int, ...] = ()) -> Requ
 
 
 def record(**changes: Any) -> RequestRecord:
-    said: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "trace_id": bytes(15) + b"\1",
         "span_id": bytes(7) + b"\2",
         "parent_span_id": b"",
@@ -65,37 +65,37 @@ def record(**changes: Any) -> RequestRecord:
         "ended_at": 400 * MS,
         "wall_offset": WALL,
     }
-    return RequestRecord(**{**said, **changes})
+    return RequestRecord(**{**defaults, **changes})
 
 
 def generation(**changes: Any) -> RequestRecord:
-    """Five tokens: the first after 50 ms at the reader (48 at the engine), then 10, 10, 20 and 60 ms apart."""
+    """Five tokens: the first after 50 ms at the client (48 at the engine), then 10, 10, 20 and 60 ms apart."""
     steps = rows(148, 158, 168, 188, 248)
-    said = {"steps": steps, "first_token_at": 150 * MS, "last_token_at": 248 * MS, "output_tokens": 5}
-    return record(**{**said, **changes})
+    defaults = {"steps": steps, "first_token_at": 150 * MS, "last_token_at": 248 * MS, "output_tokens": 5}
+    return record(**{**defaults, **changes})
 
 
 def step(number: int = 0, **changes: Any) -> StepRecord:
-    said: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "engine": "0", "pid": 7, "step": number, "started_at": 0, "ended_at": 8 * MS, "size": 4,
         "prefill_tokens": 0, "decode_tokens": 4, "kv_used": 25, "kv_total": 100, "running": 4, "waiting": 0,
     }  # fmt: skip
-    return StepRecord(**{**said, **changes})
+    return StepRecord(**{**defaults, **changes})
 
 
-def sent(metrics: MetricsAggregator, now: int = NOW) -> dict[str, dict[str, Any]]:
-    """One collection, through the SDK's encoder, by name."""
+def collect(metrics: MetricsAggregator, now: int = NOW) -> dict[str, dict[str, Any]]:
+    """Returns the metrics of one collection by name, encoded by the SDK and decoded."""
     encoded = encode_metrics(metrics.collect(now)).SerializeToString()
     return {metric["name"]: metric for metric in decoded("metrics", encoded)}
 
 
-def counted(
+def add_and_collect(
     metrics: MetricsAggregator, *records: RequestRecord, exported: bool = True
 ) -> dict[str, dict[str, Any]]:
     for each in records:
         metrics.add_request(each, exported=exported)
         metrics.add_decision(each, Decision(exported, 0, "budget"))
-    return sent(metrics)
+    return collect(metrics)
 
 
 def only_point(metric: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def only_point(metric: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_buckets(bounds: tuple[float, ...], **counts: int) -> list[int]:
-    """Bucket counts, each named by the upper bound of its bucket: `le_0_05`."""
+    """Returns bucket counts; each keyword names the upper bound of its bucket, e.g. `le_0_05`."""
     named = {float(name.removeprefix("le_").replace("_", ".")): count for name, count in counts.items()}
     assert named.keys() <= set(bounds)
     return [named.get(bound, 0) for bound in (*bounds, None)]
@@ -113,7 +113,7 @@ def in_buckets(bounds: tuple[float, ...], **counts: int) -> list[int]:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_finished_request_is_a_whole_data_point() -> None:
+def test_finished_request_is_a_complete_data_point() -> None:
     assert {
         "name": "gen_ai.server.request.duration",
         "unit": "s",
@@ -123,7 +123,7 @@ def test_a_finished_request_is_a_whole_data_point() -> None:
         "monotonic": False,
         "points": [
             {
-                "attributes": WHO,
+                "attributes": GEN_AI,
                 "start_time_unix_nano": STARTED,
                 "time_unix_nano": NOW,
                 "count": 1,
@@ -151,11 +151,11 @@ def test_a_finished_request_is_a_whole_data_point() -> None:
             "attributes": {},
             "schema_url": semconv.SCHEMA_URL,
         },
-    } == counted(sink(), record())["gen_ai.server.request.duration"]
+    } == add_and_collect(make_aggregator(), record())["gen_ai.server.request.duration"]
 
 
-def test_a_generation_gives_ttft_tpot_and_every_gap() -> None:
-    said = counted(sink(), generation())
+def test_generation_has_ttft_tpot_and_inter_token_latency() -> None:
+    collected = add_and_collect(make_aggregator(), generation())
     expected = {
         "gen_ai.server.request.duration",
         "gen_ai.server.time_to_first_token",
@@ -164,55 +164,62 @@ def test_a_generation_gives_ttft_tpot_and_every_gap() -> None:
         "infer.request.tokens",
         "infer.request.kept",
     }
-    assert expected == set(said)
-    ttft = only_point(said["gen_ai.server.time_to_first_token"])
-    tpot = only_point(said["gen_ai.server.time_per_output_token"])
-    gaps = only_point(said["infer.inter_token_latency"])
-    assert (WHO, 1, 0.05) == (ttft["attributes"], ttft["count"], ttft["sum"])
-    assert (WHO, 1, 0.025) == (tpot["attributes"], tpot["count"], tpot["sum"])
+    assert expected == set(collected)
+    ttft = only_point(collected["gen_ai.server.time_to_first_token"])
+    tpot = only_point(collected["gen_ai.server.time_per_output_token"])
+    gaps = only_point(collected["infer.inter_token_latency"])
+    assert (GEN_AI, 1, 0.05) == (ttft["attributes"], ttft["count"], ttft["sum"])
+    assert (GEN_AI, 1, 0.025) == (tpot["attributes"], tpot["count"], tpot["sum"])
     assert in_buckets(semconv.TTFT_BOUNDS, le_0_06=1) == ttft["bucket_counts"]
     assert in_buckets(semconv.TPOT_BOUNDS, le_0_01=2, le_0_02=1, le_0_075=1) == gaps["bucket_counts"]
-    assert (WHO, 4, 0.01, 0.06) == (gaps["attributes"], gaps["count"], gaps["min"], gaps["max"])
+    assert (GEN_AI, 4, 0.01, 0.06) == (gaps["attributes"], gaps["count"], gaps["min"], gaps["max"])
     assert gaps["sum"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
     ("outcome", "gaps"), [(events.ERROR, False), (events.ABORTED, True)], ids=["failed", "aborted"]
 )
-def test_what_was_no_success_has_no_ttft_and_no_tpot(outcome: int, gaps: bool) -> None:
-    said = counted(sink(), generation(outcome=outcome, error_type="timeout", failed_stage="decode"))
-    assert "gen_ai.server.time_to_first_token" not in said
-    assert "gen_ai.server.time_per_output_token" not in said
-    assert gaps == ("infer.inter_token_latency" in said)
-    assert {**WHO, "error.type": "timeout"} == only_point(said["gen_ai.server.request.duration"])[
+def test_unsuccessful_request_has_no_ttft_or_tpot(outcome: int, gaps: bool) -> None:
+    collected = add_and_collect(
+        make_aggregator(), generation(outcome=outcome, error_type="timeout", failed_stage="decode")
+    )
+    assert "gen_ai.server.time_to_first_token" not in collected
+    assert "gen_ai.server.time_per_output_token" not in collected
+    assert gaps == ("infer.inter_token_latency" in collected)
+    assert {**GEN_AI, "error.type": "timeout"} == only_point(collected["gen_ai.server.request.duration"])[
         "attributes"
     ]
 
 
-def test_an_aborted_request_says_how_long_it_had_waited_and_in_which_stage() -> None:
-    said = counted(
-        sink(), record(outcome=events.ABORTED, error_type="client_disconnect", failed_stage="queue")
+def test_aborted_request_records_wait_and_stage() -> None:
+    collected = add_and_collect(
+        make_aggregator(),
+        record(outcome=events.ABORTED, error_type="client_disconnect", failed_stage="queue"),
     )
-    point = only_point(said["infer.request.abandoned"])
-    expected = {**WHO, "infer.stage": "queue", "error.type": "client_disconnect"}
+    point = only_point(collected["infer.request.abandoned"])
+    expected = {**GEN_AI, "infer.stage": "queue", "error.type": "client_disconnect"}
     assert (expected, 1, 0.3) == (point["attributes"], point["count"], point["sum"])
 
 
-def test_a_clients_own_stop_is_counted_without_an_error() -> None:
-    said = counted(sink(), generation(outcome=events.ABORTED, failed_stage="decode"))
-    assert {**WHO, "infer.stage": "decode"} == only_point(said["infer.request.abandoned"])["attributes"]
-    assert WHO == only_point(said["gen_ai.server.request.duration"])["attributes"]
-    assert "gen_ai.server.time_to_first_token" not in said
+def test_client_stop_is_abandoned_without_an_error() -> None:
+    collected = add_and_collect(make_aggregator(), generation(outcome=events.ABORTED, failed_stage="decode"))
+    assert {**GEN_AI, "infer.stage": "decode"} == only_point(collected["infer.request.abandoned"])[
+        "attributes"
+    ]
+    assert GEN_AI == only_point(collected["gen_ai.server.request.duration"])["attributes"]
+    assert "gen_ai.server.time_to_first_token" not in collected
 
 
-def test_a_failed_request_was_not_abandoned() -> None:
-    said = counted(sink(), record(outcome=events.ERROR, error_type="RuntimeError", failed_stage="prefill"))
-    assert "infer.request.abandoned" not in said
+def test_failed_request_is_not_abandoned() -> None:
+    collected = add_and_collect(
+        make_aggregator(), record(outcome=events.ERROR, error_type="RuntimeError", failed_stage="prefill")
+    )
+    assert "infer.request.abandoned" not in collected
 
 
-def test_an_error_without_a_type_is_another() -> None:
-    said = counted(sink(), record(outcome=events.ERROR))
-    assert "_OTHER" == only_point(said["gen_ai.server.request.duration"])["attributes"]["error.type"]
+def test_error_without_a_type_is_other() -> None:
+    collected = add_and_collect(make_aggregator(), record(outcome=events.ERROR))
+    assert "_OTHER" == only_point(collected["gen_ai.server.request.duration"])["attributes"]["error.type"]
 
 
 @pytest.mark.parametrize(
@@ -220,165 +227,177 @@ def test_an_error_without_a_type_is_another() -> None:
     [{"output_tokens": 1}, {"steps": rows(148), "output_tokens": 5}, {"steps": None, "last_token_at": 0}],
     ids=["one token", "one step", "no steps"],
 )
-def test_time_per_output_token_needs_two_instants(changes: dict[str, Any]) -> None:
-    assert "gen_ai.server.time_per_output_token" not in counted(sink(), generation(**changes))
+def test_time_per_output_token_needs_two_timestamps(changes: dict[str, Any]) -> None:
+    assert "gen_ai.server.time_per_output_token" not in add_and_collect(
+        make_aggregator(), generation(**changes)
+    )
 
 
-def test_without_steps_time_per_output_token_is_between_first_and_last_token() -> None:
-    said = counted(sink(), generation(steps=None))
-    assert only_point(said["gen_ai.server.time_per_output_token"])["sum"] == pytest.approx(0.098 / 4)
-    assert "infer.inter_token_latency" not in said
+def test_without_steps_tpot_spans_first_to_last_token() -> None:
+    collected = add_and_collect(make_aggregator(), generation(steps=None))
+    assert only_point(collected["gen_ai.server.time_per_output_token"])["sum"] == pytest.approx(0.098 / 4)
+    assert "infer.inter_token_latency" not in collected
 
 
-def test_time_per_output_token_is_of_one_sequence_however_many_a_request_has() -> None:
-    alone, three = sink(), sink()
+def test_tpot_is_per_sequence() -> None:
+    alone, three = make_aggregator(), make_aggregator()
     alone.add_request(generation(), exported=False)
     three.add_request(generation(sequences=3, output_tokens=15), exported=False)
-    said = [only_point(sent(metrics)["gen_ai.server.time_per_output_token"]) for metrics in (alone, three)]
-    assert said[0]["sum"] == said[1]["sum"] == 0.025
+    values = [
+        only_point(collect(metrics)["gen_ai.server.time_per_output_token"]) for metrics in (alone, three)
+    ]
+    assert values[0]["sum"] == values[1]["sum"] == 0.025
 
 
-def test_of_a_long_request_only_the_steps_that_are_remembered_make_its_rate() -> None:
-    said = counted(sink(), generation(steps_evicted=1000, output_tokens=1005))
-    assert 0.025 == only_point(said["gen_ai.server.time_per_output_token"])["sum"]
+def test_tpot_uses_the_steps_that_are_kept() -> None:
+    collected = add_and_collect(make_aggregator(), generation(steps_evicted=1000, output_tokens=1005))
+    assert 0.025 == only_point(collected["gen_ai.server.time_per_output_token"])["sum"]
 
 
-def test_a_hole_in_what_was_recorded_is_no_gap_between_tokens() -> None:
-    holed = rows(148, 158, 1168, 1178, steps=(1, 2, 90, 91))
-    said = counted(sink(), generation(steps=holed, telemetry_lost=True, output_tokens=92))
-    gaps = only_point(said["infer.inter_token_latency"])
+def test_lost_steps_are_not_an_inter_token_gap() -> None:
+    with_loss = rows(148, 158, 1168, 1178, steps=(1, 2, 90, 91))
+    collected = add_and_collect(
+        make_aggregator(), generation(steps=with_loss, telemetry_lost=True, output_tokens=92)
+    )
+    gaps = only_point(collected["infer.inter_token_latency"])
     assert (2, 0.01, 0.01) == (gaps["count"], gaps["min"], gaps["max"])
-    assert 0.01 == only_point(said["gen_ai.server.time_per_output_token"])["sum"]
+    assert 0.01 == only_point(collected["gen_ai.server.time_per_output_token"])["sum"]
 
 
-def test_what_generates_nothing_has_duration_and_stages_only() -> None:
+def test_non_generative_request_has_duration_and_stages() -> None:
     stages = [Stage("forward", 0, 5 * MS, {})]
-    said = counted(sink(), generation(generative=False, preemptions=1, stages=stages))
-    assert {"gen_ai.server.request.duration", "infer.stage.duration", "infer.request.kept"} == set(said)
+    collected = add_and_collect(make_aggregator(), generation(generative=False, preemptions=1, stages=stages))
+    assert {"gen_ai.server.request.duration", "infer.stage.duration", "infer.request.kept"} == set(collected)
 
 
-def test_a_request_that_was_no_inference_still_counts_in_duration_and_names_its_server_span() -> None:
+def test_non_inference_request_has_duration_and_server_exemplar() -> None:
     other = record(operation="", provider="", model="", server_span_id=bytes(7) + b"\3")
-    point = only_point(counted(sink(), other)["gen_ai.server.request.duration"])
+    point = only_point(add_and_collect(make_aggregator(), other)["gen_ai.server.request.duration"])
     assert ({}, 1) == (point["attributes"], point["count"])
     assert ["0" * 15 + "3"] == [exemplar["span_id"] for exemplar in point["exemplars"]]
 
 
-def test_each_stage_is_counted_and_detokenize_beside_them() -> None:
+def test_stages_and_detokenize_are_recorded() -> None:
     stages = [
         Stage("queue", 0, 5 * MS, {}),
         Stage("rerank", 0, 6 * MS, {}),
         Stage("rerank", 0, 7 * MS, {}),
         Stage("postprocess", 0, 9 * MS, {"infer.detokenize.duration": 0.002}),
     ]
-    points = counted(sink(), record(stages=stages))["infer.stage.duration"]["points"]
-    said = {point["attributes"].pop("infer.stage"): (point["count"], point["max"]) for point in points}
+    points = add_and_collect(make_aggregator(), record(stages=stages))["infer.stage.duration"]["points"]
+    recorded = {point["attributes"].pop("infer.stage"): (point["count"], point["max"]) for point in points}
     expected = {
         "queue": (1, 0.005),
         "rerank": (2, 0.007),
         "postprocess": (1, 0.009),
         "detokenize": (1, 0.002),
     }
-    assert expected == said
-    assert all({**WHO, "infer.clock": "host"} == point["attributes"] for point in points)
+    assert expected == recorded
+    assert all({**GEN_AI, "infer.clock": "host"} == point["attributes"] for point in points)
 
 
-def test_preemptions_and_reasons_are_monotonic_sums() -> None:
-    metrics = sink()
+def test_preemptions_and_sampling_reasons_are_counters() -> None:
+    metrics = make_aggregator()
     metrics.add_request(record(preemptions=2), exported=True)
     metrics.add_request(record(preemptions=1), exported=False)
     for reason in ("budget", "unsampled"):
         metrics.add_decision(record(), Decision(True, 0, reason))
-    said = sent(metrics)
-    preemptions, kept = said["infer.request.preemptions"], said["infer.request.kept"]
+    collected = collect(metrics)
+    preemptions, sampled = collected["infer.request.preemptions"], collected["infer.request.kept"]
     assert (True, CUMULATIVE, "{preemption}") == (
         preemptions["monotonic"],
         preemptions["temporality"],
         preemptions["unit"],
     )
-    assert [(WHO, 3)] == [(point["attributes"], point["value"]) for point in preemptions["points"]]
+    assert [(GEN_AI, 3)] == [(point["attributes"], point["value"]) for point in preemptions["points"]]
     expected = [({"infer.keep.reason": "budget"}, 1), ({"infer.keep.reason": "unsampled"}, 1)]
-    assert expected == [(point["attributes"], point["value"]) for point in kept["points"]]
+    assert expected == [(point["attributes"], point["value"]) for point in sampled["points"]]
 
 
-def test_a_request_that_was_never_preempted_makes_no_series_of_preemptions() -> None:
-    assert "infer.request.preemptions" not in counted(sink(), record())
+def test_request_without_preemption_adds_no_series() -> None:
+    assert "infer.request.preemptions" not in add_and_collect(make_aggregator(), record())
 
 
 # ── exemplars ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def exemplars_of(said: dict[str, dict[str, Any]], name: str) -> list[tuple[float, str]]:
-    return [(each["value"], each["span_id"][-1]) for each in only_point(said[name])["exemplars"]]
+def exemplars_in(collected: dict[str, dict[str, Any]], name: str) -> list[tuple[float, str]]:
+    return [(each["value"], each["span_id"][-1]) for each in only_point(collected[name])["exemplars"]]
 
 
 def spans(number: int) -> bytes:
     return bytes(7) + bytes([number])
 
 
-def test_only_an_exported_request_is_an_exemplar() -> None:
-    metrics = sink()
+def test_only_exported_requests_are_exemplars() -> None:
+    metrics = make_aggregator()
     metrics.add_request(generation(span_id=spans(3)), exported=True)
     metrics.add_request(generation(span_id=spans(4)), exported=False)
-    said = sent(metrics)
-    assert 2 == only_point(said["gen_ai.server.request.duration"])["count"]
-    assert [(0.3, "3")] == exemplars_of(said, "gen_ai.server.request.duration")
-    assert [(0.05, "3")] == exemplars_of(said, "gen_ai.server.time_to_first_token")
+    collected = collect(metrics)
+    assert 2 == only_point(collected["gen_ai.server.request.duration"])["count"]
+    assert [(0.3, "3")] == exemplars_in(collected, "gen_ai.server.request.duration")
+    assert [(0.05, "3")] == exemplars_in(collected, "gen_ai.server.time_to_first_token")
 
 
-def test_each_bucket_has_the_latest_exported_request() -> None:
+def test_bucket_exemplar_is_the_latest_exported_request() -> None:
     fast, slow = record(span_id=spans(3), ended_at=390 * MS), record(span_id=spans(4), ended_at=900 * MS)
-    said = counted(sink(), record(span_id=spans(5), ended_at=380 * MS), fast, slow)
-    assert [(0.29, "3"), (0.8, "4")] == exemplars_of(said, "gen_ai.server.request.duration")
+    collected = add_and_collect(make_aggregator(), record(span_id=spans(5), ended_at=380 * MS), fast, slow)
+    assert [(0.29, "3"), (0.8, "4")] == exemplars_in(collected, "gen_ai.server.request.duration")
 
 
-def test_the_exemplars_of_gaps_are_the_largest_in_each_bucket() -> None:
+def test_gap_exemplars_are_the_largest_per_bucket() -> None:
     uneven = generation(steps=rows(100, 106, 112.5, 122, 142))
-    said = counted(sink(), uneven)
+    collected = add_and_collect(make_aggregator(), uneven)
     expected = [(0.0065, "2"), (0.0095, "2"), (0.02, "2")]
-    assert expected == sorted(exemplars_of(said, "infer.inter_token_latency"))
+    assert expected == sorted(exemplars_in(collected, "infer.inter_token_latency"))
 
 
-def test_there_are_no_exemplars_where_they_are_switched_off() -> None:
-    said = counted(sink(exemplars=False), generation())
+def test_exemplars_can_be_disabled() -> None:
+    collected = add_and_collect(make_aggregator(exemplars=False), generation())
     assert [] == [
-        point["exemplars"] for metric in said.values() for point in metric["points"] if point["exemplars"]
+        point["exemplars"]
+        for metric in collected.values()
+        for point in metric["points"]
+        if point["exemplars"]
     ]
 
 
-def test_a_request_without_a_trace_is_no_exemplar() -> None:
-    said = counted(sink(), record(trace_id=bytes(16), span_id=bytes(8)))
-    assert [] == only_point(said["gen_ai.server.request.duration"])["exemplars"]
+def test_request_without_a_trace_is_no_exemplar() -> None:
+    collected = add_and_collect(make_aggregator(), record(trace_id=bytes(16), span_id=bytes(8)))
+    assert [] == only_point(collected["gen_ai.server.request.duration"])["exemplars"]
 
 
 # ── cardinality ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_ten_thousand_random_models_names_and_methods_add_at_most_three_series() -> None:
-    metrics = sink()
+def test_random_request_names_add_at_most_three_series() -> None:
+    metrics = make_aggregator()
     dice = random.Random(1)
-    baseline = {name: len(metric["points"]) for name, metric in counted(metrics, generation()).items()}
+    baseline = {
+        name: len(metric["points"]) for name, metric in add_and_collect(metrics, generation()).items()
+    }
     for _ in range(10_000):
         noise = f"{dice.getrandbits(64):x}"
         attributes: dict[str, events.Value] = {"http.request.method": noise, "http.route": noise}
         metrics.add_request(generation(model=noise, name=noise, attributes=attributes), exported=True)
-    said = sent(metrics)
-    assert baseline.keys() == said.keys()
-    for name, metric in said.items():
+    collected = collect(metrics)
+    assert baseline.keys() == collected.keys()
+    for name, metric in collected.items():
         assert len(metric["points"]) - baseline[name] <= 3, name
     models = {
-        point["attributes"]["gen_ai.request.model"] for point in said["infer.inter_token_latency"]["points"]
+        point["attributes"]["gen_ai.request.model"]
+        for point in collected["infer.inter_token_latency"]["points"]
     }
     assert {"llama", "_OTHER"} == models
 
 
-def test_a_model_is_named_once_it_is_served_and_the_first_fifty_are() -> None:
+def test_first_fifty_served_models_are_named() -> None:
     metrics = MetricsAggregator(resource={}, started_at_unix_ns=STARTED)
     metrics.add_request(record(model="m0"), exported=True)
     for number in range(60):
         metrics.allow_model(f"m{number}")
         metrics.add_request(record(model=f"m{number}"), exported=True)
-    points = sent(metrics)["gen_ai.server.request.duration"]["points"]
+    points = collect(metrics)["gen_ai.server.request.duration"]["points"]
     counts = {point["attributes"]["gen_ai.request.model"]: point["count"] for point in points}
     assert {"_OTHER": 11, **{f"m{number}": 1 for number in range(50)}} == counts
 
@@ -402,21 +421,22 @@ def test_a_model_is_named_once_it_is_served_and_the_first_fifty_are() -> None:
             64,
         ),
     ],
-    ids=["operations", "providers", "errors", "stages", "where they died"],
+    ids=["operations", "providers", "errors", "stages", "abandoned stages"],
 )
-def test_names_that_user_code_makes_up_are_bounded(
+def test_names_from_user_code_are_bounded(
     metric: semconv.Metric, attribute: str, noise: Any, limit: int
 ) -> None:
-    said = counted(sink(), *(record(**noise(f"n{number}")) for number in range(200)))
-    names = {point["attributes"][attribute]: point["count"] for point in said[metric.name]["points"]}
+    collected = add_and_collect(make_aggregator(), *(record(**noise(f"n{number}")) for number in range(200)))
+    names = {point["attributes"][attribute]: point["count"] for point in collected[metric.name]["points"]}
     assert {"_OTHER": 200 - limit, **{f"n{number}": 1 for number in range(limit)}} == names
 
 
-def test_two_thousand_attribute_sets_of_a_number_and_then_one_for_the_rest() -> None:
-    metrics = sink()
+def test_attribute_sets_are_limited_with_overflow_point() -> None:
+    """2,000 attribute sets per metric, and one point for the rest."""
+    metrics = make_aggregator()
     for number in range(2100):
         metrics.add_value(semconv.SELF_LOST, {"infer.loss.reason": f"r{number}"}, 1)
-    points = sent(metrics)["infer.self.lost"]["points"]
+    points = collect(metrics)["infer.self.lost"]["points"]
     assert 2001 == len(points)
     assert ({"otel.metric.overflow": True}, 100) == (points[-1]["attributes"], points[-1]["value"])
 
@@ -425,140 +445,143 @@ def test_two_thousand_attribute_sets_of_a_number_and_then_one_for_the_rest() -> 
 
 
 def test_steps_are_counted_by_kind_and_engine() -> None:
-    metrics = sink()
+    metrics = make_aggregator()
     prefill = step(2, ended_at=30 * MS, prefill_tokens=512, decode_tokens=0, size=1)
     mixed = step(3, ended_at=20 * MS, prefill_tokens=100, decode_tokens=8, size=9)
     metrics.add_steps([step(1), prefill, mixed, step(4, size=6, decode_tokens=6), step(1, engine="1", pid=8)])
-    said = sent(metrics)
-    of_first = {"infer.engine": "0", "process.pid": 7}
-    of_second = {"infer.engine": "1", "process.pid": 8}
-    durations = [(p["attributes"], p["count"], p["sum"]) for p in said["infer.step.duration"]["points"]]
+    collected = collect(metrics)
+    first_engine = {"infer.engine": "0", "process.pid": 7}
+    second_engine = {"infer.engine": "1", "process.pid": 8}
+    durations = [(p["attributes"], p["count"], p["sum"]) for p in collected["infer.step.duration"]["points"]]
     assert [
-        ({"infer.step.kind": "decode", "infer.clock": "host", **of_first}, 2, 0.016),
-        ({"infer.step.kind": "prefill", "infer.clock": "host", **of_first}, 1, 0.03),
-        ({"infer.step.kind": "mixed", "infer.clock": "host", **of_first}, 1, 0.02),
-        ({"infer.step.kind": "decode", "infer.clock": "host", **of_second}, 1, 0.008),
+        ({"infer.step.kind": "decode", "infer.clock": "host", **first_engine}, 2, 0.016),
+        ({"infer.step.kind": "prefill", "infer.clock": "host", **first_engine}, 1, 0.03),
+        ({"infer.step.kind": "mixed", "infer.clock": "host", **first_engine}, 1, 0.02),
+        ({"infer.step.kind": "decode", "infer.clock": "host", **second_engine}, 1, 0.008),
     ] == durations
-    sizes = said["infer.step.batch.size"]
+    sizes = collected["infer.step.batch.size"]
     assert "{sequence}" == sizes["unit"]
     assert [(4, 6), (1, 1), (9, 9), (4, 4)] == [(point["min"], point["max"]) for point in sizes["points"]]
     tokens = {
         (p["attributes"]["infer.step.kind"], p["attributes"]["infer.engine"]): p["value"]
-        for p in said["infer.step.tokens"]["points"]
+        for p in collected["infer.step.tokens"]["points"]
     }
     assert {("decode", "0"): 18, ("prefill", "0"): 612, ("decode", "1"): 4} == tokens
 
 
-def test_kv_usage_is_what_each_engine_said_last() -> None:
-    metrics = sink()
+def test_kv_usage_is_the_latest_per_engine() -> None:
+    metrics = make_aggregator()
     metrics.add_steps(
         [step(1, kv_used=10), step(2, kv_used=50), step(1, engine="", pid=8, kv_used=1, kv_total=4)]
     )
-    said = sent(metrics)
+    collected = collect(metrics)
     engines = [{"infer.engine": "0", "process.pid": 7}, {"process.pid": 8}]
     for name, kind, unit, values in (
         ("infer.kv_cache.usage", "sum", "{block}", [50, 1]),
         ("infer.kv_cache.limit", "sum", "{block}", [100, 4]),
         ("infer.kv_cache.utilization", "gauge", "1", [0.5, 0.25]),
     ):
-        metric = said[name]
+        metric = collected[name]
         assert (kind, unit, False) == (metric["kind"], metric["unit"], metric["monotonic"])
         points = [(point["attributes"], point["value"]) for point in metric["points"]]
         assert list(zip(engines, values)) == points
 
 
-def test_how_many_steps_fit_into_what_is_free_is_told_where_the_size_of_blocks_is_known() -> None:
-    metrics = sink()
+def test_kv_headroom_needs_a_known_block_size() -> None:
+    metrics = make_aggregator()
     metrics.add_steps([step(1, kv_used=20, running=4, block_tokens=16), step(1, pid=8, running=4)])
-    said = sent(metrics)
+    collected = collect(metrics)
     size, headroom = (
-        only_point(said[metric.name]) for metric in (semconv.KV_BLOCK_SIZE, semconv.KV_HEADROOM)
+        only_point(collected[metric.name]) for metric in (semconv.KV_BLOCK_SIZE, semconv.KV_HEADROOM)
     )
     assert size["attributes"] == headroom["attributes"] == {"infer.engine": "0", "process.pid": 7}
     assert (size["value"], headroom["value"]) == (16, (100 - 20) * 16 / 4)
 
 
-def test_an_engine_that_is_gone_uses_no_kv_cache() -> None:
-    metrics = sink()
+def test_removed_engine_has_no_kv_metrics() -> None:
+    metrics = make_aggregator()
     metrics.add_steps([step(1, block_tokens=16), step(1, pid=8, block_tokens=16)])
     metrics.retain_engines({("0", 8)})
     for metric in semconv.ENGINE_KV_METRICS:
         name = metric.name
-        assert [8] == [point["attributes"]["process.pid"] for point in sent(metrics)[name]["points"]]
+        assert [8] == [point["attributes"]["process.pid"] for point in collect(metrics)[name]["points"]]
 
 
-def test_where_nobody_is_in_flight_and_no_step_is_taken_nothing_is_in_a_kv_cache() -> None:
-    metrics = sink()
+def test_idle_engine_has_zero_kv_usage() -> None:
+    metrics = make_aggregator()
     last = step(1, kv_used=90, block_tokens=16)
     metrics.add_steps([last])
     metrics.reset_idle_kv_usage(last.ended_at + 500 * MS)
     names = ("infer.kv_cache.usage", "infer.kv_cache.utilization", "infer.kv_cache.headroom")
-    assert [only_point(sent(metrics)[name])["value"] for name in names[:2]] == [90, 0.9]
+    assert [only_point(collect(metrics)[name])["value"] for name in names[:2]] == [90, 0.9]
     metrics.reset_idle_kv_usage(last.ended_at + 2_000 * MS)
-    said = sent(metrics)
-    assert [only_point(said[name])["value"] for name in names[:2]] == [0, 0] and names[2] not in said
-    assert only_point(said["infer.kv_cache.limit"])["value"] == 100
+    collected = collect(metrics)
+    assert [only_point(collected[name])["value"] for name in names[:2]] == [0, 0] and names[
+        2
+    ] not in collected
+    assert only_point(collected["infer.kv_cache.limit"])["value"] == 100
 
 
-def test_an_engine_without_kv_blocks_has_no_kv_metrics() -> None:
-    metrics = sink()
+def test_engine_without_kv_blocks_has_no_kv_metrics() -> None:
+    metrics = make_aggregator()
     metrics.add_steps([step(kv_used=0, kv_total=0)])
-    assert {"infer.step.duration", "infer.step.batch.size", "infer.step.tokens"} == set(sent(metrics))
+    assert {"infer.step.duration", "infer.step.batch.size", "infer.step.tokens"} == set(collect(metrics))
 
 
-def test_a_step_that_does_not_know_the_kv_cache_leaves_what_was_known() -> None:
-    metrics = sink()
+def test_step_without_kv_data_keeps_the_last_value() -> None:
+    metrics = make_aggregator()
     metrics.add_steps([step(1)])
     metrics.add_steps([step(2, kv_used=0, kv_total=0)])
-    assert 25 == only_point(sent(metrics)["infer.kv_cache.usage"])["value"]
+    assert 25 == only_point(collect(metrics)["infer.kv_cache.usage"])["value"]
 
 
-# ── values that others set ───────────────────────────────────────────────────────────────────────────────────────
+# ── values set by other modules ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_set_is_absolute_and_add_adds_up() -> None:
-    metrics = sink()
+def test_set_value_is_absolute_and_add_value_accumulates() -> None:
+    metrics = make_aggregator()
     for value in (3, 2):
         metrics.set_value(semconv.REQUEST_ACTIVE, {"infer.request.state": "running"}, value)
         metrics.set_value(semconv.SELF_SPANS, {}, value)
         metrics.add_value(semconv.SELF_ERRORS, {}, value)
     metrics.set_value(semconv.SELF_CPU, {"cpu.mode": "user"}, 1.5)
-    said = sent(metrics)
+    collected = collect(metrics)
     expected = {
         "infer.request.active": ({"infer.request.state": "running"}, 2, False),
         "infer.self.spans": ({}, 2, True),
         "infer.self.errors": ({}, 5, True),
         "infer.self.cpu.time": ({"cpu.mode": "user"}, 1.5, True),
     }
-    points = {name: only_point(metric) for name, metric in said.items()}
+    points = {name: only_point(metric) for name, metric in collected.items()}
     assert expected == {
-        name: (point["attributes"], point["value"], said[name]["monotonic"]) for name, point in points.items()
+        name: (point["attributes"], point["value"], collected[name]["monotonic"])
+        for name, point in points.items()
     }
 
 
-def test_attributes_that_a_metric_does_not_have_do_not_leave() -> None:
-    metrics = sink()
+def test_undeclared_attributes_are_not_exported() -> None:
+    metrics = make_aggregator()
     metrics.set_value(semconv.SELF_MEMORY, {"user.id": "canary"}, 5)
-    assert {} == only_point(sent(metrics)["infer.self.memory.usage"])["attributes"]
+    assert {} == only_point(collect(metrics)["infer.self.memory.usage"])["attributes"]
 
 
 # ── temporality ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_cumulative_says_all_of_it_again_from_the_start() -> None:
-    metrics = sink()
-    counted(metrics, record())
+def test_cumulative_points_start_at_process_start() -> None:
+    metrics = make_aggregator()
+    add_and_collect(metrics, record())
     metrics.add_request(record(), exported=False)
-    point = only_point(sent(metrics, LATER)["gen_ai.server.request.duration"])
+    point = only_point(collect(metrics, LATER)["gen_ai.server.request.duration"])
     assert (2, STARTED, LATER) == (point["count"], point["start_time_unix_nano"], point["time_unix_nano"])
     assert 1 == len(point["exemplars"])
 
 
 @pytest.mark.parametrize("temporality", ["delta", "lowmemory"])
-def test_delta_reports_histograms_and_counters_and_begins_anew(temporality: str) -> None:
-    metrics = sink(temporality=temporality)
+def test_delta_points_restart_after_each_collection(temporality: str) -> None:
+    metrics = make_aggregator(temporality=temporality)
     metrics.set_value(semconv.SELF_SPANS, {}, 10)
-    first = counted(metrics, record(), record())
+    first = add_and_collect(metrics, record(), record())
     for name, instant in (("gen_ai.server.request.duration", "count"), ("infer.request.kept", "value")):
         point = only_point(first[name])
         assert DELTA == first[name]["temporality"]
@@ -567,7 +590,7 @@ def test_delta_reports_histograms_and_counters_and_begins_anew(temporality: str)
     metrics.set_value(semconv.SELF_SPANS, {}, 14)
     metrics.add_request(record(ended_at=500 * MS), exported=False)
     metrics.add_decision(record(), Decision(True, 0, "budget"))
-    second = sent(metrics, LATER)
+    second = collect(metrics, LATER)
     point = only_point(second["gen_ai.server.request.duration"])
     assert (1, 0.4, 0.4, NOW, LATER, []) == (
         point["count"],
@@ -579,48 +602,47 @@ def test_delta_reports_histograms_and_counters_and_begins_anew(temporality: str)
     )
     assert 1 == only_point(second["infer.request.kept"])["value"]
     assert 4 == only_point(second["infer.self.spans"])["value"]
-    assert "gen_ai.server.request.duration" not in sent(metrics, LATER + 1)
+    assert "gen_ai.server.request.duration" not in collect(metrics, LATER + 1)
 
 
-def test_delta_of_what_was_counted_before_us_begins_with_us() -> None:
-    metrics, values = sink(temporality="delta"), []
+def test_delta_starts_at_the_first_observed_value() -> None:
+    metrics, values = make_aggregator(temporality="delta"), []
     for joules in (1e9, 1e9 + 70, 1e9 + 100):
         metrics.set_value(semconv.GPU_ENERGY, {semconv.HW_ID: "GPU-1"}, joules)
-        values.append(only_point(sent(metrics)["hw.energy"])["value"])
+        values.append(only_point(collect(metrics)["hw.energy"])["value"])
     assert values == [0, 70, 30]
 
 
-def test_delta_of_errors_begins_with_us_for_those_that_the_driver_counts_and_tells_all_that_happened_since() -> (
-    None
-):
-    metrics, told = sink(temporality="delta"), []
+def test_delta_of_errors_starts_at_the_first_value() -> None:
+    """Errors that the driver counts start at the first value; errors that we count start at zero."""
+    metrics, values = make_aggregator(temporality="delta"), []
     for corrected, lost in ((700, 0), (702, 1), (702, 1)):
-        counted = {"corrected": corrected, "xid_79": lost}
-        for kind, many in counted.items():
+        counts = {"corrected": corrected, "xid_79": lost}
+        for kind, many in counts.items():
             if many:
                 metrics.set_value(
                     semconv.GPU_ERRORS, {semconv.HW_ID: "GPU-1", semconv.ERROR_TYPE: kind}, many
                 )
-        points = sent(metrics)["hw.errors"]["points"]
-        told.append({point["attributes"]["error.type"]: point["value"] for point in points})
-    assert told == [{"corrected": 0}, {"corrected": 2, "xid_79": 1}, {"corrected": 0, "xid_79": 0}]
+        points = collect(metrics)["hw.errors"]["points"]
+        values.append({point["attributes"]["error.type"]: point["value"] for point in points})
+    assert values == [{"corrected": 0}, {"corrected": 2, "xid_79": 1}, {"corrected": 0, "xid_79": 0}]
 
 
-def test_a_wall_clock_that_is_set_back_makes_no_interval_that_ends_before_it_begins() -> None:
-    metrics = sink(temporality="delta")
-    counted(metrics, record())
+def test_wall_clock_set_back_gives_no_negative_interval() -> None:
+    metrics = make_aggregator(temporality="delta")
+    add_and_collect(metrics, record())
     metrics.add_request(record(), exported=False)
-    point = only_point(sent(metrics, STARTED)["gen_ai.server.request.duration"])
+    point = only_point(collect(metrics, STARTED)["gen_ai.server.request.duration"])
     assert point["start_time_unix_nano"] <= point["time_unix_nano"] == STARTED
 
 
 @pytest.mark.parametrize("temporality", ["delta", "lowmemory"])
-def test_delta_leaves_up_down_counters_cumulative_and_gauges_as_they_were_set(temporality: str) -> None:
-    metrics = sink(temporality=temporality)
+def test_delta_keeps_updowncounters_cumulative_and_gauges_current(temporality: str) -> None:
+    metrics = make_aggregator(temporality=temporality)
     metrics.add_steps([step(1)])
-    sent(metrics)
-    said = sent(metrics, LATER)
-    usage, utilization = said["infer.kv_cache.usage"], said["infer.kv_cache.utilization"]
+    collect(metrics)
+    collected = collect(metrics, LATER)
+    usage, utilization = collected["infer.kv_cache.usage"], collected["infer.kv_cache.utilization"]
     assert CUMULATIVE == usage["temporality"]
     point = only_point(usage)
     assert (25, STARTED, LATER) == (point["value"], point["start_time_unix_nano"], point["time_unix_nano"])
@@ -631,37 +653,40 @@ def test_delta_leaves_up_down_counters_cumulative_and_gauges_as_they_were_set(te
     lengths=st.lists(st.lists(st.integers(0, 10**11), max_size=5), min_size=1, max_size=4),
     exponential=st.booleans(),
 )
-def test_deltas_add_up_to_what_cumulative_says(lengths: list[list[int]], exponential: bool) -> None:
-    delta, cumulative = sink(temporality="delta", exponential=exponential), sink(exponential=exponential)
+def test_deltas_sum_to_the_cumulative_value(lengths: list[list[int]], exponential: bool) -> None:
+    delta, cumulative = (
+        make_aggregator(temporality="delta", exponential=exponential),
+        make_aggregator(exponential=exponential),
+    )
     name = "gen_ai.server.request.duration"
     count, total = 0, 0.0
     for interval in lengths:
         for length in interval:
             for each in (delta, cumulative):
                 each.add_request(record(arrived_at=0, ended_at=length), exported=True)
-        said = sent(delta)
+        collected = collect(delta)
         if interval:
-            count += only_point(said[name])["count"]
-            total += only_point(said[name])["sum"]
-    whole = sent(cumulative)
+            count += only_point(collected[name])["count"]
+            total += only_point(collected[name])["sum"]
+    whole = collect(cumulative)
     if count:
         assert count == only_point(whole[name])["count"]
         assert total == pytest.approx(only_point(whole[name])["sum"])
 
 
-# ── forms and destinations ───────────────────────────────────────────────────────────────────────────────────────
+# ── formats and destinations ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_nothing_counted_is_nothing_said() -> None:
-    assert {} == sent(sink())
+def test_aggregator_without_data_exports_nothing() -> None:
+    assert {} == collect(make_aggregator())
 
 
-def test_a_length_that_cannot_be_makes_no_empty_point() -> None:
-    assert {"infer.request.kept"} == set(counted(sink(), record(ended_at=0)))
+def test_negative_duration_adds_no_point() -> None:
+    assert {"infer.request.kept"} == set(add_and_collect(make_aggregator(), record(ended_at=0)))
 
 
-def test_exponential_histograms_where_they_are_asked_for() -> None:
-    metric = counted(sink(exponential=True), generation())["infer.inter_token_latency"]
+def test_exponential_histograms_can_be_enabled() -> None:
+    metric = add_and_collect(make_aggregator(exponential=True), generation())["infer.inter_token_latency"]
     point = only_point(metric)
     assert ("exponential_histogram", CUMULATIVE) == (metric["kind"], metric["temporality"])
     assert (4, 0, 0.01, 0.06) == (point["count"], point["zero_count"], point["min"], point["max"])
@@ -673,46 +698,46 @@ def test_exponential_histograms_where_they_are_asked_for() -> None:
     assert [0.01, 0.02, 0.06] == sorted(exemplar["value"] for exemplar in point["exemplars"])
 
 
-def test_the_resource_may_still_gain_its_name() -> None:
+def test_resource_can_gain_its_service_name_later() -> None:
     resource: dict[str, events.Value] = {"process.pid": 7}
-    metrics = sink(resource=resource)
-    first = counted(metrics, record())["infer.request.kept"]
+    metrics = make_aggregator(resource=resource)
+    first = add_and_collect(metrics, record())["infer.request.kept"]
     assert {"service.name": "unknown_service:python", "process.pid": 7} == first["resource"]
     resource["service.name"] = "vllm"
-    assert {"service.name": "vllm", "process.pid": 7} == sent(metrics)["infer.request.kept"]["resource"]
+    assert {"service.name": "vllm", "process.pid": 7} == collect(metrics)["infer.request.kept"]["resource"]
 
 
-def test_time_is_counted_by_what_it_went_into() -> None:
-    metrics = sink()
-    one, two = generation(), generation()
-    one.breakdown, two.breakdown = (
+def test_latency_is_counted_by_cause() -> None:
+    metrics = make_aggregator()
+    first, second = generation(), generation()
+    first.breakdown, second.breakdown = (
         LatencyBreakdown({"decode": 250_000_000, "gc": 50_000_000}, None),
         LatencyBreakdown({"gc": 1_000_000_000}, None),
     )
-    points = counted(metrics, one, two)["infer.latency.duration"]["points"]
+    points = add_and_collect(metrics, first, second)["infer.latency.duration"]["points"]
     assert {p["attributes"]["infer.latency.cause"]: p["value"] for p in points} == {
         "decode": 0.25,
         "gc": 1.05,
     }
 
 
-def test_pauses_are_counted_by_cause_and_causes_are_few() -> None:
-    metrics = sink()
+def test_pauses_are_counted_by_cause_with_a_limit() -> None:
+    metrics = make_aggregator()
     metrics.add_pauses([Pause(0, 2 * MS, "gc"), Pause(MS, 4 * MS, "gc"), Pause(0, 5000 * MS, "compile")])
     paused = {
-        p["attributes"]["infer.pause.cause"]: p for p in sent(metrics)["infer.pause.duration"]["points"]
+        p["attributes"]["infer.pause.cause"]: p for p in collect(metrics)["infer.pause.duration"]["points"]
     }
     assert (paused["gc"]["count"], paused["gc"]["sum"]) == (2, pytest.approx(0.005))
     assert (paused["compile"]["count"], paused["compile"]["sum"]) == (1, 5)
     metrics.add_pauses([Pause(0, MS, f"invented {number}") for number in range(1000)])
-    assert len(sent(metrics)["infer.pause.duration"]["points"]) <= 65
+    assert len(collect(metrics)["infer.pause.duration"]["points"]) <= 65
 
 
-def test_marks_are_counted_by_what_they_are_and_only_those_that_are_known() -> None:
-    metrics = sink()
+def test_marks_are_counted_and_unknown_names_are_other() -> None:
+    metrics = make_aggregator()
     metrics.add_marks([Mark(0, MS, "allocator_retry", 2), Mark(MS, 2 * MS, "allocator_retry", 3)])
     metrics.add_marks([Mark(0, MS, f"invented {number}", 1) for number in range(100)])
-    points = sent(metrics)["infer.marks"]["points"]
+    points = collect(metrics)["infer.marks"]["points"]
     assert {point["attributes"]["infer.mark.name"]: point["value"] for point in points} == {
         "allocator_retry": 5,
         "_OTHER": 100,
@@ -725,13 +750,15 @@ BY_CALLER = {
 }  # fmt: skip
 
 
-def by_callers(metrics: MetricsAggregator, *said: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """For each metric, what its points say of the callers of requests with these attributes."""
-    for attributes in said:
-        one = generation(attributes=attributes, stages=[Stage("queue", 0, 1, {})], preemptions=1)
-        one.breakdown = LatencyBreakdown({"decode": 1}, None)
+def caller_attributes(
+    metrics: MetricsAggregator, *requests: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns the caller attributes of each metric's points, for requests with these attributes."""
+    for attributes in requests:
+        finished = generation(attributes=attributes, stages=[Stage("queue", 0, 1, {})], preemptions=1)
+        finished.breakdown = LatencyBreakdown({"decode": 1}, None)
         aborted = generation(attributes=attributes, outcome=events.ABORTED, failed_stage="decode", steps=None)
-        metrics.add_request(one, exported=True)
+        metrics.add_request(finished, exported=True)
         metrics.add_request(aborted, exported=True)
     return {
         name: [
@@ -739,85 +766,88 @@ def by_callers(metrics: MetricsAggregator, *said: dict[str, Any]) -> dict[str, l
             for point in metric["points"]
             if "error.type" not in point["attributes"] or name == "infer.request.abandoned"
         ]
-        for name, metric in sent(metrics).items()
+        for name, metric in collect(metrics).items()
     }
 
 
-def test_where_nobody_asked_who_asks_metrics_say_nothing_of_it() -> None:
-    points = by_callers(sink(), {"infer.tenant": "acme", "infer.traffic.class": "batch"})
+def test_caller_attributes_are_off_by_default() -> None:
+    points = caller_attributes(make_aggregator(), {"infer.tenant": "acme", "infer.traffic.class": "batch"})
     assert points.keys() > BY_CALLER
-    assert all(point == {} for of_metric in points.values() for point in of_metric)
+    assert all(point == {} for metric_points in points.values() for point in metric_points)
 
 
-def test_only_tenants_that_are_listed_are_named_on_metrics_and_only_on_those_of_the_callers() -> None:
-    metrics = sink(tenants={"acme"})
-    points = by_callers(
+def test_only_listed_tenants_are_named_on_caller_metrics() -> None:
+    metrics = make_aggregator(tenants={"acme"})
+    points = caller_attributes(
         metrics, {"infer.tenant": "acme"}, {"infer.tenant": "other"}, {}, {"infer.tenant": [1]}
     )
-    for name, said in points.items():
-        named = [point.get("infer.tenant") for point in said]
+    for name, callers in points.items():
+        named = [point.get("infer.tenant") for point in callers]
         assert named == (["acme", "_OTHER"] if name in BY_CALLER else [None]), name
 
 
-def test_the_traffic_class_is_one_of_two_on_metrics() -> None:
-    metrics = sink(traffic_classes=True)
-    points = by_callers(metrics, {"infer.traffic.class": "batch"}, {"infer.traffic.class": "invented"}, {})
-    for name, said in points.items():
-        named = [point.get("infer.traffic.class") for point in said]
+def test_traffic_class_has_two_values_on_metrics() -> None:
+    metrics = make_aggregator(traffic_classes=True)
+    points = caller_attributes(
+        metrics, {"infer.traffic.class": "batch"}, {"infer.traffic.class": "invented"}, {}
+    )
+    for name, callers in points.items():
+        named = [point.get("infer.traffic.class") for point in callers]
         assert named == (["batch", "interactive"] if name in BY_CALLER else [None]), name
 
 
-def test_interference_is_counted_by_the_class_of_offender_and_victim() -> None:
-    metrics = sink()
-    victims = [
+def test_interference_is_counted_by_both_classes() -> None:
+    """The class of the interferer and the class of the delayed request."""
+    metrics = make_aggregator()
+    delayed = [
         generation(input_tokens=8),
         generation(input_tokens=8, attributes={"infer.traffic.class": "batch"}),
     ]
-    for victim in victims:
-        victim.breakdown = LatencyBreakdown(
+    for delayed_request in delayed:
+        delayed_request.breakdown = LatencyBreakdown(
             {"interference": 5 * MS}, None, (("long", 4 * MS), ("unknown", MS))
         )
-    points = counted(metrics, *victims)["infer.interference.duration"]["points"]
-    said = {tuple(point["attributes"].values()): point["value"] for point in points}
-    assert said == {
+    points = add_and_collect(metrics, *delayed)["infer.interference.duration"]["points"]
+    values = {tuple(point["attributes"].values()): point["value"] for point in points}
+    assert values == {
         ("long", "short"): 0.004, ("unknown", "short"): 0.001, ("long", "batch"): 0.004, ("unknown", "batch"): 0.001,
     }  # fmt: skip
 
 
-def started(*phases: Phase, **more: Any) -> StartRecord:
+def start_record(*phases: Phase, **more: Any) -> StartRecord:
     return StartRecord(bytes(15) + b"t", bytes(7) + b"s", 1, 0, 900 * MS, WALL, phases, **more)
 
 
-def test_what_a_worker_takes_is_counted_by_its_rank() -> None:
-    metrics = sink()
+def test_executions_are_counted_by_worker_rank() -> None:
+    metrics = make_aggregator()
     metrics.add_executions([Execution("vllm", 77, rank, (rank + 1) * MS) for rank in (0, 1, 1)])
-    points = counted(metrics)["infer.step.execution.duration"]["points"]
+    points = add_and_collect(metrics)["infer.step.execution.duration"]["points"]
     assert {point["attributes"]["infer.worker.rank"]: (point["count"], point["sum"]) for point in points} == {
         0: (1, 0.001), 1: (2, 0.004),
     }  # fmt: skip
 
 
-def test_what_a_device_takes_is_a_series_of_its_own_and_so_is_what_it_waits_for() -> None:
-    metrics = sink()
+def test_device_times_have_their_own_series() -> None:
+    metrics = make_aggregator()
     metrics.add_executions(
         [Execution("vllm", 77, 0, 5 * MS), Execution("vllm", 77, 0, 4 * MS, True, 2 * MS, -1)]
     )
-    said = counted(metrics)
-    points = said["infer.step.execution.duration"]["points"]
+    collected = add_and_collect(metrics)
+    points = collected["infer.step.execution.duration"]["points"]
     clocks = {point["attributes"]["infer.clock"]: point["sum"] for point in points}
     assert clocks == {"host": 0.005, "device": 0.004}
-    assert [point["sum"] for point in said["infer.step.device.queue"]["points"]] == [0.002]
-    assert "infer.step.device.gap" not in said
+    assert [point["sum"] for point in collected["infer.step.device.queue"]["points"]] == [0.002]
+    assert "infer.step.device.gap" not in collected
 
 
-def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
-    metrics = sink()
+def test_start_is_recorded_per_phase_and_in_total() -> None:
+    metrics = make_aggregator()
     loaded = (Phase("weights", 0, 100 * MS), Phase("weights", 200 * MS, 400 * MS))
-    metrics.add_start(started(*loaded, ready_by="lifespan"), exported=True)
-    metrics.add_start(started(*loaded[:1], error_type="OSError"), exported=True)
-    points = counted(metrics)["infer.startup.duration"]["points"]
-    said = {tuple(point["attributes"].values()): (point["count"], point["sum"]) for point in points}
-    assert said == {
+    metrics.add_start(start_record(*loaded, ready_by="lifespan"), exported=True)
+    metrics.add_start(start_record(*loaded[:1], error_type="OSError"), exported=True)
+    points = add_and_collect(metrics)["infer.startup.duration"]["points"]
+    recorded = {tuple(point["attributes"].values()): (point["count"], point["sum"]) for point in points}
+    assert recorded == {
         ("total", "lifespan"): (1, 0.9), ("weights", "lifespan"): (1, pytest.approx(0.3)),
         ("total", "OSError"): (1, 0.9), ("weights", "OSError"): (1, 0.1),
     }  # fmt: skip
@@ -825,29 +855,30 @@ def test_a_start_is_counted_once_per_phase_and_as_a_whole() -> None:
     assert exemplar["trace_id"] == (bytes(15) + b"t").hex()
 
 
-def test_requests_are_counted_by_what_they_missed_and_those_told_to_stop_by_what_they_had_by_then() -> None:
-    metrics = sink(promises=True)
-    left = {"outcome": events.ABORTED, "failed_stage": "decode"}
+def test_requests_are_counted_by_missed_objectives() -> None:
+    """An aborted request counts with the objectives that it had missed by then."""
+    metrics = make_aggregator(promises=True)
+    aborted = {"outcome": events.ABORTED, "failed_stage": "decode"}
     for each, missed in (
         (generation(), ()),
         (generation(), ("ttft", "e2e")),
         (generation(outcome=events.ERROR, error_type="ValueError"), ("e2e",)),
-        (generation(**left, error_type="timeout"), ()),
-        (generation(**left), ()),
-        (generation(**left, error_type="client_disconnect"), ()),
-        (generation(**left, error_type="client_disconnect"), ("itl",)),
+        (generation(**aborted, error_type="timeout"), ()),
+        (generation(**aborted), ()),
+        (generation(**aborted, error_type="client_disconnect"), ()),
+        (generation(**aborted, error_type="client_disconnect"), ("itl",)),
         (generation(outcome=events.ABORTED, failed_stage="queue", first_token_at=0), ()),
         (record(operation="", generative=False), ("e2e",)),
     ):
         metrics.add_decision(each, Decision(True, 0, "slo", missed=missed))
-    points = sent(metrics)["infer.request.objectives"]["points"]
-    said = {point["attributes"]["infer.slo.missed"]: point["value"] for point in points}
-    assert said == {"none": 3, "ttft,e2e": 1, "error": 2, "itl": 1}
+    points = collect(metrics)["infer.request.objectives"]["points"]
+    values = {point["attributes"]["infer.slo.missed"]: point["value"] for point in points}
+    assert values == {"none": 3, "ttft,e2e": 1, "error": 2, "itl": 1}
 
 
-def test_a_post_that_reaches_no_engine_keeps_no_promise_and_is_blamed_on_nothing() -> None:
-    """99 that are not let in, say, would hide the one that was and waited."""
-    metrics = sink(promises=True)
+def test_refused_request_counts_for_no_objective_or_latency() -> None:
+    """99 refused requests would hide one accepted request that missed its objective."""
+    metrics = make_aggregator(promises=True)
     for _ in range(99):
         refused = record(
             operation="", status_code=401, breakdown=LatencyBreakdown({"unexplained": 300 * MS}, None)
@@ -855,34 +886,34 @@ def test_a_post_that_reaches_no_engine_keeps_no_promise_and_is_blamed_on_nothing
         metrics.add_decision(refused, Decision(True, 0, "none", slow=True))
         metrics.add_request(refused, exported=True)
     metrics.add_decision(generation(), Decision(True, 0, "slo", missed=("ttft",)))
-    said = sent(metrics)
-    points = said["infer.request.objectives"]["points"]
+    collected = collect(metrics)
+    points = collected["infer.request.objectives"]["points"]
     assert {point["attributes"]["infer.slo.missed"]: point["value"] for point in points} == {"ttft": 1}
-    assert "infer.latency.duration" not in said and "infer.latency.slow.duration" not in said
-    assert said["gen_ai.server.request.duration"]["points"][0]["count"] == 99
+    assert "infer.latency.duration" not in collected and "infer.latency.slow.duration" not in collected
+    assert collected["gen_ai.server.request.duration"]["points"][0]["count"] == 99
 
 
-def test_where_nobody_promised_anything_nothing_is_said_of_it() -> None:
-    metrics = sink()
+def test_without_objectives_none_are_counted() -> None:
+    metrics = make_aggregator()
     metrics.add_decision(generation(), Decision(True, 0, "budget"))
-    assert "infer.request.objectives" not in sent(metrics)
+    assert "infer.request.objectives" not in collect(metrics)
 
 
-def test_where_the_time_of_slow_requests_went_is_counted_apart() -> None:
-    metrics = sink()
+def test_latency_of_slow_requests_is_counted_separately() -> None:
+    metrics = make_aggregator()
     for slow in (True, False):
         each = generation(breakdown=LatencyBreakdown({"decode": 3 * MS, "gc": MS}, None))
         metrics.add_decision(each, Decision(True, 0, "budget", slow=slow))
-    points = sent(metrics)["infer.latency.slow.duration"]["points"]
+    points = collect(metrics)["infer.latency.slow.duration"]["points"]
     assert {point["attributes"]["infer.latency.cause"]: point["value"] for point in points} == {
         "decode": 0.003,
         "gc": 0.001,
     }
-    assert all(WHO.items() <= point["attributes"].items() for point in points)
+    assert all(GEN_AI.items() <= point["attributes"].items() for point in points)
 
 
-def test_every_metric_leaves_as_the_table_has_it() -> None:
-    metrics = sink(promises=True)
+def test_each_metric_is_exported_as_declared() -> None:
+    metrics = make_aggregator(promises=True)
     aborted = generation(outcome=events.ABORTED, failed_stage="decode", error_type="timeout")
     read = {"prefix_tokens": 8, "cached_tokens": 4, "drafted_tokens": 6, "accepted_tokens": 3}
     preempted = generation(preemptions=1, stages=[Stage("queue", 0, 1, {})], input_tokens=8, **read)
@@ -892,22 +923,22 @@ def test_every_metric_leaves_as_the_table_has_it() -> None:
     metrics.add_steps([step(prefill_tokens=5, block_tokens=16)])
     metrics.add_executions([Execution("vllm", 77, 0, MS, True, MS, MS)])
     metrics.add_pauses([Pause(0, MS, "gc")])
-    metrics.add_start(started(Phase("imports", 0, MS)), exported=True)
+    metrics.add_start(start_record(Phase("imports", 0, MS)), exported=True)
     metrics.add_marks([Mark(0, MS, "allocator_oom", 1), Mark(0, MS, "kv_eviction", 2)])
     for metric in semconv.METRICS:
         by_value = metric.name.startswith(("infer.self.", "hw.", "infer.gpu.", "infer.device.memory."))
         if by_value or metric in (semconv.REQUEST_ACTIVE, semconv.ENGINE_WAITING, semconv.PINNED_MEMORY):
             metrics.set_value(metric, dict.fromkeys(metric.attributes, "x"), 1)
-    said = counted(metrics, aborted, preempted)
+    collected = add_and_collect(metrics, aborted, preempted)
     kinds = {"histogram": "histogram", "counter": "sum", "updowncounter": "sum", "gauge": "gauge"}
     expected = [
         (m.name, m.unit, m.description, kinds[m.instrument], m.instrument == "counter")
         for m in semconv.METRICS
     ]
-    actual = [(m["name"], m["unit"], m["description"], m["kind"], m["monotonic"]) for m in said.values()]
+    actual = [(m["name"], m["unit"], m["description"], m["kind"], m["monotonic"]) for m in collected.values()]
     assert expected == actual
     for metric in semconv.METRICS:
-        for point in said[metric.name]["points"]:
+        for point in collected[metric.name]["points"]:
             assert point["attributes"].keys() <= set(metric.attributes)
 
 
@@ -921,9 +952,9 @@ def receiver(
         yield request.param, listening
 
 
-def test_the_exporter_of_the_sdk_sends_it(receiver: tuple[str, OtlpReceiver]) -> None:
+def test_sdk_exporter_sends_the_metrics(receiver: tuple[str, OtlpReceiver]) -> None:
     protocol, listening = receiver
-    metrics = sink()
+    metrics = make_aggregator()
     metrics.add_request(generation(), exported=True)
     exporter = make_metric_exporter(protocol)
     try:
@@ -933,12 +964,12 @@ def test_the_exporter_of_the_sdk_sends_it(receiver: tuple[str, OtlpReceiver]) ->
     assert "infer.inter_token_latency" in {metric["name"] for metric in listening.metrics}
 
 
-def test_an_execution_counts_as_often_as_it_stands_for_others() -> None:
-    metrics = sink()
+def test_execution_counts_for_the_steps_it_represents() -> None:
+    metrics = make_aggregator()
     metrics.add_executions([Execution("vllm", 77, 0, 4 * MS, True, 2 * MS, MS, steps=3, gaps=5)])
-    said = counted(metrics)
+    collected = add_and_collect(metrics)
     assert {
-        name: [(point["count"], pytest.approx(point["sum"])) for point in said[name]["points"]]
+        name: [(point["count"], pytest.approx(point["sum"])) for point in collected[name]["points"]]
         for name in ("infer.step.execution.duration", "infer.step.device.queue", "infer.step.device.gap")
     } == {
         "infer.step.execution.duration": [(3, 0.012)],
@@ -947,22 +978,24 @@ def test_an_execution_counts_as_often_as_it_stands_for_others() -> None:
     }
 
 
-def test_what_is_not_told_any_more_is_gone_and_counters_stay() -> None:
-    metrics = sink()
+def test_replaced_gauges_disappear_and_counters_remain() -> None:
+    metrics = make_aggregator()
 
-    def told(*gpus: str) -> dict[str, list[str]]:
-        def say(set_value: Any) -> None:
+    def observed(*gpus: str) -> dict[str, list[str]]:
+        def set_gpu_values(set_value: Any) -> None:
             for gpu in gpus:
                 for metric in (semconv.GPU_TEMPERATURE, semconv.GPU_ENERGY):
                     set_value(metric, {semconv.HW_ID: gpu}, 70)
 
-        metrics.replace_values([semconv.GPU_TEMPERATURE, semconv.GPU_POWER], say)
-        said = counted(metrics)
+        metrics.replace_values([semconv.GPU_TEMPERATURE, semconv.GPU_POWER], set_gpu_values)
+        collected = add_and_collect(metrics)
         return {
-            name: [point["attributes"]["hw.id"] for point in said[name]["points"]] if name in said else []
+            name: [point["attributes"]["hw.id"] for point in collected[name]["points"]]
+            if name in collected
+            else []
             for name in ("hw.temperature", "hw.energy")
         }
 
-    assert told("a", "b") == {"hw.temperature": ["a", "b"], "hw.energy": ["a", "b"]}
-    assert told("b") == {"hw.temperature": ["b"], "hw.energy": ["a", "b"]}
-    assert told() == {"hw.temperature": [], "hw.energy": ["a", "b"]}
+    assert observed("a", "b") == {"hw.temperature": ["a", "b"], "hw.energy": ["a", "b"]}
+    assert observed("b") == {"hw.temperature": ["b"], "hw.energy": ["a", "b"]}
+    assert observed() == {"hw.temperature": [], "hw.energy": ["a", "b"]}

@@ -1,4 +1,4 @@
-"""The buckets of exponential histograms against the SDK's, where they begin and end above all."""
+"""Bucket indexes of exponential histograms, compared with the SDK's, especially at the bucket edges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ lengths = st.floats(0.0, 1000.0)
 
 
 def edges(scale: int) -> st.SearchStrategy[float]:
-    """Values at and right beside the edges of buckets."""
+    """Values at the edges of buckets and directly beside them."""
     edge = st.integers(-(200 << scale), 200 << scale).map(lambda index: 2.0 ** math.ldexp(index, -scale))
     return edge.flatmap(
         lambda value: st.sampled_from((value, math.nextafter(value, 0), math.nextafter(value, math.inf)))
@@ -26,7 +26,7 @@ def edges(scale: int) -> st.SearchStrategy[float]:
 @pytest.mark.parametrize("scale", range(21))
 @settings(max_examples=60)
 @given(data=st.data())
-def test_the_index_is_that_of_the_sdk_even_at_the_edge_of_a_bucket(scale: int, data: st.DataObject) -> None:
+def test_index_matches_the_sdk_at_bucket_edges(scale: int, data: st.DataObject) -> None:
     from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping import (
         exponent_mapping,
         logarithm_mapping,
@@ -40,7 +40,7 @@ def test_the_index_is_that_of_the_sdk_even_at_the_edge_of_a_bucket(scale: int, d
 
 
 @pytest.mark.parametrize("scale", [1, 3, 5, 8, 12, 20])
-def test_a_whole_array_has_the_indexes_of_its_values_at_every_edge(scale: int) -> None:
+def test_array_indexes_match_scalar_indexes_at_edges(scale: int) -> None:
     step = max(1, (60 << scale) // 4000)
     at_edges = 2.0 ** np.ldexp(np.arange(-30 << scale, 30 << scale, step).astype(float), -scale)
     values = np.concatenate([at_edges, np.nextafter(at_edges, 0), np.nextafter(at_edges, np.inf)])
@@ -51,7 +51,7 @@ def test_a_whole_array_has_the_indexes_of_its_values_at_every_edge(scale: int) -
 
 @pytest.mark.parametrize("scale", range(-10, 1))
 @given(value=st.floats(5e-324, sys.float_info.max))
-def test_the_index_is_that_of_the_sdk_at_coarse_scales(scale: int, value: float) -> None:
+def test_index_matches_the_sdk_at_coarse_scales(scale: int, value: float) -> None:
     from opentelemetry.sdk.metrics._internal.exponential_histogram.mapping import exponent_mapping
 
     expected = exponent_mapping.ExponentMapping(scale).map_to_index(value)

@@ -1,4 +1,4 @@
-"""Our histograms against the SDK's own, and what the SDK has not: whole arrays, chosen exemplars."""
+"""Histograms compared with the SDK's, and their own features: whole arrays and selected exemplars."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ instants_apart = st.integers(0, 10**12).map(lambda ns: ns / 1e9)
 on_a_bound = st.sampled_from((*BOUNDS, *(math.nextafter(bound, math.inf) for bound in BOUNDS)))
 powers = st.integers(-30, 10).map(lambda exponent: 2.0**exponent)
 measured = st.lists(st.one_of(lengths, instants_apart, on_a_bound, powers), min_size=1, max_size=60)
-whatever = st.lists(st.floats(0.0, 1e300), min_size=1, max_size=40)
+any_values = st.lists(st.floats(0.0, 1e300), min_size=1, max_size=40)
 
 
-def of_sdk(batches: list[list[float]], aggregation: Any) -> Any:
-    """The SDK's cumulative point after recording the batches, with a collection after each."""
+def sdk_point(batches: list[list[float]], aggregation: Any) -> Any:
+    """Returns the SDK's cumulative point after recording the batches, with a collection after each."""
     reader = InMemoryMetricReader(preferred_aggregation={HistogramInstrument: aggregation})
     instrument = MeterProvider(metric_readers=[reader]).get_meter("test").create_histogram("h")
     for batch in batches:
@@ -43,7 +43,7 @@ def of_sdk(batches: list[list[float]], aggregation: Any) -> Any:
     return data.resource_metrics[0].scope_metrics[0].metrics[0].data.data_points[0]
 
 
-def ours(histogram: Any, batches: list[list[float]], whole: bool) -> Any:
+def our_point(histogram: Any, batches: list[list[float]], whole: bool) -> Any:
     for batch in batches:
         if whole:
             histogram.record_many(np.sort(batch))
@@ -59,7 +59,7 @@ def assert_same_statistics(expected: Any, actual: Any) -> None:
 
 
 def assert_same_buckets(expected: Any, actual: Any) -> None:
-    """The SDK's counts may end in zeroes, since its arrays grow in powers of two."""
+    """Ignores zeroes at the end of the SDK's counts, because its arrays grow in powers of two."""
     counts = list(expected.positive.bucket_counts)
     while counts and counts[-1] == 0:
         counts.pop()
@@ -72,37 +72,37 @@ def assert_same_buckets(expected: Any, actual: Any) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 @given(values=measured)
-def test_explicit_buckets_are_those_of_the_sdk(whole: bool, values: list[float]) -> None:
-    expected = of_sdk([values], ExplicitBucketHistogramAggregation(BOUNDS))
-    actual = ours(ExplicitHistogram(BOUNDS), [values], whole)
+def test_explicit_buckets_match_the_sdk(whole: bool, values: list[float]) -> None:
+    expected = sdk_point([values], ExplicitBucketHistogramAggregation(BOUNDS))
+    actual = our_point(ExplicitHistogram(BOUNDS), [values], whole)
     assert_same_statistics(expected, actual)
     assert list(expected.bucket_counts) == list(actual.bucket_counts)
     assert list(expected.explicit_bounds) == list(actual.explicit_bounds)
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@given(values=st.one_of(measured, whatever))
+@given(values=st.one_of(measured, any_values))
 @example(values=[0.0])
 @example(values=[0.0, 5e-324, sys.float_info.min, 1e300])
 @example(values=[1.0, 2.0, 4.0])
-def test_exponential_buckets_are_those_of_the_sdk(whole: bool, values: list[float]) -> None:
-    expected = of_sdk([values], ExponentialBucketHistogramAggregation())
-    actual = ours(ExponentialHistogram(), [values], whole)
+def test_exponential_buckets_match_the_sdk(whole: bool, values: list[float]) -> None:
+    expected = sdk_point([values], ExponentialBucketHistogramAggregation())
+    actual = our_point(ExponentialHistogram(), [values], whole)
     assert_same_statistics(expected, actual)
     assert_same_buckets(expected, actual)
 
 
 @given(batches=st.lists(measured.filter(any), min_size=2, max_size=4))
-def test_exponential_buckets_stay_those_of_the_sdk_over_many_collections(batches: list[list[float]]) -> None:
-    # A collection of nothing but zeroes makes the SDK fall to scale 0 for good; ours does not.
-    expected = of_sdk(batches, ExponentialBucketHistogramAggregation())
-    actual = ours(ExponentialHistogram(), batches, whole=True)
+def test_exponential_buckets_match_the_sdk_over_collections(batches: list[list[float]]) -> None:
+    # A collection with only zeroes makes the SDK drop to scale 0 permanently; ours does not.
+    expected = sdk_point(batches, ExponentialBucketHistogramAggregation())
+    actual = our_point(ExponentialHistogram(), batches, whole=True)
     assert_same_statistics(expected, actual)
     assert_same_buckets(expected, actual)
 
 
 @pytest.mark.parametrize("histogram", [ExplicitHistogram(BOUNDS), ExponentialHistogram()])
-def test_values_that_are_no_lengths_are_ignored(histogram: histograms.Histogram) -> None:
+def test_negative_and_nonfinite_values_are_ignored(histogram: histograms.Histogram) -> None:
     for value in (-0.1, math.nan, math.inf):
         histogram.record(value)
     histogram.record_many(np.array([-1.0, math.inf, math.nan]))
@@ -112,7 +112,7 @@ def test_values_that_are_no_lengths_are_ignored(histogram: histograms.Histogram)
     assert (1, 0.5, 0.5, 0.5) == (histogram.count, histogram.sum, histogram.min, histogram.max)
 
 
-def test_the_spread_of_an_exponential_histogram_never_exceeds_its_buckets() -> None:
+def test_exponential_histogram_has_at_most_160_buckets() -> None:
     histogram = ExponentialHistogram()
     histogram.record_many(np.linspace(0.0079, 0.0081, 1000))
     fine = histogram.make_point({}, 1, 2)
@@ -125,7 +125,7 @@ def test_the_spread_of_an_exponential_histogram_never_exceeds_its_buckets() -> N
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_exemplar_of_a_bucket_is_its_latest_value_with_a_source(whole: bool) -> None:
+def test_bucket_exemplar_is_its_latest_sourced_value(whole: bool) -> None:
     histogram = ExplicitHistogram((1.0, 2.0))
     for value, source in (
         (0.5, ExemplarSource(1, 2, 10)),
@@ -137,24 +137,24 @@ def test_the_exemplar_of_a_bucket_is_its_latest_value_with_a_source(whole: bool)
             histogram.record_many(np.array([value]), [source].__getitem__)
         else:
             histogram.record(value, source)
-    said = histogram.make_point({}, 1, 2).exemplars
+    exemplars = histogram.make_point({}, 1, 2).exemplars
     expected = [(0.6, 3, 4, 20), (5.0, 5, 6, 30)]
-    assert expected == [(e.value, e.trace_id, e.span_id, e.time_unix_nano) for e in said]
+    assert expected == [(e.value, e.trace_id, e.span_id, e.time_unix_nano) for e in exemplars]
 
 
 @pytest.mark.parametrize("histogram", [ExplicitHistogram((1.0, 2.0, 4.0)), ExponentialHistogram()])
-def test_of_many_values_the_largest_in_each_bucket_is_the_exemplar(histogram: histograms.Histogram) -> None:
+def test_array_exemplar_is_the_largest_per_bucket(histogram: histograms.Histogram) -> None:
     histogram.record(0.0)
     histogram.record(100.0)  # so that the scale is coarse enough for two values in one bucket
     histogram.record(1e-9)
     sources = [ExemplarSource(1, 2, number) for number in range(5)]
     histogram.record_many(np.array([0.0, 1.5, 3.01, 3.02, 3.03]), sources.__getitem__)
-    said = [exemplar.value for exemplar in histogram.make_point({}, 1, 2).exemplars]
-    assert said == [0.0, 1.5, 3.03]  # by time, each that of its own source
-    assert all(isinstance(value, float) for value in said)
+    values = [exemplar.value for exemplar in histogram.make_point({}, 1, 2).exemplars]
+    assert values == [0.0, 1.5, 3.03]  # ordered by time, each with its own source
+    assert all(isinstance(value, float) for value in values)
 
 
-def test_where_buckets_merge_the_later_exemplar_stays() -> None:
+def test_merged_buckets_keep_the_later_exemplar() -> None:
     histogram = ExponentialHistogram()
     histogram.record(8.02, ExemplarSource(2, 2, 20))
     histogram.record(8.01, ExemplarSource(1, 1, 10))
@@ -163,17 +163,17 @@ def test_where_buckets_merge_the_later_exemplar_stays() -> None:
     assert [8.02] == [exemplar.value for exemplar in histogram.make_point({}, 1, 2).exemplars]
 
 
-def test_zeroes_keep_their_own_exemplar_at_every_scale() -> None:
+def test_zero_bucket_keeps_its_exemplar_at_every_scale() -> None:
     histogram = ExponentialHistogram()
     for value, at in ((0.0, 10), (1.0, 20), (100.0, 30), (0.0, 40)):
         histogram.record(value, ExemplarSource(1, 1, at))
-    said = histogram.make_point({}, 1, 2)
-    assert 2 == said.zero_count
+    point = histogram.make_point({}, 1, 2)
+    assert 2 == point.zero_count
     expected = [(1.0, 20), (100.0, 30), (0.0, 40)]
-    assert expected == [(exemplar.value, exemplar.time_unix_nano) for exemplar in said.exemplars]
+    assert expected == [(exemplar.value, exemplar.time_unix_nano) for exemplar in point.exemplars]
 
 
-def test_exemplars_are_in_order_of_time() -> None:
+def test_exemplars_are_ordered_by_time() -> None:
     histogram = ExponentialHistogram()
     for value, at in ((1.0, 30), (2.0, 10), (3.0, 20)):
         histogram.record(value, ExemplarSource(1, 1, at))
@@ -181,7 +181,7 @@ def test_exemplars_are_in_order_of_time() -> None:
 
 
 @pytest.mark.parametrize("histogram", [ExplicitHistogram((1.0,)), ExponentialHistogram()])
-def test_an_sdk_that_knows_no_exemplars_gets_points_without(
+def test_sdk_without_exemplars_gets_points_without_them(
     histogram: histograms.Histogram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(histograms, "Exemplar", None)
@@ -189,7 +189,7 @@ def test_an_sdk_that_knows_no_exemplars_gets_points_without(
     assert [] == histogram.make_point({}, 1, 2).exemplars
 
 
-def test_attribute_sets_over_the_limit_share_one_marked_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excess_attribute_sets_share_an_overflow_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(histograms, "MAX_SERIES", 2)
     series = histograms.HistogramSeries(semconv.STEP_BATCH_SIZE, exponential=False)
     for pid in (1, 2, 3, 4, 1):

@@ -1,4 +1,4 @@
-"""What a scraper reads: OpenMetrics as its own reference parser takes it, with exemplars; and the older format without."""
+"""The Prometheus endpoint: OpenMetrics with exemplars, read by the reference parser, and the text format without exemplars."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def families(text: str) -> dict[str, Any]:
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def test_every_metric_is_told_as_openmetrics_wants_it(collected: Any) -> None:
+def test_each_metric_is_valid_openmetrics(collected: Any) -> None:
     read = families(openmetrics.render_metrics(collected, is_open=True).decode())
     kinds = {semconv.HISTOGRAM: "histogram", semconv.COUNTER: "counter"}
     for metric in semconv.METRICS:
@@ -46,7 +46,7 @@ def test_every_metric_is_told_as_openmetrics_wants_it(collected: Any) -> None:
     assert read.keys() == {prometheus.family_name(metric) for metric in semconv.METRICS} | {"target"}
 
 
-def test_buckets_are_cumulative_and_an_exemplar_lies_in_its_own(collected: Any) -> None:
+def test_buckets_are_cumulative_and_hold_their_exemplar(collected: Any) -> None:
     read = families(openmetrics.render_metrics(collected, is_open=True).decode())
     bounds = semconv.TIME_TO_FIRST_TOKEN.bounds
     samples = [
@@ -61,7 +61,7 @@ def test_buckets_are_cumulative_and_an_exemplar_lies_in_its_own(collected: Any) 
     assert float(found.exemplar.timestamp) == pytest.approx(ENDED_AT / 1e9, abs=1e-3)
 
 
-def test_points_of_an_sdk_that_knows_no_exemplars_are_told_without(collected: Any) -> None:
+def test_sdk_without_exemplars_renders_points_without_them(collected: Any) -> None:
     for metric in collected.resource_metrics[0].scope_metrics[0].metrics:
         points = [vars(point) for point in metric.data.data_points]
         metric.data.data_points[:] = [
@@ -73,12 +73,12 @@ def test_points_of_an_sdk_that_knows_no_exemplars_are_told_without(collected: An
     assert not any(sample.exemplar for family in read.values() for sample in family.samples)
 
 
-def test_the_resource_is_a_target(collected: Any) -> None:
+def test_resource_is_target_info(collected: Any) -> None:
     (sample,) = families(openmetrics.render_metrics(collected, is_open=True).decode())["target"].samples
     assert ("target_info", {"service_name": "vllm", "service_instance_id": "a-b"}, 1.0) == sample[:3]
 
 
-def test_who_takes_no_openmetrics_gets_the_same_numbers_without_exemplars(collected: Any) -> None:
+def test_text_format_has_the_same_series_without_exemplars(collected: Any) -> None:
     text = openmetrics.render_metrics(collected, is_open=False).decode()
     read = {sample.name for family in parsed_plain(text) for sample in family.samples}
     assert {name for metric in semconv.METRICS for name in prometheus.series_names(metric)} | {
@@ -88,11 +88,11 @@ def test_who_takes_no_openmetrics_gets_the_same_numbers_without_exemplars(collec
     assert "# EOF" not in text
 
 
-def test_what_labels_hold_is_escaped() -> None:
-    sink = MetricsAggregator(resource={}, started_at_unix_ns=0)
+def test_label_values_are_escaped() -> None:
+    aggregator = MetricsAggregator(resource={}, started_at_unix_ns=0)
     nasty = 'a"b\\c\nd'
-    sink.set_value(semconv.SELF_LOST, {semconv.LOSS_REASON: nasty}, 1)
-    read = families(openmetrics.render_metrics(sink.collect(1), is_open=True).decode())
+    aggregator.set_value(semconv.SELF_LOST, {semconv.LOSS_REASON: nasty}, 1)
+    read = families(openmetrics.render_metrics(aggregator.collect(1), is_open=True).decode())
     (sample,) = read["infer_self_lost"].samples
     assert nasty == sample.labels["infer_loss_reason"]
 
@@ -108,8 +108,8 @@ def port() -> int:
 
 
 @pytest.fixture
-def awake(port: int) -> Iterator[Pipeline]:
-    """A pipeline that somebody wakes, with an endpoint."""
+def running_pipeline(port: int) -> Iterator[Pipeline]:
+    """A pipeline that runs in a thread, with a scrape endpoint."""
     pipeline = Pipeline(
         Config(metrics_port=str(port), gpu_metrics=False), MergedReader(), [], None, RESOURCE, None, 0
     )
@@ -128,7 +128,7 @@ def awake(port: int) -> Iterator[Pipeline]:
     pipeline.close(1)
 
 
-def asked(port: int, path: str = "/metrics", **headers: str) -> tuple[int, dict[str, str], bytes]:
+def get(port: int, path: str = "/metrics", **headers: str) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("GET", path, headers={key.replace("_", "-"): value for key, value in headers.items()})
     answer = connection.getresponse()
@@ -137,13 +137,13 @@ def asked(port: int, path: str = "/metrics", **headers: str) -> tuple[int, dict[
     return answer.status, dict(answer.headers), content
 
 
-@pytest.mark.usefixtures("awake")
-def test_a_scraper_gets_what_is_counted_now_in_the_format_that_it_takes(port: int) -> None:
+@pytest.mark.usefixtures("running_pipeline")
+def test_scrape_returns_current_values_in_the_accepted_format(port: int) -> None:
     accepts = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
-    status, headers, content = asked(port, Accept=accepts)
+    status, headers, content = get(port, Accept=accepts)
     assert (200, openmetrics.OPENMETRICS_CONTENT_TYPE) == (status, headers["Content-Type"])
     assert "infer_self_memory_usage_bytes" in families(content.decode())
-    status, headers, content = asked(port, Accept_Encoding="gzip")
+    status, headers, content = get(port, Accept_Encoding="gzip")
     assert (200, openmetrics.TEXT_CONTENT_TYPE, "gzip") == (
         status,
         headers["Content-Type"],
@@ -152,22 +152,22 @@ def test_a_scraper_gets_what_is_counted_now_in_the_format_that_it_takes(port: in
     assert b"infer_self_memory_usage_bytes" in gzip.decompress(content)
 
 
-@pytest.mark.usefixtures("awake")
-def test_another_path_is_not_there(port: int) -> None:
-    assert (404, b"GET /metrics\n") == asked(port, "/")[::2]
+@pytest.mark.usefixtures("running_pipeline")
+def test_unknown_path_is_404(port: int) -> None:
+    assert (404, b"GET /metrics\n") == get(port, "/")[::2]
 
 
-def test_a_scraper_whom_nobody_answers_is_told_so(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unanswered_scrape_is_503(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus_endpoint, "SCRAPE_TIMEOUT_S", 0.05)
     endpoint = prometheus_endpoint.ScrapeEndpoint(str(port))
     assert not endpoint.has_pending_scrape(1)
     try:
-        assert asked(port)[0] == 503
+        assert get(port)[0] == 503
     finally:
         endpoint.close()
 
 
-def test_a_port_that_is_taken_is_said_once_costs_nothing_and_is_had_when_it_is_free(
+def test_occupied_port_is_logged_once_and_retried(
     port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prometheus_endpoint, "SCRAPE_TIMEOUT_S", 0.05)
@@ -181,7 +181,7 @@ def test_a_port_that_is_taken_is_said_once_costs_nothing_and_is_had_when_it_is_f
     first.close()
     second.has_pending_scrape(5 * prometheus_endpoint.BIND_RETRY_NS)
     try:
-        assert asked(port)[0] == 503
+        assert get(port)[0] == 503
     finally:
         second.close()
     assert caplog.text.count(f"no metrics to scrape at {port}") == 1

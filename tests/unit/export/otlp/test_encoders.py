@@ -1,4 +1,4 @@
-"""What is written is what the stock protobuf classes read, and for single spans also what they write."""
+"""OTLP encoding: the protobuf classes read the output, and for single spans they write the same bytes."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ span = st.builds(
 )
 
 
-def sent(text: str) -> str:
+def as_utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
 def comparable(value: Any) -> Any:
-    """NaN becomes comparable, and True is not 1."""
+    """Makes NaN comparable and distinguishes True from 1."""
     if isinstance(value, (list, tuple)):
         return [comparable(item) for item in value]
     if isinstance(value, float):
         return struct.pack("<d", value)
-    return (type(value), sent(value) if isinstance(value, str) else value)
+    return (type(value), as_utf8(value) if isinstance(value, str) else value)
 
 
 def read(any_value: AnyValue) -> Any:
@@ -84,7 +84,7 @@ def pairs(key_values: Any) -> list[tuple[str, Any]]:
 
 
 def expected_pairs(attributes: Any) -> list[tuple[str, Any]]:
-    return [(sent(key), comparable(value)) for key, value in attributes.items()]
+    return [(as_utf8(key), comparable(value)) for key, value in attributes.items()]
 
 
 def parsed(encoded: bytes) -> list[trace_pb2.Span]:
@@ -92,37 +92,37 @@ def parsed(encoded: bytes) -> list[trace_pb2.Span]:
 
 
 @given(span)
-def test_a_span_is_read_back_as_it_was(span: otlp.Span) -> None:
-    (got,) = parsed(otlp.encode_span(span))
+def test_span_round_trips_through_protobuf(span: otlp.Span) -> None:
+    (decoded_span,) = parsed(otlp.encode_span(span))
 
     assert (span.trace_id, span.span_id, span.parent_span_id) == (
-        got.trace_id,
-        got.span_id,
-        got.parent_span_id,
+        decoded_span.trace_id,
+        decoded_span.span_id,
+        decoded_span.parent_span_id,
     )
-    assert (sent(span.name), span.kind, span.start, span.end) == (
-        got.name,
-        got.kind,
-        got.start_time_unix_nano,
-        got.end_time_unix_nano,
+    assert (as_utf8(span.name), span.kind, span.start, span.end) == (
+        decoded_span.name,
+        decoded_span.kind,
+        decoded_span.start_time_unix_nano,
+        decoded_span.end_time_unix_nano,
     )
     assert (span.status, "", span.trace_state, span.flags) == (
-        got.status.code,
-        got.status.message,
-        got.trace_state,
-        got.flags,
+        decoded_span.status.code,
+        decoded_span.status.message,
+        decoded_span.trace_state,
+        decoded_span.flags,
     )
-    assert expected_pairs(span.all_attributes) == pairs(got.attributes)
-    assert [(e.at, sent(e.name), expected_pairs(e.attributes)) for e in span.events] == [
-        (e.time_unix_nano, e.name, pairs(e.attributes)) for e in got.events
+    assert expected_pairs(span.all_attributes) == pairs(decoded_span.attributes)
+    assert [(e.at, as_utf8(e.name), expected_pairs(e.attributes)) for e in span.events] == [
+        (e.time_unix_nano, e.name, pairs(e.attributes)) for e in decoded_span.events
     ]
     assert [(link.trace_id, link.span_id, expected_pairs(link.attributes)) for link in span.links] == [
-        (link.trace_id, link.span_id, pairs(link.attributes)) for link in got.links
+        (link.trace_id, link.span_id, pairs(link.attributes)) for link in decoded_span.links
     ]
 
 
 @given(span)
-def test_a_span_is_written_byte_for_byte_as_the_stock_classes_write_it(span: otlp.Span) -> None:
+def test_span_bytes_equal_the_protobuf_serialization(span: otlp.Span) -> None:
     encoded = otlp.encode_span(span)
     assert encoded == trace_pb2.ScopeSpans.FromString(encoded).SerializeToString()
 
@@ -141,22 +141,22 @@ def test_a_span_is_written_byte_for_byte_as_the_stock_classes_write_it(span: otl
         (3 + 4j, "(3+4j)"),
     ],
 )
-def test_a_value_of_an_unusual_kind_is_sent_as_what_comes_nearest(value: Any, expected: Any) -> None:
+def test_unusual_value_is_sent_as_the_nearest_type(value: Any, expected: Any) -> None:
     span = otlp.Span(b"t" * 16, b"s" * 8, b"", "x", 1, 1, 2, {"key": value})
-    (got,) = parsed(otlp.encode_span(span))
-    assert [("key", comparable(expected))] == pairs(got.attributes)
+    (decoded_span,) = parsed(otlp.encode_span(span))
+    assert [("key", comparable(expected))] == pairs(decoded_span.attributes)
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[StepColumns, StepOwners]:
-    """Any order of owners, all eight shapes of rows, integers of any size."""
+    """Owners in any order, all eight shapes of rows, integers of any size."""
     owners, rows = draw(st.integers(1, 5)), draw(st.integers(0, 40))
     seed = np.random.default_rng(draw(st.integers(0, 1 << 32)))
 
-    def column(of: st.SearchStrategy[int]) -> np.ndarray:
-        return np.array(draw(st.lists(of, min_size=rows, max_size=rows)), np.int64)
+    def column(strategy: st.SearchStrategy[int]) -> np.ndarray:
+        return np.array(draw(st.lists(strategy, min_size=rows, max_size=rows)), np.int64)
 
-    # Mostly unsigned numbers of every length, for that is what the widths of varints hang on.
+    # Mostly unsigned numbers of every length, because they determine the widths of varints.
     number = st.one_of(st.integers(0, 300), st.integers(0, 63).map(lambda bits: (1 << bits) - 1), int64)
     columns = StepColumns(
         owner=column(st.integers(0, owners - 1)).astype(np.uint32),
@@ -177,32 +177,32 @@ def expected_rows(columns: StepColumns, owners: StepOwners) -> list[tuple[Any, .
     for owner, start, end, step, batch, tokens, prefill, device in sorted(
         zip(*(column.tolist() for column in columns)), key=lambda row: row[0]
     ):
-        said = {STEP: step, BATCH: batch}
-        said |= {TOKENS: tokens} if tokens != 1 else {}
-        said |= {PREFILL: prefill} if prefill > 0 else {}
-        said |= {DEVICE: device} if device > 0 else {}
+        values = {STEP: step, BATCH: batch}
+        values |= {TOKENS: tokens} if tokens != 1 else {}
+        values |= {PREFILL: prefill} if prefill > 0 else {}
+        values |= {DEVICE: device} if device > 0 else {}
         ids = (owners.trace_id[owner].tobytes(), owners.parent_span_id[owner].tobytes())
-        rows.append((*ids, NAME, 1, start, end, said))
+        rows.append((*ids, NAME, 1, start, end, values))
     return rows
 
 
 def read_rows(spans: list[trace_pb2.Span]) -> list[tuple[Any, ...]]:
     return [
         (
-            got.trace_id,
-            got.parent_span_id,
-            got.name,
-            got.kind,
-            got.start_time_unix_nano,
-            got.end_time_unix_nano,
-            {pair.key: pair.value.int_value for pair in got.attributes},
+            decoded_span.trace_id,
+            decoded_span.parent_span_id,
+            decoded_span.name,
+            decoded_span.kind,
+            decoded_span.start_time_unix_nano,
+            decoded_span.end_time_unix_nano,
+            {pair.key: pair.value.int_value for pair in decoded_span.attributes},
         )
-        for got in spans
+        for decoded_span in spans
     ]
 
 
 @given(batches())
-def test_step_rows_are_read_back_request_by_request_in_their_order(
+def test_step_rows_round_trip_grouped_by_request(
     batch: tuple[StepColumns, StepOwners],
 ) -> None:
     columns, owners = batch
@@ -213,7 +213,7 @@ def test_step_rows_are_read_back_request_by_request_in_their_order(
 
 
 @given(batches())
-def test_encoding_the_same_steps_again_gives_the_same_bytes(batch: tuple[StepColumns, StepOwners]) -> None:
+def test_encoding_is_deterministic(batch: tuple[StepColumns, StepOwners]) -> None:
     assert otlp.StepEncoder(*NAMES).encode_steps(*batch) == otlp.StepEncoder(*NAMES).encode_steps(*batch)
 
 
@@ -235,32 +235,32 @@ def one_request(**changes: Any) -> tuple[StepColumns, StepOwners]:
 
 
 @pytest.mark.parametrize("step", [0, 1 << 13, 1 << 27, 1 << 34, 1 << 62])
-def test_an_ordinary_row_takes_at_most_130_bytes(step: int) -> None:
+def test_ordinary_row_takes_at_most_130_bytes(step: int) -> None:
     encoded, count = otlp.StepEncoder(*NAMES).encode_steps(*one_request(step=np.full(100, step)))
     assert len(encoded) / count <= 130
 
 
-def test_a_row_that_a_device_was_timed_for_takes_at_most_160_bytes() -> None:
+def test_device_timed_row_takes_at_most_160_bytes() -> None:
     encoded, count = otlp.StepEncoder(*NAMES).encode_steps(*one_request(device_span=np.full(100, 40_000_000)))
     assert len(encoded) / count <= 160
 
 
-def test_one_large_step_id_in_a_batch_of_small_ones_is_written_right() -> None:
+def test_large_step_id_among_small_ones_is_correct() -> None:
     step = np.arange(100, dtype=np.int64)
     step[50] = 1 << 40
     encoded, _ = otlp.StepEncoder(*NAMES).encode_steps(*one_request(step=step))
-    assert step.tolist() == [said[STEP] for *_, said in read_rows(parsed(encoded))]
+    assert step.tolist() == [values[STEP] for *_, values in read_rows(parsed(encoded))]
 
 
-def test_columns_of_narrower_types_are_as_good() -> None:
+def test_narrower_column_types_give_the_same_bytes() -> None:
     narrow = one_request(batch_size=np.full(100, 256, np.int32), tokens=np.full(100, 2, np.uint8))
     wide = one_request(tokens=np.full(100, 2))
     encode = otlp.StepEncoder(*NAMES).encode_steps
     assert encode(*wide) == encode(*narrow)
 
 
-def test_many_owners_are_sorted_too() -> None:
-    """Past 65,536 owners the sort is another one."""
+def test_many_owners_are_sorted() -> None:
+    """Beyond 65,536 owners another sort is used."""
     owners = np.arange(70_000, dtype=np.uint32)[::-1].copy()
     ids = np.frombuffer(np.arange(70_000, dtype="<u8").tobytes(), np.uint8).reshape(-1, 8)
     columns, _ = one_request()
@@ -272,39 +272,39 @@ def test_many_owners_are_sorted_too() -> None:
     assert (count, list(range(70_000))) == (70_000, parents)
 
 
-def mixed(value: int) -> int:
-    """splitmix64, as it is published."""
+def splitmix64(value: int) -> int:
+    """splitmix64, as published."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % U64
     value = (value ^ value >> 27) * 0x94D049BB133111EB % U64
     return value ^ value >> 31
 
 
 @given(span_id, int64)
-def test_step_ids_are_the_same_on_every_machine(request: bytes, step: int) -> None:
-    expected = mixed((mixed(int.from_bytes(request, "little")) + step * 0x9E3779B97F4A7C15) % U64)
-    got = otlp.derive_step_span_ids(np.frombuffer(request, np.uint8).reshape(1, 8), np.array([step]))
-    assert (expected or 0x9E3779B97F4A7C15).to_bytes(8, "little") == got.tobytes()
+def test_step_ids_are_machine_independent(request: bytes, step: int) -> None:
+    expected = splitmix64((splitmix64(int.from_bytes(request, "little")) + step * 0x9E3779B97F4A7C15) % U64)
+    decoded_span = otlp.derive_step_span_ids(np.frombuffer(request, np.uint8).reshape(1, 8), np.array([step]))
+    assert (expected or 0x9E3779B97F4A7C15).to_bytes(8, "little") == decoded_span.tobytes()
 
 
 @given(st.sets(span_id, min_size=1, max_size=20), st.sets(int64, min_size=1, max_size=50))
-def test_every_step_of_every_request_has_its_own_id(requests: set[bytes], steps: set[int]) -> None:
-    every = [(request, step) for request in requests for step in steps]
-    ids = np.frombuffer(b"".join(request for request, _ in every), np.uint8).reshape(-1, 8)
-    got = otlp.derive_step_span_ids(ids, np.array([step for _, step in every]))
-    assert len(every) == len({row.tobytes() for row in got})
+def test_step_ids_are_unique_across_requests(requests: set[bytes], steps: set[int]) -> None:
+    pairs_of_ids = [(request, step) for request in requests for step in steps]
+    ids = np.frombuffer(b"".join(request for request, _ in pairs_of_ids), np.uint8).reshape(-1, 8)
+    decoded_span = otlp.derive_step_span_ids(ids, np.array([step for _, step in pairs_of_ids]))
+    assert len(pairs_of_ids) == len({row.tobytes() for row in decoded_span})
 
 
-def test_requests_with_neighbouring_ids_share_no_step_id() -> None:
+def test_adjacent_request_ids_share_no_step_id() -> None:
     requests = np.arange(1, 257, dtype="<u8").view(np.uint8).reshape(-1, 8)
     ids = otlp.derive_step_span_ids(np.repeat(requests, 1024, axis=0), np.tile(np.arange(1024), 256))
     assert 256 * 1024 == len(np.unique(ids.view("<u8")))
 
 
-def test_no_step_id_is_zero() -> None:
+def test_step_id_is_never_zero() -> None:
     assert any(otlp.derive_step_span_ids(np.zeros((1, 8), np.uint8), np.zeros(1, np.int64)).tobytes())
 
 
-def test_the_rows_carry_the_derived_ids() -> None:
+def test_rows_have_the_derived_ids() -> None:
     columns, owners = one_request()
     encoded, count = otlp.StepEncoder(*NAMES).encode_steps(columns, owners)
     expected = otlp.derive_step_span_ids(np.repeat(owners.request_span_id, count, axis=0), columns.step)
@@ -312,7 +312,7 @@ def test_the_rows_carry_the_derived_ids() -> None:
 
 
 @given(attributes, st.lists(st.lists(span, max_size=3), max_size=4))
-def test_an_envelope_holds_the_resource_the_scope_and_all_spans(
+def test_export_request_has_resource_scope_and_spans(
     resource: dict[str, Any], parts: list[list[otlp.Span]]
 ) -> None:
     body = otlp.build_export_request(
@@ -320,24 +320,26 @@ def test_an_envelope_holds_the_resource_the_scope_and_all_spans(
         otlp.encode_scope("otel_infer", "1.2", "https://schema"),
         [b"".join(map(otlp.encode_span, part)) for part in parts],
     )
-    (of_resource,) = ExportTraceServiceRequest.FromString(b"".join(body)).resource_spans
-    (of_scope,) = of_resource.scope_spans
+    (resource_spans,) = ExportTraceServiceRequest.FromString(b"".join(body)).resource_spans
+    (scope_spans,) = resource_spans.scope_spans
 
-    assert expected_pairs(resource) == pairs(of_resource.resource.attributes)
+    assert expected_pairs(resource) == pairs(resource_spans.resource.attributes)
     assert ("otel_infer", "1.2", "https://schema") == (
-        of_scope.scope.name,
-        of_scope.scope.version,
-        of_scope.schema_url,
+        scope_spans.scope.name,
+        scope_spans.scope.version,
+        scope_spans.schema_url,
     )
-    assert [span.span_id for part in parts for span in part] == [span.span_id for span in of_scope.spans]
+    assert [span.span_id for part in parts for span in part] == [span.span_id for span in scope_spans.spans]
 
 
-def test_a_resource_says_its_attributes_once() -> None:
+def test_resource_has_each_attribute_once() -> None:
     body = otlp.build_export_request(
         otlp.encode_resource({"service.name": "x"}), otlp.encode_scope("s", ""), []
     )
-    (of_resource,) = ExportTraceServiceRequest.FromString(b"".join(body)).resource_spans
-    assert [KeyValue(key="service.name", value=AnyValue(string_value="x"))] == of_resource.resource.attributes
+    (resource_spans,) = ExportTraceServiceRequest.FromString(b"".join(body)).resource_spans
+    assert [
+        KeyValue(key="service.name", value=AnyValue(string_value="x"))
+    ] == resource_spans.resource.attributes
 
 
 @pytest.mark.parametrize("library", ["isal", "zlib"])
@@ -353,7 +355,7 @@ def test_parts_are_compressed_as_one_gzip_stream(library: str, parts: list[bytes
         assert compressed == otlp.gzip_parts(parts)
 
 
-def test_the_steps_of_a_request_compress_to_a_few_bytes_each() -> None:
+def test_decode_steps_compress_to_under_30_bytes() -> None:
     columns, owners = one_request()
     encoded, count = otlp.StepEncoder(*NAMES).encode_steps(columns, owners)
     assert len(otlp.gzip_parts([encoded])) / count < 30

@@ -1,4 +1,4 @@
-"""Ready bytes through the SDK's exporters to a real receiver over real sockets, both protocols."""
+"""Encoded bytes, sent through the SDK's exporters to a real receiver over real sockets, with both protocols."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def receiver(request: pytest.FixtureRequest) -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing configured but a timeout of 5 s; in whole seconds, for old releases read no others."""
+    """Removes all settings and sets a timeout of 5 s. It is in whole seconds, because old releases read only those."""
     for name in [name for name in os.environ if name.startswith("OTEL_") or name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
 
 
 @pytest.fixture
-def to(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
+def transport(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
     sender = make_transport(receiver.protocol)
     yield sender
@@ -59,7 +59,7 @@ def to(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tran
 
 @pytest.fixture(scope="module")
 def body() -> bytes:
-    """A request span and the decode steps of it."""
+    """A request span and its decode steps."""
     request = otlp.Span(b"t" * 16, b"r" * 8, b"", "chat tiny", 1, 10, 90, {"gen_ai.request.model": "tiny"})
     steps = np.arange(COUNT - 1, dtype=np.int64)
     columns = otlp.StepColumns(
@@ -83,10 +83,10 @@ def body() -> bytes:
     return b"".join(otlp.build_export_request(*identity, parts))
 
 
-def test_parts_arrive_as_one_message_as_they_were_given(
-    receiver: OtlpReceiver, to: Transport, body: bytes
+def test_parts_arrive_as_one_unchanged_message(
+    receiver: OtlpReceiver, transport: Transport, body: bytes
 ) -> None:
-    assert SendResult(COUNT, 0, None) == to.send_spans([body[:7], memoryview(body)[7:]], COUNT)
+    assert SendResult(COUNT, 0, None) == transport.send_spans([body[:7], memoryview(body)[7:]], COUNT)
 
     (request,) = receiver.requests
     assert ("traces", len(body)) == (request.signal, request.raw_bytes)
@@ -97,7 +97,7 @@ def test_parts_arrive_as_one_message_as_they_were_given(
 
 
 @pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"])
-def test_the_users_headers_and_the_exporters_own_are_sent(
+def test_user_headers_and_exporter_headers_are_sent(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch, body: bytes, variable: str
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
@@ -105,12 +105,12 @@ def test_the_users_headers_and_the_exporters_own_are_sent(
     assert SendResult(COUNT, 0, None) == make_transport(receiver.protocol).send_spans([body], COUNT)
     headers = receiver.requests[0].headers
     assert ("secret", "a") == (headers["api-key"], headers["x-tenant"])
-    # Before 1.36 gRPC overwrote the exporter's.
+    # Before 1.36, gRPC overwrote the exporter's user agent.
     assert "python" in headers["user-agent"].lower()
 
 
 @pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
-def test_the_endpoint_follows_from_the_environment(
+def test_endpoint_comes_from_the_environment(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch, body: bytes, variable: str
 ) -> None:
     path = "/v1/traces" if receiver.protocol == HTTP and "TRACES" in variable else ""
@@ -119,10 +119,10 @@ def test_the_endpoint_follows_from_the_environment(
 
 
 @pytest.mark.parametrize("compression", ["", "gzip", "zstd"])
-def test_http_bodies_are_gzip_unless_another_compression_is_asked_for(
+def test_http_bodies_are_gzip_by_default(
     monkeypatch: pytest.MonkeyPatch, body: bytes, compression: str
 ) -> None:
-    # What the SDK makes of the variable by itself is no matter: it would compress a second time.
+    # The SDK must not apply the variable itself, because it would compress a second time.
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
@@ -136,7 +136,7 @@ def test_http_bodies_are_gzip_unless_another_compression_is_asked_for(
 
 
 @pytest.mark.parametrize(("compression", "encoding"), [("none", None), ("deflate", "deflate")])
-def test_http_bodies_can_go_another_way(
+def test_http_compression_can_be_changed(
     monkeypatch: pytest.MonkeyPatch, body: bytes, compression: str, encoding: str | None
 ) -> None:
     with OtlpReceiver(HTTP) as receiver:
@@ -149,7 +149,7 @@ def test_http_bodies_can_go_another_way(
 
 @contextlib.contextmanager
 def counting_relay(port: int) -> Iterator[tuple[int, list[int]]]:
-    """A port that relays one connection to `port`, and the lengths of what went there."""
+    """A port that relays one connection to `port`, and the lengths of the data sent there."""
     lengths: list[int] = []
     listener = socket.create_server(("127.0.0.1", 0))
     ends: list[socket.socket] = []
@@ -180,7 +180,7 @@ def counting_relay(port: int) -> Iterator[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("compression", ["", "deflate", "none"])
-def test_grpc_messages_are_compressed_unless_that_is_switched_off(
+def test_grpc_messages_are_compressed_unless_disabled(
     monkeypatch: pytest.MonkeyPatch, body: bytes, compression: str
 ) -> None:
     with OtlpReceiver(GRPC) as receiver, counting_relay(receiver.port) as (port, lengths):
@@ -192,11 +192,9 @@ def test_grpc_messages_are_compressed_unless_that_is_switched_off(
     assert (compression == "none") == (sum(lengths) > len(body))
 
 
-def test_an_answer_that_asks_for_patience_is_retried(
-    receiver: OtlpReceiver, to: Transport, body: bytes
-) -> None:
+def test_retryable_response_is_retried(receiver: OtlpReceiver, transport: Transport, body: bytes) -> None:
     receiver.answer(status(503, retry_after=0), then=ok())
-    assert SendResult(COUNT, 0, None) == to.send_spans([body], COUNT)
+    assert SendResult(COUNT, 0, None) == transport.send_spans([body], COUNT)
     assert [503, 200] == [request.answer.code for request in receiver.requests]
     assert [len(body)] * 2 == [request.raw_bytes for request in receiver.requests]
     assert COUNT == len({span["span_id"] for span in receiver.spans})
@@ -210,23 +208,27 @@ def test_an_answer_that_asks_for_patience_is_retried(
         (301, "HTTP 301", "UNKNOWN"),
     ],
 )
-def test_a_refusal_is_counted_and_named(
-    receiver: OtlpReceiver, to: Transport, body: bytes, code: int, http: str, grpc: str
+def test_refusal_is_counted_with_its_reason(
+    receiver: OtlpReceiver, transport: Transport, body: bytes, code: int, http: str, grpc: str
 ) -> None:
     receiver.answer(status(code))
     expected = http if receiver.protocol == HTTP else grpc
-    assert SendResult(0, COUNT, expected) == to.send_spans([body], COUNT)
+    assert SendResult(0, COUNT, expected) == transport.send_spans([body], COUNT)
     assert 1 == len(receiver.requests)
 
 
-@pytest.mark.parametrize("says", [{"allow_redirects": False}, {}], ids=["new", "old"])
-def test_a_page_to_log_in_at_is_a_refusal(
-    monkeypatch: pytest.MonkeyPatch, body: bytes, says: dict[str, bool]
+@pytest.mark.parametrize("redirect_options", [{"allow_redirects": False}, {}], ids=["new", "old"])
+def test_redirect_to_a_login_page_is_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, redirect_options: dict[str, bool]
 ) -> None:
-    """Old exporters do not say whether redirects are followed, and so they are."""
+    """Old exporters leave the redirect option unset, so that redirects are followed."""
     session = import_module("requests").Session()
     request = session.request
-    monkeypatch.setattr(session, "request", lambda *args, **options: request(*args, **_but(options), **says))
+    monkeypatch.setattr(
+        session,
+        "request",
+        lambda *args, **options: request(*args, **_without_redirect_option(options), **redirect_options),
+    )
     monkeypatch.setattr(sdk_adapter, "make_http_session", lambda: session)
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
@@ -235,7 +237,7 @@ def test_a_page_to_log_in_at_is_a_refusal(
     assert 1 == len(receiver.requests)
 
 
-def _but(options: dict[str, Any]) -> dict[str, Any]:
+def _without_redirect_option(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != "allow_redirects"}
 
 
@@ -243,7 +245,7 @@ def _but(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("code", "grpc"), [(500, "INTERNAL"), (503, "UNAVAILABLE"), (429, "RESOURCE_EXHAUSTED")]
 )
-def test_a_receiver_that_never_recovers_is_given_up(
+def test_permanently_failing_receiver_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, receiver: OtlpReceiver, body: bytes, code: int, grpc: str
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
@@ -263,48 +265,48 @@ def test_a_receiver_that_never_recovers_is_given_up(
         (partial_success(10 * COUNT), SendResult(0, COUNT, "partial success")),
     ],
 )
-def test_a_partial_success_is_counted(
-    receiver: OtlpReceiver, to: Transport, body: bytes, answer: Answer, expected: SendResult
+def test_partial_success_is_counted(
+    receiver: OtlpReceiver, transport: Transport, body: bytes, answer: Answer, expected: SendResult
 ) -> None:
     receiver.answer(answer)
-    assert expected == to.send_spans([body], COUNT)
+    assert expected == transport.send_spans([body], COUNT)
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"<html>", b"\xff" * 20])
-def test_an_acceptance_in_no_known_words_is_an_acceptance(
-    receiver: OtlpReceiver, to: Transport, body: bytes, answer: bytes
+def test_unparsable_success_response_is_a_success(
+    receiver: OtlpReceiver, transport: Transport, body: bytes, answer: bytes
 ) -> None:
     receiver.answer(Answer(body=answer))
-    assert SendResult(COUNT, 0, None) == to.send_spans([body], COUNT)
+    assert SendResult(COUNT, 0, None) == transport.send_spans([body], COUNT)
 
 
-def test_a_batch_after_a_failed_one_is_judged_by_itself(
-    receiver: OtlpReceiver, to: Transport, body: bytes
+def test_batch_after_a_failure_is_judged_separately(
+    receiver: OtlpReceiver, transport: Transport, body: bytes
 ) -> None:
     receiver.answer(status(400), partial_success(3, "no"), then=ok())
-    rejected = [to.send_spans([body], COUNT).rejected for _ in range(3)]
+    rejected = [transport.send_spans([body], COUNT).rejected for _ in range(3)]
     assert [COUNT, 3, 0] == rejected
 
 
 @bounded
-def test_a_receiver_that_is_not_there_is_named_and_used_again_when_it_is_back(
+def test_unreachable_receiver_is_reported_and_used_again(
     monkeypatch: pytest.MonkeyPatch, receiver: OtlpReceiver, body: bytes
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
-    to = make_transport(receiver.protocol)
-    assert SendResult(COUNT, 0, None) == to.send_spans([body], COUNT)
+    transport = make_transport(receiver.protocol)
+    assert SendResult(COUNT, 0, None) == transport.send_spans([body], COUNT)
     receiver.refuse()
     expected = "connection refused" if receiver.protocol == HTTP else "UNAVAILABLE"
-    assert SendResult(0, COUNT, expected) == to.send_spans([body], COUNT)
+    assert SendResult(0, COUNT, expected) == transport.send_spans([body], COUNT)
     receiver.listen()
-    # gRPC connects again in its own time.
-    assert SendResult(COUNT, 0, None) in (to.send_spans([body], COUNT) for _ in range(5))
+    # gRPC reconnects on its own schedule.
+    assert SendResult(COUNT, 0, None) in (transport.send_spans([body], COUNT) for _ in range(5))
     assert 2 * COUNT == len(receiver.spans)
 
 
 @bounded
-def test_a_receiver_that_is_too_slow_is_not_waited_for(
+def test_slow_receiver_times_out(
     monkeypatch: pytest.MonkeyPatch, receiver: OtlpReceiver, body: bytes
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
@@ -316,7 +318,7 @@ def test_a_receiver_that_is_too_slow_is_not_waited_for(
     assert time.monotonic() - began < 10
 
 
-def test_a_name_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+def test_unresolvable_host_name_is_reported(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -326,52 +328,50 @@ def test_a_name_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch, 
     assert SendResult(0, COUNT, "name not resolved") == make_transport(HTTP).send_spans([body], COUNT)
 
 
-def test_tls_to_a_receiver_without_it_is_named(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+def test_tls_to_a_plaintext_receiver_is_reported(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint.replace("http:", "https:"))
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
         assert SendResult(0, COUNT, "TLS error") == make_transport(HTTP).send_spans([body], COUNT)
 
 
-def test_an_endpoint_that_is_no_url_is_a_failure_and_no_drift(
+def test_invalid_endpoint_is_a_failure_not_incompatibility(
     monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector")
-    sent = make_transport(HTTP).send_spans([body], COUNT)
-    assert (0, COUNT) == (sent.accepted, sent.rejected)
-    # Newer exporters log such an error and keep it to themselves.
-    assert sent.reason in ("not sent", "MissingSchema")
+    result = make_transport(HTTP).send_spans([body], COUNT)
+    assert (0, COUNT) == (result.accepted, result.rejected)
+    # Newer exporters log such an error and do not raise it.
+    assert result.reason in ("not sent", "MissingSchema")
 
 
-def test_the_users_proxy_is_used(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    """The receiver is no proxy and answers 404 to an absolute address; a name that does not resolve would say so."""
+def test_http_proxy_from_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    """The receiver is not a proxy and answers an absolute address with 404. Without the proxy, the name would not resolve."""
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("http_proxy", receiver.endpoint)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector.invalid:4318")
         assert SendResult(0, COUNT, "HTTP 404") == make_transport(HTTP).send_spans([body], COUNT)
 
 
-def test_after_shutdown_everything_is_rejected(receiver: OtlpReceiver, to: Transport, body: bytes) -> None:
-    to.shutdown()
-    to.shutdown()
-    assert SendResult(0, COUNT, "shut down") == to.send_spans([body], COUNT)
+def test_spans_after_shutdown_are_rejected(receiver: OtlpReceiver, transport: Transport, body: bytes) -> None:
+    transport.shutdown()
+    transport.shutdown()
+    assert SendResult(0, COUNT, "shut down") == transport.send_spans([body], COUNT)
     assert [] == receiver.requests
 
 
 @bounded
 def test_shutdown_from_another_thread_ends_a_retry(
-    receiver: OtlpReceiver, to: Transport, body: bytes
+    receiver: OtlpReceiver, transport: Transport, body: bytes
 ) -> None:
     receiver.answer(status(503, retry_after=4))
-    threading.Timer(0.3, to.shutdown).start()
+    threading.Timer(0.3, transport.shutdown).start()
     began = time.monotonic()
-    assert 0 == to.send_spans([body], COUNT).accepted
+    assert 0 == transport.send_spans([body], COUNT).accepted
     assert time.monotonic() - began < 3
 
 
-def test_the_stock_exporter_in_the_same_process_works_as_before(
-    receiver: OtlpReceiver, to: Transport
-) -> None:
+def test_stock_exporter_in_the_process_still_works(receiver: OtlpReceiver, transport: Transport) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
@@ -379,35 +379,35 @@ def test_the_stock_exporter_in_the_same_process_works_as_before(
     exporter = import_module(f"opentelemetry.exporter.otlp.proto.{short}.trace_exporter").OTLPSpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    provider.get_tracer("stock").start_span("theirs").end()
+    provider.get_tracer("stock").start_span("stock span").end()
     provider.shutdown()
-    assert ["theirs"] == [span["name"] for span in receiver.spans]
+    assert ["stock span"] == [span["name"] for span in receiver.spans]
 
 
 def http_module() -> Any:
     return import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
 
-def test_an_http_exporter_without_the_name_we_use_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_exporter_without_encode_spans_is_incompatible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(http_module(), "encode_spans")
     release = metadata.version("opentelemetry-exporter-otlp-proto-http")
     with pytest.raises(IncompatibleSdk, match=rf"proto-http {release} .*`encode_spans`"):
         HttpTransport()
 
 
-def test_an_http_exporter_that_no_longer_calls_the_name_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_exporter_not_calling_encode_spans_is_incompatible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module().OTLPSpanExporter, "export", lambda self, spans: None)
     with pytest.raises(IncompatibleSdk, match="calls no `encode_spans`"):
         HttpTransport()
 
 
-def test_an_http_exporter_that_takes_no_session_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_exporter_without_session_is_incompatible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module(), "OTLPSpanExporter", lambda endpoint, compression: None)
     with pytest.raises(IncompatibleSdk, match="takes no `session`"):
         HttpTransport()
 
 
-def test_a_grpc_exporter_that_sends_some_other_way_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpc_exporter_without_translate_data_is_incompatible(monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
     monkeypatch.setattr(module.OTLPSpanExporter, "export", lambda self, spans: None)
     release = metadata.version("opentelemetry-exporter-otlp-proto-grpc")
@@ -415,7 +415,7 @@ def test_a_grpc_exporter_that_sends_some_other_way_is_drift(monkeypatch: pytest.
         GrpcTransport()
 
 
-def test_the_rehearsal_touches_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compatibility_check_opens_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*_: object) -> None:
         raise AssertionError("a connection was opened")
 
@@ -428,35 +428,33 @@ def test_the_rehearsal_touches_no_network(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("protocol", [HTTP, GRPC])
-def test_an_exporter_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+def test_missing_exporter_package_is_named(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     short = "http" if protocol == HTTP else "grpc"
     monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{short}.trace_exporter", None)
     with pytest.raises(ImportError, match=f"needs opentelemetry-exporter-otlp-proto-{short}"):
         make_transport(protocol)
 
 
-def test_a_protocol_we_do_not_speak_is_refused() -> None:
+def test_unsupported_protocol_is_refused() -> None:
     with pytest.raises(ValueError, match=r"http/json.*http/protobuf or grpc"):
         make_transport("http/json")
 
 
-def test_a_credential_providers_session_is_used_and_kept(
-    monkeypatch: pytest.MonkeyPatch, body: bytes
-) -> None:
+def test_credential_provider_session_is_used_and_kept(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     module = http_module()
     if not hasattr(module, "_load_session_from_envvar"):
         pytest.skip("this release of the exporter knows no credential providers")
     session = import_module("requests").Session()
-    session.headers["authorization"] = "Bearer of-the-provider"
-    asked: list[str] = []
-    monkeypatch.setattr(module, "_load_session_from_envvar", lambda name: asked.append(name) or session)
+    session.headers["authorization"] = "Bearer provider-token"
+    loaded: list[str] = []
+    monkeypatch.setattr(module, "_load_session_from_envvar", lambda name: loaded.append(name) or session)
     with OtlpReceiver(HTTP) as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         assert SendResult(COUNT, 0, None) == HttpTransport().send_spans([body], COUNT)
-    assert "Bearer of-the-provider" == receiver.requests[0].headers["authorization"]
-    assert {"OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"} == set(asked)
+    assert "Bearer provider-token" == receiver.requests[0].headers["authorization"]
+    assert {"OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"} == set(loaded)
 
 
-def test_a_ready_batch_is_as_long_as_it_has_spans() -> None:
+def test_encoded_batch_length_is_its_span_count() -> None:
     batch = sdk_adapter.EncodedBatch(b"x", 7)
     assert (7, b"x", b"x") == (len(batch), batch.SerializeToString(), batch.SerializePartialToString())

@@ -1,4 +1,4 @@
-"""Which requests are the slowest of their size."""
+"""Detection of the slowest requests of each size class."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def request(duration: int, ttft: int = 0, tokens: int = 100, prompt: int = 100) 
     )  # fmt: skip
 
 
-def test_about_as_many_are_slow_as_was_asked_for() -> None:
+def test_slow_share_is_close_to_the_configured_one() -> None:
     draw = random.Random(1)
     slow = SlowRequestDetector(0.05)
     found = [slow.is_slow(request(int(draw.lognormvariate(0, 1) * 1e9))) for _ in range(5000)]
     assert 0.03 < sum(found) / len(found) < 0.07
 
 
-def test_a_long_answer_is_not_slow_for_being_long() -> None:
+def test_long_output_alone_is_not_slow() -> None:
     slow = SlowRequestDetector(0.05)
     for _ in range(200):
         slow.is_slow(request(1000, tokens=100))
@@ -34,7 +34,7 @@ def test_a_long_answer_is_not_slow_for_being_long() -> None:
     assert slow.is_slow(request(50_000, tokens=100))
 
 
-def test_one_that_waits_long_for_its_first_token_is_slow_too() -> None:
+def test_long_time_to_first_token_is_slow() -> None:
     slow = SlowRequestDetector(0.05)
     for _ in range(200):
         slow.is_slow(request(1000, ttft=10))
@@ -42,12 +42,12 @@ def test_one_that_waits_long_for_its_first_token_is_slow_too() -> None:
     assert slow.is_slow(request(1000, ttft=500))
 
 
-def test_the_first_of_a_size_are_not_slow_since_nothing_is_known() -> None:
+def test_first_requests_of_a_size_are_not_slow() -> None:
     slow = SlowRequestDetector(0.5)
     assert not any(slow.is_slow(request(1000 + i)) for i in range(MIN_REQUESTS))
 
 
-def test_what_is_slow_follows_the_load() -> None:
+def test_threshold_follows_the_load() -> None:
     slow = SlowRequestDetector(0.05)
     for _ in range(slow_requests.MAX_SKETCH_REQUESTS):
         slow.is_slow(request(1000))
@@ -55,7 +55,7 @@ def test_what_is_slow_follows_the_load() -> None:
     assert found[0] and not any(found[-100:])
 
 
-def test_sizes_are_not_remembered_for_ever() -> None:
+def test_size_classes_are_limited() -> None:
     slow = SlowRequestDetector(0.05)
     for prompt in range(20):
         for tokens in range(20):
@@ -63,6 +63,6 @@ def test_sizes_are_not_remembered_for_ever() -> None:
     assert len(slow._size_classes) == MAX_CLASSES
 
 
-def test_none_is_slow_where_none_was_asked_for() -> None:
+def test_share_zero_finds_no_slow_request() -> None:
     slow = SlowRequestDetector(0)
     assert not any(slow.is_slow(request(i**3)) for i in range(1, 200))

@@ -1,4 +1,4 @@
-"""Records → OTLP bytes → batches → a thread that sends them: nothing too big, nothing twice, every loss counted."""
+"""From records to OTLP batches and the sending thread: batch sizes, no duplicates, and counted losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from otel_infer.assembly.records.request import RequestRecord
 from otel_infer.export.otlp import Encoded
 from otel_infer.export.otlp.transport import SendResult
 from otel_infer.export.sampling.tail_sampler import Decision
-from otel_infer.export.spans import exporter as room
+from otel_infer.export.spans import exporter as exporter_module
 from otel_infer.export.spans import tree
 from otel_infer.export.spans.exporter import (
     BATCH_BYTES,
@@ -36,15 +36,15 @@ ALL = Decision(True, 1 << 30, "all")
 
 
 def rows(lengths: list[int], first: int = 20) -> RequestSteps:
-    """Steps one after the other, of so many ms; the one before them is the prefill's."""
+    """Consecutive steps of these lengths in ms, after the prefill step."""
     ends = BASE + np.cumsum([first, *lengths]) * MS
     starts = ends - np.array([first, *lengths]) * MS
     ones = np.ones(len(ends), np.int64)
     return RequestSteps(np.array([np.arange(1, len(ends) + 1), starts, ends, ones, ones, 0 * ones]))
 
 
-def record_of(steps: int, name: str = "a") -> RequestRecord:
-    """A request with so many decode steps of 1 ms."""
+def make_record(steps: int, name: str = "a") -> RequestRecord:
+    """A request with this many decode steps of 1 ms."""
     story = Story()
     a = story.arrives(0, name, http=False)
     story.step(0, 20, [a])
@@ -60,7 +60,7 @@ def record_of(steps: int, name: str = "a") -> RequestRecord:
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_sent_is_the_tree_and_its_steps() -> None:
+def test_exported_spans_are_the_tree_and_its_steps() -> None:
     story = Story()
     a, b = story.arrives(0), story.arrives(1, "b", http=False)
     story.stage("tokenize", 2, 3, a)
@@ -81,30 +81,30 @@ def test_what_is_sent_is_the_tree_and_its_steps() -> None:
         assert len(got - expected) == 2
 
 
-def test_the_resource_and_the_scope_are_ours() -> None:
+def test_batches_have_our_resource_and_scope() -> None:
     story = Story()
     story.ends(3, story.arrives(0))
     batches = Batches()
-    sink = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
-    sink.export_request(story.record(), ALL)
-    sink.flush(0)
+    exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
+    exporter.export_request(story.record(), ALL)
+    exporter.flush(0)
     (batch,) = batches.taken
     named = {"service.name": "shop", "host.name": "h"}
-    body = b"".join(room.otlp.build_export_request(*encode_resource_and_scope(named), batch.parts))
+    body = b"".join(exporter_module.otlp.build_export_request(*encode_resource_and_scope(named), batch.parts))
     assert {span["resource"]["service.name"] for span in decoded("traces", body)} == {"shop"}
     assert {span["scope"]["name"] for span in decoded("traces", body)} == {"otel_infer"}
-    unnamed = b"".join(room.otlp.build_export_request(*encode_resource_and_scope({}), batch.parts))
+    unnamed = b"".join(exporter_module.otlp.build_export_request(*encode_resource_and_scope({}), batch.parts))
     assert {span["resource"]["service.name"] for span in decoded("traces", unnamed)} == {
         "unknown_service:python"
     }
 
 
-def test_steps_of_many_requests_go_to_the_right_parents() -> None:
+def test_steps_have_their_own_decode_as_parent() -> None:
     batches = Batches()
-    sink = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
+    exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
     for number in range(40):
-        sink.export_request(record_of(number + 1, f"r{number}"), ALL)
-    sink.flush(0)
+        exporter.export_request(make_record(number + 1, f"r{number}"), ALL)
+    exporter.flush(0)
     spans = [span for body in batches.bodies() for span in decoded("traces", body)]
     decodes = {span["span_id"]: span["trace_id"] for span in spans if span["name"] == "decode"}
     steps = [span for span in spans if span["name"] == "decode step"]
@@ -114,48 +114,47 @@ def test_steps_of_many_requests_go_to_the_right_parents() -> None:
         assert sum(step["trace_id"] == trace_id for step in steps) == number + 1
 
 
-def test_steps_of_several_engines_have_ids_of_their_own_though_they_have_the_same_numbers() -> None:
-    batches, record = Batches(), record_of(6)
+def test_steps_of_several_engines_have_distinct_ids() -> None:
+    """Steps of several engines can have the same numbers."""
+    batches, record = Batches(), make_record(6)
     assert record.steps is not None
     record.is_multi_engine, record.steps.step[:] = True, [1, 2, 3, 3, 2, 4, 3]
-    sink = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
-    sink.export_request(record, ALL)
-    sink.flush(0)
+    exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
+    exporter.export_request(record, ALL)
+    exporter.flush(0)
     spans = [span for body in batches.bodies() for span in decoded("traces", body)]
     steps = [span for span in spans if span["name"] == "decode step"]
     assert sorted(step["attributes"]["infer.step.id"] for step in steps) == [2, 2, 3, 3, 3, 4]
     assert len({span["span_id"] for span in spans}) == len(spans)
 
 
-# ── which steps ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── selection of steps ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_slowest_steps_are_chosen_and_stand_in_order_of_time() -> None:
+def test_slowest_steps_are_selected_in_time_order() -> None:
     chosen = select_steps(rows([5, 1, 9, 2, 7, 3]), 3)
     assert chosen.step.tolist() == [2, 4, 6]
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(-1, 50))
-def test_as_many_steps_are_chosen_as_are_granted_and_none_that_is_left_out_is_slower(
-    lengths: list[int], granted: int
-) -> None:
+def test_selection_has_the_granted_number_of_slowest_steps(lengths: list[int], granted: int) -> None:
     everything = rows(lengths)
     chosen = select_steps(everything, granted)
     assert len(chosen) == max(min(granted, len(lengths)), 0)
     assert chosen.step.tolist() == sorted(set(chosen.step.tolist()))
-    assert 1 not in chosen.step.tolist(), "the first one is the prefill's"
-    taken = set(chosen.step.tolist())
-    left_out = [length for step, length in zip(range(2, 99), lengths) if step not in taken]
-    kept = [length for step, length in zip(range(2, 99), lengths) if step in taken]
-    assert not kept or not left_out or min(kept) >= max(left_out)
+    assert 1 not in chosen.step.tolist(), "the first step is the prefill's"
+    selected = set(chosen.step.tolist())
+    dropped = [length for step, length in zip(range(2, 99), lengths) if step not in selected]
+    kept = [length for step, length in zip(range(2, 99), lengths) if step in selected]
+    assert not kept or not dropped or min(kept) >= max(dropped)
 
 
 @pytest.mark.parametrize(("granted", "steps"), [(0, 0), (2, 2), (9, 5)])
-def test_no_more_steps_are_sent_than_were_granted(granted: int, steps: int) -> None:
+def test_exported_steps_do_not_exceed_the_grant(granted: int, steps: int) -> None:
     batches = Batches()
-    sink = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
-    sink.export_request(record_of(5), Decision(True, granted, "budget"))
-    sink.flush(0)
+    exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
+    exporter.export_request(make_record(5), Decision(True, granted, "budget"))
+    exporter.flush(0)
     spans = [span for body in batches.bodies() for span in decoded("traces", body)]
     assert sum(span["name"] == "decode step" for span in spans) == steps
     (decode,) = [span for span in spans if span["name"] == "decode"]
@@ -165,12 +164,12 @@ def test_no_more_steps_are_sent_than_were_granted(granted: int, steps: int) -> N
 # ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_batch_is_larger_than_three_mebibytes_however_long_a_request_is() -> None:
+def test_batch_is_at_most_three_mebibytes() -> None:
     batches = Batches()
-    sink = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
+    exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
     for number in range(2):
-        sink.export_request(record_of(40_000, f"r{number}"), ALL)
-    sink.flush(0)
+        exporter.export_request(make_record(40_000, f"r{number}"), ALL)
+    exporter.flush(0)
     assert len(batches.taken) > 2
     assert max(batch.size for batch in batches.taken) <= BATCH_BYTES
     assert sum(batch.spans for batch in batches.taken) == 2 * (40_000 + 3)
@@ -179,59 +178,59 @@ def test_no_batch_is_larger_than_three_mebibytes_however_long_a_request_is() -> 
         assert len(decoded("traces", body)) == batch.spans
 
 
-def test_rows_are_encoded_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_encoded_in_limited_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
-    original = room.otlp.StepEncoder.encode_steps
+    original = exporter_module.otlp.StepEncoder.encode_steps
 
     def encode(self: Any, columns: Any, owners: Any) -> Any:
         encoded.append(len(columns.owner))
         return original(self, columns, owners)
 
-    monkeypatch.setattr(room.otlp.StepEncoder, "encode_steps", encode)
-    sink = OtlpSpanExporter(Batches(), False)  # type: ignore[arg-type]
+    monkeypatch.setattr(exporter_module.otlp.StepEncoder, "encode_steps", encode)
+    exporter = OtlpSpanExporter(Batches(), False)  # type: ignore[arg-type]
     for number in range(3):
-        sink.export_request(record_of(6000, f"r{number}"), ALL)
-    sink.flush(0)
+        exporter.export_request(make_record(6000, f"r{number}"), ALL)
+    exporter.flush(0)
     assert max(encoded) <= STEPS_PER_CALL
     assert sum(encoded) == 18_000
 
 
-def test_spans_that_cannot_be_encoded_are_counted_and_cost_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken, original = record_of(3, "broken"), room.otlp.encode_span
+def test_unencodable_spans_are_counted_without_affecting_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, original = make_record(3, "broken"), exporter_module.otlp.encode_span
 
     def encode(span: Any) -> bytes:
         if span.span_id == broken.span_id:
-            raise ValueError("of a kind that nobody thought of")
+            raise ValueError("unsupported value")
         return original(span)
 
-    monkeypatch.setattr(room.otlp, "encode_span", encode)
+    monkeypatch.setattr(exporter_module.otlp, "encode_span", encode)
     batches = Batches()
-    sink = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
-    sink.export_request(broken, ALL._replace(steps=0))
-    sink.export_request(record_of(3, "whole"), ALL)
-    sink.flush(0)
+    exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
+    exporter.export_request(broken, ALL._replace(steps=0))
+    exporter.export_request(make_record(3, "whole"), ALL)
+    exporter.flush(0)
     assert [batch.spans for batch in batches.taken] == [6]
     assert batches.lost == {"not_encoded": 3}
 
 
-def test_what_waits_is_handed_over_once_a_second() -> None:
+def test_batch_is_handed_over_once_a_second() -> None:
     batches = Batches()
-    sink = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
-    sink.flush(10_000_000_000)
-    sink.export_request(record_of(3), ALL)
-    sink.flush(10_900_000_000)
+    exporter = OtlpSpanExporter(batches, False)  # type: ignore[arg-type]
+    exporter.flush(10_000_000_000)
+    exporter.export_request(make_record(3), ALL)
+    exporter.flush(10_900_000_000)
     assert batches.taken == []
-    sink.flush(11_000_000_000)
+    exporter.flush(11_000_000_000)
     assert [batch.spans for batch in batches.taken] == [6]
-    sink.flush(0)
-    assert len(batches.taken) == 1, "nothing is nothing"
+    exporter.flush(0)
+    assert len(batches.taken) == 1, "no empty batch is handed over"
 
 
 # ── the sender ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Outlet:
-    """A destination that a test holds in its hand."""
+class ControlledTransport:
+    """A transport that the test opens and closes."""
 
     def __init__(
         self, answer: Callable[[int], SendResult] = lambda count: SendResult(count, 0, None)
@@ -259,95 +258,97 @@ def batch(spans: int = 1, size: int = 10) -> SpanBatch:
 
 
 @pytest.fixture
-def outlet() -> Outlet:
-    return Outlet()
+def transport() -> ControlledTransport:
+    return ControlledTransport()
 
 
 @pytest.fixture
-def sender(outlet: Outlet) -> Iterator[BatchSender]:
-    sender = BatchSender(outlet, lambda: encode_resource_and_scope({}))
+def sender(transport: ControlledTransport) -> Iterator[BatchSender]:
+    sender = BatchSender(transport, lambda: encode_resource_and_scope({}))
     sender.start()
     yield sender
-    outlet.open.set()
+    transport.open.set()
     sender.close(5)
 
 
-def test_what_is_put_is_sent_in_order_and_counted(sender: BatchSender, outlet: Outlet) -> None:
+def test_batches_are_sent_in_order_and_counted(sender: BatchSender, transport: ControlledTransport) -> None:
     for spans in (1, 2, 3):
         sender.put(batch(spans, size=spans * 10))
     assert sender.flush(5)
-    assert [len(decoded("traces", body)) for body in outlet.bodies] == [1, 2, 3]
+    assert [len(decoded("traces", body)) for body in transport.bodies] == [1, 2, 3]
     assert (sender.accepted, sender.bytes_sent, sum(sender.lost.values())) == (6, 60, 0)
 
 
-def test_what_is_refused_is_counted_with_its_reason(sender: BatchSender, outlet: Outlet) -> None:
-    outlet.answer = lambda count: SendResult(count - 2, 2, "HTTP 400")
+def test_refusals_are_counted_with_their_reason(sender: BatchSender, transport: ControlledTransport) -> None:
+    transport.answer = lambda count: SendResult(count - 2, 2, "HTTP 400")
     sender.put(batch(5))
     assert sender.flush(5)
     assert (sender.accepted, dict(sender.lost), sender.last_refusal) == (3, {"refused": 2}, "HTTP 400")
 
 
-def test_a_full_queue_loses_the_newest_and_counts_it(sender: BatchSender, outlet: Outlet) -> None:
-    outlet.open.clear()
-    sender.put(batch(1, room.QUEUE_BYTES // 2))
-    assert outlet.entered.wait(5)
-    sender.put(batch(1, room.QUEUE_BYTES // 2))
-    sender.put(batch(7, 1))  # what is being sent takes its room too
+def test_full_queue_drops_the_newest_batch(sender: BatchSender, transport: ControlledTransport) -> None:
+    transport.open.clear()
+    sender.put(batch(1, exporter_module.QUEUE_BYTES // 2))
+    assert transport.entered.wait(5)
+    sender.put(batch(1, exporter_module.QUEUE_BYTES // 2))
+    sender.put(batch(7, 1))  # the batch in flight also counts towards the limit
     assert dict(sender.lost) == {"queue_full": 7}
-    outlet.open.set()
+    transport.open.set()
     assert sender.flush(5)
     sender.put(batch(1, 10))
     assert sender.flush(5)
     assert sender.accepted == 3
 
 
-def test_flush_says_that_it_took_too_long(sender: BatchSender, outlet: Outlet) -> None:
-    outlet.open.clear()
+def test_flush_returns_false_on_timeout(sender: BatchSender, transport: ControlledTransport) -> None:
+    transport.open.clear()
     sender.put(batch())
     assert not sender.flush(0.02)
-    outlet.open.set()
+    transport.open.set()
     assert sender.flush(5)
 
 
-def test_closing_sends_what_is_queued_and_lets_go() -> None:
-    outlet = Outlet()
-    sender = BatchSender(outlet, lambda: encode_resource_and_scope({}))
+def test_close_sends_the_queue_and_shuts_down() -> None:
+    transport = ControlledTransport()
+    sender = BatchSender(transport, lambda: encode_resource_and_scope({}))
     sender.start()
     sender.put(batch(3))
     sender.close(5)
     assert (sender.accepted, sum(sender.lost.values())) == (3, 0)
     assert not sender.is_alive()
-    assert outlet.shut
+    assert transport.shut
 
 
-def test_closing_in_the_middle_of_a_retry_ends_it_and_counts_everything() -> None:
-    outlet = Outlet(lambda count: SendResult(0, count, "shut down"))
-    outlet.open.clear()
-    sender = BatchSender(outlet, lambda: encode_resource_and_scope({}))
+def test_close_during_a_retry_counts_all_spans() -> None:
+    transport = ControlledTransport(lambda count: SendResult(0, count, "shut down"))
+    transport.open.clear()
+    sender = BatchSender(transport, lambda: encode_resource_and_scope({}))
     sender.start()
     sender.put(batch(3))
-    assert outlet.entered.wait(5)
+    assert transport.entered.wait(5)
     sender.put(batch(4))
     sender.close(0.02)
     assert not sender.is_alive()
     assert dict(sender.lost) == {"refused": 7}
 
 
-def test_what_comes_after_the_close_is_counted_as_lost() -> None:
-    sender = BatchSender(Outlet(), lambda: encode_resource_and_scope({}))
+def test_batches_after_close_are_counted_as_lost() -> None:
+    sender = BatchSender(ControlledTransport(), lambda: encode_resource_and_scope({}))
     sender.start()
     sender.close(1)
     sender.put(batch(3))
     assert sum(sender.lost.values()) == 3
 
 
-def test_a_bug_in_the_exporter_loses_its_batch_and_no_other(sender: BatchSender, outlet: Outlet) -> None:
+def test_transport_exception_loses_its_batch_only(
+    sender: BatchSender, transport: ControlledTransport
+) -> None:
     def broken(count: int) -> SendResult:
         if count == 1:
             raise RuntimeError("no")
         return SendResult(count, 0, None)
 
-    outlet.answer = broken
+    transport.answer = broken
     sender.put(batch(1))
     sender.put(batch(2))
     assert sender.flush(5)

@@ -26,25 +26,25 @@ ALL = Decision(True, 1 << 30, "all", True)
 
 def served(story: Story, name: str = "a", **more: Any) -> Who:
     """A request of 4 tokens: queued 4–10 ms, prefill to 30, decode to 70."""
-    who = story.arrives(0, name, **more)
-    story.submitted(4, who, input_tokens=5, max_tokens=8)
-    story.step(10, 30, [who], {who: 5})
+    member = story.arrives(0, name, **more)
+    story.submitted(4, member, input_tokens=5, max_tokens=8)
+    story.step(10, 30, [member], {member: 5})
     for at, until in ((30, 40), (40, 65), (65, 70)):
-        story.step(at, until, [who])
-    story.finished(70, who, "length", tokens=4)
-    story.ends(80, who, chunks=4)
-    return who
+        story.step(at, until, [member])
+    story.finished(70, member, "length", tokens=4)
+    story.ends(80, member, chunks=4)
+    return member
 
 
 def attributes(story: Story, name: str) -> dict[str, Any]:
-    said: dict[str, Any] = story.span(name)["attributes"]
-    return said
+    attributes: dict[str, Any] = story.span(name)["attributes"]
+    return attributes
 
 
-# ── what stands where ────────────────────────────────────────────────────────────────────────────────────────────
+# ── which span has which attributes ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_usage_and_everything_about_the_request_stand_on_the_request_span_alone() -> None:
+def test_usage_attributes_are_on_the_request_span_only() -> None:
     story = Story()
     served(story)
     assert attributes(story, "chat toy") == {
@@ -61,7 +61,7 @@ def test_usage_and_everything_about_the_request_stand_on_the_request_span_alone(
     assert sum("gen_ai.usage.output_tokens" in span["attributes"] for span in story.spans()) == 1
 
 
-def test_what_is_http_stands_on_the_server_span() -> None:
+def test_http_attributes_are_on_the_server_span() -> None:
     story = Story()
     served(story)
     assert attributes(story, "POST /v1/chat/completions") == {
@@ -72,14 +72,15 @@ def test_what_is_http_stands_on_the_server_span() -> None:
     }
 
 
-def test_below_somebody_elses_server_span_what_is_http_stands_on_the_request() -> None:
+def test_http_attributes_move_to_the_request_span() -> None:
+    """Another library has the server span."""
     story = Story()
     a = served(story, http=False)
     story.state(a, HttpDescribed(ns(1), "POST", "https", "/chat"))
     assert attributes(story, "chat toy")["url.scheme"] == "https"
 
 
-def test_a_decode_has_figures_of_all_its_steps() -> None:
+def test_decode_has_statistics_of_all_its_steps() -> None:
     story = Story()
     served(story)
     assert attributes(story, "decode") == {
@@ -94,7 +95,7 @@ def test_a_decode_has_figures_of_all_its_steps() -> None:
     }
 
 
-def test_the_callers_trace_state_is_carried_by_every_span_but_the_steps() -> None:
+def test_trace_state_is_on_all_spans_except_steps() -> None:
     story = Story()
     a = served(story)
     story.state(a, StateCarried(ns(0), "ot=th:8"))
@@ -103,7 +104,7 @@ def test_the_callers_trace_state_is_carried_by_every_span_but_the_steps() -> Non
     assert len(spans) == 8
 
 
-def test_a_stage_of_the_device_says_by_whose_clock_it_was_timed() -> None:
+def test_device_stage_has_the_clock_attribute() -> None:
     story = Story()
     a = served(story)
     story.state(a, StageEnded(ns(9), ns(5), "h2d", 0))
@@ -111,7 +112,7 @@ def test_a_stage_of_the_device_says_by_whose_clock_it_was_timed() -> None:
     assert "infer.clock" not in attributes(story, "queue")
 
 
-def test_a_request_has_as_many_finish_reasons_as_sequences_that_finished() -> None:
+def test_finish_reasons_match_the_finished_sequences() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.submitted(1, a, sequences=3)
@@ -122,17 +123,17 @@ def test_a_request_has_as_many_finish_reasons_as_sequences_that_finished() -> No
     assert attributes(story, "chat toy")[semconv.RESPONSE_FINISH_REASONS] == ["stop", "length", "stop"]
 
 
-def test_what_was_exported_though_not_sampled_is_marked() -> None:
+def test_unsampled_exported_request_is_marked() -> None:
     story = Story()
     served(story, flags=0)
-    keeps = TailSampler("auto", 2000, keep_unsampled=True, ratio=False)
-    assert "chat toy 0–80 · 5 → 4, unsampled" in story.tree(keeps=keeps)
+    sampler = TailSampler("auto", 2000, keep_unsampled=True, ratio=False)
+    assert "chat toy 0–80 · 5 → 4, unsampled" in story.tree(keeps=sampler)
     story = Story()
     story.ends(3, story.arrives(0, operation="", flags=0))
-    assert story.tree(keeps=keeps) == "POST /health 0–3 · unsampled"
+    assert story.tree(keeps=sampler) == "POST /health 0–3 · unsampled"
 
 
-def test_names_of_vllm_and_sglang_have_the_meaning_of_vllm() -> None:
+def test_latency_attributes_have_vllm_semantics() -> None:
     story = Story()
     served(story)
     (request,) = [span for span in story.spans(latency=True) if span["name"] == "chat toy"]
@@ -151,7 +152,7 @@ def test_names_of_vllm_and_sglang_have_the_meaning_of_vllm() -> None:
     )
 
 
-def test_a_stage_that_a_request_did_not_have_has_no_latency_either() -> None:
+def test_absent_stage_has_no_latency_attribute() -> None:
     story = Story()
     story.aborts(30, story.arrives(0, http=False))
     (request,) = story.spans(latency=True)
@@ -172,33 +173,33 @@ def test_a_stage_that_a_request_did_not_have_has_no_latency_either() -> None:
         ("_OTHER", "", "HTTP"),
     ],
 )
-def test_a_server_span_is_named_as_the_conventions_say(method: str, route: str, name: str) -> None:
+def test_server_span_name_follows_the_semantic_conventions(method: str, route: str, name: str) -> None:
     for operation in ("", "chat"):
         story = Story()
         a = story.arrives(0, operation=operation)
         arrived = story.said[-1 if not operation else -3]
         story.said = [
-            said._replace(event=said.event._replace(name=method))
-            if isinstance(said.event, RequestArrived)
-            else said
-            for said in story.said
-            if not isinstance(said.event, HttpDescribed)
+            recorded._replace(event=recorded.event._replace(name=method))
+            if isinstance(recorded.event, RequestArrived)
+            else recorded
+            for recorded in story.said
+            if not isinstance(recorded.event, HttpDescribed)
         ]
         story.state(a, HttpDescribed(arrived.event.at, method, "http", route))
         story.ends(10, a)
         assert [span["name"] for span in story.spans() if span["kind"] == 2] == [name]
 
 
-def test_below_another_server_span_a_request_that_reached_nothing_has_the_name_of_its_method() -> None:
-    """It is there because spans of databases and clients may lie below it."""
+def test_request_without_stages_is_named_after_its_method() -> None:
+    """Below another library's server span. It is exported because spans of databases and clients may be its children."""
     story = Story()
     a = story.arrives(0, operation="")
     story.said = [
-        said._replace(event=said.event._replace(flags=SAMPLED, name="_OTHER"))
-        if isinstance(said.event, RequestArrived)
-        else said
-        for said in story.said
-        if not isinstance(said.event, HttpDescribed)
+        recorded._replace(event=recorded.event._replace(flags=SAMPLED, name="_OTHER"))
+        if isinstance(recorded.event, RequestArrived)
+        else recorded
+        for recorded in story.said
+        if not isinstance(recorded.event, HttpDescribed)
     ]
     story.ends(3, a)
     (span,) = story.spans()
@@ -208,18 +209,18 @@ def test_below_another_server_span_a_request_that_reached_nothing_has_the_name_o
 # ── ids ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_sending_again_sends_the_same_spans() -> None:
+def test_repeated_export_gives_the_same_spans() -> None:
     story = Story()
     served(story)
     assert story.spans() == story.spans()
 
 
-def test_every_span_has_an_id_of_its_own_and_a_parent_that_is_there_and_around_it() -> None:
+def test_span_ids_are_unique_and_parents_enclose_children() -> None:
     story = Story()
     for name in "abc":
-        who = served(story, name)
+        member = served(story, name)
         for at in (71, 72, 73):
-            story.stage("rerank", at, at + 1, who)
+            story.stage("rerank", at, at + 1, member)
     spans = story.spans()
     by_id = {span["span_id"]: span for span in spans}
     assert len(by_id) == len(spans)
@@ -234,24 +235,22 @@ def test_every_span_has_an_id_of_its_own_and_a_parent_that_is_there_and_around_i
 
 
 @given(st.binary(min_size=8, max_size=8), st.text(max_size=9), st.integers(0, 70))
-def test_derived_ids_are_eight_bytes_never_zero_and_all_different(
-    span_id: bytes, of: str, count: int
-) -> None:
-    derived = tree.derive_span_ids(span_id, of, count)
+def test_derived_ids_are_unique_nonzero_eight_bytes(span_id: bytes, name: str, count: int) -> None:
+    derived = tree.derive_span_ids(span_id, name, count)
     assert len(derived) == len(set(derived)) == count
-    assert all(len(one) == 8 and any(one) for one in derived)
-    assert derived == tree.derive_span_ids(span_id, of, count + 1)[:count]
-    assert not set(derived) & set(tree.derive_span_ids(span_id, f"{of}!", count))
+    assert all(len(derived_id) == 8 and any(derived_id) for derived_id in derived)
+    assert derived == tree.derive_span_ids(span_id, name, count + 1)[:count]
+    assert not set(derived) & set(tree.derive_span_ids(span_id, f"{name}!", count))
 
 
-def test_times_are_wall_times() -> None:
+def test_span_times_are_wall_clock_times() -> None:
     story = Story()
     served(story)
     span = story.span("prefill")
     assert (span["start"], span["end"]) == (WALL + 10 * MS, WALL + 30 * MS)
 
 
-def test_chunks_are_spans_only_where_that_was_decided() -> None:
+def test_prefill_chunks_are_spans_only_if_decided() -> None:
     story = Story()
     a = story.arrives(0, http=False)
     story.step(10, 20, [a], {a: 64}, {a: 0})
@@ -265,8 +264,8 @@ def test_chunks_are_spans_only_where_that_was_decided() -> None:
     assert without == ["chat toy", "prefill", "decode"]
 
 
-def test_stages_of_one_name_share_the_steps_and_each_is_told_once() -> None:
-    """A hand-written loop may say a stage for each chunk of a prompt, and for each token."""
+def test_repeated_stages_share_the_steps_without_duplicates() -> None:
+    """A hand-written loop may record a stage for each chunk of a prompt, and for each token."""
     story = Story()
     a = story.arrives(0, http=False)
     story.step(10, 20, [a], {a: 64}, {a: 0})
@@ -306,7 +305,7 @@ def test_stages_of_one_name_share_the_steps_and_each_is_told_once() -> None:
 
 
 def events(story: Story, name: str = "chat toy") -> list[tuple[str, float, float]]:
-    """(cause, when, how long), ms."""
+    """Returns (cause, start, duration) of each pause event, in ms."""
     return [
         (
             event["attributes"]["infer.pause.cause"],
@@ -318,7 +317,7 @@ def events(story: Story, name: str = "chat toy") -> list[tuple[str, float, float
     ]
 
 
-def test_a_kept_request_says_what_held_it_up() -> None:
+def test_exported_request_has_pause_events() -> None:
     story = Story()
     served(story)
     story.paused(42, 60, "gc")
@@ -328,7 +327,7 @@ def test_a_kept_request_says_what_held_it_up() -> None:
     assert [span["name"] for span in story.spans() if span["events"]] == ["chat toy"]
 
 
-def test_a_mark_is_an_event_that_says_how_long_before_it_may_have_been() -> None:
+def test_mark_event_has_its_time_window() -> None:
     story = Story()
     served(story)
     story.marked(10, 60, "allocator_retry", 3)
@@ -341,14 +340,14 @@ def test_a_mark_is_an_event_that_says_how_long_before_it_may_have_been() -> None
     }
 
 
-def test_a_pause_of_the_event_loop_is_an_event_too() -> None:
+def test_event_loop_pause_is_an_event() -> None:
     story = Story()
     served(story)
     story.paused(42, 70, "event_loop")
     assert events(story) == [("event_loop", 42, 28)]
 
 
-def test_of_a_pause_a_request_says_the_part_in_which_it_was_there() -> None:
+def test_pause_event_is_clipped_to_the_request() -> None:
     story = Story()
     served(story)
     story.paused(-10, 3, "throttled")
@@ -356,20 +355,20 @@ def test_of_a_pause_a_request_says_the_part_in_which_it_was_there() -> None:
     assert events(story) == [("throttled", 0, 3), ("gc", 75, 5)]
 
 
-def test_the_longest_pauses_are_told_and_the_others_counted() -> None:
+def test_longest_pauses_are_exported_and_others_counted() -> None:
     story = Story()
     a = story.arrives(0)
     for number in range(40):
         story.paused(10 * number, 10 * number + (1 + number % 5))
     story.ends(500, a)
-    said = events(story)
-    assert len(said) == 32
-    assert [at for _, at, _ in said] == sorted(at for _, at, _ in said)
-    assert [length for _, _, length in said].count(1) == 0
+    pauses = events(story)
+    assert len(pauses) == 32
+    assert [at for _, at, _ in pauses] == sorted(at for _, at, _ in pauses)
+    assert [length for _, _, length in pauses].count(1) == 0
     assert attributes(story, "chat toy")["infer.pauses.dropped"] == 8
 
 
-def test_a_request_that_is_not_kept_says_nothing_of_pauses() -> None:
+def test_unsampled_request_has_no_pause_events() -> None:
     story = Story()
     served(story)
     story.paused(42, 60)
@@ -377,7 +376,7 @@ def test_a_request_that_is_not_kept_says_nothing_of_pauses() -> None:
     assert [span["events"] for span in spans] == [[]] * len(spans)
 
 
-def test_pauses_stand_among_the_users_own_events_in_order_of_time() -> None:
+def test_pause_and_user_events_are_ordered_by_time() -> None:
     story = Story()
     a = served(story)
     story.paused(42, 60)

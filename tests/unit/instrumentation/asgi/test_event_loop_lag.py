@@ -1,4 +1,4 @@
-"""The event loop is late: seen by a timer, on a loop whose clock and turns are given."""
+"""Event loop lag, measured by a timer on a loop with a simulated clock."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MS = 1_000_000
 
 
 class Request:
-    """Something that the context of a request holds."""
+    """An object held by the context of a request."""
 
 
 class Loop:
-    """As much of an event loop as a timer needs; time passes when it is told to."""
+    """The part of an event loop that a timer uses; its time advances only in `run_next_timer`."""
 
     def __init__(self) -> None:
         self.now = 1_000 * MS
@@ -36,19 +36,19 @@ class Loop:
         assert not context
         self.timers.append((self.now + round(delay * 1e9), call))
 
-    def turns(self, late_ms: int) -> None:
-        """The next timer is run, so much after it is due."""
+    def run_next_timer(self, late_ms: int) -> None:
+        """Runs the next timer `late_ms` after its deadline."""
         due, call = self.timers.pop(0)
         self.now = due + late_ms * MS
         call()
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(recorder, "record_pause", lambda *said: told.append(said))
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    pauses: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(recorder, "record_pause", lambda *pause: pauses.append(pause))
     monkeypatch.setattr(recorder, "requests", SimpleNamespace(in_flight=1))
-    return told
+    return pauses
 
 
 @pytest.fixture
@@ -60,41 +60,39 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     event_loop_lag._thread_timer.timer = None
 
 
-def test_a_loop_that_goes_on_late_was_held_up_from_when_it_was_to(loop: Loop, told: list[Any]) -> None:
+def test_late_timer_is_a_pause_from_its_deadline(loop: Loop, pauses: list[Any]) -> None:
     event_loop_lag.watch_event_loop()
-    loop.turns(late_ms=150)
-    assert told == [("event_loop", 1_050 * MS, 1_200 * MS)]
+    loop.run_next_timer(late_ms=150)
+    assert pauses == [("event_loop", 1_050 * MS, 1_200 * MS)]
 
 
-def test_a_loop_that_is_in_time_says_nothing_and_is_looked_at_again(loop: Loop, told: list[Any]) -> None:
+def test_punctual_loop_records_nothing_and_rearms_the_timer(loop: Loop, pauses: list[Any]) -> None:
     event_loop_lag.watch_event_loop()
     for _ in range(5):
-        loop.turns(late_ms=3)
-    assert told == []
+        loop.run_next_timer(late_ms=3)
+    assert pauses == []
     assert len(loop.timers) == 1
 
 
-def test_requests_of_one_loop_share_a_timer(loop: Loop, told: list[Any]) -> None:
+def test_requests_of_one_loop_share_a_timer(loop: Loop, pauses: list[Any]) -> None:
     for _ in range(5):
         event_loop_lag.watch_event_loop()
     assert len(loop.timers) == 1
 
 
-def test_without_a_request_in_flight_nothing_wakes_up_until_the_next(
-    loop: Loop, told: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_timer_stops_without_requests_in_flight(
+    loop: Loop, pauses: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event_loop_lag.watch_event_loop()
     monkeypatch.setattr(recorder, "requests", SimpleNamespace(in_flight=0))
-    loop.turns(late_ms=70)
+    loop.run_next_timer(late_ms=70)
     assert loop.timers == []
-    assert len(told) == 1  # it ended while the loop was held up
+    assert len(pauses) == 1  # the request ended while the loop was blocked
     event_loop_lag.watch_event_loop()
     assert len(loop.timers) == 1
 
 
-def test_a_loop_that_was_closed_is_not_waited_for(
-    loop: Loop, told: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_loop_gets_its_own_timer(loop: Loop, pauses: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     event_loop_lag.watch_event_loop()
     another = Loop()
     monkeypatch.setattr(asyncio, "_get_running_loop", lambda: another)
@@ -102,39 +100,39 @@ def test_a_loop_that_was_closed_is_not_waited_for(
     assert len(another.timers) == 1
 
 
-def test_where_no_asyncio_loop_runs_nothing_is_seen(told: list[Any]) -> None:
+def test_no_timer_without_a_running_asyncio_loop(pauses: list[Any]) -> None:
     event_loop_lag.watch_event_loop()
     assert event_loop_lag._thread_timer.timer is None
 
 
-def test_a_real_loop_that_is_blocked_says_when(told: list[tuple[str, int, int]]) -> None:
+def test_blocked_event_loop_is_recorded_with_its_interval(pauses: list[tuple[str, int, int]]) -> None:
     async def served() -> tuple[int, int]:
         event_loop_lag.watch_event_loop()
         await asyncio.sleep(0)
         began = _clock.now()
         time.sleep(0.2)
         ended = _clock.now()
-        while not told:
+        while not pauses:
             await asyncio.sleep(0.01)
         return began, ended
 
     began, ended = asyncio.run(served())
-    (cause, since, until) = told[0]
+    (cause, since, until) = pauses[0]
     assert cause == "event_loop"
     assert began < since < ended <= until
     assert until - since >= 100 * MS
 
 
-def test_the_timer_keeps_nothing_of_the_request_that_set_it(told: list[Any]) -> None:
+def test_timer_does_not_retain_the_request_context(pauses: list[Any]) -> None:
     request: contextvars.ContextVar[Request] = contextvars.ContextVar("request")
 
-    async def works() -> weakref.ref[Request]:
+    async def handle_request() -> weakref.ref[Request]:
         request.set(Request())
         event_loop_lag.watch_event_loop()
         return weakref.ref(request.get())
 
     async def served() -> bool:
-        seen = await asyncio.ensure_future(works())
+        seen = await asyncio.ensure_future(handle_request())
         await asyncio.sleep(0)
         gc.collect()
         return event_loop_lag._thread_timer.timer is not None and seen() is None
@@ -142,7 +140,7 @@ def test_the_timer_keeps_nothing_of_the_request_that_set_it(told: list[Any]) -> 
     assert asyncio.run(served())
 
 
-def test_loops_of_two_threads_have_a_timer_each(told: list[Any]) -> None:
+def test_loops_of_two_threads_have_separate_timers(pauses: list[Any]) -> None:
     timers: list[Any] = []
     both = threading.Barrier(2, timeout=10)
 
@@ -151,11 +149,11 @@ def test_loops_of_two_threads_have_a_timer_each(told: list[Any]) -> None:
         timers.append(event_loop_lag._thread_timer.timer)
         await asyncio.sleep(0.12)
 
-    def runs() -> None:
+    def run_loop() -> None:
         both.wait()
         asyncio.run(served())
 
-    threads = [threading.Thread(target=runs) for _ in range(2)]
+    threads = [threading.Thread(target=run_loop) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""The startup of an ASGI application: when it began, when it was ready, or of what it failed."""
+"""Startup of an ASGI application: its start, its end and the exception of a failed startup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from otel_infer.ringbuffer.recorder import recorder
 Message = dict[str, Any]
 STARTUP: Message = {"type": "lifespan.startup"}
 COMPLETE: Message = {"type": "lifespan.startup.complete"}
-FAILED: Message = {"type": "lifespan.startup.failed", "message": "what no telemetry may show"}
+FAILED: Message = {"type": "lifespan.startup.failed", "message": "private text"}
 SHUTDOWN: Message = {"type": "lifespan.shutdown.complete"}
 
 
@@ -31,12 +31,12 @@ def arena() -> Iterator[writer.MemoryArena]:
     recorder.stop()
 
 
-def said(arena: writer.MemoryArena) -> list[Any]:
-    return [one.event for one in RequestReader(arena.buffers[0][1], 1).poll(0, final=True)]
+def read_events(arena: writer.MemoryArena) -> list[Any]:
+    return [entry.event for entry in RequestReader(arena.buffers[0][1], 1).poll(0, final=True)]
 
 
-async def started(*messages: Message, raises: BaseException | None = None) -> tuple[list[Message], Any]:
-    """What the server was sent, and what left the application."""
+async def run_lifespan(*messages: Message, raises: BaseException | None = None) -> tuple[list[Message], Any]:
+    """Returns the messages sent to the server and the exception raised by the application, or None."""
     sent: list[Message] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -59,61 +59,61 @@ async def started(*messages: Message, raises: BaseException | None = None) -> tu
     return sent, None
 
 
-async def test_an_application_that_says_it_takes_requests_is_ready(arena: writer.MemoryArena) -> None:
+async def test_startup_complete_marks_the_application_ready(arena: writer.MemoryArena) -> None:
     before = _clock.now()
-    assert await started(COMPLETE, SHUTDOWN) == ([COMPLETE, SHUTDOWN], None)
-    began, ended = said(arena)
+    assert await run_lifespan(COMPLETE, SHUTDOWN) == ([COMPLETE, SHUTDOWN], None)
+    began, ended = read_events(arena)
     assert before <= began.at == ended.started_at < ended.at <= _clock.now()
     assert began.phase == "ready"
     assert ended[2:] == ("ready", "lifespan", "", "")
 
 
-async def test_one_that_says_it_failed_is_told_with_the_type_of_what_it_raised(
+async def test_failed_startup_records_the_exception_type(
     arena: writer.MemoryArena,
 ) -> None:
-    failure = OSError("what no telemetry may show")
-    assert await started(FAILED, raises=failure) == ([FAILED], failure)
-    assert said(arena)[1][2:] == ("ready", "lifespan", "", "OSError")
-    assert b"telemetry may" not in arena.buffers[0][1][:]
+    failure = OSError("private text")
+    assert await run_lifespan(FAILED, raises=failure) == ([FAILED], failure)
+    assert read_events(arena)[1][2:] == ("ready", "lifespan", "", "OSError")
+    assert b"private text" not in arena.buffers[0][1][:]
 
 
-async def test_one_that_failed_and_raised_nothing_failed_of_something(arena: writer.MemoryArena) -> None:
-    assert await started(FAILED) == ([FAILED], None)
-    assert said(arena)[1].error_type == events.OTHER
+async def test_failed_startup_without_exception_has_type_other(arena: writer.MemoryArena) -> None:
+    assert await run_lifespan(FAILED) == ([FAILED], None)
+    assert read_events(arena)[1].error_type == events.OTHER
 
 
-async def test_an_application_without_a_lifespan_raises_and_is_no_failure(arena: writer.MemoryArena) -> None:
+async def test_application_without_lifespan_is_not_a_failure(arena: writer.MemoryArena) -> None:
     failure = AssertionError("only http here")
-    assert await started(raises=failure) == ([], failure)
-    assert [type(fact) for fact in said(arena)] == [events.PhaseBegan]
+    assert await run_lifespan(raises=failure) == ([], failure)
+    assert [type(event) for event in read_events(arena)] == [events.PhaseBegan]
 
 
-async def test_one_that_raises_when_it_is_shut_down_was_ready(arena: writer.MemoryArena) -> None:
+async def test_error_at_shutdown_leaves_startup_successful(arena: writer.MemoryArena) -> None:
     failure = OSError()
-    assert await started(COMPLETE, raises=failure) == ([COMPLETE], failure)
-    assert [fact.error_type for fact in said(arena)[1:]] == [""]
+    assert await run_lifespan(COMPLETE, raises=failure) == ([COMPLETE], failure)
+    assert [event.error_type for event in read_events(arena)[1:]] == [""]
 
 
-async def test_before_there_are_rings_it_is_kept_for_them_and_starts_nothing() -> None:
+async def test_startup_before_the_rings_is_recorded_later() -> None:
     arena = writer.MemoryArena()
     recorder.start(lambda: arena, lambda: None, lambda reason: None)
     try:
-        await started(COMPLETE)
+        await run_lifespan(COMPLETE)
         assert arena.buffers == []
         recorder.ensure_rings()
-        assert [type(fact) for fact in said(arena)] == [events.PhaseBegan, events.PhaseEnded]
+        assert [type(event) for event in read_events(arena)] == [events.PhaseBegan, events.PhaseEnded]
     finally:
         recorder.stop()
 
 
-async def test_code_of_ours_that_raises_costs_the_application_nothing(
+async def test_instrumentation_error_does_not_reach_the_application(
     arena: writer.MemoryArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifespan.events, "PhaseEnded", None)
-    assert await started(COMPLETE) == ([COMPLETE], None)
+    assert await run_lifespan(COMPLETE) == ([COMPLETE], None)
 
 
-async def test_behind_an_application_that_we_hook_what_its_lifespan_raised_is_what_leaves_it(
+async def test_starlette_lifespan_error_is_recorded_and_reraised(
     arena: writer.MemoryArena,
 ) -> None:
     starlette = pytest.importorskip("starlette.applications", reason="starlette is not installed")
@@ -140,5 +140,5 @@ async def test_behind_an_application_that_we_hook_what_its_lifespan_raised_is_wh
         asgi.instrumentor.remove()
     assert raised.value is failure
     assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
-    ends = [fact for fact in said(arena) if isinstance(fact, events.PhaseEnded)]
-    assert [fact.error_type for fact in ends] == ["OSError"]
+    ends = [event for event in read_events(arena) if isinstance(event, events.PhaseEnded)]
+    assert [event.error_type for event in ends] == ["OSError"]

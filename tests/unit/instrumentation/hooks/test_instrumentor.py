@@ -1,4 +1,4 @@
-"""How an integration is put on a library: packages written to disk and imported as a user would."""
+"""Installation of an instrumentor on packages that are written to disk and imported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Engine:
 
 
 class Library:
-    """A package on disk, and everything an integration says about it."""
+    """A package on disk with its instrumentor and the hooks that ran."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,21 +61,21 @@ class Library:
     def load(self, module: str = "") -> Any:
         return importlib.import_module(f"{self.name}.{module}".rstrip("."))
 
-    def target(self, place: str) -> str:
-        return f"{self.name}.{place}"
+    def target(self, path: str) -> str:
+        return f"{self.name}.{path}"
 
-    def probe(self, place: str, **options: Any) -> None:
-        @self.integration.patch_function(self.target(place), **options)
+    def probe(self, path: str, **options: Any) -> None:
+        @self.integration.patch_function(self.target(path), **options)
         def probe(call: Call) -> Generator[None, Any, None]:
-            self.seen.append(place)
+            self.seen.append(path)
             yield
 
-    def step(self, place: str, **options: Any) -> None:
-        @self.integration.patch_hot_path(self.target(place), **options)
+    def step(self, path: str, **options: Any) -> None:
+        @self.integration.patch_hot_path(self.target(path), **options)
         def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
             def step(*args: Any) -> Any:
                 if hook.alive:
-                    self.seen.append(place)
+                    self.seen.append(path)
                 return original(*args)
 
             return step
@@ -97,7 +97,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library
         del sys.modules[name]
 
 
-def test_nothing_is_imported_for_the_user(library: Library) -> None:
+def test_install_imports_nothing(library: Library) -> None:
     library.write("deep.__init__")
     library.write("deep.er", "def f(): pass")
     library.probe("deep.er:f")
@@ -122,7 +122,7 @@ def test_hooks_are_installed_when_their_module_is_imported(library: Library) -> 
     )
 
 
-def test_hooks_are_installed_at_once_on_what_is_imported_already(library: Library) -> None:
+def test_hooks_are_installed_immediately_on_imported_modules(library: Library) -> None:
     module = library.load("engine")
     library.probe("engine:Engine.generate")
     library.integration.install()
@@ -131,7 +131,7 @@ def test_hooks_are_installed_at_once_on_what_is_imported_already(library: Librar
     assert library.seen == ["engine:Engine.generate"]
 
 
-def test_installing_twice_is_once(library: Library) -> None:
+def test_second_install_is_ignored(library: Library) -> None:
     library.probe("engine:Engine.generate")
     library.integration.install()
     library.integration.install()
@@ -141,7 +141,7 @@ def test_installing_twice_is_once(library: Library) -> None:
     assert library.seen == ["engine:Engine.generate"]
 
 
-def test_the_decorators_give_back_what_they_decorate(library: Library) -> None:
+def test_decorators_return_the_decorated_function(library: Library) -> None:
     def probe(call: Call) -> Generator[None, Any, None]:
         yield
 
@@ -152,7 +152,7 @@ def test_the_decorators_give_back_what_they_decorate(library: Library) -> None:
     assert library.integration.patch_hot_path(library.target("engine:Engine.step"))(make) is make
 
 
-def test_a_part_waits_for_all_its_modules_and_parts_do_not_wait_for_each_other(library: Library) -> None:
+def test_part_waits_only_for_its_own_modules(library: Library) -> None:
     library.write("batching", "def admit(): pass")
     library.write("serving", "def serve(): pass")
     library.probe("engine:Engine.generate", part="decode")
@@ -168,7 +168,7 @@ def test_a_part_waits_for_all_its_modules_and_parts_do_not_wait_for_each_other(l
     assert library.integration.parts == {"decode": "active", "serving": "active"}
 
 
-def test_a_part_is_installed_wholly_or_not_at_all(library: Library, caplog: pytest.LogCaptureFixture) -> None:
+def test_part_installs_all_hooks_or_none(library: Library, caplog: pytest.LogCaptureFixture) -> None:
     library.probe("engine:Engine.generate")
     library.step("engine:Engine.step", reads=("tokens",))
     library.integration.install()
@@ -187,7 +187,7 @@ def test_a_part_is_installed_wholly_or_not_at_all(library: Library, caplog: pyte
     assert library.seen == []
 
 
-def test_what_is_installed_already_is_taken_off_when_a_later_hook_fails(library: Library) -> None:
+def test_failing_hook_rolls_back_the_installed_hooks(library: Library) -> None:
     library.probe("engine:Engine.generate")
 
     @library.integration.patch_hot_path(library.target("engine:Engine.step"))
@@ -202,9 +202,9 @@ def test_what_is_installed_already_is_taken_off_when_a_later_hook_fails(library:
     assert "LookupError" in library.status.drift and "secret" not in library.status.drift
 
 
-def test_a_drifted_part_leaves_the_others_installed(library: Library) -> None:
+def test_drifted_part_leaves_other_parts_installed(library: Library) -> None:
     library.probe("engine:Engine.generate")
-    library.probe("engine:Engine.nobody", part="feature")
+    library.probe("engine:Engine.absent", part="feature")
     library.integration.install()
     library.load("engine").Engine().generate("p")
     assert library.seen == ["engine:Engine.generate"]
@@ -214,10 +214,10 @@ def test_a_drifted_part_leaves_the_others_installed(library: Library) -> None:
         1,
         2,
     )
-    assert library.status.drift == f"{library.target('engine:Engine.nobody')}: there is no nobody"
+    assert library.status.drift == f"{library.target('engine:Engine.absent')}: there is no absent"
 
 
-def test_a_feature_this_release_lacks_is_absent_and_not_drift(library: Library) -> None:
+def test_feature_missing_in_this_release_is_absent(library: Library) -> None:
     library.probe("engine:Engine.generate")
     library.probe("batching.continuous:admit", part="batching")
     library.integration.install()
@@ -229,7 +229,7 @@ def test_a_feature_this_release_lacks_is_absent_and_not_drift(library: Library) 
     )
 
 
-def test_a_feature_of_which_one_module_is_gone_is_drift(library: Library) -> None:
+def test_feature_with_a_missing_module_is_drift(library: Library) -> None:
     library.probe("engine:Engine.generate", part="feature")
     library.probe("gone:f", part="feature")
     library.integration.install()
@@ -238,7 +238,7 @@ def test_a_feature_of_which_one_module_is_gone_is_drift(library: Library) -> Non
     assert library.status.drift == f"{library.name}.gone: there is no such module"
 
 
-def test_a_library_without_the_module_of_its_main_part_has_drifted(library: Library) -> None:
+def test_library_without_its_main_module_has_drifted(library: Library) -> None:
     library.probe("gone:f")
     library.integration.install()
     assert library.status.state == "waiting"
@@ -246,7 +246,7 @@ def test_a_library_without_the_module_of_its_main_part_has_drifted(library: Libr
     assert library.status.state == "drifted"
 
 
-def test_a_folder_without_code_is_no_module(library: Library) -> None:
+def test_folder_without_code_is_not_a_module(library: Library) -> None:
     (library.folder / library.name / "left" / "__pycache__").mkdir(parents=True)
     library.probe("left:f", part="feature")
     library.integration.install()
@@ -255,10 +255,10 @@ def test_a_folder_without_code_is_no_module(library: Library) -> None:
     assert library.status.state == "absent"
 
 
-def test_an_optional_hook_may_be_missing_with_or_without_its_module(library: Library) -> None:
+def test_optional_hook_may_be_missing(library: Library) -> None:
     library.write("late", "def f(): pass")
     library.probe("engine:Engine.generate")
-    library.probe("engine:Engine.nobody", optional=True)
+    library.probe("engine:Engine.absent", optional=True)
     library.probe("gone:f", optional=True)
     library.probe("late:f", optional=True)
     library.integration.install()
@@ -271,14 +271,14 @@ def test_an_optional_hook_may_be_missing_with_or_without_its_module(library: Lib
     )
 
 
-def test_a_part_of_optional_hooks_alone_may_be_absent(library: Library) -> None:
+def test_part_of_only_optional_hooks_may_be_absent(library: Library) -> None:
     library.probe("gone:f", optional=True)
     library.integration.install()
     library.load()
     assert library.status.state == "absent"
 
 
-def test_a_library_that_is_not_installed_is_absent() -> None:
+def test_uninstalled_library_is_absent() -> None:
     integration = Instrumentor("no_such_library", "no-such-library", ("no_such_library",))
     integration.patch_function("no_such_library.engine:f")(lambda call: (yield))
     assert integration.status == InstrumentorStatus(
@@ -289,15 +289,13 @@ def test_a_library_that_is_not_installed_is_absent() -> None:
     assert "no_such_library" not in sys.modules
 
 
-def test_a_library_that_is_not_installed_but_can_be_imported_waits(tmp_path: Path, monkeypatch: Any) -> None:
+def test_importable_library_without_metadata_waits(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     library = Library(tmp_path)
     assert (library.status.version, library.status.state) == (None, "waiting")
 
 
-def test_a_build_by_another_name_is_found_by_the_package_that_it_brings(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_renamed_distribution_is_found_by_its_package(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     library = Library(tmp_path)
     info = tmp_path / f"{library.name}_cpu-1.2.dist-info"
@@ -307,7 +305,7 @@ def test_a_build_by_another_name_is_found_by_the_package_that_it_brings(
     assert (library.status.version, library.status.state) == ("1.2", "waiting")
 
 
-def test_metadata_that_cannot_be_read_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_metadata_gives_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> str:
         raise OSError
 
@@ -315,11 +313,11 @@ def test_metadata_that_cannot_be_read_is_no_version(monkeypatch: pytest.MonkeyPa
     assert Instrumentor("x", "unreadable", "unreadable").status.version is None
 
 
-def test_one_module_may_be_given_as_a_word() -> None:
+def test_single_module_may_be_given_as_a_string() -> None:
     assert Instrumentor("x", "x", "vllm").modules == ("vllm",)
 
 
-def test_a_module_is_not_judged_while_it_is_still_being_imported(library: Library) -> None:
+def test_partially_imported_module_is_not_checked(library: Library) -> None:
     library.write("scheduler", "import LIBRARY.engine\ndef schedule(): pass\n")
     library.probe("scheduler:schedule")
     library.probe("engine:Engine.generate")
@@ -329,7 +327,7 @@ def test_a_module_is_not_judged_while_it_is_still_being_imported(library: Librar
     assert library.seen == ["scheduler:schedule"]
 
 
-def test_install_in_the_middle_of_an_import_waits_for_its_end(library: Library) -> None:
+def test_install_during_an_import_waits_for_its_end(library: Library) -> None:
     library.write("half", "import LIBRARY\nLIBRARY.go()\ndef f(): pass\nimport LIBRARY.engine\n")
     library.load().go = library.integration.install
     library.probe("half:f")
@@ -340,7 +338,7 @@ def test_install_in_the_middle_of_an_import_waits_for_its_end(library: Library) 
     assert library.seen == ["half:f"]
 
 
-def test_an_import_that_fails_can_be_tried_again(library: Library) -> None:
+def test_failed_import_can_be_retried(library: Library) -> None:
     library.write("engine", "raise RuntimeError('not yet')")
     library.probe("engine:Engine.generate")
     library.integration.install()
@@ -352,7 +350,7 @@ def test_an_import_that_fails_can_be_tried_again(library: Library) -> None:
     assert library.seen == ["engine:Engine.generate"]
 
 
-def test_no_exception_of_ours_reaches_the_users_import(
+def test_instrumentor_error_does_not_reach_the_import(
     library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.probe("engine:Engine.generate")
@@ -366,7 +364,7 @@ def test_no_exception_of_ours_reaches_the_users_import(
     assert "LookupError" in caplog.text and "secret" not in caplog.text
 
 
-def test_a_disabled_hook_is_no_longer_active(library: Library) -> None:
+def test_disabled_hook_is_not_counted_as_active(library: Library) -> None:
     library.step("engine:Engine.step")
 
     @library.integration.patch_function(library.target("engine:Engine.generate"))
@@ -381,7 +379,7 @@ def test_a_disabled_hook_is_no_longer_active(library: Library) -> None:
     assert (library.status.state, library.status.hooks_active, library.status.hooks_total) == ("active", 1, 2)
 
 
-def test_removing_gives_everything_back_and_installing_again_takes_it_again(library: Library) -> None:
+def test_removal_restores_originals_and_reinstall_patches_again(library: Library) -> None:
     library.probe("engine:Engine.generate")
     library.probe("engine:Engine.generate")
     library.step("engine:Engine.generate")
@@ -400,7 +398,7 @@ def test_removing_gives_everything_back_and_installing_again_takes_it_again(libr
     assert library.status.state == "active"
 
 
-def test_an_import_after_removal_changes_nothing(library: Library) -> None:
+def test_import_after_removal_installs_nothing(library: Library) -> None:
     library.probe("engine:Engine.generate")
     library.integration.install()
     library.integration.remove()
@@ -412,7 +410,7 @@ def test_an_import_after_removal_changes_nothing(library: Library) -> None:
     assert library.seen == ["engine:Engine.generate"]
 
 
-def test_drift_is_looked_at_anew_after_removal(library: Library) -> None:
+def test_drift_is_rechecked_after_removal(library: Library) -> None:
     library.probe("engine:Engine.later")
     library.integration.install()
     module = library.load("engine")
@@ -441,7 +439,7 @@ def test_imports_in_many_threads_install_once(library: Library) -> None:
     assert library.status.state == "active"
 
 
-def test_a_module_the_user_forbade_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_blocked_in_sys_modules_is_not_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "forbidden_library", None)
     assert not instrumentor._is_importable("forbidden_library")
     assert not instrumentor._is_importable("forbidden_library.engine")
@@ -450,7 +448,7 @@ def test_a_module_the_user_forbade_does_not_exist(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent() -> None:
+def test_forked_child_does_not_inherit_a_held_lock() -> None:
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -469,7 +467,7 @@ def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_it_imports_neither_numpy_nor_torch_nor_opentelemetry() -> None:
+def test_module_imports_no_numpy_torch_or_opentelemetry() -> None:
     code = """
         import sys
         import otel_infer.instrumentation.hooks.instrumentor
@@ -484,56 +482,56 @@ def test_it_imports_neither_numpy_nor_torch_nor_opentelemetry() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_log_of_drift_is_a_warning(library: Library, caplog: pytest.LogCaptureFixture) -> None:
-    library.probe("engine:nobody")
+def test_drift_is_logged_as_one_warning(library: Library, caplog: pytest.LogCaptureFixture) -> None:
+    library.probe("engine:absent")
     library.integration.install()
     library.load("engine")
     library.integration.install()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-# ── listeners ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── callbacks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def listening(library: Library) -> Any:
-    library.write("events", "callbacks = []\ndef happen(): [each() for each in callbacks]\nname = 'n'")
+def add_callback(library: Library) -> Any:
+    library.write("events", "callbacks = []\ndef fire(): [callback() for callback in callbacks]\nname = 'n'")
 
     @library.integration.add_callback(library.target("events:callbacks"))
-    def listen(hook: Hook) -> Callable[[], None]:
+    def make_callback(hook: Hook) -> Callable[[], None]:
         return lambda: library.seen.append("event")
 
     library.integration.install()
     return library.load("events")
 
 
-def test_a_listener_is_called_from_the_import_on_until_it_is_removed(library: Library) -> None:
-    events = listening(library)
+def test_callback_runs_from_import_until_removal(library: Library) -> None:
+    events = add_callback(library)
     library.integration.install()
-    events.happen()
+    events.fire()
     assert library.seen == ["event"]
     assert (library.status.state, library.status.hooks_active, library.status.hooks_total) == ("active", 1, 1)
     library.integration.remove()
-    events.happen()
+    events.fire()
     assert library.seen == ["event"]
     assert events.callbacks == []
     library.integration.install()
     assert len(events.callbacks) == 1
 
 
-def test_of_a_list_that_others_have_emptied_nothing_is_taken(library: Library) -> None:
-    events = listening(library)
+def test_removal_leaves_a_cleared_callback_list_unchanged(library: Library) -> None:
+    events = add_callback(library)
     events.callbacks[:] = [print]
     assert library.status.hooks_active == 0
     library.integration.remove()
     assert events.callbacks == [print]
 
 
-@pytest.mark.parametrize("place", ["events:listeners", "events:name"])
-def test_a_listener_without_its_list_is_drift(library: Library, place: str) -> None:
+@pytest.mark.parametrize("path", ["events:missing", "events:name"])
+def test_callback_without_its_list_is_drift(library: Library, path: str) -> None:
     library.write("events", "name = 'n'")
 
-    @library.integration.add_callback(library.target(place))
-    def listen(hook: Hook) -> Callable[[], None]:
+    @library.integration.add_callback(library.target(path))
+    def make_callback(hook: Hook) -> Callable[[], None]:
         return lambda: None
 
     library.integration.install()

@@ -1,4 +1,4 @@
-"""The promises of `otel_infer.instrumentation.hooks.probe`, one sentence each, on functions of a module that nobody knows."""
+"""Behaviour of probes and hot-path patches, tested on functions of a module made for the tests."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def engine() -> Iterator[Any]:
 
 
 class Witness:
-    """A probe that writes down what it sees."""
+    """A probe that records each call, result and exception."""
 
     def __init__(self, *reads: str) -> None:
         self.reads = reads
@@ -156,7 +156,7 @@ class Witness:
 
 
 @pytest.fixture
-def hold() -> Iterator[Callable[..., Any]]:
+def patch_target() -> Iterator[Callable[..., Any]]:
     held: list[FunctionPatch] = []
 
     def install(path: str, probe: Any, **options: Any) -> FunctionPatch:
@@ -170,16 +170,14 @@ def hold() -> Iterator[Callable[..., Any]]:
         patch.remove()
 
 
-def test_the_wrapped_function_is_called_exactly_once_and_its_result_passes_untouched(
-    engine: Any, hold: Any
-) -> None:
+def test_patched_function_runs_once_and_returns_its_result(engine: Any, patch_target: Any) -> None:
     witness = Witness()
     token = engine.Token()
     engine.give = lambda: token
-    hold("give", witness)
+    patch_target("give", witness)
     assert engine.give() is token
     assert witness.seen == [("before",), ("after", token)]
-    hold("add", witness)
+    patch_target("add", witness)
     assert engine.add(1) == 10
     assert engine.calls == ["add"]
 
@@ -187,9 +185,9 @@ def test_the_wrapped_function_is_called_exactly_once_and_its_result_passes_untou
 @pytest.mark.parametrize(
     "kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
 )
-def test_an_exception_passes_untouched_and_the_probe_sees_it(engine: Any, hold: Any, kind: Any) -> None:
+def test_exception_passes_unchanged_and_reaches_the_probe(engine: Any, patch_target: Any, kind: Any) -> None:
     witness = Witness()
-    hold("fail", witness)
+    patch_target("fail", witness)
     error = kind("x")
     with pytest.raises(kind) as caught:
         engine.fail(error)
@@ -199,9 +197,9 @@ def test_an_exception_passes_untouched_and_the_probe_sees_it(engine: Any, hold: 
     assert error.__context__ is None and error.__cause__ is None
 
 
-def test_a_stop_iteration_passes_untouched_and_is_not_the_probes_fault(engine: Any, hold: Any) -> None:
+def test_stop_iteration_passes_unchanged_and_keeps_patch_active(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    patch = hold("Items.__next__", witness)
+    patch = patch_target("Items.__next__", witness)
     error = None
     try:
         next(engine.Items())
@@ -213,11 +211,11 @@ def test_a_stop_iteration_passes_untouched_and_is_not_the_probes_fault(engine: A
     assert patch.active
 
 
-def test_the_users_traceback_does_not_mention_the_probe(engine: Any, hold: Any) -> None:
+def test_user_traceback_omits_the_probe(engine: Any, patch_target: Any) -> None:
     def a_probe(call: Call) -> Any:
         yield
 
-    hold("fail", a_probe)
+    patch_target("fail", a_probe)
     error = ValueError("x")
     with pytest.raises(ValueError):
         engine.fail(error)
@@ -225,7 +223,7 @@ def test_the_users_traceback_does_not_mention_the_probe(engine: Any, hold: Any) 
     assert names[-1] == "fail" and "a_probe" not in names
 
 
-def test_a_probe_that_swallows_or_replaces_the_users_exception_does_neither(engine: Any, hold: Any) -> None:
+def test_probe_cannot_swallow_or_replace_a_user_exception(engine: Any, patch_target: Any) -> None:
     def swallows(call: Call) -> Any:
         try:
             yield
@@ -236,14 +234,14 @@ def test_a_probe_that_swallows_or_replaces_the_users_exception_does_neither(engi
         try:
             yield
         except ValueError as exc:
-            raise exc from KeyError("ours")
+            raise exc from KeyError("probe")
 
     @dataclass(frozen=True)
     class Frozen(ValueError):
         text: str
 
     for probe in (swallows, replaces):
-        hold("fail", probe)
+        patch_target("fail", probe)
     for error in (ValueError("x"), Frozen("x")):
         with pytest.raises(ValueError) as caught:
             engine.fail(error)
@@ -251,14 +249,14 @@ def test_a_probe_that_swallows_or_replaces_the_users_exception_does_neither(engi
         assert error.__cause__ is None and not error.__suppress_context__
 
 
-def test_an_argument_is_found_however_it_was_passed(engine: Any, hold: Any) -> None:
-    witness = Witness("a", "b", "c", "d", "nobody")
-    hold("add", witness, reads=("a", "b", "c", "d"))
+def test_argument_is_read_positionally_by_keyword_or_default(engine: Any, patch_target: Any) -> None:
+    witness = Witness("a", "b", "c", "d", "absent")
+    patch_target("add", witness, reads=("a", "b", "c", "d"))
     engine.add(1)
     engine.add(1, 5, d=6, c=7)
     engine.add(1, 5, 7, 100, 200)
     engine.add(1, a=9)
-    assert [values for what, *values in witness.seen if what == "before"] == [
+    assert [values for kind, *values in witness.seen if kind == "before"] == [
         [1, 2, 3, 4, None],
         [1, 5, 7, 6, None],
         [1, 5, 7, 4, None],
@@ -266,7 +264,7 @@ def test_an_argument_is_found_however_it_was_passed(engine: Any, hold: Any) -> N
     ]
 
 
-def test_methods_of_every_kind_know_their_instance_and_arguments(engine: Any, hold: Any) -> None:
+def test_every_method_kind_exposes_instance_and_arguments(engine: Any, patch_target: Any) -> None:
     seen: list[Any] = []
 
     def probe(call: Call) -> Any:
@@ -274,18 +272,18 @@ def test_methods_of_every_kind_know_their_instance_and_arguments(engine: Any, ho
         yield
 
     for path in ("Engine.step", "Engine.build", "Engine.plan"):
-        hold(path, probe)
-    one, child = engine.Engine(), engine.Child()
-    assert one.step("b") == (one, "b")
-    assert engine.Engine.step(one, batch="b") == (one, "b")
-    assert engine.Engine.step("not one", "b") == ("not one", "b")
+        patch_target(path, probe)
+    instance, child = engine.Engine(), engine.Child()
+    assert instance.step("b") == (instance, "b")
+    assert engine.Engine.step(instance, batch="b") == (instance, "b")
+    assert engine.Engine.step("not an engine", "b") == ("not an engine", "b")
     assert engine.Child.build("p") is engine.Child
     assert child.build("p") is engine.Child
-    assert engine.Engine.plan("t") == one.plan("t") == "t"
+    assert engine.Engine.plan("t") == instance.plan("t") == "t"
     assert seen == [
-        (one, "b"),
-        (one, "b"),
-        ("not one", "b"),
+        (instance, "b"),
+        (instance, "b"),
+        ("not an engine", "b"),
         (engine.Child, "p"),
         (engine.Child, "p"),
         (None, "t"),
@@ -294,7 +292,7 @@ def test_methods_of_every_kind_know_their_instance_and_arguments(engine: Any, ho
 
 
 @given(st.lists(st.integers(), min_size=1, max_size=5), st.dictionaries(st.sampled_from("cd"), st.integers()))
-def test_reading_an_argument_agrees_with_the_language(args: list[int], kwargs: dict[str, int]) -> None:
+def test_argument_reads_agree_with_signature_bind(args: list[int], kwargs: dict[str, int]) -> None:
     def function(a: int, /, b: int = 2, *rest: int, c: int = 3, **more: int) -> None: ...
 
     bound = inspect.signature(function).bind(*args, **kwargs)
@@ -303,22 +301,22 @@ def test_reading_an_argument_agrees_with_the_language(args: list[int], kwargs: d
     assert {name: call[name] for name in "abc"} == {name: bound.arguments[name] for name in "abc"}
 
 
-def test_recursion_is_fine(engine: Any, hold: Any) -> None:
+def test_recursive_calls_are_probed_at_each_level(engine: Any, patch_target: Any) -> None:
     witness = Witness("n")
-    hold("down", witness, reads=("n",))
+    patch_target("down", witness, reads=("n",))
     assert engine.down(3) == 3
     assert [entry[1] for entry in witness.seen] == [3, 2, 1, 0, 0, 1, 2, 3]
     assert witness.open == 0
 
 
-def test_concurrent_calls_do_not_share_state(engine: Any, hold: Any) -> None:
+def test_concurrent_calls_share_no_probe_state(engine: Any, patch_target: Any) -> None:
     pairs: list[tuple[Any, Any]] = []
 
     def probe(call: Call) -> Any:
-        mine = call["x"]
-        pairs.append((mine, (yield)))
+        argument = call["x"]
+        pairs.append((argument, (yield)))
 
-    hold("answer", probe, reads=("x",))
+    patch_target("answer", probe, reads=("x",))
 
     async def main() -> None:
         await asyncio.gather(*(engine.answer(i, wait=0.001 * (5 - i)) for i in range(5)))
@@ -331,9 +329,9 @@ def test_concurrent_calls_do_not_share_state(engine: Any, hold: Any) -> None:
     assert sorted(pairs) == sorted([(i, i) for i in range(5)] * 2)
 
 
-def test_a_coroutine_ends_for_the_probe_when_it_has_been_awaited(engine: Any, hold: Any) -> None:
+def test_coroutine_probe_ends_when_the_await_returns(engine: Any, patch_target: Any) -> None:
     witness = Witness("x")
-    hold("answer", witness, reads=("x",))
+    patch_target("answer", witness, reads=("x",))
     assert inspect.iscoroutinefunction(engine.answer)
 
     async def main() -> None:
@@ -348,9 +346,9 @@ def test_a_coroutine_ends_for_the_probe_when_it_has_been_awaited(engine: Any, ho
     assert engine.calls == ["answer"]
 
 
-def test_a_cancelled_coroutine_is_cancelled_for_the_probe_too(engine: Any, hold: Any) -> None:
+def test_coroutine_cancellation_reaches_the_probe(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("answer", witness)
+    patch_target("answer", witness)
 
     async def main() -> None:
         task = asyncio.ensure_future(engine.answer(1, wait=60))
@@ -368,9 +366,9 @@ def test_a_cancelled_coroutine_is_cancelled_for_the_probe_too(engine: Any, hold:
     ]
 
 
-def test_a_coroutine_never_awaited_is_closed_for_the_probe(engine: Any, hold: Any) -> None:
+def test_unawaited_coroutine_closes_its_probe(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("answer", witness)
+    patch_target("answer", witness)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         coroutine = engine.answer(1)
@@ -381,9 +379,9 @@ def test_a_coroutine_never_awaited_is_closed_for_the_probe(engine: Any, hold: An
     assert engine.calls == []
 
 
-def test_a_stream_stays_a_stream_and_ends_with_its_last_item(engine: Any, hold: Any) -> None:
+def test_generator_keeps_its_type_and_reports_last_item(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("stream", witness)
+    patch_target("stream", witness)
     assert inspect.isgeneratorfunction(engine.stream)
     stream = engine.stream(3)
     assert inspect.isgenerator(stream) and stream.__name__ == "stream"
@@ -401,16 +399,16 @@ def test_a_stream_stays_a_stream_and_ends_with_its_last_item(engine: Any, hold: 
     assert witness.seen == [("before",), ("after", 2)]
 
 
-def test_an_empty_stream_ends_with_nothing(engine: Any, hold: Any) -> None:
+def test_empty_generator_ends_with_none(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("stream", witness)
+    patch_target("stream", witness)
     assert list(engine.stream(0)) == []
     assert witness.last == ("after", None)
 
 
-def test_send_throw_and_close_reach_the_stream(engine: Any, hold: Any) -> None:
+def test_send_throw_and_close_reach_the_generator(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("echo", witness)
+    patch_target("echo", witness)
     stream = engine.echo()
     assert next(stream) == 0
     assert stream.send("a") == 1
@@ -424,7 +422,7 @@ def test_send_throw_and_close_reach_the_stream(engine: Any, hold: Any) -> None:
     assert type(witness.last[1]) is GeneratorExit
 
 
-def test_a_stream_that_refuses_to_close_is_reported_as_without_us(engine: Any, hold: Any) -> None:
+def test_generator_ignoring_close_raises_the_usual_error(engine: Any, patch_target: Any) -> None:
     def stubborn() -> Any:
         try:
             yield 1
@@ -432,14 +430,14 @@ def test_a_stream_that_refuses_to_close_is_reported_as_without_us(engine: Any, h
             yield 2
 
     engine.stubborn = stubborn
-    hold("stubborn", Witness())
+    patch_target("stubborn", Witness())
     stream = engine.stubborn()
     next(stream)
     with pytest.raises(RuntimeError, match="generator ignored GeneratorExit"):
         stream.close()
 
 
-def test_what_is_thrown_into_a_stream_gains_no_context(engine: Any, hold: Any) -> None:
+def test_error_after_generator_throw_has_no_added_context(engine: Any, patch_target: Any) -> None:
     def turns() -> Any:
         try:
             yield 1
@@ -448,7 +446,7 @@ def test_what_is_thrown_into_a_stream_gains_no_context(engine: Any, hold: Any) -
         raise KeyError("its own")
 
     engine.turns = turns
-    hold("turns", Witness())
+    patch_target("turns", Witness())
     stream = engine.turns()
     next(stream)
     with pytest.raises(KeyError) as caught:
@@ -456,9 +454,9 @@ def test_what_is_thrown_into_a_stream_gains_no_context(engine: Any, hold: Any) -
     assert caught.value.__context__ is None
 
 
-def test_a_stream_closed_early_is_still_closed_once(engine: Any, hold: Any) -> None:
+def test_generator_closed_twice_ends_its_probe_once(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("stream", witness)
+    patch_target("stream", witness)
     stream = engine.stream(9)
     next(stream)
     stream.close()
@@ -468,9 +466,9 @@ def test_a_stream_closed_early_is_still_closed_once(engine: Any, hold: Any) -> N
     assert [entry[0] for entry in witness.seen] == ["before", "raised"]
 
 
-def test_a_stream_that_is_dropped_is_closed_for_the_probe(engine: Any, hold: Any) -> None:
+def test_garbage_collected_generator_closes_its_probe(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("echo", witness)
+    patch_target("echo", witness)
     stream = engine.echo()
     next(stream)
     del stream
@@ -481,11 +479,11 @@ def test_a_stream_that_is_dropped_is_closed_for_the_probe(engine: Any, hold: Any
 
 
 @pytest.mark.parametrize("ending", ["drop", "close", "throw"])
-def test_a_stream_never_iterated_still_begins_and_is_closed_for_the_probe(
-    engine: Any, hold: Any, ending: str
+def test_uniterated_generator_starts_and_closes_its_probe(
+    engine: Any, patch_target: Any, ending: str
 ) -> None:
     witness = Witness()
-    patch = hold("stream", witness)
+    patch = patch_target("stream", witness)
     stream = engine.stream(3)
     assert witness.seen == [("before",)]
     if ending == "close":
@@ -499,9 +497,9 @@ def test_a_stream_never_iterated_still_begins_and_is_closed_for_the_probe(
     assert witness.open == 0 and patch.active
 
 
-def test_a_fault_inside_a_stream_passes_untouched(engine: Any, hold: Any) -> None:
+def test_error_inside_a_generator_passes_unchanged(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("stream", witness)
+    patch_target("stream", witness)
     error = engine.Stop("x")
     with pytest.raises(engine.Stop) as caught:
         list(engine.stream(2, then=error))
@@ -509,9 +507,9 @@ def test_a_fault_inside_a_stream_passes_untouched(engine: Any, hold: Any) -> Non
     assert witness.last == ("raised", error)
 
 
-def test_a_stream_somebody_has_begun_takes_a_value_at_once(engine: Any, hold: Any) -> None:
+def test_started_generator_accepts_a_value_immediately(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("primed", witness)
+    patch_target("primed", witness)
     stream = engine.primed()
     assert stream.send("a") == 1
     assert next(stream) == 2
@@ -520,17 +518,17 @@ def test_a_stream_somebody_has_begun_takes_a_value_at_once(engine: Any, hold: An
     assert [entry[0] for entry in witness.seen] == ["before", "raised"]
 
 
-def test_an_iterator_that_is_no_generator_is_returned_as_it_is(engine: Any, hold: Any) -> None:
+def test_non_generator_iterator_is_returned_unchanged(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("items", witness)
+    patch_target("items", witness)
     items = engine.items()
     assert type(items) is engine.Items
     assert witness.last == ("after", items)
 
 
-def test_a_coroutine_made_of_a_generator_can_still_be_awaited(engine: Any, hold: Any) -> None:
+def test_generator_based_coroutine_can_be_awaited(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("old_coroutine", witness)
+    patch_target("old_coroutine", witness)
 
     async def main() -> Any:
         return await engine.old_coroutine()
@@ -539,9 +537,9 @@ def test_a_coroutine_made_of_a_generator_can_still_be_awaited(engine: Any, hold:
     assert witness.last[0] == "after"
 
 
-def test_an_async_stream_stays_an_async_stream(engine: Any, hold: Any) -> None:
+def test_async_generator_stays_an_async_generator(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("tokens", witness)
+    patch_target("tokens", witness)
     assert inspect.isasyncgenfunction(engine.tokens)
 
     async def main() -> None:
@@ -555,9 +553,9 @@ def test_an_async_stream_stays_an_async_stream(engine: Any, hold: Any) -> None:
     assert engine.calls == ["tokens closed"]
 
 
-def test_asend_athrow_and_aclose_reach_the_async_stream(engine: Any, hold: Any) -> None:
+def test_asend_athrow_and_aclose_reach_the_async_generator(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("atalk", witness)
+    patch_target("atalk", witness)
     error = ValueError("x")
 
     async def main() -> None:
@@ -612,20 +610,20 @@ async def _fault(engine: Any) -> None:
     ("end", "kind"),
     [(_cancel, "CancelledError"), (_close, "GeneratorExit"), (_drop, "GeneratorExit"), (_fault, "Stop")],
 )
-def test_an_async_stream_that_ends_badly_is_seen_once(
-    engine: Any, hold: Any, end: Callable[[Any], Awaitable[None]], kind: str
+def test_failed_async_generator_is_reported_once(
+    engine: Any, patch_target: Any, end: Callable[[Any], Awaitable[None]], kind: str
 ) -> None:
     witness = Witness()
-    hold("tokens", witness)
+    patch_target("tokens", witness)
     asyncio.run(end(engine))  # type: ignore[arg-type]
     assert [entry[0] for entry in witness.seen] == ["before", "raised"]
     assert type(witness.last[1]).__name__ == kind
     assert engine.calls == ["tokens closed"]
 
 
-def test_an_async_stream_never_iterated_is_closed_for_the_probe(engine: Any, hold: Any) -> None:
+def test_uniterated_async_generator_closes_its_probe(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    hold("tokens", witness)
+    patch_target("tokens", witness)
 
     async def main() -> None:
         stream: AsyncGenerator[Any, Any] = engine.tokens(3)
@@ -668,7 +666,7 @@ def _yields_twice(call: Call) -> Any:
     yield
 
 
-def _clings(call: Call) -> Any:
+def _keeps_yielding(call: Call) -> Any:
     for _ in range(3):
         try:
             yield
@@ -684,11 +682,11 @@ def _is_cancelled_on_close(call: Call) -> Any:
     try:
         yield
     finally:
-        raise asyncio.CancelledError("ours")
+        raise asyncio.CancelledError("probe")
 
 
 def _is_cancelled(call: Call) -> Any:
-    raise asyncio.CancelledError("ours")
+    raise asyncio.CancelledError("probe")
     yield
 
 
@@ -702,7 +700,7 @@ BROKEN = [
     _raises_on_error,
     _never_yields,
     _yields_twice,
-    _clings,
+    _keeps_yielding,
     _is_cancelled_on_close,
     _is_cancelled,
     _is_no_generator,
@@ -710,10 +708,10 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("probe", BROKEN)
-def test_a_probe_that_raises_is_logged_once_disabled_and_counted(
-    engine: Any, hold: Any, caplog: pytest.LogCaptureFixture, probe: Any
+def test_failing_probe_is_logged_once_disabled_and_counted(
+    engine: Any, patch_target: Any, caplog: pytest.LogCaptureFixture, probe: Any
 ) -> None:
-    patch = hold("add", probe)
+    patch = patch_target("add", probe)
     before = patching.count_errors()
     with caplog.at_level(logging.DEBUG):
         assert [engine.add(1), engine.add(1), engine.add(1)] == [10, 10, 10]
@@ -725,8 +723,8 @@ def test_a_probe_that_raises_is_logged_once_disabled_and_counted(
 
 
 @pytest.mark.parametrize("probe", BROKEN)
-def test_a_broken_probe_does_not_disturb_an_exception(engine: Any, hold: Any, probe: Any) -> None:
-    hold("fail", probe)
+def test_failing_probe_leaves_user_exceptions_unchanged(engine: Any, patch_target: Any, probe: Any) -> None:
+    patch_target("fail", probe)
     error = ValueError("x")
     for _ in range(2):
         with pytest.raises(ValueError) as caught:
@@ -736,9 +734,11 @@ def test_a_broken_probe_does_not_disturb_an_exception(engine: Any, hold: Any, pr
 
 
 @pytest.mark.parametrize("probe", BROKEN)
-def test_a_broken_probe_does_not_disturb_streams_and_coroutines(engine: Any, hold: Any, probe: Any) -> None:
+def test_failing_probe_leaves_generators_and_coroutines_unchanged(
+    engine: Any, patch_target: Any, probe: Any
+) -> None:
     for path in ("stream", "tokens", "answer", "echo"):
-        hold(path, probe)
+        patch_target(path, probe)
 
     async def main() -> None:
         assert [item async for item in engine.tokens(3)] == [0, 1, 2]
@@ -755,7 +755,7 @@ def test_a_broken_probe_does_not_disturb_streams_and_coroutines(engine: Any, hol
     gc.collect()
 
 
-def test_the_open_state_of_a_broken_probe_does_not_leak(engine: Any, hold: Any) -> None:
+def test_failing_probe_releases_its_open_state(engine: Any, patch_target: Any) -> None:
     open_requests: set[int] = set()
 
     def probe(call: Call) -> Any:
@@ -767,7 +767,7 @@ def test_the_open_state_of_a_broken_probe_does_not_leak(engine: Any, hold: Any) 
         finally:
             open_requests.discard(key)
 
-    hold("stream", probe)
+    patch_target("stream", probe)
     streams = [engine.stream(1), engine.stream(1)]
     assert len(open_requests) == 2
     for stream in streams:
@@ -775,7 +775,7 @@ def test_the_open_state_of_a_broken_probe_does_not_leak(engine: Any, hold: Any) 
     assert open_requests == set()
 
 
-def test_calls_in_flight_when_a_probe_is_disabled_still_end(engine: Any, hold: Any) -> None:
+def test_calls_in_flight_survive_disabling_the_probe(engine: Any, patch_target: Any) -> None:
     ended: list[Any] = []
 
     def probe(call: Call) -> Any:
@@ -783,26 +783,26 @@ def test_calls_in_flight_when_a_probe_is_disabled_still_end(engine: Any, hold: A
             raise RuntimeError
         ended.append((yield))
 
-    hold("stream", probe)
+    patch_target("stream", probe)
     stream = engine.stream(2)
     engine.stream(0)
     assert list(stream) == [0, 1]
     assert ended == [1]
 
 
-def test_a_signal_that_lands_in_a_probe_reaches_the_user(engine: Any, hold: Any) -> None:
+def test_signal_during_a_probe_reaches_the_user(engine: Any, patch_target: Any) -> None:
     def interrupted(call: Call) -> Any:
         raise KeyboardInterrupt
         yield
 
-    patch = hold("add", interrupted)
+    patch = patch_target("add", interrupted)
     before = patching.count_errors()
     with pytest.raises(KeyboardInterrupt):
         engine.add(1)
     assert patch.active and patching.count_errors() == before
 
 
-def test_a_signal_that_lands_in_a_probe_being_closed_reaches_the_user(engine: Any, hold: Any) -> None:
+def test_signal_while_closing_a_probe_reaches_the_user(engine: Any, patch_target: Any) -> None:
     def interrupted(call: Call) -> Any:
         yield
         try:
@@ -810,29 +810,29 @@ def test_a_signal_that_lands_in_a_probe_being_closed_reaches_the_user(engine: An
         finally:
             raise KeyboardInterrupt
 
-    hold("add", interrupted)
+    patch_target("add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.add(1)
 
 
-def test_a_log_that_raises_does_not_reach_the_engine(
-    engine: Any, hold: Any, monkeypatch: pytest.MonkeyPatch
+def test_failing_logger_does_not_reach_the_engine(
+    engine: Any, patch_target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise RecursionError
 
     monkeypatch.setattr(patching.log, "error", refuse)
-    hold("add", _raises_before)
+    patch_target("add", _raises_before)
     assert engine.add(1) == 10
 
 
-def test_a_missing_target_is_drift_and_changes_nothing(engine: Any) -> None:
+def test_missing_target_is_a_mismatch_and_changes_nothing(engine: Any) -> None:
     names = dict(vars(engine))
     for target, reason in {
-        f"{NAME}:nobody": "there is no nobody",
-        f"{NAME}:Engine.nobody": "there is no nobody",
-        f"{NAME}:Nobody.step": "there is no Nobody",
-        "not_a_module_of_ours:step": "there is no module not_a_module_of_ours imported",
+        f"{NAME}:absent": "there is no absent",
+        f"{NAME}:Engine.absent": "there is no absent",
+        f"{NAME}:Absent.step": "there is no Absent",
+        "missing_module:step": "there is no module missing_module imported",
         f"{NAME}:Engine": "is a class, not a function",
         f"{NAME}:Engine.limit": "is not a function",
         f"{NAME}:Engine.busy": "is not a function",
@@ -844,14 +844,14 @@ def test_a_missing_target_is_drift_and_changes_nothing(engine: Any) -> None:
     assert dict(vars(engine)) == names
 
 
-def test_nothing_is_imported_to_find_a_target() -> None:
+def test_target_lookup_imports_nothing() -> None:
     assert "this" not in sys.modules
     with pytest.raises(TargetMismatch):
         FunctionPatch("this:d", Witness()).install()
     assert "this" not in sys.modules
 
 
-def test_a_name_that_is_no_parameter_is_drift_even_beside_kwargs(engine: Any) -> None:
+def test_undeclared_parameter_is_a_mismatch_despite_kwargs(engine: Any) -> None:
     for hook in (
         FunctionPatch(f"{NAME}:add", Witness(), reads=("c", "more", "rest", "x")),
         HotPathPatch(f"{NAME}:add", lambda original, hook: original, reads=("c", "more", "rest", "x")),
@@ -865,16 +865,16 @@ def test_a_name_that_is_no_parameter_is_drift_even_beside_kwargs(engine: Any) ->
         FunctionPatch(f"{NAME}:Engine.step", Witness(), reads=("self",)).install()
 
 
-def test_a_function_without_a_signature_can_be_held_but_not_read(engine: Any, hold: Any) -> None:
+def test_function_without_signature_is_patchable_but_not_readable(engine: Any, patch_target: Any) -> None:
     engine.largest = max
     witness = Witness()
-    hold("largest", witness)
+    patch_target("largest", witness)
     assert engine.largest(1, 2) == 2
     with pytest.raises(TargetMismatch):
         FunctionPatch(f"{NAME}:largest", witness, reads=("key",)).check_target()
 
 
-def test_a_class_that_cannot_be_changed_is_drift(engine: Any) -> None:
+def test_immutable_class_is_a_mismatch(engine: Any) -> None:
     engine.Dict = dict
     patch = FunctionPatch(f"{NAME}:Dict.get", Witness())
     with pytest.raises(TargetMismatch, match="cannot be replaced"):
@@ -882,37 +882,37 @@ def test_a_class_that_cannot_be_changed_is_drift(engine: Any) -> None:
     assert not patch.installed
 
 
-def test_an_optional_target_may_be_missing_but_not_changed(engine: Any) -> None:
-    patch = FunctionPatch(f"{NAME}:nobody", Witness(), optional=True)
+def test_optional_target_may_be_missing_but_not_changed(engine: Any) -> None:
+    patch = FunctionPatch(f"{NAME}:absent", Witness(), optional=True)
     assert not patch.check_target() and not patch.install() and not patch.active
     with pytest.raises(TargetMismatch):
         FunctionPatch(f"{NAME}:add", Witness(), reads=("x",), optional=True).install()
 
 
-def test_a_target_must_name_a_module_and_a_path() -> None:
+def test_target_requires_a_module_and_a_path() -> None:
     for target in ("engine.step", ":step", "engine:"):
         with pytest.raises(ValueError, match="is not like"):
             FunctionPatch(target, Witness())
 
 
-def test_installing_the_same_patch_twice_is_once(engine: Any, hold: Any) -> None:
+def test_second_install_of_a_patch_is_ignored(engine: Any, patch_target: Any) -> None:
     witness = Witness()
-    patch = hold("add", witness)
+    patch = patch_target("add", witness)
     assert patch.install()
     engine.add(1)
     assert len(witness.seen) == 2
 
 
-def test_two_patches_on_one_target_both_see_the_call(engine: Any, hold: Any) -> None:
-    one, two = Witness("batch"), Witness("batch")
-    hold("Engine.step", one, reads=("batch",))
-    hold("Engine.step", two, reads=("batch",))
+def test_two_patches_on_one_target_both_run(engine: Any, patch_target: Any) -> None:
+    first, second = Witness("batch"), Witness("batch")
+    patch_target("Engine.step", first, reads=("batch",))
+    patch_target("Engine.step", second, reads=("batch",))
     engine.Engine().step("b")
-    assert one.seen[0] == two.seen[0] == ("before", "b")
+    assert first.seen[0] == second.seen[0] == ("before", "b")
 
 
 @pytest.mark.parametrize("path", ["add", "Engine.step", "Engine.build", "Engine.plan", "Engine.Inner.run"])
-def test_removing_gives_back_exactly_what_was_there(engine: Any, path: str) -> None:
+def test_removal_restores_the_original_object(engine: Any, path: str) -> None:
     *outer, name = path.split(".")
     owner = engine
     for step in outer:
@@ -932,7 +932,7 @@ def test_removing_gives_back_exactly_what_was_there(engine: Any, path: str) -> N
         assert not hook.active
 
 
-def test_an_inherited_method_is_held_only_where_it_was_named(engine: Any) -> None:
+def test_inherited_method_is_patched_only_on_its_target(engine: Any) -> None:
     witness = Witness()
     patch = FunctionPatch(f"{NAME}:Child.step", witness)
     patch.install()
@@ -944,47 +944,47 @@ def test_an_inherited_method_is_held_only_where_it_was_named(engine: Any) -> Non
     assert "step" not in vars(engine.Child)
 
 
-def test_what_others_wrapped_meanwhile_stays_and_ours_does_nothing(
+def test_later_wrapper_stays_after_removal_of_the_patch(
     engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     witness = Witness()
     patch = FunctionPatch(f"{NAME}:Engine.step", witness)
     patch.install()
-    theirs = wrapt.FunctionWrapper(
+    outer = wrapt.FunctionWrapper(
         vars(engine.Engine)["step"],
-        lambda wrapped, instance, args, kwargs: ("theirs", wrapped(*args, **kwargs)),
+        lambda wrapped, instance, args, kwargs: ("outer", wrapped(*args, **kwargs)),
     )
-    engine.Engine.step = theirs
+    engine.Engine.step = outer
     patch.remove()
-    assert vars(engine.Engine)["step"] is theirs
+    assert vars(engine.Engine)["step"] is outer
     assert "wrapped or replaced by others" in caplog.text
-    one = engine.Engine()
-    assert one.step("b") == ("theirs", (one, "b"))
+    instance = engine.Engine()
+    assert instance.step("b") == ("outer", (instance, "b"))
     assert witness.seen == []
 
     patch.install()
-    assert vars(engine.Engine)["step"] is theirs
-    one.step("b")
+    assert vars(engine.Engine)["step"] is outer
+    instance.step("b")
     assert len(witness.seen) == 2
 
 
-def test_a_method_bound_before_removal_does_nothing_after_it(engine: Any) -> None:
+def test_bound_method_stops_probing_after_removal(engine: Any) -> None:
     witness = Witness()
     patch = FunctionPatch(f"{NAME}:Engine.step", witness)
     patch.install()
-    one = engine.Engine()
-    step = one.step
+    instance = engine.Engine()
+    step = instance.step
     patch.remove()
-    assert step("b") == (one, "b")
+    assert step("b") == (instance, "b")
     assert witness.seen == []
 
 
-def test_what_is_left_beneath_a_wrapper_that_hides_it_never_wakes_up(engine: Any) -> None:
+def test_patch_hidden_under_a_wrapper_is_not_reactivated(engine: Any) -> None:
     witness = Witness()
     patch = FunctionPatch(f"{NAME}:add", witness)
     patch.install()
-    ours = engine.add
-    engine.add = lambda *args: ours(*args)
+    patched = engine.add
+    engine.add = lambda *args: patched(*args)
     patch.remove()
     patch.install()
     engine.add(1)
@@ -992,30 +992,30 @@ def test_what_is_left_beneath_a_wrapper_that_hides_it_never_wakes_up(engine: Any
     patch.remove()
 
 
-def test_a_bound_wrapper_inside_somebodys_closure_is_recognised(engine: Any) -> None:
+def test_patch_inside_a_functools_wrapper_is_recognised(engine: Any) -> None:
     witness = Witness()
     patch = FunctionPatch(f"{NAME}:Engine.step", witness)
     patch.install()
     bound = engine.Engine.step
 
     @functools.wraps(bound)
-    def theirs(self: Any, *args: Any) -> Any:
+    def outer(self: Any, *args: Any) -> Any:
         return bound(self, *args)
 
-    engine.Engine.step = theirs
+    engine.Engine.step = outer
     patch.remove()
     patch.install()
-    assert engine.Engine.__dict__["step"] is theirs
+    assert engine.Engine.__dict__["step"] is outer
     engine.Engine().step("b")
     assert len(witness.seen) == 2
 
 
-def _child(function: Any, queue: Any) -> None:
+def _run_in_child(function: Any, queue: Any) -> None:
     queue.put(function("a"))
 
 
 def module_level(x: str, y: int = 2) -> str:
-    """Says."""
+    """Returns its argument."""
     return x
 
 
@@ -1033,8 +1033,8 @@ class Holder:
 
 
 @pytest.fixture
-def held_here() -> Iterator[None]:
-    sys.modules.setdefault(__name__, sys.modules[_child.__module__])
+def patched_module() -> Iterator[None]:
+    sys.modules.setdefault(__name__, sys.modules[_run_in_child.__module__])
     patches = [
         FunctionPatch(f"{__name__}:{path}", Witness())
         for path in ("module_level", "Holder.method", "Holder.build", "Holder.plan")
@@ -1046,41 +1046,41 @@ def held_here() -> Iterator[None]:
         patch.remove()
 
 
-def test_signature_name_and_doc_are_those_of_the_original(engine: Any, hold: Any) -> None:
+def test_patched_function_keeps_signature_name_and_docstring(engine: Any, patch_target: Any) -> None:
     before = inspect.signature(engine.add), inspect.signature(engine.Engine.step)
     for path in ("add", "Engine.step", "answer"):
-        hold(path, Witness())
+        patch_target(path, Witness())
     assert (inspect.signature(engine.add), inspect.signature(engine.Engine.step)) == before
     assert str(inspect.signature(engine.Engine().step)) == "(batch, dry=False)"
     assert (engine.add.__name__, engine.add.__doc__) == ("add", "Adds.")
     assert engine.Engine.step.__qualname__ == "Engine.step"
 
 
-def test_isinstance_and_issubclass_still_work(engine: Any, hold: Any) -> None:
-    hold("Engine.step", Witness())
-    hold("add", Witness())
+def test_patched_objects_pass_isinstance_and_issubclass(engine: Any, patch_target: Any) -> None:
+    patch_target("Engine.step", Witness())
+    patch_target("add", Witness())
     assert isinstance(engine.add, types.FunctionType)
     assert isinstance(engine.Engine().step, types.MethodType)
     assert isinstance(engine.Child(), engine.Engine) and issubclass(engine.Child, engine.Engine)
     assert callable(engine.add) and inspect.isfunction(engine.add) and inspect.ismethod(engine.Engine().step)
 
 
-@pytest.mark.usefixtures("held_here")
+@pytest.mark.usefixtures("patched_module")
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_pickling_by_name_still_works(protocol: int) -> None:
-    def there_and_back(value: Any) -> Any:
+def test_patched_functions_pickle_by_name(protocol: int) -> None:
+    def roundtrip(value: Any) -> Any:
         return pickle.loads(pickle.dumps(value, protocol))
 
-    assert there_and_back(module_level) is module_level
-    assert there_and_back(Holder.method)(Holder(), 1)[1] == 1
-    assert there_and_back(Holder.plan)(1) == 1
-    assert there_and_back(Holder.build)() is Holder
-    instance, value = there_and_back(Holder().method)(1)
+    assert roundtrip(module_level) is module_level
+    assert roundtrip(Holder.method)(Holder(), 1)[1] == 1
+    assert roundtrip(Holder.plan)(1) == 1
+    assert roundtrip(Holder.build)() is Holder
+    instance, value = roundtrip(Holder().method)(1)
     assert type(instance) is Holder and value == 1
 
 
-@pytest.mark.usefixtures("held_here")
-def test_copies_behave_as_those_of_functions_and_methods_do() -> None:
+@pytest.mark.usefixtures("patched_module")
+def test_patched_functions_and_methods_copy_as_usual() -> None:
     holder = Holder()
     holder.step = holder.method  # type: ignore[attr-defined]
     twin = copy.deepcopy(holder)
@@ -1089,23 +1089,23 @@ def test_copies_behave_as_those_of_functions_and_methods_do() -> None:
     assert copy.copy(module_level) is copy.deepcopy(module_level) is module_level
 
 
-@pytest.mark.usefixtures("held_here")
-def test_a_wrapped_function_can_be_sent_to_a_forked_process() -> None:
+@pytest.mark.usefixtures("patched_module")
+def test_patched_function_runs_in_a_forked_process() -> None:
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    process = context.Process(target=_child, args=(module_level, queue))
+    process = context.Process(target=_run_in_child, args=(module_level, queue))
     process.start()
     assert queue.get() == "a"
     process.join()
     assert process.exitcode == 0
 
 
-def test_drift_survives_pickling() -> None:
-    drift = pickle.loads(pickle.dumps(TargetMismatch("a:b", "is gone")))
-    assert (drift.target, drift.reason, str(drift)) == ("a:b", "is gone", "a:b: is gone")
+def test_target_mismatch_survives_pickling() -> None:
+    mismatch = pickle.loads(pickle.dumps(TargetMismatch("a:b", "is gone")))
+    assert (mismatch.target, mismatch.reason, str(mismatch)) == ("a:b", "is gone", "a:b: is gone")
 
 
-def _counting(seen: list[Any]) -> Any:
+def _make_recording_hook(seen: list[Any]) -> Any:
     def make(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -1124,9 +1124,9 @@ def _counting(seen: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("path", ["add", "Engine.step", "Engine.build", "Engine.plan"])
-def test_a_step_hook_takes_the_place_of_every_kind_of_function(engine: Any, path: str) -> None:
+def test_hot_path_patch_replaces_every_kind_of_function(engine: Any, path: str) -> None:
     seen: list[Any] = []
-    hook = HotPathPatch(f"{NAME}:{path}", _counting(seen))
+    hook = HotPathPatch(f"{NAME}:{path}", _make_recording_hook(seen))
     hook.install()
     hook.install()
     call = getattr(engine.Engine(), path.partition(".")[2], engine.add)
@@ -1142,30 +1142,28 @@ def test_a_step_hook_takes_the_place_of_every_kind_of_function(engine: Any, path
     assert len(seen) == before
 
 
-def test_a_step_hook_is_a_plain_function(engine: Any) -> None:
-    hook = HotPathPatch(f"{NAME}:Engine.step", _counting([]), reads=("batch",))
+def test_hot_path_patch_installs_a_plain_function(engine: Any) -> None:
+    hook = HotPathPatch(f"{NAME}:Engine.step", _make_recording_hook([]), reads=("batch",))
     assert hook.check_target() and hook.install()
     assert type(vars(engine.Engine)["step"]) is types.FunctionType
     hook.remove()
 
 
-def test_a_step_hook_that_raises_is_logged_once_disabled_and_counted(
-    engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_hot_path_hook_is_disabled_and_logged(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[Any] = []
-    hook = HotPathPatch(f"{NAME}:Engine.step", _counting(seen))
+    hook = HotPathPatch(f"{NAME}:Engine.step", _make_recording_hook(seen))
     hook.install()
     before = patching.count_errors()
-    one = engine.Engine()
+    instance = engine.Engine()
     for _ in range(3):
-        assert one.step("boom") == (one, "boom")
+        assert instance.step("boom") == (instance, "boom")
     assert len(seen) == 1
     assert patching.count_errors() == before + 1
     assert len(caplog.records) == 1 and "secret" not in caplog.text
     assert hook.installed and not hook.active
 
 
-def test_a_forked_child_does_not_count_what_failed_in_its_parent() -> None:
+def test_forked_child_starts_with_no_hook_errors() -> None:
     hook = Hook("a:b")
     hook.mark_failed(ValueError())
     pid = os.fork()
@@ -1175,7 +1173,7 @@ def test_a_forked_child_does_not_count_what_failed_in_its_parent() -> None:
     assert patching.count_errors() > 0
 
 
-def test_a_hook_that_fails_again_is_counted_but_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_second_hook_failure_is_counted_but_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     hook, before = Hook("a:b"), patching.count_errors()
     hook.mark_failed(ValueError())
     hook.mark_failed(ValueError())
@@ -1183,46 +1181,46 @@ def test_a_hook_that_fails_again_is_counted_but_not_logged_again(caplog: pytest.
     assert len(caplog.records) == 1
 
 
-def test_a_bound_step_hook_does_nothing_after_removal(engine: Any) -> None:
+def test_bound_hot_path_hook_stops_after_removal(engine: Any) -> None:
     seen: list[Any] = []
-    hook = HotPathPatch(f"{NAME}:Engine.step", _counting(seen))
+    hook = HotPathPatch(f"{NAME}:Engine.step", _make_recording_hook(seen))
     hook.install()
-    one = engine.Engine()
-    step = one.step
+    instance = engine.Engine()
+    step = instance.step
     hook.remove()
-    assert step("b") == (one, "b")
+    assert step("b") == (instance, "b")
     assert seen == []
 
 
-def test_a_step_hook_over_a_patch_leaves_its_arguments_in_place(engine: Any, hold: Any) -> None:
+def test_hot_path_patch_over_a_patch_keeps_arguments(engine: Any, patch_target: Any) -> None:
     witness, seen = Witness("batch"), []  # type: ignore[var-annotated]
-    hold("Engine.step", witness, reads=("batch",))
-    hook = HotPathPatch(f"{NAME}:Engine.step", _counting(seen), reads=("batch",))
+    patch_target("Engine.step", witness, reads=("batch",))
+    hook = HotPathPatch(f"{NAME}:Engine.step", _make_recording_hook(seen), reads=("batch",))
     hook.install()
-    one = engine.Engine()
-    assert one.step("b") == (one, "b")
-    assert witness.seen == [("before", "b"), ("after", (one, "b"))]
-    assert seen == [(one, "b")]
+    instance = engine.Engine()
+    assert instance.step("b") == (instance, "b")
+    assert witness.seen == [("before", "b"), ("after", (instance, "b"))]
+    assert seen == [(instance, "b")]
     hook.remove()
 
 
-def test_what_others_wrapped_over_a_step_hook_stays(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrapper_over_a_removed_hot_path_patch_stays(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[Any] = []
-    hook = HotPathPatch(f"{NAME}:add", _counting(seen))
+    hook = HotPathPatch(f"{NAME}:add", _make_recording_hook(seen))
     hook.install()
-    ours = engine.add
-    engine.add = lambda *args: ours(*args)
+    patched = engine.add
+    engine.add = lambda *args: patched(*args)
     hook.remove()
     assert engine.add(1) == 10
     assert seen == []
     assert "wrapped or replaced by others" in caplog.text
 
 
-def test_a_wrapped_call_costs_a_few_microseconds_at_most(engine: Any, hold: Any) -> None:
+def test_patched_call_costs_under_ten_microseconds(engine: Any, patch_target: Any) -> None:
     def probe(call: Call) -> Any:
         yield
 
-    engine.nothing = lambda x: x
-    hold("nothing", probe)
-    best = min(timeit.repeat(lambda: engine.nothing(1), number=2000, repeat=7)) / 2000
+    engine.identity = lambda x: x
+    patch_target("identity", probe)
+    best = min(timeit.repeat(lambda: engine.identity(1), number=2000, repeat=7)) / 2000
     assert best < 10e-6

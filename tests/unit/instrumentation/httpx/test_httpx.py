@@ -1,4 +1,4 @@
-"""What a client's reader felt: httpx and its successor, waiting and not, against a real server on a real socket."""
+"""Client spans of httpx and httpx2, synchronous and asynchronous, against a server on a real socket."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ ROOT = Path(__file__).parents[4]
 PACE_S = 0.02
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 TARGET = {"http.request.method", "server.address", "server.port", "url.full"}
-ANSWERED = {*TARGET, "http.response.status_code", semconv.CLIENT_TIME_TO_HEADERS}
-TOLD = {semconv.CLIENT_SERVER_DURATION, semconv.CLIENT_NETWORK_DURATION}
-READ = {semconv.CLIENT_TIME_TO_FIRST_BYTE, semconv.CLIENT_CHUNKS}
+RESPONSE = {*TARGET, "http.response.status_code", semconv.CLIENT_TIME_TO_HEADERS}
+SERVER_TIMES = {semconv.CLIENT_SERVER_DURATION, semconv.CLIENT_NETWORK_DURATION}
+BODY = {semconv.CLIENT_TIME_TO_FIRST_BYTE, semconv.CLIENT_CHUNKS}
 TOKENS = {semconv.CLIENT_TIME_TO_FIRST_TOKEN, semconv.CLIENT_ITL_MAX, semconv.CLIENT_ITL_MEAN}
 
 
@@ -54,13 +54,13 @@ TOKENS = {semconv.CLIENT_TIME_TO_FIRST_TOKEN, semconv.CLIENT_ITL_MAX, semconv.CL
 
 
 def event(text: str) -> bytes:
-    """As an engine streams it."""
+    """Returns one server-sent event as an engine streams it."""
     return delta({"content": text})
 
 
-def delta(said: dict[str, str]) -> bytes:
+def delta(fields: dict[str, str]) -> bytes:
     data = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-    choice = {"index": 0, "delta": said, "finish_reason": None}
+    choice = {"index": 0, "delta": fields, "finish_reason": None}
     return f"data: {json.dumps({**data, 'choices': [choice]})}\n\n".encode()
 
 
@@ -68,12 +68,12 @@ ROLE = delta({"role": "assistant", "content": ""})
 
 
 class Server:
-    """An application that does what the path says, and what came to it."""
+    """An ASGI application: the path selects the response; request headers are kept."""
 
     def __init__(self) -> None:
         self.headers: list[dict[bytes, bytes]] = []
-        self.may_go_on = threading.Event()
-        self.left = threading.Event()
+        self.may_continue = threading.Event()
+        self.disconnected = threading.Event()
         self.url = ""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -125,60 +125,60 @@ class Server:
         await self.answer(send, event("a"))
 
     async def on_stepwise(self, receive: Any, send: Any) -> None:
-        """Goes on when the reader says that it has what was sent, and not before."""
+        """Sends a chunk only after the client has confirmed the previous one."""
         await send({"type": "http.response.start", "status": 200, "headers": SSE})
         for text in "abc":
             await send({"type": "http.response.body", "body": event(text), "more_body": True})
-            assert await asyncio.to_thread(self.may_go_on.wait, 10)
-            self.may_go_on.clear()
+            assert await asyncio.to_thread(self.may_continue.wait, 10)
+            self.may_continue.clear()
         await send({"type": "http.response.body", "body": b""})
 
     async def on_endless(self, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": SSE})
         await send({"type": "http.response.body", "body": event("a"), "more_body": True})
         await receive()
-        self.left.set()
+        self.disconnected.set()
 
     async def on_silent(self, receive: Any, send: Any) -> None:
         await receive()
-        self.left.set()
+        self.disconnected.set()
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """On uvicorn, not instrumented."""
+    """Runs the application on uvicorn without instrumentation."""
     app = Server()
     running = uvicorn.Server(
         uvicorn.Config(app, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
     )
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
-    until(lambda: running.started)
+    wait_until(lambda: running.started)
     app.url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
     yield app
-    app.may_go_on.set()
+    app.may_continue.set()
     running.should_exit = True
     thread.join(5)
 
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captured]:
-    """Instruments servers that start after it, which tell their clients what they have measured."""
+    """Instruments later servers and enables their response headers."""
     monkeypatch.setenv("OTEL_INFER_RESPONSE_HEADERS", "on")
     with capture("asgi") as captured:
         yield captured
     asgi.configure_asgi("")
 
 
-def until(reached: Callable[[], Any], timeout: float = 10.0) -> None:
+def wait_until(reached: Callable[[], Any], timeout: float = 10.0) -> None:
     deadline = time.monotonic() + timeout
     while not reached():
-        assert time.monotonic() < deadline, "never happened"
+        assert time.monotonic() < deadline, "condition was not met in time"
         time.sleep(0.002)
 
 
-class Delaying:
-    """A TCP proxy that keeps for a while what the client sends."""
+class DelayingProxy:
+    """A TCP proxy that delays the data of the client."""
 
     def __init__(self, to: str, delay_s: float) -> None:
         self._to, self._delay_s = int(to.rpartition(":")[2]), delay_s
@@ -191,15 +191,15 @@ class Delaying:
             while True:
                 near = self._listener.accept()[0]
                 far = socket.create_connection(("127.0.0.1", self._to))
-                for source, sink, delay_s in ((near, far, self._delay_s), (far, near, 0.0)):
-                    threading.Thread(target=self._pump, args=(source, sink, delay_s), daemon=True).start()
+                for source, target, delay_s in ((near, far, self._delay_s), (far, near, 0.0)):
+                    threading.Thread(target=self._pump, args=(source, target, delay_s), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, delay_s: float) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, delay_s: float) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 time.sleep(delay_s)
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self._listener.close()
@@ -209,7 +209,7 @@ class Delaying:
 
 
 class Spans(InMemorySpanExporter):
-    """Of a provider of the test's own."""
+    """An exporter with its own tracer provider."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Spans(InMemorySpanExporter):
         self.provider.add_span_processor(SimpleSpanProcessor(self))
 
     @property
-    def one(self) -> ReadableSpan:
+    def only(self) -> ReadableSpan:
         (span,) = self.get_finished_spans()
         return span
 
@@ -227,54 +227,54 @@ def spans() -> Spans:
     return Spans()
 
 
-def said(span: ReadableSpan) -> dict[str, Any]:
+def attributes_of(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
 class Reader:
-    """A person who reads with one of the libraries; `seen` is called with each chunk, and may end it by raising."""
+    """Reads responses with one of the libraries; `on_chunk` gets each chunk and may raise to stop."""
 
     def __init__(self, library: str, asynchronous: bool, spans: Spans) -> None:
         self.httpx: Any = importlib.import_module(library)
         self.asynchronous, self.provider = asynchronous, spans.provider
 
     def read(
-        self, url: str, seen: Callable[[bytes], Any] = lambda _: None, stream: bool = True, **options: Any
+        self, url: str, on_chunk: Callable[[bytes], Any] = lambda _: None, stream: bool = True, **options: Any
     ) -> Any:
-        """The response and its chunks; None if the reader `Enough`s before."""
+        """Returns the response and its chunks, or None if `on_chunk` raises `StopReading`."""
         if self.asynchronous:
-            return asyncio.run(self._wait(url, seen, stream, options))
+            return asyncio.run(self._wait(url, on_chunk, stream, options))
         with instrument_client(self.httpx.Client(**options), self.provider) as client:
             if not stream:
                 response = client.post(url, json={})
                 return response, [response.content]
-            with contextlib.suppress(Enough), client.stream("POST", url, json={}) as response:
+            with contextlib.suppress(StopReading), client.stream("POST", url, json={}) as response:
                 chunks = []
                 for chunk in response.iter_raw():
                     chunks.append(chunk)
-                    seen(chunk)
+                    on_chunk(chunk)
                 return response, chunks
 
-    async def _wait(self, url: str, seen: Any, stream: bool, options: Any) -> Any:
+    async def _wait(self, url: str, on_chunk: Any, stream: bool, options: Any) -> Any:
         async with instrument_client(self.httpx.AsyncClient(**options), self.provider) as client:
             if not stream:
                 response = await client.post(url, json={})
                 return response, [response.content]
-            with contextlib.suppress(Enough):
+            with contextlib.suppress(StopReading):
                 async with client.stream("POST", url, json={}) as response:
                     chunks = []
                     async for chunk in response.aiter_raw():
                         chunks.append(chunk)
-                        seen(chunk)
+                        on_chunk(chunk)
                     return response, chunks
 
 
-class Enough(Exception):
-    """The reader wants no more."""
+class StopReading(Exception):
+    """Raised to stop reading."""
 
 
-def enough(_: bytes) -> None:
-    raise Enough
+def stop_reading(_: bytes) -> None:
+    raise StopReading
 
 
 @pytest.fixture(params=["httpx", "httpx async", "httpx2", "httpx2 async"])
@@ -287,33 +287,33 @@ def reader(request: pytest.FixtureRequest, spans: Spans) -> Reader:
 # ── whole spans ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_streamed_request_is_one_span_above_the_servers_with_what_its_reader_felt(
+def test_streamed_request_is_one_span_with_client_latencies(
     captured: Captured, server: Server, reader: Reader, spans: Spans
 ) -> None:
     began = time.time_ns()
     response, chunks = reader.read(f"{server.url}/v1/chat/completions")
     ended = time.time_ns()
     assert b"".join(chunks) == b"".join([ROLE, *map(event, "abcd"), b"data: [DONE]\n\n"])
-    span, felt = spans.one, said(spans.one)
+    span, attributes = spans.only, attributes_of(spans.only)
     assert (span.name, span.kind, span.status.status_code) == (
         "POST",
         trace.SpanKind.CLIENT,
         trace.StatusCode.UNSET,
     )
-    assert set(felt) == ANSWERED | TOLD | READ | TOKENS
-    assert felt["url.full"] == f"{server.url}/v1/chat/completions"
-    assert (felt["server.address"], felt["server.port"]) == ("127.0.0.1", response.url.port)
-    assert felt["http.response.status_code"] == 200
-    assert felt[semconv.CLIENT_CHUNKS] == len(chunks)
-    waited = felt[semconv.CLIENT_SERVER_DURATION] + felt[semconv.CLIENT_NETWORK_DURATION]
-    assert waited == pytest.approx(felt[semconv.CLIENT_TIME_TO_HEADERS], abs=1e-6)
-    assert felt[semconv.CLIENT_SERVER_DURATION] >= PACE_S
+    assert set(attributes) == RESPONSE | SERVER_TIMES | BODY | TOKENS
+    assert attributes["url.full"] == f"{server.url}/v1/chat/completions"
+    assert (attributes["server.address"], attributes["server.port"]) == ("127.0.0.1", response.url.port)
+    assert attributes["http.response.status_code"] == 200
+    assert attributes[semconv.CLIENT_CHUNKS] == len(chunks)
+    waited = attributes[semconv.CLIENT_SERVER_DURATION] + attributes[semconv.CLIENT_NETWORK_DURATION]
+    assert waited == pytest.approx(attributes[semconv.CLIENT_TIME_TO_HEADERS], abs=1e-6)
+    assert attributes[semconv.CLIENT_SERVER_DURATION] >= PACE_S
     first_byte, first_token = (
-        felt[semconv.CLIENT_TIME_TO_FIRST_BYTE],
-        felt[semconv.CLIENT_TIME_TO_FIRST_TOKEN],
+        attributes[semconv.CLIENT_TIME_TO_FIRST_BYTE],
+        attributes[semconv.CLIENT_TIME_TO_FIRST_TOKEN],
     )
-    assert felt[semconv.CLIENT_TIME_TO_HEADERS] <= first_byte <= first_token
-    assert 0 < felt[semconv.CLIENT_ITL_MEAN] <= felt[semconv.CLIENT_ITL_MAX]
+    assert attributes[semconv.CLIENT_TIME_TO_HEADERS] <= first_byte <= first_token
+    assert 0 < attributes[semconv.CLIENT_ITL_MEAN] <= attributes[semconv.CLIENT_ITL_MAX]
     assert began <= span.start_time <= span.end_time <= ended
     (request,) = captured.requests()
     context = span.get_span_context()
@@ -322,72 +322,66 @@ def test_a_streamed_request_is_one_span_above_the_servers_with_what_its_reader_f
     assert response.headers["traceresponse"].split("-")[1] == request.trace_id.hex()
 
 
-def test_a_request_that_is_not_streamed_has_no_tokens_to_tell_of(
+def test_unstreamed_request_has_no_token_attributes(
     captured: Captured, server: Server, reader: Reader, spans: Spans
 ) -> None:
     response, _ = reader.read(f"{server.url}/json", stream=False)
     assert response.json() == {"a": 1}
-    assert set(said(spans.one)) == ANSWERED | TOLD | READ
+    assert set(attributes_of(spans.only)) == RESPONSE | SERVER_TIMES | BODY
 
 
-def test_a_server_that_does_not_say_how_long_it_took_leaves_the_network_unknown(
+def test_network_duration_is_absent_without_server_timing(
     server: Server, reader: Reader, spans: Spans
 ) -> None:
     reader.read(f"{server.url}/v1/chat/completions")
-    assert set(said(spans.one)) == ANSWERED | READ | TOKENS
+    assert set(attributes_of(spans.only)) == RESPONSE | BODY | TOKENS
 
 
 @pytest.mark.parametrize(
-    ("path", "attributes"), [("nothing", ANSWERED), ("packed", ANSWERED | READ)], ids=["no body", "encoded"]
+    ("path", "attributes"), [("nothing", RESPONSE), ("packed", RESPONSE | BODY)], ids=["no body", "encoded"]
 )
-def test_what_the_reader_did_not_see_is_absent(
+def test_attributes_without_a_measurement_are_absent(
     server: Server, reader: Reader, spans: Spans, path: str, attributes: set[str]
 ) -> None:
     reader.read(f"{server.url}/{path}")
-    assert set(said(spans.one)) == attributes
+    assert set(attributes_of(spans.only)) == attributes
 
 
-def test_the_longest_wait_between_two_tokens_is_told_beside_the_mean(
-    server: Server, reader: Reader, spans: Spans
-) -> None:
+def test_maximum_inter_token_latency_exceeds_the_mean(server: Server, reader: Reader, spans: Spans) -> None:
     reader.read(f"{server.url}/stutter")
-    felt = said(spans.one)
-    assert felt[semconv.CLIENT_ITL_MAX] >= 0.1
-    assert felt[semconv.CLIENT_ITL_MEAN] < felt[semconv.CLIENT_ITL_MAX]
+    attributes = attributes_of(spans.only)
+    assert attributes[semconv.CLIENT_ITL_MAX] >= 0.1
+    assert attributes[semconv.CLIENT_ITL_MEAN] < attributes[semconv.CLIENT_ITL_MAX]
 
 
 # ── nothing is held back ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_each_chunk_is_handed_over_before_the_next_one_is_sent(
-    server: Server, reader: Reader, spans: Spans
-) -> None:
-    _, chunks = reader.read(f"{server.url}/stepwise", lambda _: server.may_go_on.set())
+def test_each_chunk_is_delivered_before_the_next(server: Server, reader: Reader, spans: Spans) -> None:
+    _, chunks = reader.read(f"{server.url}/stepwise", lambda _: server.may_continue.set())
     assert chunks == [event(text) for text in "abc"]
-    assert said(spans.one)[semconv.CLIENT_CHUNKS] == 3
+    assert attributes_of(spans.only)[semconv.CLIENT_CHUNKS] == 3
 
 
-def test_a_stream_closed_early_is_closed_at_once_and_is_no_error(
+def test_stream_closed_early_disconnects_and_is_no_error(
     server: Server, reader: Reader, spans: Spans
 ) -> None:
-    reader.read(f"{server.url}/endless", enough)
-    assert server.left.wait(10)
-    assert set(said(spans.one)) == ANSWERED | READ | {
+    reader.read(f"{server.url}/endless", stop_reading)
+    assert server.disconnected.wait(10)
+    assert set(attributes_of(spans.only)) == RESPONSE | BODY | {
         semconv.CLIENT_TIME_TO_FIRST_TOKEN,
         semconv.CLIENT_CLOSED_EARLY,
     }
-    assert spans.one.status.status_code is trace.StatusCode.UNSET
+    assert spans.only.status.status_code is trace.StatusCode.UNSET
 
 
-def test_a_reader_who_stops_at_the_end_of_the_events_has_not_closed_early(
-    server: Server, reader: Reader, spans: Spans
-) -> None:
+def test_stopping_after_the_done_event_is_not_early(server: Server, reader: Reader, spans: Spans) -> None:
     def until_done(chunk: bytes) -> None:
         if b"[DONE]" in chunk:
-            raise Enough
+            raise StopReading
 
     reader.read(f"{server.url}/v1/chat/completions", until_done)
-    assert set(said(spans.one)) == ANSWERED | READ | TOKENS
+    assert set(attributes_of(spans.only)) == RESPONSE | BODY | TOKENS
 
 
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -396,25 +390,25 @@ def test_a_reader_who_stops_at_the_end_of_the_events_has_not_closed_early(
 @pytest.mark.parametrize(
     ("path", "failure", "attributes"),
     [
-        ("broken", "RemoteProtocolError", ANSWERED | READ | {semconv.CLIENT_TIME_TO_FIRST_TOKEN}),
+        ("broken", "RemoteProtocolError", RESPONSE | BODY | {semconv.CLIENT_TIME_TO_FIRST_TOKEN}),
         ("silent", "ReadTimeout", TARGET),
-        ("endless", "ReadTimeout", ANSWERED | READ | {semconv.CLIENT_TIME_TO_FIRST_TOKEN}),
+        ("endless", "ReadTimeout", RESPONSE | BODY | {semconv.CLIENT_TIME_TO_FIRST_TOKEN}),
     ],
 )
-def test_an_exception_passes_and_is_told_by_its_type(
+def test_exception_passes_and_its_type_is_recorded(
     server: Server, reader: Reader, spans: Spans, path: str, failure: str, attributes: set[str]
 ) -> None:
     with pytest.raises(getattr(reader.httpx, failure)):
         reader.read(f"{server.url}/{path}", timeout=0.5)
-    assert set(said(spans.one)) == attributes | {"error.type"}
-    assert said(spans.one)["error.type"] == failure
-    assert spans.one.status.status_code is trace.StatusCode.ERROR
-    assert not spans.one.status.description
-    assert not spans.one.events
+    assert set(attributes_of(spans.only)) == attributes | {"error.type"}
+    assert attributes_of(spans.only)["error.type"] == failure
+    assert spans.only.status.status_code is trace.StatusCode.ERROR
+    assert not spans.only.status.description
+    assert not spans.only.events
 
 
 @pytest.mark.parametrize("where", ["before the headers", "in the body"])
-def test_the_exception_that_comes_out_is_the_one_that_went_in(spans: Spans, where: str) -> None:
+def test_transport_exception_passes_unchanged(spans: Spans, where: str) -> None:
     failure = ZeroDivisionError("canary")
 
     class Failing(httpx.SyncByteStream):
@@ -432,29 +426,29 @@ def test_the_exception_that_comes_out_is_the_one_that_went_in(spans: Spans, wher
         client.get("http://model.example/")
     assert raised.value is failure
     assert failure.__cause__ is None and failure.__context__ is None
-    assert said(spans.one)["error.type"] == "ZeroDivisionError"
-    assert "canary" not in spans.one.to_json()
+    assert attributes_of(spans.only)["error.type"] == "ZeroDivisionError"
+    assert "canary" not in spans.only.to_json()
 
 
-def test_nobody_at_the_other_end_is_a_failure_without_a_status(reader: Reader, spans: Spans) -> None:
+def test_refused_connection_is_an_error_without_status_code(reader: Reader, spans: Spans) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(reader.httpx.ConnectError):
         reader.read(f"http://127.0.0.1:{port}/v1/chat/completions")
-    assert set(said(spans.one)) == TARGET | {"error.type"}
-    assert said(spans.one)["error.type"] == "ConnectError"
+    assert set(attributes_of(spans.only)) == TARGET | {"error.type"}
+    assert attributes_of(spans.only)["error.type"] == "ConnectError"
 
 
-def test_an_answer_of_4xx_is_an_error_of_the_client(server: Server, reader: Reader, spans: Spans) -> None:
+def test_4xx_response_is_an_error_of_the_client(server: Server, reader: Reader, spans: Spans) -> None:
     response, _ = reader.read(f"{server.url}/refused", stream=False)
     assert response.status_code == 404
-    assert said(spans.one)["error.type"] == "404"
-    assert spans.one.status.status_code is trace.StatusCode.ERROR
-    assert "no such model" not in spans.one.to_json()
+    assert attributes_of(spans.only)["error.type"] == "404"
+    assert spans.only.status.status_code is trace.StatusCode.ERROR
+    assert "no such model" not in spans.only.to_json()
 
 
 @pytest.mark.parametrize("path", ["silent", "endless"])
-async def test_a_cancelled_request_is_told_as_that(server: Server, spans: Spans, path: str) -> None:
+async def test_cancelled_request_has_error_type_cancelled(server: Server, spans: Spans, path: str) -> None:
     async def read() -> None:
         async with instrument_client(httpx.AsyncClient(), spans.provider) as client:
             async with client.stream("POST", f"{server.url}/{path}") as response:
@@ -467,35 +461,33 @@ async def test_a_cancelled_request_is_told_as_that(server: Server, spans: Spans,
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert said(spans.one)["error.type"] == semconv.ERROR_CANCELLED
-    assert await asyncio.to_thread(server.left.wait, 10)
+    assert attributes_of(spans.only)["error.type"] == semconv.ERROR_CANCELLED
+    assert await asyncio.to_thread(server.disconnected.wait, 10)
 
 
-def test_the_hops_of_a_redirect_are_spans_of_their_own(server: Server, reader: Reader, spans: Spans) -> None:
+def test_each_hop_of_a_redirect_is_a_span(server: Server, reader: Reader, spans: Spans) -> None:
     reader.read(f"{server.url}/redirect", follow_redirects=True)
     first, second = spans.get_finished_spans()
-    assert [said(span)["http.response.status_code"] for span in (first, second)] == [307, 200]
+    assert [attributes_of(span)["http.response.status_code"] for span in (first, second)] == [307, 200]
     assert first.end_time <= second.start_time
     sent = [headers[b"traceparent"].decode().split("-")[2] for headers in server.headers]
     assert sent == [f"{span.get_span_context().span_id:016x}" for span in (first, second)]
 
 
-# ── whose trace, and what is in it ───────────────────────────────────────────────────────────────────────────────
+# ── parent span and recorded content ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_span_is_a_child_of_what_is_current_which_stays_current(
-    server: Server, reader: Reader, spans: Spans
-) -> None:
+def test_span_is_a_child_of_the_current_span(server: Server, reader: Reader, spans: Spans) -> None:
     current: list[Any] = []
-    with spans.provider.get_tracer("test").start_as_current_span("mine") as mine:
+    with spans.provider.get_tracer("test").start_as_current_span("parent") as parent:
         reader.read(f"{server.url}/json", lambda _: current.append(trace.get_current_span()))
-        assert trace.get_current_span() is mine
+        assert trace.get_current_span() is parent
     request, _ = spans.get_finished_spans()
-    assert request.parent == mine.get_span_context()
-    assert set(current) == {mine}
+    assert request.parent == parent.get_span_context()
+    assert set(current) == {parent}
 
 
-def test_the_span_is_current_for_the_transport_within(spans: Spans) -> None:
+def test_span_is_current_in_the_wrapped_transport(spans: Spans) -> None:
     current: list[Any] = []
 
     def answer(request: Any) -> Any:
@@ -504,12 +496,12 @@ def test_the_span_is_current_for_the_transport_within(spans: Spans) -> None:
 
     client = httpx.Client(transport=TracedTransport(httpx.MockTransport(answer), spans.provider))
     assert client.get("http://model.example/v1/models").text == "read already"
-    assert current[0].get_span_context() == spans.one.get_span_context()
-    assert said(spans.one)["server.port"] == 80
-    assert set(said(spans.one)) == ANSWERED
+    assert current[0].get_span_context() == spans.only.get_span_context()
+    assert attributes_of(spans.only)["server.port"] == 80
+    assert set(attributes_of(spans.only)) == RESPONSE
 
 
-def test_a_request_that_is_not_sampled_carries_that_on_and_its_response_is_left_alone(server: Server) -> None:
+def test_unsampled_request_propagates_and_keeps_its_response(server: Server) -> None:
     unsampled = Spans(sampler=ALWAYS_OFF)
     with instrument_client(httpx.Client(), unsampled.provider) as client:
         with client.stream("POST", f"{server.url}/json") as response:
@@ -520,26 +512,26 @@ def test_a_request_that_is_not_sampled_carries_that_on_and_its_response_is_left_
     assert unsampled.get_finished_spans() == ()
 
 
-def test_nothing_of_a_request_but_where_it_went_is_told(server: Server, reader: Reader, spans: Spans) -> None:
+def test_url_is_recorded_without_credentials_and_query(server: Server, reader: Reader, spans: Spans) -> None:
     url = server.url.replace("//", "//canary-user:canary-password@") + "/refused?key=canary-query#canary"
     reader.read(url, headers={"authorization": "canary-header"}, cookies={"a": "canary-cookie"}, stream=False)
-    assert said(spans.one)["url.full"] == f"{server.url}/refused"
-    assert "canary" not in spans.one.to_json()
+    assert attributes_of(spans.only)["url.full"] == f"{server.url}/refused"
+    assert "canary" not in spans.only.to_json()
 
 
-def test_a_method_that_nobody_knows_is_not_told(spans: Spans) -> None:
+def test_unknown_method_is_recorded_as_other(spans: Spans) -> None:
     mock = httpx.MockTransport(lambda request: httpx.Response(200))
     httpx.Client(transport=TracedTransport(mock, spans.provider)).request("BREW", "https://pot.example/")
-    assert spans.one.name == "HTTP"
-    assert said(spans.one)["http.request.method"] == "_OTHER"
-    assert said(spans.one)["server.port"] == 443
-    assert "BREW" not in spans.one.to_json()
+    assert spans.only.name == "HTTP"
+    assert attributes_of(spans.only)["http.request.method"] == "_OTHER"
+    assert attributes_of(spans.only)["server.port"] == 443
+    assert "BREW" not in spans.only.to_json()
 
 
 # ── which clients ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_client_instrumented_twice_is_instrumented_once(server: Server, spans: Spans) -> None:
+def test_second_instrumentation_of_a_client_is_ignored(server: Server, spans: Spans) -> None:
     client = httpx.Client()
     assert instrument_client(instrument_client(client, spans.provider), spans.provider) is client
     client.post(f"{server.url}/json")
@@ -547,28 +539,28 @@ def test_a_client_instrumented_twice_is_instrumented_once(server: Server, spans:
     assert len(spans.get_finished_spans()) == 1
 
 
-def test_requests_through_a_proxy_of_the_client_are_traced_too(server: Server, spans: Spans) -> None:
+def test_requests_through_mounted_transports_are_traced(server: Server, spans: Spans) -> None:
     mounts = {"http://": httpx.HTTPTransport(), "all://*.local": None}
     with instrument_client(httpx.Client(mounts=mounts), spans.provider) as client:
         client.post(f"{server.url}/json")
-    assert spans.one.name == "POST"
+    assert spans.only.name == "POST"
 
 
-def test_importing_it_loads_neither_library_nor_sdk() -> None:
+def test_import_loads_neither_httpx_nor_the_sdk() -> None:
     modules = "{'httpx', 'httpx2', 'numpy', 'opentelemetry.sdk'}"
     code = f"import sys, otel_infer.instrumentation.httpx; print(sorted({modules} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("what", [object(), "http://", httpx.HTTPTransport()])
-def test_what_is_no_client_is_refused(what: Any) -> None:
+@pytest.mark.parametrize("argument", [object(), "http://", httpx.HTTPTransport()])
+def test_non_client_argument_is_rejected(argument: Any) -> None:
     with pytest.raises(TypeError, match=r"takes a Client or an AsyncClient .*otel-infer\[client\]"):
-        instrument_client(what)
+        instrument_client(argument)
 
 
 @pytest.mark.parametrize("changed", ["_mounts", "_transport"])
-def test_a_release_that_keeps_its_transports_elsewhere_is_refused_and_left_as_it_is(changed: str) -> None:
+def test_client_with_unknown_internals_is_rejected_unchanged(changed: str) -> None:
     client = httpx.Client()
     setattr(client, changed, None)
     before = dict(vars(client))
@@ -577,36 +569,36 @@ def test_a_release_that_keeps_its_transports_elsewhere_is_refused_and_left_as_it
     assert vars(client) == before
 
 
-async def test_a_transport_is_opened_and_closed_with_its_client(spans: Spans) -> None:
+async def test_transport_is_closed_with_its_client(spans: Spans) -> None:
     seen: list[str] = []
 
-    class Noting(httpx.HTTPTransport):
+    class RecordingTransport(httpx.HTTPTransport):
         def close(self) -> None:
             seen.append("closed")
             super().close()
 
-    class AsyncNoting(httpx.AsyncHTTPTransport):
+    class AsyncRecordingTransport(httpx.AsyncHTTPTransport):
         async def aclose(self) -> None:
             seen.append("closed async")
             await super().aclose()
 
-    httpx.Client(transport=TracedTransport(Noting())).close()
-    await httpx.AsyncClient(transport=AsyncTracedTransport(AsyncNoting())).aclose()
+    httpx.Client(transport=TracedTransport(RecordingTransport())).close()
+    await httpx.AsyncClient(transport=AsyncTracedTransport(AsyncRecordingTransport())).aclose()
     assert seen == ["closed", "closed async"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_openai_sdk_is_a_client_like_any_other(
+def test_openai_sdk_requests_are_traced(
     captured: Captured, server: Server, spans: Spans, asynchronous: bool
 ) -> None:
     openai = pytest.importorskip("openai", reason="openai is not installed")
     settings = {"api_key": "canary", "base_url": f"{server.url}/v1", "max_retries": 0}
-    asked: Any = {"model": "m", "messages": [{"role": "user", "content": "canary"}], "stream": True}
+    arguments: Any = {"model": "m", "messages": [{"role": "user", "content": "canary"}], "stream": True}
 
     async def ask() -> str:
         http_client = instrument_client(openai.DefaultAsyncHttpxClient(), spans.provider)
         async with openai.AsyncOpenAI(http_client=http_client, **settings) as client:
-            stream: AsyncIterator[Any] = await client.chat.completions.create(**asked)
+            stream: AsyncIterator[Any] = await client.chat.completions.create(**arguments)
             return "".join([part.choices[0].delta.content async for part in stream])
 
     if asynchronous:
@@ -614,40 +606,38 @@ def test_the_openai_sdk_is_a_client_like_any_other(
     else:
         http_client = instrument_client(openai.DefaultHttpxClient(), spans.provider)
         with openai.OpenAI(http_client=http_client, **settings) as client:
-            parts = client.chat.completions.create(**asked)
+            parts = client.chat.completions.create(**arguments)
             assert "".join(part.choices[0].delta.content for part in parts) == "abcd"
-    assert set(said(spans.one)) == ANSWERED | TOLD | READ | TOKENS
-    assert "canary" not in spans.one.to_json()
-    assert captured.requests()[0].trace_id.hex() == f"{spans.one.get_span_context().trace_id:032x}"
+    assert set(attributes_of(spans.only)) == RESPONSE | SERVER_TIMES | BODY | TOKENS
+    assert "canary" not in spans.only.to_json()
+    assert captured.requests()[0].trace_id.hex() == f"{spans.only.get_span_context().trace_id:032x}"
 
 
 # ── network ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def felt_by(url: str, times: int = 4) -> tuple[float, float]:
-    """The least network and the least server time of some requests: what nobody else's load has added to."""
+def measure_minimum(url: str, times: int = 4) -> tuple[float, float]:
+    """Returns the minimum network and server seconds of several requests, which other load affects least."""
     spans = Spans()
     with instrument_client(httpx.Client(), spans.provider) as client:
         for _ in range(times):
             client.post(url)
-    told = [said(span) for span in spans.get_finished_spans()]
+    recorded = [attributes_of(span) for span in spans.get_finished_spans()]
     return tuple(
-        min(one[name] for one in told)
+        min(attributes[name] for attributes in recorded)
         for name in (semconv.CLIENT_NETWORK_DURATION, semconv.CLIENT_SERVER_DURATION)
     )  # type: ignore[return-value]
 
 
-def test_a_delay_on_the_way_is_network_and_a_delay_in_the_server_is_not(
-    captured: Captured, server: Server
-) -> None:
-    proxy = Delaying(server.url, 0.1)
+def test_network_and_server_delays_are_separated(captured: Captured, server: Server) -> None:
+    proxy = DelayingProxy(server.url, 0.1)
     try:
-        network, in_server = felt_by(f"{proxy.url}/json")
+        network, in_server = measure_minimum(f"{proxy.url}/json")
     finally:
         proxy.close()
     assert 0.095 <= network < 1
     assert in_server < 0.05
-    network, in_server = felt_by(f"{server.url}/slow")
+    network, in_server = measure_minimum(f"{server.url}/slow")
     assert network < 0.05
     assert 0.095 <= in_server < 1
 
@@ -665,17 +655,15 @@ def test_a_delay_on_the_way_is_network_and_a_delay_in_the_server_is_not(
         (["infer;dur=nan", ",;,", '"', "infer;dur"], None),
     ],
 )
-def test_what_a_server_says_of_its_time_is_read_as_the_header_is_written(
-    headers: list[str], expected: float | None
-) -> None:
+def test_server_timing_header_is_parsed(headers: list[str], expected: float | None) -> None:
     assert server_duration_ms(headers) == expected
 
 
-@pytest.mark.parametrize("told", ["infer;dur=60000", "infer;dur=x"])
-def test_what_cannot_be_of_this_response_is_not_believed(spans: Spans, told: str) -> None:
-    mock = httpx.MockTransport(lambda request: httpx.Response(200, headers={"server-timing": told}))
+@pytest.mark.parametrize("header", ["infer;dur=60000", "infer;dur=x"])
+def test_implausible_server_timing_is_ignored(spans: Spans, header: str) -> None:
+    mock = httpx.MockTransport(lambda request: httpx.Response(200, headers={"server-timing": header}))
     httpx.Client(transport=TracedTransport(mock, spans.provider)).get("http://cache.example/")
-    assert set(said(spans.one)) == ANSWERED
+    assert set(attributes_of(spans.only)) == RESPONSE
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -710,7 +698,7 @@ def test_what_cannot_be_of_this_response_is_not_believed(spans: Spans, told: str
         (b"", False),
     ],
 )
-def test_a_token_comes_with_data_that_is_neither_empty_nor_the_end(chunk: bytes, brings: bool) -> None:
+def test_only_content_events_count_as_tokens(chunk: bytes, brings: bool) -> None:
     assert SseParser().scan_for_token(chunk) is brings
 
 
@@ -720,7 +708,7 @@ LINES = st.sampled_from(
 
 
 @given(lines=st.lists(LINES), end=st.sampled_from(["\n", "\r\n"]), size=st.integers(1, 20))
-def test_a_token_is_seen_once_wherever_the_stream_is_cut(lines: list[str], end: str, size: int) -> None:
+def test_token_is_counted_once_for_any_chunking(lines: list[str], end: str, size: int) -> None:
     text = "".join(line + end for line in lines).encode()
     tokens = sum(line[:5] == "data:" and line[5:].strip() not in ("", "[DONE]") for line in lines)
     singly, cut = SseParser(), SseParser()
@@ -730,25 +718,25 @@ def test_a_token_is_seen_once_wherever_the_stream_is_cut(lines: list[str], end: 
     assert singly.ended and cut.ended if "data: [DONE]" in lines else not singly.ended
 
 
-def test_an_event_that_only_opens_the_answer_is_no_token_until_there_was_one() -> None:
+def test_role_event_before_the_content_is_no_token() -> None:
     events, role = SseParser(), b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
     pieces = [role[:20], role[20:], event("a"), role, b"data: [DONE]\n\n"]
     assert [events.scan_for_token(piece) for piece in pieces] == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("begun", [b"data: {", b"data: x", b"data:  ", b"event: ", b""])
-def test_a_line_without_an_end_is_not_kept(begun: bytes) -> None:
+def test_unterminated_line_is_not_buffered(begun: bytes) -> None:
     events = SseParser()
     brought = [events.scan_for_token(begun), *(events.scan_for_token(b" x" * 1000) for _ in range(100))]
     assert len(events._partial_line) <= 4096
     assert sum(brought) == begun.startswith(b"data:")
 
 
-# ── code of ours that raises ─────────────────────────────────────────────────────────────────────────────────────
+# ── instrumentation errors ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("broken", ["begin", "answered", "received", "end"])
-def test_what_goes_wrong_in_our_code_is_said_once_and_the_reader_reads_on(
+def test_instrumentation_error_is_logged_once_and_hidden(
     server: Server,
     reader: Reader,
     monkeypatch: pytest.MonkeyPatch,
@@ -770,18 +758,18 @@ def test_what_goes_wrong_in_our_code_is_said_once_and_the_reader_reads_on(
         for _ in range(2):
             _, chunks = reader.read(f"{server.url}/v1/chat/completions")
             assert len(b"".join(chunks).split(b"\n\n")) == 7
-    ours = [
+    logged = [
         record for record in caplog.records if record.name == "otel_infer.instrumentation.httpx.client_span"
     ]
-    assert len(ours) == 1 and "ArithmeticError" in ours[0].message
+    assert len(logged) == 1 and "ArithmeticError" in logged[0].message
     assert "canary" not in caplog.text
 
 
 # ── docs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_example_of_the_page_runs(captured: Captured, server: Server, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "client.md").read_text()
+def test_example_of_the_client_page_runs(captured: Captured, server: Server, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "engines" / "httpx-client.md").read_text()
     (example, *_) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "http://localhost:8000/v1" in example
     example = example.replace("http://localhost:8000/v1", f"{server.url}/v1")
@@ -795,7 +783,7 @@ def test_the_example_of_the_page_runs(captured: Captured, server: Server, tmp_pa
         assert name in written.read_text()
 
 
-def test_every_attribute_is_explained() -> None:
-    page = (ROOT / "docs" / "client.md").read_text()
-    ours = {value for name, value in vars(semconv).items() if name.startswith("CLIENT_")}
-    assert ours == set(re.findall(r"`(infer\.client\.[a-z_.]+)`", page))
+def test_client_page_explains_every_attribute() -> None:
+    page = (ROOT / "docs" / "engines" / "httpx-client.md").read_text()
+    defined = {value for name, value in vars(semconv).items() if name.startswith("CLIENT_")}
+    assert defined == set(re.findall(r"`(infer\.client\.[a-z_.]+)`", page))

@@ -1,4 +1,4 @@
-"""`request`, `stage` and `step` of a hand-written server: what they record, and that they never get in its way."""
+"""Manual `request`, `stage` and `step`: their records, and no effect of errors on the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from otel_infer.instrumentation.hooks.suppression import torch_suppressed
 from otel_infer.instrumentation.manual import _scope
 from otel_infer.ringbuffer import events
 from otel_infer.ringbuffer.recorder import MAX_STEP_RINGS, recorder
-from otel_infer.tracing import caller as asking
+from otel_infer.tracing import caller as caller_module
 from otel_infer.tracing import request_span, span_ids, start
 from tests.support.rings import Recording, stages_of
 
@@ -40,13 +40,13 @@ def recording() -> Iterator[Recording]:
     _scope._logged.clear()
 
 
-def only(recording: Recording) -> RequestRecord:
+def read_single_record(recording: Recording) -> RequestRecord:
     records = recording.records()
     assert len(records) == 1
     return records[0]
 
 
-def length(record: RequestRecord, name: str) -> float:
+def stage_ms(record: RequestRecord, name: str) -> float:
     stage = record.find_stage(name)
     assert stage is not None
     return (stage.ended_at - stage.started_at) / 1e6
@@ -55,23 +55,23 @@ def length(record: RequestRecord, name: str) -> float:
 # ── stages ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_stage_is_as_long_as_its_with(recording: Recording) -> None:
+def test_stage_duration_is_that_of_its_block(recording: Recording) -> None:
     with otel_infer.request():
         with otel_infer.stage("database"):
             time.sleep(0.02)
-    record = only(recording)
+    record = read_single_record(recording)
     assert stages_of(record) == ["database"]
-    assert 20 <= length(record, "database") < 40
+    assert 20 <= stage_ms(record, "database") < 40
 
 
-async def test_a_stage_may_be_awaited(recording: Recording) -> None:
+async def test_stage_works_as_an_async_context_manager(recording: Recording) -> None:
     async with otel_infer.request():
         async with otel_infer.stage("rerank"):
             await asyncio.sleep(0.02)
-    assert 20 <= length(only(recording), "rerank") < 40
+    assert 20 <= stage_ms(read_single_record(recording), "rerank") < 40
 
 
-async def test_a_decorated_function_stays_what_it_is_and_is_a_stage_at_each_call(
+async def test_decorated_function_is_a_stage_at_each_call(
     recording: Recording,
 ) -> None:
     @otel_infer.stage("plain")
@@ -87,10 +87,10 @@ async def test_a_decorated_function_stays_what_it_is_and_is_a_stage_at_each_call
         assert [plain(1), plain(2), await awaited(3)] == [2, 3, 4]
     assert (plain.__name__, plain.__doc__) == ("plain", "Doc.")
     assert inspect.iscoroutinefunction(awaited)
-    assert stages_of(only(recording)) == ["plain", "plain", "awaited"]
+    assert stages_of(read_single_record(recording)) == ["plain", "plain", "awaited"]
 
 
-def test_a_decorated_generator_is_a_stage_until_its_end(recording: Recording) -> None:
+def test_decorated_generator_is_a_stage_until_its_end(recording: Recording) -> None:
     @otel_infer.stage("stream")
     def stream() -> Iterator[int]:
         sent = yield 1
@@ -102,10 +102,10 @@ def test_a_decorated_generator_is_a_stage_until_its_end(recording: Recording) ->
         assert [next(items), items.send(5)] == [1, 5]
         assert list(items) == []
     assert inspect.isgeneratorfunction(stream)
-    assert length(only(recording), "stream") >= 20
+    assert stage_ms(read_single_record(recording), "stream") >= 20
 
 
-async def test_a_decorated_async_generator_that_is_closed_early_is_closed_at_once(
+async def test_decorated_async_generator_closes_immediately(
     recording: Recording,
 ) -> None:
     closed: list[int] = []
@@ -124,17 +124,17 @@ async def test_a_decorated_async_generator_that_is_closed_early_is_closed_at_onc
         await items.aclose()  # type: ignore[attr-defined]
         assert closed == [1]
     assert inspect.isasyncgenfunction(stream)
-    assert stages_of(only(recording)) == ["stream"]
+    assert stages_of(read_single_record(recording)) == ["stream"]
 
 
-def test_a_stage_that_raises_is_recorded_and_the_exception_passes_untouched(recording: Recording) -> None:
+def test_failing_stage_is_recorded_and_reraises(recording: Recording) -> None:
     raised = ValueError("secret")
     with pytest.raises(ValueError) as caught:
         with otel_infer.request():
             with otel_infer.stage("database"):
                 raise raised
     assert caught.value is raised
-    record = only(recording)
+    record = read_single_record(recording)
     assert (record.outcome, record.error_type, record.failed_stage) == (
         events.ERROR,
         "ValueError",
@@ -143,24 +143,24 @@ def test_a_stage_that_raises_is_recorded_and_the_exception_passes_untouched(reco
     assert stages_of(record) == ["database"]
 
 
-def test_a_stage_in_a_stage_lies_within_it(recording: Recording) -> None:
+def test_nested_stage_lies_within_its_outer_stage(recording: Recording) -> None:
     with otel_infer.request():
         with otel_infer.stage("retrieve"):
             with otel_infer.stage("database"):
                 pass
-    record = only(recording)
+    record = read_single_record(recording)
     outer, inner = record.find_stage("retrieve"), record.find_stage("database")
     assert outer is not None and inner is not None
     assert outer.started_at <= inner.started_at <= inner.ended_at <= outer.ended_at
 
 
-def test_without_a_current_request_a_stage_does_nothing(recording: Recording) -> None:
+def test_stage_without_a_request_records_nothing(recording: Recording) -> None:
     with otel_infer.stage("database"):
         pass
     assert recording.records() == []
 
 
-def test_while_nothing_records_everything_is_a_no_op() -> None:
+def test_manual_api_does_nothing_without_a_recorder() -> None:
     assert not recorder.active
     with otel_infer.request("chat", model="tiny") as request:
         request.submitted(input_tokens=3)
@@ -176,12 +176,12 @@ def test_while_nothing_records_everything_is_a_no_op() -> None:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_request_of_its_own_says_what_it_was_told(recording: Recording) -> None:
+def test_manual_request_records_its_given_values(recording: Recording) -> None:
     with otel_infer.request("chat", model="tiny") as request:
         request.submitted(input_tokens=7, max_tokens=9)
         request.set_attribute("tenant.tier", "gold")
         request.finished("stop", 4)
-    record = only(recording)
+    record = read_single_record(recording)
     assert (record.operation, record.model, record.provider) == ("chat", "tiny", "custom")
     assert (record.input_tokens, record.max_tokens, record.output_tokens) == (7, 9, 4)
     assert (record.finish_reasons, record.outcome) == (("stop",), events.OK)
@@ -189,37 +189,37 @@ def test_a_request_of_its_own_says_what_it_was_told(recording: Recording) -> Non
     assert record.server_span_id == b""
 
 
-def test_the_time_to_first_token_is_where_the_reader_is_fed(recording: Recording) -> None:
+def test_token_reached_sets_the_first_token_time(recording: Recording) -> None:
     with otel_infer.request("chat") as request:
         with otel_infer.step([request]):
             pass
         time.sleep(0.02)
         request.token_reached()
         request.token_reached()
-    record = only(recording)
+    record = read_single_record(recording)
     assert record.steps is not None
     assert record.first_token_at - int(record.steps.ended_at[0]) >= 20_000_000
 
 
 @pytest.mark.parametrize(
-    ("carried", "said"),
+    ("tracestate", "expected"),
     [
         ("ot=th:8;rv:6e6d1a75832a2f,vendor=user-7", "ot=th:8;rv:6e6d1a75832a2f"),
-        ("ot=th:8;who:user-7", "ot=th:8"),
+        ("ot=th:8;id:user-7", "ot=th:8"),
         ("vendor=user-7", ""),
         ("", ""),
     ],
 )
-def test_of_the_callers_trace_state_only_its_sampling_is_said(
-    recording: Recording, carried: str, said: str
+def test_only_the_sampling_part_of_tracestate_is_recorded(
+    recording: Recording, tracestate: str, expected: str
 ) -> None:
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    with otel_infer.request(headers={"traceparent": caller, "tracestate": carried}):
+    with otel_infer.request(headers={"traceparent": caller, "tracestate": tracestate}):
         pass
-    assert only(recording).tracestate == said
+    assert read_single_record(recording).tracestate == expected
 
 
-def test_a_request_is_the_current_span_and_no_longer_after_it(recording: Recording) -> None:
+def test_request_is_the_current_span_inside_its_block(recording: Recording) -> None:
     before = trace.get_current_span()
     with otel_infer.request() as request:
         assert trace.get_current_span() is request._live
@@ -228,19 +228,17 @@ def test_a_request_is_the_current_span_and_no_longer_after_it(recording: Recordi
 
 
 @pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TRACEPARENT"])
-def test_a_request_with_headers_is_the_child_of_its_caller_and_has_a_server_span(
-    recording: Recording, name: str
-) -> None:
+def test_request_with_headers_is_a_child_server_span(recording: Recording, name: str) -> None:
     headers = {name: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     with otel_infer.request(headers=headers):
         pass
-    record = only(recording)
+    record = read_single_record(recording)
     assert record.trace_id.hex() == "0af7651916cd43dd8448eb211c80319c"
     assert record.parent_span_id.hex() == "b7ad6b7169203331"
     assert record.remote_parent and record.server_span_id
 
 
-def test_a_request_under_a_server_is_the_one_that_is_there(recording: Recording) -> None:
+def test_request_under_a_server_joins_its_request(recording: Recording) -> None:
     server = start.open_request("POST", owner="asgi", server=True)
     assert server is not None
     token = server.attach()
@@ -250,12 +248,12 @@ def test_a_request_under_a_server_is_the_one_that_is_there(recording: Recording)
     assert not server.ended
     start.detach(token)
     server.close()
-    record = only(recording)
+    record = read_single_record(recording)
     assert (record.operation, record.model) == ("chat", "tiny")
     assert stages_of(record) == ["ingress", "database"]
 
 
-def test_an_error_under_a_server_is_the_servers_to_judge(recording: Recording) -> None:
+def test_error_under_a_server_leaves_the_outcome_open(recording: Recording) -> None:
     server = start.open_request("POST", owner="asgi", server=True)
     assert server is not None
     token = server.attach()
@@ -264,10 +262,10 @@ def test_an_error_under_a_server_is_the_servers_to_judge(recording: Recording) -
             raise KeyError
     start.detach(token)
     server.close()
-    assert only(recording).outcome == events.OK
+    assert read_single_record(recording).outcome == events.OK
 
 
-def test_a_request_that_says_nothing_leaves_the_name_to_the_engine(recording: Recording) -> None:
+def test_request_without_an_operation_is_not_named(recording: Recording) -> None:
     with otel_infer.request("chat", model="outer") as outer:
         with otel_infer.request():
             pass
@@ -297,30 +295,34 @@ CALLER = {
         ("", CALLER, (None, None)),
     ],
 )
-def test_who_asks_is_found_in_the_headers_that_were_handed_in(
+def test_tenant_and_class_are_read_from_given_headers(
     recording: Recording,
     monkeypatch: pytest.MonkeyPatch,
     tenant: str,
     headers: dict[str, str] | None,
     expected: tuple[str | None, str | None],
 ) -> None:
-    wanted = tenancy.parse_caller_settings(tenant, "", "header:X-Class" if tenant else "")
-    monkeypatch.setattr(asking, "caller_settings", wanted if tenant else tenancy.NO_CALLER_SETTINGS)
+    caller_settings = tenancy.parse_caller_settings(tenant, "", "header:X-Class" if tenant else "")
+    monkeypatch.setattr(
+        caller_module, "caller_settings", caller_settings if tenant else tenancy.NO_CALLER_SETTINGS
+    )
     with otel_infer.request(headers=headers):
         with otel_infer.request(headers=CALLER):
             pass
-    said = only(recording).attributes
-    assert (said.get(semconv.TENANT), said.get(semconv.TRAFFIC_CLASS)) == expected
+    attributes = read_single_record(recording).attributes
+    assert (attributes.get(semconv.TENANT), attributes.get(semconv.TRAFFIC_CLASS)) == expected
 
 
-def test_headers_that_are_no_text_cost_no_request(
+def test_non_text_headers_do_not_fail_the_request(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "caller_settings", tenancy.parse_caller_settings("header:x-tenant", "", ""))
+    monkeypatch.setattr(
+        caller_module, "caller_settings", tenancy.parse_caller_settings("header:x-tenant", "", "")
+    )
     odd: Any = {7: None, "\udcff": "\udcff", "x-tenant": 7}
     with otel_infer.request(headers=odd):
         pass
-    assert only(recording).attributes[semconv.TENANT] == "7"
+    assert read_single_record(recording).attributes[semconv.TENANT] == "7"
     assert recording.in_flight == 0
 
 
@@ -329,20 +331,19 @@ def test_headers_that_are_no_text_cost_no_request(
     [
         (ValueError("secret"), events.ERROR, "ValueError"),
         (TimeoutError(), events.ABORTED, "timeout"),
-        (asyncio.TimeoutError(), events.ABORTED, "timeout"),
         (asyncio.CancelledError(), events.ABORTED, "cancelled"),
         (GeneratorExit(), events.ABORTED, "cancelled"),
         (KeyboardInterrupt(), events.ERROR, "KeyboardInterrupt"),
     ],
 )
-def test_how_a_request_ended_is_said_by_type(
+def test_exception_type_determines_the_outcome(
     recording: Recording, error: BaseException, outcome: int, error_type: str
 ) -> None:
     with pytest.raises(type(error)) as caught:
         with otel_infer.request():
             raise error
     assert caught.value is error
-    record = only(recording)
+    record = read_single_record(recording)
     assert (record.outcome, record.error_type) == (outcome, error_type)
 
 
@@ -350,7 +351,7 @@ def test_how_a_request_ended_is_said_by_type(
     ("reason", "outcome", "error_type"),
     [("abort", events.ABORTED, ""), ("error", events.ERROR, "_OTHER"), ("stop", events.OK, "")],
 )
-def test_a_loop_says_that_it_was_told_to_stop_or_has_failed(
+def test_finish_reason_determines_the_outcome(
     recording: Recording, reason: str, outcome: int, error_type: str
 ) -> None:
     with otel_infer.request() as request:
@@ -358,12 +359,12 @@ def test_a_loop_says_that_it_was_told_to_stop_or_has_failed(
         with otel_infer.step([request]):
             pass
         request.finished(reason)
-    record = only(recording)
+    record = read_single_record(recording)
     assert (record.outcome, record.error_type) == (outcome, error_type)
     assert record.failed_stage == ("" if reason == "stop" else "decode")
 
 
-async def test_a_decorated_function_is_a_request_at_each_call(recording: Recording) -> None:
+async def test_decorated_function_is_a_request_at_each_call(recording: Recording) -> None:
     @otel_infer.request("embeddings", model="tiny")
     def embed(x: int) -> int:
         return x
@@ -377,17 +378,17 @@ async def test_a_decorated_function_is_a_request_at_each_call(recording: Recordi
     assert [r.operation for r in recording.records()] == ["embeddings", "embeddings", "chat"]
 
 
-def test_a_decorated_stream_is_one_request_until_it_is_read(recording: Recording) -> None:
+def test_decorated_generator_is_one_request_until_its_end(recording: Recording) -> None:
     @otel_infer.request("chat")
     def stream() -> Iterator[int]:
         yield from range(3)
 
     assert list(stream()) == [0, 1, 2]
-    assert only(recording).operation == "chat"
+    assert read_single_record(recording).operation == "chat"
     items = stream()
     next(items)
     items.close()  # type: ignore[attr-defined]
-    record = only(recording)
+    record = read_single_record(recording)
     assert (record.outcome, record.error_type) == (events.ABORTED, "cancelled")
     assert start.current_request() is None
 
@@ -401,13 +402,13 @@ def decode(batch: list[Any], steps: int, **first: Any) -> None:
             pass
 
 
-def test_decode_steps_are_the_tokens_after_the_first(recording: Recording) -> None:
+def test_steps_record_prefill_then_decode_tokens(recording: Recording) -> None:
     with otel_infer.request("chat") as request:
         request.submitted(input_tokens=5)
         request.received()
         decode([request], 4, prompt_tokens={request: 5}, waiting=3, kv_used=1, kv_total=10)
         request.finished("length")
-    record = only(recording)
+    record = read_single_record(recording)
     assert stages_of(record) == ["queue", "prefill", "decode"]
     assert record.steps is not None
     assert record.steps.tokens.tolist() == [1, 1, 1, 1]
@@ -419,43 +420,41 @@ def test_decode_steps_are_the_tokens_after_the_first(recording: Recording) -> No
     assert "infer.queue.hidden" in queue.attributes
 
 
-def beside() -> Any:
-    """A request that is not nested in the current one, as a loop has many; to be ended with `end`."""
+def open_request() -> Any:
+    """Opens a request outside the current context; `close_request` closes it."""
     request = otel_infer.request()
     contextvars.Context().run(request.__enter__)
     return request
 
 
-def end(request: Any) -> None:
+def close_request(request: Any) -> None:
     request._live.close()
 
 
-def test_requests_that_share_a_step_see_each_other(recording: Recording) -> None:
-    first, second = beside(), beside()
+def test_shared_steps_record_batch_size_and_other_prefills(recording: Recording) -> None:
+    first, second = open_request(), open_request()
     decode([first], 2)
     decode([first, second], 3, prompt_tokens={second: 9})
-    end(first)
+    close_request(first)
     decode([second], 1)
-    end(second)
-    one, other = recording.records()
-    assert one.steps is not None and other.steps is not None
-    assert one.steps.batch_size.tolist() == [1, 1, 2, 2, 2]
-    assert other.steps.batch_size.tolist() == [2, 2, 2, 1]
-    assert one.steps.others_prefill_tokens.tolist()[1:] == [0, 9, 0, 0]
-    assert one.steps.step.tolist()[2:] == other.steps.step.tolist()[:3]
+    close_request(second)
+    first_record, second_record = recording.records()
+    assert first_record.steps is not None and second_record.steps is not None
+    assert first_record.steps.batch_size.tolist() == [1, 1, 2, 2, 2]
+    assert second_record.steps.batch_size.tolist() == [2, 2, 2, 1]
+    assert first_record.steps.others_prefill_tokens.tolist()[1:] == [0, 9, 0, 0]
+    assert first_record.steps.step.tolist()[2:] == second_record.steps.step.tolist()[:3]
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.integers(0, 4), max_size=5, unique=True), min_size=1, max_size=30))
-def test_whoever_was_in_a_step_got_its_token_whatever_the_batches(
-    recording: Recording, batches: list[list[int]]
-) -> None:
-    requests = [beside() for _ in range(5)]
+def test_every_member_of_a_step_gets_its_token(recording: Recording, batches: list[list[int]]) -> None:
+    requests = [open_request() for _ in range(5)]
     for batch in batches:
         decode([requests[number] for number in batch], 1)
     handles = [request._live.handle for request in requests]
     for request in requests:
-        end(request)
+        close_request(request)
     records = {record.handle: record for record in recording.records()}
     for number, handle in enumerate(handles):
         rows = records[handle].steps
@@ -463,21 +462,21 @@ def test_whoever_was_in_a_step_got_its_token_whatever_the_batches(
         assert sizes == [len(batch) for batch in batches if number in batch]
 
 
-def test_a_chunk_of_a_prompt_delivers_nothing(recording: Recording) -> None:
+def test_prompt_chunk_delivers_no_tokens(recording: Recording) -> None:
     with otel_infer.request() as request:
         for tokens, got in ((8, 0), (3, 1)):
             with otel_infer.step([request], prompt_tokens={request: tokens}) as step:
                 step.delivered = {request: got}
         with otel_infer.step([request]) as step:
             step.delivered[request] = 3  # speculative decoding
-    record = only(recording)
+    record = read_single_record(recording)
     assert record.steps is not None
     assert [chunk.tokens for chunk in record.prefill_steps] == [8, 3]
     assert record.steps.tokens.tolist() == [1, 3]
     assert record.output_tokens == 4
 
 
-def test_a_step_that_raises_delivers_nothing_and_the_exception_passes(recording: Recording) -> None:
+def test_failing_step_delivers_nothing_and_reraises(recording: Recording) -> None:
     raised = RuntimeError("out of memory")
     with pytest.raises(RuntimeError) as caught:
         with otel_infer.request() as request:
@@ -486,23 +485,23 @@ def test_a_step_that_raises_delivers_nothing_and_the_exception_passes(recording:
                 step.delivered[request] = 2
                 raise raised
     assert caught.value is raised
-    record = only(recording)
+    record = read_single_record(recording)
     assert record.steps is not None
     assert record.steps.tokens.tolist() == [1, 1]
 
 
-def test_a_preempted_request_is_prefilled_again(recording: Recording) -> None:
+def test_preempted_request_is_prefilled_again(recording: Recording) -> None:
     with otel_infer.request() as request:
         decode([request], 2)
         request.preempted()
         decode([], 1)
         decode([request], 2)
-    record = only(recording)
+    record = read_single_record(recording)
     assert record.preemptions == 1
     assert record.output_tokens == 4
 
 
-def test_what_a_step_computes_is_claimed_by_it_alone(recording: Recording) -> None:
+def test_step_suppresses_torch_in_its_own_thread(recording: Recording) -> None:
     with otel_infer.request() as request, otel_infer.step([request]):
         assert torch_suppressed.get()
         elsewhere: list[bool] = []
@@ -513,7 +512,7 @@ def test_what_a_step_computes_is_claimed_by_it_alone(recording: Recording) -> No
     assert not torch_suppressed.get()
 
 
-async def test_a_step_may_await_while_other_tasks_step_too(recording: Recording) -> None:
+async def test_concurrent_tasks_may_await_inside_steps(recording: Recording) -> None:
     async def loop(turns: int) -> None:
         async with otel_infer.request() as request:
             for _ in range(turns):
@@ -526,7 +525,7 @@ async def test_a_step_may_await_while_other_tasks_step_too(recording: Recording)
     assert not torch_suppressed.get()
 
 
-def test_a_request_is_not_kept_alive_by_the_steps_it_was_in(recording: Recording) -> None:
+def test_steps_do_not_retain_their_requests(recording: Recording) -> None:
     with otel_infer.request() as request:
         decode([request], 2)
     seen = weakref.ref(request)
@@ -536,7 +535,7 @@ def test_a_request_is_not_kept_alive_by_the_steps_it_was_in(recording: Recording
     assert seen() is None
 
 
-def test_a_thread_that_ends_gives_its_ring_back(recording: Recording) -> None:
+def test_finished_thread_releases_its_step_ring(recording: Recording) -> None:
     def loop() -> None:
         with otel_infer.request() as request:
             decode([request], 2)
@@ -550,11 +549,11 @@ def test_a_thread_that_ends_gives_its_ring_back(recording: Recording) -> None:
     assert sum(name.endswith(".steps") for name, _ in recording.arena.buffers) == 1
 
 
-# ── never in the way ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors do not reach the caller ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("batch", [None, 5, ["no request"], [None]])
-def test_a_batch_that_is_none_is_said_once_and_the_next_step_is_recorded(
+def test_invalid_batch_is_logged_once_and_skipped(
     recording: Recording, batch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "otel_infer"), otel_infer.request() as request:
@@ -564,11 +563,11 @@ def test_a_batch_that_is_none_is_said_once_and_the_next_step_is_recorded(
                 pass
         decode([request], 2)
     assert len(caplog.messages) == 1
-    assert only(recording).output_tokens == 3
+    assert read_single_record(recording).output_tokens == 3
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 70, 1.5, float("nan"), "seven", None])
-def test_a_number_that_is_none_stops_nothing(recording: Recording, number: Any) -> None:
+def test_invalid_numbers_do_not_stop_recording(recording: Recording, number: Any) -> None:
     with otel_infer.request() as request:
         request.submitted(input_tokens=number, max_tokens=number)
         with otel_infer.step(
@@ -578,10 +577,10 @@ def test_a_number_that_is_none_stops_nothing(recording: Recording, number: Any) 
         decode([request], 1)
         request.finished("stop", number)
     assert recorder.active
-    assert stages_of(only(recording))[:2] == ["queue", "prefill"]
+    assert stages_of(read_single_record(recording))[:2] == ["queue", "prefill"]
 
 
-def test_a_sampler_that_raises_costs_the_record_not_the_request(
+def test_failing_span_factory_loses_only_the_record(
     recording: Recording, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
@@ -599,7 +598,7 @@ def test_a_sampler_that_raises_costs_the_record_not_the_request(
     assert recording.records() == []
 
 
-async def test_concurrent_tasks_do_not_mix_their_requests(recording: Recording) -> None:
+async def test_concurrent_tasks_keep_separate_requests(recording: Recording) -> None:
     async def handle(number: int) -> None:
         async with otel_infer.request("chat", model=f"m{number}"):
             for _ in range(number + 1):
@@ -621,24 +620,24 @@ async def test_concurrent_tasks_do_not_mix_their_requests(recording: Recording) 
     assert recording.in_flight == 0
 
 
-def test_streams_that_take_turns_are_requests_of_their_own(recording: Recording) -> None:
+def test_interleaved_generators_are_separate_requests(recording: Recording) -> None:
     @otel_infer.request("chat")
     def answer(prompt: str) -> Generator[str, str, int]:
-        said = None
+        received = None
         for word in prompt.split():
             with otel_infer.stage("look up"):
-                said = yield f"{word} {said}"
+                received = yield f"{word} {received}"
         return 7
 
     rows = list(zip(answer("a b"), answer("c d")))
     assert rows == [("a None", "c None"), ("b None", "d None")]
     assert start.current_request() is None
     records = recording.records()
-    assert [[stage.name for stage in one.stages].count("look up") for one in records] == [2, 2]
-    assert len({one.trace_id for one in records}) == 2
+    assert [[stage.name for stage in record.stages].count("look up") for record in records] == [2, 2]
+    assert len({record.trace_id for record in records}) == 2
 
 
-async def test_async_streams_that_take_turns_are_requests_of_their_own(recording: Recording) -> None:
+async def test_interleaved_async_generators_are_separate_requests(recording: Recording) -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
 
     @otel_infer.request("chat")
@@ -650,11 +649,11 @@ async def test_async_streams_that_take_turns_are_requests_of_their_own(recording
                 yield word
             assert variable.get() == prompt
 
-    one, other = answer("a b"), answer("c d")
-    rows = [(await anext(one), await anext(other)) for _ in "xx"]
+    first, second = answer("a b"), answer("c d")
+    rows = [(await anext(first), await anext(second)) for _ in "xx"]
     assert rows == [("a", "c"), ("b", "d")]
     assert start.current_request() is None and variable.get() == ""
-    for stream in (one, other):
+    for stream in (first, second):
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
     early, failing = answer("e f"), answer("g h")
@@ -664,16 +663,16 @@ async def test_async_streams_that_take_turns_are_requests_of_their_own(recording
     with pytest.raises(KeyError):
         await failing.athrow(KeyError())
     records = recording.records()
-    assert [[stage.name for stage in one.stages].count("look up") for one in records] == [2, 2, 1, 1]
-    assert [one.outcome for one in records] == [events.OK, events.OK, events.ABORTED, events.ERROR]
-    assert len({one.trace_id for one in records}) == 4
+    assert [[stage.name for stage in record.stages].count("look up") for record in records] == [2, 2, 1, 1]
+    assert [record.outcome for record in records] == [events.OK, events.OK, events.ABORTED, events.ERROR]
+    assert len({record.trace_id for record in records}) == 4
 
 
-@pytest.mark.parametrize("told", [otel_infer.request("chat"), otel_infer.stage("answer")])
-async def test_an_async_stream_is_sent_to_and_thrown_into_as_it_is(recording: Recording, told: Any) -> None:
+@pytest.mark.parametrize("decorator", [otel_infer.request("chat"), otel_infer.stage("answer")])
+async def test_async_generator_receives_send_and_throw(recording: Recording, decorator: Any) -> None:
     seen: list[Any] = []
 
-    @told  # type: ignore[untyped-decorator]
+    @decorator  # type: ignore[untyped-decorator]
     async def answer() -> AsyncGenerator[str, Any]:
         try:
             seen.append((yield "first"))
@@ -690,10 +689,10 @@ async def test_an_async_stream_is_sent_to_and_thrown_into_as_it_is(recording: Re
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
     assert seen == ["hello", ("k",), "closed"]
-    assert {one.outcome for one in recording.records()} <= {events.OK}
+    assert {record.outcome for record in recording.records()} <= {events.OK}
 
 
-async def test_an_async_stream_may_be_cancelled_and_has_its_time_limits(recording: Recording) -> None:
+async def test_async_generator_timeout_and_cancellation_are_recorded(recording: Recording) -> None:
     @otel_infer.request("chat")
     async def answer() -> AsyncGenerator[int, None]:
         yield 1
@@ -716,14 +715,12 @@ async def test_an_async_stream_may_be_cancelled_and_has_its_time_limits(recordin
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert [one.error_type for one in recording.records()] == ["timeout", "cancelled"]
+    assert [record.error_type for record in recording.records()] == ["timeout", "cancelled"]
 
 
-def test_a_device_that_cannot_be_asked_costs_a_stage_its_device_time_alone(
-    recording: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_device_timing_keeps_the_stage(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
-        assert not kwargs.get("is_step", False), "a stage is no step of an engine"
+        assert not kwargs.get("is_step", False), "a stage must not be timed as a step"
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr("otel_infer.gpu.timing.timing.begin", broken)
@@ -733,10 +730,10 @@ def test_a_device_that_cannot_be_asked_costs_a_stage_its_device_time_alone(
     monkeypatch.setattr("otel_infer.gpu.timing.timing.end", broken)
     with otel_infer.request("embed"), otel_infer.stage("rerank", gpu=True):
         pass
-    assert [stages_of(one) for one in recording.records()] == [["rerank"], ["rerank"]]
+    assert [stages_of(record) for record in recording.records()] == [["rerank"], ["rerank"]]
 
 
-def test_a_stream_is_sent_to_thrown_into_closed_and_returns_as_it_is(recording: Recording) -> None:
+def test_generator_receives_send_throw_and_close(recording: Recording) -> None:
     seen: list[Any] = []
 
     @otel_infer.request("chat")
@@ -765,10 +762,10 @@ def test_a_stream_is_sent_to_thrown_into_closed_and_returns_as_it_is(recording: 
     next(failing)
     with pytest.raises(ZeroDivisionError):
         failing.throw(ZeroDivisionError())
-    assert [one.outcome for one in recording.records()] == [events.OK, events.ABORTED, events.ERROR]
+    assert [record.outcome for record in recording.records()] == [events.OK, events.ABORTED, events.ERROR]
 
 
-def test_what_a_stream_that_is_a_stage_sets_its_reader_sees() -> None:
+def test_context_set_in_a_stage_generator_is_visible() -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
 
     @contextlib.contextmanager

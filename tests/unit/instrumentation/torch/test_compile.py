@@ -1,4 +1,4 @@
-"""Compilations are pauses, against a stand-in for the handler that torch tells of them."""
+"""Compilations are pauses; tested with a stand-in for the compilation callback handler of torch."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 
 from otel_infer.instrumentation.hooks.probe import Hook
-from otel_infer.instrumentation.torch import compile as ours
+from otel_infer.instrumentation.torch import compile as compile_hooks
 from otel_infer.ringbuffer.recorder import recorder
 
 
 class Handler:
-    """`CompilationCallbackHandler` as far as it matters here: who asked is told of the outermost compilation."""
+    """Stand-in for `CompilationCallbackHandler`: runs the callbacks of the outermost compilation."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.depth = 0
 
     def run_start_callbacks(self, args: str) -> None:
-        self.told.append(f"start {args}")
+        self.calls.append(f"start {args}")
 
     def run_end_callbacks(self, args: str) -> None:
-        self.told.append(f"end {args}")
+        self.calls.append(f"end {args}")
 
-    def compiles(self, work: Callable[[], None] = lambda: None) -> None:
+    def compile(self, work: Callable[[], None] = lambda: None) -> None:
         self.depth += 1
         try:
             if self.depth == 1:
@@ -45,55 +45,51 @@ def hook() -> Hook:
 @pytest.fixture
 def handler(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> Iterator[Handler]:
     monkeypatch.setattr(
-        Handler, "run_start_callbacks", ours.patch_start_callbacks(Handler.run_start_callbacks, hook)
+        Handler, "run_start_callbacks", compile_hooks.patch_start_callbacks(Handler.run_start_callbacks, hook)
     )
     monkeypatch.setattr(
-        Handler, "run_end_callbacks", ours.patch_end_callbacks(Handler.run_end_callbacks, hook)
+        Handler, "run_end_callbacks", compile_hooks.patch_end_callbacks(Handler.run_end_callbacks, hook)
     )
     yield Handler()
-    ours._current.started_at = 0
+    compile_hooks._current.started_at = 0
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(recorder, "record_pause", lambda *said: told.append(said))
-    return told
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    pauses: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(recorder, "record_pause", lambda *pause: pauses.append(pause))
+    return pauses
 
 
-def test_a_compilation_is_a_pause_and_its_callbacks_are_called_once(
-    handler: Handler, told: list[Any]
-) -> None:
-    handler.compiles()
-    ((cause, started_at, ended_at),) = told
+def test_compilation_is_a_pause_and_runs_callbacks_once(handler: Handler, pauses: list[Any]) -> None:
+    handler.compile()
+    ((cause, started_at, ended_at),) = pauses
     assert cause == "compile"
     assert 0 < started_at <= ended_at
-    assert handler.told == ["start 0/0", "end 0/0"]
+    assert handler.calls == ["start 0/0", "end 0/0"]
 
 
-def test_a_compilation_inside_another_is_a_part_of_it(handler: Handler, told: list[Any]) -> None:
-    handler.compiles(lambda: handler.compiles(handler.compiles))
-    assert len(told) == 1
+def test_nested_compilation_belongs_to_the_outer_pause(handler: Handler, pauses: list[Any]) -> None:
+    handler.compile(lambda: handler.compile(handler.compile))
+    assert len(pauses) == 1
 
 
-def test_a_compilation_that_fails_is_a_pause_too(handler: Handler, told: list[Any]) -> None:
+def test_failed_compilation_is_a_pause(handler: Handler, pauses: list[Any]) -> None:
     def fails() -> None:
         raise ValueError("no graph")
 
     with pytest.raises(ValueError, match="no graph"):
-        handler.compiles(fails)
-    assert len(told) == 1
+        handler.compile(fails)
+    assert len(pauses) == 1
 
 
-def test_of_a_compilation_that_began_before_we_came_nothing_is_said(
-    handler: Handler, told: list[Any]
-) -> None:
+def test_compilation_started_before_install_is_not_recorded(handler: Handler, pauses: list[Any]) -> None:
     handler.run_end_callbacks("0/0")
-    assert told == []
+    assert pauses == []
 
 
-def test_what_was_taken_off_says_nothing(handler: Handler, told: list[Any], hook: Hook) -> None:
+def test_removed_hook_records_nothing(handler: Handler, pauses: list[Any], hook: Hook) -> None:
     hook.alive = False
-    handler.compiles()
-    assert told == []
-    assert handler.told == ["start 0/0", "end 0/0"]
+    handler.compile()
+    assert pauses == []
+    assert handler.calls == ["start 0/0", "end 0/0"]

@@ -1,4 +1,4 @@
-"""What is seen of outermost modules, against a stand-in for `torch.nn.Module` that calls the way torch does."""
+"""Recording of outermost modules, tested with a stand-in for `torch.nn.Module` that calls as torch does."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 
 from otel_infer.instrumentation.hooks.probe import Hook
 from otel_infer.instrumentation.hooks.suppression import mark_engine_models, suppress_torch, torch_suppressed
-from otel_infer.instrumentation.torch import forward as ours
+from otel_infer.instrumentation.torch import forward as forward_hooks
 from otel_infer.ringbuffer import events
 from otel_infer.tracing import start
 from tests.support.rings import Recording, stages_of
 
 
 class Module:
-    """`torch.nn.Module` as far as it matters here."""
+    """Stand-in for `torch.nn.Module`."""
 
     _compiled_call_impl: Any = None
 
@@ -62,7 +62,7 @@ class Tensor:
 
 
 class Encoder(Module):
-    """A model with a layer inside, that can fail."""
+    """A model with child layers; it raises `fail` if that is given."""
 
     def forward(self, x: Any = None, fail: BaseException | None = None, **kwargs: Any) -> Any:
         if fail is not None:
@@ -72,45 +72,45 @@ class Encoder(Module):
         return x
 
 
-class Fake:
-    """What the integration asks of torch."""
+class FakeTorch:
+    """The torch state that the instrumentation reads."""
 
     grad = compiling = tracing = False
 
 
 @pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    fake = Fake()
-    monkeypatch.setattr(ours, "_outermost_modules", {})
-    monkeypatch.setattr(ours, "_patched_classes", weakref.WeakSet())
-    calls = ours._call_descriptor
+def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
+    fake = FakeTorch()
+    monkeypatch.setattr(forward_hooks, "_outermost_modules", {})
+    monkeypatch.setattr(forward_hooks, "_patched_classes", weakref.WeakSet())
+    calls = forward_hooks._call_descriptor
     monkeypatch.setattr(calls, "hook", Hook("stand-in"))
     monkeypatch.setattr(calls, "bind_torch_functions", lambda: None)
     monkeypatch.setattr(calls, "is_compiling", lambda: fake.compiling, raising=False)
     monkeypatch.setattr(calls, "is_tracing", lambda: fake.tracing, raising=False)
     monkeypatch.setattr(calls, "is_grad_enabled", lambda: fake.grad, raising=False)
     yield fake
-    for owner in list(ours._patched_classes):
+    for owner in list(forward_hooks._patched_classes):
         delattr(owner, "_compiled_call_impl")
 
 
 @pytest.fixture
-def recording(torch: Fake) -> Iterator[Recording]:
+def recording(torch: FakeTorch) -> Iterator[Recording]:
     recording = Recording()
     yield recording
     recording.stop()
 
 
-def watched(module: Any) -> Any:
-    ours._watch_module(module)
+def watch_module(module: Any) -> Any:
+    forward_hooks._watch_module(module)
     return module
 
 
 # ── what is recorded ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_a_request_a_forward_is_one_of_its_own(recording: Recording) -> None:
-    model = watched(Encoder())
+def test_forward_without_a_request_opens_its_own(recording: Recording) -> None:
+    model = watch_module(Encoder())
     x = Tensor(3, 7)
     assert model(x) is x
     (record,) = recording.records()
@@ -123,9 +123,9 @@ def test_without_a_request_a_forward_is_one_of_its_own(recording: Recording) -> 
     assert record.arrived_at == stage.started_at <= stage.ended_at <= record.ended_at
 
 
-def test_under_a_request_a_forward_is_a_stage_of_it_and_names_it(recording: Recording, torch: Fake) -> None:
-    torch.grad = True  # forgotten by the user, and no training either
-    model = watched(Encoder())
+def test_forward_in_a_request_is_a_named_stage(recording: Recording, torch: FakeTorch) -> None:
+    torch.grad = True  # the user forgot to disable gradients; this is no training
+    model = watch_module(Encoder())
     request = start.open_request("POST", owner="asgi", server=True)
     assert request is not None
     token = request.attach()
@@ -138,8 +138,8 @@ def test_under_a_request_a_forward_is_a_stage_of_it_and_names_it(recording: Reco
     assert (record.operation, record.provider, record.model) == ("inference", "torch", "Encoder")
 
 
-def test_the_name_that_somebody_gave_stays_and_what_an_engine_says_later_wins(recording: Recording) -> None:
-    model = watched(Encoder())
+def test_forward_keeps_explicit_and_engine_names(recording: Recording) -> None:
+    model = watch_module(Encoder())
     for named in (True, False):
         request = start.open_request("POST", owner="asgi", operation="chat", model="llama")
         assert request is not None
@@ -154,27 +154,27 @@ def test_the_name_that_somebody_gave_stays_and_what_an_engine_says_later_wins(re
     assert [(r.operation, r.model) for r in recording.records()] == [("chat", "llama")] * 2
 
 
-def test_a_training_loop_is_no_request(recording: Recording, torch: Fake) -> None:
-    model = watched(Encoder())
+def test_training_loop_is_not_recorded(recording: Recording, torch: FakeTorch) -> None:
+    model = watch_module(Encoder())
     torch.grad = True
     model(Tensor(1, 1))
     assert recording.records() == []
 
 
 @pytest.mark.parametrize("state", ["compiling", "tracing"])
-def test_a_model_that_is_being_compiled_or_traced_is_left_alone(
-    recording: Recording, torch: Fake, state: str
+def test_model_being_compiled_or_traced_is_not_recorded(
+    recording: Recording, torch: FakeTorch, state: str
 ) -> None:
-    model = watched(Encoder())
+    model = watch_module(Encoder())
     setattr(torch, state, True)
     model(Tensor(1, 1))
     assert recording.records() == []
 
 
-def test_a_forward_that_raises_is_an_error_by_type_and_the_exception_passes_untouched(
+def test_failing_forward_records_the_type_and_reraises(
     recording: Recording,
 ) -> None:
-    model = watched(Encoder())
+    model = watch_module(Encoder())
     for raised in (ValueError("secret"), StopIteration(3), KeyboardInterrupt()):
         with pytest.raises(type(raised)) as caught:
             model(Tensor(1, 1), fail=raised)
@@ -186,7 +186,7 @@ def test_a_forward_that_raises_is_an_error_by_type_and_the_exception_passes_unto
     assert not torch_suppressed.get()
 
 
-def test_an_exception_is_not_kept_alive(recording: Recording) -> None:
+def test_exception_of_a_forward_is_not_retained(recording: Recording) -> None:
     class Boom(Exception):
         pass
 
@@ -194,7 +194,7 @@ def test_an_exception_is_not_kept_alive(recording: Recording) -> None:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             raise Boom
 
-    model = watched(Failing())
+    model = watch_module(Failing())
     seen = None
     gc.disable()
     try:
@@ -208,24 +208,24 @@ def test_an_exception_is_not_kept_alive(recording: Recording) -> None:
         gc.enable()
 
 
-def test_a_model_inside_another_is_part_of_it(recording: Recording) -> None:
-    inner = watched(Encoder())
-    outer = watched(Encoder(inner))
+def test_nested_model_is_part_of_the_outer_model(recording: Recording) -> None:
+    inner = watch_module(Encoder())
+    outer = watch_module(Encoder(inner))
     outer(Tensor(1, 1))
     inner(Tensor(2, 1))
     assert [r.stages[0].attributes["infer.items"] for r in recording.records()] == [1, 2]
 
 
-def test_what_an_engine_loads_is_its_own_model_for_good(recording: Recording) -> None:
-    """An engine loads a model that is the user's own, and calls it where no claim is made."""
+def test_models_loaded_by_an_engine_are_not_recorded(recording: Recording) -> None:
+    """The engine loads a user's model and calls it outside a suppressed section."""
     model = Encoder()
     mark_engine_models(model.eval, Hook("load"))()
     assert model("x") == "x"
     assert recording.records() == []
 
 
-def test_inside_a_claim_it_is_silent_and_after_it_no_more(recording: Recording) -> None:
-    model = watched(Encoder())
+def test_forward_is_suppressed_only_inside_an_engine_call(recording: Recording) -> None:
+    model = watch_module(Encoder())
     generate = suppress_torch(lambda x: model(x), Hook("generate"))
     generate(Tensor(1, 1))
     assert recording.records() == []
@@ -235,8 +235,8 @@ def test_inside_a_claim_it_is_silent_and_after_it_no_more(recording: Recording) 
     assert len(recording.records()) == 1
 
 
-def test_threads_do_not_mix(recording: Recording) -> None:
-    model = watched(Encoder(Encoder()))
+def test_concurrent_forwards_keep_separate_records(recording: Recording) -> None:
+    model = watch_module(Encoder(Encoder()))
 
     def work(rows: int) -> None:
         for _ in range(50):
@@ -251,34 +251,34 @@ def test_threads_do_not_mix(recording: Recording) -> None:
     assert {rows: counts.count(rows) for rows in range(1, 5)} == dict.fromkeys(range(1, 5), 50)
 
 
-def test_what_of_ours_raises_is_counted_and_never_seen(
+def test_instrumentation_error_disables_the_hook_and_is_logged(
     recording: Recording, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = watched(Encoder())
+    model = watch_module(Encoder())
 
     def broken(module: Any) -> str:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(ours, "model_name", broken)
+    monkeypatch.setattr(forward_hooks, "model_name", broken)
     x = Tensor(1, 1)
     with caplog.at_level(logging.ERROR):
         assert model(x) is x
         assert model(x) is x
-    assert not ours._call_descriptor.hook.alive
+    assert not forward_hooks._call_descriptor.hook.alive
     assert len(caplog.messages) == 1
     assert "secret" not in caplog.text
 
 
-def test_a_batch_that_cannot_be_counted_spoils_nothing(recording: Recording) -> None:
+def test_uncountable_batch_is_recorded_without_error(recording: Recording) -> None:
     class Odd:
         @property
         def shape(self) -> Any:
             raise RuntimeError("lazy")
 
-    model = watched(Encoder())
+    model = watch_module(Encoder())
     odd = Odd()
     assert model(odd) is odd
-    assert ours._call_descriptor.hook.alive
+    assert forward_hooks._call_descriptor.hook.alive
     assert len(recording.records()) == 1
     assert start.current_request() is None
 
@@ -294,8 +294,8 @@ def test_a_batch_that_cannot_be_counted_spoils_nothing(recording: Recording) -> 
         ((), {}, 0),
     ],
 )
-def test_rows_are_those_of_the_first_batch(args: Any, kwargs: Any, rows: int) -> None:
-    assert ours._read_batch_size(args, kwargs) == rows
+def test_batch_size_is_read_from_the_first_tensor(args: Any, kwargs: Any, rows: int) -> None:
+    assert forward_hooks._read_batch_size(args, kwargs) == rows
 
 
 class Config:
@@ -304,7 +304,7 @@ class Config:
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("configured", "name"),
     [
         ("BAAI/bge-small-en", "BAAI/bge-small-en"),
         ("/srv/models/bge-small/", "bge-small"),
@@ -314,52 +314,52 @@ class Config:
         (5, "Encoder"),
     ],
 )
-def test_a_model_is_called_by_its_id_or_folder_never_by_a_path(said: Any, name: str) -> None:
+def test_model_name_is_its_id_or_folder_name(configured: Any, name: str) -> None:
     model: Any = Encoder()
-    model.config = Config(said)
-    assert ours.model_name(model) == name
+    model.config = Config(configured)
+    assert forward_hooks.model_name(model) == name
     wrapper: Any = Module()
     wrapper._orig_mod = model
-    assert ours.model_name(wrapper) == name
+    assert forward_hooks.model_name(wrapper) == name
 
 
-# ── whose calls are seen, and what it leaves behind ──────────────────────────────────────────────────────────────
+# ── which modules are watched, and what stays on them ────────────────────────────────────────────────────────────
 
 
-def test_a_module_is_not_kept_alive(torch: Fake) -> None:
-    model = watched(Encoder())
+def test_watched_module_is_not_retained(torch: FakeTorch) -> None:
+    model = watch_module(Encoder())
     seen = weakref.ref(model)
     del model
     assert seen() is None
-    assert not ours._outermost_modules
+    assert not forward_hooks._outermost_modules
 
 
-def test_a_module_holds_nothing_of_ours(recording: Recording) -> None:
-    model = watched(Encoder())
+def test_watching_adds_no_instance_attributes(recording: Recording) -> None:
+    model = watch_module(Encoder())
     before = dict(vars(model))
     model(Tensor(1, 1))
     assert vars(model) == before
-    assert Encoder.__dict__["_compiled_call_impl"] is ours._call_descriptor
+    assert Encoder.__dict__["_compiled_call_impl"] is forward_hooks._call_descriptor
     assert "_compiled_call_impl" not in vars(Module) or Module._compiled_call_impl is None
 
 
-def test_copies_and_pickles_are_modules_that_nobody_watches(recording: Recording) -> None:
-    model = watched(Encoder())
+def test_copies_and_pickles_are_not_watched(recording: Recording) -> None:
+    model = watch_module(Encoder())
     replica = Encoder.__new__(Encoder)
-    replica.__dict__ = model.__dict__.copy()  # as DataParallel does it
+    replica.__dict__ = model.__dict__.copy()  # as DataParallel does
     for other in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model)), replica):
         x = Tensor(1, 1)
         assert other(x) is x
     assert recording.records() == []
 
 
-def test_what_is_on_a_class_pickles_as_what_torch_has_there() -> None:
-    assert pickle.loads(pickle.dumps(ours._call_descriptor)) is None
-    assert copy.deepcopy(ours._call_descriptor) is None
+def test_call_descriptor_pickles_and_copies_as_none() -> None:
+    assert pickle.loads(pickle.dumps(forward_hooks._call_descriptor)) is None
+    assert copy.deepcopy(forward_hooks._call_descriptor) is None
 
 
-def test_a_compiled_call_is_called_and_seen_and_can_be_taken_back(recording: Recording) -> None:
-    model = watched(Encoder())
+def test_compiled_call_is_recorded_and_can_be_removed(recording: Recording) -> None:
+    model = watch_module(Encoder())
     model._compiled_call_impl = lambda x: ("compiled", x)
     assert model(1) == ("compiled", 1)
     assert len(recording.records()) == 1
@@ -373,18 +373,18 @@ def test_a_compiled_call_is_called_and_seen_and_can_be_taken_back(recording: Rec
     assert model(1) == 1
 
 
-def test_a_subclass_is_seen_through_its_base_and_once(recording: Recording) -> None:
+def test_subclass_is_recorded_once_through_its_base(recording: Recording) -> None:
     class Derived(Encoder):
         pass
 
-    watched(Encoder())
-    derived = watched(Derived())
+    watch_module(Encoder())
+    derived = watch_module(Derived())
     derived(Tensor(1, 1))
     assert "_compiled_call_impl" not in Derived.__dict__
     assert [record.model for record in recording.records()] == ["Derived"]
 
 
-def test_a_class_that_takes_no_attributes_is_left_alone(torch: Fake) -> None:
+def test_immutable_class_is_not_watched(torch: FakeTorch) -> None:
     class Frozen(type):
         def __setattr__(cls, name: str, value: Any) -> None:
             raise TypeError("frozen")
@@ -392,13 +392,13 @@ def test_a_class_that_takes_no_attributes_is_left_alone(torch: Fake) -> None:
     class Sealed(Encoder, metaclass=Frozen):
         pass
 
-    sealed = watched(Sealed())
-    assert not ours._outermost_modules
+    sealed = watch_module(Sealed())
+    assert not forward_hooks._outermost_modules
     assert sealed(1) == 1
 
 
 @pytest.mark.parametrize("module", ["torch.nn.modules.linear", "vllm.model_executor.models.llama"])
-def test_layers_and_models_of_engines_are_not_watched(torch: Fake, module: str) -> None:
+def test_layers_and_engine_models_are_not_watched(torch: FakeTorch, module: str) -> None:
     kind = type("Linear", (Encoder,), {"__module__": module})
-    watched(kind())
-    assert not ours._outermost_modules
+    watch_module(kind())
+    assert not forward_hooks._outermost_modules

@@ -1,4 +1,4 @@
-"""The transformers integration against stand-ins for its objects: what they need not be installed for."""
+"""The transformers instrumentation, tested with stand-ins; transformers need not be installed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def request_of(name: str = "asgi") -> request_span.RequestSpan:
 
 
 class State:
-    """A sequence as the scheduler knows it."""
+    """Stand-in for the scheduler's state of a sequence."""
 
     def __init__(self, request_id: str = "r", prompt: int = 4) -> None:
         self.request_id = request_id
@@ -63,7 +63,7 @@ class Future:
 
 
 class Cache:
-    """20 blocks, of which so many are free."""
+    """A KV cache of 20 blocks, `free` of them unused."""
 
     num_blocks, free = 20, 5
 
@@ -72,7 +72,7 @@ class Cache:
 
 
 class Engine:
-    """A scheduler, its processor and its inputs and outputs; what is in `batch` runs next."""
+    """Stand-in for a scheduler and its processor; `batch` is scheduled next."""
 
     def __init__(self) -> None:
         self.hook = Hook("stand-in")
@@ -93,7 +93,7 @@ class Engine:
         return self.batch, False, sum(future.query_length for future in self.batch), 0
 
     def admit(self, tokens: int = 4, request_id: str = "r") -> tuple[request_span.RequestSpan, State]:
-        """A request of its own and its sequence, running."""
+        """Opens a request and its sequence and marks the sequence as running."""
         request = request_of("batching")
         request.record_submitted("transformers", 1, tokens)
         state = State(request_id, tokens)
@@ -108,7 +108,7 @@ class Engine:
         return self.batch
 
     def update(self, futures: list[Future]) -> None:
-        """The results of this batch are taken in."""
+        """Processes the results of this batch."""
         self.result = futures
         self._update(self)
 
@@ -120,13 +120,13 @@ class Engine:
         pop(self, state.request_id)
 
 
-def own(record: RequestRecord) -> dict[int, int]:
-    """Own tokens by step."""
+def tokens_by_step(record: RequestRecord) -> dict[int, int]:
+    """Returns the output tokens of the request by step number."""
     assert record.steps is not None
     return dict(zip(record.steps.step.tolist(), record.steps.tokens.tolist()))
 
 
-def test_a_step_is_scheduled_and_done_with_its_members(recording: Recording) -> None:
+def test_step_records_its_tokens_and_scheduler_state(recording: Recording) -> None:
     engine = Engine()
     _, state = engine.admit(tokens=6)
     engine.update(engine.schedule(Future(state, 4, has_new_token=False)))
@@ -135,7 +135,7 @@ def test_a_step_is_scheduled_and_done_with_its_members(recording: Recording) -> 
     state.generated_tokens = [7, 2]
     engine.finish(state)
     (record,) = recording.records()
-    assert own(record) == {2: 1, 3: 1}
+    assert tokens_by_step(record) == {2: 1, 3: 1}
     assert [chunk.tokens for chunk in record.prefill_steps] == [4, 2]
     assert (record.finish_reasons, record.output_tokens, record.outcome) == (("stop",), 2, events.OK)
     steps = recording._assembler.drain_steps()
@@ -145,7 +145,7 @@ def test_a_step_is_scheduled_and_done_with_its_members(recording: Recording) -> 
     assert engine.hook.alive
 
 
-def test_a_release_whose_futures_do_not_say_their_length_is_read_from_the_state(recording: Recording) -> None:
+def test_query_length_falls_back_to_the_sequence_state(recording: Recording) -> None:
     class Bare:
         def __init__(self, state: State) -> None:
             self.state, self.has_new_token = state, True
@@ -162,51 +162,51 @@ def test_a_release_whose_futures_do_not_say_their_length_is_read_from_the_state(
 
 
 @pytest.mark.parametrize(("share", "used"), [(1.0, 0), (0.95, 1), (0.35, 13), (0.0, 20)])
-def test_a_cache_that_counts_by_share_is_told_in_blocks(share: float, used: int) -> None:
+def test_cache_usage_by_share_is_converted_to_blocks(share: float, used: int) -> None:
     cache = SimpleNamespace(num_blocks=20, compute_free_capacity=lambda: share)
     assert kv_cache.make_usage_reader(cache)() == (used, 20)
-    nothing = SimpleNamespace()
-    assert kv_cache.make_usage_reader(nothing)() == (0, 0)
+    unknown = SimpleNamespace()
+    assert kv_cache.make_usage_reader(unknown)() == (0, 0)
 
 
-def test_how_large_blocks_are_is_said_by_the_cache_or_by_its_allocators_or_by_nobody() -> None:
+def test_block_size_comes_from_cache_or_allocator() -> None:
     allocator = SimpleNamespace(tokens_per_page=16)
-    said = [
+    caches = [
         SimpleNamespace(block_size=32),
         SimpleNamespace(cache_allocators={"full_attention": allocator}),
         SimpleNamespace(cache_allocators={}),
         SimpleNamespace(),
     ]
-    assert [kv_cache.tokens_per_block(cache) for cache in said] == [32, 16, 0, 0]
+    assert [kv_cache.tokens_per_block(cache) for cache in caches] == [32, 16, 0, 0]
 
 
-def test_with_two_in_flight_what_was_scheduled_for_the_gone_is_discarded(recording: Recording) -> None:
+def test_scheduled_tokens_of_a_finished_request_are_discarded(recording: Recording) -> None:
     engine = Engine()
-    _, goes = engine.admit(request_id="goes")
-    _, stays = engine.admit(request_id="stays")
-    first = engine.schedule(Future(goes), Future(stays))
-    second = engine.schedule(Future(goes), Future(stays))
+    _, finished = engine.admit(request_id="finished")
+    _, running = engine.admit(request_id="running")
+    first = engine.schedule(Future(finished), Future(running))
+    second = engine.schedule(Future(finished), Future(running))
     engine.update(first)
-    engine.finish(goes)
-    continuous_batching._remove_from_batch(engine, goes)  # a second time, as a soft reset does
-    third = engine.schedule(Future(stays))
+    engine.finish(finished)
+    continuous_batching._remove_from_batch(engine, finished)  # a second time, as a soft reset does
+    third = engine.schedule(Future(running))
     engine.update(second)
     engine.update(third)
-    engine.finish(stays)
-    by_size = {len(own(record)): record for record in recording.records()}
-    assert own(by_size[1]) == {1: 1} and by_size[1].discarded == 1
-    assert own(by_size[3]) == {1: 1, 2: 1, 3: 1}
+    engine.finish(running)
+    by_size = {len(tokens_by_step(record)): record for record in recording.records()}
+    assert tokens_by_step(by_size[1]) == {1: 1} and by_size[1].discarded == 1
+    assert tokens_by_step(by_size[3]) == {1: 1, 2: 1, 3: 1}
 
 
-@pytest.mark.parametrize("is_in_it", [True, False])
-def test_a_prompt_in_flight_goes_on_when_somebody_else_leaves(is_in_it: bool, recording: Recording) -> None:
+@pytest.mark.parametrize("in_next_batch", [True, False])
+def test_prefill_continues_when_another_request_finishes(in_next_batch: bool, recording: Recording) -> None:
     engine = Engine()
-    _, goes = engine.admit(request_id="goes")
-    _, stays = engine.admit(tokens=8, request_id="stays")
-    first = engine.schedule(Future(goes))
-    second = engine.schedule(*[Future(goes)] * is_in_it, Future(stays, 4, has_new_token=False))
+    _, finished = engine.admit(request_id="finished")
+    _, running = engine.admit(tokens=8, request_id="running")
+    first = engine.schedule(Future(finished))
+    second = engine.schedule(*[Future(finished)] * in_next_batch, Future(running, 4, has_new_token=False))
     engine.update(first)
-    engine.finish(goes)
+    engine.finish(finished)
     recording.records()
     assert [step.step for step in recording._assembler.drain_steps()] == [1]
     engine.update(second)
@@ -214,7 +214,7 @@ def test_a_prompt_in_flight_goes_on_when_somebody_else_leaves(is_in_it: bool, re
     assert [step.step for step in recording._assembler.drain_steps()] == [2]
 
 
-def test_results_of_a_step_that_began_before_us_are_nobodys(recording: Recording) -> None:
+def test_results_of_a_step_before_install_are_ignored(recording: Recording) -> None:
     engine = Engine()
     _, state = engine.admit()
     unseen = [Future(state)]
@@ -223,33 +223,33 @@ def test_results_of_a_step_that_began_before_us_are_nobodys(recording: Recording
     engine.update([])
     engine.update(seen)
     engine.finish(state)
-    assert own(recording.records()[0]) == {1: 1}
+    assert tokens_by_step(recording.records()[0]) == {1: 1}
 
 
-def test_two_schedulers_on_one_thread_keep_their_steps_apart(recording: Recording) -> None:
-    one, other = Engine(), Engine()
-    (_, here), (_, there) = one.admit(), other.admit()
-    mine, theirs = one.schedule(Future(here)), other.schedule(Future(there))
-    other.update(theirs)
-    other.schedule(Future(there))
-    one.update(mine)
-    one.finish(here)
-    other.update(other.batch)
-    other.finish(there)
-    assert [own(record) for record in recording.records()] == [{1: 1}, {1: 1, 2: 1}]
+def test_two_schedulers_on_one_thread_keep_separate_steps(recording: Recording) -> None:
+    first, second = Engine(), Engine()
+    (_, first_state), (_, second_state) = first.admit(), second.admit()
+    first_batch, second_batch = first.schedule(Future(first_state)), second.schedule(Future(second_state))
+    second.update(second_batch)
+    second.schedule(Future(second_state))
+    first.update(first_batch)
+    first.finish(first_state)
+    second.update(second.batch)
+    second.finish(second_state)
+    assert [tokens_by_step(record) for record in recording.records()] == [{1: 1}, {1: 1, 2: 1}]
 
 
-def test_results_that_are_never_taken_in_are_no_later_steps(recording: Recording) -> None:
+def test_unprocessed_results_are_not_assigned_to_later_steps(recording: Recording) -> None:
     engine = Engine()
     _, state = engine.admit()
     engine.schedule(Future(state))
     later = engine.schedule(Future(state))
     engine.update(later)
     engine.finish(state)
-    assert own(recording.records()[0]) == {2: 1}
+    assert tokens_by_step(recording.records()[0]) == {2: 1}
 
 
-def test_a_scheduler_that_changed_disables_the_hook_and_runs_on(recording: Recording) -> None:
+def test_changed_scheduler_disables_the_hook_and_keeps_running(recording: Recording) -> None:
     engine = Engine()
     del engine.waiting_requests
     state = State()
@@ -259,7 +259,7 @@ def test_a_scheduler_that_changed_disables_the_hook_and_runs_on(recording: Recor
     engine.update(engine.batch)
 
 
-def test_nothing_runs_and_nothing_is_kept(recording: Recording) -> None:
+def test_idle_scheduler_retains_no_batches(recording: Recording) -> None:
     engine = Engine()
     _, state = engine.admit()
     engine.update(engine.schedule(Future(state)))
@@ -268,7 +268,7 @@ def test_nothing_runs_and_nothing_is_kept(recording: Recording) -> None:
     assert batches.writer._members == [] and batches.removed == [] and not batches.in_flight
 
 
-def test_a_loop_that_ends_gives_its_log_to_the_next(recording: Recording) -> None:
+def test_finished_loop_releases_its_step_ring_for_reuse(recording: Recording) -> None:
     def loop() -> None:
         engine = Engine()
         _, state = engine.admit()
@@ -285,32 +285,32 @@ def test_a_loop_that_ends_gives_its_log_to_the_next(recording: Recording) -> Non
 # ── sequences ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def clear(engine: Engine, says: bool) -> None:
-    """What the library does with those who are to be cancelled; newer releases say who they were."""
+def clear_cancelled(engine: Engine, returns_list: bool) -> None:
+    """Clears the cancelled requests; newer releases of transformers return them."""
 
     def original(scheduler: Any) -> Any:
         gone = [scheduler.active_requests.pop(name) for name in scheduler._requests_to_cancel]
         scheduler._requests_to_cancel = set()
-        return gone if says else None
+        return gone if returns_list else None
 
     sequences.wrap_clear_cancelled_requests(original, engine.hook)(engine)
 
 
-@pytest.mark.parametrize("says", [True, False])
-def test_cancelled_requests_are_found_whether_or_not_the_library_says_who(
-    says: bool, recording: Recording
+@pytest.mark.parametrize("returns_list", [True, False])
+def test_cancelled_requests_are_found_without_the_returned_list(
+    returns_list: bool, recording: Recording
 ) -> None:
     engine = Engine()
     _, state = engine.admit()
     engine.update(engine.schedule(Future(state)))
     engine._requests_to_cancel = {"r"}
-    clear(engine, says)
+    clear_cancelled(engine, returns_list)
     (record,) = recording.records()
     assert (record.outcome, record.error_type, record.finish_reasons) == (events.ABORTED, "", ("abort",))
 
 
-def test_a_failure_is_known_before_anybody_is_told_of_it(recording: Recording) -> None:
-    """Whoever streams the answer may end the request at once, and well."""
+def test_failure_is_recorded_before_the_result_is_delivered(recording: Recording) -> None:
+    """The consumer of the stream may close the request successfully on delivery."""
     engine = Engine()
     request, state = engine.admit()
     state.otel_infer.owns_request = False  # type: ignore[attr-defined]
@@ -320,14 +320,14 @@ def test_a_failure_is_known_before_anybody_is_told_of_it(recording: Recording) -
     assert (record.outcome, record.error_type) == (events.ERROR, "MemoryError")
 
 
-def test_a_failure_that_is_told_twice_is_one(recording: Recording) -> None:
+def test_failure_reported_twice_is_recorded_once(recording: Recording) -> None:
     engine = Engine()
     _, state = engine.admit()
     deliver = sequences.wrap_fail_and_deliver(lambda router, state, error: None, engine.hook)
     handle = sequences.wrap_handle_request_error(
         lambda self, error, state: deliver(None, state, error), engine.hook
     )
-    handle(engine, MemoryError("text that no telemetry may show"), state)
+    handle(engine, MemoryError("private text"), state)
     (record,) = recording.records()
     assert (record.outcome, record.error_type, record.finish_reasons) == (
         events.ERROR,
@@ -336,17 +336,17 @@ def test_a_failure_that_is_told_twice_is_one(recording: Recording) -> None:
     )
 
 
-def test_the_worst_of_several_sequences_is_the_requests_end(recording: Recording) -> None:
+def test_request_outcome_is_the_worst_of_its_sequences(recording: Recording) -> None:
     request = request_of("batching")
-    of = sequences._SequenceGroup(request, own=True, left=4)
+    group = sequences._SequenceGroup(request, own=True, left=4)
     for reason, error in (("length", ""), ("abort", ""), ("error", "MemoryError"), ("abort", "")):
         assert not request.ended
-        of.finish_sequence(State(), reason, error)
+        group.finish_sequence(State(), reason, error)
     (record,) = recording.records()
     assert (record.outcome, record.error_type) == (events.ERROR, "MemoryError")
 
 
-def test_a_sequence_that_goes_on_in_another_state_is_preempted_and_not_over(recording: Recording) -> None:
+def test_sequence_continued_in_a_new_state_is_preempted(recording: Recording) -> None:
     engine = Engine()
     request, state = engine.admit()
     engine.update(engine.schedule(Future(state)))
@@ -362,10 +362,10 @@ def test_a_sequence_that_goes_on_in_another_state_is_preempted_and_not_over(reco
     engine.finish(again)
     (record,) = recording.records()
     assert (record.preemptions, record.output_tokens, record.finish_reasons) == (1, 3, ("length",))
-    assert own(record) == {1: 1, 2: 1}
+    assert tokens_by_step(record) == {1: 1, 2: 1}
 
 
-def test_a_fork_that_did_not_fit_waits_and_is_not_preempted(recording: Recording) -> None:
+def test_waiting_fork_is_not_a_preemption(recording: Recording) -> None:
     engine = Engine()
     _, parent = engine.admit()
     child = sequences.wrap_create_equivalent(lambda self: State(self.request_id), engine.hook)(parent)
@@ -377,14 +377,14 @@ def test_a_fork_that_did_not_fit_waits_and_is_not_preempted(recording: Recording
     assert (record.preemptions, record.finish_reasons) == (0, ("stop",))
 
 
-def test_a_state_means_something_in_this_process_only(recording: Recording) -> None:
-    of = sequences._SequenceGroup(request_of(), own=True, left=1)
-    assert copy.deepcopy(of) is of and copy.deepcopy(of.packed) is of.packed
-    assert pickle.loads(pickle.dumps([of, of.packed])) == [None, bytes(4)]
+def test_sequence_group_is_neither_copied_nor_pickled(recording: Recording) -> None:
+    group = sequences._SequenceGroup(request_of(), own=True, left=1)
+    assert copy.deepcopy(group) is group and copy.deepcopy(group.packed) is group.packed
+    assert pickle.loads(pickle.dumps([group, group.packed])) == [None, bytes(4)]
 
 
-class Fixed:
-    """A state of a release that takes no attributes of others."""
+class SlottedState:
+    """A sequence state that accepts no further attributes."""
 
     __slots__ = ("request_id",)
 
@@ -392,26 +392,30 @@ class Fixed:
         self.request_id = "r"
 
 
-def test_a_state_that_takes_no_attributes_is_left_alone(recording: Recording) -> None:
+def test_state_with_slots_is_not_recorded(recording: Recording) -> None:
     made, forked, again = Hook("made"), Hook("forked"), Hook("again")
     sequences._adding.group = sequences._SequenceGroup(request_of(), own=True, left=1)
     try:
-        state = Fixed()
+        state = SlottedState()
         sequences.wrap_post_init(lambda self: None, made)(state)
     finally:
         sequences._adding.group = None
-    assert isinstance(sequences.wrap_fork(lambda self, name: Fixed(), forked)(state, "r__child#0"), Fixed)
-    assert isinstance(sequences.wrap_create_equivalent(lambda self: Fixed(), again)(state), Fixed)
+    assert isinstance(
+        sequences.wrap_fork(lambda self, name: SlottedState(), forked)(state, "r__child#0"), SlottedState
+    )
+    assert isinstance(
+        sequences.wrap_create_equivalent(lambda self: SlottedState(), again)(state), SlottedState
+    )
     assert not (made.alive or forked.alive or again.alive)
     engine = Engine()
     engine._requests_to_cancel = {"r"}
     engine.active_requests = {"r": state}  # type: ignore[dict-item]
-    clear(engine, says=True)
+    clear_cancelled(engine, returns_list=True)
     assert engine.hook.alive
 
 
 class Manager:
-    """A manager that takes a prompt and answers with its id, or does whatever the test wants instead."""
+    """Stand-in for a manager: `answer` is the returned request id or the raised exception."""
 
     def __init__(self, answer: Any = "req_0", **more: Any) -> None:
         self.answer = answer
@@ -420,7 +424,7 @@ class Manager:
         self.__dict__.update(more)
 
     def add(self, prompt: Any) -> Any:
-        """`add_request` with our probe around it."""
+        """Runs the probe of `add_request`."""
         parameters: Any = {"input_ids": (0, None), "max_new_tokens": (1, None)}
         probe = sequences.trace_add_request(Call(self, (prompt,), {}, parameters))
         next(probe)
@@ -433,14 +437,14 @@ class Manager:
 
 
 @pytest.mark.parametrize(("answer", "error"), [(None, "rejected"), (TimeoutError(), "TimeoutError")])
-def test_a_request_that_is_not_taken_is_over(answer: Any, error: str, recording: Recording) -> None:
+def test_rejected_request_ends_with_an_error(answer: Any, error: str, recording: Recording) -> None:
     Manager(answer).add([1, 2, 3])
     (record,) = recording.records()
     assert (record.outcome, record.error_type, record.failed_stage) == (events.ERROR, error, "queue")
     assert (record.input_tokens, record.max_tokens, record.model) == (3, 7, "org/tiny")
 
 
-def test_what_is_no_prompt_and_no_limit_is_the_librarys_to_refuse(recording: Recording) -> None:
+def test_invalid_prompt_and_limit_are_left_to_transformers(recording: Recording) -> None:
     failures = count_errors()
     Manager(TypeError(), generation_config=SimpleNamespace(max_new_tokens="lots")).add(None)
     assert count_errors() == failures
@@ -449,7 +453,7 @@ def test_what_is_no_prompt_and_no_limit_is_the_librarys_to_refuse(recording: Rec
     assert (record.input_tokens, record.max_tokens) == (0, 0)
 
 
-def test_a_rank_that_adds_nothing_has_no_requests(recording: Recording) -> None:
+def test_rank_that_is_not_the_driver_records_nothing(recording: Recording) -> None:
     Manager(None, is_tp_driver=False).add([1, 2, 3])
     assert recording.records() == [] and recording.in_flight == 0
 
@@ -483,11 +487,11 @@ GENERATE: Any = {"inputs": (0, None), "generation_config": (1, None)}
         ((SimpleNamespace(shape=3),), {"input_ids": Tensor(3, 5)}, (1, 0)),
     ],
 )
-def test_a_prompt_is_counted_in_tokens_or_not_at_all(args: Any, kwargs: Any, shape: tuple[int, int]) -> None:
+def test_prompt_shape_is_sequences_and_tokens(args: Any, kwargs: Any, shape: tuple[int, int]) -> None:
     assert generation_arguments.prompt_shape(Call(None, args, kwargs, GENERATE)) == shape
 
 
-def test_a_setting_is_the_calls_then_the_configurations_then_the_models() -> None:
+def test_setting_is_read_from_call_config_then_model() -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(max_new_tokens=3, num_return_sequences=2))
     config = SimpleNamespace(max_new_tokens=2, num_return_sequences=None)
     assert (
@@ -517,8 +521,8 @@ def test_a_setting_is_the_calls_then_the_configurations_then_the_models() -> Non
         ("", "SimpleNamespace"),
     ],
 )
-def test_a_model_is_named_without_its_path(path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of `tests/unit` is there."""
+def test_model_name_omits_a_local_path(path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory contains the folder `tests/unit`."""
     monkeypatch.chdir(Path(__file__).parents[4])
     assert model_name(SimpleNamespace(config=SimpleNamespace(_name_or_path=path))) == name
     assert model_name(object()) == "object"
@@ -536,18 +540,18 @@ def test_a_model_is_named_without_its_path(path: str, name: str, monkeypatch: py
         (None, 0),
     ],
 )
-def test_tokens_are_counted_in_every_shape_they_come_in(result: Any, tokens: int) -> None:
+def test_tokens_are_counted_in_every_result_shape(result: Any, tokens: int) -> None:
     assert _token_count(result) == tokens
 
 
-def test_a_tokenizer_inside_a_tokenizer_is_one_stage(recording: Recording) -> None:
+def test_nested_tokenizer_calls_are_one_stage(recording: Recording) -> None:
     hook = Hook("tokenizer")
     inner = _wrap_tokenize(lambda words: {"input_ids": words.split()}, hook)
     outer = _wrap_tokenize(lambda words: inner(words), hook)
     request = request_of()
-    assert outer("nobody asks") == {"input_ids": ["nobody", "asks"]}
+    assert outer("no request") == {"input_ids": ["no", "request"]}
     token = request.attach()
-    outer("somebody asks here")
+    outer("in a request")
     with pytest.raises(AttributeError):
         outer(None)
     outer("again")
@@ -561,22 +565,22 @@ def test_a_tokenizer_inside_a_tokenizer_is_one_stage(recording: Recording) -> No
     assert hook.alive
 
 
-def test_what_serves_everybody_starts_outside_of_any_request(recording: Recording) -> None:
+def test_shared_server_thread_starts_with_an_empty_context(recording: Recording) -> None:
     seen: list[Any] = []
     start = wrap_in_empty_context(
         lambda: seen.append((ingress.current_request(), baggage.get_baggage("user"))), Hook("start")
     )
     request = request_of()
     token = request.attach()
-    inner = otel_context.attach(baggage.set_baggage("user", "somebody"))
+    inner = otel_context.attach(baggage.set_baggage("user", "alice"))
     start()
-    assert (ingress.current_request(), baggage.get_baggage("user")) == (request, "somebody")
+    assert (ingress.current_request(), baggage.get_baggage("user")) == (request, "alice")
     otel_context.detach(inner)
     ingress.detach(token)
     assert seen == [(None, None)]
 
 
-def test_a_streamer_that_got_the_prompt_has_reached_nobody(recording: Recording) -> None:
+def test_prompt_in_a_streamer_is_no_first_token(recording: Recording) -> None:
     class Streamer:
         total_tokens = 0
 
@@ -601,14 +605,14 @@ def test_a_streamer_that_got_the_prompt_has_reached_nobody(recording: Recording)
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [
-        (ValueError("text that no telemetry may show"), (events.ERROR, "ValueError")),
+        (ValueError("private text"), (events.ERROR, "ValueError")),
         (type("_GenerationCancelled", (Exception,), {})(), (events.OK, "")),
     ],
 )
-def test_a_token_that_cannot_be_made_into_text_fails_its_request(
+def test_detokenization_error_fails_the_request(
     failure: Exception, expected: tuple[int, str], recording: Recording
 ) -> None:
-    """The library answers it with an event of a stream that ends well."""
+    """transformers answers the error with an event in a stream that ends normally."""
 
     def put(streamer: Any, value: int) -> None:
         raise failure
@@ -622,7 +626,7 @@ def test_a_token_that_cannot_be_made_into_text_fails_its_request(
     assert (record.outcome, record.error_type) == expected
 
 
-def test_a_limit_that_is_no_number_is_handed_over_all_the_same(recording: Recording) -> None:
+def test_non_numeric_token_limit_is_passed_through(recording: Recording) -> None:
     hook, request = Hook("hand over"), request_of()
     hand_over = serve._wrap_manager_generate(lambda *args: args[-1], hook)
     token = request.attach()
@@ -639,21 +643,21 @@ def test_a_limit_that_is_no_number_is_handed_over_all_the_same(recording: Record
     )
 
 
-def running(request: request_span.RequestSpan) -> generation_run.GenerationRun:
+def make_run(request: request_span.RequestSpan) -> generation_run.GenerationRun:
     return generation_run.GenerationRun(request, own=False, log=None, rows=1, prompt=4)
 
 
 @pytest.fixture
 def generating(recording: Recording) -> Iterator[generation_run.GenerationRun]:
-    """A request for which this thread generates."""
+    """A request that this thread generates for."""
     request = request_of()
     request.record_submitted("transformers", 1, 4)
-    generation_run.thread_state.run = running(request)
+    generation_run.thread_state.run = make_run(request)
     yield generation_run.thread_state.run
     generation_run.thread_state.run = None
 
 
-def test_what_the_reader_of_a_streamer_waits_for_is_not_the_time_to_make_text(
+def test_streamer_backpressure_is_not_detokenization_time(
     generating: generation_run.GenerationRun,
 ) -> None:
     generating.iterations = 1
@@ -666,7 +670,7 @@ def test_what_the_reader_of_a_streamer_waits_for_is_not_the_time_to_make_text(
     ("given", "supports", "ends"),
     [({"pixel_values": 1}, True, True), ({"pixel_values": 1}, False, False), ({"input_ids": 1}, True, False)],
 )
-def test_a_model_that_looks_before_it_reads_has_begun(
+def test_multimodal_encoder_ends_the_queue_stage(
     given: dict[str, int],
     supports: bool,
     ends: bool,
@@ -683,18 +687,16 @@ def test_a_model_that_looks_before_it_reads_has_begun(
 
 
 @pytest.mark.parametrize(("device", "timed"), [("cuda", "cuda"), ("meta", "cpu")])
-def test_steps_are_timed_where_the_model_is_though_its_inputs_are_on_the_host(
-    device: str, timed: str, recording: Recording
-) -> None:
+def test_steps_are_timed_on_the_model_device(device: str, timed: str, recording: Recording) -> None:
     on_host = SimpleNamespace(shape=(1, 4), device=SimpleNamespace(type="cpu"))
     model = SimpleNamespace(config=SimpleNamespace(), device=SimpleNamespace(type=device))
     config = SimpleNamespace(num_return_sequences=1, num_beams=1, max_length=9)
-    generating = running(request_of())
+    generating = make_run(request_of())
     generating.begin_loop(model, on_host, {"generation_config": config})
     assert generating.device.type == timed
 
 
-def test_a_transfer_is_said_once_of_a_request_with_several_prompts(recording: Recording) -> None:
+def test_transfer_of_several_prompts_is_recorded_once(recording: Recording) -> None:
     request = request_of()
     request.record_submitted("transformers", 3)
     states = [State(str(number)) for number in range(3)]
@@ -716,13 +718,13 @@ def test_a_transfer_is_said_once_of_a_request_with_several_prompts(recording: Re
 @pytest.mark.parametrize(
     ("target", "timed"), [("cuda", True), ("cuda:1", True), (1, True), ("cuda:0", False), ("meta", False)]
 )
-def test_a_transfer_is_timed_on_the_device_that_it_goes_to(
+def test_transfer_is_timed_on_its_target_device(
     target: Any, timed: bool, recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that used another device first has its marks on that one's streams."""
+    """The thread has used another device before."""
     begun: list[tuple[str, int]] = []
 
-    class Marks:
+    class Timing:
         def begin(self, stream: Any, is_step: bool, on: Any) -> int:
             begun.append((on.type, on.index))
             return 0
@@ -730,9 +732,9 @@ def test_a_transfer_is_timed_on_the_device_that_it_goes_to(
         def cancel(self, begun: Any) -> None: ...
 
     class Inputs(dict[str, Any]):
-        """Whatever it is sent to, it stays where it is."""
+        """Inputs that stay on their device when they are moved."""
 
-    monkeypatch.setattr(transfers, "timing", Marks())
+    monkeypatch.setattr(transfers, "timing", Timing())
     monkeypatch.setattr(transfers, "current_device", lambda: SimpleNamespace(kind="cuda", index=1))
     inputs = Inputs(input_ids=SimpleNamespace(device=SimpleNamespace(type="cpu")))
     token = request_of().attach()
@@ -744,7 +746,7 @@ def test_a_transfer_is_timed_on_the_device_that_it_goes_to(
     assert begun == [("cuda", 1)] * timed
 
 
-def test_every_part_has_a_name_and_hooks_what_one_process_imports() -> None:
+def test_instrumentor_parts_are_the_documented_ones() -> None:
     parts = instrumentor.parts
     assert set(parts) == {
         "continuous batching", "generate", "processor", "serve", "streamers", "tokenizer", "transfers", "weights",

@@ -1,4 +1,4 @@
-"""The vLLM integration against stand-ins for its objects: what it need not be installed for."""
+"""The vLLM instrumentation, tested with stand-ins; vLLM need not be installed."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def recording() -> Iterator[Recording]:
 # ── an engine core ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-WAITING, FOR_KV, FOR_A_GRAMMAR = (
+WAITING, FOR_KV, FOR_GRAMMAR = (
     SimpleNamespace(name=name)
     for name in ("WAITING", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR")
 )
 
 
 class Request:
-    """A request as the scheduler knows it."""
+    """Stand-in for the request object of the scheduler."""
 
     def __init__(self, request_id: str, trace_headers: dict[str, str] | None) -> None:
         self.request_id, self.trace_headers = request_id, trace_headers
@@ -65,7 +65,7 @@ class Request:
 
 
 class Scheduler:
-    """vLLM's, as far as we look; what `schedule` and `update_from_output` return is laid into them."""
+    """Stand-in for the vLLM scheduler; `output` and `update` set what its methods return."""
 
     def __init__(self) -> None:
         self.hook = Hook("stand-in")
@@ -87,14 +87,14 @@ class Scheduler:
         self._preempt = engine_core.wrap_preempt_request(lambda *_: None, self.hook)
 
     def add(self, request_id: str, headers: dict[str, str] | None) -> Request:
-        return self.take(Request(request_id, headers))
+        return self.add_existing(Request(request_id, headers))
 
-    def take(self, request: Request) -> Request:
+    def add_existing(self, request: Request) -> Request:
         self._add(self, request)
         return request
 
     def add_request(self, request: Request) -> None:
-        """The engine's own: one that is there already gets more of its prompt."""
+        """As in vLLM: a request that exists already only gets more of its prompt."""
         if request.request_id not in self.requests:
             self.requests[request.request_id] = request
             self.running.append(request)
@@ -102,24 +102,27 @@ class Scheduler:
     def schedule(
         self, new: dict[str, int] | None = None, drafts: dict[str, int] | None = None, **tokens: int
     ) -> Any:
-        """A batch. `new`: whose prompts are in it for the first time, and how much of each was in the prefix cache."""
+        """Schedules a batch; `new` maps requests with a new prompt to their cached token count."""
         self.output = SimpleNamespace(
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=who, num_computed_tokens=cached) for who, cached in (new or {}).items()
+                SimpleNamespace(req_id=request_id, num_computed_tokens=cached)
+                for request_id, cached in (new or {}).items()
             ],
-            scheduled_spec_decode_tokens={who: [-1] * n for who, n in (drafts or {}).items()},
+            scheduled_spec_decode_tokens={request_id: [-1] * n for request_id, n in (drafts or {}).items()},
         )
         return self._schedule(self)
 
     def update(self, output: Any, finishes: tuple[Request, ...] = (), **tokens: int) -> None:
-        """Delivers so many tokens each, and frees who is done."""
+        """Delivers `tokens` per request and frees the requests in `finishes`."""
         sampled = SimpleNamespace(
             sampled_token_ids=[[7] * n for n in tokens.values()],
-            req_id_to_index={who: at for at, who in enumerate(tokens)},
+            req_id_to_index={request_id: index for index, request_id in enumerate(tokens)},
         )
-        outputs = [SimpleNamespace(request_id=who, new_token_ids=[7] * n) for who, n in tokens.items()]
+        outputs = [
+            SimpleNamespace(request_id=request_id, new_token_ids=[7] * n) for request_id, n in tokens.items()
+        ]
         result = {0: SimpleNamespace(outputs=outputs)} if outputs else {}
 
         def updated(*_: Any) -> Any:
@@ -137,23 +140,25 @@ class Scheduler:
         self._preempt(self, request, 0.0)
 
 
-def front(sequences: int = 1, tokens: int = 4) -> tuple[request_span.RequestSpan, dict[str, str]]:
-    """A request of a server, and what it takes along."""
+def open_server_request(
+    sequences: int = 1, tokens: int = 4
+) -> tuple[request_span.RequestSpan, dict[str, str]]:
+    """Opens a server request and returns it with its propagation headers."""
     request = start.open_request("POST /", owner="asgi")
     assert request is not None
     request.record_submitted("vllm", sequences, tokens)
     return request, propagation.inject(request)
 
 
-def own(record: RequestRecord) -> dict[int, int]:
-    """Own tokens by step."""
+def tokens_by_step(record: RequestRecord) -> dict[int, int]:
+    """Returns the output tokens of the request by step number."""
     assert record.steps is not None
     return dict(zip(record.steps.step.tolist(), record.steps.tokens.tolist()))
 
 
-def test_a_request_goes_on_in_the_engine_core_and_has_its_steps_there(recording: Recording) -> None:
+def test_request_continues_in_the_engine_core_with_steps(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front(tokens=6)
+    request, headers = open_server_request(tokens=6)
     sequence = scheduler.add("r", headers)
     scheduler.update(scheduler.schedule(r=4))
     scheduler.update(scheduler.schedule(r=2), r=1)
@@ -161,7 +166,7 @@ def test_a_request_goes_on_in_the_engine_core_and_has_its_steps_there(recording:
     scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
     request.close()
     (record,) = recording.records()
-    assert own(record) == {2: 1, 3: 1}
+    assert tokens_by_step(record) == {2: 1, 3: 1}
     assert [chunk.tokens for chunk in record.prefill_steps] == [4, 2]
     assert (record.finish_reasons, record.output_tokens, record.outcome) == (("length",), 2, events.OK)
     assert stages_of(record) == ["ingress", "queue", "prefill", "decode"]
@@ -170,9 +175,9 @@ def test_a_request_goes_on_in_the_engine_core_and_has_its_steps_there(recording:
     assert scheduler.hook.alive
 
 
-def test_a_prompt_that_comes_in_pieces_is_one_request_and_leaves_nothing_behind(recording: Recording) -> None:
+def test_prompt_added_in_parts_is_one_request(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
     for _ in range(3):
         scheduler.add("r", headers)
@@ -184,50 +189,50 @@ def test_a_prompt_that_comes_in_pieces_is_one_request_and_leaves_nothing_behind(
     assert scheduler.hook.alive
 
 
-def test_two_requests_in_a_batch_each_have_their_own_tokens(recording: Recording) -> None:
+def test_requests_in_a_batch_have_separate_token_counts(recording: Recording) -> None:
     scheduler = Scheduler()
-    (one, its), (other, others) = front(), front()
-    a, b = scheduler.add("a", its), scheduler.add("b", others)
+    (request_a, headers_a), (request_b, headers_b) = open_server_request(), open_server_request()
+    a, b = scheduler.add("a", headers_a), scheduler.add("b", headers_b)
     scheduler.update(scheduler.schedule(a=4, b=4), a=1, b=1)
     scheduler.update(scheduler.schedule(a=3, b=1), a=3, b=1)
     scheduler.update(scheduler.schedule(a=1, b=1), (a, b), a=1, b=1)
-    one.close()
-    other.close()
+    request_a.close()
+    request_b.close()
     first, second = recording.records()
-    assert (own(first), own(second)) == ({1: 1, 2: 3, 3: 1}, {1: 1, 2: 1, 3: 1})
+    assert (tokens_by_step(first), tokens_by_step(second)) == ({1: 1, 2: 3, 3: 1}, {1: 1, 2: 1, 3: 1})
 
 
-def test_with_two_in_flight_what_was_scheduled_for_the_gone_is_discarded(recording: Recording) -> None:
+def test_scheduled_tokens_of_a_finished_request_are_discarded(recording: Recording) -> None:
     scheduler = Scheduler()
-    (goes, its), (stays, others) = front(), front()
-    a, b = scheduler.add("a", its), scheduler.add("b", others)
+    (request_a, headers_a), (request_b, headers_b) = open_server_request(), open_server_request()
+    a, b = scheduler.add("a", headers_a), scheduler.add("b", headers_b)
     first = scheduler.schedule(a=4, b=4)
     second = scheduler.schedule(a=1, b=1)
     scheduler.update(first, (a,), a=1, b=1)
     third = scheduler.schedule(b=1)
     scheduler.update(second, b=1)
     scheduler.update(third, (b,), b=1)
-    goes.close()
-    stays.close()
-    by_steps = {len(own(record)): record for record in recording.records()}
-    assert own(by_steps[1]) == {1: 1} and by_steps[1].discarded == 1
-    assert own(by_steps[3]) == {1: 1, 2: 1, 3: 1}
+    request_a.close()
+    request_b.close()
+    by_steps = {len(tokens_by_step(record)): record for record in recording.records()}
+    assert tokens_by_step(by_steps[1]) == {1: 1} and by_steps[1].discarded == 1
+    assert tokens_by_step(by_steps[3]) == {1: 1, 2: 1, 3: 1}
 
 
-def test_a_step_of_nothing_is_none(recording: Recording) -> None:
+def test_empty_batch_is_not_a_step(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     scheduler.add("r", headers)
     scheduler.update(scheduler.schedule())
     scheduler.update(scheduler.schedule(r=4), r=1)
     request.close()
     (record,) = recording.records()
-    assert own(record) == {1: 1}
+    assert tokens_by_step(record) == {1: 1}
 
 
-def test_a_preempted_request_computes_its_prompt_again(recording: Recording) -> None:
+def test_preempted_request_is_prefilled_again(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
     scheduler.update(scheduler.schedule(r=4), r=1)
     scheduler.preempt(sequence)
@@ -235,38 +240,38 @@ def test_a_preempted_request_computes_its_prompt_again(recording: Recording) -> 
     request.close()
     (record,) = recording.records()
     assert record.preemptions == 1
-    assert own(record) == {1: 1, 2: 1}
+    assert tokens_by_step(record) == {1: 1, 2: 1}
 
 
 def test_sequences_of_one_prompt_are_one_request(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front(sequences=2)
+    request, headers = open_server_request(sequences=2)
     a, b = scheduler.add("0_r", headers), scheduler.add("1_r", headers)
     scheduler.update(scheduler.schedule(**{"0_r": 4, "1_r": 4}), **{"0_r": 1, "1_r": 1})
     scheduler.update(scheduler.schedule(**{"0_r": 1, "1_r": 1}), (a, b), **{"0_r": 1, "1_r": 1})
     request.close()
     (record,) = recording.records()
-    assert own(record) == {1: 2, 2: 2}
+    assert tokens_by_step(record) == {1: 2, 2: 2}
     assert record.finish_reasons == ("length", "length")
     assert propagation._fragments == {}
 
 
-def test_whoever_came_without_a_request_of_ours_is_nobody(recording: Recording) -> None:
+def test_request_without_trace_headers_is_not_recorded(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     scheduler.add("r", headers)
-    stranger = scheduler.add("stranger", None)
-    scheduler.update(scheduler.schedule(r=4, stranger=4), r=1, stranger=1)
-    scheduler.update(scheduler.schedule(r=1, stranger=1), (stranger,), r=1, stranger=1)
+    untraced = scheduler.add("untraced", None)
+    scheduler.update(scheduler.schedule(r=4, untraced=4), r=1, untraced=1)
+    scheduler.update(scheduler.schedule(r=1, untraced=1), (untraced,), r=1, untraced=1)
     request.close()
     (record,) = recording.records()
-    assert own(record) == {1: 1, 2: 1}
+    assert tokens_by_step(record) == {1: 1, 2: 1}
     assert scheduler.hook.alive
 
 
-def test_what_the_front_end_aborts_is_told_there_and_not_here(recording: Recording) -> None:
+def test_front_end_abort_has_no_engine_finish_reason(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
     sequence.reason = "abort"
     scheduler.update(scheduler.schedule(r=4), r=1)
@@ -275,9 +280,9 @@ def test_what_the_front_end_aborts_is_told_there_and_not_here(recording: Recordi
     assert recording.records()[0].finish_reasons == ()
 
 
-def test_what_the_prefix_cache_had_is_said_of_each_prompt_once(recording: Recording) -> None:
+def test_prefix_cache_hits_are_recorded_once_per_prompt(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front(sequences=2, tokens=6)
+    request, headers = open_server_request(sequences=2, tokens=6)
     a, b = scheduler.add("0_r", headers), scheduler.add("1_r", headers)
     scheduler.update(scheduler.schedule(new={"0_r": 0}, **{"0_r": 6}), **{"0_r": 1})
     scheduler.update(scheduler.schedule(new={"1_r": 4}, **{"0_r": 1, "1_r": 2}), **{"0_r": 1, "1_r": 1})
@@ -289,57 +294,57 @@ def test_what_the_prefix_cache_had_is_said_of_each_prompt_once(recording: Record
     (record,) = recording.records()
     assert (record.prefix_tokens, record.cached_tokens) == (12, 4)
     assert record.cached_input_tokens == 0, (
-        "the second found what the first had put there; the prompt was computed"
+        "the second sequence hit the blocks of the first; the prompt itself was computed"
     )
 
 
-def test_where_nothing_is_cached_nothing_was_looked_up(recording: Recording) -> None:
+def test_disabled_prefix_cache_records_no_lookups(recording: Recording) -> None:
     scheduler = Scheduler()
     scheduler.kv_cache_manager.enable_caching = False
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
     scheduler.update(scheduler.schedule(new={"r": 0}, r=6), (sequence,), r=1)
     request.close()
     assert recording.records()[0].prefix_tokens == 0
 
 
-def test_drafts_and_what_was_accepted_of_them_are_counted_up_to_the_last_step(recording: Recording) -> None:
+def test_draft_and_accepted_tokens_include_the_last_step(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
     scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
     scheduler.update(scheduler.schedule(drafts={"r": 3}, r=4), r=3)
     scheduler.update(scheduler.schedule(drafts={"r": 3}, r=4), (sequence,), r=2)
     request.close()
     (record,) = recording.records()
-    assert own(record) == {1: 1, 2: 3, 3: 2}
+    assert tokens_by_step(record) == {1: 1, 2: 3, 3: 2}
     assert (record.drafted_tokens, record.accepted_tokens) == (6, 3)
     assert scheduler.hook.alive
 
 
-def compiled(request: Request, broken: bool = False) -> None:
-    """vLLM's manager of grammars gets one for it."""
+def compile_grammar(request: Request, broken: bool = False) -> None:
+    """Compiles a grammar for the request through the hooked vLLM manager."""
     request.structured_output_request = object()  # type: ignore[assignment]
     hook = Hook("stand-in")
 
-    def compile_it(manager: Any, request: Request) -> str:
+    def compile_schema(manager: Any, request: Request) -> str:
         if broken:
             raise ValueError("no such schema")
         return "a grammar"
 
-    created = scheduler_waits.wrap_create_grammar(compile_it, hook)
-    asked = scheduler_waits.wrap_grammar_init(lambda manager, request: created(manager, request), hook)
+    created = scheduler_waits.wrap_create_grammar(compile_schema, hook)
+    init_grammar = scheduler_waits.wrap_grammar_init(lambda manager, request: created(manager, request), hook)
     with pytest.raises(ValueError, match="no such schema") if broken else contextlib.nullcontext():
-        assert asked(None, request) == "a grammar"
+        assert init_grammar(None, request) == "a grammar"
     assert hook.alive
 
 
-def test_a_grammar_is_a_stage_from_being_asked_for_until_it_is_there(recording: Recording) -> None:
+def test_grammar_compilation_is_a_stage(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = Request("r", headers)
-    compiled(sequence)
-    scheduler.take(sequence)
+    compile_grammar(sequence)
+    scheduler.add_existing(sequence)
     scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
     scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
     request.close()
@@ -348,16 +353,16 @@ def test_a_grammar_is_a_stage_from_being_asked_for_until_it_is_there(recording: 
 
 
 @pytest.mark.parametrize("broken", [True, False])
-def test_who_leaves_before_its_grammar_is_there_had_waited_for_it(recording: Recording, broken: bool) -> None:
+def test_abort_during_grammar_compilation_keeps_the_stage(recording: Recording, broken: bool) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = Request("r", headers)
     if broken:
-        compiled(sequence, broken)
+        compile_grammar(sequence, broken)
     else:
         sequence.structured_output_request = object()  # type: ignore[assignment]
         scheduler_waits.wrap_grammar_init(lambda *_: None, Hook("stand-in"))(None, sequence)
-    scheduler.take(sequence)
+    scheduler.add_existing(sequence)
     sequence.reason = "abort"
     scheduler.free(sequence)
     request.close(events.ABORTED, "client_disconnect")
@@ -366,20 +371,20 @@ def test_who_leaves_before_its_grammar_is_there_had_waited_for_it(recording: Rec
     assert record.failed_stage == "queue"
 
 
-def test_blocks_from_elsewhere_are_a_stage_until_the_scheduler_has_seen_that_they_are_here(
+def test_kv_transfer_is_a_stage_until_rescheduling(
     recording: Recording,
 ) -> None:
     scheduler = Scheduler()
     scheduler.connector = object()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
     scheduler.deferred_waiting, sequence.status = {sequence}, FOR_KV
     scheduler.update(scheduler.schedule())
     scheduler.update(scheduler.schedule())
     hook = Hook("stand-in")
-    for answer in (False, None):  # not yet, in the words of 0.17; and that they are, in everybody's
-        said = scheduler_waits.wrap_update_remote_kv(lambda *_, said=answer: said, hook)(scheduler, sequence)
-        assert said is answer
+    for answer in (False, None):  # False: not yet (vLLM 0.17); None: transferred
+        update = scheduler_waits.wrap_update_remote_kv(lambda *_, answer=answer: answer, hook)
+        assert update(scheduler, sequence) is answer
     scheduler.deferred_waiting, sequence.status = set(), WAITING
     scheduler.update(scheduler.schedule(new={"r": 4}, r=2), r=1)
     scheduler.update(scheduler.schedule(r=1), (sequence,), r=1)
@@ -389,31 +394,31 @@ def test_blocks_from_elsewhere_are_a_stage_until_the_scheduler_has_seen_that_the
     assert hook.alive and scheduler.hook.alive
 
 
-def test_who_waits_for_what_is_told_once_a_second_and_when_nobody_does_any_more(
+def test_waiting_requests_are_counted_by_reason_each_second(
     recording: Recording,
 ) -> None:
-    scheduler, who = Scheduler(), [Request(str(number), None) for number in range(5)]
-    front()  # before the first request of a process nothing is said
-    told = scheduler_waits.WaitingReporter()
-    who[1].status, who[2].status = FOR_KV, FOR_A_GRAMMAR
-    scheduler.waiting, scheduler.deferred_waiting = who, set(who[1:4])
-    told.on_scheduled(scheduler, 5_000_000_000, 5)
+    scheduler, requests = Scheduler(), [Request(str(number), None) for number in range(5)]
+    open_server_request()  # a process records nothing before its first request
+    reporter = scheduler_waits.WaitingReporter()
+    requests[1].status, requests[2].status = FOR_KV, FOR_GRAMMAR
+    scheduler.waiting, scheduler.deferred_waiting = requests, set(requests[1:4])
+    reporter.on_scheduled(scheduler, 5_000_000_000, 5)
     scheduler.waiting, scheduler.deferred_waiting = [], set()
-    told.on_scheduled(scheduler, 5_900_000_000, 0)
+    reporter.on_scheduled(scheduler, 5_900_000_000, 0)
     recording.records()
     waiting = recording._assembler.processes.count_waiting
     assert waiting() == {"capacity": 2, "kv_transfer": 1, "grammar": 1, "other": 1}
-    told.on_idle(scheduler, 5_950_000_000)
+    reporter.on_idle(scheduler, 5_950_000_000)
     recording.records()
     assert waiting() == {"capacity": 0, "kv_transfer": 0, "grammar": 0, "other": 0}
 
 
-def test_what_happens_often_is_said_once_a_second_and_nothing_is_left_out(
+def test_rate_limited_counter_flushes_each_second_without_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[tuple[int, int, int]] = []
+    counts: list[tuple[int, int, int]] = []
     monkeypatch.setattr(
-        steps.recorder, "count", lambda mark, since, at, count: said.append((since, at, count))
+        steps.recorder, "count", lambda mark, since, at, count: counts.append((since, at, count))
     )
     tally = steps.RateLimitedCounter("kv_eviction")
     for at in (10, 20, 999_999_999, 1_000_000_010, 2_000_000_000):
@@ -421,14 +426,14 @@ def test_what_happens_often_is_said_once_a_second_and_nothing_is_left_out(
         tally.flush_if_due(at)
     tally.flush(2_500_000_000)
     tally.flush(2_600_000_000)
-    assert said == [(10, 1_000_000_010, 4), (2_000_000_000, 2_500_000_000, 1)]
+    assert counts == [(10, 1_000_000_010, 4), (2_000_000_000, 2_500_000_000, 1)]
 
 
 # ── a worker ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Worker:
-    """vLLM's, as far as we look: `execute` returns this, and `sample` what it returns."""
+    """Stand-in for the vLLM worker; `execute` returns `result`."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.hook = rank, Hook("stand-in")
@@ -441,8 +446,8 @@ class Worker:
         return worker.wrap_sample_tokens(lambda it, grammar: "tokens", self.hook)(self, None)
 
 
-def executed(recording: Recording) -> list[tuple[int, int]]:
-    """Rank and process of every execution that was told."""
+def read_executions(recording: Recording) -> list[tuple[int, int]]:
+    """Returns rank and process id of every recorded execution."""
     recording.records()
     found = recording._assembler.workers.drain_executions()
     assert all(execution.length_ns >= 0 for execution in found)
@@ -450,42 +455,42 @@ def executed(recording: Recording) -> list[tuple[int, int]]:
 
 
 def batch(recording: Recording) -> Any:
-    """What a scheduler sends to its workers."""
+    """Returns a batch as a scheduler sends it to its workers."""
     scheduler = Scheduler()
-    scheduler.add("r", front()[1])
+    scheduler.add("r", open_server_request()[1])
     return scheduler.schedule(r=4)
 
 
-def test_a_worker_tells_what_each_step_took_it(recording: Recording) -> None:
-    one = Worker(rank=1)
-    assert one.execute(batch(recording)) is None
-    assert executed(recording) == []
-    assert one.sample() == "tokens"
-    assert executed(recording) == [(1, os.getpid())]
+def test_worker_records_its_execution_of_each_step(recording: Recording) -> None:
+    rank_worker = Worker(rank=1)
+    assert rank_worker.execute(batch(recording)) is None
+    assert read_executions(recording) == []
+    assert rank_worker.sample() == "tokens"
+    assert read_executions(recording) == [(1, os.getpid())]
 
 
-def test_a_step_without_tokens_to_sample_ends_with_its_execution(recording: Recording) -> None:
+def test_step_without_sampling_ends_with_its_execution(recording: Recording) -> None:
     pooling, stage = Worker(), Worker()
     pooling.result = "a pooled output"
     assert pooling.execute(batch(recording)) == "a pooled output"
-    assert executed(recording) == [(0, os.getpid())]
+    assert read_executions(recording) == [(0, os.getpid())]
     stage.execute(batch(recording))
     stage.execute(batch(recording))
-    assert executed(recording) == [(0, os.getpid())]
+    assert read_executions(recording) == [(0, os.getpid())]
 
 
-def test_a_dummy_batch_is_no_step_of_a_worker(recording: Recording) -> None:
-    one = Worker()
-    one.execute(SimpleNamespace())
-    one.sample()
-    assert executed(recording) == [] and one.hook.alive
+def test_dummy_batch_is_not_an_execution(recording: Recording) -> None:
+    rank_worker = Worker()
+    rank_worker.execute(SimpleNamespace())
+    rank_worker.sample()
+    assert read_executions(recording) == [] and rank_worker.hook.alive
 
 
 # ── a front end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Sequence:
-    """What is sent to the engine core."""
+    """Stand-in for a request that the front end sends to the engine core."""
 
     def __init__(self, request_id: str, prompt: str = "") -> None:
         self.request_id, self.external_req_id = request_id, prompt or request_id
@@ -497,7 +502,7 @@ class Sequence:
 
 
 class FrontEnd:
-    """An output processor and its client."""
+    """Stand-in for an output processor and its client."""
 
     def __init__(self) -> None:
         self.hook = Hook("stand-in")
@@ -526,11 +531,11 @@ class FrontEnd:
 
 
 def prepared(prompt: dict[str, Any]) -> Generator[None, Any, None]:
-    """vLLM's renderer makes this the model's input."""
+    """Runs the probe with which the vLLM renderer prepares a prompt."""
     return multimodal.trace_prepare_media(Call(None, (prompt,), {}, {"prompt": (0, None)}))
 
 
-def test_blame_knows_every_stage_that_is_stated_here() -> None:
+def test_every_recorded_stage_has_a_cause() -> None:
     stated = {
         api_server.TOKENIZE,
         multimodal.FETCH,
@@ -541,7 +546,7 @@ def test_blame_knows_every_stage_that_is_stated_here() -> None:
     assert stated <= semconv.STAGE_CAUSES.keys()
 
 
-def test_media_of_a_prompt_are_stages_and_text_is_not(recording: Recording) -> None:
+def test_multimodal_inputs_are_stages_and_text_is_not(recording: Recording) -> None:
     request = start.open_request("POST /", owner="asgi")
     assert request is not None
     token = request.attach()
@@ -552,7 +557,7 @@ def test_media_of_a_prompt_are_stages_and_text_is_not(recording: Recording) -> N
     ):
         list(probe)
     start.detach(token)
-    list(multimodal.trace_fetch_media(Call(None, (), {}, {})))  # for nobody's request
+    list(multimodal.trace_fetch_media(Call(None, (), {}, {})))  # outside any request
     request.close()
     (record,) = recording.records()
     assert [stage.name for stage in record.stages if "media" in stage.name] == [
@@ -561,7 +566,7 @@ def test_media_of_a_prompt_are_stages_and_text_is_not(recording: Recording) -> N
     ]
 
 
-def test_without_a_server_a_prompt_is_a_request_of_its_own(recording: Recording) -> None:
+def test_prompt_without_a_server_opens_a_request(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r-1234", "r")
     front_end.add(sequence)
     front_end.submit(sequence)
@@ -576,12 +581,12 @@ def test_without_a_server_a_prompt_is_a_request_of_its_own(recording: Recording)
     assert api_server.in_flight == {}
 
 
-def test_behind_a_route_it_is_known_by_what_the_engine_and_by_what_the_client_calls_it(
+def test_route_request_has_engine_and_response_ids(
     recording: Recording,
 ) -> None:
     request = start.open_request("POST /v1/completions", owner="asgi")
     assert request is not None
-    request.operation = "text_completion"  # as the route's hook says it
+    request.operation = "text_completion"  # as set by the hook of the route
     token = request.attach()
     front_end, sequence = FrontEnd(), Sequence("cmpl-a1-0-9f8a", "cmpl-a1-0")
     front_end.add(sequence)
@@ -594,7 +599,7 @@ def test_behind_a_route_it_is_known_by_what_the_engine_and_by_what_the_client_ca
     assert known == {"infer.request.id": "cmpl-a1-0", "gen_ai.response.id": "cmpl-a1"}
 
 
-def test_a_servers_request_is_named_and_goes_on_after_its_last_sequence(recording: Recording) -> None:
+def test_server_request_outlasts_its_last_sequence(recording: Recording) -> None:
     request = start.open_request("POST /", owner="asgi")
     assert request is not None
     request.operation = "chat"
@@ -610,7 +615,7 @@ def test_a_servers_request_is_named_and_goes_on_after_its_last_sequence(recordin
     assert (record.operation, record.provider, record.model) == ("chat", "vllm", "tiny")
 
 
-def test_an_embedding_is_called_one_though_it_is_rendered_as_a_completion_is(recording: Recording) -> None:
+def test_pooling_request_has_operation_embeddings(recording: Recording) -> None:
     request = start.open_request("POST /", owner="asgi")
     assert request is not None
     request.operation = "text_completion"
@@ -626,7 +631,7 @@ def test_an_embedding_is_called_one_though_it_is_rendered_as_a_completion_is(rec
     assert (record.operation, record.max_tokens) == ("embeddings", 0)
 
 
-def test_a_prompt_is_tokenized_once_though_the_tokenizer_is_hooked_too(recording: Recording) -> None:
+def test_renderer_and_tokenizer_hooks_record_one_tokenize_stage(recording: Recording) -> None:
     request = start.open_request("POST /", owner="asgi")
     assert request is not None
     token = request.attach()
@@ -644,22 +649,22 @@ def test_a_prompt_is_tokenized_once_though_the_tokenizer_is_hooked_too(recording
     assert request.operation == "chat" and not request.tokenizing
 
 
-def test_a_prompt_with_several_sequences_is_counted_once_and_ends_with_the_last(recording: Recording) -> None:
+def test_parallel_sequences_count_the_prompt_once(recording: Recording) -> None:
     front_end, parent = FrontEnd(), SimpleNamespace(sampling_params=SimpleNamespace(n=2))
-    one, other = Sequence("0_r", "r"), Sequence("1_r", "r")
-    front_end.add(one, parent)
-    front_end.add(other, parent)
-    front_end.submit(one)
-    front_end.submit(other)
-    front_end.finish(one)
+    first, second = Sequence("0_r", "r"), Sequence("1_r", "r")
+    front_end.add(first, parent)
+    front_end.add(second, parent)
+    front_end.submit(first)
+    front_end.submit(second)
+    front_end.finish(first)
     assert recording.records() == []
-    front_end.finish(other)
+    front_end.finish(second)
     (record,) = recording.records()
     assert (record.sequences, record.input_tokens) == (2, 5)
 
 
 @pytest.mark.parametrize(
-    ("request_id", "known_as"),
+    ("request_id", "expected"),
     [
         ("chatcmpl-a1", "chatcmpl-a1"),
         ("chatcmpl-job-5", "chatcmpl-job-5"),
@@ -675,11 +680,11 @@ def test_a_prompt_with_several_sequences_is_counted_once_and_ends_with_the_last(
         ("0", "0"),
     ],
 )
-def test_a_request_is_known_as_its_client_knows_it(request_id: str, known_as: str) -> None:
-    assert response_id(request_id) == known_as
+def test_response_id_omits_engine_suffixes(request_id: str, expected: str) -> None:
+    assert response_id(request_id) == expected
 
 
-def test_an_aborted_prompt_of_nobody_elses_is_aborted(recording: Recording) -> None:
+def test_aborted_prompt_without_a_server_is_aborted(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     front_end.add(sequence)
     front_end.submit(sequence)
@@ -688,26 +693,26 @@ def test_an_aborted_prompt_of_nobody_elses_is_aborted(recording: Recording) -> N
     assert (record.outcome, record.finish_reasons) == (events.ABORTED, ("abort",))
 
 
-def test_when_the_engine_dies_everybody_is_told_of_what(recording: Recording) -> None:
+def test_engine_failure_is_recorded_on_open_requests(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     front_end.add(sequence)
     front_end.submit(sequence)
     output_processor.wrap_propagate_error(lambda *_: None, front_end.hook)(
-        front_end, MemoryError("no content of it leaves")
+        front_end, MemoryError("private text")
     )
     (record,) = recording.records()
     assert (record.outcome, record.error_type) == (events.ERROR, "MemoryError")
 
 
 class Detokenizer:
-    """Meets a stop string at its third token, if it makes text."""
+    """Finds a stop string at its third token, if `makes_text` is set."""
 
     def __init__(self, hook: Hook, makes_text: bool = True) -> None:
         self.output_token_ids: list[int] = []
         self.makes_text = makes_text
-        self._update = output_processor._wrap_update(self._taken, hook)
+        self._update = output_processor._wrap_update(self._append, hook)
 
-    def _taken(self, me: Any, tokens: list[int], stopped: bool) -> str | None:
+    def _append(self, detokenizer: Any, tokens: list[int], stopped: bool) -> str | None:
         self.output_token_ids += tokens
         if not self.makes_text or len(self.output_token_ids) < 3:
             return None
@@ -718,8 +723,8 @@ class Detokenizer:
         return self._update(self, [7] * tokens, False)
 
 
-def asked(front_end: FrontEnd, sequence: Sequence) -> request_span.RequestSpan:
-    """A server's request whose prompt this is."""
+def submit_from_server(front_end: FrontEnd, sequence: Sequence) -> request_span.RequestSpan:
+    """Opens a server request and submits the sequence as its prompt."""
     request = start.open_request("POST /", owner="asgi")
     assert request is not None
     token = request.attach()
@@ -732,7 +737,7 @@ def asked(front_end: FrontEnd, sequence: Sequence) -> request_span.RequestSpan:
 def process(
     front_end: FrontEnd, *outputs: Any, aborts: tuple[str, ...] = (), finishes: tuple[Any, ...] = ()
 ) -> None:
-    """vLLM's output processor with what came from the engine core."""
+    """Runs the hooked output processor on outputs of the engine core."""
 
     def processed(processor: Any, outputs: Any) -> Any:
         front_end.finish(*finishes)
@@ -746,7 +751,7 @@ def ended(sequence: Sequence, reason: FinishReason | None) -> Any:
 
 
 class FinishReason(enum.IntEnum):
-    """As vLLM has it: the first one is 0."""
+    """As in vLLM: the first member is 0."""
 
     STOP, LENGTH, ABORT, ERROR = range(4)
 
@@ -754,10 +759,10 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
-def test_a_stop_string_is_met_in_the_front_end_and_what_follows_it_is_no_output(recording: Recording) -> None:
+def test_tokens_after_a_stop_string_are_not_output(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
-    request = asked(front_end, sequence)
+    request = submit_from_server(front_end, sequence)
     assert detokenizer.update(0) is None and not request.tokens_reached
     assert detokenizer.update() is None
     assert detokenizer.update(4) == "."
@@ -769,11 +774,11 @@ def test_a_stop_string_is_met_in_the_front_end_and_what_follows_it_is_no_output(
     assert output_processor._stopped == {} == output_processor._engine_failures and front_end.hook.alive
 
 
-def test_what_both_ends_finish_is_counted_once_by_what_was_kept(recording: Recording) -> None:
-    """The engine was about to end it when the front end met the stop string."""
+def test_output_finished_by_both_ends_is_counted_once(recording: Recording) -> None:
+    """The engine finishes the request when the front end has found the stop string."""
     scheduler, front_end, sequence = Scheduler(), FrontEnd(), Sequence("r")
     sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
-    request = asked(front_end, sequence)
+    request = submit_from_server(front_end, sequence)
     part = scheduler.add("r", sequence.trace_headers)
     scheduler.update(scheduler.schedule(r=5), r=1)
     while detokenizer.update() is None:
@@ -785,20 +790,20 @@ def test_what_both_ends_finish_is_counted_once_by_what_was_kept(recording: Recor
     assert recording.records()[0].output_tokens == 3
 
 
-def test_who_ends_without_a_token_has_no_first_one(recording: Recording) -> None:
+def test_request_without_output_has_no_first_token(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     sequence.detokenizer = detokenizer = Detokenizer(front_end.hook)
-    request = asked(front_end, sequence)
+    request = submit_from_server(front_end, sequence)
     detokenizer.update(0)
     process(front_end, ended(sequence, FinishReason.ERROR), finishes=(sequence,))
     request.close()
     assert recording.records()[0].first_token_at == 0
 
 
-def test_tokens_reach_whoever_wants_them_without_text(recording: Recording) -> None:
+def test_tokens_without_detokenization_are_marked_as_reached(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     sequence.detokenizer = detokenizer = Detokenizer(front_end.hook, makes_text=False)
-    request = asked(front_end, sequence)
+    request = submit_from_server(front_end, sequence)
     detokenizer.update()
     assert request.tokens_reached
 
@@ -812,7 +817,7 @@ def test_tokens_reach_whoever_wants_them_without_text(recording: Recording) -> N
         (FinishReason.ERROR, events.ERROR, ()),
     ],
 )
-def test_whom_the_engine_gives_up_by_itself_did_not_end_well(
+def test_engine_abort_or_error_is_not_ok(
     recording: Recording, reason: FinishReason, outcome: int, reasons: tuple[str, ...]
 ) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
@@ -823,7 +828,7 @@ def test_whom_the_engine_gives_up_by_itself_did_not_end_well(
     assert (record.outcome, record.finish_reasons) == (outcome, reasons)
 
 
-def test_a_prompt_that_never_gets_to_the_engine_ends_with_what_its_caller_is_told(
+def test_prompt_rejected_before_the_engine_records_the_exception(
     recording: Recording,
 ) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
@@ -837,27 +842,27 @@ def test_a_prompt_that_never_gets_to_the_engine_ends_with_what_its_caller_is_tol
     next(sending)
     with pytest.raises(OSError):
         sending.throw(OSError("the engine is gone"))
-    one, other = recording.records()
-    assert (one.error_type, other.error_type) == ("TypeError", "OSError")
+    first, second = recording.records()
+    assert (first.error_type, second.error_type) == ("TypeError", "OSError")
     assert api_server.in_flight == {}
 
 
-def test_a_streamed_prompt_is_one_sequence_whose_tokens_add_up(recording: Recording) -> None:
+def test_streamed_prompt_is_one_sequence_with_summed_tokens(recording: Recording) -> None:
     front_end, sequence = FrontEnd(), Sequence("r")
     sequence.resumable = True
     front_end.add(sequence)
     front_end.submit(sequence)
     front_end.submit(sequence)
     sequence.resumable = False
-    front_end.submit(sequence)  # says that this was all
+    front_end.submit(sequence)  # marks the end of the prompt
     front_end.finish(sequence)
     (record,) = recording.records()
     assert (record.sequences, record.input_tokens) == (1, 10)
 
 
-def test_a_streamed_prompt_asks_the_prefix_cache_once(recording: Recording) -> None:
+def test_streamed_prompt_counts_one_prefix_cache_lookup(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
     scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
     scheduler.update(scheduler.schedule(new={"r": 5}, r=4), (sequence,), r=1)
@@ -868,40 +873,40 @@ def test_a_streamed_prompt_asks_the_prefix_cache_once(recording: Recording) -> N
 
 def test_nine_batches_may_be_in_flight(recording: Recording) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence = scheduler.add("r", headers)
     flights = [scheduler.schedule(r=4), *(scheduler.schedule(r=1) for _ in range(9))]
     for output in flights[:-1]:
         scheduler.update(output, r=1)
     scheduler.update(flights[-1], (sequence,), r=1)
     request.close()
-    assert len(own(recording.records()[0])) == 10
+    assert len(tokens_by_step(recording.records()[0])) == 10
 
 
-def test_drafts_are_counted_as_vllm_counts_them(recording: Recording) -> None:
-    """Those that a grammar forbids are none, and what is made for a request that is over is thrown away."""
+def test_invalid_and_unused_drafts_are_not_counted(recording: Recording) -> None:
+    """Drafts rejected by a grammar and drafts of a finished request do not count."""
     scheduler = Scheduler()
-    scheduler.connector = object()  # which keeps the blocks of one that is over
-    (request, headers), (over, others) = front(), front()
-    sequence, gone = scheduler.add("r", headers), scheduler.add("g", others)
+    scheduler.connector = object()  # keeps the blocks of a finished request
+    (request, headers), (finished_request, finished_headers) = open_server_request(), open_server_request()
+    sequence, finished = scheduler.add("r", headers), scheduler.add("g", finished_headers)
     scheduler.update(scheduler.schedule(new={"r": 0, "g": 0}, r=4, g=4), r=1, g=1)
     output = scheduler.schedule(drafts={"r": 3, "g": 3}, r=4, g=4)
     output.num_invalid_spec_tokens = {"r": 2}
-    gone.is_finished = lambda: True  # type: ignore[method-assign]
-    scheduler.update(output, (sequence, gone), r=2, g=2)
+    finished.is_finished = lambda: True  # type: ignore[method-assign]
+    scheduler.update(output, (sequence, finished), r=2, g=2)
     request.close()
-    over.close()
-    one, other = recording.records()
-    assert (one.drafted_tokens, one.accepted_tokens) == (1, 1)
-    assert (other.drafted_tokens, other.accepted_tokens) == (0, 0)
+    finished_request.close()
+    first, second = recording.records()
+    assert (first.drafted_tokens, first.accepted_tokens) == (1, 1)
+    assert (second.drafted_tokens, second.accepted_tokens) == (0, 0)
     assert scheduler.hook.alive
 
 
-def test_drafts_of_a_request_that_was_put_back_meanwhile_are_thrown_away_with_what_was_made(
+def test_drafts_of_a_preempted_request_are_not_counted(
     recording: Recording,
 ) -> None:
     scheduler = Scheduler()
-    request, headers = front()
+    request, headers = open_server_request()
     sequence: Any = scheduler.add("r", headers)
     scheduler.update(scheduler.schedule(new={"r": 0}, r=4), r=1)
     output = scheduler.schedule(drafts={"r": 3}, r=4)
@@ -913,12 +918,12 @@ def test_drafts_of_a_request_that_was_put_back_meanwhile_are_thrown_away_with_wh
 
 
 @pytest.mark.parametrize(("endpoint", "kept"), [(None, False), ("http://collector", True)])
-def test_what_a_request_took_along_does_not_come_back_with_every_token(
+def test_trace_headers_are_removed_unless_vllm_traces(
     recording: Recording, endpoint: str | None, kept: bool
 ) -> None:
     scheduler = Scheduler()
     scheduler.observability_config = SimpleNamespace(otlp_traces_endpoint=endpoint)
-    _, headers = front()
+    _, headers = open_server_request()
     assert bool(scheduler.add("r", headers).trace_headers) == kept
 
 
@@ -932,5 +937,5 @@ def test_what_a_request_took_along_does_not_come_back_with_every_token(
         ("accounts/us/models/llama", "accounts/us/models/llama"),
     ],
 )
-def test_a_model_is_called_by_its_first_name_and_never_by_a_path(served: Any, name: str) -> None:
+def test_model_name_is_the_first_served_name(served: Any, name: str) -> None:
     assert model_name(SimpleNamespace(served_model_name=served, model="./m")) == name

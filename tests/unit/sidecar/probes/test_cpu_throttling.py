@@ -1,4 +1,4 @@
-"""What control groups say of throttling, from files as the kernel writes them, and what may be concluded from it."""
+"""Throttling of control groups: parsing the kernel's files and deriving pauses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Machine:
         self.proc, self.mount, self.at = folder / "proc", folder / "cgroup", 1_000 * MS
         self.mount.mkdir()
         self.process("self", "0::/\n")
-        self.looks = CpuThrottlingProbe(self.proc, self.mount, lambda: self.at)
+        self.probe = CpuThrottlingProbe(self.proc, self.mount, lambda: self.at)
 
     def process(self, pid: str, memberships: str) -> None:
         (self.proc / pid).mkdir(parents=True, exist_ok=True)
@@ -50,12 +50,12 @@ class Machine:
         file.write_text(stat)
         return file
 
-    def look(self, at_ms: int, *processes: tuple[int, int]) -> list[tuple[int, float, float]]:
-        """(ring, since, until), ms."""
+    def sample(self, at_ms: int, *processes: tuple[int, int]) -> list[tuple[int, float, float]]:
+        """Samples at `at_ms`; returns the pauses as (ring, start, end), times in ms."""
         self.at = at_ms * MS
-        said = self.looks.read_events(lambda: processes)
-        assert all(one.event.cause == "throttled" and one.handle == 0 for one in said)
-        return [(one.ring, one.event.started_at / MS, one.event.at / MS) for one in said]
+        pauses = self.probe.read_events(lambda: processes)
+        assert all(pause.event.cause == "throttled" and pause.handle == 0 for pause in pauses)
+        return [(pause.ring, pause.event.started_at / MS, pause.event.at / MS) for pause in pauses]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-# ── what the files say ───────────────────────────────────────────────────────────────────────────────────────────
+# ── parsing of the files ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -78,33 +78,33 @@ def machine(tmp_path: Path) -> Machine:
         ("throttled_usec -5\n", None),
     ],
 )
-def test_throttled_time_is_read_in_the_unit_of_its_version(stat: str, ns: int | None) -> None:
+def test_throttled_time_is_parsed_for_both_versions(stat: str, ns: int | None) -> None:
     assert parse_throttled_ns(stat) == ns
 
 
-def test_a_group_and_those_above_it_are_asked_its_own_first(machine: Machine) -> None:
+def test_stat_files_run_from_group_to_ancestors(machine: Machine) -> None:
     for path in ("kube/pod/box", "kube/pod", "kube"):
         machine.group(path, V2.format(0))
-    machine.group("", "usage_usec 9\n")  # the root says nothing of throttling
+    machine.group("", "usage_usec 9\n")  # the root group has no throttling counters
     files = find_stat_files("0::/kube/pod/box\n", "0::/\n", machine.mount)
     assert files == tuple(machine.mount / p / "cpu.stat" for p in ("kube/pod/box", "kube/pod", "kube"))
 
 
-def test_the_group_of_version_1_is_that_of_the_cpu_controller(machine: Machine) -> None:
+def test_version_1_uses_the_cpu_controller_group(machine: Machine) -> None:
     file = machine.group("cpu/box", V1.format(0))
     machine.group("memory/box", V1.format(0))
     memberships = "5:memory:/box\n4:cpuacct,cpu:/box\n1:name=systemd:/box\n0::/\n"
     assert find_stat_files(memberships, "", machine.mount) == (file,)
 
 
-def test_in_a_container_that_sees_only_itself_the_path_of_the_host_is_not_needed(machine: Machine) -> None:
+def test_a_container_group_is_found_without_host_path(machine: Machine) -> None:
     file = machine.group("cpu", V1.format(0))
     memberships = "4:cpu:/docker/0123abcd\n"
     assert find_stat_files(memberships, memberships, machine.mount) == (file,)
     assert find_stat_files(memberships, "4:cpu:/docker/another\n", machine.mount) == ()
 
 
-def test_a_process_in_a_group_that_cannot_be_seen_from_here_is_not_taken_for_one_of_ours(
+def test_a_process_in_an_invisible_group_is_skipped(
     machine: Machine,
 ) -> None:
     machine.group("", V2.format(0))
@@ -112,134 +112,132 @@ def test_a_process_in_a_group_that_cannot_be_seen_from_here_is_not_taken_for_one
 
 
 @pytest.mark.parametrize("memberships", ["", "\n", "nonsense", "0::", "0::relative", "::::"])
-def test_memberships_that_make_no_sense_are_none(memberships: str, machine: Machine) -> None:
+def test_invalid_memberships_yield_no_files(memberships: str, machine: Machine) -> None:
     machine.group("", V2.format(0))
     assert find_stat_files(memberships, "", machine.mount) == ()
 
 
-# ── what follows from it ─────────────────────────────────────────────────────────────────────────────────────────
+# ── pauses ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_time_that_was_added_is_stated_up_to_the_look(machine: Machine) -> None:
+def test_added_throttled_time_ends_at_the_sample(machine: Machine) -> None:
     machine.process("7", "0::/box\n")
     machine.group("box", V2.format(5_000_000))
-    assert machine.look(1000, (1, 7)) == [], "what was before we came is nobody's"
+    assert machine.sample(1000, (1, 7)) == [], "time before the first sample is not attributed"
     machine.group("box", V2.format(5_040_000))
-    assert machine.look(1150, (1, 7)) == [(1, 1110, 1150)]
-    assert machine.look(1300, (1, 7)) == []
+    assert machine.sample(1150, (1, 7)) == [(1, 1110, 1150)]
+    assert machine.sample(1300, (1, 7)) == []
 
 
-def test_it_is_never_longer_than_the_time_since_the_last_look(machine: Machine) -> None:
+def test_a_pause_never_exceeds_the_sample_interval(machine: Machine) -> None:
     machine.process("7", "0::/box\n")
     machine.group("box", V2.format(0))
-    machine.look(1000, (1, 7))
+    machine.sample(1000, (1, 7))
     machine.group("box", V2.format(640_000))  # eight CPUs for 80 ms
-    assert machine.look(1100, (1, 7)) == [(1, 1000, 1100)]
+    assert machine.sample(1100, (1, 7)) == [(1, 1000, 1100)]
 
 
-def test_of_quotas_above_one_another_the_largest_is_what_is_known(machine: Machine) -> None:
+def test_nested_quotas_yield_the_largest_throttled_time(machine: Machine) -> None:
     machine.process("7", "0::/pod/box\n")
     machine.group("pod", V2.format(0))
     machine.group("pod/box", V2.format(0))
-    machine.look(1000, (1, 7))
+    machine.sample(1000, (1, 7))
     machine.group("pod", V2.format(30_000))
     machine.group("pod/box", V2.format(20_000))
-    assert machine.look(1100, (1, 7)) == [(1, 1070, 1100)]
+    assert machine.sample(1100, (1, 7)) == [(1, 1070, 1100)]
 
 
-def test_every_process_of_a_group_was_held_up(machine: Machine) -> None:
+def test_every_process_of_a_group_is_throttled(machine: Machine) -> None:
     for pid in ("7", "8"):
         machine.process(pid, "0::/box\n")
     machine.process("9", "0::/other\n")
     machine.group("box", V2.format(0))
     machine.group("other", V2.format(0))
     here = ((1, 7), (2, 8), (3, 9))
-    machine.look(1000, *here)
+    machine.sample(1000, *here)
     machine.group("box", V2.format(10_000))
-    assert sorted(machine.look(1100, *here)) == [(1, 1090, 1100), (2, 1090, 1100)]
+    assert sorted(machine.sample(1100, *here)) == [(1, 1090, 1100), (2, 1090, 1100)]
 
 
-def test_a_wake_that_comes_a_little_too_soon_looks_all_the_same(machine: Machine) -> None:
-    """The sidecar wakes every 100 ms, and does other things before it looks, now more and now less."""
+def test_a_slightly_early_cycle_still_samples(machine: Machine) -> None:
+    """The sidecar runs a cycle every 100 ms, but its work before the sample varies."""
     machine.process("7", "0::/box\n")
     machine.group("box", V2.format(0))
-    machine.look(1000, (1, 7))
+    machine.sample(1000, (1, 7))
     machine.group("box", V2.format(10_000))
-    assert machine.look(1097, (1, 7)) == [(1, 1087, 1097)]
+    assert machine.sample(1097, (1, 7)) == [(1, 1087, 1097)]
 
 
-def test_it_looks_ten_times_a_second_and_asks_four_times_who_there_is(machine: Machine) -> None:
+def test_samples_are_taken_ten_times_a_second(machine: Machine) -> None:
     machine.process("7", "0::/box\n")
-    asked: list[int] = []
-    said = []
+    listings: list[int] = []
+    pauses = []
     for at in range(1000, 2000, 10):
         machine.group("box", V2.format(at * 100))
         machine.at = at * MS
-        said += machine.looks.read_events(lambda: asked.append(1) or [(1, 7)])  # type: ignore[func-returns-value]
-    assert len(said) == 1_000 * MS // SAMPLE_INTERVAL_NS - 1, "the first look has nothing to compare with"
-    assert len(asked) == 4
+        pauses += machine.probe.read_events(lambda: listings.append(1) or [(1, 7)])  # type: ignore[func-returns-value]
+    assert len(pauses) == 1_000 * MS // SAMPLE_INTERVAL_NS - 1, "the first sample has no predecessor"
+    assert len(listings) == 4, "processes are listed four times a second"
 
 
-def test_files_do_not_stay_open(machine: Machine) -> None:
-    def opened() -> int:
+def test_files_of_ended_processes_are_closed(machine: Machine) -> None:
+    def count_open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     machine.process("7", "0::/pod/box\n")
     machine.group("pod/box", V2.format(0))
-    before = opened()
-    machine.look(1000, (1, 7))
-    assert opened() > before
-    machine.look(2000)
-    assert opened() == before, "of a process that has ended"
-    machine.look(3000, (1, 7))
-    machine.looks.close()
-    assert opened() == before
+    before = count_open_files()
+    machine.sample(1000, (1, 7))
+    assert count_open_files() > before
+    machine.sample(2000)
+    assert count_open_files() == before, "files of an ended process are closed"
+    machine.sample(3000, (1, 7))
+    machine.probe.close()
+    assert count_open_files() == before
 
 
-def test_without_control_groups_it_is_silent_and_looks_for_them_once(machine: Machine) -> None:
-    assert machine.look(1000, (1, 7)) == []
+def test_control_groups_are_searched_once_per_process(machine: Machine) -> None:
+    assert machine.sample(1000, (1, 7)) == []
     machine.process("7", "0::/box\n")
     machine.group("box", V2.format(0))
-    assert machine.look(1200, (1, 7)) == []
+    assert machine.sample(1200, (1, 7)) == []
     machine.group("box", V2.format(50_000))
-    assert machine.look(1400, (1, 7)) == []
+    assert machine.sample(1400, (1, 7)) == []
 
 
-def test_a_group_that_cannot_be_read_for_a_while_is_waited_for(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_group_is_retried(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.process("7", "0::/box\n")
     machine.group("box", V2.format(0))
-    machine.look(1000, (1, 7))
+    machine.sample(1000, (1, 7))
     with monkeypatch.context() as broken:
 
-        def gone(*_: object) -> bytes:
-            raise OSError(errno.ENODEV, "its group was removed")
+        def fail_pread(*_: object) -> bytes:
+            raise OSError(errno.ENODEV, "no such device")
 
-        broken.setattr(os, "pread", gone)
-        assert machine.look(1100, (1, 7)) == []
+        broken.setattr(os, "pread", fail_pread)
+        assert machine.sample(1100, (1, 7)) == []
     machine.group("box", V2.format(20_000))
-    assert machine.look(1200, (1, 7)) == [(1, 1180, 1200)]
+    assert machine.sample(1200, (1, 7)) == [(1, 1180, 1200)]
 
 
-def test_a_counter_that_went_back_is_no_time(machine: Machine) -> None:
+def test_a_decreased_counter_yields_no_pause(machine: Machine) -> None:
     machine.process("7", "0::/box\n")
     machine.group("box", V2.format(50_000))
-    machine.look(1000, (1, 7))
+    machine.sample(1000, (1, 7))
     machine.group("box", V2.format(10_000))
-    assert machine.look(1100, (1, 7)) == []
+    assert machine.sample(1100, (1, 7)) == []
 
 
-def test_a_process_that_is_gone_is_forgotten(machine: Machine) -> None:
+def test_an_ended_process_is_forgotten(machine: Machine) -> None:
     machine.process("7", "0::/box\n")
     machine.group("box", V2.format(0))
-    machine.look(1000, (1, 7))
+    machine.sample(1000, (1, 7))
     machine.group("box", V2.format(50_000))
-    assert machine.look(1300) == []
-    assert machine.look(1600, (2, 7)) == [], "another one, whose time begins now"
+    assert machine.sample(1300) == []
+    assert machine.sample(1600, (2, 7)) == [], "another process, which starts with this sample"
 
 
-def test_what_was_seen_is_on_the_tape_and_counted(tmp_path: Path) -> None:
+def test_throttling_is_recorded_on_tape_and_in_metrics(tmp_path: Path) -> None:
     rings, arena = MergedReader(), MemoryArena()
     RequestWriter(arena, "1-a", "server")
     pipeline = Pipeline(
@@ -252,10 +250,12 @@ def test_what_was_seen_is_on_the_tape_and_counted(tmp_path: Path) -> None:
     pipeline.run_cycle(at + 50 * MS)
     pipeline.run_cycle(at + 600 * MS, final=True)
     pipeline.close(1)
-    said = [
-        one.event for passage in tape.read_batches(tmp_path / "a.tape") for one in passage.recorded_events
+    taped = [
+        recorded.event
+        for batch in tape.read_batches(tmp_path / "a.tape")
+        for recorded in batch.recorded_events
     ]
-    assert events.PauseSeen(at, at - 40 * MS, "throttled") in said
+    assert events.PauseSeen(at, at - 40 * MS, "throttled") in taped
     (metrics,) = pipeline.metrics.collect(0).resource_metrics[0].scope_metrics
     (paused,) = [metric for metric in metrics.metrics if metric.name == "infer.pause.duration"]
     (point,) = paused.data.data_points
@@ -263,23 +263,24 @@ def test_what_was_seen_is_on_the_tape_and_counted(tmp_path: Path) -> None:
     assert point.sum == pytest.approx(0.040)  # type: ignore[union-attr]
 
 
-def test_the_sidecar_looks_at_every_wake_and_the_request_that_waited_knows(tmp_path: Path) -> None:
+def test_the_sidecar_samples_throttling_in_every_cycle(tmp_path: Path) -> None:
+    """And passes the pauses to the assembler."""
     lock = directory.FileLock(tmp_path / directory.SIDECAR_LOCK)
     assert lock.acquire()
     sidecar = Sidecar(lock, Config(), {})
-    asked: list[bool] = []
+    samples: list[bool] = []
 
-    def look(processes: object) -> list[events.RecordedEvent]:
-        asked.append(processes == sidecar._rings.list_writers)
+    def read_events(processes: object) -> list[events.RecordedEvent]:
+        samples.append(processes == sidecar._rings.list_writers)
         return [events.RecordedEvent(1, 0, events.PauseSeen(1_000 * MS, 960 * MS, "throttled"))][
-            : len(asked) == 1
+            : len(samples) == 1
         ]
 
-    sidecar._throttling_probe.read_events = look  # type: ignore[assignment, method-assign]
+    sidecar._throttling_probe.read_events = read_events  # type: ignore[assignment, method-assign]
     sidecar._run_cycle(1_050 * MS)
     sidecar._run_cycle(1_100 * MS)
     sidecar._run_cycle(1_600 * MS)
-    assert asked == [True, True, True], "also where the rings are left for later"
+    assert samples == [True, True, True], "also in cycles that do not read the rings"
     (pauses,) = sidecar._pipeline.assembler._pauses._pauses[1].values()
     assert [pause.cause for pause in pauses] == ["throttled"]
     lock.release()

@@ -1,4 +1,4 @@
-"""When a tape is written, one at a time, and what is said where there is none."""
+"""The flight recorder: when it writes tapes, one at a time, and how it reports failures."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ START = 1000 * SECOND
 
 
 class Flight:
-    """A recorder with a server that says something at each wake."""
+    """A flight recorder that receives one event per cycle."""
 
     def __init__(self, folder: Path, on_slo: bool = True) -> None:
         self.rings, self.folder = folder / "rings", folder / "tapes"
         self.rings.mkdir(mode=0o700)
         self.recorder = FlightRecorder(self.rings, str(self.folder), on_slo)
         self.now = START
-        self.wakes(1)
+        self.run_cycles(1)
 
-    def wakes(self, count: int, apart: int = SECOND // 20) -> None:
+    def run_cycles(self, count: int, interval_ns: int = SECOND // 20) -> None:
         for _ in range(count):
-            self.now += apart
+            self.now += interval_ns
             self.recorder.add_events([RecordedEvent(1, 7, events.TokenReached(self.now))], self.now)
             self.recorder.process_dump_requests(self.now)
-        self.rest()
+        self.wait_for_writer()
 
-    def rest(self) -> None:
-        """Until nobody writes."""
+    def wait_for_writer(self) -> None:
+        """Waits until the writing thread has ended."""
         if self.recorder._thread is not None:
             self.recorder._thread.join(10)
 
@@ -61,93 +61,93 @@ def flight(tmp_path: Path) -> Flight:
 # ── breaches ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_two_that_missed_their_objectives_are_no_breach_and_three_are(flight: Flight) -> None:
+def test_three_missed_objectives_are_a_breach(flight: Flight) -> None:
     for number in range(2):
         flight.recorder.record_slo_miss(flight.now + number)
-    flight.wakes(100)
+    flight.run_cycles(100)
     assert flight.tapes() == []
     flight.recorder.record_slo_miss(flight.now)
-    flight.wakes(100)
+    flight.run_cycles(100)
     assert len(flight.tapes()) == 1
 
 
-def test_three_in_more_than_ten_seconds_are_no_breach(flight: Flight) -> None:
+def test_misses_further_apart_are_no_breach(flight: Flight) -> None:
     for _ in range(5):
         flight.recorder.record_slo_miss(flight.now)
-        flight.wakes(102)
+        flight.run_cycles(102)
     assert flight.tapes() == []
 
 
-def test_a_breach_is_written_two_seconds_later_with_itself_in_it(flight: Flight) -> None:
+def test_a_breach_is_written_two_seconds_later(flight: Flight) -> None:
     at = flight.now
     for _ in range(3):
         flight.recorder.record_slo_miss(at)
-    flight.wakes(39)
+    flight.run_cycles(39)
     assert flight.tapes() == []
-    flight.wakes(2)
+    flight.run_cycles(2)
     (path,) = flight.tapes()
-    said = [fact.event.at for passage in file.read_batches(path) for fact in passage.recorded_events]
-    assert at in said
-    assert max(said) >= at + 2 * SECOND
+    times = [recorded.event.at for batch in file.read_batches(path) for recorded in batch.recorded_events]
+    assert at in times
+    assert max(times) >= at + 2 * SECOND
 
 
-def test_there_is_at_most_one_tape_a_minute_and_then_another(flight: Flight) -> None:
+def test_at_most_one_tape_per_minute_is_written(flight: Flight) -> None:
     for _ in range(58 * 2):
         flight.recorder.record_slo_miss(flight.now)
-        flight.wakes(10)
+        flight.run_cycles(10)
     assert len(flight.tapes()) == 1
     for _ in range(10):
         flight.recorder.record_slo_miss(flight.now)
-        flight.wakes(10)
-    flight.wakes(45)
+        flight.run_cycles(10)
+    flight.run_cycles(45)
     assert len(flight.tapes()) == 2
 
 
-def breached(flight: Flight, minutes: int) -> list[float]:
-    """A breach that lasts so long; the minutes of it at which tapes were asked for."""
-    asked, began, real = [], flight.now, flight.recorder.request_dump
+def run_breach(flight: Flight, minutes: int) -> list[float]:
+    """Simulates a breach of this length; returns the minutes at which tapes were requested."""
+    requested, began, original = [], flight.now, flight.recorder.request_dump
 
-    def ask(reason: str, wait_ns: int = 0) -> Path:
-        asked.append((flight.now - began) / 60e9)
-        return real(reason, wait_ns)
+    def request_dump(reason: str, wait_ns: int = 0) -> Path:
+        requested.append((flight.now - began) / 60e9)
+        return original(reason, wait_ns)
 
-    flight.recorder.request_dump = ask  # type: ignore[method-assign]
+    flight.recorder.request_dump = request_dump  # type: ignore[method-assign]
     for _ in range(minutes * 15):
         for _ in range(3):
             flight.recorder.record_slo_miss(flight.now)
-        flight.wakes(1, 4 * SECOND)
-    flight.recorder.request_dump = real  # type: ignore[method-assign]
-    return [round(at) for at in asked]
+        flight.run_cycles(1, 4 * SECOND)
+    flight.recorder.request_dump = original  # type: ignore[method-assign]
+    return [round(at) for at in requested]
 
 
-def test_a_breach_that_lasts_is_written_ever_more_rarely_so_that_its_beginning_stays(flight: Flight) -> None:
-    assert breached(flight, 100) == [0, 1, 3, 7, 15, 31, 63, 95]
+def test_tapes_of_a_lasting_breach_become_rarer(flight: Flight) -> None:
+    assert run_breach(flight, 100) == [0, 1, 3, 7, 15, 31, 63, 95]
 
 
-def test_a_breach_after_some_quiet_minutes_is_another(flight: Flight) -> None:
-    assert breached(flight, 20) == [0, 1, 3, 7, 15]
-    flight.wakes(70, 4 * SECOND)
-    assert breached(flight, 2) == []
-    flight.wakes(80, 4 * SECOND)
-    assert breached(flight, 4) == [0, 1, 3]
+def test_a_breach_after_quiet_minutes_is_new(flight: Flight) -> None:
+    assert run_breach(flight, 20) == [0, 1, 3, 7, 15]
+    flight.run_cycles(70, 4 * SECOND)
+    assert run_breach(flight, 2) == []
+    flight.run_cycles(80, 4 * SECOND)
+    assert run_breach(flight, 4) == [0, 1, 3]
 
 
-def test_unless_it_was_asked_for_a_breach_writes_nothing(tmp_path: Path) -> None:
+def test_a_breach_writes_nothing_unless_configured(tmp_path: Path) -> None:
     flight = Flight(tmp_path, on_slo=False)
     for _ in range(9):
         flight.recorder.record_slo_miss(flight.now)
-    flight.wakes(100)
+    flight.run_cycles(100)
     assert flight.tapes() == []
 
 
-def test_the_newest_20_tapes_stay_and_nothing_else_is_removed(flight: Flight) -> None:
+def test_only_tapes_beyond_the_newest_20_are_removed(flight: Flight) -> None:
     flight.folder.mkdir()
     others = [flight.folder / name for name in ("mine.tape", "otel_infer-20200102-030405.tape")]
-    for other in others:  # the second as `otel-infer dump` calls them
+    for other in others:  # `otel-infer dump` uses the second name
         other.touch()
     for _ in range(23):
         flight.recorder.request_dump(flight_recorder.SIGNAL)
-        flight.wakes(3)
+        flight.run_cycles(3)
     assert len(flight.tapes()) == 22
     assert all(other.exists() for other in others)
     assert {path.stat().st_mode & 0o777 for path in flight.tapes() if path not in others} == {0o600}
@@ -156,19 +156,17 @@ def test_the_newest_20_tapes_stay_and_nothing_else_is_removed(flight: Flight) ->
 # ── one at a time ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_never_is_more_than_one_written_at_a_time_and_who_asks_again_gets_the_same(
-    flight: Flight, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writing, go_on, most, real = [], threading.Event(), [], flight_recorder.write_recording
+def test_one_tape_is_written_at_a_time(flight: Flight, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, proceed, counts, original = [], threading.Event(), [], flight_recorder.write_recording
 
-    def slowly(*arguments: Any) -> None:
+    def write_slowly(*arguments: Any) -> None:
         writing.append(arguments)
-        most.append(len(writing))
-        assert go_on.wait(10)
-        real(*arguments)
+        counts.append(len(writing))
+        assert proceed.wait(10)
+        original(*arguments)
         writing.pop()
 
-    monkeypatch.setattr(flight_recorder, "write_recording", slowly)
+    monkeypatch.setattr(flight_recorder, "write_recording", write_slowly)
     first = flight.recorder.request_dump(flight_recorder.WEBHOOK)
     assert flight.recorder.request_dump(flight_recorder.WEBHOOK) == first
     for _ in range(4):
@@ -180,24 +178,24 @@ def test_never_is_more_than_one_written_at_a_time_and_who_asks_again_gets_the_sa
         flight.now += SECOND
         flight.recorder.process_dump_requests(flight.now)
     assert not first.exists()
-    go_on.set()
-    flight.rest()
-    flight.wakes(3)
+    proceed.set()
+    flight.wait_for_writer()
+    flight.run_cycles(3)
     assert first.exists()
     assert other.exists()
-    assert max(most) == 1
+    assert max(counts) == 1
 
 
-def test_what_was_said_before_somebody_asked_is_in_the_tape(flight: Flight) -> None:
-    """Rings hand out what was complete a wake ago: of now, two wakes later."""
+def test_a_tape_contains_events_before_its_request(flight: Flight) -> None:
+    """A ring reader returns an event one cycle after it is complete, so the tape waits two cycles."""
     path = flight.recorder.request_dump(flight_recorder.SIGNAL)
-    flight.wakes(1)
+    flight.run_cycles(1)
     assert not path.exists()
-    flight.wakes(1)
+    flight.run_cycles(1)
     assert path.exists()
 
 
-def test_at_the_end_what_is_waiting_is_written(flight: Flight) -> None:
+def test_close_writes_pending_tapes(flight: Flight) -> None:
     for _ in range(3):
         flight.recorder.record_slo_miss(flight.now)
     other = flight.recorder.request_dump(flight_recorder.WEBHOOK)
@@ -206,71 +204,67 @@ def test_at_the_end_what_is_waiting_is_written(flight: Flight) -> None:
     assert len(flight.tapes()) == 2
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_dump_without_a_usable_folder_is_rejected(tmp_path: Path) -> None:
     flight = Flight(tmp_path)
     flight.folder.touch()
-    with pytest.raises(DumpRejected, match="no folder"):
+    with pytest.raises(DumpRejected, match="folder"):
         flight.recorder.request_dump(flight_recorder.WEBHOOK)
     flight.recorder.signalled = True
-    flight.wakes(3)
+    flight.run_cycles(3)
 
 
-def test_what_breaks_the_recorder_breaks_nothing_else_and_is_said(flight: Flight) -> None:
+def test_a_failed_recorder_rejects_dumps(flight: Flight) -> None:
     flight.recorder.add_events([RecordedEvent(1, 7, events.AttributeSet(5, "key", object()))], 6)  # type: ignore[arg-type]
-    with pytest.raises(DumpRejected, match="the flight recorder broke"):
+    with pytest.raises(DumpRejected, match="flight recorder failed"):
         flight.recorder.request_dump(flight_recorder.WEBHOOK)
-    flight.wakes(5)
+    flight.run_cycles(5)
     assert flight.recorder.window.size == 0
 
 
-def test_a_disk_that_is_full_costs_the_tape_and_leaves_nothing(
-    flight: Flight, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
+def test_a_full_disk_leaves_no_partial_tape(flight: Flight, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_write(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(flight_recorder.RecordingWriter, "write", full)
+    monkeypatch.setattr(flight_recorder.RecordingWriter, "write", fail_write)
     flight.recorder.request_dump(flight_recorder.SIGNAL)
-    flight.wakes(5)
+    flight.run_cycles(5)
     assert flight.tapes() == []
     monkeypatch.undo()
     flight.recorder.request_dump(flight_recorder.SIGNAL)
-    flight.wakes(5)
+    flight.run_cycles(5)
     assert len(flight.tapes()) == 1
 
 
-def test_where_there_are_no_more_threads_there_is_no_tape_and_the_sidecar_goes_on(
-    flight: Flight, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
+def test_without_threads_no_tape_is_written(flight: Flight, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", fail_start)
     flight.recorder.request_dump(flight_recorder.SIGNAL)
-    flight.wakes(3)
+    flight.run_cycles(3)
     flight.recorder.request_dump(flight_recorder.WEBHOOK)
     flight.recorder.close(10)
     assert flight.tapes() == []
     monkeypatch.undo()
     flight.recorder.request_dump(flight_recorder.SIGNAL)
-    flight.wakes(3)
+    flight.run_cycles(3)
     assert len(flight.tapes()) == 1
 
 
-def test_a_window_that_cannot_be_taken_is_said_to_who_asked(
+def test_a_failed_snapshot_is_reported_to_the_requester(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> None:
+    def fail_snapshot() -> None:
         raise ValueError("no rows")
 
-    monkeypatch.setattr(flight.recorder.window, "take_snapshot", broken)
-    asked = flight.rings / f"dump-{'a' * 16}{directory.DUMP_REQUESTED}"
-    asked.touch()
-    flight.wakes(10)
-    assert asked.with_suffix(directory.DUMP_FAILED).read_text() == "ValueError: no rows"
+    monkeypatch.setattr(flight.recorder.window, "take_snapshot", fail_snapshot)
+    request = flight.rings / f"dump-{'a' * 16}{directory.DUMP_REQUESTED}"
+    request.touch()
+    flight.run_cycles(10)
+    assert request.with_suffix(directory.DUMP_FAILED).read_text() == "ValueError: no rows"
 
 
-def test_what_killed_sidecars_were_writing_is_removed_and_what_another_writes_just_now_stays(
+def test_only_stale_partial_tapes_are_removed(
     flight: Flight,
 ) -> None:
     flight.folder.mkdir()
@@ -282,12 +276,12 @@ def test_what_killed_sidecars_were_writing_is_removed_and_what_another_writes_ju
     for path in (stale, other):
         os.utime(path, (1, 1))
     flight.recorder.request_dump(flight_recorder.SIGNAL)
-    flight.wakes(3)
+    flight.run_cycles(3)
     assert not stale.exists()
     assert fresh.exists() and other.exists()
 
 
-def test_an_old_tape_that_cannot_be_removed_costs_no_other_and_no_new_one(
+def test_an_unremovable_old_tape_prevents_nothing_else(
     flight: Flight, caplog: pytest.LogCaptureFixture
 ) -> None:
     flight.folder.mkdir()
@@ -296,19 +290,19 @@ def test_an_old_tape_that_cannot_be_removed_costs_no_other_and_no_new_one(
     stuck = flight.folder / "otel_infer-19990101T000000.000000Z-slo-1.tape"
     stuck.mkdir()
     flight.recorder.request_dump(flight_recorder.SIGNAL)
-    flight.wakes(3)
+    flight.run_cycles(3)
     assert stuck.exists()
     assert len(flight.tapes()) == 21
     assert "no tape" not in caplog.text
-    assert f"{stuck} stays" in caplog.text
+    assert str(stuck) in caplog.text
 
 
-# ── by files beside the rings ────────────────────────────────────────────────────────────────────────────────────
+# ── dump requests by file ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def sidecar(flight: Flight) -> Iterator[threading.Event]:
-    """Wakes until it is told to stop; another process holds its lock."""
+    """Runs cycles until the event is set; another process holds the sidecar's lock."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -319,12 +313,12 @@ def sidecar(flight: Flight) -> Iterator[threading.Event]:
     os.read(reader, 1)
     over = threading.Event()
 
-    def wake() -> None:
+    def run_cycles() -> None:
         while not over.wait(0.01):
             flight.now += SECOND // 20
             flight.recorder.process_dump_requests(flight.now)
 
-    thread = threading.Thread(target=wake, daemon=True)
+    thread = threading.Thread(target=run_cycles, daemon=True)
     thread.start()
     yield over
     over.set()
@@ -333,7 +327,7 @@ def sidecar(flight: Flight) -> Iterator[threading.Event]:
     os.waitpid(pid, 0)
 
 
-def test_who_asks_by_a_file_gets_a_tape(flight: Flight, sidecar: threading.Event) -> None:
+def test_a_dump_request_by_file_returns_a_tape(flight: Flight, sidecar: threading.Event) -> None:
     path = dump_request.request_dump(flight.rings)
     assert path.parent == flight.rings
     assert file.read_header(path)["by"] == "command"
@@ -341,57 +335,55 @@ def test_who_asks_by_a_file_gets_a_tape(flight: Flight, sidecar: threading.Event
     assert {name for name in os.listdir(flight.rings) if directory.is_dump(name)} == {path.name}
 
 
-def test_who_is_refused_is_told_why(flight: Flight, sidecar: threading.Event) -> None:
+def test_a_rejected_dump_request_raises_the_reason(flight: Flight, sidecar: threading.Event) -> None:
     flight.recorder.add_events([RecordedEvent(1, 7, events.AttributeSet(5, "key", object()))], 6)  # type: ignore[arg-type]
-    with pytest.raises(dump_request.DumpFailed, match="the flight recorder broke"):
+    with pytest.raises(dump_request.DumpFailed, match="flight recorder failed"):
         dump_request.request_dump(flight.rings)
     assert not [name for name in os.listdir(flight.rings) if directory.is_dump(name)]
 
 
-def test_who_gets_no_answer_stops_waiting_and_leaves_nothing(
-    flight: Flight, sidecar: threading.Event
-) -> None:
+def test_an_unanswered_dump_request_leaves_no_file(flight: Flight, sidecar: threading.Event) -> None:
     sidecar.set()
-    with pytest.raises(dump_request.DumpFailed, match=r"did not answer within 0\.2 s"):
+    with pytest.raises(dump_request.DumpFailed, match=r"0\.2 s"):
         dump_request.request_dump(flight.rings, 0.2)
     assert os.listdir(flight.rings) == [directory.SIDECAR_LOCK]
 
 
-def test_where_the_sidecar_ended_nobody_waits(flight: Flight) -> None:
-    with pytest.raises(dump_request.DumpFailed, match="ended meanwhile"):
+def test_a_dump_request_without_sidecar_fails_at_once(flight: Flight) -> None:
+    with pytest.raises(dump_request.DumpFailed, match="ended before"):
         dump_request.request_dump(flight.rings)
 
 
-def test_a_tape_that_would_fill_the_memory_of_the_servers_rings_is_refused(
+def test_a_tape_too_large_for_shared_memory_is_rejected(
     flight: Flight, sidecar: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that touches shared memory of which there is none left is killed."""
+    """The kernel kills a server that touches shared memory when none is left."""
     usage = shutil.disk_usage(flight.rings)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=40))
-    with pytest.raises(dump_request.DumpFailed, match=r"more than 1/4 of what is free in .*rings: SIGUSR2"):
+    with pytest.raises(dump_request.DumpFailed, match=r"1/4 .*rings: SIGUSR2"):
         dump_request.request_dump(flight.rings)
     assert not [name for name in os.listdir(flight.rings) if directory.is_dump(name)]
     flight.recorder.request_dump(flight_recorder.SIGNAL)
-    flight.wakes(5)
+    flight.run_cycles(5)
     assert len(flight.tapes()) == 1
 
 
-def test_who_stops_waiting_leaves_no_tape_that_comes_just_then(
+def test_an_interrupted_dump_request_removes_its_tape(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_: float) -> None:
-        (asked,) = [name for name in os.listdir(flight.rings) if name.endswith(directory.DUMP_REQUESTED)]
-        (flight.rings / asked).with_suffix(directory.DUMP_DONE).touch()
+    def interrupt(_: float) -> None:
+        (request,) = [name for name in os.listdir(flight.rings) if name.endswith(directory.DUMP_REQUESTED)]
+        (flight.rings / request).with_suffix(directory.DUMP_DONE).touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(directory, "is_held", lambda _: True)
-    monkeypatch.setattr(time, "sleep", interrupted)
+    monkeypatch.setattr(time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         dump_request.request_dump(flight.rings)
     assert not [name for name in os.listdir(flight.rings) if directory.is_dump(name)]
 
 
-def test_a_tape_that_nobody_fetched_is_removed_in_time_and_nothing_else(flight: Flight) -> None:
+def test_only_stale_unfetched_tapes_are_removed(flight: Flight) -> None:
     stale, fresh, other = (
         flight.rings / name for name in (f"dump-{'a' * 16}.tape", f"dump-{'b' * 16}.tape", "dump-mine.tape")
     )
@@ -405,7 +397,7 @@ def test_a_tape_that_nobody_fetched_is_removed_in_time_and_nothing_else(flight: 
     assert os.listdir(flight.rings) == [other.name]
 
 
-# ── by HTTP ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── webhook ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -418,7 +410,7 @@ def webhook(flight: Flight) -> Iterator[Webhook]:
     webhook.close()
 
 
-def asked(
+def send_request(
     webhook: Webhook,
     method: str = "POST",
     path: str = "/dump",
@@ -435,56 +427,56 @@ def asked(
 
 
 @pytest.mark.parametrize("body", ["", "{}", '{"status": "firing", "alerts": []}', "[1]"])
-def test_a_post_is_answered_with_the_name_of_a_tape(flight: Flight, webhook: Webhook, body: str) -> None:
-    status, answer = asked(webhook, body=body)
+def test_a_post_returns_the_path_of_a_tape(flight: Flight, webhook: Webhook, body: str) -> None:
+    status, answer = send_request(webhook, body=body)
     assert status == 202
-    flight.wakes(3)
+    flight.run_cycles(3)
     assert [Path(answer["file"])] == flight.tapes()
 
 
-def test_an_alert_that_is_over_writes_nothing(flight: Flight, webhook: Webhook) -> None:
-    assert asked(webhook, body='{"status": "resolved"}')[0] == 200
-    flight.wakes(5)
+def test_a_resolved_alert_writes_no_tape(flight: Flight, webhook: Webhook) -> None:
+    assert send_request(webhook, body='{"status": "resolved"}')[0] == 200
+    flight.run_cycles(5)
     assert flight.tapes() == []
 
 
 BAD: dict[str, tuple[int, dict[str, Any]]] = {
-    "another path": (404, {"path": "/"}),
-    "GET elsewhere": (404, {"method": "GET", "path": "/metrics"}),
+    "unknown path": (404, {"path": "/"}),
+    "GET on an unknown path": (404, {"method": "GET", "path": "/metrics"}),
     "GET": (405, {"method": "GET"}),
     "HEAD": (405, {"method": "HEAD"}),
     "DELETE": (405, {"method": "DELETE"}),
     "no JSON": (400, {"body": "hello"}),
-    "nested too deep": (400, {"body": "[" * 100_000}),
-    "a length that is none": (400, {"headers": {"Content-Length": "-1"}}),
+    "deeply nested": (400, {"body": "[" * 100_000}),
+    "invalid length": (400, {"headers": {"Content-Length": "-1"}}),
     "no length": (411, {"headers": {"Transfer-Encoding": "chunked"}}),
     "too long": (413, {"headers": {"Content-Length": "99999999999"}}),
-    "a page in a browser": (403, {"headers": {"Origin": "http://example.com"}}),
+    "browser page": (403, {"headers": {"Origin": "http://example.com"}}),
 }
 
 
 @pytest.mark.parametrize(("status", "request_"), BAD.values(), ids=BAD)
-def test_a_bad_request_is_told_what_is_wrong_and_writes_nothing(
+def test_a_bad_request_returns_an_error(
     flight: Flight, webhook: Webhook, status: int, request_: dict[str, Any]
 ) -> None:
-    answered, answer = asked(webhook, **request_)
+    answered, answer = send_request(webhook, **request_)
     assert answered == status
     assert "error" in answer or request_.get("method") == "HEAD"
-    flight.wakes(5)
+    flight.run_cycles(5)
     assert flight.tapes() == []
-    assert asked(webhook)[0] == 202
+    assert send_request(webhook)[0] == 202
 
 
 @pytest.mark.parametrize(
-    "begun", [b"POST /dump HTTP/1.0\r\nA: ", b"POST /dump HTTP/1.0\r\nContent-Length: 999999\r\n\r\n"]
+    "beginning", [b"POST /dump HTTP/1.0\r\nA: ", b"POST /dump HTTP/1.0\r\nContent-Length: 999999\r\n\r\n"]
 )
-def test_who_asks_ever_so_slowly_keeps_nobody_else_waiting(
-    webhook: Webhook, monkeypatch: pytest.MonkeyPatch, begun: bytes
+def test_a_slow_client_does_not_block_other_clients(
+    webhook: Webhook, monkeypatch: pytest.MonkeyPatch, beginning: bytes
 ) -> None:
     monkeypatch.setattr(http_server, "CLIENT_TIMEOUT_S", 0.3)
     over = threading.Event()
     slow = socket.create_connection(("127.0.0.1", webhook.port))
-    slow.sendall(begun)
+    slow.sendall(beginning)
 
     def drip() -> None:
         with contextlib.suppress(OSError):
@@ -494,23 +486,21 @@ def test_who_asks_ever_so_slowly_keeps_nobody_else_waiting(
     thread = threading.Thread(target=drip)
     thread.start()
     try:
-        assert asked(webhook)[0] == 202
+        assert send_request(webhook)[0] == 202
     finally:
         over.set()
         thread.join()
         slow.close()
 
 
-def test_where_no_tape_can_be_written_the_alert_is_told_to_come_again(
-    flight: Flight, webhook: Webhook
-) -> None:
+def test_a_rejected_dump_returns_503(flight: Flight, webhook: Webhook) -> None:
     flight.folder.touch()
-    status, answer = asked(webhook)
+    status, answer = send_request(webhook)
     assert status == 503
-    assert "no folder" in answer["error"]
+    assert "folder" in answer["error"]
 
 
-def test_it_is_for_this_machine_unless_an_address_is_given(flight: Flight, webhook: Webhook) -> None:
+def test_the_webhook_listens_on_loopback_by_default(flight: Flight, webhook: Webhook) -> None:
     assert webhook._server.server_address[0] == "127.0.0.1"
     webhook.close()
     other = Webhook(f"0.0.0.0:{webhook.port}", flight.recorder)
@@ -518,11 +508,11 @@ def test_it_is_for_this_machine_unless_an_address_is_given(flight: Flight, webho
     other.close()
 
 
-def test_an_answer_that_is_a_link_is_nobodys_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may write there would have us read what only we may."""
+def test_a_link_as_answer_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another user could make the command read a file that only its user may read."""
     monkeypatch.setattr(directory, "is_held", lambda path: True)
     secret = tmp_path / "secret"
-    secret.write_text("of somebody else")
+    secret.write_text("secret")
     folder = tmp_path / "rings"
     folder.mkdir()
 
